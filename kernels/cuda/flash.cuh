@@ -108,3 +108,32 @@ DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 
     if (rows.query < tokens) lse_head[rows.query] = of.max0 * scale + ln_bits(of.total0);
     if (rows.query + 8 < tokens) lse_head[rows.query + 8] = of.max1 * scale + ln_bits(of.total1);
 }
+
+// Of a lane's two rows, in backward: lse in powers of two, and D.
+struct RowNumbers {
+    float lse0, lse1, dot0, dot1;
+};
+
+DEVICE RowNumbers row_numbers(const float* lse, const float* dots, int query, int last) {
+    i64 i0 = smaller(query, last), i1 = smaller(query + 8, last);
+    return {lse[i0] * static_cast<float>(LOG2_E), lse[i1] * static_cast<float>(LOG2_E), dots[i0], dots[i1]};
+}
+
+// Scores become dS = P∘(dP - D), without the scale.
+template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)[N][4], const RowNumbers& of, float scale_2) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            s[j][c] = exp2_fast(fmaf(s[j][c], scale_2, -of.lse0)) * (dp[j][c] - of.dot0);
+            s[j][2 + c] = exp2_fast(fmaf(s[j][2 + c], scale_2, -of.lse1)) * (dp[j][2 + c] - of.dot1);
+        }
+    }
+}
+
+// The queries that see a key of FLASH_ROWS keys from `first` on: from these to the end, or to the end of the document of the last key, in steps.
+template <int STEP> DEVICE int end_of_queries(const Documents& documents, int first, int tokens) {
+    int end = first;
+    while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;
+    return smaller(end, tokens);
+}

@@ -57,13 +57,12 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
     const u16* dout_head = of.dout + head.sample * of.seq * out_row + head.head * of.head_dim;
     i64 numbers = (head.sample * of.heads + head.head) * of.seq;
     int warp_row = static_cast<int>(threadIdx.x) / WARP * 16, lane = lane_of_warp();
-    int i0 = first + warp_row + lane / 4, i1 = i0 + 8, last = tokens - 1;
+    int i0 = first + warp_row + lane / 4;
     Documents documents = documents_of(of.firsts, head, of.seq);
     QueryPair rows = query_pair(documents, i0, tokens);
     int begin = documents.of(first) / FLASH_KEYS * FLASH_KEYS;
     float scale_2 = of.scale * static_cast<float>(LOG2_E);
-    float lse0 = of.lse[numbers + smaller(i0, last)] * static_cast<float>(LOG2_E), dot0 = of.dots[numbers + smaller(i0, last)];
-    float lse1 = of.lse[numbers + smaller(i1, last)] * static_cast<float>(LOG2_E), dot1 = of.dots[numbers + smaller(i1, last)];
+    RowNumbers row = row_numbers(of.lse + numbers, of.dots + numbers, i0, tokens - 1);
 
     copy_rows<FLASH_ROWS, DIM>(tiles, 0, q_head, of.q_row, first, tokens, of.head_dim);
     copy_rows<FLASH_ROWS, DIM>(tiles, DOUT, dout_head, out_row, first, tokens, of.head_dim);
@@ -88,14 +87,7 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
         clear(s), clear(dp);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
         add_product<DIM>(dp, tiles, DOUT, warp_row, pair + VALUES);
-#pragma unroll
-        for (int j = 0; j < FLASH_KEYS / 8; j++) {
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                s[j][c] = exp2_fast(fmaf(s[j][c], scale_2, -lse0)) * (dp[j][c] - dot0);
-                s[j][2 + c] = exp2_fast(fmaf(s[j][2 + c], scale_2, -lse1)) * (dp[j][2 + c] - dot1);
-            }
-        }
+        score_gradients(s, dp, row, scale_2);
         mask(s, rows, keys, 0.0f);
         add_product_of<DIM>(sum, s, tiles, pair);
     }
@@ -116,10 +108,7 @@ template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& 
     int j0 = first + warp_row + lane / 4;
     Documents documents = {of.firsts ? of.firsts + sample * of.seq : of.firsts};
     float scale_2 = of.scale * static_cast<float>(LOG2_E);
-    // Queries that see a key of this block: from it to the end, or to the end of the document of its last key.
-    int end = first;
-    while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;
-    end = smaller(end, tokens);
+    int end = end_of_queries<STEP>(documents, first, tokens);
     i64 head = own_head * of.group, past = head + of.group;
     int queries = first;
 

@@ -1,96 +1,91 @@
 // Causal self attention on tensor cores, forward, by the products of sm_90a, in which four warps multiply from shared memory: the equations of flash_forward.cu.
 //
-// Shapes    those of flash_forward.cu.
-// Geometry  a block a head and 128 queries, 64 for each of 2 groups of four warps, over the keys by 128, from the first that a query sees to the diagonal.
-//           While one group computes powers of two, the tensor cores have the other's products. Shared memory: a tile of queries and two of keys and
-//           of values: 2 head_dim (128 + 4·128) bytes, 80 KiB for 64 and 160 KiB for 128. Copies are those of 16 bytes (cp.async): bulk copies of tiles
-//           would take a tensor map for each operand, which launches do not have.
-// Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and addresses; 174 and 207 (kernels/report.md). One
-//           block on an SM.
-// Banks     panels in the 128-byte swizzle: no conflicts.
-// Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and no ldmatrix is left. On an
-//           SM 2048 multiplications a clock: 64 × 128 × 16 of them take 64 clocks, in which the other group has time for 1024 powers of two, 8 for each lane.
+// Shapes    those of flash_forward.cu, but for q, k and v, which come by their maps (flash_maps.cu).
+// Geometry  a block a head and 128 queries, 64 for each of 2 groups of four warps, over the keys by STEP = 128, from the first that a query sees to the
+//           diagonal. While one group computes powers of two, the tensor cores have the other's products. One thread copies tiles (bulk_copy.cuh), keys and
+//           values STAGES - 1 = 1 tile ahead: a tile of 32 KiB of keys and values a head of 64 takes an SM's share of an H100's L2 (some 5.5 TB/s, 24 bytes
+//           a clock) 1400 clocks, its products 2 · 2 · 128 · 128 · 64 / 4096 = 1024 and its powers of two 128 · 128 / 16 = 1024; of 128 features all
+//           but the powers double. Shared memory: a tile of queries and STAGES of keys and of values, and barriers:
+//           2 head_dim (128 + 2·2·128) + 24 bytes, 80 KiB for 64 and 160 KiB for 128, of 227.
+// Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and descriptors; 168 and 214 (kernels/report.md).
+//           256 threads of more than 128 registers: one block on an SM.
+// Banks     panels in the 128-byte swizzle, which the copies write: no conflicts.
+// Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and neither ldmatrix nor copies take
+//           instructions. On an SM 2048 multiplications a clock: 64 × 128 × 16 of them take 64 clocks, in which the other group has time for 1024 powers
+//           of two, 8 for each lane.
 // Bytes     those of flash_forward.cu.
 // Bits      none are promised. Tests hold 1e-2 of the norm against f32.
-#include "flash.cuh"
-#include "warp_group.cuh"
+#include "flash_sm90.cuh"
 
-#define GROUP_ROWS 64
-#define GROUP_KEYS 128
-
-template <int DIM>
-DEVICE void flash_forward_of_groups(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads,
-                                    i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
-    constexpr int PAIR = FLASH_ROWS * DIM, VALUES = GROUP_KEYS * DIM, PAIRS = 2 * GROUP_KEYS * DIM;  // places and sizes of tiles
-    TILES(tiles, FLASH_ROWS * DIM + 4 * GROUP_KEYS * DIM);
+template <int DIM, int STEP, int STAGES>
+DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
+                                    const int* firsts) {
+    constexpr int PAIRS = FLASH_ROWS * DIM, VALUES = STEP * DIM, BARRIERS = PAIRS + 2 * STAGES * STEP * DIM, OWN = BARRIERS + STAGES * BARRIER_SIZE;
+    TILES(tiles, OWN + BARRIER_SIZE);
     Head head = head_of(heads, group, first_kv);
     int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
-    const u16* q_head = q + head.sample * seq * q_row + head.head * head_dim;
-    const u16* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
-    const u16* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
-    int group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS, lane = lane_of_warp();
+    int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
     Documents documents = documents_of(firsts, head, seq);
-    QueryPair rows = query_pair(documents, first + static_cast<int>(threadIdx.x) / WARP * 16 + lane / 4, tokens);
-    int begin = documents.of(first) / GROUP_KEYS * GROUP_KEYS;
+    QueryPair rows = query_pair(documents, first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4, tokens);
+    int begin = documents.of(first) / STEP * STEP;
+    bool leads = threadIdx.x == 0;
 
-    copy_panels<FLASH_ROWS, DIM>(tiles, 0, q_head, q_row, first, tokens, head_dim);
-    copy_panels<GROUP_KEYS, DIM>(tiles, PAIR, k_head, kv_row, begin, tokens, head_dim);
-    copy_panels<GROUP_KEYS, DIM>(tiles, PAIR + VALUES, v_head, kv_row, begin, tokens, head_dim);
-    copy_commit();
+    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    TileOf of = {static_cast<int>(head.kv_head), sample};
+    if (leads) {
+        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v);
+        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
+        expect_bytes(tiles, OWN, bytes_of_tile<FLASH_ROWS, DIM>());
+        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.q, static_cast<int>(head.head), first, sample, OWN);
+        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, maps.k, maps.v, of, begin + n * STEP);
+    }
+    __syncthreads();  // the barriers are shown
+    wait_for_bytes(tiles, OWN, 0);
     OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
     float o[DIM / 8][4];
     clear(o);
-    int stage = 0;
-    for (int keys = begin; keys < end; keys += GROUP_KEYS) {
-        copy_wait<0>();
-        copies_are_shown();
-        __syncthreads();  // these keys are here, and those before them are read
-        int pair = PAIR + stage * PAIRS;
-        stage = 1 - stage;
-        if (keys + GROUP_KEYS < end) {
-            copy_panels<GROUP_KEYS, DIM>(tiles, PAIR + stage * PAIRS, k_head, kv_row, keys + GROUP_KEYS, tokens, head_dim);
-            copy_panels<GROUP_KEYS, DIM>(tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + GROUP_KEYS, tokens, head_dim);
-            copy_commit();
-        }
+    for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
+        __syncthreads();  // the keys before these are read
+        int ahead = keys + (STAGES - 1) * STEP;
+        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, maps.k, maps.v, of, ahead);
+        wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
         if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
 
-        float s[GROUP_KEYS / 8][4];
+        float s[STEP / 8][4];
         warp_group_begin();
-#pragma unroll
-        for (int e = 0; e < DIM / 16; e++) {
-            int panel = e / (PANEL / 16), column = e % (PANEL / 16) * 16;
-            u64 a = descriptor(tiles, (panel * FLASH_ROWS + group_row) * PANEL + column, 0);
-            u64 b = descriptor(tiles, pair + panel * GROUP_KEYS * PANEL + column, 0);
-            warp_group_product(s, tiles, a, b, e > 0);
-        }
+        multiply_groups<DIM, FLASH_ROWS>(s, tiles, 0, group_row, ring.place(n));
         warp_group_commit();
         warp_group_wait<0>();
-        if (firsts || keys + GROUP_KEYS > first + group_row + 1) mask(s, rows, keys, -INFINITE);
+        if (firsts || keys + STEP > first + group_row + 1) mask(s, rows, keys, -INFINITE);
         online_softmax(softmax, s, o, scale * static_cast<float>(LOG2_E));
-        u32 p[GROUP_KEYS / 16][4];
-#pragma unroll
-        for (int j = 0; j < GROUP_KEYS / 16; j++) as_operand(p[j], s[2 * j], s[2 * j + 1]);
+        u32 p[STEP / 16][4];
+        as_operands(p, s);
         warp_group_begin();
-#pragma unroll
-        for (int j = 0; j < GROUP_KEYS / 16; j++) {
-            u64 b = descriptor(tiles, pair + VALUES + 16 * j * PANEL, GROUP_KEYS * PANEL);
-            warp_group_product_of(o, tiles, p[j], b, true);
-        }
+        add_groups(o, tiles, p, ring.place(n) + VALUES);
         warp_group_commit();
         warp_group_wait<0>();
     }
     store_outputs<DIM>(softmax, tiles, o, head, rows, out, lse, heads, first, tokens, head_dim, scale);
 }
 
-#define FLASH_FORWARD_OF_GROUPS(DIM) \
-    flash_forward_of_groups<DIM>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
+// Keys of a tile, and pairs of tiles.
+#ifndef FORWARD_SM90_KEYS
+#define FORWARD_SM90_KEYS 128
+#endif
+#ifndef FORWARD_SM90_STAGES
+#define FORWARD_SM90_STAGES 2
+#endif
 
-KERNEL flash_forward_sm90_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                             i64 first_kv, int head_dim, float scale, const int* firsts) {
+#define FLASH_FORWARD_OF_GROUPS(DIM) \
+    flash_forward_of_groups<DIM, FORWARD_SM90_KEYS, FORWARD_SM90_STAGES>( \
+        flash_maps_at(maps), out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
+
+KERNEL flash_forward_sm90_64(const u64* maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
+                             const int* firsts) {
     FLASH_FORWARD_OF_GROUPS(64);
 }
 
-KERNEL flash_forward_sm90_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
-                              i64 first_kv, int head_dim, float scale, const int* firsts) {
+KERNEL flash_forward_sm90_128(const u64* maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
+                              const int* firsts) {
     FLASH_FORWARD_OF_GROUPS(128);
 }

@@ -79,6 +79,7 @@ DEVICE float exp2_fast(float x) {
 }
 
 DEVICE void write_word(Tiles tiles, int at, u32 word) { *reinterpret_cast<u32*>(tiles + at) = word; }
+DEVICE u32 read_word(Tiles tiles, int at) { return *reinterpret_cast<const u32*>(tiles + at); }
 DEVICE Chunk read_chunk(Tiles tiles, int at) { return *reinterpret_cast<const Chunk*>(tiles + at); }
 
 #endif
@@ -115,6 +116,12 @@ template <int WIDTH> DEVICE void load_b_transposed(u32 (&b)[4], Tiles tiles, int
 DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack(left[0], left[1]), a[1] = pack(left[2], left[3]);
     a[2] = pack(right[0], right[1]), a[3] = pack(right[2], right[3]);
+}
+
+// All of them.
+template <int K> DEVICE void as_operands(u32 (&a)[K][4], const float (&c)[2 * K][4]) {
+#pragma unroll
+    for (int k = 0; k < K; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
 }
 
 // Sum and maximum over the four lanes that have a row of C.

@@ -7,7 +7,8 @@
 // Panels    operands in shared memory: panels of 64 columns, rows of 128 bytes, chunks where place<64> of tensor_core.cuh has them, which is the 128-byte
 //           swizzle of the hardware if the panel begins at a multiple of 1024 bytes. Rows follow each other by 128 bytes, groups of 8 by 1024.
 // Order     warp_group_begin() before the first product that reads registers which other instructions wrote; commit and wait before anybody reads the
-//           accumulators or writes what is read. Copies are shown to these instructions by copies_are_shown(), before the barrier.
+//           accumulators or writes what is read. Tiles are filled by bulk_copy.cuh: what other instructions write would need a fence
+//           (fence.proxy.async) before these read it.
 #pragma once
 #include "tensor_core.cuh"
 
@@ -25,8 +26,6 @@ DEVICE void warp_group_commit() { asm volatile("wgmma.commit_group.sync.aligned;
 
 // Waits for all groups of products but the last PENDING.
 template <int PENDING> DEVICE void warp_group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-
-DEVICE void copies_are_shown() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // d [64, 64] = a bᵀ, or d += a bᵀ with `add`, of 16 columns of a [64, ..] and b [64, ..].
 DEVICE void warp_group_product(float (&d)[8][4], Tiles, u64 a, u64 b, bool add) {
@@ -106,7 +105,6 @@ DEVICE void warp_group_product_of(float (&d)[16][4], Tiles, const u32 (&a)[4], u
 DEVICE void warp_group_begin() { asm volatile("trap;"); }
 DEVICE void warp_group_commit() {}
 template <int PENDING> DEVICE void warp_group_wait() {}
-DEVICE void copies_are_shown() {}
 template <int N> DEVICE void warp_group_product(float (&)[N][4], Tiles, u64, u64, bool) {}
 template <int N> DEVICE void warp_group_product_of(float (&)[N][4], Tiles, const u32 (&)[4], u64, bool) {}
 
@@ -120,11 +118,22 @@ DEVICE u64 descriptor(Tiles tiles, int at, int next_panel) {
     return descriptor_address(tiles, at) | static_cast<u64>(2 * next_panel / 16) << 16 | group_of_rows | swizzle;
 }
 
-// Begins to copy ROWS rows of WIDTH columns into panels, one behind the other: as copy_rows.
-template <int ROWS, int WIDTH> DEVICE void copy_panels(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
+// The address in a descriptor of column `column` of row `row` of a tile of ROWS rows in panels.
+template <int ROWS> DEVICE int panel_place(int tile, int row, int column) {
+    return tile + (column / PANEL * ROWS + row) * PANEL + column % PANEL;
+}
+
+// d [64, 8 N] = A Bᵀ, over DIM columns, of rows row .. row + 64 of tile a, which has A_ROWS, and the 8 N rows of tile b.
+template <int DIM, int A_ROWS, int N> DEVICE void multiply_groups(float (&d)[N][4], Tiles tiles, int a, int row, int b) {
 #pragma unroll
-    for (int panel = 0; panel < WIDTH / PANEL; panel++) {
-        int left = width - panel * PANEL;
-        copy_rows<ROWS, PANEL>(tiles, tile + panel * ROWS * PANEL, left > 0 ? from + panel * PANEL : from, row, first, end, left);
+    for (int e = 0; e < DIM; e += 16) {
+        u64 left = descriptor(tiles, panel_place<A_ROWS>(a, row, e), 0), right = descriptor(tiles, panel_place<8 * N>(b, 0, e), 0);
+        warp_group_product(d, tiles, left, right, e > 0);
     }
+}
+
+// d [64, 8 M] += A B of 16 K columns of A in registers, and the 16 K rows of tile b.
+template <int K, int M> DEVICE void add_groups(float (&d)[M][4], Tiles tiles, const u32 (&a)[K][4], int b) {
+#pragma unroll
+    for (int k = 0; k < K; k++) warp_group_product_of(d, tiles, a[k], descriptor(tiles, panel_place<16 * K>(b, 16 * k, 0), 16 * K * PANEL), true);
 }

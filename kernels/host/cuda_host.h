@@ -7,10 +7,11 @@
 // - two threads touch a word of shared memory, at least one writes it, and no barrier of the block is between them: this is found
 //   whatever the order in which they ran, because each word knows who read and wrote it since the last barrier;
 // - a thread reads a word of shared memory that nobody in its block has written, or touches one beyond the array;
-// - threads wait at a barrier or shuffle that others of their block or warp never reach.
+// - threads wait at a barrier or shuffle that others of their block or warp never reach, or for bytes that never come.
 //
 // Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the threads of
-// a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX has are in tensor_core_host.h.
+// a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX has are in tensor_core_host.h and
+// bulk_copy_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -35,7 +36,16 @@ struct Dim3 {
     unsigned x, y, z;
 };
 
-enum class State { runnable, at_block, at_warp, done };
+enum class State { runnable, at_block, at_warp, at_phase, done };
+
+// A barrier that counts phases of its own: how many are over, and how many were when each thread last waited.
+struct Phases {
+    uint64_t block = 0;
+    uint32_t completed = 0;
+    std::vector<uint32_t> seen;
+
+    bool over(unsigned parity) const { return (completed & 1) != parity; }
+};
 
 struct Fiber {
     void* stack_pointer;
@@ -47,6 +57,8 @@ struct Fiber {
     unsigned shuffles;  // how many it has passed
     char given[2][32];  // what it gave to an instruction of the whole warp, and to the one before
     unsigned gathers;   // how many of these it has passed
+    const Phases* waits_for;  // at_phase: until a phase of this parity is over
+    unsigned parity;
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
 #endif
@@ -184,6 +196,11 @@ inline bool release() {
         for (unsigned i = first; i < end; i++) fibers[i].state = State::runnable;
         any = true;
     }
+    for (unsigned i = 0; i < live; i++) {
+        if (fibers[i].state != State::at_phase || !fibers[i].waits_for->over(fibers[i].parity)) continue;
+        fibers[i].state = State::runnable;
+        any = true;
+    }
     if (any) return true;
     unsigned waiting = 0, done = 0;
     for (unsigned i = 0; i < live; i++) {
@@ -195,8 +212,10 @@ inline bool release() {
         for (unsigned i = 0; i < live; i++) {
             if (fibers[i].state == State::done) continue;
             current = &fibers[i];
-            const char* where = fibers[i].state == State::at_block ? "__syncthreads" : "a shuffle";
-            message = std::string("a thread waits for ever at ") + where + ", which others do not reach (thread " +
+            const char* where = fibers[i].state == State::at_block   ? "at __syncthreads, which others do not reach"
+                                : fibers[i].state == State::at_phase ? "at an mbarrier, for bytes that do not come"
+                                                                     : "at a shuffle, which others do not reach";
+            message = std::string("a thread waits for ever ") + where + " (thread " +
                       std::to_string(current->thread.x) + " of block " + std::to_string(block_index.x) + ")";
             return false;
         }
@@ -243,10 +262,13 @@ inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, s
 inline std::string skipped_file;
 inline int skipped_line;
 
-inline void barrier(const char* file, int line) {
+inline bool skips(const char* file, int line) {
     size_t end = strlen(file), count = skipped_file.size();
-    if (line == skipped_line && end >= count && skipped_file == file + (end - count)) return;
-    leave(State::at_block);
+    return line == skipped_line && end >= count && skipped_file == file + (end - count);
+}
+
+inline void barrier(const char* file, int line) {
+    if (!skips(file, line)) leave(State::at_block);
 }
 
 template <class T> T exchange(T value, unsigned from) {
@@ -275,16 +297,20 @@ template <class T> class Shared {
         T value;
         uint64_t written, read;  // the epochs
         unsigned writer, reader;
-        bool pending;  // a copy to it has begun, and its thread has not waited for it
+        bool pending;       // a copy to it has begun, and its thread has not waited for it
+        const Phases* by;   // the barrier whose phase `phase` brought it, or null
+        uint32_t phase;
+
+        bool has_come() const { return current->index < by->seen.size() && by->seen[current->index] > phase; }
     };
-    static constexpr unsigned SEVERAL = ~0u;
+    static constexpr unsigned SEVERAL = ~0u, BULK = ~1u;  // no thread: several, or a copy that threads wait for by a barrier of its own
     std::vector<Word> words;
     const char* name;
     bool given;  // of the size that the launch says
 
     [[noreturn]] void fault(const char* what, int i, unsigned other) const {
         fail(std::string(what) + " " + name + "[" + std::to_string(i) + "]" +
-             (other == SEVERAL ? std::string() : " with thread " + std::to_string(other)));
+             (other >= BULK ? std::string() : " with thread " + std::to_string(other)));
     }
 
   public:
@@ -294,7 +320,8 @@ template <class T> class Shared {
         Word& word = words[i];
         if (word.written >= block_epoch && word.pending) fault("reads what is still being copied:", i, SEVERAL);
         if (word.written < block_epoch) fault("reads shared memory that nobody wrote:", i, SEVERAL);
-        if (word.written == epoch && word.writer != current->index) fault("a race: reads", i, word.writer);
+        if (word.written == epoch && word.writer == BULK && !word.has_come()) fault("reads a copy without waiting for it:", i, SEVERAL);
+        if (word.written == epoch && word.writer != current->index && word.writer != BULK) fault("a race: reads", i, word.writer);
         word.reader = word.read == epoch && word.reader != current->index ? SEVERAL : current->index;
         word.read = epoch;
         return word.value;
@@ -314,6 +341,12 @@ template <class T> class Shared {
     void end(int i, T value) {
         Word& word = words[i];
         word.written = epoch, word.writer = current->index, word.value = value, word.pending = false;
+    }
+
+    // The end of a store whose reader waits for a phase.
+    void come(int i, T value, const Phases* by, uint32_t phase) {
+        Word& word = words[i];
+        word.written = epoch, word.writer = BULK, word.value = value, word.pending = false, word.by = by, word.phase = phase;
     }
 
     struct Element {
@@ -364,3 +397,5 @@ inline float __uint_as_float(unsigned bits) {
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t(a) * b) >> 32); }
 
 #include "tensor_core_host.h"
+
+#include "bulk_copy_host.h"

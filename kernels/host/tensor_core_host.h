@@ -142,6 +142,11 @@ inline void write_word(Tiles tiles, int at, uint32_t word) {
     tiles[at] = uint16_t(word), tiles[at + 1] = uint16_t(word >> 16);
 }
 
+inline uint32_t read_word(Tiles tiles, int at) {
+    if (at % 2) host::fail("a word at an odd place");
+    return uint32_t(tiles[at]) | uint32_t(tiles[at + 1]) << 16;
+}
+
 template <class Chunk> Chunk chunk_of(Tiles tiles, int at) {
     if (at % 8) host::fail("16 bytes at a place that is no multiple of them");
     Chunk chunk;
@@ -233,7 +238,6 @@ inline void begin_product(WarpGroupProduct product) {
 inline uint64_t descriptor_address(Tiles, int at) { return uint64_t(2 * at) >> 4; }
 inline void warp_group_begin() { host::products_of_thread().fenced = true; }
 inline void warp_group_commit() { host::products_of_thread().groups++, host::products_of_thread().fenced = false; }
-inline void copies_are_shown() {}
 
 template <int PENDING> void warp_group_wait() {
     host::WarpGroupProducts& mine = host::products_of_thread();

@@ -28,6 +28,8 @@ sources! {
     TENSOR_CORE = "tensor_core.cuh";
     FLASH = "flash.cuh";
     WARP_GROUP = "warp_group.cuh";
+    BULK_COPY = "bulk_copy.cuh";
+    FLASH_SM90 = "flash_sm90.cuh";
     LAYER_NORM = "layer_norm.cu";
     RMS_NORM = "rms_norm.cu";
     BIAS = "bias.cu";
@@ -49,8 +51,10 @@ sources! {
     ATTENTION_FORWARD = "attention_forward.cu";
     ATTENTION_BACKWARD = "attention_backward.cu";
     FLASH_FORWARD = "flash_forward.cu";
-    FLASH_FORWARD_SM90 = "flash_forward_sm90.cu";
     FLASH_BACKWARD = "flash_backward.cu";
+    FLASH_MAPS = "flash_maps.cu";
+    FLASH_FORWARD_SM90 = "flash_forward_sm90.cu";
+    FLASH_BACKWARD_SM90 = "flash_backward_sm90.cu";
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
     GROUPED = "grouped.cu";
@@ -88,6 +92,8 @@ pub static HEADERS: &[&Source] = &[
     &TENSOR_CORE,
     &FLASH,
     &WARP_GROUP,
+    &BULK_COPY,
+    &FLASH_SM90,
 ];
 
 /// The files of kernels, one family each.
@@ -113,8 +119,10 @@ pub static SOURCES: &[&Source] = &[
     &ATTENTION_FORWARD,
     &ATTENTION_BACKWARD,
     &FLASH_FORWARD,
-    &FLASH_FORWARD_SM90,
     &FLASH_BACKWARD,
+    &FLASH_MAPS,
+    &FLASH_FORWARD_SM90,
+    &FLASH_BACKWARD_SM90,
     &ROUTING,
     &PERMUTATION,
     &GROUPED,
@@ -164,6 +172,11 @@ const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
+}
+
+/// The same for the forms for sm_90a: beside tiles, barriers for their copies, and numbers of the columns: `cuda/flash_sm90.cuh`.
+const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geometry {
+    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
 }
 
 /// A thread for the elements whose bits are one byte.
@@ -365,12 +378,6 @@ kernels! {
     flash_forward_128 in FLASH_FORWARD, flash(128, 128 + 4 * 64);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
         Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
-    flash_forward_sm90_64 in FLASH_FORWARD_SM90, flash(64, 128 + 4 * 128);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
-    flash_forward_sm90_128 in FLASH_FORWARD_SM90, flash(128, 128 + 4 * 128);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Value I64 heads,
-        Value I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     flash_dots in FLASH_BACKWARD, ELEMENTS;
         In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Value I64 head_dim;
     flash_backward_q_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 64);
@@ -385,6 +392,27 @@ kernels! {
     flash_backward_kv_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 16);
         In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
         Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_maps in FLASH_MAPS, Geometry::OneWarp;
+        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq,
+        Value I64 heads, Value I64 kv_heads, Value I32 head_dim;
+    flash_forward_sm90_64 in FLASH_FORWARD_SM90, flash_sm90(64, 128 + 4 * 128, 2, 0);
+        In U64 maps, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim,
+        Value F32 scale, In I32 firsts;
+    flash_forward_sm90_128 in FLASH_FORWARD_SM90, flash_sm90(128, 128 + 4 * 128, 2, 0);
+        In U64 maps, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim,
+        Value F32 scale, In I32 firsts;
+    flash_backward_sm90_q_64 in FLASH_BACKWARD_SM90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0);
+        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_sm90_q_128 in FLASH_BACKWARD_SM90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
+        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_sm90_kv_64 in FLASH_BACKWARD_SM90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64);
+        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+    flash_backward_sm90_kv_128 in FLASH_BACKWARD_SM90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
+        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
         Out F32 group_scores, Out I32 ranked, Value I64 tokens;

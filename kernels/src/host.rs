@@ -53,6 +53,7 @@ pub struct Host {
 
 const HEADER: &str = include_str!("../host/cuda_host.h");
 const TENSOR_CORES: &str = include_str!("../host/tensor_core_host.h");
+const BULK_COPIES: &str = include_str!("../host/bulk_copy_host.h");
 const LIBRARY: &str = include_str!("../host/library.cpp");
 const COMPILER: &[&str] = &[
     "-std=c++17",
@@ -102,7 +103,12 @@ impl Host {
         let entries = kernels.iter().map(|kernel| format!("ENTRY({}, {})\n", kernel.name, kernel.c_types()));
         let entries: String = entries.collect();
         let mut sources = files.to_vec();
-        let own = [("cuda_host.h", HEADER), ("tensor_core_host.h", TENSOR_CORES), ("library.cpp", LIBRARY)];
+        let own = [
+            ("cuda_host.h", HEADER),
+            ("tensor_core_host.h", TENSOR_CORES),
+            ("bulk_copy_host.h", BULK_COPIES),
+            ("library.cpp", LIBRARY),
+        ];
         sources.extend(own.into_iter().chain([("sources.inc", &*includes), ("kernels.inc", &*entries)]));
 
         let mut options = COMPILER.to_vec();

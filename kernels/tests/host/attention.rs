@@ -297,16 +297,6 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         near("out", &floats(&out), &want_out, 5e-3);
         near("lse", &lse, &want_lse, 1e-5);
 
-        // The form for sm_90a.
-        let (mut out_sm90, mut lse_sm90) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
-        #[rustfmt::skip]
-        launch!(
-            &format!("flash_forward_sm90_{room}"), [batch * heads, seq], &q, width, k, v, kv_row, &mut out_sm90, &mut lse_sm90, seq, heads, size,
-            first, dim, scale, firsts()
-        );
-        near("out of sm_90a", &floats(&out_sm90), &want_out, 5e-3);
-        near("lse of sm_90a", &lse_sm90, &want_lse, 1e-5);
-
         let (mut dots, lanes) = (vec![f32::NAN; rows * heads], (head_dim / 8).next_power_of_two());
         launch!("flash_dots", [lanes * rows * heads, 0], &dout, &out, &mut dots, batch, seq, heads, head_dim);
         let mut dq = vec![bf16::NAN; rows * width];
@@ -325,10 +315,42 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
             size, first, dim, scale, firsts()
         );
         dkv.iter_mut().zip(&spare).for_each(|(to, from)| *to += *from);
+        // The forms for sm_90a.
+        let mut words = vec![0_u64; 4 * 16 + 8];
+        let (at, kv_room) = (words.as_ptr().align_offset(64), first + heads / size);
+        #[rustfmt::skip]
+        launch!(
+            "flash_maps", [1, 0], &q, width, k, v, kv_row, &dout, AtMut(&mut words, at), batch, seq, heads, kv_room, dim
+        );
+        let maps = At(&words, at);
+        let (mut out_sm90, mut lse_sm90) = (vec![bf16::NAN; rows * width], vec![f32::NAN; rows * heads]);
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_forward_sm90_{room}"), [batch * heads, seq], maps, &mut out_sm90, &mut lse_sm90, seq, heads, size, first, dim, scale,
+            firsts()
+        );
+        let mut dq_sm90 = vec![bf16::NAN; rows * width];
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_backward_sm90_q_{room}"), [batch * heads, seq], maps, &lse, &dots, &mut dq_sm90, width, seq, heads, size, first, dim,
+            scale, firsts()
+        );
+        let (mut dkv_sm90, mut spare) = (vec![bf16::ZERO; rows * 2 * kv_width], vec![bf16::ZERO; rows * 2 * kv_width]);
+        #[rustfmt::skip]
+        launch!(
+            &format!("flash_backward_sm90_kv_{room}"), sizes, maps, &lse, &dots, AtMut(&mut dkv_sm90, 0), AtMut(&mut spare, kv_width), kv_row, seq,
+            heads, size, first, dim, scale, firsts()
+        );
+        dkv_sm90.iter_mut().zip(&spare).for_each(|(to, from)| *to += *from);
+
+        near("out of sm_90a", &floats(&out_sm90), &want_out, 5e-3);
+        near("lse of sm_90a", &lse_sm90, &want_lse, 1e-5);
         // Of one token dQ is zero in theory, and the difference of two roundings in both.
         if seq > 1 {
             near("dq", &floats(&dq), &want_dq, 1e-2);
+            near("dq of sm_90a", &floats(&dq_sm90), &want_dq, 1e-2);
         }
         near("dkv", &floats(&dkv), &want_dkv, 1e-2);
+        near("dkv of sm_90a", &floats(&dkv_sm90), &want_dkv, 1e-2);
     }
 }

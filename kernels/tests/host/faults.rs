@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 static FAULTY: Source = Source {
     name: "faulty.cu",
     text: r#"
-#include "tensor_core.cuh"
+#include "bulk_copy.cuh"
 
 // Each thread writes what its neighbour wrote.
 KERNEL sound(float* out, i64 count) {
@@ -86,6 +86,32 @@ KERNEL copied(float* out, i64 count) { copies<true, true>(out, count); }
 KERNEL unwaited(float* out, i64 count) { copies<false, true>(out, count); }
 KERNEL unshown(float* out, i64 count) { copies<true, false>(out, count); }
 
+// One thread copies two boxes of `out` itself, one behind the other to the same place; all read them.
+template <int BYTES, bool WAIT, bool BARRIER> DEVICE void boxes(float* out, i64 count) {
+    constexpr int BOX = BOX_ROWS * PANEL;
+    TILES(tiles, BOX + BARRIER_SIZE);
+    u64 words[2 * MAP_WORDS];
+    u64* map = words + (8 - reinterpret_cast<u64>(words) / 8 % 8) % 8;
+    write_map(map, reinterpret_cast<const u16*>(out), 1, 8, 1, 64, 64);
+    if (threadIdx.x == 0) barrier_begin(tiles, BOX);
+    __syncthreads();
+    for (int n = 0; n < 2; n++) {
+        if (threadIdx.x == 0) {
+            expect_bytes(tiles, BOX, BYTES);
+            copy_box(tiles, 0, map, 0, 0, 0, 0, BOX);
+        }
+        if (WAIT) wait_for_bytes(tiles, BOX, n);
+        u16 first = static_cast<u16>(read_word(tiles, static_cast<int>(threadIdx.x) * 16));
+        if (BARRIER) __syncthreads();
+        if (n == 1 && threadIdx.x < count) out[threadIdx.x] = first == 0 ? 1.0f : 0.0f;
+    }
+}
+KERNEL boxed(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL, true, true>(out, count); }
+KERNEL boxed_unwaited(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL, false, true>(out, count); }
+KERNEL boxed_too_early(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL, true, false>(out, count); }
+KERNEL boxed_too_few(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL - 16, true, true>(out, count); }
+KERNEL boxed_too_many(float* out, i64 count) { boxes<2 * BOX_ROWS * PANEL + 16, true, true>(out, count); }
+
 // Threads add to the same place in global memory.
 KERNEL unordered(float* out, i64 count) {
     if (threadIdx.x < count) out[0] = out[0] * 0.5f + static_cast<float>(threadIdx.x);
@@ -96,7 +122,7 @@ KERNEL unordered(float* out, i64 count) {
 const fn faulty(name: &'static str) -> Kernel {
     const ARGS: &[Arg] =
         &[Arg { name: "out", pass: Pass::Out, of: Type::F32 }, Arg { name: "count", pass: Pass::Value, of: Type::I64 }];
-    let geometry = Geometry::TensorTiles { rows: 256, shared: 4096 };
+    let geometry = Geometry::TensorTiles { rows: 256, shared: 16_384 };
     Kernel { name, source: &FAULTY, geometry, args: ARGS }
 }
 
@@ -116,6 +142,12 @@ fn planted_faults_are_found() {
         ("unwaited", "reads what is still being copied: tiles["),
         // A race, or a copy that the other thread has not waited for: as the order has it.
         ("unshown", " tiles["),
+        ("boxed", ""),
+        // As the order has it: a place that is still copied to, or one that others have read.
+        ("boxed_unwaited", " tiles["),
+        ("boxed_too_early", " tiles["),
+        ("boxed_too_few", "an mbarrier expects 8176 bytes, and 8192 come"),
+        ("boxed_too_many", "a thread waits for ever at an mbarrier, for bytes that do not come"),
         ("unordered", "results depend on the order of threads"),
     ];
     let kernels = faults.map(|(name, _)| faulty(name));
@@ -131,6 +163,11 @@ fn planted_faults_are_found() {
     }
 }
 
+/// Whether threads wait here for each other, or for bytes.
+fn is_barrier(line: &str) -> bool {
+    !line.starts_with("DEVICE") && ["__syncthreads();", "wait_for_bytes("].iter().any(|wait| line.contains(wait))
+}
+
 /// Without any one of the barriers in the sources, some test above fails because of a race or an unwritten word.
 #[test]
 fn every_barrier_is_needed() {
@@ -139,7 +176,7 @@ fn every_barrier_is_needed() {
     for source in SOURCES.iter().chain(HEADERS) {
         let tests: &[fn()] = match source.name {
             "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, loss::cross_entropy_is_that_of_the_cpu],
-            "tensor_core.cuh" | "flash_forward.cu" | "flash_forward_sm90.cu" | "flash_backward.cu" => {
+            name if name.starts_with("flash") || name == "tensor_core.cuh" => {
                 &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
             }
             "message.cuh" => &[
@@ -150,15 +187,17 @@ fn every_barrier_is_needed() {
             "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
             _ => &[attention::attention_is_that_of_the_cpu],
         };
-        let lines = source.text.lines().enumerate().filter(|(_, line)| line.contains("__syncthreads();"));
-        for (at, _) in lines {
+        let lines = source.text.lines().enumerate().filter(|(_, line)| is_barrier(line));
+        for (at, _) in lines.filter(|(_, line)| !line.starts_with("//")) {
             library.skip_barrier(source.name, at + 1).expect("a line of a source");
             let failures =
                 tests.iter().filter_map(|test| build::with(library, || catch_unwind(AssertUnwindSafe(test))).err());
             let why = failures.filter_map(|panic| panic.downcast_ref::<String>().cloned()).next();
             let why = why.unwrap_or_else(|| panic!("{}:{}: nobody misses this barrier", source.name, at + 1));
             assert!(
-                ["a race: ", "nobody wrote", "still being copied"].iter().any(|found| why.contains(found)),
+                ["a race: ", "nobody wrote", "still being copied", "without waiting"]
+                    .iter()
+                    .any(|found| why.contains(found)),
                 "{}:{}: {why}",
                 source.name,
                 at + 1

@@ -1,0 +1,238 @@
+// Causal self attention on tensor cores, backward, by the products of sm_90a: the equations of flash_backward.cu, whose `flash_dots` gives D.
+//
+// Shapes    those of flash_backward.cu, but for q, k, v and dout, which come by their maps (flash_maps.cu).
+// Geometry  as flash_forward_sm90.cu: a block a head and 128 rows, 64 for each of 2 groups of four warps, tiles copied one ahead by one thread. dQ: over the
+//           keys by STEP, 128 (_64) or 64 (_128). dK and dV: a block a head of keys and 128 keys, over the heads of its group and their queries by 64; on
+//           Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands in registers as they come out of the products, and nothing but results passes through shared
+//           memory. lse and D of the next 64 queries are read by 64 threads while a tile is multiplied, and lie in two places in turn. Sums of dQ over blocks
+//           of keys would take atomics, whose order differs from run to run: 7 products where 5 would do.
+//           Shared memory: 2 head_dim (256 + 4 STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
+// Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32 more: 160 and 224; then descriptors and
+//           numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one block on an SM, 8 warps, nothing spilled.
+// Banks     panels in the 128-byte swizzle, which the copies write, and numbers of columns of which 8 lanes read each: no conflicts.
+// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, a power of two for each pair in both. An SM does 4096 operations and 16 powers
+//           a clock: a pair of 64 features takes 14·64 / 4096 = 0.22 clocks of products and 2 / 16 of powers of two, of 128 twice the products. A product
+//           of 64 × 64 × 16 takes 32 clocks and reads 4 KiB, 32 clocks of shared memory; with the left operand in registers, or of 128 columns, less: Sᵀ and
+//           dPᵀ of 64 queries are as fast as shared memory is, the others are not held up by it.
+// Bytes     those of flash_backward.cu.
+// Bits      none are promised, but the same run to run. Tests hold 1e-2 of the norm against f32.
+#include "flash_sm90.cuh"
+
+template <int DIM, int STEP, int STAGES>
+DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
+                                       i64 first_kv, int head_dim, float scale, const int* firsts) {
+    constexpr int DOUT = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, VALUES = STEP * DIM;
+    constexpr int BARRIERS = PAIRS + 2 * STAGES * STEP * DIM, OWN = BARRIERS + STAGES * BARRIER_SIZE;
+    TILES(tiles, OWN + BARRIER_SIZE);
+    Head head = head_of(heads, group, first_kv);
+    int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
+    int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
+    int query = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
+    i64 numbers = (head.sample * heads + head.head) * seq;
+    Documents documents = documents_of(firsts, head, seq);
+    QueryPair rows = query_pair(documents, query, tokens);
+    RowNumbers row = row_numbers(lse + numbers, dots + numbers, query, tokens - 1);
+    int begin = documents.of(first) / STEP * STEP;
+    bool leads = threadIdx.x == 0;
+
+    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    TileOf of = {static_cast<int>(head.kv_head), sample};
+    if (leads) {
+        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v), map_is_written(maps.dout);
+        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
+        expect_bytes(tiles, OWN, 2 * bytes_of_tile<FLASH_ROWS, DIM>());
+        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.q, static_cast<int>(head.head), first, sample, OWN);
+        copy_tile<FLASH_ROWS, DIM>(tiles, DOUT, maps.dout, static_cast<int>(head.head), first, sample, OWN);
+        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, maps.k, maps.v, of, begin + n * STEP);
+    }
+    __syncthreads();  // the barriers are shown
+    wait_for_bytes(tiles, OWN, 0);
+    float sum[DIM / 8][4];
+    clear(sum);
+    for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
+        __syncthreads();  // the keys before these are read
+        int ahead = keys + (STAGES - 1) * STEP;
+        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, maps.k, maps.v, of, ahead);
+        wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
+        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
+
+        float s[STEP / 8][4], dp[STEP / 8][4];
+        warp_group_begin();
+        multiply_groups<DIM, FLASH_ROWS>(s, tiles, 0, group_row, ring.place(n));
+        multiply_groups<DIM, FLASH_ROWS>(dp, tiles, DOUT, group_row, ring.place(n) + VALUES);
+        warp_group_commit();
+        warp_group_wait<0>();
+        score_gradients(s, dp, row, scale * static_cast<float>(LOG2_E));
+        if (firsts || keys + STEP > first + group_row + 1) mask(s, rows, keys, 0.0f);
+        u32 ds[STEP / 16][4];
+        as_operands(ds, s);
+        warp_group_begin();
+        add_groups(sum, tiles, ds, ring.place(n));
+        warp_group_commit();
+        warp_group_wait<0>();
+    }
+    u16* to = dq + head.sample * seq * dq_row + head.head * head_dim;
+    store_rows<DIM>(tiles, 0, sum, scale, scale, to, dq_row, first, tokens, head_dim);
+}
+
+// The numbers of STEP queries, which all groups of a block read: lse in powers of two, and behind them D.
+template <int STEP> struct ColumnNumbers {
+    float lse, dot;
+
+    // Those of this thread's query, from memory. Of a query beyond the last the probabilities are to be 0.
+    static DEVICE ColumnNumbers of(const float* lse, const float* dots, int from, int tokens) {
+        int query = from + static_cast<int>(threadIdx.x);
+        if (threadIdx.x >= STEP || query >= tokens) return {INFINITE, 0.0f};
+        return {lse[query] * static_cast<float>(LOG2_E), dots[query]};
+    }
+
+    DEVICE void write(Tiles tiles, int at) const {
+        if (threadIdx.x >= STEP) return;
+        write_word(tiles, at + 2 * static_cast<int>(threadIdx.x), __float_as_uint(lse));
+        write_word(tiles, at + 2 * (STEP + static_cast<int>(threadIdx.x)), __float_as_uint(dot));
+    }
+};
+
+DEVICE float number(Tiles tiles, int at, int column) { return __uint_as_float(read_word(tiles, at + 2 * column)); }
+
+// Writes zeros where a query, of columns from `from` on, does not see one of a lane's keys, `key` and `key + 8`.
+template <int N> DEVICE void mask_of_keys(float (&p)[N][4], const Documents& documents, int from, int key, int tokens) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            int query = from + 8 * j + lane_of_warp() % 4 * 2 + c, own = documents.of(smaller(query, tokens - 1));
+            if (query < key || key < own) p[j][c] = 0.0f;
+            if (query < key + 8 || key + 8 < own) p[j][2 + c] = 0.0f;
+        }
+    }
+}
+
+template <int DIM, int STEP, int STAGES>
+DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
+                                        i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+    constexpr int VALUES = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, DOUT = STEP * DIM, NUMBERS = PAIRS + 2 * STAGES * STEP * DIM;
+    constexpr int OF_STAGE = 4 * STEP, BARRIERS = NUMBERS + 2 * OF_STAGE, OWN = BARRIERS + STAGES * BARRIER_SIZE;
+    TILES(tiles, OWN + BARRIER_SIZE);
+    i64 groups = heads / group, own_head = blockIdx.x % groups;
+    int sample = static_cast<int>(blockIdx.x / groups), tokens = static_cast<int>(seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
+    int group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
+    int key = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
+    Documents documents = {firsts ? firsts + sample * seq : firsts};
+    float scale_2 = scale * static_cast<float>(LOG2_E);
+    // Tile n of queries: those of head n / each of the group, from `first` on.
+    int each = (end_of_queries<STEP>(documents, first, tokens) - first + STEP - 1) / STEP, count = static_cast<int>(group) * each;
+    int head = static_cast<int>(own_head * group), kv_head = static_cast<int>(first_kv + own_head);
+    bool leads = threadIdx.x == 0;
+
+    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    if (leads) {
+        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v), map_is_written(maps.dout);
+        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
+        expect_bytes(tiles, OWN, 2 * bytes_of_tile<FLASH_ROWS, DIM>());
+        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.k, kv_head, first, sample, OWN);
+        copy_tile<FLASH_ROWS, DIM>(tiles, VALUES, maps.v, kv_head, first, sample, OWN);
+        for (int n = 0; n < STAGES - 1 && n < count; n++) {
+            ring.copy(tiles, n, maps.q, maps.dout, {head + n / each, sample}, first + n % each * STEP);
+        }
+    }
+    auto numbers_of = [&](int n) {
+        i64 at = (static_cast<i64>(sample) * heads + head + n / each) * seq;
+        return ColumnNumbers<STEP>::of(lse + at, dots + at, first + n % each * STEP, tokens);
+    };
+    numbers_of(0).write(tiles, NUMBERS);
+    __syncthreads();  // the barriers are shown
+    wait_for_bytes(tiles, OWN, 0);
+    float k_sum[DIM / 8][4], v_sum[DIM / 8][4];
+    clear(k_sum), clear(v_sum);
+    for (int n = 0; n < count; n++) {
+        __syncthreads();  // the queries before these are read, and the numbers of these are written
+        int ahead = n + STAGES - 1, from = first + n % each * STEP, numbers = NUMBERS + n % 2 * OF_STAGE;
+        if (leads && ahead < count) ring.copy(tiles, ahead, maps.q, maps.dout, {head + ahead / each, sample}, first + ahead % each * STEP);
+        ColumnNumbers<STEP> next = numbers_of(smaller(n + 1, count - 1));  // on their way while this tile is multiplied
+        wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
+        if (from + STEP > first + group_row) {  // else they are all before the first key of this group
+            int queries = ring.place(n);
+            float p[STEP / 8][4], dp[STEP / 8][4];
+            warp_group_begin();
+            multiply_groups<DIM, FLASH_ROWS>(p, tiles, 0, group_row, queries);
+            warp_group_commit();
+            warp_group_begin();
+            multiply_groups<DIM, FLASH_ROWS>(dp, tiles, VALUES, group_row, queries + DOUT);
+            warp_group_commit();
+            warp_group_wait<1>();
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++) {
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float of_query = number(tiles, numbers, 8 * j + lane_of_warp() % 4 * 2 + c);
+                    p[j][c] = exp2_fast(fmaf(p[j][c], scale_2, -of_query)), p[j][2 + c] = exp2_fast(fmaf(p[j][2 + c], scale_2, -of_query));
+                }
+            }
+            if (firsts || from < first + group_row + GROUP_ROWS - 1) mask_of_keys(p, documents, from, key, tokens);
+            u32 weights[STEP / 16][4], ds[STEP / 16][4];
+            as_operands(weights, p);
+            warp_group_wait<0>();
+#pragma unroll
+            for (int j = 0; j < STEP / 8; j++) {
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float of_query = number(tiles, numbers + 2 * STEP, 8 * j + lane_of_warp() % 4 * 2 + c);
+                    dp[j][c] = p[j][c] * (dp[j][c] - of_query), dp[j][2 + c] = p[j][2 + c] * (dp[j][2 + c] - of_query);
+                }
+            }
+            as_operands(ds, dp);
+            warp_group_begin();
+            add_groups(v_sum, tiles, weights, queries + DOUT);
+            add_groups(k_sum, tiles, ds, queries);
+            warp_group_commit();
+            warp_group_wait<0>();
+        }
+        next.write(tiles, NUMBERS + (n + 1) % 2 * OF_STAGE);
+    }
+    i64 to = sample * seq * dkv_row + kv_head * head_dim;
+    store_rows<DIM>(tiles, 0, k_sum, scale, scale, dk + to, dkv_row, first, tokens, head_dim);
+    store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens, head_dim);
+}
+
+// Keys, or queries, of a tile, and pairs of tiles.
+#ifndef BACKWARD_SM90_64_KEYS
+#define BACKWARD_SM90_64_KEYS 128
+#endif
+#ifndef BACKWARD_SM90_128_KEYS
+#define BACKWARD_SM90_128_KEYS 64
+#endif
+#ifndef BACKWARD_SM90_QUERIES
+#define BACKWARD_SM90_QUERIES 64
+#endif
+#ifndef BACKWARD_SM90_STAGES
+#define BACKWARD_SM90_STAGES 2
+#endif
+
+#define FLASH_BACKWARD_Q_OF_GROUPS(DIM, KEYS) \
+    flash_backward_q_of_groups<DIM, KEYS, BACKWARD_SM90_STAGES>( \
+        flash_maps_at(maps), lse, dots, dq, dq_row, seq, heads, group, first_kv, head_dim, scale, firsts)
+
+KERNEL flash_backward_sm90_q_64(const u64* maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
+                                i64 first_kv, int head_dim, float scale, const int* firsts) {
+    FLASH_BACKWARD_Q_OF_GROUPS(64, BACKWARD_SM90_64_KEYS);
+}
+
+KERNEL flash_backward_sm90_q_128(const u64* maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
+                                 i64 first_kv, int head_dim, float scale, const int* firsts) {
+    FLASH_BACKWARD_Q_OF_GROUPS(128, BACKWARD_SM90_128_KEYS);
+}
+
+#define FLASH_BACKWARD_KV_OF_GROUPS(DIM) \
+    flash_backward_kv_of_groups<DIM, BACKWARD_SM90_QUERIES, BACKWARD_SM90_STAGES>( \
+        flash_maps_at(maps), lse, dots, dk, dv, dkv_row, seq, heads, group, first_kv, head_dim, scale, firsts)
+
+KERNEL flash_backward_sm90_kv_64(const u64* maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
+                                 i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+    FLASH_BACKWARD_KV_OF_GROUPS(64);
+}
+
+KERNEL flash_backward_sm90_kv_128(const u64* maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
+                                  i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
+    FLASH_BACKWARD_KV_OF_GROUPS(128);
+}

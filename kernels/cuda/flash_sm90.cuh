@@ -1,0 +1,35 @@
+// What the forms of flash attention for sm_90a share: the maps of their operands, tiles that come in a ring, sizes.
+#pragma once
+#include "bulk_copy.cuh"
+#include "flash.cuh"
+
+#define GROUP_ROWS 64  // rows of a block's own tile for each of its 2 groups of four warps
+
+// The maps of q, k, v and dout, which flash_maps.cu writes.
+struct FlashMaps {
+    const u64 *q, *k, *v, *dout;
+};
+
+DEVICE FlashMaps flash_maps_at(const u64* maps) { return {maps, maps + MAP_WORDS, maps + 2 * MAP_WORDS, maps + 3 * MAP_WORDS}; }
+
+// Which of the operands' heads a block reads, and of which sample.
+struct TileOf {
+    int head, sample;
+};
+
+// STAGES pairs of tiles of ROWS rows from place `pairs` on, each with a barrier. Pair n takes the places of pair n - STAGES.
+template <int ROWS, int DIM, int STAGES> struct Ring {
+    static constexpr int SECOND = ROWS * DIM, PAIR = 2 * SECOND;
+    int pairs, barriers;
+
+    DEVICE int place(int n) const { return pairs + n % STAGES * PAIR; }
+    DEVICE int barrier(int n) const { return barriers + n % STAGES * BARRIER_SIZE; }
+    DEVICE int parity(int n) const { return n / STAGES & 1; }
+
+    // Begins to copy pair n, by one thread.
+    DEVICE void copy(Tiles tiles, int n, const u64* first, const u64* second, TileOf of, int row) const {
+        expect_bytes(tiles, barrier(n), 2 * bytes_of_tile<ROWS, DIM>());
+        copy_tile<ROWS, DIM>(tiles, place(n), first, of.head, row, of.sample, barrier(n));
+        copy_tile<ROWS, DIM>(tiles, place(n) + SECOND, second, of.head, row, of.sample, barrier(n));
+    }
+};
