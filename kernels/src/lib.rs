@@ -3,6 +3,7 @@
 #![warn(missing_docs)]
 
 mod families;
+pub mod floors;
 mod geometry;
 #[cfg(feature = "host")]
 pub mod host;
