@@ -28,13 +28,14 @@ pub struct Emulator {
     properties: Properties,
     state: Mutex<State>,
     /// What was captured, by number.
-    graphs: Mutex<Vec<Arc<[Captured]>>>,
+    graphs: Mutex<Vec<Vec<Captured>>>,
 }
 
 impl Emulator {
     /// A device of `memory` bytes that runs `kernels`.
     pub fn new(kernels: Arc<Host>, memory: u64, order: Order) -> Self {
-        let properties = Properties { name: "emulated in host memory".to_owned(), ordinal: 0, memory };
+        let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
+        let properties = Properties { name, ordinal: 0, memory, architecture };
         Self { properties, state: Mutex::new(State::new(kernels, order)), graphs: Mutex::default() }
     }
 
@@ -156,13 +157,23 @@ impl Driver for Emulator {
             graphs.push(work.into());
             Graph(graphs.len() as u64 - 1)
         };
-        self.replay(stream, graph)?;
+        self.replay(stream, graph, &[])?;
         Ok(Some(graph))
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
-        let work = self.graphs.lock().unwrap_or_else(PoisonError::into_inner).get(graph.0 as usize).cloned();
-        let work = work.ok_or_else(|| DriverError::Unknown { call: "replay", what: format!("{graph:?}") })?;
+    fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
+        let unknown = |what| DriverError::Unknown { call: "replay", what };
+        let work = {
+            let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+            let work = graphs.get_mut(graph.0 as usize).ok_or_else(|| unknown(format!("{graph:?}")))?;
+            for &(at, new) in changed {
+                let Some(Captured::Launch { args, .. }) = work.get_mut(at) else {
+                    return Err(unknown(format!("kernel {at} of {graph:?}")));
+                };
+                *args = new.to_vec();
+            }
+            work.clone()
+        };
         work.iter().try_for_each(|work| work.queue(self, stream))
     }
 }

@@ -5,6 +5,7 @@ mod compression;
 mod emulator;
 mod experts;
 mod ops;
+mod overlap;
 mod replay;
 mod train;
 mod waits;
