@@ -37,6 +37,13 @@ def options():
     return re.findall(r'"(-[^"]+)"', text.partition("pub const OPTIONS")[2].partition(";\n")[0])
 
 
+def variants():
+    """{(kernel, variant): (its file, the macros that it defines)} of src/variants.rs."""
+    line = re.compile(r'^    (\w+) in (\w+), "([^"]+)", .*?; (.*);$', re.MULTILINE)
+    found = line.findall((ROOT / "kernels/src/variants.rs").read_text(encoding="utf-8"))
+    return {(kernel, name): (CUDA / f"{file}.cu", macros.replace(" = ", "=").split(", ")) for kernel, file, name, macros in found}
+
+
 def nvcc(venv):
     """The compiler, installed if need be."""
     found = sorted(venv.glob("lib/python3*/site-packages/nvidia/cu13/bin/nvcc"))
@@ -47,11 +54,12 @@ def nvcc(venv):
     return found[0]
 
 
-def compile_one(compiler, source, target, folder):
-    """(faults, {(kernel, target): (registers, shared bytes)}) of a file for a target."""
-    kept = folder / f"{source.stem}.{target}"
-    kept.mkdir()
+def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
+    """(faults, {(kernel, target): (registers, shared bytes)}) of a file for a target; of a variant of a kernel, {((kernel, variant), target): ..}."""
+    kept = Path(tempfile.mkdtemp(dir=folder))
+    only, name = variant
     command = [str(compiler), *options(), f"-arch={target}", "-Werror", "all-warnings", "-I", str(CUDA), str(source)]
+    command += [f"-D{macro}" for macro in macros]
     command += ["--cubin", "-Xptxas", "-v,-Werror", "-keep", "-keep-dir", str(kept), "-o", str(kept / "kernels.cubin")]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
@@ -61,10 +69,11 @@ def compile_one(compiler, source, target, folder):
         if found := ENTRY.search(line):
             kernel = found.group(1)
         elif found := STACK.search(line):
-            if any(int(count) for count in found.groups()):
-                faults.append(f"{source.name} for {target}: {kernel}: {line.strip()}")
+            if any(int(count) for count in found.groups()) and only in ("", kernel):
+                faults.append(f"{source.name} for {target}: {kernel} {name}: {line.strip()}")
         elif found := USED.search(line):
-            table[kernel, target] = (int(found.group(1)), int(found.group(2) or 0))
+            if only in ("", kernel):
+                table[variant if only else kernel, target] = (int(found.group(1)), int(found.group(2) or 0))
     # The reciprocal is a step of CUDA's own logarithm in f64; the power of two is that of tensor_core.cuh, whose users promise no bits.
     ptx = next(kept.glob("*.ptx")).read_text(encoding="utf-8")
     for allowed in ("rcp.approx.ftz.f64", "ex2.approx.ftz.f32"):
@@ -90,6 +99,11 @@ def report(sources, table):
             shared = {table[name, target][1] for target in TARGETS}
             counts = " | ".join(str(table[name, target][0]) for target in TARGETS)
             lines.append(f"| {source.name} | `{name}` | {', '.join(map(str, sorted(shared)))} | {counts} |")
+    lines += ["", "Variants (`src/variants.rs`):", "", *lines[5:7]]
+    lines[-2] = lines[-2].replace("file | kernel", "kernel | variant")
+    for variant in variants():
+        counts = " | ".join(str(table[variant, target][0]) for target in TARGETS)
+        lines.append(f"| `{variant[0]}` | {variant[1]} | {table[variant, TARGETS[0]][1]} | {counts} |")
     return "\n".join(lines) + "\n"
 
 
@@ -100,8 +114,9 @@ def main():
     arguments = parser.parse_args()
     compiler, sources = nvcc(arguments.venv), sorted(CUDA.glob("*.cu"))
     jobs = [(source, target) for source in sources for target in TARGETS]
+    jobs += [(source, target, variant, macros) for variant, (source, macros) in variants().items() for target in TARGETS]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda job: compile_one(compiler, *job, Path(folder)), jobs))
+        results = list(pool.map(lambda job: compile_one(compiler, job[0], job[1], Path(folder), *job[2:]), jobs))
     faults, table = [fault for found, _ in results for fault in found], {}
     for _, found in results:
         table.update(found)
@@ -115,7 +130,7 @@ def main():
     for fault in faults:
         print(f"kernels: {fault}", file=sys.stderr)
     if not faults:
-        print(f"{len(table) // len(TARGETS)} kernels in {len(sources)} files, each for {', '.join(TARGETS)}: as in kernels/report.md")
+        print(f"{len(table) // len(TARGETS)} kernels and variants in {len(sources)} files, each for {', '.join(TARGETS)}: as in kernels/report.md")
     sys.exit(bool(faults))
 
 

@@ -44,6 +44,7 @@ PARTS = {
     "speed": speed.operations,
     "profile": speed.profile,
     "first": speed.first,
+    "graphs": speed.graphs,
     "tune": speed.tune,
 }
 
@@ -118,6 +119,8 @@ def main():
         for name in names:
             say(f"{name}: {PARTS[name].__doc__}")
             part = results["parts"][name] = machine if name == "machine" else run(name, session)
+            for file, text in part.pop("files", {}).items():
+                path.with_name(f"{path.name}-{file}").write_text(text, encoding="utf-8")
             # In the order of the parts, whatever was run before.
             results["parts"] = {name: results["parts"][name] for name in PARTS if name in results["parts"]}
             report.write(path, results)

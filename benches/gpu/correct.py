@@ -140,14 +140,29 @@ def meshes(session):
     return {"tables": {"against dp=1": rows}}
 
 
+# The kernel of a finding, as new and as older versions of compute-sanitizer say it.
+AT_KERNEL = re.compile(r"\bat (\w+)\+0x|\bat 0x[0-9a-f]+ in (?:\S+:\d+:)?(\w+)")
+
+
+def findings(lines):
+    """{kernel: its findings} of a tool, the headings of each."""
+    found, heading = {}, ""
+    for line in lines:
+        if re.search(r"Invalid|Race|hazard|ninitialized|Barrier|error", line) and "SUMMARY" not in line:
+            heading = line.strip("= ")
+        elif at := AT_KERNEL.search(line):
+            found.setdefault(at[1] or at[2], []).append(heading)
+    return found
+
+
 def sanitizer(session):
-    """Each kernel under compute-sanitizer: memory, reads of what nobody wrote, races in shared memory, barriers."""
+    """Each kernel under compute-sanitizer, by the tests of operations: memory, reads of what nobody wrote, races in shared memory, barriers."""
     if not (program := tool("compute-sanitizer")):
         raise Skipped("compute-sanitizer is not on the path; it comes with CUDA's toolkit")
     if session.emulated:
         raise Skipped("compute-sanitizer needs a GPU; the emulator checks addresses, and the kernels' own tests races")
     session.there()
-    rows = []
+    rows, kernels = [], []
     for name in TOOLS:
         words = [program, "--tool", name, "--error-exitcode", "99", session.program("gpu"), "ops::", "experts::", "--test-threads", "1"]
         try:
@@ -158,9 +173,11 @@ def sanitizer(session):
         lines = [line for line in (told.text + told.errors).splitlines() if line.startswith("=========")]
         summary = next((line.strip("= ") for line in reversed(lines) if "SUMMARY" in line), "no summary")
         fine = told.code == 0 and "test result: ok" in told.text
-        first = next((line.strip("= ") for line in lines if "Invalid" in line or "Race" in line or "ninitialized" in line), "")
-        rows.append({"what": name, "state": "PASS" if fine else "FAIL", "found": summary, "why": "" if fine else first or told.reason()})
-    return {"tables": {"tools": rows}}
+        of_kernels = findings(lines)
+        kernels += [{"kernel": kernel, "tool": name, "findings": len(of), "first": of[0]} for kernel, of in of_kernels.items()]
+        why = "" if fine else f"findings in {', '.join(of_kernels)}" if of_kernels else told.reason()
+        rows.append({"what": name, "state": "PASS" if fine else "FAIL", "found": summary, "why": why})
+    return {"tables": {"tools": rows, "kernels": kernels}}
 
 
 def curves(session):

@@ -69,6 +69,7 @@ class Session:
     limit: float
     commands: list = field(default_factory=list)
     deadline: float = 0.0
+    ended: dict = field(default_factory=dict)  # the last line of metrics of the last training run
     _there: str | None = None
     _libraries: str | None = None
 
@@ -178,6 +179,7 @@ class Session:
         taken = [event for event in events if event.get("event") == "step"]
         if output.code or len(taken) < steps:
             raise Failed(output.reason())
+        self.ended = next((event for event in events if event.get("event") == "end"), {})
         first = next(at for line, at in zip(output.lines, output.times) if line.startswith('{"event":"step"'))
         return taken, first
 

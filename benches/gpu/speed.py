@@ -20,7 +20,7 @@ WORKS = {
 }
 QUICK = dict(vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, seq_len=16, batch=2)
 # What is to be reached, and how a row says so.
-TARGETS = {"of compiled PyTorch": 1.0, "of the measured bf16 rate at 1.3B": 0.5, "of the copy rate": 0.85, "of SDPA": 0.8, "of one rank": 0.75}
+TARGETS = {"of compiled PyTorch": 1.0, "of the measured bf16 rate at 1.3B": 0.5, "of the copy rate": 0.85, "of SDPA": 0.8, "of a dense product": 0.9, "of one rank": 0.75}
 FIRST = {"cold": 10.0, "warm": 2.0}
 
 
@@ -190,6 +190,11 @@ def operations(session):
         if not line["flops"] and copy:
             row["of the copy rate"] = line["gb_per_s"] / copy
             judge(session, row, row["of the copy rate"], TARGETS["of the copy rate"], "of the copy rate")
+        elif name.startswith("grouped"):
+            # One dense product of as many rows.
+            if dense := next((other for other in own if other["operation"] == name[name.index("product") :] and "ms" in other), None):
+                row["of a dense product"] = dense["ms"] / line["ms"]
+                judge(session, row, row["of a dense product"], TARGETS["of a dense product"], "of a dense product")
         elif name.startswith("attention") and peer.get("ms"):
             judge(session, row, row["of PyTorch"], TARGETS["of SDPA"], "of SDPA")
     return {"tables": {"operations": rows}, "text": note}
@@ -229,6 +234,58 @@ def first(session):
     return {"tables": {"kernel cache": rows}}
 
 
+def graphs(session):
+    """A step with and without CUDA graphs, in turn: the same losses, the launches of a step, and its time where there is little work for each launch."""
+    session.there()
+    sizes = [(TINY, "f32")] if session.quick else [({f"model.{key}": value for key, value in GPT2.items()} | {"model.seq_len": 1024, "training.global_batch_size": batch}, dtype) for batch in [1, 8] for dtype in ["f32", "bf16"]]
+    rows, warm = [], 3 if session.quick else 5
+    for sets, dtype in sizes:
+        times, losses = {}, {}
+        for turn in range(2):
+            for on in ["false", "true"]:
+                row = {"what": f"{sets['training.global_batch_size']}x{sets['model.seq_len']} {dtype}", "graphs": on == "true"}
+                rows.append(row)
+                try:
+                    taken, _ = session.train(sets | {"training.dtype": dtype, "cuda.graphs": on}, warm + (2 if session.quick else STEPS))
+                except (Failed, Skipped) as failed:
+                    row |= {"state": "FAIL", "why": str(failed)}
+                    continue
+                row |= {"ms a step": statistics.median(step["step_ms"] for step in taken[warm:]), "state": "PASS"}
+                times.setdefault(on, []).append(row["ms a step"])
+                losses[on] = [step["loss"] for step in taken]
+                if launches := session.ended.get("launches", {}).get("last_step"):
+                    row |= {key: launches[key] for key in ["asked", "launches", "changed", "new", "short", "refused"]}
+                    if launches["graphs"] == 0:
+                        row |= {"state": "FAIL", "why": f"no graphs: {launches}"}
+        if len(times) == 2 and "ms a step" in rows[-1]:
+            rows[-1]["of without"] = min(times["true"]) / min(times["false"])
+            if losses["true"] != losses["false"]:
+                rows[-1] |= {"state": "FAIL", "why": "the losses are not those without graphs"}
+    return {"tables": {"steps": rows}}
+
+
 def tune(session):
-    """Variants of kernels and products, of which the fastest go into a table that the library reads."""
-    raise Skipped("the library has no variants to choose from yet: tiles and stages of its kernels are fixed")
+    """Variants of kernels, each held against the usual form and timed; the fastest go into a table, which the library then reads."""
+    session.there()
+    table = session.folder / "tuning.toml"
+    words = ["--bench", "--device", session.device, "--out", table, *(["--small"] if session.quick else [])]
+    told = session.run([session.program("tune"), *words], limit=0.8 * session.left())
+    rows = []
+    for line in told.json():
+        row = {"what": f"{line['kernel']} at {line['size']}", "variant": line["variant"]}
+        rows.append(row)
+        if wrong := line.get("error"):
+            row |= {"state": "FAIL" if wrong.startswith("differs") else "SKIPPED", "why": wrong}
+        else:
+            row |= {"ms": line["ms"], "of the usual form": line["of_usual"], "state": "PASS"}
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    if told.code and not any(row["state"] == "FAIL" for row in rows):
+        raise Failed(told.reason())
+    read = {"what": "a step that reads the table"}
+    rows.append(read)
+    if "[[" not in text:
+        read |= {"state": "SKIPPED", "why": "no variant is faster than the usual form"}
+    else:
+        session.train(TINY | {"cuda.tuning": table}, 1)
+        read["state"] = "PASS"
+    return {"tables": {"variants": rows}, "text": [text], "files": {"tuning.toml": text}}

@@ -4,10 +4,12 @@ import json
 import sys
 import tempfile
 import unittest
+from unittest import mock
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
 import check
+import correct
 import report
 import speed
 from session import Session
@@ -76,6 +78,40 @@ class Checks(unittest.TestCase):
         part = self.part("curves")
         self.assertEqual(part["state"], "FAIL")
         self.assertIn("5.00% from the CPU's loss", part["why"])
+
+    def test_a_finding_of_a_sanitizer_names_its_kernel(self):
+        told = "========= Invalid __global__ write of size 4 bytes\n=========     at adamw+0x1d0 in optimizer.cu:20\n========= ERROR SUMMARY: 1 error"
+        self.programs("gpu", "echo 'test result: ok. 1 passed'")
+        self.programs("compute-sanitizer", f"cat <<E\n{told}\nE\nexit 99")
+        with mock.patch("correct.tool", lambda name: str(self.path / name)):
+            part = self.part("sanitizer")
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("memcheck: findings in adamw", part["why"])
+        self.assertEqual(part["tables"]["kernels"][0]["first"], "Invalid __global__ write of size 4 bytes")
+        self.assertEqual(list(correct.findings(["=====  Race reported", "=====     at 0x40 in norm.cu:3:rms_norm"])), ["rms_norm"])
+
+    def test_graphs_that_change_a_loss_fail(self):
+        end = '{"event":"end","launches":{"last_step":{"asked":9,"launches":2,"graphs":2,"changed":1,"new":0,"short":0,"refused":0}}}'
+        on = steps_of(2.5).replace('{"event":"end"}', end)
+        self.programs("gpt_train", f'case "$*" in *"cuda.graphs=true"*) cat <<E\n{on}E\n;; *) cat <<E\n{steps_of(2.0)}E\n;; esac')
+        part = self.part("graphs")
+        self.assertEqual((part["state"], part["why"]), ("FAIL", "4x16 f32: the losses are not those without graphs"))
+        self.assertEqual(part["tables"]["steps"][1]["asked"], 9)
+
+    def test_a_variant_whose_results_differ_fails(self):
+        usual = '{"kernel":"dropout","size":9,"variant":"usual","ms":1.0,"of_usual":1.0}'
+        wrong = '{"kernel":"dropout","size":9,"variant":"each=8","error":"differs by 2e-1 of the norm, and 0e0 is allowed"}'
+        self.programs("tune", f"cat <<E\n{usual}\n{wrong}\nE\nexit 1")
+        part = self.part("tune")
+        self.assertEqual(part["state"], "FAIL")
+        self.assertIn("dropout at 9: differs by 2e-1", part["why"])
+
+    def test_a_grouped_product_is_held_against_a_dense_one(self):
+        line = '{{"operation":"{}","ms":{},"gb_per_s":1.0,"tflops":1.0,"flops":9}}'
+        lines = [line.format("product nt bf16 6x8x16", 0.8), line.format("grouped 8 product nt bf16 6x8x16", 1.0)]
+        self.programs("ops", "cat <<E\n" + "\n".join(lines) + "\nE")
+        part = self.part("speed")
+        self.assertIn("0.80 of a dense product, target 0.9", part["why"])
 
     def test_a_fault_of_the_check_is_no_pass(self):
         self.programs("gpt_train", "echo '{\"event\":'")

@@ -25,6 +25,7 @@ BATCHES, BATCH_S, BUDGET_S = 9, 0.01, 4.0
 TOKENS, HIDDEN, VOCAB, ROWS, FLAT = (6, 16, 33, 6, 100) if args.small else (32_768, 2048, 50_304, 8192, 1 << 28)
 ATTENTION = [(1, 6, 2, 8)] if args.small else [(32, 1024, 12, 64), (16, 1024, 16, 128), (4, 4096, 16, 128)]
 PRODUCTS = [(6, 8, 16)] if args.small else [(8192, 8192, 8192), (32_768, 3072, 768), (16_384, 8192, 2048), (16_384, 2048, 8192)]
+GROUPS, GROUPED = 8, (6, 8, 16) if args.small else (16_384, 8192, 2048)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -87,6 +88,14 @@ def product(m, n, k, turned, dtype):
     a, b = (numbers(*(shape[::-1] if turn else shape), dtype=dtype) for shape, turn in zip([(m, k), (k, n)], turned))
     a, b = (x.t() if turn else x for x, turn in zip([a, b], turned))
     return lambda: a @ b
+
+
+def grouped(m, n, k, dtype):
+    mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    # Groups of which each next one has more rows, as ours.
+    ends = torch.tensor([m * group * (group + 3) // (GROUPS * (GROUPS + 3)) for group in range(1, GROUPS + 1)], dtype=torch.int32, device=args.device)
+    x, w = numbers(m, k, dtype=dtype), numbers(GROUPS, n, k, dtype=dtype)
+    return lambda: mm(x, w.transpose(1, 2), offs=ends)
 
 
 def attention(shape, dtype, backward):
@@ -190,6 +199,8 @@ for name, dtype in DTYPES.items():
         ]:
             report(f"product {kind} {name} {m}x{n}x{k}", lambda: product(m, n, k, turned, dtype), 2 * m * n * k)
 for name, dtype in DTYPES.items():
+    m, n, k = GROUPED
+    report(f"grouped {GROUPS} product nt {name} {m}x{n}x{k}", lambda: grouped(m, n, k, dtype), 2 * m * n * k)
     for shape in ATTENTION:
         batch, seq, heads, size = shape
         forward, words = 2 * batch * heads * size * seq * (seq + 1), f"{name} {'x'.join(map(str, shape))}"

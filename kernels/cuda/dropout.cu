@@ -9,7 +9,10 @@
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/dropout.rs.
 #include "random.cuh"
 
+// src/variants.rs changes it.
+#ifndef EACH
 #define EACH 4
+#endif
 
 // The place of a local tensor of `dims` dims in the global one: sizes are its extents, then the first global index of each dim, then the
 // global extents.

@@ -4,7 +4,9 @@
 #include "tensor_core.cuh"
 
 #define FLASH_ROWS 128  // queries or keys of a block: 16 for each warp
-#define FLASH_KEYS 64   // keys that meet the queries of a block at a time, in backward
+#ifndef FLASH_KEYS
+#define FLASH_KEYS 64  // keys that meet the queries of a block at a time, in backward; src/variants.rs changes it
+#endif
 
 // Zeros.
 template <int N> DEVICE void clear(float (&c)[N][4]) {

@@ -67,16 +67,27 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #define FLASH_FORWARD(DIM, STEP) \
     flash_forward<DIM, STEP>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
 
+// What src/variants.rs changes.
+#ifndef FORWARD_64_KEYS
+#define FORWARD_64_KEYS 32
+#endif
+#ifndef FORWARD_64_RESIDENT
+#define FORWARD_64_RESIDENT 2
+#endif
+#ifndef FORWARD_128_KEYS
+#define FORWARD_128_KEYS 64
+#endif
+
 #undef RESIDENT
-#define RESIDENT 2
+#define RESIDENT FORWARD_64_RESIDENT
 KERNEL flash_forward_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                         i64 first_kv, int head_dim, float scale, const int* firsts) {
-    FLASH_FORWARD(64, 32);
+    FLASH_FORWARD(64, FORWARD_64_KEYS);
 }
 
 #undef RESIDENT
 #define RESIDENT 1
 KERNEL flash_forward_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, u16* out, float* lse, i64 seq, i64 heads, i64 group,
                          i64 first_kv, int head_dim, float scale, const int* firsts) {
-    FLASH_FORWARD(128, 64);
+    FLASH_FORWARD(128, FORWARD_128_KEYS);
 }

@@ -23,10 +23,15 @@ struct Team {
     int first;    // the team's first half warp, in the block of threads
 };
 
+// Blocks of a row for each half warp of its team; src/variants.rs changes it.
+#ifndef TEAM_BLOCKS
+#define TEAM_BLOCKS 1
+#endif
+
 // The number of half warps for rows of n elements; src/geometry.rs computes the same.
 DEVICE int team_halves(i64 n) {
     int halves = 1;
-    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK < n) halves *= 2;
+    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK * TEAM_BLOCKS < n) halves *= 2;
     return halves;
 }
 

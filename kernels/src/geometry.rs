@@ -18,8 +18,13 @@ pub enum Geometry {
         /// Elements of a thread.
         each: u32,
     },
-    /// `items` rows of `width` elements, each for a team of half warps.
+    /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
+    /// The same with a half warp for each so many blocks.
+    Teams {
+        /// Blocks.
+        blocks: u32,
+    },
     /// A block of threads for each of `items` and each 256 of `width` columns.
     Columns,
     /// A warp for each of `items`; `width` is not used.
@@ -67,7 +72,8 @@ impl Geometry {
         let block = if self == Self::OneWarp { WARP as u32 } else { THREADS };
         let (x, y) = match self {
             Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
-            Self::Rows => (items.div_ceil(rows_per_block(width)), 1),
+            Self::Rows => (items.div_ceil(rows_per_block(width, 1)), 1),
+            Self::Teams { blocks } => (items.div_ceil(rows_per_block(width, u64::from(blocks))), 1),
             Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
             Self::Warps => (items.div_ceil(u64::from(THREADS) / WARP), 1),
             Self::OneWarp => (1, 1),
@@ -84,9 +90,9 @@ impl Geometry {
 }
 
 /// Rows of a block of threads, each with the power of two of half warps that `team_halves` gives it.
-fn rows_per_block(n: u64) -> u64 {
+fn rows_per_block(n: u64, blocks: u64) -> u64 {
     let halves = u64::from(THREADS) / ROW_LANES;
-    halves / n.div_ceil(ROW_BLOCK).clamp(1, halves).next_power_of_two()
+    halves / n.div_ceil(ROW_BLOCK * blocks).clamp(1, halves).next_power_of_two()
 }
 
 /// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names end in `parts` sum
@@ -138,7 +144,8 @@ mod tests {
         assert_eq!(tiles.launch(6, 129), Some(launch));
         assert_eq!(Geometry::OneWarp.launch(5, 5).map(|launch| launch.block), Some([32, 1, 1]));
         for (n, rows) in [(1, 16), (1024, 16), (1025, 8), (2049, 4), (4097, 2), (8193, 1), (1 << 40, 1)] {
-            assert_eq!(rows_per_block(n), rows, "{n}");
+            assert_eq!(rows_per_block(n, 1), rows, "{n}");
+            assert_eq!(rows_per_block(n * 2 - n % 2, 2), rows, "{n}");
         }
     }
 

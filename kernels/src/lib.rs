@@ -8,10 +8,12 @@ mod geometry;
 #[cfg(feature = "host")]
 pub mod host;
 mod kernel;
+mod variants;
 
 pub use families::{EXACT_PIECE, HEADERS, KERNELS, NONZERO_CHUNK, SOURCES, SQUARES_PIECE, TABLE_ROWS};
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
+pub use variants::{VARIANTS, Variant, variants};
 
 /// What the compiler must be told, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product and sum are fused but
 /// where the source says so. Division, square roots and subnormal numbers stay as the standard has them, which is the default.

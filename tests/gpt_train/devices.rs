@@ -10,7 +10,7 @@ use std::process::Command;
 const CANONICAL: &str = "--set training.numerics=canonical --set model.dropout=0.1";
 
 /// Whether there is g++ for the kernels; says so if not.
-fn emulates() -> bool {
+pub fn emulates() -> bool {
     let found = std::process::Command::new("g++").arg("--version").output().is_ok() && cfg!(target_arch = "x86_64");
     if !found {
         eprintln!("left out: there is no g++, or this is not x86-64");
@@ -19,7 +19,7 @@ fn emulates() -> bool {
 }
 
 /// Runs the program, whose kernels for the host are kept among the files of the tests. Its exit code, standard output and standard error.
-fn run(line: &str) -> (Option<i32>, String, String) {
+pub fn run(line: &str) -> (Option<i32>, String, String) {
     let mut command = command(line);
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
     let ended = Running::start(command).end();
@@ -27,14 +27,14 @@ fn run(line: &str) -> (Option<i32>, String, String) {
 }
 
 /// The metrics of a run on `device`.
-fn metrics(folder: &Path, device: &str, line: &str) -> Vec<Value> {
+pub fn metrics(folder: &Path, device: &str, line: &str) -> Vec<Value> {
     let path = folder.join("metrics.jsonl");
-    let (code, out, err) = run(&format!("{line} {SMALL} --device {device} --metrics {}", path.display()));
+    let (code, out, err) = run(&format!("{SMALL} {line} --device {device} --metrics {}", path.display()));
     assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
     lines(&path)
 }
 
-fn numbers_of(run: &[Value]) -> Vec<[f64; 2]> {
+pub fn numbers_of(run: &[Value]) -> Vec<[f64; 2]> {
     numbers(run, "step", "loss").into_iter().zip(numbers(run, "step", "grad_norm")).map(|(a, b)| [a, b]).collect()
 }
 
@@ -168,14 +168,15 @@ fn ranks_share_the_gpus_of_a_machine() {
     let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
     let kernels = meshwork_kernels::host::Host::new(&host).unwrap();
     let run = |line: &str, settings: &[(&str, &str)]| {
-        let mut command = command(&format!("{line} {SMALL} {CANONICAL} --steps 2"));
+        let mut command = command(&format!("{line} {SMALL} {CANONICAL}"));
         command.env("LD_LIBRARY_PATH", &folder).env("XDG_CACHE_HOME", &folder).env("STAND_IN_KERNELS", kernels.path());
         command.env("STAND_IN_REPORT", folder.join("report")).envs(settings.iter().copied());
         let ended = Running::start(command).end();
         (ended.code, ended.out, ended.err)
     };
     let path = folder.join("metrics.jsonl");
-    let (code, out, err) = run(&format!("--device cuda --mesh dp=2,tp=2,pp=2 --metrics {}", path.display()), &[]);
+    let (code, out, err) =
+        run(&format!("--steps 2 --device cuda --mesh dp=2,tp=2,pp=2 --metrics {}", path.display()), &[]);
     assert_eq!((code, &*err), (Some(0), ""), "{out}");
     let found = numbers_of(&lines(&path));
     assert_eq!(found, numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2"))));
@@ -183,10 +184,29 @@ fn ranks_share_the_gpus_of_a_machine() {
     let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
     assert!(report.lines().any(|line| line == left), "{report}");
 
-    let (code, out, err) = run("--device cuda:2", &[]);
+    // The same as graphs; and where the driver captures none.
+    let want = numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 5")));
+    for graphs in ["1", "0"] {
+        let line =
+            format!("--device cuda --mesh dp=2,pp=2 --steps 5 --set cuda.graphs=true --metrics {}", path.display());
+        let (code, out, err) = run(&line, &[("STAND_IN_GRAPHS", graphs)]);
+        assert_eq!((code, &*err), (Some(0), ""), "{out}");
+        let found = lines(&path);
+        assert_eq!(numbers_of(&found), want);
+        let last = &events(&found, "end")[0]["launches"]["last_step"];
+        let [launches, asked, refused] = ["launches", "asked", "refused"].map(|name| last[name].as_u64().unwrap());
+        match graphs {
+            "1" => assert!(3 * launches < asked && refused == 0, "{last}"),
+            _ => assert!(launches == asked && 2 * refused > asked, "{last}"),
+        }
+    }
+    let report = fs::read_to_string(folder.join("report")).unwrap();
+    assert!(report.lines().filter(|line| line.starts_with("left: ")).all(|line| line == left), "{report}");
+
+    let (code, out, err) = run("--steps 2 --device cuda:2", &[]);
     let told = "error: --device cuda:2: there is no GPU 2: this machine has 2, numbered from 0; use cpu\n";
     assert_eq!((code, &*out, &*err), (Some(2), "", told));
-    let (code, _, err) = run("--device cuda:1", &[("STAND_IN_MEMORY", "300000")]);
+    let (code, _, err) = run("--steps 2 --device cuda:1", &[("STAND_IN_MEMORY", "300000")]);
     assert_eq!(code, Some(1), "{err}");
     assert!(err.contains("of its 300000 are in use by all ranks; this rank's buffers hold "), "{err}");
 }

@@ -5,6 +5,8 @@ mod checkpoints;
 mod devices;
 #[cfg(unix)]
 mod ending;
+#[cfg(feature = "emulator")]
+mod graphs;
 mod inputs;
 mod metrics;
 mod program;

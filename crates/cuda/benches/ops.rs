@@ -8,21 +8,21 @@
 //! test`), and with `--small`, everything runs once on a few rows, on the emulator if there is no GPU. An operation that the device lacks is a line
 //! that says so.
 
+mod bench;
+
+use bench::{Asked, median, numbers};
 use meshwork_core::{Buffer, DType, random};
+use meshwork_cuda::CudaDevice;
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Driver};
 use meshwork_optim::{AdamW, Rule, Update};
-use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, Gemm, TableGrad, VocabShard};
-use meshwork_tensor::tape::RowBlocks;
+use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, Gemm, GroupedGemm, TableGrad, VocabShard};
+use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-/// Batches whose median counts, how long one takes at least, and how long all may take.
-const BATCHES: usize = 9;
-const BATCH: Duration = Duration::from_millis(10);
-const BUDGET: Duration = Duration::from_secs(4);
+/// Groups of a grouped product.
+const GROUPS: usize = 8;
 
 /// What a call does at least, and the call.
 struct Work<'a> {
@@ -45,6 +45,7 @@ struct Sizes {
     flat: usize,
     attention: Vec<[usize; 4]>,
     products: Vec<[usize; 3]>,
+    groups: [usize; 3],
 }
 
 impl Sizes {
@@ -57,6 +58,7 @@ impl Sizes {
             flat: 1 << 28,
             attention: vec![[32, 1024, 12, 64], [16, 1024, 16, 128], [4, 4096, 16, 128]],
             products: vec![[8192, 8192, 8192], [32_768, 3072, 768], [16_384, 8192, 2048], [16_384, 2048, 8192]],
+            groups: [16_384, 8192, 2048],
         }
     }
 
@@ -69,22 +71,21 @@ impl Sizes {
             flat: 100,
             attention: vec![[1, 6, 2, 8]],
             products: vec![[6, 8, 16]],
+            groups: [6, 8, 16],
         }
     }
 }
 
 fn main() -> Result<(), Box<dyn AnyError>> {
-    let mut args: Vec<String> = std::env::args().skip(1).collect();
-    let mut flag = |name: &str| args.iter().position(|arg| arg == name).map(|at| args.remove(at)).is_some();
-    let small = !flag("--bench") | flag("--small");
-    let named = args.iter().position(|arg| arg == "--device").filter(|at| at + 1 < args.len());
-    let named = named.map(|at| args.drain(at..at + 2).nth(1).unwrap_or_default());
-    let Some(device) = open(named.as_deref(), small)? else { return Ok(()) };
+    let asked = Asked::of_process();
+    let Some(driver) = asked.driver()? else { return Ok(()) };
+    let small = asked.small;
+    let open = |precision| CudaDevice::with_precision(driver.clone(), Products::OfTheLibrary, precision);
+    let devices = [open(Precision::F32)?, open(Precision::Bf16)?];
     let sizes = if small { Sizes::small() } else { Sizes::large() };
-    let asked = |name: &str| args.iter().filter(|arg| !arg.starts_with('-')).all(|word| name.contains(word.as_str()));
-    for (name, make) in works(&device, &sizes).into_iter().filter(|(name, _)| asked(name)) {
+    for (name, make) in works(&devices, &sizes).into_iter().filter(|(name, _)| asked.wants(name)) {
         let measured = make().and_then(|mut work| {
-            let seconds = median(&device, &mut work.call, small)?;
+            let seconds = median(&devices[0], &mut work.call, small)?;
             Ok(format!(
                 r#""ms":{:.4},"bytes":{},"flops":{},"gb_per_s":{:.1},"tflops":{:.2}"#,
                 seconds * 1e3,
@@ -100,76 +101,16 @@ fn main() -> Result<(), Box<dyn AnyError>> {
     Ok(())
 }
 
-/// The device of this name; the first GPU, or, on a few rows, the emulator where there is none.
-fn open(name: Option<&str>, small: bool) -> Result<Option<Arc<CudaDevice>>, Box<dyn AnyError>> {
-    #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "there is no GPU to open"))]
-    let mut driver: Option<Arc<dyn Driver>> = None;
-    #[cfg(feature = "cuda")]
-    if name.is_none_or(|name| name.starts_with("cuda") && name != "cuda-emulated") {
-        let number = name.and_then(|name| name.strip_prefix("cuda:")).map_or(Ok(0), str::parse)?;
-        match meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), Products::OfTheLibrary) {
-            Ok(gpu) => driver = Some(Arc::new(gpu)),
-            Err(error) if name.is_none() && small => eprintln!("{error}"),
-            Err(error) => return Err(error.into()),
-        }
-    }
-    #[cfg(feature = "emulator")]
-    if driver.is_none() {
-        let host = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder())?;
-        driver = Some(Arc::new(meshwork_cuda::Emulator::new(host.into(), 1 << 46, meshwork_cuda::Order::AsQueued)));
-    }
-    match driver {
-        Some(driver) => Ok(Some(Arc::new(CudaDevice::new(driver, Products::OfTheLibrary)?))),
-        None => {
-            eprintln!(
-                "SKIPPED: {}: no such device without the features cuda and emulator (small: {small})",
-                name.unwrap_or("cuda")
-            );
-            Ok(None)
-        }
-    }
-}
-
-/// Median seconds of a call.
-fn median(device: &CudaDevice, call: &mut dyn FnMut() -> Result<(), Error>, once: bool) -> Result<f64, Error> {
-    let mut batch = |calls: usize| {
-        let start = Instant::now();
-        (0..calls).try_for_each(|_| call())?;
-        device.synchronize()?;
-        Ok::<_, Error>(start.elapsed().as_secs_f64().max(1e-9))
-    };
-    let first = batch(1)?; // compiles its kernels
-    if once {
-        return Ok(first);
-    }
-    let calls = (BATCH.as_secs_f64() / batch(1)?).ceil().clamp(1.0, 1e4) as usize;
-    let (begun, mut times) = (Instant::now(), Vec::new());
-    while times.len() < BATCHES && (times.is_empty() || begun.elapsed() < BUDGET) {
-        times.push(batch(calls)? / calls as f64);
-    }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
-}
-
-/// Numbers between -0.5 and 0.5, on the device.
-fn numbers(device: &CudaDevice, count: usize, dtype: DType) -> Result<Buffer, Error> {
-    const PATTERN: usize = 1 << 20;
-    let number = |i: usize| ((i.wrapping_mul(2_654_435_761) >> 12) & 0xffff) as f32 / 65_536.0 - 0.5;
-    let pattern: Vec<f32> = (0..PATTERN.min(count)).map(number).collect();
-    let pattern = device.upload(&Buffer::from_slice(&pattern))?;
-    let pattern = if dtype == DType::F32 { pattern } else { device.pointwise()?.cast(&pattern, dtype)? };
-    let mut all = device.alloc(dtype, count)?;
-    for at in (0..count).step_by(PATTERN) {
-        device.layout()?.copy_into(&pattern, 0..PATTERN.min(count - at), &mut all, at)?;
-    }
-    Ok(all)
-}
-
-fn works<'a>(device: &'a CudaDevice, sizes: &'a Sizes) -> Vec<(String, Make<'a>)> {
+/// On a device that computes in f32, and one that rounds operands to bf16.
+fn works<'a>(devices: &'a [CudaDevice; 2], sizes: &'a Sizes) -> Vec<(String, Make<'a>)> {
     let mut works: Vec<(String, Make<'a>)> = Vec::new();
+    let device = &devices[0];
     copies(&mut works, device, sizes);
     products(&mut works, device, sizes);
-    attention(&mut works, device, sizes);
+    for (device, dtype) in devices.iter().zip([DType::F32, DType::Bf16]) {
+        groups(&mut works, device, dtype, sizes);
+        attention(&mut works, device, dtype, sizes);
+    }
     rows(&mut works, device, sizes);
     table_and_loss(&mut works, device, sizes);
     flat(&mut works, device, sizes);
@@ -208,27 +149,51 @@ fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, siz
     }
 }
 
-fn attention<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: &'a Sizes) {
-    for dtype in [DType::F32, DType::Bf16] {
-        for &[batch, seq, heads, head_dim] in &sizes.attention {
-            let shape = AttentionShape { batch, seq, heads, head_dim };
-            let (count, name) = (batch * seq * heads * head_dim, format!("{dtype} {batch}x{seq}x{heads}x{head_dim}"));
-            let forward = move || {
-                let qkv = numbers(device, 3 * count, dtype)?;
-                let bytes = 4 * count * dtype.size();
-                let call = move || device.attention()?.causal(shape, &qkv, AttentionMasks::default()).map(drop);
-                Ok(Work { bytes, flops: shape.forward_flops(), call: Box::new(call) })
-            };
-            works.push((format!("attention {name}"), Box::new(forward)));
-            let backward = move || {
-                let (qkv, dout) = (numbers(device, 3 * count, dtype)?, numbers(device, count, dtype)?);
-                let masks = AttentionMasks::default();
-                let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
-                let call = move || device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks).map(drop);
-                Ok(Work { bytes: 8 * count * dtype.size(), flops: shape.backward_flops(), call: Box::new(call) })
-            };
-            works.push((format!("attention gradient {name}"), Box::new(backward)));
-        }
+/// Rows of groups that are uneven, and as many in all as those of a product of the same name.
+fn groups<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {
+    let &[m, n, k] = &sizes.groups;
+    let make = move || {
+        let (x, w) = (numbers(device, m * k, dtype)?, numbers(device, GROUPS * n * k, dtype)?);
+        let bytes = x.bytes() + w.bytes() + 4 * m * n;
+        let rows = uneven(m);
+        let flops = 2 * (m * n * k) as u64;
+        let call = move || {
+            let spec = GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE };
+            device.grouped_matmul()?.grouped_linear(spec, &x, &w).map(drop)
+        };
+        Ok(Work { bytes, flops, call: Box::new(call) })
+    };
+    works.push((format!("grouped {GROUPS} product nt {dtype} {m}x{n}x{k}"), Box::new(make)));
+}
+
+/// `m` rows in groups of which each next one has more.
+fn uneven(m: usize) -> Vec<usize> {
+    let ends = (0..=GROUPS).map(|group| m * group * (group + 3) / (GROUPS * (GROUPS + 3)));
+    let ends: Vec<usize> = ends.collect();
+    ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
+fn attention<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {
+    for &[batch, seq, heads, head_dim] in &sizes.attention {
+        let shape = AttentionShape { batch, seq, heads, head_dim };
+        let (count, name) = (batch * seq * heads * head_dim, format!("{dtype} {batch}x{seq}x{heads}x{head_dim}"));
+        // Stored in f32: a device that rounds operands to bf16 has casts before and behind its kernels.
+        let stored = |count| numbers(device, count, DType::F32);
+        let forward = move || {
+            let qkv = stored(3 * count)?;
+            let bytes = 4 * count * dtype.size();
+            let call = move || device.attention()?.causal(shape, &qkv, AttentionMasks::default()).map(drop);
+            Ok(Work { bytes, flops: shape.forward_flops(), call: Box::new(call) })
+        };
+        works.push((format!("attention {name}"), Box::new(forward)));
+        let backward = move || {
+            let (qkv, dout) = (stored(3 * count)?, stored(count)?);
+            let masks = AttentionMasks::default();
+            let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
+            let call = move || device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks).map(drop);
+            Ok(Work { bytes: 8 * count * dtype.size(), flops: shape.backward_flops(), call: Box::new(call) })
+        };
+        works.push((format!("attention gradient {name}"), Box::new(backward)));
     }
 }
 

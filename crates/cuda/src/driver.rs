@@ -6,6 +6,7 @@
 //! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at once.
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
+use meshwork_tensor::Launches;
 use std::any::Any;
 use std::fmt::{self, Debug};
 use std::hash::{Hash, Hasher};
@@ -41,6 +42,8 @@ pub struct Properties {
     pub ordinal: usize,
     /// Bytes of its memory.
     pub memory: u64,
+    /// What kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
+    pub architecture: String,
 }
 
 /// Work that was captured, to be queued again.
@@ -313,8 +316,15 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not kept.
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
 
-    /// Queues once more what was captured.
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()>;
+    /// Queues once more what was captured. `changed` has new arguments of some of its kernels, by their places in the captured work; they hold until they are
+    /// changed again.
+    fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()>;
+
+    /// How the work of some streams was queued so far, where repeated work is queued as [graphs](crate::replay).
+    fn launches(&self, streams: &[Stream]) -> Option<Launches> {
+        _ = streams;
+        None
+    }
 }
 
 /// A piece of work of a stream, as data.
@@ -358,13 +368,13 @@ pub enum Work {
     },
 }
 
-/// A kernel of the table, known by its name.
+/// A kernel of the table or a variant, known by its name and file.
 #[derive(Clone, Copy, Debug)]
 pub struct Known(pub &'static Kernel);
 
 impl PartialEq for Known {
     fn eq(&self, other: &Self) -> bool {
-        self.0.name == other.0.name
+        (self.0.name, self.0.source.name) == (other.0.name, other.0.source.name)
     }
 }
 

@@ -20,7 +20,8 @@ impl Idle {
     /// One that goes by the name of another driver, for errors.
     #[must_use]
     pub fn new(name: &'static str) -> Self {
-        let properties = Properties { name: "no device".to_owned(), ordinal: 0, memory: u64::MAX };
+        let architecture = "none".to_owned();
+        let properties = Properties { name: "no device".to_owned(), ordinal: 0, memory: u64::MAX, architecture };
         Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
     }
 }
@@ -103,7 +104,7 @@ impl Driver for Idle {
         Ok(None)
     }
 
-    fn replay(&self, _: Stream, graph: Graph) -> Result<()> {
+    fn replay(&self, _: Stream, graph: Graph, _: &[(usize, &[Argument])]) -> Result<()> {
         Err(DriverError::Unknown { call: "replay", what: format!("{graph:?}") })
     }
 }

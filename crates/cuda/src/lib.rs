@@ -10,6 +10,7 @@ pub mod emulator;
 pub mod gpu;
 pub mod idle;
 pub mod replay;
+pub mod tuning;
 
 pub use device::CudaDevice;
 pub use driver::{Driver, DriverError};
@@ -18,3 +19,4 @@ pub use emulator::{Emulator, Order};
 #[cfg(feature = "cuda")]
 pub use gpu::{Gpu, GpuError};
 pub use replay::Replaying;
+pub use tuning::{Tuning, TuningError};

@@ -3,11 +3,11 @@
 //! ```text
 //! the device's calls ─▶ pieces of each stream ─ cut where somebody waits, or after 64 ─▶ new: call by call
 //!                                                                                      ├▶ seen before: captured, and queued
-//!                                                                                      └▶ captured: the graph, by one launch
+//!                                                                                      └▶ captured: numbers that differ set anew, then one launch
 //! ```
-//! A step does the same work at the same addresses as the step before, as long as its allocations are the same and numbers that change from step to
-//! step (the step of an optimizer, the key of a dropout) are no arguments of it. Work is the same if every kernel, size, address and number is: nothing is
-//! patched, so a graph can do nothing but what its calls did. What differs is queued call by call, as without graphs, and [counted](Counts).
+//! A step does the same work at the same addresses as the step before, as long as its allocations are the same. Work is the same if every kernel, grid
+//! and address is. Numbers that kernels take by value may differ: the step of an optimizer, the key of a dropout. A graph gets those that changed before it is
+//! launched. What differs otherwise is queued call by call, as without graphs, and [counted](Launches) with the reason.
 //!
 //! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call reports the error of an earlier one, as
 //! with all queued work.
@@ -17,8 +17,9 @@ use crate::driver::{
     check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
+use meshwork_tensor::Launches;
 use std::any::Any;
-use std::collections::{HashMap, HashSet, hash_map::Entry};
+use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -29,23 +30,6 @@ const FEWEST: usize = 4;
 /// Graphs that are kept, and pieces of work that are remembered as seen once.
 const GRAPHS: usize = 2048;
 const SEEN: usize = 1 << 14;
-
-/// How work was queued since the beginning.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
-    /// Kernels, products, copies and fillings that the program asked for: launches without graphs.
-    pub asked: u64,
-    /// Launches: graphs, and work that was queued call by call.
-    pub launches: u64,
-    /// Graphs among them.
-    pub replayed: u64,
-    /// Work that was queued call by call, because it was not seen before: the first steps, and numbers that change.
-    pub new: u64,
-    /// The same, because there was too little of it between two waits.
-    pub short: u64,
-    /// The same, because the driver captures no graphs, or there are as many as are kept.
-    pub refused: u64,
-}
 
 /// A driver that queues repeated work as graphs.
 #[derive(Debug)]
@@ -59,20 +43,67 @@ struct State {
     pending: HashMap<Stream, Vec<Work>>,
     /// Hashes of work that was queued once. One that is wrong costs a graph that is not used again.
     seen: HashSet<u64>,
-    graphs: HashMap<(Stream, Vec<Work>), Graph>,
-    counts: Counts,
+    graphs: HashMap<(Stream, Repeated), Captured>,
+    counts: HashMap<Stream, Launches>,
 }
+
+/// Pieces of work, the same as others if they differ in numbers alone.
+#[derive(Debug)]
+struct Repeated(Vec<Work>);
+
+/// A graph, with the arguments that its kernels have now.
+#[derive(Debug)]
+struct Captured {
+    graph: Graph,
+    args: Vec<Vec<Argument>>,
+}
+
+/// An argument without its number.
+fn outline(of: &Argument) -> Argument {
+    match *of {
+        Argument::Number(of, _) => Argument::Number(of, 0),
+        place @ Argument::Place(_) => place,
+    }
+}
+
+/// The arguments of a kernel; none of other work.
+fn args(of: &Work) -> &[Argument] {
+    if let Work::Launch { args, .. } = of { args } else { &[] }
+}
+
+impl Hash for Repeated {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        for work in &self.0 {
+            match work {
+                Work::Launch { kernel, launch, args } => {
+                    (kernel, launch).hash(state);
+                    args.iter().for_each(|arg| outline(arg).hash(state));
+                }
+                other => other.hash(state),
+            }
+        }
+    }
+}
+
+impl PartialEq for Repeated {
+    fn eq(&self, other: &Self) -> bool {
+        let same = |(a, b): (&Work, &Work)| match (a, b) {
+            (Work::Launch { kernel, launch, args }, Work::Launch { kernel: other, launch: grid, args: others }) => {
+                (kernel, launch) == (other, grid) && args.iter().map(outline).eq(others.iter().map(outline))
+            }
+            (a, b) => a == b,
+        };
+        self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(same)
+    }
+}
+
+impl Eq for Repeated {}
 
 impl Replaying {
     /// The same device, whose repeated work is queued as graphs.
     #[must_use]
     pub fn new(inner: Arc<dyn Driver>) -> Self {
         Self { inner, state: Mutex::default() }
-    }
-
-    /// How work was queued so far.
-    pub fn counts(&self) -> Counts {
-        self.lock().counts
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -97,54 +128,45 @@ impl State {
     fn flush(&mut self, driver: &dyn Driver, stream: Stream) -> Result<()> {
         let Some(work) = self.pending.remove(&stream).filter(|work| !work.is_empty()) else { return Ok(()) };
         let count = work.iter().filter(|work| work.is_launch()).count() as u64;
-        self.counts.asked += count;
+        let counts = self.counts.entry(stream).or_default();
+        counts.asked += count;
         if count < FEWEST as u64 {
-            self.counts.short += count;
-            return self.call_by_call(driver, stream, &work, count);
+            counts.short += count;
+            counts.launches += count;
+            return call_by_call(driver, stream, &work);
+        }
+        let key = (stream, Repeated(work));
+        if let Some(known) = self.graphs.get_mut(&key) {
+            counts.launches += 1;
+            counts.graphs += 1;
+            return known.replay(driver, stream, &key.1.0, &mut counts.changed);
         }
         let mut hash = DefaultHasher::new();
-        (stream, &work).hash(&mut hash);
-        let hash = hash.finish();
+        key.hash(&mut hash);
         let full = self.graphs.len() >= GRAPHS;
-        match self.graphs.entry((stream, work)) {
-            Entry::Occupied(known) => {
-                self.counts.launches += 1;
-                self.counts.replayed += 1;
-                driver.replay(stream, *known.get())
+        if self.seen.len() >= SEEN {
+            self.seen.clear();
+        }
+        let first = self.seen.insert(hash.finish());
+        if full || first {
+            counts.launches += count;
+            *(if full { &mut counts.refused } else { &mut counts.new }) += count;
+            return call_by_call(driver, stream, &key.1.0);
+        }
+        match driver.capture(stream, &key.1.0)? {
+            Some(graph) => {
+                counts.launches += 1;
+                counts.graphs += 1;
+                counts.captured += 1;
+                let args = key.1.0.iter().map(|work| args(work).to_vec()).collect();
+                self.graphs.insert(key, Captured { graph, args });
             }
-            Entry::Vacant(unknown) if self.seen.contains(&hash) && !full => {
-                match driver.capture(stream, &unknown.key().1)? {
-                    Some(graph) => {
-                        unknown.insert(graph);
-                        self.counts.launches += 1;
-                        self.counts.replayed += 1;
-                    }
-                    None => {
-                        self.counts.launches += count;
-                        self.counts.refused += count;
-                    }
-                }
-                Ok(())
-            }
-            Entry::Vacant(unknown) => {
-                let (_, work) = unknown.into_key();
-                if full {
-                    self.counts.refused += count;
-                } else {
-                    self.counts.new += count;
-                }
-                if self.seen.len() >= SEEN {
-                    self.seen.clear();
-                }
-                self.seen.insert(hash);
-                self.call_by_call(driver, stream, &work, count)
+            None => {
+                counts.launches += count;
+                counts.refused += count;
             }
         }
-    }
-
-    fn call_by_call(&mut self, driver: &dyn Driver, stream: Stream, work: &[Work], count: u64) -> Result<()> {
-        self.counts.launches += count;
-        work.iter().try_for_each(|work| work.queue(driver, stream))
+        Ok(())
     }
 
     fn flush_all(&mut self, driver: &dyn Driver) -> Result<()> {
@@ -157,6 +179,22 @@ impl State {
 fn device(driver: &dyn Driver) -> &dyn Driver {
     let any: &dyn Any = driver;
     any.downcast_ref::<Replaying>().map_or(driver, |replaying| &*replaying.inner)
+}
+
+impl Captured {
+    /// Queues the graph with the numbers of `work`; adds to `count` how many kernels have others than before.
+    fn replay(&mut self, driver: &dyn Driver, stream: Stream, work: &[Work], count: &mut u64) -> Result<()> {
+        let differs = |&(at, new): &(usize, &[Argument])| self.args[at] != new;
+        let changed: Vec<_> = work.iter().map(args).enumerate().filter(differs).collect();
+        *count += changed.len() as u64;
+        driver.replay(stream, self.graph, &changed)?;
+        changed.into_iter().for_each(|(at, new)| self.args[at] = new.to_vec());
+        Ok(())
+    }
+}
+
+fn call_by_call(driver: &dyn Driver, stream: Stream, work: &[Work]) -> Result<()> {
+    work.iter().try_for_each(|work| work.queue(driver, stream))
 }
 
 impl Driver for Replaying {
@@ -248,8 +286,14 @@ impl Driver for Replaying {
         self.inner.capture(stream, work)
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+    fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
         self.flush(stream)?;
-        self.inner.replay(stream, graph)
+        self.inner.replay(stream, graph, changed)
+    }
+
+    fn launches(&self, streams: &[Stream]) -> Option<Launches> {
+        let counts = &self.lock().counts;
+        let of = |stream: &Stream| counts.get(stream).copied();
+        Some(streams.iter().filter_map(of).fold(Launches::default(), |sum, of| sum + of))
     }
 }

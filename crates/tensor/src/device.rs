@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernel::*;
+use crate::launches::Launches;
 use crate::memory::{Accounts, Category, CategoryScope, MemoryUse};
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
@@ -55,6 +56,11 @@ pub trait Device: Send + Sync + Debug {
 
     /// The counts of this device's work and memory.
     fn meter(&self) -> &Meter;
+
+    /// How this rank's work was queued so far, on a device that queues repeated work as one; `None` on others.
+    fn launches(&self) -> Option<Launches> {
+        None
+    }
 
     /// The type in which a matmul operand is stored: a value of type `dtype` that only matrix products read. It differs
     /// from `dtype` if products round the value anyway, so that their results are the same. Its gradient is of type

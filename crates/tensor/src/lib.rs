@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod device;
 mod error;
 pub mod kernel;
+mod launches;
 pub mod memory;
 pub mod meta;
 pub mod op;
@@ -28,6 +29,7 @@ mod widened;
 
 pub use device::{Device, Meter, Transfers, Work};
 pub use error::{Error, Result};
+pub use launches::Launches;
 pub use memory::{Category, MemoryUse};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};
 pub use shape::{MAX_DIMS, Shape};

@@ -11,6 +11,7 @@
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
+use crate::launches::Launches;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
@@ -174,6 +175,10 @@ impl Device for Profiled {
 
     fn meter(&self) -> &Meter {
         self.inner.meter()
+    }
+
+    fn launches(&self) -> Option<Launches> {
+        self.inner.launches()
     }
 
     fn matmul(&self) -> Result<&dyn Matmul> {

@@ -101,11 +101,23 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
         let problem = "is a card to predict for, and none that computes";
         return Some(Fault::new("--device", config.device, problem, "use --steps 0, or --device cuda"));
     }
-    let fault = |problem| Fault::new("--device", config.device, problem, "use cpu");
-    match Devices::open(config) {
-        Err(Error::Device { fault: why, .. }) => Some(fault(why.to_string())),
-        Err(other) => Some(fault(other.to_string())),
-        Ok(_) => None,
+    let fault = |error| {
+        let why = if let Error::Device { fault, .. } = error { fault.to_string() } else { error.to_string() };
+        Fault::new("--device", config.device, why, "use cpu")
+    };
+    match (Devices::open(config), &config.cuda.tuning) {
+        (Err(error), _) => Some(fault(error)),
+        (Ok(_), None) => None,
+        // Which rows of the table count, the device knows.
+        (Ok(devices), Some(table)) => devices.alone().err().map(|error| {
+            let Fault { problem, .. } = fault(error);
+            Fault::new(
+                "cuda.tuning",
+                table,
+                problem,
+                "use a table that scripts/gpu-check.sh tune wrote on such a device",
+            )
+        }),
     }
 }
 
@@ -128,10 +140,11 @@ mod cuda {
     use meshwork_core::Axis;
     use meshwork_cuda::device::Products;
     use meshwork_cuda::idle::Idle;
-    use meshwork_cuda::{CudaDevice, Driver, Replaying};
+    use meshwork_cuda::{CudaDevice, Driver, Replaying, Tuning};
     use meshwork_engine::dry_run;
     use meshwork_tensor::Error;
     use std::collections::HashMap;
+    use std::path::Path;
     use std::sync::{Arc, Mutex, PoisonError, Weak};
 
     /// Opens the device of a rank.
@@ -157,21 +170,9 @@ mod cuda {
         }
     }
 
-    /// Whether repeated work is queued as graphs.
-    const GRAPHS: &str = "MESHWORK_CUDA_GRAPHS";
-
     /// The driver as it is, or one that queues repeated work as graphs.
     fn graphs(on: bool, driver: impl Driver + 'static) -> Arc<dyn Driver> {
         if on { Arc::new(Replaying::new(Arc::new(driver))) } else { Arc::new(driver) }
-    }
-
-    /// What the environment says of graphs.
-    fn graphs_asked() -> Result<bool, String> {
-        match std::env::var(GRAPHS).as_deref() {
-            Err(std::env::VarError::NotPresent) | Ok("off" | "") => Ok(false),
-            Ok("on") => Ok(true),
-            other => Err(format!("{GRAPHS} is {}: use on or off", other.unwrap_or("no text"))),
-        }
     }
 
     /// Memory of an emulated device: as much as the host has, which is checked elsewhere.
@@ -193,35 +194,36 @@ mod cuda {
     /// Looks for what the devices of a configuration need. `None` for other devices.
     pub(super) fn open(config: &Config) -> Result<Option<Arc<Open>>, Error> {
         let (products, precision) = (products(config), config.training.matmul_dtype.precision());
-        let device =
-            move |driver: Arc<dyn Driver>| Ok(Arc::new(CudaDevice::with_precision(driver, products, precision)?));
-        let drivers = Drivers::default();
-        let as_graphs = || {
-            let fault =
-                |why: String| Error::Device { op: "open", device: config.device.name().to_owned(), fault: why.into() };
-            graphs_asked().map_err(fault)
+        let (tuning, name) = (config.cuda.tuning.clone(), config.device);
+        let device = move |driver: Arc<dyn Driver>| {
+            let architecture = driver.properties().architecture.clone();
+            let device = CudaDevice::with_precision(driver, products, precision)?;
+            let Some(path) = &tuning else { return Ok(Arc::new(device)) };
+            let table = Tuning::read(Path::new(path), &architecture).map_err(failed(name))?;
+            Ok(Arc::new(device.with_tuning(table)?))
         };
+        let (drivers, as_graphs) = (Drivers::default(), config.cuda.graphs);
         Ok(Some(match config.device {
             #[cfg(feature = "cuda")]
             Device::Cuda(number) => {
-                let (failed, on) = (failed(config.device), as_graphs()?);
+                let failed = failed(config.device);
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));
                     device(drivers.get(number, || {
                         let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
-                        Ok(graphs(on, gpu.map_err(&failed)?))
+                        Ok(graphs(as_graphs, gpu.map_err(&failed)?))
                     })?)
                 })
             }
             #[cfg(feature = "emulator")]
             Device::CudaEmulated(seed) => {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
-                let (kernels, on) = (Arc::new(kernels.map_err(failed(config.device))?), as_graphs()?);
+                let kernels = Arc::new(kernels.map_err(failed(config.device))?);
                 Arc::new(move |_| {
                     let order = meshwork_cuda::Order::Seeded(seed);
-                    let open = || Ok(graphs(on, meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order)));
-                    device(drivers.get(0, open)?)
+                    let emulator = || meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order);
+                    device(drivers.get(0, || Ok(graphs(as_graphs, emulator())))?)
                 })
             }
             _ => return Ok(None),

@@ -7,7 +7,7 @@ use crate::data::Data;
 use crate::devices::{Devices, Place};
 use crate::error::RunError;
 use crate::generate::generate;
-use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step};
+use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::tensorboard::TensorBoard;
@@ -146,7 +146,7 @@ fn run(
     let mut reporter = None;
     let (plan, number) = (config.plan()?, rank.world_rank());
     device.meter().set_limit(config.memory.limit());
-    let mut trainer = Trainer::new(config.model(), &plan, rank, device)?;
+    let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
     let (mut saver, mut resumed) = (None, None);
     if let (Some(dir), Some(writers)) = (&config.checkpoint.dir, writers) {
         // What rank 0 says of the run is kept, and compared.
@@ -166,16 +166,19 @@ fn run(
     }
     let mut begun = trainer.steps_done();
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
-    let mut began = Instant::now();
+    let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
         let asked = || stop.load(Ordering::Relaxed);
         let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
+        let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
             let read = || data.batch(begun, config.training.global_batch_size, trainer.samples());
             let batch = probe.time(Class::Data, "batch", read)?;
             trainer.start_step(&batch, asked, |event| probe.observe(event))
         })?;
         begun += 1;
+        let step = device.launches().zip(queued).map(|(now, before)| now - before);
+        launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
         if validates || saves || stopped || begun == steps {
@@ -211,7 +214,7 @@ fn run(
     let (told, saved) = saver.map_or((Vec::new(), Ok(())), Saver::finish);
     if let Some(reporter) = &mut reporter {
         reporter.notes(told);
-        reporter.end(&outcome, started)?;
+        reporter.end(&outcome, started, launches)?;
     }
     saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
     if let (Some(dir), Some(out), 0) = (&config.checkpoint.dir, &config.checkpoint.export, number)
@@ -322,11 +325,13 @@ impl Reporter {
     }
 
     /// The end of training.
-    fn end(&mut self, outcome: &Outcome, started: Instant) -> Result<(), RunError> {
+    fn end(&mut self, outcome: &Outcome, started: Instant, launches: Option<StepLaunches>) -> Result<(), RunError> {
+        self.notes(launches.map(|launches| launches.to_string()));
         if let Some(metrics) = &mut self.metrics {
             let seconds = started.elapsed().as_secs_f64();
             let memory_measured = std::mem::take(&mut self.memory);
-            metrics.write(&Event::End { steps: outcome.steps, loss: outcome.loss, seconds, memory_measured })?;
+            let (steps, loss) = (outcome.steps, outcome.loss);
+            metrics.write(&Event::End { steps, loss, seconds, memory_measured, launches })?;
         }
         Ok(())
     }

@@ -4,17 +4,18 @@
 //! {"event":"start","version":"0.1.0","mesh":{"dp":2,..},"parameters":820736,"data_hash":"..","memory_predicted":[{"parameters":..,..},..],"config":{..}}
 //! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"offload":{"read":..,"written":..,"wait_ms":..},"peak_bytes":[..]}
 //! {"event":"validation","step":..,"loss":..}
-//! {"event":"end","steps":..,"loss":..,"seconds":..,"memory_measured":[{"parameters":..,..},..]}
+//! {"event":"end","steps":..,"loss":..,"seconds":..,"memory_measured":[{"parameters":..,..},..],"launches":{"first_step":{"asked":..,..},"last_step":{..}}}
 //! ```
 //! JSON has no infinities and no NaN: such a number is written as `null`.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use meshwork_engine::{Offloaded, ReportedStatistic};
 use meshwork_models::experts::{TOKENS, imbalance};
-use meshwork_tensor::MemoryUse;
+use meshwork_tensor::{Launches, MemoryUse};
 use serde::de::IgnoredAny;
 use serde::{Serialize, Serializer};
 
@@ -53,7 +54,40 @@ pub enum Event<'a> {
         /// What held the memory of each world rank when most bytes were alive.
         #[serde(serialize_with = "by_category")]
         memory_measured: Vec<MemoryUse>,
+        /// How rank 0 queued work, with `cuda.graphs`.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        launches: Option<StepLaunches>,
     },
+}
+
+/// How the device of rank 0 queued work in two steps of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct StepLaunches {
+    /// The first step: nothing was seen before.
+    #[serde(serialize_with = "by_name")]
+    pub first_step: Launches,
+    /// The last one.
+    #[serde(serialize_with = "by_name")]
+    pub last_step: Launches,
+}
+
+impl StepLaunches {
+    /// After one more step, in which `last_step` was queued.
+    #[must_use]
+    pub fn next(before: Option<Self>, last_step: Launches) -> Self {
+        Self { first_step: before.map_or(last_step, |before| before.first_step), last_step }
+    }
+}
+
+impl fmt::Display for StepLaunches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Launches { asked, launches, graphs, changed, new, short, refused, .. } = self.last_step;
+        write!(
+            f,
+            "rank 0 queued the last step by {launches} launches for {asked}: {graphs} graphs ({changed} of their kernels with new numbers), "
+        )?;
+        write!(f, "{new} not seen before, {short} too few between two waits, {refused} not captured")
+    }
 }
 
 /// The configuration of a run.
@@ -220,6 +254,11 @@ impl Step {
 
 fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(pairs.iter().copied())
+}
+
+/// Counts by their names.
+fn by_name<S: Serializer>(of: &Launches, serializer: S) -> Result<S::Ok, S::Error> {
+    map(&of.by_name(), serializer)
 }
 
 /// The memory of each rank, by category.

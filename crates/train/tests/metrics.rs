@@ -54,8 +54,13 @@ fn lines_are_those_of_the_contract() {
     lines(Event::Step(step(5.540000000000001)));
     lines(Event::Step(step(f64::NAN)));
     lines(Event::Validation { step: 1, loss: 5.5, loss_uncompressed: None });
-    let text =
-        lines(Event::End { steps: 1, loss: Some(5.25), seconds: 0.5, memory_measured: vec![MemoryUse::default()] });
+    let text = lines(Event::End {
+        steps: 1,
+        loss: Some(5.25),
+        seconds: 0.5,
+        memory_measured: vec![MemoryUse::default()],
+        launches: None,
+    });
     let rest: Vec<&str> = text.lines().skip(1).collect();
     let tail = "\"grad_norm\":0.30000000000000004,\"lr\":0.0003,\"step_ms\":12.5,\"tokens_per_s\":1000.0,\
                 \"comm_bytes\":{\"dp\":7,\"tp\":0},\"peak_bytes\":[5,6]}";

@@ -26,10 +26,12 @@ mod reduction;
 mod rotary;
 mod routing;
 mod rows;
+mod tables;
 mod whole;
 mod windows;
 
 use crate::driver::{Address, Argument, Driver, DriverError};
+use crate::tuning::Tuning;
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::kernel;
@@ -38,12 +40,13 @@ use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
     Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
-use meshwork_tensor::{Device, Error, Meter, Result};
+use meshwork_tensor::{Device, Error, Launches, Meter, Result};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
 use std::sync::Arc;
-use whole::WholeTables;
+use tables::Tables;
+use whole::Codes;
 
 /// Whose order of sums matrix products have. Sums that are cut into blocks have the CPU's either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,9 +63,11 @@ pub struct CudaDevice {
     pool: Arc<Pool>,
     products: Products,
     precision: Precision,
+    tuning: Tuning,
     cuts: Cuts,
+    tables: Tables,
     angles: LastAngles,
-    whole: WholeTables,
+    codes: Codes,
     /// What kernels found in integers.
     found: DeviceMemory,
 }
@@ -83,18 +88,36 @@ impl CudaDevice {
     pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
+        let tuning = Tuning::of(&driver.properties().architecture);
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
+        Self::over(pool, products, precision, tuning)
+    }
+
+    fn over(pool: Arc<Pool>, products: Products, precision: Precision, tuning: Tuning) -> Result<Self> {
         let found = pool.memory(checked::BYTES, Origin::Compute, false)?;
-        pool.driver.zero(pool.compute, found.at(), checked::BYTES).map_err(failed)?;
+        pool.driver.zero(pool.compute, found.at(), checked::BYTES).map_err(|fault| {
+            let device = pool.driver.name().to_owned();
+            Error::Device { op: "open", device, fault: fault.into() }
+        })?;
         Ok(Self {
             pool,
             products,
             precision,
+            tuning,
             cuts: Cuts::default(),
+            tables: Tables::default(),
             angles: LastAngles::default(),
-            whole: WholeTables::default(),
+            codes: Codes::default(),
             found,
         })
+    }
+
+    /// The same device, with the same memory, which runs the forms of kernels that this table has, in place of the one that is compiled in.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn with_tuning(&self, tuning: Tuning) -> Result<Self> {
+        Self::over(self.pool.clone(), self.products, self.precision, tuning)
     }
 
     fn buffer(&self, dtype: DType, count: usize, origin: Origin, counted: bool) -> Result<Buffer> {
@@ -190,7 +213,7 @@ impl CudaDevice {
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
         let [items, width] = sizes.map(|size| size as u64);
         let missing = || self.lacks(op, DType::F32);
-        let kernel = kernel(name).ok_or_else(missing)?;
+        let kernel = self.tuning.form(name, [items, width]).or_else(|| kernel(name)).ok_or_else(missing)?;
         if items == 0 {
             return Ok(());
         }
@@ -249,6 +272,11 @@ impl Device for CudaDevice {
 
     fn meter(&self) -> &Meter {
         &self.pool.meter
+    }
+
+    fn launches(&self) -> Option<Launches> {
+        let Pool { driver, compute, copies, collectives, .. } = &*self.pool;
+        driver.launches(&[*compute, *copies, *collectives])
     }
 
     fn operand_dtype(&self, dtype: DType) -> DType {

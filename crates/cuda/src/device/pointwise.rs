@@ -101,7 +101,7 @@ impl CudaDevice {
         let DropoutMask { key, ndim, local, offset, global, .. } = *mask;
         let local = local[..ndim].iter().map(|&extent| extent as i64);
         let sizes = local.chain(offset[..ndim].iter().chain(&global[..ndim]).map(|&at| at as i64));
-        let sizes = self.uploaded(&Buffer::from_vec(sizes.collect::<Vec<i64>>()), false)?;
+        let sizes = self.kept(sizes.collect())?;
         let (y, [key0, key1], count) = (self.alloc(DType::F32, x.count())?, key.words(), x.count());
         let from = [self.place(op, x)?.into(), self.place(op, &sizes)?.into(), (ndim as i32).into()];
         let rest = [key0.into(), key1.into(), of[0].into(), of[1].into(), self.place(op, &y)?.into(), count.into()];

@@ -10,17 +10,13 @@ use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Adam8bit, AdamWFactors, Lamb, LambFactors, Over, ParamShape, Pass, Rule};
 use meshwork_tensor::Result;
 use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
-use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "update";
 
-/// The tables of runs so far, and the numbers of 8-bit codes: each is written to the device once.
+/// The numbers of 8-bit codes, written to the device once.
 #[derive(Debug, Default)]
-pub(super) struct WholeTables {
-    runs: Mutex<HashMap<Vec<i64>, Buffer>>,
-    codes: Mutex<Option<Buffer>>,
-}
+pub(super) struct Codes(Mutex<Option<Buffer>>);
 
 /// The elements of a part, on the device.
 struct Elements {
@@ -45,13 +41,7 @@ impl CudaDevice {
         let runs = starts.len();
         starts.push(count as i64);
         let numbers = [starts, firsts, places].concat();
-        let mut tables = self.whole.runs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(table) = tables.get(&numbers) {
-            return Ok(Elements { table: table.clone(), runs, count });
-        }
-        let table = self.uploaded(&Buffer::from_slice(&numbers), false)?;
-        tables.insert(numbers, table.clone());
-        Ok(Elements { table, runs, count })
+        Ok(Elements { table: self.kept(numbers)?, runs, count })
     }
 
     /// The table of elements, as every kernel takes it.
@@ -61,7 +51,7 @@ impl CudaDevice {
 
     /// The codes of 8-bit Adam: numbers and middles for means, then for squares.
     fn codes(&self) -> Result<Address> {
-        let mut codes = self.whole.codes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut codes = self.codes.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(codes) = &*codes {
             return self.place(OP, codes);
         }

@@ -40,7 +40,7 @@ struct Machine {
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
     /// What was captured, by number.
-    graphs: Mutex<Vec<Arc<[Captured]>>>,
+    graphs: Mutex<Vec<Vec<Captured>>>,
 }
 
 impl Emulator {
@@ -63,7 +63,8 @@ impl Emulator {
     }
 
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
-        Self { properties: Properties { name: "emulated in host memory".to_owned(), ordinal, memory }, machine }
+        let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
+        Self { properties: Properties { name, ordinal, memory, architecture }, machine }
     }
 
     fn ordinal(&self) -> usize {
@@ -224,13 +225,23 @@ impl Driver for Emulator {
             graphs.push(work.into());
             Graph(graphs.len() as u64 - 1)
         };
-        self.replay(stream, graph)?;
+        self.replay(stream, graph, &[])?;
         Ok(Some(graph))
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
-        let work = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner).get(graph.0 as usize).cloned();
-        let work = work.ok_or_else(|| DriverError::Unknown { call: "replay", what: format!("{graph:?}") })?;
+    fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
+        let unknown = |what| DriverError::Unknown { call: "replay", what };
+        let work = {
+            let mut graphs = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+            let work = graphs.get_mut(graph.0 as usize).ok_or_else(|| unknown(format!("{graph:?}")))?;
+            for &(at, new) in changed {
+                let Some(Captured::Launch { args, .. }) = work.get_mut(at) else {
+                    return Err(unknown(format!("kernel {at} of {graph:?}")));
+                };
+                *args = new.to_vec();
+            }
+            work.clone()
+        };
         work.iter().try_for_each(|work| work.queue(self, stream))
     }
 }

@@ -4,9 +4,10 @@ use super::memory::Memory;
 use super::order::{Draws, Order};
 use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
 use half::bf16;
-use meshwork_kernels::host::Host;
-use meshwork_kernels::{Kernel, Launch, Pass};
-use std::collections::{HashSet, VecDeque};
+use meshwork_kernels::host::{Host, HostError};
+use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 /// A piece of work.
@@ -58,6 +59,8 @@ struct Queue {
 pub(super) struct State {
     pub(super) memory: Memory,
     kernels: Arc<Host>,
+    /// Files of variants that were compiled, by name.
+    variants: HashMap<&'static str, Host>,
     queues: Vec<Queue>,
     /// Events that were recorded and are not passed yet.
     ahead: HashSet<Event>,
@@ -76,6 +79,7 @@ impl State {
         Self {
             memory: Memory::new(devices),
             kernels,
+            variants: HashMap::new(),
             queues: Vec::new(),
             ahead: HashSet::new(),
             recorded: 0,
@@ -237,7 +241,7 @@ impl State {
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch answer for the sizes;
         // what a kernel writes beyond an allocation meets its fence.
-        let run = unsafe { self.kernels.launch(kernel, launch, &mut values, 0) };
+        let run = unsafe { library(&self.kernels, &mut self.variants, kernel)?.launch(kernel, launch, &mut values, 0) };
         run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))
     }
@@ -281,6 +285,29 @@ impl State {
         let narrow = |at: &[u8]| bf16::from_le_bytes([at[0], at[1]]).to_f32();
         Ok(bytes.chunks_exact(size).map(|at| if operand.bf16 { narrow(at) } else { wide(at) }).collect())
     }
+}
+
+/// The library that has a kernel: that of all kernels, or of a variant one of its own, which is compiled at its first use.
+fn library<'a>(
+    all: &'a Host,
+    compiled: &'a mut HashMap<&'static str, Host>,
+    kernel: &'static Kernel,
+) -> Result<&'a Host> {
+    let source = kernel.source;
+    if VARIANTS.iter().all(|variant| variant.kernel.source.name != source.name) {
+        return Ok(all);
+    }
+    Ok(match compiled.entry(source.name) {
+        Entry::Occupied(known) => known.into_mut(),
+        Entry::Vacant(new) => {
+            let headers = HEADERS.iter().map(|header| (header.name, header.text));
+            let files: Vec<_> = headers.chain([(source.name, source.text)]).collect();
+            let folder = all.path().ancestors().nth(2).unwrap_or(all.path());
+            let made = Host::compile(folder, &files, std::slice::from_ref(kernel), false);
+            let refused = |why: HostError| DriverError::Compile { source_name: source.name, why: why.to_string() };
+            new.insert(made.map_err(refused)?)
+        }
+    })
 }
 
 fn unknown(call: &'static str, what: &dyn std::fmt::Debug) -> DriverError {

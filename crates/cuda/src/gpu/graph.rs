@@ -2,11 +2,19 @@
 //!
 //! A stream that is captured takes calls as always and runs none of them. Here each call has run before ([`crate::replay`]), so no memory is
 //! allocated and nothing is compiled while a stream is captured. What the driver does not capture is queued call by call.
+//!
+//! The node of each kernel is noted, because its arguments may change later: the stream's last node, which it tells after the call.
 
 use super::{Gpu, libraries::failed};
-use crate::driver::{DriverError, Graph, Result, Stream, Work};
+use crate::driver::{Argument, DriverError, Graph, Result, Stream, Work};
 use cudarc::driver::result::{graph, stream as calls};
-use cudarc::driver::sys::{CUgraphExec, CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
+use cudarc::driver::sys::{
+    CUDA_KERNEL_NODE_PARAMS_v2_st, CUfunction, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphNode, CUstream,
+    CUstreamCaptureMode, CUstreamCaptureStatus, cuGraphExecKernelNodeSetParams_v2, cuStreamGetCaptureInfo_v3,
+};
+use meshwork_kernels::Launch;
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile: contexts are those of the process,
@@ -18,23 +26,77 @@ pub(super) fn without_captures() -> MutexGuard<'static, ()> {
     CAPTURE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The oldest driver that tells the node of a call, as CUDA counts versions.
+const OLDEST: i32 = 12_030;
+
 /// The graphs of a GPU, by number.
 #[derive(Debug, Default)]
-pub(super) struct Graphs(Vec<CUgraphExec>);
+pub(super) struct Graphs(Vec<Captured>);
+
+/// A graph that can be launched, what it was made of, and for each captured piece of work its kernel, if it is one.
+#[derive(Debug)]
+struct Captured {
+    graph: CUgraph,
+    launched: CUgraphExec,
+    nodes: Vec<Option<Node>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Node {
+    handle: CUgraphNode,
+    function: CUfunction,
+    launch: Launch,
+}
 
 impl Graphs {
-    pub(super) fn launch(&self, queue: CUstream, which: Graph) -> Result<()> {
-        let unknown = || DriverError::Unknown { call: "replay", what: format!("{which:?}") };
-        let graph = usize::try_from(which.0).ok().and_then(|at| self.0.get(at)).ok_or_else(unknown)?;
+    /// Sets the arguments of kernels that `changed` names, and launches the graph.
+    pub(super) fn launch(&self, queue: CUstream, which: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
+        let unknown = |what| DriverError::Unknown { call: "replay", what };
+        let graph = usize::try_from(which.0).ok().and_then(|at| self.0.get(at));
+        let graph = graph.ok_or_else(|| unknown(format!("{which:?}")))?;
+        for &(at, args) in changed {
+            let node = graph.nodes.get(at).copied().flatten();
+            node.ok_or_else(|| unknown(format!("kernel {at} of {which:?}")))?.set(graph.launched, args)?;
+        }
         // SAFETY: both exist until the GPU is dropped; the places are those of calls that the caller answered for, and answers for again.
-        unsafe { graph::launch(*graph, queue) }.map_err(failed("cuGraphLaunch"))
+        unsafe { graph::launch(graph.launched, queue) }.map_err(failed("cuGraphLaunch"))
     }
 
     pub(super) fn drop_all(&mut self) {
-        for graph in self.0.drain(..) {
-            // SAFETY: made below, no work is queued, and it is gone from the list.
-            _ = unsafe { graph::exec_destroy(graph) };
+        for Captured { graph, launched, .. } in self.0.drain(..) {
+            // SAFETY: made below, no work is queued, and they are gone from the list.
+            unsafe {
+                _ = graph::exec_destroy(launched);
+                _ = graph::destroy(graph);
+            }
         }
+    }
+}
+
+impl Node {
+    /// New arguments for launches from now on; those that are queued have the old ones.
+    fn set(&self, graph: CUgraphExec, args: &[Argument]) -> Result<()> {
+        let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
+        let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let Launch { grid, block, shared } = self.launch;
+        let params = CUDA_KERNEL_NODE_PARAMS_v2_st {
+            func: self.function,
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block[0],
+            blockDimY: block[1],
+            blockDimZ: block[2],
+            sharedMemBytes: shared,
+            kernelParams: places.as_mut_ptr(),
+            extra: null_mut(),
+            kern: null_mut(),
+            ctx: null_mut(),
+        };
+        // SAFETY: the node is one of the graph that this one was made of, which is kept; the arguments are of the kernel's types, as those that were captured,
+        // and are copied during the call. The caller answers for the places.
+        let set = unsafe { cuGraphExecKernelNodeSetParams_v2(graph, self.handle, &raw const params) };
+        set.result().map_err(failed("cuGraphExecKernelNodeSetParams"))
     }
 }
 
@@ -51,25 +113,58 @@ pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option
     let mut state = gpu.state()?;
     state.graphs.0.push(made);
     let graph = Graph(state.graphs.0.len() as u64 - 1);
-    state.graphs.launch(queue, graph)?;
+    state.graphs.launch(queue, graph, &[])?;
     Ok(Some(graph))
 }
 
 /// The graph of what the calls queue. The stream is not captured any more when this returns.
-fn record(gpu: &Gpu, stream: Stream, queue: CUstream, work: &[Work]) -> Result<CUgraphExec> {
+fn record(gpu: &Gpu, stream: Stream, queue: CUstream, work: &[Work]) -> Result<Captured> {
+    if gpu.driver < OLDEST {
+        return Err(DriverError::Call {
+            call: "cuStreamGetCaptureInfo",
+            why: "the driver is older than CUDA 12.3".to_owned(),
+        });
+    }
     let _captures = without_captures();
     // Calls of other threads, of other streams, stay what they are.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream exists until the GPU is dropped.
     unsafe { calls::begin_capture(queue, mode) }.map_err(failed("cuStreamBeginCapture"))?;
-    let queued = work.iter().try_for_each(|work| work.queue(gpu, stream));
+    let queued: Result<Vec<Option<Node>>> = work
+        .iter()
+        .map(|work| {
+            work.queue(gpu, stream)?;
+            let Work::Launch { kernel, launch, .. } = work else { return Ok(None) };
+            let function = gpu.function(&mut *gpu.state()?, kernel.0)?;
+            Ok(Some(Node { handle: last_node(queue)?, function, launch: *launch }))
+        })
+        .collect();
     // SAFETY: the capture was begun just now.
     let captured = unsafe { calls::end_capture(queue) }.map_err(failed("cuStreamEndCapture"))?;
     let none = CUgraphInstantiate_flags(0);
     // SAFETY: the graph was captured just now.
-    let made =
-        queued.and_then(|()| unsafe { graph::instantiate(captured, none) }.map_err(failed("cuGraphInstantiate")));
-    // SAFETY: as above; what was made of it does not need it.
-    _ = unsafe { graph::destroy(captured) };
-    made
+    let launched = || unsafe { graph::instantiate(captured, none) }.map_err(failed("cuGraphInstantiate"));
+    let made = queued.and_then(|nodes| Ok(Captured { graph: captured, launched: launched()?, nodes }));
+    made.inspect_err(|_| {
+        // SAFETY: as above; nothing was made of it.
+        _ = unsafe { graph::destroy(captured) };
+    })
+}
+
+/// What a stream that is captured has as its last piece of work.
+fn last_node(queue: CUstream) -> Result<CUgraphNode> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    let (mut nodes, mut edges, mut count) = (null(), null(), 0);
+    // SAFETY: the stream exists until the GPU is dropped; the driver writes what it is given places for, and owns the list of nodes until the next call.
+    let told = unsafe {
+        let (none, graph) = (null_mut(), null_mut());
+        cuStreamGetCaptureInfo_v3(queue, &raw mut status, none, graph, &raw mut nodes, &raw mut edges, &raw mut count)
+    };
+    told.result().map_err(failed("cuStreamGetCaptureInfo"))?;
+    let call = "cuStreamGetCaptureInfo";
+    if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE || count != 1 {
+        return Err(DriverError::Call { call, why: format!("{status:?}, and {count} last pieces of work") });
+    }
+    // SAFETY: the list has one node.
+    Ok(unsafe { *nodes })
 }

@@ -121,7 +121,7 @@ pub(super) fn nvrtc() -> Result<(i32, i32), GpuError> {
 }
 
 /// The version of the driver, which must be there.
-fn version() -> Result<i32, DriverError> {
+pub(super) fn version() -> Result<i32, DriverError> {
     let mut version = 0;
     // SAFETY: writes one number, and may be called before `cuInit`.
     unsafe { cuda::cuDriverGetVersion(&mut version) }.result().map_err(failed("cuDriverGetVersion"))?;

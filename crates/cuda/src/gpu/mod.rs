@@ -68,6 +68,8 @@ pub struct Gpu {
     properties: Properties,
     context: Context,
     compiler: Compiler,
+    /// The version of the driver, as CUDA counts.
+    driver: i32,
     state: Mutex<State>,
 }
 
@@ -104,7 +106,8 @@ struct State {
     queues: Vec<Queue>,
     staging: Staging,
     modules: Vec<CUmodule>,
-    functions: HashMap<&'static str, CUfunction>,
+    /// By file and name.
+    functions: HashMap<[&'static str; 2], CUfunction>,
     library: Option<Library>,
     graphs: graph::Graphs,
     /// How it gets at the memory of other GPUs, by their numbers.
@@ -145,9 +148,10 @@ impl Gpu {
         // SAFETY: the number is one of a GPU; it is released when the context is dropped.
         let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let gpu = Self {
-            properties: Properties { name, ordinal, memory },
+            properties: Properties { name, ordinal, memory, architecture: architecture.clone() },
             context: Context { device: number, handle },
             compiler: Compiler::new(kernels, &architecture, nvrtc),
+            driver: libraries::version()?,
             state: Mutex::default(),
         };
         if products == Products::OfTheLibrary {
@@ -173,12 +177,13 @@ impl Gpu {
 
     /// The function of a kernel, whose file is compiled and loaded when it is used first.
     fn function(&self, state: &mut State, kernel: &'static Kernel) -> Result<CUfunction> {
-        if let Some(&function) = state.functions.get(kernel.name) {
+        if let Some(&function) = state.functions.get(&[kernel.source.name, kernel.name]) {
             return Ok(function);
         }
         let module = self.load(kernel.source)?;
         state.modules.push(module);
-        for kernel in KERNELS.iter().filter(|other| other.source == kernel.source) {
+        // A variant is alone in its file.
+        for kernel in KERNELS.iter().filter(|other| other.source == kernel.source).chain([kernel]) {
             let name = CString::new(kernel.name);
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
             // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
@@ -189,10 +194,10 @@ impl Gpu {
                 let set = unsafe { set_function_attribute(function, most, kernel.geometry.shared() as i32) };
                 set.map_err(failed("cuFuncSetAttribute"))?;
             }
-            state.functions.insert(kernel.name, function);
+            state.functions.insert([kernel.source.name, kernel.name], function);
         }
         let missing = || DriverError::Kernel { kernel: kernel.name, why: "is not in its file".to_owned() };
-        state.functions.get(kernel.name).copied().ok_or_else(missing)
+        state.functions.get(&[kernel.source.name, kernel.name]).copied().ok_or_else(missing)
     }
 
     /// Loads a file of kernels. What is on disk and does not load, because it was damaged, is compiled anew.
@@ -436,10 +441,10 @@ impl Driver for Gpu {
         graph::capture(self, stream, work)
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+    fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
         let mut state = self.state()?;
         let queue = state.stream("replay", stream)?;
-        state.graphs.launch(queue, graph)
+        state.graphs.launch(queue, graph, changed)
     }
 }
 

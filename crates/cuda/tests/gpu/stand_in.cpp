@@ -13,6 +13,7 @@
 // graph is instantiated).
 //
 // More than 400 lines: one file is one library under three names.
+#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -40,8 +41,11 @@ long setting(const char *name, long otherwise) {
 
 struct Context { int users = 0; size_t held = 0; std::set<Context *> peers; };
 struct Event { Context *of; bool queued; };
-struct Stream { Context *of; bool captured; std::vector<std::function<Result()>> graph; };
-typedef std::vector<std::function<Result()>> Graph;
+struct Function;
+struct Node { std::function<Result()> run; Function *kernel = nullptr; };
+// What was captured, or what can be launched, made of that. A deque: nodes are known by their addresses.
+struct Graph { std::deque<Node> nodes; Graph *of = nullptr; };
+struct Stream { Context *of; bool captured; std::deque<Node> graph; };
 struct Function { std::string name; int arguments; Context *of; unsigned shared; };
 struct Block { char *start; size_t bytes; Context *of; };
 struct Module { std::map<std::string, Function> functions; };
@@ -99,12 +103,12 @@ Result run(Event *until = nullptr) {
     return fault;
 }
 
-template <typename F> Result push(void *stream, F work) {
+template <typename F> Result push(void *stream, F work, Function *kernel = nullptr) {
     if (!current) return INVALID_CONTEXT;
     if (!streams.count((Stream *)stream) || ((Stream *)stream)->of != current) return INVALID_HANDLE;
     if (fault) return fault;
     if (((Stream *)stream)->captured) {
-        ((Stream *)stream)->graph.push_back(work);
+        ((Stream *)stream)->graph.push_back({work, kernel});
         return OK;
     }
     queue.push_back({nullptr, work, current, std::this_thread::get_id()});
@@ -264,8 +268,8 @@ C cuStreamEndCapture(void *stream, void **graph) {
     auto of = (Stream *)stream;
     if (!streams.count(of) || !of->captured) return ILLEGAL_STATE;
     of->captured = false;
-    auto made = new Graph(std::move(of->graph));
-    of->graph.clear();
+    auto made = new Graph;
+    made->nodes.swap(of->graph);
     graphs.insert(made);
     *graph = made;
     return OK;
@@ -274,7 +278,7 @@ C cuGraphInstantiateWithFlags(void **made, void *graph, unsigned long long) {
     CONTEXT;
     if (!graphs.count((Graph *)graph)) return INVALID_HANDLE;
     if (setting("STAND_IN_GRAPHS", 1) == 0) return STREAM_CAPTURE_INVALIDATED;
-    auto copy = new Graph(*(Graph *)graph);
+    auto copy = new Graph{((Graph *)graph)->nodes, (Graph *)graph};
     graphs.insert(copy);
     *made = copy;
     return OK;
@@ -289,7 +293,7 @@ C cuGraphExecDestroy(void *graph) { return cuGraphDestroy(graph); }
 C cuGraphLaunch(void *graph, void *stream) {
     CONTEXT;
     if (!graphs.count((Graph *)graph)) return INVALID_HANDLE;
-    for (auto &work : *(Graph *)graph) if (Result result = push(stream, work)) return result;
+    for (auto &node : ((Graph *)graph)->nodes) if (Result result = push(stream, node.run, node.kernel)) return result;
     return OK;
 }
 
@@ -378,17 +382,11 @@ static Launch launcher() {
     }();
     return found;
 }
-C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
-                 void **given, void **) {
-    CONTEXT;
-    // More than 48 KiB only where the function was told so.
-    if (!launcher() || shared > ((Function *)function)->shared) return INVALID_VALUE;
-    std::string name = ((Function *)function)->name;
-    Context *whose = current;
-    if (((Function *)function)->of != whose) return INVALID_HANDLE;
+// A launch with copies of its arguments.
+static std::function<Result()> kernel(Function *function, std::array<uint32_t, 7> sizes, void **given) {
     std::vector<uint64_t> values;
-    for (int i = 0; i < ((Function *)function)->arguments; i++) values.push_back(*(uint64_t *)given[i]);
-    return push(stream, [=]() mutable -> Result {
+    for (int i = 0; i < function->arguments; i++) values.push_back(*(uint64_t *)given[i]);
+    return [=, name = function->name, whose = function->of]() mutable -> Result {
         // A number that is an address by chance is unlikely. Reductions read a table of addresses.
         auto places_of = values;
         if (!name.rfind("reduce_", 0)) for (uint64_t i = 0; i < values[1]; i++) places_of.push_back(((uint64_t *)values[0])[i]);
@@ -399,11 +397,45 @@ C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned
             }
         std::vector<void *> places;
         for (auto &value : values) places.push_back(&value);
-        uint32_t grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
-        const char *failure = launcher()(name.c_str(), places.data(), grid, block, shared, 0);
+        const char *failure = launcher()(name.c_str(), places.data(), &sizes[0], &sizes[3], sizes[6], 0);
         if (failure) report("kernel " + name + ": " + failure);
         return failure ? LAUNCH_FAILED : OK;
-    });
+    };
+}
+C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
+                 void **given, void **) {
+    CONTEXT;
+    // More than 48 KiB only where the function was told so.
+    if (!launcher() || shared > ((Function *)function)->shared) return INVALID_VALUE;
+    if (((Function *)function)->of != current) return INVALID_HANDLE;
+    return push(stream, kernel((Function *)function, {gx, gy, gz, bx, by, bz, shared}, given), (Function *)function);
+}
+
+// A stream that is captured tells its last node: in the order of the calls each follows the one before.
+C cuStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *, void **, void *const **nodes, void *const **edges, size_t *count) {
+    CONTEXT;
+    auto of = (Stream *)stream;
+    if (!streams.count(of)) return INVALID_HANDLE;
+    thread_local void *last;
+    *status = of->captured, *count = of->captured && !of->graph.empty(), *edges = nullptr;
+    if (*count) last = &of->graph.back();
+    *nodes = &last;
+    return OK;
+}
+struct NodeParams { void *function; unsigned sizes[7]; void **given, **extra; void *kernel, *context; };
+C cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const NodeParams *to) {
+    CONTEXT;
+    auto graph = (Graph *)exec;
+    // The graph that this one was made of must be there, and the node be a kernel of it, of the same function.
+    if (!graphs.count(graph) || !graphs.count(graph->of)) return INVALID_HANDLE;
+    for (size_t i = 0; i < graph->nodes.size(); i++)
+        if (&graph->of->nodes[i] == node) {
+            if (!graph->nodes[i].kernel || graph->nodes[i].kernel != to->function || to->extra) return INVALID_VALUE;
+            auto s = to->sizes;
+            graph->nodes[i].run = kernel(graph->nodes[i].kernel, {s[0], s[1], s[2], s[3], s[4], s[5], s[6]}, to->given);
+            return OK;
+        }
+    return INVALID_HANDLE;
 }
 
 // NVRTC. An image is `stand-in`, and the name and number of arguments of each kernel: `KERNEL name(type a, type b) {`.

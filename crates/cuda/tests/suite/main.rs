@@ -6,6 +6,7 @@ mod compression;
 mod emulator;
 mod experts;
 mod ops;
+mod overlap;
 mod replay;
 mod train;
 mod waits;

@@ -32,8 +32,8 @@ fn tiny() -> Gpt2Config {
     Gpt2Config::default()
 }
 
-fn batch(config: &Gpt2Config, step: usize) -> Batch {
-    let count = SAMPLES * config.seq_len;
+pub fn batch(config: &Gpt2Config, samples: usize, step: usize) -> Batch {
+    let count = samples * config.seq_len;
     let ids = |times: usize| {
         (0..count).map(|i| ((i * times + i * i / 7 + 31 * step) % config.vocab_size) as i32).collect::<Vec<i32>>()
     };
@@ -84,7 +84,7 @@ fn train_plan(
     let mut steps = Vec::new();
     mark();
     for step in 0..count {
-        let report = trainer.step(&batch(&config, step))?;
+        let report = trainer.step(&batch(&config, SAMPLES, step))?;
         steps.push([report.loss, report.grad_norm]);
         mark();
     }
@@ -250,7 +250,7 @@ fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> O
         let mut trainer = Trainer::new(model.clone(), plan, rank, device.clone())?;
         let mut steps = Vec::new();
         for step in 0..STEPS {
-            let report = trainer.step(&batch(&config, step).part(trainer.samples())?)?;
+            let report = trainer.step(&batch(&config, SAMPLES, step).part(trainer.samples())?)?;
             steps.push([report.loss, report.grad_norm]);
             assert_eq!(report.records, predicted.records, "rank {}", world.rank());
             assert_eq!(device.meter().peak(), predicted.memory, "rank {}", world.rank());

@@ -18,6 +18,7 @@ mod kernels;
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
+use crate::launches::Launches;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
@@ -137,6 +138,10 @@ impl Device for Widened {
 
     fn meter(&self) -> &Meter {
         self.inner.meter()
+    }
+
+    fn launches(&self) -> Option<Launches> {
+        self.inner.launches()
     }
 
     // What is stored in f32 here is so on purpose; and operands in 16 bits are what they are.

@@ -6,6 +6,7 @@ use meshwork_core::tree;
 use meshwork_pipeline::by_name;
 
 use super::batch::multiple;
+use super::device::Device;
 use super::fault::{Fault, choose_from};
 use super::partition;
 use super::settings::Settings;
@@ -139,6 +140,16 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if let (Some(folder), None) = (&checkpoint.export, &checkpoint.dir) {
         let problem = "the model is written from the checkpoint of the last step, and none is saved";
         fail(Fault::new("checkpoint.export", folder, problem, "set checkpoint.dir"));
+    }
+
+    let key = "cuda.graphs";
+    if settings.sound(&[key]) && config.cuda.graphs && config.device == Device::Cpu {
+        let problem = "--device cpu has no graphs: its kernels are done when they return";
+        fail(Fault::new(key, true, problem, "use --device cuda or cuda-emulated, or false"));
+    }
+    if let (Some(table), Device::Cpu | Device::Card(_)) = (&config.cuda.tuning, config.device) {
+        let problem = format!("--device {} runs no kernels of CUDA", config.device);
+        fail(Fault::new("cuda.tuning", table, problem, "use --device cuda or cuda-emulated, or leave it out"));
     }
 
     let schedule = &config.lr_scheduler;

@@ -368,6 +368,14 @@ sections! {
         bandwidth: f64 = float(0.0), Number(NotNegative);
     }
 
+    /// How a CUDA device queues its work. Other devices refuse what is not the default.
+    [cuda] Cuda {
+        /// Whether work that comes again in each step is captured as CUDA graphs, each queued by one launch. It changes no number.
+        graphs: bool = OFF, Switch;
+        /// A table of the forms of kernels to run, as scripts/gpu-check.sh tune writes it; unset: the one that is compiled in.
+        tuning: Option<String> = Unset, Text;
+    }
+
     /// Lossy compression of what ranks send each other. docs/compression.md has the schemes.
     [compress] Compress {
         /// Activations between stages: none, bf16, fp8:e4m3, quant:4, sign, topk:0.1, randk:0.1, topk:0.1+quant:8 and others. Rows are

@@ -19,6 +19,8 @@ pub struct Card {
     pub link: f64,
     /// Cards of a machine.
     pub on_machine: usize,
+    /// Bytes a second from its host while as many go there.
+    pub host: f64,
     /// Bytes a second that it sends to another machine.
     pub network: f64,
     /// Where the numbers are from.
@@ -36,8 +38,9 @@ pub const CARDS: &[Card] = &[
         bf16: 312e12,
         link: 300e9,
         on_machine: 8,
+        host: 32e9,
         network: 25e9,
-        source: "NVIDIA A100 datasheet (SXM): NVLink 600 GB/s both ways together; DGX A100: 200 Gb/s of InfiniBand a card",
+        source: "NVIDIA A100 datasheet (SXM): NVLink 600 GB/s both ways together; PCIe 4.0 of 16 lanes; DGX A100: 200 Gb/s of InfiniBand a card",
     },
     Card {
         name: "h100",
@@ -48,8 +51,9 @@ pub const CARDS: &[Card] = &[
         bf16: 989.4e12,
         link: 450e9,
         on_machine: 8,
+        host: 64e9,
         network: 50e9,
-        source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; DGX H100: 400 Gb/s of InfiniBand a card",
+        source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
     },
     Card {
         name: "h100-96",
@@ -60,6 +64,7 @@ pub const CARDS: &[Card] = &[
         bf16: 989.4e12,
         link: 450e9,
         on_machine: 8,
+        host: 64e9,
         network: 50e9,
         source: "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, whose cards were limited to 500 W; rates as of the other H100",
     },
@@ -72,8 +77,9 @@ pub const CARDS: &[Card] = &[
         bf16: 989.4e12,
         link: 450e9,
         on_machine: 8,
+        host: 64e9,
         network: 50e9,
-        source: "NVIDIA H200 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; DGX H200: 400 Gb/s of InfiniBand a card",
+        source: "NVIDIA H200 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; PCIe 5.0 of 16 lanes; DGX H200: 400 Gb/s of InfiniBand a card",
     },
 ];
 
@@ -94,8 +100,8 @@ pub struct Shares {
     pub memory: f64,
     /// Of its links.
     pub links: f64,
-    /// Seconds from the end of one kernel to the start of the next.
-    pub launch: f64,
+    /// Seconds from the end of one kernel to the start of the next: where each is launched by itself, and within a graph.
+    pub launch: [f64; 2],
     /// Seconds of a message or a collective without bytes, within a machine and between machines.
     pub latency: [f64; 2],
 }
@@ -103,10 +109,16 @@ pub struct Shares {
 impl Shares {
     /// The least time: all peaks at once, and nothing lost.
     pub const PEAKS: Self =
-        Self { products: 1.0, attention: 1.0, memory: 1.0, links: 1.0, launch: 0.0, latency: [0.0; 2] };
+        Self { products: 1.0, attention: 1.0, memory: 1.0, links: 1.0, launch: [0.0; 2], latency: [0.0; 2] };
 
     /// What good programs reach; docs/gpu_performance.md has the sources. Products of large matrices reach 0.79 of an H100's peak where tiles are
-    /// tuned to the shape; attention forward and backward together less; copies within its memory 0.87; an all-reduce within a machine 0.8.
-    pub const REACHED: Self =
-        Self { products: 0.7, attention: 0.45, memory: 0.87, links: 0.8, launch: 3e-6, latency: [10e-6, 20e-6] };
+    /// tuned to the shape; attention forward and backward together less; copies within its memory 0.87; an all-reduce within a machine 0.8. Graphs leave 0.55 of a launch.
+    pub const REACHED: Self = Self {
+        products: 0.7,
+        attention: 0.45,
+        memory: 0.87,
+        links: 0.8,
+        launch: [3e-6, 1.7e-6],
+        latency: [10e-6, 20e-6],
+    };
 }

@@ -46,8 +46,10 @@ pub struct StepTime {
     pub classes: BTreeMap<Class, Of>,
     /// Seconds of that card's collectives, and those of them in which it waits.
     pub links: [f64; 2],
-    /// Seconds in which that card waits for other stages.
+    /// Seconds in which that card waits for other stages, or for what is offloaded.
     pub idle: f64,
+    /// Seconds that the busiest card's link to its host needs for what is offloaded.
+    pub host: f64,
 }
 
 /// Predicts a step of the configuration on a card.
@@ -73,8 +75,11 @@ pub fn predict(config: &Config, card: &Card, shares: Shares) -> Result<StepTime,
 struct Recorded {
     plan: Plan,
     tensor_cores: bool,
+    graphs: bool,
     /// The first rank of each pipeline rank, and its calls.
     ranks: Vec<(usize, Vec<Span>)>,
+    /// Bytes that each of them reads from what is offloaded in a step, or writes there, if those are more.
+    offloaded: Vec<u64>,
 }
 
 impl Recorded {
@@ -87,21 +92,32 @@ impl Recorded {
             ranks.push((rank, calls(config, &plan, rank)?));
         }
         ranks.sort_by_key(|&(rank, _)| mesh.coords(rank).get(Axis::Pp));
+        let moved = |&(rank, _): &(usize, Vec<Span>)| match plan.offload {
+            None => Ok(0),
+            Some(_) => dry_run::predict(&config.model(), &plan, rank)
+                .map(|step| step.offloaded.read.max(step.offloaded.written)),
+        };
+        let offloaded = ranks.iter().map(moved).collect::<Result<_, _>>()?;
         let tensor_cores = plan.precision.operand_dtype(meshwork_core::DType::F32).is_half();
-        Ok(Self { plan, tensor_cores, ranks })
+        Ok(Self { plan, tensor_cores, graphs: config.cuda.graphs, ranks, offloaded })
     }
 
     fn on(&self, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
-        let rates = Rates { card, shares, tensor_cores: self.tensor_cores, half: self.plan.mixed.is_some() };
+        let (tensor_cores, half, graphs) = (self.tensor_cores, self.plan.mixed.is_some(), self.graphs);
+        let rates = Rates { card, shares, tensor_cores, half, graphs };
         let walks: Vec<Walk> = self.ranks.iter().map(|(_, spans)| rates.walk(spans)).collect();
-        let ends = match walks.len() {
+        let mut ends = match walks.len() {
             1 => vec![walks[0].seconds],
             _ => self.ends(&rates, &walks)?,
         };
+        // What is offloaded comes and goes beside everything else, at best.
+        let links = self.offloaded.iter().map(|&bytes| bytes as f64 / (card.host * shares.links));
+        ends.iter_mut().zip(links.clone()).for_each(|(end, link)| *end = end.max(link));
         let at = (0..ends.len()).max_by(|&a, &b| ends[a].total_cmp(&ends[b])).unwrap_or(0);
         let walk = &walks[at];
         let idle = (ends[at] - walk.seconds).max(0.0);
-        Ok(StepTime { seconds: ends[at], classes: walk.classes.clone(), links: walk.links, idle })
+        let host = links.fold(0.0, f64::max);
+        Ok(StepTime { seconds: ends[at], classes: walk.classes.clone(), links: walk.links, idle, host })
     }
 
     /// When each stage's rank ends its step: its last action in the simulated schedule, and what it does after that.
@@ -233,9 +249,20 @@ pub(crate) fn report(config: &Config) -> Result<String, TrainError> {
         text +=
             &format!("  of {} of collectives, {} run behind other work\n", time(links), time((links - waits).max(0.0)));
     }
+    if reached.host > 0.0 {
+        text += &format!(
+            "  {:<22}{:>8} {:>10} {:>7}  {:>10}: beside all else, at best\n",
+            "link to the host",
+            "",
+            time(reached.host),
+            "",
+            time(least.host)
+        );
+    }
     text += &format!(
-        "  {} of the card; docs/gpu_performance.md says how far such predictions are off\n",
-        count(reached.calls(), "launch")
+        "  {} of the card{}; docs/gpu_performance.md says how far such predictions are off\n",
+        count(reached.calls(), "launch"),
+        if recorded.graphs { ", in graphs" } else { "" }
     );
     Ok(text)
 }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::config::Args;
 use meshwork_core::DType;
 use meshwork_core::profile::Meeting;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
 }
 
 fn rates(shares: Shares) -> Rates<'static> {
-    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false }
+    Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false, graphs: false }
 }
 
 /// Every number by hand: a product of 8192³ in f32 takes 2·8192³ operations, and moves 3·8192²·4 bytes.
@@ -109,6 +110,31 @@ fn sixteen_bits_are_faster() {
         let of = |step: &StepTime| step.classes[&class].seconds;
         assert!(of(&half) < of(&wide), "{class:?}");
     }
+}
+
+/// Graphs take from each launch what they save of it, and nothing else.
+#[test]
+fn graphs_save_launches() {
+    let of =
+        |text| Config::from_args(&Args::parse(["--device", "cuda:h100", "--set", "model.preset=small", "--set", text]));
+    let [with, without] = ["cuda.graphs=true", "cuda.graphs=false"]
+        .map(|text| predict(&of(text).unwrap(), card("h100").unwrap(), Shares::REACHED).unwrap());
+    let [alone, in_graph] = Shares::REACHED.launch;
+    let saved = without.calls() as f64 * (alone - in_graph);
+    assert!(((without.seconds - with.seconds) / saved - 1.0).abs() < 1e-6, "{with:?} {without:?}");
+}
+
+/// States of 8 bytes a parameter come and go in each step: AdamW's two, over a link of 64 GB/s. No step is shorter than that.
+#[test]
+fn what_is_offloaded_takes_its_link() {
+    let dir = std::env::temp_dir().display().to_string();
+    let text = format!("[memory]\noffload = 'optimizer'\noffload_dir = {dir:?}");
+    let step = predict(&config(&text), card("h100").unwrap(), Shares::PEAKS).unwrap();
+    let plan = config(&text).plan().unwrap();
+    let parameters = dry_run::predict(&config(&text).model(), &plan, 0).unwrap().parameters as f64;
+    assert!((step.host / (8.0 * parameters / 64e9) - 1.0).abs() < 0.01, "{step:?}");
+    assert!(step.seconds >= step.host);
+    assert_eq!(predict(&config(""), card("h100").unwrap(), Shares::PEAKS).unwrap().host, 0.0);
 }
 
 /// 6 operations a weight and token and 12·layers·hidden·seq², both by hand.

@@ -19,6 +19,8 @@ pub(super) struct Rates<'a> {
     pub(super) tensor_cores: bool,
     /// Whether tensors are stored in 16 bits.
     pub(super) half: bool,
+    /// Whether operations are launched as graphs.
+    pub(super) graphs: bool,
 }
 
 /// Operations of one class.
@@ -64,7 +66,7 @@ impl Rates<'_> {
         let peak = if self.tensor_cores { self.card.bf16 } else { self.card.f32 };
         let share = if span.class == Class::Attention { attention } else { products };
         let computing = span.flops as f64 / (peak * share);
-        computing.max(bytes / (self.card.bandwidth * memory)) + launch
+        computing.max(bytes / (self.card.bandwidth * memory)) + launch[usize::from(self.graphs)]
     }
 
     /// Seconds of a collective of this name among ranks of these numbers, of whose buffers a rank reads and writes `bytes`.

@@ -1,0 +1,216 @@
+//! Variants of kernels on a device: each is held against the usual form's results, and timed; the fastest go into a table that the device reads.
+//!
+//! ```text
+//! cargo bench -p meshwork-cuda --features cuda --bench tune [-- --device cuda-emulated] [--small] [--out TABLE.toml] [WORD..]
+//! ```
+//! A JSON line for each kernel, size and form. Without `--bench`, and with `--small`, every form runs once on a few rows: the results count then, and the times mean nothing.
+
+mod bench;
+
+use bench::{Asked, median, numbers};
+use meshwork_core::{Buffer, DType, random};
+use meshwork_cuda::device::Products;
+use meshwork_cuda::tuning::{Tuning, USUAL};
+use meshwork_cuda::{CudaDevice, Driver};
+use meshwork_kernels::{VARIANTS, Variant, variants};
+use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask};
+use meshwork_tensor::tape::RowBlocks;
+use meshwork_tensor::{Device, Error};
+use std::error::Error as AnyError;
+use std::fmt::Write;
+use std::sync::Arc;
+
+/// A variant must be as much faster to be chosen: less is noise.
+const WORTH: f64 = 0.97;
+
+/// How a kernel is called, what may differ between its forms, and the sizes at which they are compared: each stands for those up to the next one.
+struct Tuned {
+    /// What the names of its kernels begin with.
+    family: &'static str,
+    /// Of the norm of each result; 0: every bit is the same.
+    tolerance: f64,
+    sizes: &'static [usize],
+    small: &'static [usize],
+    call: fn(&CudaDevice, &str, usize) -> Result<Call, Error>,
+}
+
+/// Gives the results of the kernel.
+type Call = Box<dyn Fn(&CudaDevice) -> Result<Vec<Buffer>, Error>>;
+
+const TUNED: &[Tuned] = &[
+    Tuned { family: "flash_", tolerance: 1e-2, sizes: &[1024, 4096], small: &[70], call: flash },
+    Tuned { family: "layer_norm_", tolerance: 0.0, sizes: &[768, 2048, 8192], small: &[2100], call: norm },
+    Tuned { family: "rms_norm_", tolerance: 0.0, sizes: &[768, 2048, 8192], small: &[2100], call: norm },
+    Tuned { family: "dropout", tolerance: 0.0, sizes: &[1 << 26], small: &[1000], call: dropout },
+];
+
+/// Tokens of a call of full size.
+const TOKENS: usize = 16_384;
+
+fn flash(device: &CudaDevice, kernel: &str, seq: usize) -> Result<Call, Error> {
+    let head_dim = if kernel.ends_with("_128") { 128 } else { 64 };
+    let shape = if seq < 1024 {
+        AttentionShape { batch: 1, seq, heads: 2, head_dim }
+    } else {
+        AttentionShape { batch: TOKENS / seq, seq, heads: 1024 / head_dim, head_dim }
+    };
+    let count = shape.batch * seq * shape.heads * head_dim;
+    let (qkv, dout) = (numbers(device, 3 * count, DType::F32)?, numbers(device, count, DType::F32)?);
+    let masks = AttentionMasks::default();
+    if kernel.contains("forward") {
+        return Ok(Box::new(move |device| {
+            let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
+            Ok(vec![out, lse])
+        }));
+    }
+    let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
+    Ok(Box::new(move |device| Ok(vec![device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks)?])))
+}
+
+fn norm(device: &CudaDevice, kernel: &str, n: usize) -> Result<Call, Error> {
+    let rows = if n == 2100 { 9 } else { TOKENS };
+    let (x, dy, gain) = (
+        numbers(device, rows * n, DType::F32)?,
+        numbers(device, rows * n, DType::F32)?,
+        numbers(device, n, DType::F32)?,
+    );
+    let stored = if kernel.ends_with("bf16") { DType::Bf16 } else { DType::F32 };
+    let (layer, backward) = (kernel.starts_with("layer"), kernel.contains("backward"));
+    let stats = match layer {
+        true => device.norm()?.layer_norm(&x, &gain, &gain, 1e-5, DType::F32).map(|(_, mean, rstd)| [mean, rstd])?,
+        false => device.norm()?.rms_norm(&x, &gain, 1e-5, DType::F32).map(|(_, rstd)| [rstd.clone(), rstd])?,
+    };
+    Ok(Box::new(move |device| {
+        let norm = device.norm()?;
+        let [mean, rstd] = &stats;
+        Ok(match (layer, backward) {
+            (true, false) => {
+                norm.layer_norm(&x, &gain, &gain, 1e-5, stored).map(|(y, mean, rstd)| vec![y, mean, rstd])?
+            }
+            (false, false) => norm.rms_norm(&x, &gain, 1e-5, stored).map(|(y, rstd)| vec![y, rstd])?,
+            (true, true) => vec![norm.layer_norm_grad(&dy, &x, &gain, [mean, rstd], RowBlocks::WHOLE, None)?.0],
+            (false, true) => vec![norm.rms_norm_grad(&dy, &x, &gain, rstd, RowBlocks::WHOLE, None)?.0],
+        })
+    }))
+}
+
+fn dropout(device: &CudaDevice, _: &str, count: usize) -> Result<Call, Error> {
+    let (x, size) = (numbers(device, count, DType::F32)?, count as u64);
+    let (local, global) = ([count, 1, 1, 1, 1, 1], [size, 1, 1, 1, 1, 1]);
+    let mask = DropoutMask { p: 0.1, key: random::key(0, "tune"), ndim: 1, local, offset: [0; 6], global };
+    Ok(Box::new(move |device| Ok(vec![device.pointwise()?.dropout(&x, &mask)?])))
+}
+
+/// One form of a kernel at a size.
+struct Measured {
+    variant: Option<&'static Variant>,
+    ms: f64,
+}
+
+impl Measured {
+    fn name(&self) -> &'static str {
+        self.variant.map_or(USUAL, |variant| variant.name)
+    }
+}
+
+fn main() -> Result<(), Box<dyn AnyError>> {
+    let mut asked = Asked::of_process();
+    let out = asked.value("--out");
+    let Some(driver) = asked.driver()? else { return Ok(()) };
+    let properties = driver.properties().clone();
+    let mut table = format!("# Written by the benchmark `tune` on: {}.\n", properties.name);
+    let mut kernels: Vec<&str> = VARIANTS.iter().map(|variant| variant.kernel.name).collect();
+    kernels.dedup();
+    let mut wrong = 0;
+    for kernel in kernels.into_iter().filter(|kernel| asked.wants(kernel)) {
+        let tuned = TUNED.iter().find(|tuned| kernel.starts_with(tuned.family));
+        let tuned =
+            tuned.ok_or_else(|| format!("kernel {kernel} has variants, and this benchmark does not call it"))?;
+        let sizes = if asked.small { tuned.small } else { tuned.sizes };
+        let mut chosen = Vec::new();
+        for &size in sizes {
+            let (forms, faults) = forms(&driver, kernel, tuned, size, asked.small)?;
+            wrong += faults;
+            // Times of single calls mean nothing: then any form will do, so that there is a table to read.
+            let best = if asked.small { &forms[forms.len() - 1] } else { fastest(&forms) };
+            chosen.push(best.name());
+        }
+        rows(&mut table, &properties.architecture, kernel, sizes, &chosen)?;
+    }
+    if let Some(path) = out {
+        std::fs::write(path, &table)?;
+    }
+    if wrong > 0 { Err(format!("{wrong} results of variants are not those of the usual form").into()) } else { Ok(()) }
+}
+
+/// Every form of a kernel whose results are right, with its time; and how many are wrong.
+fn forms(
+    driver: &Arc<dyn Driver>,
+    kernel: &'static str,
+    tuned: &Tuned,
+    size: usize,
+    once: bool,
+) -> Result<(Vec<Measured>, usize), Error> {
+    let open = || CudaDevice::with_precision(driver.clone(), Products::OfTheLibrary, Precision::Bf16);
+    let usual = open()?.with_tuning(Tuning::default())?;
+    let call = (tuned.call)(&usual, kernel, size)?;
+    let want = downloaded(&usual, call(&usual)?)?;
+    let (mut right, mut wrong) = (Vec::new(), 0);
+    for variant in [None].into_iter().chain(variants(kernel).map(Some)) {
+        // The same device, so that its memory is that of the operands.
+        let device = usual.with_tuning(variant.map_or_else(Tuning::default, Tuning::only))?;
+        let got = call(&device).and_then(|results| downloaded(&device, results));
+        let error = got.map(|got| got.iter().zip(&want).map(|(got, want)| distance(got, want)).fold(0.0, f64::max));
+        let name = variant.map_or(USUAL, |variant| variant.name);
+        let said = match error {
+            Ok(error) if error <= tuned.tolerance => {
+                let ms = 1e3 * median(&device, &mut || call(&device).map(drop), once)?;
+                right.push(Measured { variant, ms });
+                format!(r#""ms":{ms:.4},"of_usual":{:.3},"differs":{error:.1e}"#, ms / right[0].ms)
+            }
+            Ok(error) => {
+                wrong += 1;
+                format!(r#""error":"differs by {error:.1e} of the norm, and {:.0e} is allowed""#, tuned.tolerance)
+            }
+            // A GPU with too little shared memory for it, say.
+            Err(error) => format!(r#""error":{:?}"#, error.to_string()),
+        };
+        println!(r#"{{"kernel":"{kernel}","size":{size},"variant":"{name}",{said}}}"#);
+    }
+    Ok((right, wrong))
+}
+
+fn downloaded(device: &CudaDevice, results: Vec<Buffer>) -> Result<Vec<Vec<f32>>, Error> {
+    let wide = |x: Buffer| if x.dtype() == DType::F32 { Ok(x) } else { device.pointwise()?.cast(&x, DType::F32) };
+    results.into_iter().map(|x| Ok(device.download(&wide(x)?)?.as_slice::<f32>()?.to_vec())).collect()
+}
+
+/// The norm of the difference, of the norm of what is right.
+fn distance(got: &[f32], want: &[f32]) -> f64 {
+    let squares = |of: &mut dyn Iterator<Item = f64>| of.map(|x| x * x).sum::<f64>();
+    let difference = squares(&mut got.iter().zip(want).map(|(got, want)| f64::from(*got) - f64::from(*want)));
+    let norm = squares(&mut want.iter().map(|&want| f64::from(want)));
+    if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
+}
+
+/// The usual form, unless another one is faster than noise.
+fn fastest(forms: &[Measured]) -> &Measured {
+    let usual = &forms[0];
+    let best = forms.iter().min_by(|a, b| a.ms.total_cmp(&b.ms)).unwrap_or(usual);
+    if best.ms < WORTH * usual.ms { best } else { usual }
+}
+
+/// The rows of a kernel: each size stands for those up to the middle between it and the next one, by factors.
+fn rows(table: &mut String, architecture: &str, kernel: &str, sizes: &[usize], chosen: &[&str]) -> std::fmt::Result {
+    if chosen.iter().all(|&name| name == USUAL) {
+        return Ok(());
+    }
+    for (at, name) in chosen.iter().enumerate() {
+        write!(table, "\n[[{architecture}]]\nkernel = \"{kernel}\"\nvariant = \"{name}\"\n")?;
+        if let Some(next) = sizes.get(at + 1) {
+            writeln!(table, "up_to = {}", ((sizes[at] * next) as f64).sqrt() as u64)?;
+        }
+    }
+    Ok(())
+}

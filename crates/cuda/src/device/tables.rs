@@ -1,0 +1,31 @@
+//! Tables of integers that kernels read and that come again in each step: uploaded once, and kept by their content. So a step does not wait for copies
+//! of what it had before, and its work is the same as that of the step before ([`crate::replay`]).
+
+use super::CudaDevice;
+use meshwork_core::Buffer;
+use meshwork_tensor::Result;
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// Tables that are kept. A program whose tables never come again uploads all of them anew when there are more.
+const MOST: usize = 4096;
+
+/// The tables so far.
+#[derive(Debug, Default)]
+pub(super) struct Tables(Mutex<HashMap<Vec<i64>, Buffer>>);
+
+impl CudaDevice {
+    /// These numbers on the device.
+    pub(super) fn kept(&self, numbers: Vec<i64>) -> Result<Buffer> {
+        let mut tables = self.tables.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(table) = tables.get(&numbers) {
+            return Ok(table.clone());
+        }
+        if tables.len() >= MOST {
+            tables.clear();
+        }
+        let table = self.uploaded(&Buffer::from_slice(&numbers), false)?;
+        tables.insert(numbers, table.clone());
+        Ok(table)
+    }
+}

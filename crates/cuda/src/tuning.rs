@@ -1,0 +1,217 @@
+//! Which form of a kernel a device runs: tables by architecture, written by the benchmark `tune` on a device (`scripts/gpu-check.sh tune`).
+//!
+//! ```toml
+//! [[sm_90a]]
+//! kernel = "flash_forward_64"
+//! variant = "keys=64"    # of `meshwork_kernels::VARIANTS`, or "usual"
+//! up_to = 2048           # the longest rows or sequences of this row, without a width elements; without it: all
+//! ```
+//! The first row of a kernel that a call fits decides. Kernels without a row have their usual form.
+
+use meshwork_kernels::{Kernel, VARIANTS, Variant, kernel, variants};
+use std::path::Path;
+use toml::{Table, Value};
+
+/// The table that is compiled in.
+const COMPILED_IN: &str = include_str!("tuning.toml");
+
+/// What a row says of a kernel's usual form.
+pub const USUAL: &str = "usual";
+
+/// The rows of a table for one architecture.
+#[derive(Clone, Debug, Default)]
+pub struct Tuning(Vec<Row>);
+
+#[derive(Clone, Debug)]
+struct Row {
+    kernel: String,
+    up_to: u64,
+    form: &'static Kernel,
+}
+
+/// What is wrong with a table.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TuningError {
+    /// A file that cannot be read.
+    #[error("cannot be read: {0}")]
+    File(#[from] std::io::Error),
+    /// Text that is no TOML.
+    #[error("is no TOML: {0}")]
+    Toml(#[from] toml::de::Error),
+    /// A table of other devices alone.
+    #[error("has rows for {known}, and this device is {architecture}")]
+    Foreign {
+        /// The architecture of the device.
+        architecture: String,
+        /// Those of the table.
+        known: String,
+    },
+    /// A row that says nothing, or something unknown.
+    #[error("row {number} of {architecture}: {problem}; {valid}")]
+    Row {
+        /// Whose row.
+        architecture: String,
+        /// Its number, from 1.
+        number: usize,
+        /// What is wrong.
+        problem: String,
+        /// What would be right.
+        valid: String,
+    },
+}
+
+impl Tuning {
+    /// The rows that are compiled in for an architecture, none where it was never tuned.
+    pub fn of(architecture: &str) -> Self {
+        // A test reads the whole table.
+        Self::parse(COMPILED_IN, architecture).unwrap_or_default()
+    }
+
+    /// The rows of a file for an architecture.
+    ///
+    /// # Errors
+    /// A file that cannot be read, is no such table, or has no row for it.
+    pub fn read(path: &Path, architecture: &str) -> Result<Self, TuningError> {
+        Self::parse(&std::fs::read_to_string(path)?, architecture)
+    }
+
+    /// The rows of a text for an architecture. All others are checked too.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn parse(text: &str, architecture: &str) -> Result<Self, TuningError> {
+        let table: Table = text.parse()?;
+        let mut own = None;
+        for (of, rows) in &table {
+            let refuse = |number, problem: String, valid: String| TuningError::Row {
+                architecture: of.clone(),
+                number,
+                problem,
+                valid,
+            };
+            let none = || refuse(1, "is none".to_owned(), format!("write [[{of}]] before each row"));
+            let rows = rows.as_array().ok_or_else(none)?.iter().enumerate();
+            let rows = rows.map(|(at, row)| Row::read(row).map_err(|(problem, valid)| refuse(at + 1, problem, valid)));
+            let rows: Vec<Row> = rows.collect::<Result<_, _>>()?;
+            if of == architecture {
+                own = Some(Self(rows));
+            }
+        }
+        own.ok_or_else(|| TuningError::Foreign {
+            architecture: architecture.to_owned(),
+            known: match table.keys().map(String::as_str).collect::<Vec<_>>() {
+                known if known.is_empty() => "no device".to_owned(),
+                known => known.join(", "),
+            },
+        })
+    }
+
+    /// One variant, whatever the sizes.
+    pub fn only(variant: &'static Variant) -> Self {
+        Self(vec![Row { kernel: variant.kernel.name.to_owned(), up_to: u64::MAX, form: &variant.kernel }])
+    }
+
+    /// The form of a kernel for a call of `[items, width]` of its geometry; `None`: the usual one.
+    pub(crate) fn form(&self, name: &str, [items, width]: [u64; 2]) -> Option<&'static Kernel> {
+        let size = if width > 0 { width } else { items };
+        self.0.iter().find(|row| row.kernel == name && size <= row.up_to).map(|row| row.form)
+    }
+}
+
+impl Row {
+    /// A row, or what is wrong with it and what would be right.
+    fn read(row: &Value) -> Result<Self, (String, String)> {
+        const KEYS: [&str; 3] = ["kernel", "variant", "up_to"];
+        let row =
+            row.as_table().ok_or_else(|| ("is no table".to_owned(), format!("its keys are {}", KEYS.join(", "))))?;
+        if let Some(key) = row.keys().find(|key| !KEYS.contains(&key.as_str())) {
+            return Err((format!("unknown key {key}"), format!("its keys are {}", KEYS.join(", "))));
+        }
+        let text = |key: &str| row.get(key).and_then(Value::as_str).unwrap_or_default();
+        let (name, wanted) = (text("kernel"), text("variant"));
+        let names: Vec<&str> = variants(name).map(|variant| variant.name).collect();
+        if names.is_empty() {
+            let mut tuned: Vec<&str> = VARIANTS.iter().map(|variant| variant.kernel.name).collect();
+            tuned.dedup();
+            return Err((format!("kernel = {name:?} has no variants"), format!("use one of {}", tuned.join(", "))));
+        }
+        let variant = variants(name).find(|variant| variant.name == wanted).map(|variant| &variant.kernel);
+        let form = variant.or_else(|| kernel(name).filter(|_| wanted == USUAL));
+        let form = form.ok_or_else(|| {
+            (format!("variant = {wanted:?} is none of {name}"), format!("use {USUAL:?} or one of {names:?}"))
+        })?;
+        let up_to = match row.get("up_to") {
+            None => u64::MAX,
+            Some(size) => size.as_integer().and_then(|size| u64::try_from(size).ok()).ok_or_else(|| {
+                (format!("up_to = {size} is no size"), "use a whole number of at least 0, or leave it out".to_owned())
+            })?,
+        };
+        Ok(Self { kernel: name.to_owned(), up_to, form })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_that_is_compiled_in_is_one() {
+        match Tuning::parse(COMPILED_IN, "none") {
+            Err(TuningError::Foreign { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
+    }
+
+    #[test]
+    fn the_first_row_that_fits_decides() {
+        let text = "[[sm_80]]\nkernel = 'dropout'\nvariant = 'each=8'\n\
+                    [[sm_90a]]\nkernel = 'dropout'\nvariant = 'usual'\nup_to = 100\n\
+                    [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
+                    [[sm_90a]]\nkernel = 'layer_norm_forward_f32'\nvariant = 'blocks=2'\nup_to = 2048\n";
+        let tuning = Tuning::parse(text, "sm_90a").unwrap();
+        let form = |name, sizes| tuning.form(name, sizes).map(|kernel| kernel.source.name);
+        assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
+        assert_eq!(form("dropout", [101, 0]), Some("dropout.dropout.each=16.cu"));
+        assert_eq!(form("dropout", [1001, 0]), None);
+        // Of rows the width counts.
+        assert!(form("layer_norm_forward_f32", [1 << 20, 2048]).is_some());
+        assert_eq!(form("layer_norm_forward_f32", [1, 2049]), None);
+        assert_eq!(form("adamw", [1, 0]), None);
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_table_is_said() {
+        let row = |rest: &str| format!("[[sm_90a]]\n{rest}");
+        for (text, told) in [
+            ("what", "is no TOML: "),
+            ("", "has rows for no device, and this device is sm_90a"),
+            (
+                &row("kernel = 'dropout'\nvariant = 'each=8'").replace("90a", "80"),
+                "has rows for sm_80, and this device is sm_90a",
+            ),
+            (
+                &row("kernel = 'adamw'\nvariant = 'x'"),
+                "row 1 of sm_90a: kernel = \"adamw\" has no variants; use one of flash_forward_64, ",
+            ),
+            (
+                &row("kernel = 'dropout'"),
+                "row 1 of sm_90a: variant = \"\" is none of dropout; use \"usual\" or one of [\"each=8\", \"each=16\"]",
+            ),
+            (
+                &row("kernel = 'dropout'\nvariant = 'each=8'\nup_to = -1"),
+                "row 1 of sm_90a: up_to = -1 is no size; use a whole number",
+            ),
+            (
+                &row("kernel = 'dropout'\nsize = 1"),
+                "row 1 of sm_90a: unknown key size; its keys are kernel, variant, up_to",
+            ),
+            ("sm_90a = 1", "row 1 of sm_90a: is none; write [[sm_90a]] before each row"),
+            ("sm_80 = [1]", "row 1 of sm_80: is no table; its keys are "),
+        ] {
+            let error = Tuning::parse(text, "sm_90a").unwrap_err().to_string();
+            assert!(error.starts_with(told), "{text}: {error}");
+        }
+    }
+}

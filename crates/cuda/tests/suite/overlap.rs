@@ -1,0 +1,292 @@
+//! What can run beside what: a log of streams and events, whose order is worked out. Communication and copies are queued so that computation goes on beside
+//! them; the emulator runs the same steps in random orders, so that nothing that needs an order lacks it.
+
+use crate::driver;
+use crate::train::{batch, small};
+use meshwork_core::comm::thread::{self as ranks, Options};
+use meshwork_core::{Mesh, Rank};
+use meshwork_cuda::device::Products;
+use meshwork_cuda::driver::{
+    Address, Argument, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream, Work,
+};
+use meshwork_cuda::{CudaDevice, Driver, Order};
+use meshwork_engine::{Plan, TrainError, Trainer, Zero, ZeroStage};
+use meshwork_kernels::{Kernel, Launch};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_nn::Model;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{ThreadId, current};
+
+/// For each stream, how many of its pieces of work are over.
+type Clock = Vec<usize>;
+
+/// A piece of work, with its number in its stream and what is over before it begins.
+#[derive(Clone, Debug)]
+struct Noted {
+    what: &'static str,
+    stream: Stream,
+    number: usize,
+    after: Clock,
+}
+
+/// Keeps, of each piece of work, what must be over before it: what its stream had before, what that waited for, and what the thread that queued it had waited for.
+#[derive(Debug, Default)]
+struct Log {
+    work: Vec<Noted>,
+    /// Of each stream, and who made it.
+    streams: Vec<(Clock, ThreadId)>,
+    events: HashMap<Event, Clock>,
+    /// What each thread of the host has waited for.
+    host: HashMap<ThreadId, Clock>,
+}
+
+fn later(clock: &mut Clock, other: &[usize]) {
+    clock.resize(clock.len().max(other.len()), 0);
+    clock.iter_mut().zip(other).for_each(|(own, &other)| *own = (*own).max(other));
+}
+
+impl Log {
+    fn queue(&mut self, stream: Stream, what: &'static str) {
+        let Self { work, streams, host, .. } = self;
+        let clock = &mut streams[stream.0].0;
+        host.get(&current().id()).into_iter().for_each(|host| later(clock, host));
+        let number = clock[stream.0] + 1;
+        work.push(Noted { what, stream, number, after: clock.clone() });
+        clock[stream.0] = number;
+    }
+
+    fn host_waits(&mut self, clock: &[usize]) {
+        later(self.host.entry(current().id()).or_default(), clock);
+    }
+}
+
+impl Noted {
+    /// Whether no wait orders the two.
+    fn beside(&self, other: &Self) -> bool {
+        let before = |a: &Self, b: &Self| b.after.get(a.stream.0).is_some_and(|&over| over >= a.number);
+        !before(self, other) && !before(other, self)
+    }
+}
+
+#[derive(Debug)]
+struct Logging {
+    inner: Arc<dyn Driver>,
+    log: Mutex<Log>,
+}
+
+impl Logging {
+    fn log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Driver for Logging {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn properties(&self) -> &Properties {
+        self.inner.properties()
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        let mut log = self.log();
+        let stream = self.inner.stream()?;
+        assert_eq!(stream.0, log.streams.len());
+        log.streams.push((vec![0; stream.0 + 1], current().id()));
+        Ok(stream)
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Address> {
+        self.inner.alloc(bytes)
+    }
+
+    fn free(&self, at: Address) -> Result<()> {
+        let mut log = self.log();
+        let all: Vec<Clock> = log.streams.iter().map(|(clock, _)| clock.clone()).collect();
+        all.iter().for_each(|clock| log.host_waits(clock));
+        self.inner.free(at)
+    }
+
+    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.inner.discard(stream, at, bytes)
+    }
+
+    fn record(&self, stream: Stream) -> Result<Event> {
+        let mut log = self.log();
+        let event = self.inner.record(stream)?;
+        let clock = log.streams[stream.0].0.clone();
+        log.events.insert(event, clock);
+        Ok(event)
+    }
+
+    fn wait(&self, stream: Stream, event: Event) -> Result<()> {
+        let mut log = self.log();
+        let of = log.events[&event].clone();
+        later(&mut log.streams[stream.0].0, &of);
+        self.inner.wait(stream, event)
+    }
+
+    // All ranks share this one device.
+    fn reach(&self, _: &dyn Driver) -> Result<Reach> {
+        Ok(Reach::Direct)
+    }
+
+    fn wait_for(&self, stream: Stream, _: &dyn Driver, event: Event) -> Result<()> {
+        self.wait(stream, event)
+    }
+
+    fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
+        let [from, to] = [from, to].map(|end| Place { at: end.at, pitch: 0 });
+        self.copy(stream, from, to, bytes, 1)
+    }
+
+    fn finish(&self, event: Event) -> Result<()> {
+        let mut log = self.log();
+        let of = log.events[&event].clone();
+        log.host_waits(&of);
+        self.inner.finish(event)
+    }
+
+    fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
+        self.log().queue(stream, "write");
+        self.inner.write(stream, to, bytes)
+    }
+
+    fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
+        {
+            let mut log = self.log();
+            log.queue(stream, "read");
+            let of = log.streams[stream.0].0.clone();
+            log.host_waits(&of);
+        }
+        self.inner.read(stream, from, into)
+    }
+
+    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
+        self.log().queue(stream, "copy");
+        self.inner.copy(stream, from, to, bytes, rows)
+    }
+
+    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.log().queue(stream, "zero");
+        self.inner.zero(stream, at, bytes)
+    }
+
+    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        self.log().queue(stream, kernel.name);
+        self.inner.launch(stream, kernel, launch, args)
+    }
+
+    fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        self.log().queue(stream, "product");
+        self.inner.product(stream, product)
+    }
+
+    fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {
+        Ok(None)
+    }
+
+    fn replay(&self, _: Stream, graph: Graph, _: &[(usize, &[Argument])]) -> Result<()> {
+        Err(DriverError::Unknown { call: "replay", what: format!("{graph:?}") })
+    }
+}
+
+/// The streams of a device, in the order in which it makes them.
+const COMPUTE: usize = 0;
+const COLLECTIVES: usize = 2;
+
+/// The work of the second step of a plan, and for each rank its streams for computation, copies and collectives.
+struct Step {
+    work: Vec<Noted>,
+    streams: Vec<[Stream; 3]>,
+}
+
+/// None without g++.
+fn second_step(config: Gpt2Config, plan: &Plan) -> Option<Step> {
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
+    let driver = Arc::new(Logging { inner: driver(Order::Seeded(5))?, log: Mutex::default() });
+    let told = ranks::run(plan.mesh.world_size(), Options::default(), |world| {
+        let device = Arc::new(CudaDevice::new(driver.clone(), Products::OfTheCpu)?);
+        let mut trainer =
+            Trainer::new(model.clone(), plan, Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?), device)?;
+        let mut begun = 0;
+        for step in 0..2 {
+            begun = driver.log().work.len();
+            trainer.step(&batch(&config, plan.global_batch_size, step).part(trainer.samples())?)?;
+        }
+        Ok::<_, TrainError>((begun, current().id()))
+    });
+    let ranks = told.unwrap_or_else(|error| panic!("{}: {error}", plan.mesh));
+    let log = driver.log();
+    let made_by = |rank: ThreadId| {
+        let own: Vec<Stream> = (0..log.streams.len()).filter(|&at| log.streams[at].1 == rank).map(Stream).collect();
+        own.try_into().unwrap_or_else(|own| panic!("the streams of a device are three, and not {own:?}"))
+    };
+    let begun = ranks.iter().map(|(begun, _)| *begun).min().unwrap_or(0);
+    Some(Step { work: log.work[begun..].to_vec(), streams: ranks.iter().map(|(_, rank)| made_by(*rank)).collect() })
+}
+
+impl Step {
+    fn of<'a>(&'a self, rank: usize, stream: usize, what: &'a str) -> impl Iterator<Item = &'a Noted> {
+        let stream = self.streams[rank][stream];
+        self.work.iter().filter(move |noted| noted.stream == stream && noted.what.contains(what))
+    }
+
+    /// For each piece of such work in a stream, how many kernels of such a name can run beside it in the stream for computation of `beside`.
+    fn beside(&self, (rank, stream, what): (usize, usize, &str), beside: usize, kernels: &str) -> Vec<usize> {
+        let of = |noted: &Noted| self.of(beside, COMPUTE, kernels).filter(|kernel| kernel.beside(noted)).count();
+        self.of(rank, stream, what).map(of).collect()
+    }
+}
+
+fn plan(mesh: &str, micros: usize) -> Plan {
+    let mesh: Mesh = mesh.parse().unwrap();
+    Plan { mesh, global_batch_size: 4, num_microbatches: Some(micros), ..Plan::default() }
+}
+
+fn config() -> Gpt2Config {
+    Gpt2Config {
+        vocab_size: 62,
+        num_heads: 4,
+        ffn_hidden_size: 48,
+        seq_len: 12,
+        num_layers: 4,
+        dropout: 0.0,
+        ..small()
+    }
+}
+
+/// Each bucket but the last ones is reduced beside the rest of backward, on both ranks. Without ZeRO a bucket has up to 2^18 elements, and the head's table is one
+/// alone, whose gradient is final first; with ZeRO there are many.
+#[test]
+fn buckets_are_reduced_beside_backward() {
+    for (stage, vocab_size, [buckets, most]) in [(ZeroStage::Off, 11_000, [1, 20]), (ZeroStage::Gradients, 62, [30, 4])]
+    {
+        let config = Gpt2Config { vocab_size, tie_embeddings: false, ..config() };
+        let plan = Plan { zero: Zero { stage, group: None }, ..plan("dp=2", 2) };
+        let Some(step) = second_step(config, &plan) else { return };
+        for rank in 0..2 {
+            let found = step.beside((rank, COLLECTIVES, "reduce_sum_f32"), rank, "backward");
+            eprintln!("dp=2, {stage:?}, rank {rank}: kernels of backward beside each reduction: {found:?}");
+            let beside = found.iter().filter(|&&kernels| kernels > 0).count();
+            assert!(
+                beside >= buckets && found.iter().any(|&kernels| kernels >= most),
+                "{stage:?}, rank {rank}: {found:?}"
+            );
+        }
+    }
+}
+
+/// A stage sends its activations while it computes the next micro-batch.
+#[test]
+fn messages_travel_beside_computation() {
+    let Some(step) = second_step(config(), &plan("pp=2", 4)) else { return };
+    for (to, what) in [(1, "forward"), (0, "backward")] {
+        // The stream for collectives of the receiver copies; the sender goes on.
+        let found = step.beside((to, COLLECTIVES, "copy"), 1 - to, what);
+        eprintln!("pp=2: kernels of {what} of rank {} beside each message to rank {to}: {found:?}", 1 - to);
+        assert!(found.iter().filter(|&&kernels| kernels > 0).count() >= 3, "{what}: {found:?}");
+    }
+}

@@ -1,0 +1,117 @@
+//! Forms of kernels with other sizes of tiles, stages or teams: the same results within rounding, and another speed. Which is the fastest depends on the GPU
+//! and on the sizes of a call; a device chooses by a table.
+//!
+//! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
+
+use crate::families::KERNELS;
+use crate::geometry::Geometry;
+use crate::kernel::{Arg, Kernel, Source};
+
+/// Another form of a kernel.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// What is different, as `keys=64`.
+    pub name: &'static str,
+    /// The kernel: the name and arguments of the usual form, with a source and a geometry of its own.
+    pub kernel: Kernel,
+}
+
+/// `kernel in file, "name", Geometry; MACRO = value, ..` for each variant. `kernels/check.py` reads these lines.
+macro_rules! variants {
+    ($($kernel:ident in $file:ident, $name:literal, $geometry:expr; $($macro:ident = $value:literal),+;)*) => {
+        /// All variants. The usual form of a kernel is not among them.
+        pub static VARIANTS: &[Variant] = &[$(Variant {
+            name: $name,
+            kernel: Kernel {
+                name: stringify!($kernel),
+                source: &Source {
+                    name: concat!(stringify!($file), ".", stringify!($kernel), ".", $name, ".cu"),
+                    text: concat!(
+                        $("#define ", stringify!($macro), " ", $value, "\n",)+
+                        include_str!(concat!("../cuda/", stringify!($file), ".cu"))
+                    ),
+                },
+                geometry: $geometry,
+                args: args(stringify!($kernel)),
+            },
+        }),*];
+    };
+}
+
+/// As in the table of kernels: queries or keys of a block, and its tiles in shared memory, of 16 bits.
+const fn flash(head_dim: u32, tiles: u32) -> Geometry {
+    Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
+}
+
+#[rustfmt::skip] // A table: one variant, one line.
+variants! {
+    flash_forward_64 in flash_forward, "keys=64", flash(64, 128 + 4 * 64); FORWARD_64_KEYS = 64, FORWARD_64_RESIDENT = 1;
+    flash_forward_64 in flash_forward, "keys=32, 1 block", flash(64, 128 + 4 * 32); FORWARD_64_RESIDENT = 1;
+    flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
+    flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    flash_backward_kv_64 in flash_backward, "queries=64", flash(64, 2 * 128 + 4 * 64); BACKWARD_64_QUERIES = 64;
+    layer_norm_forward_f32 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    layer_norm_forward_bf16 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    layer_norm_backward in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    rms_norm_forward_f32 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    rms_norm_forward_bf16 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    rms_norm_backward in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
+    dropout in dropout, "each=8", Geometry::Elements { each: 8 }; EACH = 8;
+    dropout in dropout, "each=16", Geometry::Elements { each: 16 }; EACH = 16;
+}
+
+/// The arguments of the usual form.
+const fn args(kernel: &str) -> &'static [Arg] {
+    let mut at = 0;
+    while at < KERNELS.len() {
+        if same(KERNELS[at].name, kernel) {
+            return KERNELS[at].args;
+        }
+        at += 1;
+    }
+    panic!("a variant of no kernel")
+}
+
+const fn same(a: &str, b: &str) -> bool {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    let mut at = 0;
+    while at < a.len() && at < b.len() && a[at] == b[at] {
+        at += 1;
+    }
+    at == a.len() && at == b.len()
+}
+
+/// The variants of a kernel.
+///
+/// ```
+/// let names: Vec<&str> = meshwork_kernels::variants("dropout").map(|variant| variant.name).collect();
+/// assert_eq!(names, ["each=8", "each=16"]);
+/// ```
+pub fn variants(kernel: &str) -> impl Iterator<Item = &'static Variant> {
+    VARIANTS.iter().filter(move |variant| variant.kernel.name == kernel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A variant has a name of its own among those of its kernel, a file of its own, and every macro that it defines stands in that file or in a header.
+    #[test]
+    fn variants_differ_in_what_they_say() {
+        for (at, variant) in VARIANTS.iter().enumerate() {
+            let Kernel { name, source, .. } = variant.kernel;
+            assert!(VARIANTS[..at].iter().all(|other| other.kernel.source.name != source.name), "{}", source.name);
+            assert!(
+                KERNELS.iter().any(|kernel| kernel.name == name && source.text.ends_with(kernel.source.text)),
+                "{name}"
+            );
+            for line in source.text.lines().take_while(|line| line.starts_with("#define ")) {
+                let defined = line.split(' ').nth(1).unwrap();
+                let guard = format!("#ifndef {defined}\n");
+                let texts = crate::HEADERS.iter().map(|header| header.text).chain([source.text]);
+                assert_eq!(texts.filter(|text| text.contains(&guard)).count(), 1, "{name}: {defined}");
+            }
+        }
+    }
+}
