@@ -4,6 +4,7 @@ mod collectives;
 mod compression;
 mod emulator;
 mod experts;
+mod halves;
 mod ops;
 mod replay;
 mod train;
