@@ -6,11 +6,12 @@
 //           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
 //           negative target masks its row.
 // Geometry  statistics and gradient: a team of half warps a row (rows.cuh); rescaling and lse: a thread a row; the loss: a warp a sample.
-// Bytes     statistics 4 valid read an element (the second pass hits the cache), gradient 4 read and 4 written.
+// Bytes     statistics 4 valid read an element (the second pass hits the cache), gradient 4 read and 4 written; half where logits have 16 bits (_16).
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
 //           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where
 //           the f64 lies within 1e-16 of the middle of two f32; the loss may differ by 1e-15 of itself. And if the maximum is zero, its
 //           sign may differ.
+#include "halves.cuh"
 #include "rows.cuh"
 
 #define WARP 32
@@ -21,11 +22,12 @@ DEVICE i64 column_of(int target, i64 first, i64 valid) {
     return target >= 0 && column >= 0 && column < valid ? column : -1;
 }
 
-KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
-                           float* target, i64 rows) {
+template <class In>
+DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
+                                   float* target, i64 rows) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, valid);
-    const float* row = logits + (team.live ? team.row * pitch + skipped : 0);
+    In row = logits + (team.live ? team.row * pitch + skipped : 0);
     float largest = row_max(team, valid, partial, row);
     // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
     float from = largest > -INFINITE ? largest : 0.0f;
@@ -36,6 +38,16 @@ KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i
     max[team.row] = largest;
     sum[team.row] = total[0];
     target[team.row] = column < 0 ? 0.0f : row[column];
+}
+
+KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
+                           float* target, i64 rows) {
+    cross_entropy_stats_of(logits, targets, pitch, skipped, valid, first, max, sum, target, rows);
+}
+
+KERNEL cross_entropy_stats_16(const u16* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
+                              float* target, i64 rows, int f16) {
+    cross_entropy_stats_of(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
 }
 
 KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
@@ -78,20 +90,31 @@ KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum
 }
 
 // The gradient, in place of the logits; zero in masked rows and padding.
-KERNEL cross_entropy_backward(float* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped,
-                              i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
+template <class Out>
+DEVICE void cross_entropy_backward_of(Out logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped,
+                                      i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
     Team team = team_of(rows, width);
     if (!team.live) return;
     i64 each = rows > samples ? rows / samples : 1, column = column_of(targets[team.row], first, valid);
     float factor = static_cast<float>(scale[team.row / each]), log_sum = lse[team.row];
     bool masked = targets[team.row] < 0;
-    float* row = logits + team.row * pitch + skipped;
+    Out row = logits + team.row * pitch + skipped;
     for (i64 i = first_of(team); i < width; i += stride_of(team)) {
         float gradient = 0.0f;
         if (!masked && i < valid) {
             gradient = exp_bits(row[i] - log_sum) * factor;
             if (i == column) gradient = gradient - factor;
         }
-        row[i] = gradient;
+        store(row, i, gradient);
     }
+}
+
+KERNEL cross_entropy_backward(float* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped,
+                              i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
+    cross_entropy_backward_of(logits, targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+}
+
+KERNEL cross_entropy_backward_16(u16* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped, i64 width,
+                                 i64 valid, i64 first, i64 samples, i64 rows, int f16) {
+    cross_entropy_backward_of(halves(logits, f16), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
 }

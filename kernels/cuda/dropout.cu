@@ -5,8 +5,9 @@
 //
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
 // Geometry  a thread four elements, so that where they are neighbours in a block of Philox it is computed once.
-// Bytes     4 read and 4 written an element.
+// Bytes     4 read and 4 written an element, half in 16 bits (_16).
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/dropout.rs.
+#include "halves.cuh"
 #include "random.cuh"
 
 // src/variants.rs changes it.
@@ -27,8 +28,8 @@ DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
 }
 
 // y = x times the factor that `factor` makes of each global element's random words.
-template <class Factor>
-DEVICE void times_drawn(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float* y, i64 count, Factor factor) {
+template <class In, class Out, class Factor>
+DEVICE void times_drawn(In x, const i64* sizes, int dims, u32 key0, u32 key1, Out y, i64 count, Factor factor) {
     i64 first = global_thread() * EACH;
     Words words = {};
     u64 block = ~0ull;
@@ -38,7 +39,7 @@ DEVICE void times_drawn(const float* x, const i64* sizes, int dims, u32 key0, u3
             block = index / 4;
             words = philox(block, key0, key1);
         }
-        y[i] = factor(words, index) * x[i];
+        store(y, i, factor(words, index) * x[i]);
     }
 }
 
@@ -50,4 +51,9 @@ KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, f
 KERNEL jitter(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float low, float step, float* y, i64 count) {
     auto factor = [&](const Words& words, u64 index) { return low + step * uniform(words, index); };
     times_drawn(x, sizes, dims, key0, key1, y, count, factor);
+}
+
+KERNEL dropout_16(const u16* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, u16* y, i64 count, int f16) {
+    auto factor = [&](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
+    times_drawn(halves(x, f16), sizes, dims, key0, key1, halves(y, f16), count, factor);
 }

@@ -9,18 +9,29 @@
 //           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
 //           ids once for each 64 rows (or each row) and 256 columns, from the L2 cache.
+//           Half of what is read and written of x, out, dout and, in lookups, the table, where they have 16 bits (_16); gradients of tables are f32.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
 //           added in the balanced tree.
 #include "checked.cuh"
+#include "halves.cuh"
 #include "tree.cuh"
 
 #define TABLE_ROWS 64
 
-KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 rows, float* out, i64 count, i64 h) {
+template <class In, class Out>
+DEVICE void embedding_forward_of(const int* ids, In table, i64 first_row, i64 rows, Out out, i64 count, i64 h) {
     i64 at = global_thread();
     if (at >= count * h) return;
     i64 row = static_cast<i64>(ids[at / h]) - first_row;
-    out[at] = row >= 0 && row < rows ? table[row * h + at % h] : 0.0f;
+    store(out, at, row >= 0 && row < rows ? table[row * h + at % h] : 0.0f);
+}
+
+KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 rows, float* out, i64 count, i64 h) {
+    embedding_forward_of(ids, table, first_row, rows, out, count, h);
+}
+
+KERNEL embedding_forward_16(const int* ids, const u16* table, i64 first_row, i64 rows, u16* out, i64 count, i64 h, int f16) {
+    embedding_forward_of(ids, halves(table, f16), first_row, rows, halves(out, f16), count, h);
 }
 
 // Finds the first id that is not below `vocab`, or is negative and `masked` is 0. One block.
@@ -30,7 +41,8 @@ KERNEL check_ids(const int* ids, i64 vocab, int masked, i64* found, i64 count) {
 }
 
 // dtable is overwritten, or added to if `accumulate` is not 0.
-KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
+template <class In>
+DEVICE void embedding_backward_of(const int* ids, In dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
     SHARED(int, shared_ids, THREADS);
     i64 begin = static_cast<i64>(blockIdx.x) * TABLE_ROWS, end = smaller(rows, begin + TABLE_ROWS);
     i64 column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
@@ -48,9 +60,18 @@ KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 
     }
 }
 
+KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
+    embedding_backward_of(ids, dout, first_row, rows, dtable, accumulate, count, h);
+}
+
+KERNEL embedding_backward_16(const int* ids, const u16* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h,
+                             int f16) {
+    embedding_backward_of(ids, halves(dout, f16), first_row, rows, dtable, accumulate, count, h);
+}
+
 // The same with the ids cut into runs of `run`, each summed from zero, which are added up in the tree, and the sum to dtable.
-KERNEL embedding_backward_tree(const int* ids, const float* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run,
-                               i64 h) {
+template <class In>
+DEVICE void embedding_tree_of(const int* ids, In dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run, i64 h) {
     SHARED(int, shared_ids, THREADS);
     i64 row = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
     Tree tree;
@@ -77,14 +98,33 @@ KERNEL embedding_backward_tree(const int* ids, const float* dout, i64 first_row,
     dtable[row * h + column] = any ? old + tree.finish() : old;
 }
 
-KERNEL positions_forward(const float* x, const float* table, i64 first, i64 seq, float* out, i64 count, i64 h) {
+KERNEL embedding_backward_tree(const int* ids, const float* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run,
+                               i64 h) {
+    embedding_tree_of(ids, dout, first_row, dtable, accumulate, count, run, h);
+}
+
+KERNEL embedding_backward_tree_16(const int* ids, const u16* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run, i64 h,
+                                  int f16) {
+    embedding_tree_of(ids, halves(dout, f16), first_row, dtable, accumulate, count, run, h);
+}
+
+template <class In, class Out> DEVICE void positions_forward_of(In x, In table, i64 first, i64 seq, Out out, i64 count, i64 h) {
     i64 at = global_thread();
-    if (at < count) out[at] = x[at] + table[(first + at / h % seq) * h + at % h];
+    if (at < count) store(out, at, x[at] + table[(first + at / h % seq) * h + at % h]);
+}
+
+KERNEL positions_forward(const float* x, const float* table, i64 first, i64 seq, float* out, i64 count, i64 h) {
+    positions_forward_of(x, table, first, seq, out, count, h);
+}
+
+KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, u16* out, i64 count, i64 h, int f16) {
+    positions_forward_of(halves(x, f16), halves(table, f16), first, seq, halves(out, f16), count, h);
 }
 
 // Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are cut into runs of
 // `run`, each summed in order from zero, which are added up in the tree.
-KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
+template <class In>
+DEVICE void positions_backward_of(In dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
     i64 at = global_thread();
     if (at >= seq * h) return;
     Tree tree;
@@ -95,4 +135,12 @@ KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, 
     }
     float old = accumulate ? dtable[first * h + at] : 0.0f;
     dtable[first * h + at] = old + tree.finish();
+}
+
+KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
+    positions_backward_of(dout, first, seq, dtable, accumulate, batch, run, h);
+}
+
+KERNEL positions_backward_16(const u16* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h, int f16) {
+    positions_backward_of(halves(dout, f16), first, seq, dtable, accumulate, batch, run, h);
 }

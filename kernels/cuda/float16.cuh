@@ -44,7 +44,3 @@ DEVICE float from_f16(u16 x) {
     // mantissa 2^-24, which is exact.
     return __uint_as_float(sign | __float_as_uint(static_cast<float>(mantissa) * 5.9604644775390625e-8f));
 }
-
-// Results, in full or as operands of products.
-DEVICE void store(float* to, float x) { *to = x; }
-DEVICE void store(u16* to, float x) { *to = to_operand(x); }

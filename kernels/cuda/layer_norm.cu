@@ -6,18 +6,18 @@
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
 // Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
 // Bytes     forward 4 rows n read from memory (the other two passes hit the cache) and as many written, half if y is bf16; backward 8
-//           rows n read, 4 written (4 more read to accumulate); parts 8 rows n read again.
+//           rows n read, 4 written (4 more read to accumulate); parts 8 rows n read
+//           again; all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
 //           (bias.cu) adds up.
 #include "rows.cuh"
-#include "float16.cuh"
+#include "halves.cuh"
 
-template <class Out>
-DEVICE void layer_norm_forward(const float* x, const float* gamma, const float* beta, float eps, Out* y, float* mean, float* rstd,
-                               i64 rows, i64 n) {
+template <class In, class Out>
+DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
-    const float* row = x + (team.live ? team.row * n : 0);
+    In row = x + (team.live ? team.row * n : 0);
     float count = static_cast<float>(n), sum[1];
     row_sums<1>(team, n, partial, sum, [&](i64 i, float(&term)[1]) { term[0] = row[i]; });
     float m = sum[0] / count;
@@ -25,7 +25,7 @@ DEVICE void layer_norm_forward(const float* x, const float* gamma, const float* 
     float r = 1.0f / sqrtf(sum[0] / count + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) mean[team.row] = m, rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(&y[team.row * n + i], (row[i] - m) * r * gamma[i] + beta[i]);
+    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, (row[i] - m) * r * gamma[i] + beta[i]);
 }
 
 KERNEL layer_norm_forward_f32(const float* x, const float* gamma, const float* beta, float eps, float* y, float* mean, float* rstd,
@@ -39,8 +39,8 @@ KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* 
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
-KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
-                           int accumulate, i64 rows, i64 n) {
+template <class In, class Out>
+DEVICE void layer_norm_backward_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, 2 * ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -56,13 +56,23 @@ KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, 
     for (i64 i = first_of(team); i < n; i += stride_of(team)) {
         float normal = (x[at + i] - m) * r;
         float share = r * (dy[at + i] * gamma[i] - g_mean - normal * gx_mean);
-        dx[at + i] = accumulate ? dx[at + i] + share : share;
+        store(dx, at + i, accumulate ? dx[at + i] + share : share);
     }
 }
 
+KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
+                           int accumulate, i64 rows, i64 n) {
+    layer_norm_backward_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
+}
+
+KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx, int accumulate,
+                              i64 rows, i64 n, int f16) {
+    layer_norm_backward_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
+}
+
 // For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.
-KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* mean, const float* rstd, const i64* starts,
-                                 float* dgamma, float* dbeta, i64 n) {
+template <class In>
+DEVICE void layer_norm_parts(In dy, In x, const float* mean, const float* rstd, const i64* starts, float* dgamma, float* dbeta, i64 n) {
     i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
     if (column >= n) return;
     float gamma_sum = 0.0f, beta_sum = 0.0f;
@@ -73,4 +83,19 @@ KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* m
     }
     dgamma[part * n + column] = gamma_sum;
     dbeta[part * n + column] = beta_sum;
+}
+
+KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* mean, const float* rstd, const i64* starts,
+                                 float* dgamma, float* dbeta, i64 n) {
+    layer_norm_parts(dy, x, mean, rstd, starts, dgamma, dbeta, n);
+}
+
+KERNEL layer_norm_backward_parts_16(const u16* dy, const u16* x, const float* mean, const float* rstd, const i64* starts, float* dgamma,
+                                    float* dbeta, i64 n, int f16) {
+    layer_norm_parts(halves(dy, f16), halves(x, f16), mean, rstd, starts, dgamma, dbeta, n);
+}
+
+KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, float eps, u16* y, float* mean, float* rstd, i64 rows, i64 n,
+                             int f16) {
+    layer_norm_forward(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
 }

@@ -6,22 +6,23 @@
 // Shapes    x, y, dy, dx [rows, n]; weight [n]; rstd [rows]; the parts of dweight [parts, n].
 // Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
 // Bytes     forward 4 rows n read from memory and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read
-//           to accumulate); parts 8 rows n read again.
+//           to accumulate); parts 8 rows n read again; all half where tensors have 16 bits (_16):
+//           x, weight, y, dy and dx.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
 #include "rows.cuh"
-#include "float16.cuh"
+#include "halves.cuh"
 
-template <class Out>
-DEVICE void rms_norm_forward(const float* x, const float* weight, float eps, Out* y, float* rstd, i64 rows, i64 n) {
+template <class In, class Out>
+DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
-    const float* row = x + (team.live ? team.row * n : 0);
+    In row = x + (team.live ? team.row * n : 0);
     float sum[1];
     row_sums<1>(team, n, partial, sum, [&](i64 i, float(&term)[1]) { term[0] = row[i] * row[i]; });
     float r = 1.0f / sqrtf(sum[0] / static_cast<float>(n) + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(&y[team.row * n + i], row[i] * r * weight[i]);
+    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, row[i] * r * weight[i]);
 }
 
 KERNEL rms_norm_forward_f32(const float* x, const float* weight, float eps, float* y, float* rstd, i64 rows, i64 n) {
@@ -33,8 +34,8 @@ KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
-KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
-                         i64 rows, i64 n) {
+template <class In, class Out>
+DEVICE void rms_norm_backward_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -46,15 +47,37 @@ KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, c
     for (i64 i = first_of(team); i < n; i += stride_of(team)) {
         float normal = x[at + i] * r;
         float share = r * (dy[at + i] * weight[i] - normal * gx_mean);
-        dx[at + i] = accumulate ? dx[at + i] + share : share;
+        store(dx, at + i, accumulate ? dx[at + i] + share : share);
     }
 }
 
+KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
+                         i64 rows, i64 n) {
+    rms_norm_backward_of(dy, x, weight, rstd, dx, accumulate, rows, n);
+}
+
+KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows, i64 n,
+                            int f16) {
+    rms_norm_backward_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
+}
+
 // For each part, of the rows starts[part] .. starts[part + 1], the sum of dy x̂, one row after another.
-KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rstd, const i64* starts, float* dweight, i64 n) {
+template <class In> DEVICE void rms_norm_parts(In dy, In x, const float* rstd, const i64* starts, float* dweight, i64 n) {
     i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
     if (column >= n) return;
     float sum = 0.0f;
     for (i64 row = starts[part]; row < starts[part + 1]; row++) sum += dy[row * n + column] * (x[row * n + column] * rstd[row]);
     dweight[part * n + column] = sum;
+}
+
+KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rstd, const i64* starts, float* dweight, i64 n) {
+    rms_norm_parts(dy, x, rstd, starts, dweight, n);
+}
+
+KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 n, int f16) {
+    rms_norm_parts(halves(dy, f16), halves(x, f16), rstd, starts, dweight, n);
+}
+
+KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
+    rms_norm_forward(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }

@@ -89,7 +89,7 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
 }
 
 // The largest element of the row, minus infinity if it is empty; NaN is passed over. Called as row_sums.
-template <class Partial> DEVICE float row_max(const Team& team, i64 n, Partial& partial, const float* row) {
+template <class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
     float max = -INFINITE;
     if (team.live) {
         for (i64 i = first_of(team); i < n; i += stride_of(team)) max = row[i] > max ? row[i] : max;

@@ -4,11 +4,11 @@
 //   dgate = dy up σ (1 + gate (1 - σ)),  dup = dy silu(gate), in place of gate and up
 //
 // Shapes    x [count, 2]; out, dy [count].
-// Geometry  a thread a pair.
-// Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written.
+// Geometry  a thread a pair, or eight of 16 bits (_16).
+// Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits, by 16 bytes.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/swiglu.rs.
 #include "math.cuh"
-#include "float16.cuh"
+#include "halves.cuh"
 
 // σ(x) and 1 - σ(x).
 DEVICE Logistic logistic(float x) {
@@ -17,7 +17,17 @@ DEVICE Logistic logistic(float x) {
     return {sides.far, sides.near};
 }
 
-DEVICE float swiglu_value(const float* x, i64 i) { return x[2 * i] * logistic(x[2 * i]).near * x[2 * i + 1]; }
+DEVICE float swiglu_of(float gate, float up) { return gate * logistic(gate).near * up; }
+
+DEVICE float swiglu_value(const float* x, i64 i) { return swiglu_of(x[2 * i], x[2 * i + 1]); }
+
+// The gradients of a pair, in place of it.
+DEVICE void swiglu_gradient(float g, float& gate, float& up) {
+    Logistic sides = logistic(gate);
+    float dgate = g * up * (sides.near * (gate * sides.far + 1.0f));
+    up = g * (gate * sides.near);
+    gate = dgate;
+}
 
 KERNEL swiglu_forward_f32(const float* x, float* out, i64 count) {
     i64 i = global_thread();
@@ -32,8 +42,33 @@ KERNEL swiglu_forward_bf16(const float* x, u16* out, i64 count) {
 KERNEL swiglu_backward(const float* dy, float* x, i64 count) {
     i64 i = global_thread();
     if (i >= count) return;
-    float gate = x[2 * i], up = x[2 * i + 1], g = dy[i];
-    Logistic sides = logistic(gate);
-    x[2 * i] = g * up * (sides.near * (gate * sides.far + 1.0f));
-    x[2 * i + 1] = g * (gate * sides.near);
+    float gate = x[2 * i], up = x[2 * i + 1];
+    swiglu_gradient(dy[i], gate, up);
+    x[2 * i] = gate, x[2 * i + 1] = up;
+}
+
+KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) {
+    i64 at = global_thread() * EIGHT;
+    if (at >= count) return;
+    Halves pairs = halves(x, f16);
+    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count), y;
+    for (int j = 0; j < EIGHT / 2; j++) {
+        y.of[j] = swiglu_of(left.of[2 * j], left.of[2 * j + 1]);
+        y.of[EIGHT / 2 + j] = swiglu_of(right.of[2 * j], right.of[2 * j + 1]);
+    }
+    store_eight(halves(out, f16), at, count, y);
+}
+
+KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) {
+    i64 at = global_thread() * EIGHT;
+    if (at >= count) return;
+    Halves pairs = halves(x, f16);
+    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count);
+    Eight g = load_eight(halves(dy, f16), at, count);
+    for (int j = 0; j < EIGHT / 2; j++) {
+        swiglu_gradient(g.of[j], left.of[2 * j], left.of[2 * j + 1]);
+        swiglu_gradient(g.of[EIGHT / 2 + j], right.of[2 * j], right.of[2 * j + 1]);
+    }
+    store_eight(pairs, 2 * at, 2 * count, left);
+    store_eight(pairs, 2 * at + EIGHT, 2 * count, right);
 }

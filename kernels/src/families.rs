@@ -15,6 +15,7 @@ sources! {
     MESHWORK = "meshwork.cuh";
     MATH = "math.cuh";
     FLOAT16 = "float16.cuh";
+    HALVES = "halves.cuh";
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
@@ -79,6 +80,7 @@ pub static HEADERS: &[&Source] = &[
     &MESHWORK,
     &MATH,
     &FLOAT16,
+    &HALVES,
     &ROWS,
     &TREE,
     &RANDOM,
@@ -179,6 +181,9 @@ const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geo
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
 }
 
+/// A thread for neighbours of 16 bits that are read and written by 16 bytes.
+const EIGHT: Geometry = Geometry::Elements { each: 8 };
+
 /// A thread for the elements whose bits are one byte.
 const BYTES: Geometry = Geometry::Elements { each: 8 };
 
@@ -187,18 +192,30 @@ kernels! {
         In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
     layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rows;
         In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
+    layer_norm_forward_16 in LAYER_NORM, Geometry::Rows;
+        In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
     layer_norm_backward in LAYER_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
+    layer_norm_backward_16 in LAYER_NORM, Geometry::Rows;
+        In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
+    layer_norm_backward_parts_16 in LAYER_NORM, Geometry::Columns;
+        In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n, Value I32 f16;
     rms_norm_forward_f32 in RMS_NORM, Geometry::Rows;
         In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Value I64 n;
     rms_norm_forward_bf16 in RMS_NORM, Geometry::Rows;
         In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n;
+    rms_norm_forward_16 in RMS_NORM, Geometry::Rows;
+        In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
     rms_norm_backward in RMS_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
+    rms_norm_backward_16 in RMS_NORM, Geometry::Rows;
+        In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
+    rms_norm_backward_parts_16 in RMS_NORM, Geometry::Columns;
+        In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n, Value I32 f16;
     add in BIAS, ELEMENTS; In F32 a, In F32 b, Out F32 out, Value I64 count;
     add_f64 in BIAS, ELEMENTS; In F64 a, In F64 b, Out F64 out, Value I64 count;
     add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
@@ -206,6 +223,12 @@ kernels! {
     bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
     bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
+    add_16 in BIAS, EIGHT; In Bits16 a, In Bits16 b, Out Bits16 out, Value I64 count, Value I32 f16;
+    add_assign_16 in BIAS, EIGHT; Out Bits16 a, In Bits16 b, Value I64 count, Value I32 f16;
+    bias_16 in BIAS, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
+    bias_residual_16 in BIAS, EIGHT;
+        In Bits16 x, In Bits16 bias, In Bits16 residual, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
+    sum_parts_16 in BIAS, Geometry::Columns; In Bits16 x, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
     scale_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
     scale_forward_f64 in ELEMENTWISE, ELEMENTS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
     exp_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
@@ -254,9 +277,15 @@ kernels! {
     gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
     gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Divisor I64 n;
     gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
+    gelu_forward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
+    gelu_backward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 dy, Value I64 count, Divisor I64 n, Value I32 f16;
+    gelu_backward_parts_16 in GELU, Geometry::Columns;
+        In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
     swiglu_forward_f32 in SWIGLU, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
     swiglu_forward_bf16 in SWIGLU, ELEMENTS; In F32 x, Out Bits16 out, Value I64 count;
     swiglu_backward in SWIGLU, ELEMENTS; In F32 dy, Out F32 x, Value I64 count;
+    swiglu_forward_16 in SWIGLU, EIGHT; In Bits16 x, Out Bits16 out, Value I64 count, Value I32 f16;
+    swiglu_backward_16 in SWIGLU, EIGHT; In Bits16 dy, Out Bits16 x, Value I64 count, Value I32 f16;
     adamw in OPTIMIZER, ELEMENTS;
         Out F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 keep, Value F32 lr_hat,
         Value F32 root_hat, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 eps, Value I64 count;
@@ -315,6 +344,8 @@ kernels! {
     tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
     dropout in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
+    dropout_16 in DROPOUT, Geometry::Elements { each: 4 };
+        In Bits16 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out Bits16 y, Value I64 count, Value I32 f16;
     jitter in DROPOUT, Geometry::Elements { each: 4 };
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
     rotary_forward in ROTARY, ELEMENTS;
@@ -322,20 +353,38 @@ kernels! {
         Divisor I64 heads, Divisor I64 head_dim;
     rotary_backward in ROTARY, ELEMENTS;
         Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim;
+    rotary_forward_16 in ROTARY, ELEMENTS;
+        In Bits16 from, Value I64 from_row, In F32 angles, In I32 positions, Out Bits16 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
+        Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
+    rotary_backward_16 in ROTARY, ELEMENTS;
+        Out Bits16 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
     embedding_forward in EMBEDDING, ELEMENTS;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Divisor I64 h;
+    embedding_forward_16 in EMBEDDING, ELEMENTS;
+        In I32 ids, In Bits16 table, Value I64 first_row, Value I64 rows, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     check_ids in EMBEDDING, Geometry::Columns; In I32 ids, Value I64 vocab, Value I32 masked, Out I64 found, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
         In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
+    embedding_backward_16 in EMBEDDING, Geometry::Columns;
+        In I32 ids, In Bits16 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h, Value I32 f16;
     embedding_backward_tree in EMBEDDING, Geometry::Columns;
         In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h;
+    embedding_backward_tree_16 in EMBEDDING, Geometry::Columns;
+        In I32 ids, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h, Value I32 f16;
     positions_forward in EMBEDDING, ELEMENTS;
         In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
+    positions_forward_16 in EMBEDDING, ELEMENTS;
+        In Bits16 x, In Bits16 table, Value I64 first, Divisor I64 seq, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     positions_backward in EMBEDDING, ELEMENTS;
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
+    positions_backward_16 in EMBEDDING, ELEMENTS;
+        In Bits16 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h, Value I32 f16;
     cross_entropy_stats in CROSS_ENTROPY, Geometry::Rows;
         In F32 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
         Out F32 target, Value I64 rows;
+    cross_entropy_stats_16 in CROSS_ENTROPY, Geometry::Rows;
+        In Bits16 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
+        Out F32 target, Value I64 rows, Value I32 f16;
     cross_entropy_larger in CROSS_ENTROPY, ELEMENTS; Out F32 max, In F32 other, Value I64 rows;
     cross_entropy_rescale in CROSS_ENTROPY, ELEMENTS; In F32 local, In F32 global, Out F32 sum, Value I64 rows;
     cross_entropy_lse in CROSS_ENTROPY, ELEMENTS; In F32 max, In F32 sum, Out F32 lse, Value I64 rows;
@@ -344,6 +393,9 @@ kernels! {
     cross_entropy_backward in CROSS_ENTROPY, Geometry::Rows;
         Out F32 logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped, Value I64 width, Value I64 valid,
         Value I64 first, Divisor I64 samples, Value I64 rows;
+    cross_entropy_backward_16 in CROSS_ENTROPY, Geometry::Rows;
+        Out Bits16 logits, In I32 targets, In F32 lse, In F64 scale, Value I64 pitch, Value I64 skipped, Value I64 width, Value I64 valid,
+        Value I64 first, Divisor I64 samples, Value I64 rows, Value I32 f16;
     attention_forward_64 in ATTENTION_FORWARD, Geometry::Tiles { rows: 32 };
         In F32 q, Value I64 q_row, In F32 k, In F32 v, Value I64 kv_row, Out F32 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group,
         Value I64 first_kv, Divisor I32 head_dim, Value F32 scale, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Value I64 first_sample,

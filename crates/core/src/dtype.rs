@@ -38,6 +38,11 @@ impl DType {
         matches!(self, DType::Bf16 | DType::F16)
     }
 
+    /// The type in which operations on elements of this type compute: f32 for floats of 16 bits.
+    pub const fn widened(self) -> DType {
+        if self.is_half() { DType::F32 } else { self }
+    }
+
     /// Whether gradients can flow through values of this type.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::Bf16 | DType::F16)

@@ -164,7 +164,7 @@ impl Product {
                 if column == Column::Alone {
                     return gemm_in(self.precision, self.dims, a, b, (c, (n, 1)), update);
                 }
-                let out = if rounded[3] { Stored::Rounded(cast_mut(out)) } else { Stored::Full(cast_mut(out)) };
+                let out = if rounded[3] { Stored::Bf16(cast_mut(out)) } else { Stored::Full(cast_mut(out)) };
                 let epilogue = match self.then {
                     Then::Nothing => Epilogue::Nothing,
                     Then::BiasGelu => Epilogue::BiasGelu(cast(&bias), out),

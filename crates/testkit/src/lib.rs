@@ -6,6 +6,8 @@ pub mod check;
 pub mod faults;
 pub mod gradcheck;
 #[cfg(feature = "device")]
+pub mod halves;
+#[cfg(feature = "device")]
 pub mod opaque;
 pub mod parity;
 mod rng;

@@ -10,6 +10,7 @@ mod compression;
 mod elementwise;
 mod experts;
 mod faults;
+mod halves;
 mod images;
 mod launch;
 mod loss;

@@ -7,6 +7,7 @@ use meshwork_kernels::TABLE_ROWS;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::cpu::kernels::dropout::{Mask, Region, dropout};
 use meshwork_tensor::cpu::kernels::embedding;
+use meshwork_tensor::cpu::kernels::round::{Loaded, Stored};
 use meshwork_tensor::kernel::{Embedding, TableGrad};
 use meshwork_tensor::random::key;
 
@@ -23,7 +24,7 @@ pub fn embeddings_are_those_of_the_cpu() {
         if !launch!("embedding_forward", [count * h, 0], &ids, &table, first, rows, &mut out, count, h) {
             return;
         }
-        embedding::lookup(&ids, &table, first, h, &mut want);
+        embedding::lookup(&ids, Loaded::Full(&table), first, h, Stored::Full(&mut want));
         assert_bits("lookup", &out, &want);
         let blocks_of_rows = rows.div_ceil(TABLE_ROWS as usize);
         for (blocks, accumulate) in [(1, false), (1, true), (4, false), (4, true), (7, true)] {

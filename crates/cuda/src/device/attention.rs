@@ -55,13 +55,6 @@ impl CudaDevice {
         fast && !drops && shape.head_dim <= HEAD && shape.head_dim.is_multiple_of(8)
     }
 
-    /// An operand as these kernels take it: a copy of 16 bits that the meter does not count.
-    fn halved(&self, x: &Buffer) -> Result<Buffer> {
-        let mut half = self.scratch(DType::Bf16, x.count())?;
-        self.cast_into(x, &mut half, 0)?;
-        Ok(half)
-    }
-
     /// What all kernels for tensor cores end with.
     fn flash_arguments(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<Vec<Argument>> {
         let mut args: Vec<Argument> =
@@ -72,20 +65,24 @@ impl CudaDevice {
         Ok(args)
     }
 
-    /// As [`attend`](Self::attend), of heads in 16 bits.
-    fn flash(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<(Buffer, Buffer)> {
+    /// As [`attend`](Self::attend), of heads of bf16.
+    fn flash(
+        &self,
+        shape: AttentionShape,
+        heads: &Heads,
+        packed: Option<&Packed>,
+        dtype: DType,
+    ) -> Result<(Buffer, Buffer)> {
         let AttentionShape { batch, seq, heads: count, head_dim } = shape;
         self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(DType::F32, batch * count * seq)?;
-        let mut out = self.alloc(DType::F32, batch * seq * count * head_dim)?;
-        let half = self.scratch(DType::Bf16, out.count())?;
+        let out = self.room(DType::Bf16, dtype, batch * seq * count * head_dim)?;
         let mut args = heads.args();
-        args.extend([self.place(OP, &half)?, self.place(OP, &lse)?].map(Argument::from));
+        args.extend([self.place(OP, &out)?, self.place(OP, &lse)?].map(Argument::from));
         args.extend(self.flash_arguments(shape, heads, packed)?);
         let kernel = of_room(shape, ["flash_forward_64", "flash_forward_128"]);
         self.launch(OP, kernel, [batch * count, seq], &args)?;
-        self.cast_into(&half, &mut out, 0)?;
-        Ok((out, lse))
+        Ok((self.settled(out, dtype)?, lse))
     }
 
     /// Writes the gradients of queries, and of keys and values, summed over each group, in 16 bits.
@@ -100,8 +97,8 @@ impl CudaDevice {
     ) -> Result<()> {
         let AttentionShape { batch, heads: count, seq, .. } = shape;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.dots(shape, dout, out)?;
-        let dout = self.halved(dout)?;
+        let dots = self.dots(shape, [dout, out], true)?;
+        let dout = self.read_as(dout, DType::Bf16)?;
         let mut saved = heads.args();
         for of in [&dout, lse, &dots] {
             saved.push(self.place(OP, of)?.into());
@@ -115,16 +112,23 @@ impl CudaDevice {
         self.launch(OP, kernel, [batch * count / heads.group, seq], &args)
     }
 
-    /// `Σ_e dout_ie out_ie` of each row.
-    fn dots(&self, shape: AttentionShape, dout: &Buffer, out: &Buffer) -> Result<Buffer> {
+    /// `Σ_e dout_ie out_ie` of each row; of tensors of bf16 on tensor cores as they are.
+    fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], flash: bool) -> Result<Buffer> {
         let AttentionShape { batch, seq, heads, head_dim } = shape;
         let dots = self.scratch(DType::F32, batch * seq * heads)?;
+        let as_they_are = flash && [dout.dtype(), out.dtype()] == [DType::Bf16; 2];
+        let (kernel, lanes, of) = match as_they_are {
+            true => ("flash_dots", (head_dim / 8).next_power_of_two(), DType::Bf16),
+            false => ("attention_dots", 16, DType::F32),
+        };
+        // They live until the kernel is queued.
+        let operands = [self.read_as(dout, of)?, self.read_as(out, of)?];
         let mut args = Vec::with_capacity(7);
-        for of in [dout, out, &dots] {
+        for of in [&operands[0], &operands[1], &dots] {
             args.push(self.place(OP, of)?.into());
         }
         args.extend([batch, seq, heads, head_dim].map(Argument::from));
-        self.launch(OP, "attention_dots", [16 * batch * seq * heads, 0], &args)?;
+        self.launch(OP, kernel, [lanes * batch * seq * heads, 0], &args)?;
         Ok(dots)
     }
 
@@ -155,17 +159,20 @@ impl CudaDevice {
         Ok((of_room(shape, kernels), args))
     }
 
-    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one.
+    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one. They have bf16 where tensor cores read them and
+    /// they had it, and otherwise f32.
     fn turned(
         &self,
         shape: GroupedShape,
         q: &Buffer,
         kv: &Buffer,
-        packed: Option<&Packed>,
+        (packed, flash): (Option<&Packed>, bool),
     ) -> Result<Option<(Buffer, Buffer)>> {
         let Some(rotary) = shape.rotary else { return Ok(None) };
         let AttentionShape { seq, heads, head_dim, .. } = shape.queries;
         let positions = packed.map(|packed| &packed.positions);
+        let of = if flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
+        let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
         let q = self.rotated(rotary, q, heads * head_dim, [seq, heads, head_dim], positions)?;
         let kv = self.rotated(rotary, kv, 2 * shape.kv_heads * head_dim, [seq, shape.kv_heads, head_dim], positions)?;
         Ok(Some((q, kv)))
@@ -177,18 +184,19 @@ impl CudaDevice {
         heads: &Heads,
         masks: AttentionMasks<'_>,
         packed: Option<&Packed>,
+        dtype: DType,
     ) -> Result<(Buffer, Buffer)> {
         let AttentionShape { batch, seq, heads: count, head_dim } = shape;
         let kernels = ["attention_forward_64", "attention_forward_128"];
         let (kernel, rest) = self.attention(kernels, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(DType::F32, batch * count * seq)?;
-        let out = self.alloc(DType::F32, batch * seq * count * head_dim)?;
+        let out = self.room(DType::F32, dtype, batch * seq * count * head_dim)?;
         let mut args = heads.args();
         args.extend([self.place(OP, &out)?, self.place(OP, &lse)?].map(Argument::from));
         args.extend(rest);
         self.launch(OP, kernel, [batch * count, seq], &args)?;
-        Ok((out, lse))
+        Ok((self.settled(out, dtype)?, lse))
     }
 
     /// Writes the gradients of queries (place, elements to the next token), and of each head's own keys and values.
@@ -207,7 +215,8 @@ impl CudaDevice {
         let (of_q, rest) = self.attention(of_q, shape, heads, masks, packed)?;
         let (of_kv, _) = self.attention(of_kv, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.dots(shape, dout, out)?;
+        let dots = self.dots(shape, [dout, out], false)?;
+        let dout = &self.read_as(dout, DType::F32)?;
         let place = |buffer| self.place(OP, buffer);
         let (dout, lse, dots) = (place(dout)?, place(lse)?, place(&dots)?);
         let mut saved = heads.args();
@@ -219,15 +228,19 @@ impl CudaDevice {
     }
 }
 
+/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in the type of the kernels.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
-        self.f32s(OP, &[qkv])?;
+        self.storage(OP, &[qkv])?;
         let packed = self.packed(shape, masks)?;
-        if self.on_tensor_cores(shape, masks) {
-            let half = self.halved(qkv)?;
-            return self.flash(shape, &Heads::fused(self.place(OP, &half)?, shape, DType::Bf16), packed.as_ref());
+        let flash = self.on_tensor_cores(shape, masks);
+        let of = if flash { DType::Bf16 } else { DType::F32 };
+        let read = self.read_as(qkv, of)?;
+        let heads = Heads::fused(self.place(OP, &read)?, shape, of);
+        if flash {
+            return self.flash(shape, &heads, packed.as_ref(), qkv.dtype());
         }
-        self.attend(shape, &Heads::fused(self.place(OP, qkv)?, shape, DType::F32), masks, packed.as_ref())
+        self.attend(shape, &heads, masks, packed.as_ref(), qkv.dtype())
     }
 
     fn causal_grad(
@@ -239,21 +252,20 @@ impl Attention for CudaDevice {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
-        self.f32s(OP, &[dout, qkv, out, lse])?;
-        let mut dqkv = self.alloc(DType::F32, qkv.count())?;
+        self.f32s(OP, &[lse])?;
+        self.storage(OP, &[dout, qkv, out])?;
         let packed = self.packed(shape, masks)?;
-        if self.on_tensor_cores(shape, masks) {
-            let (half, grad) = (self.halved(qkv)?, self.scratch(DType::Bf16, qkv.count())?);
-            let heads = Heads::fused(self.place(OP, &half)?, shape, DType::Bf16);
-            let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &grad)?, shape, DType::Bf16);
-            self.flash_back(shape, &heads, [dout, out, lse], packed.as_ref(), (q, q_row), (k, v, kv_row))?;
-            self.cast_into(&grad, &mut dqkv, 0)?;
-            return Ok(dqkv);
+        let flash = self.on_tensor_cores(shape, masks);
+        let of = if flash { DType::Bf16 } else { DType::F32 };
+        let (read, dqkv) = (self.read_as(qkv, of)?, self.room(of, qkv.dtype(), qkv.count())?);
+        let heads = Heads::fused(self.place(OP, &read)?, shape, of);
+        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape, of);
+        let (dq, dkv) = ((q, q_row), (k, v, kv_row));
+        match flash {
+            true => self.flash_back(shape, &heads, [dout, out, lse], packed.as_ref(), dq, dkv)?,
+            false => self.attend_back(shape, &heads, [dout, out, lse], (masks, packed.as_ref()), dq, dkv)?,
         }
-        let heads = Heads::fused(self.place(OP, qkv)?, shape, DType::F32);
-        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape, DType::F32);
-        self.attend_back(shape, &heads, [dout, out, lse], (masks, packed.as_ref()), (q, q_row), (k, v, kv_row))?;
-        Ok(dqkv)
+        self.settled(dqkv, qkv.dtype())
     }
 
     fn grouped(
@@ -263,18 +275,20 @@ impl Attention for CudaDevice {
         kv: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        self.f32s(OP, &[q, kv])?;
+        self.storage(OP, &[q, kv])?;
         let packed = self.packed(shape.queries, masks)?;
         let packed = packed.as_ref();
-        let turned = self.turned(shape, q, kv, packed)?;
+        let dtype = q.dtype();
+        let flash = self.on_tensor_cores(shape.queries, masks);
+        let turned = self.turned(shape, q, kv, (packed, flash))?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        if self.on_tensor_cores(shape.queries, masks) {
-            let (q, kv) = (self.halved(q)?, self.halved(kv)?);
-            let heads = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
-            return self.flash(shape.queries, &heads, packed);
+        let of = if flash { DType::Bf16 } else { DType::F32 };
+        let (q, kv) = (self.read_as(q, of)?, self.read_as(kv, of)?);
+        let heads = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, of);
+        if flash {
+            return self.flash(shape.queries, &heads, packed, dtype);
         }
-        let heads = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, DType::F32);
-        self.attend(shape.queries, &heads, masks, packed)
+        self.attend(shape.queries, &heads, masks, packed, dtype)
     }
 
     fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
@@ -291,17 +305,34 @@ impl Attention for CudaDevice {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        self.f32s(OP, &[dout, q, kv, out, lse])?;
+        self.f32s(OP, &[lse])?;
+        self.storage(OP, &[dout, q, kv, out])?;
         let GroupedShape { queries, group, kv_heads, first_kv_head, rotary } = shape;
         let AttentionShape { batch, seq, heads, head_dim } = queries;
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
-        let mut dq = self.alloc(DType::F32, q.count())?;
-        let mut dkv = self.alloc(DType::F32, kv.count())?;
+        let dtype = q.dtype();
         let packed = self.packed(queries, masks)?;
-        let packed = packed.as_ref();
-        let turned = self.turned(shape, q, kv, packed)?;
-        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
+        let (packed, positions) = (packed.as_ref(), packed.as_ref().map(|packed| &packed.positions));
         let flash = self.on_tensor_cores(queries, masks);
+        let turned = self.turned(shape, q, kv, (packed, flash))?;
+        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
+        if flash && dtype == DType::Bf16 {
+            let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, kv.count())?);
+            let count = dkv.count();
+            self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
+            let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, dtype);
+            let (dq_at, dk_at) = (self.place(OP, &dq)?, self.place(OP, &dkv)?);
+            let dkv_at = (dk_at, dk_at.offset(dtype.size() * kv_width), 2 * kv_width);
+            self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
+            if let Some(rotary) = rotary {
+                self.turned_back(rotary, (dq_at, dtype), [rows, width], [seq, heads, head_dim], positions)?;
+                let of_k = [seq, kv_heads, head_dim];
+                self.turned_back(rotary, (dk_at, dtype), [rows, 2 * kv_width], of_k, positions)?;
+            }
+            return Ok((dq, dkv));
+        }
+        let mut dq = self.room(DType::F32, dtype, q.count())?;
+        let mut dkv = self.room(DType::F32, dtype, kv.count())?;
         // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before a group is summed.
         let (of_heads, of_group, first) = if flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
         let [mut dk, mut dv] = [
@@ -309,7 +340,7 @@ impl Attention for CudaDevice {
             self.scratch(DType::F32, rows * of_heads * head_dim)?,
         ];
         if flash {
-            let (q, kv) = (self.halved(q)?, self.halved(kv)?);
+            let (q, kv) = (self.read_as(q, DType::Bf16)?, self.read_as(kv, DType::Bf16)?);
             let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
             let half_dq = self.scratch(DType::Bf16, q.count())?;
             let mut half = self.scratch(DType::Bf16, 2 * dk.count())?;
@@ -322,15 +353,17 @@ impl Attention for CudaDevice {
             self.cast_into(&half.slice(0..count)?, &mut dk, 0)?;
             self.cast_into(&half.slice(count..2 * count)?, &mut dv, 0)?;
         } else {
-            let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, DType::F32);
+            let (q, kv) = (self.read_as(q, DType::F32)?, self.read_as(kv, DType::F32)?);
+            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::F32);
             let at = (self.place(OP, &dk)?, self.place(OP, &dv)?, width);
             self.attend_back(queries, &of, [dout, out, lse], (masks, packed), (self.place(OP, &dq)?, width), at)?;
         }
         let (dq_at, dk, dv) = (self.place_mut(OP, &mut dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?);
         if let Some(rotary) = rotary {
-            let positions = packed.map(|packed| &packed.positions);
-            self.turned_back(rotary, dq_at, rows, [seq, heads, head_dim], positions)?;
-            self.turned_back(rotary, dk, rows, [seq, of_heads, head_dim], positions)?;
+            let of_q = [seq, heads, head_dim];
+            self.turned_back(rotary, (dq_at, DType::F32), [rows, width], of_q, positions)?;
+            let of_k = [seq, of_heads, head_dim];
+            self.turned_back(rotary, (dk, DType::F32), [rows, of_heads * head_dim], of_k, positions)?;
         }
         let count = dkv.count();
         self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
@@ -340,6 +373,6 @@ impl Attention for CudaDevice {
             let args = [&[from.into(), to.into()][..], &sizes].concat();
             self.launch(OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0], &args)?;
         }
-        Ok((dq, dkv))
+        Ok((self.settled(dq, dtype)?, self.settled(dkv, dtype)?))
     }
 }

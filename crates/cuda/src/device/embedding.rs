@@ -1,6 +1,6 @@
 use super::CudaDevice;
 use super::checked::Checked;
-use meshwork_core::{Buffer, DType};
+use meshwork_core::Buffer;
 use meshwork_kernels::TABLE_ROWS;
 use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
 use meshwork_tensor::{Device, Result};
@@ -9,9 +9,9 @@ use std::ops::Range;
 impl Embedding for CudaDevice {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
         let op = "embedding";
-        self.f32s(op, &[table])?;
+        let (kernel, f16) = self.of_storage(op, &[table], ["embedding_forward", "embedding_forward_16"])?;
         self.check_ids(Checked::Embedding, ids, vocab, false)?;
-        let (count, out) = (ids.count(), self.alloc(DType::F32, ids.count() * width)?);
+        let (count, out) = (ids.count(), self.alloc(table.dtype(), ids.count() * width)?);
         let args = [
             self.place(op, ids)?.into(),
             self.place(op, table)?.into(),
@@ -21,7 +21,7 @@ impl Embedding for CudaDevice {
             count.into(),
             width.into(),
         ];
-        self.launch(op, "embedding_forward", [out.count(), 0], &args)?;
+        self.launch(op, kernel, [out.count(), 0], &[&args[..], f16.as_slice()].concat())?;
         Ok(out)
     }
 
@@ -35,7 +35,12 @@ impl Embedding for CudaDevice {
     ) -> Result<()> {
         let op = "embedding";
         let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
-        self.f32s(op, &[dout, buffer])?;
+        self.f32s(op, &[buffer])?;
+        let kernels = match blocks {
+            1 => ["embedding_backward", "embedding_backward_16"],
+            _ => ["embedding_backward_tree", "embedding_backward_tree_16"],
+        };
+        let (kernel, f16) = self.of_storage(op, &[dout], kernels)?;
         let (held, count) = (rows.len(), ids.count());
         if !accumulate {
             self.zero(buffer, start + held * width..start + table_rows * width)?;
@@ -44,18 +49,18 @@ impl Embedding for CudaDevice {
         let ids = [self.place(op, ids)?.into(), self.place(op, dout)?.into(), rows.start.into()];
         let (into, size) = ([to.into(), i32::from(accumulate).into(), count.into()], width.into());
         if blocks == 1 {
-            let args = [&ids[..], &[held.into()], &into, &[size]].concat();
-            self.launch(op, "embedding_backward", [held.div_ceil(TABLE_ROWS as usize), width], &args)
+            let args = [&ids[..], &[held.into()], &into, &[size], f16.as_slice()].concat();
+            self.launch(op, kernel, [held.div_ceil(TABLE_ROWS as usize), width], &args)
         } else {
-            let args = [&ids[..], &into, &[(count / blocks).into(), size]].concat();
-            self.launch(op, "embedding_backward_tree", [held, width], &args)
+            let args = [&ids[..], &into, &[(count / blocks).into(), size], f16.as_slice()].concat();
+            self.launch(op, kernel, [held, width], &args)
         }
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
         let op = "positions";
-        self.f32s(op, &[x, table])?;
-        let (count, out) = (x.count(), self.alloc(DType::F32, x.count())?);
+        let (kernel, f16) = self.of_storage(op, &[x, table], ["positions_forward", "positions_forward_16"])?;
+        let (count, out) = (x.count(), self.alloc(x.dtype(), x.count())?);
         let args = [
             self.place(op, x)?.into(),
             self.place(op, table)?.into(),
@@ -65,7 +70,7 @@ impl Embedding for CudaDevice {
             count.into(),
             width.into(),
         ];
-        self.launch(op, "positions_forward", [count, 0], &args)?;
+        self.launch(op, kernel, [count, 0], &[&args[..], f16.as_slice()].concat())?;
         Ok(out)
     }
 
@@ -79,7 +84,8 @@ impl Embedding for CudaDevice {
     ) -> Result<()> {
         let op = "positions";
         let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
-        self.f32s(op, &[dout, buffer])?;
+        self.f32s(op, &[buffer])?;
+        let (kernel, f16) = self.of_storage(op, &[dout], ["positions_backward", "positions_backward_16"])?;
         if !accumulate {
             self.zero(buffer, start..start + first * width)?;
             self.zero(buffer, start + (first + seq) * width..start + rows * width)?;
@@ -95,6 +101,6 @@ impl Embedding for CudaDevice {
             batch.div_ceil(blocks).max(1).into(),
             width.into(),
         ];
-        self.launch(op, "positions_backward", [seq * width, 0], &args)
+        self.launch(op, kernel, [seq * width, 0], &[&args[..], f16.as_slice()].concat())
     }
 }

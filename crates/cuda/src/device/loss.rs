@@ -8,7 +8,7 @@ const OP: &str = "cross_entropy";
 
 impl Loss for CudaDevice {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        self.f32s(OP, &[logits])?;
+        let (kernel, f16) = self.of_storage(OP, &[logits], ["cross_entropy_stats", "cross_entropy_stats_16"])?;
         self.check_ids(Checked::CrossEntropy, targets, shard.vocab, true)?;
         let rows = targets.count();
         let (max, sums) = (self.alloc(DType::F32, rows)?, self.alloc(DType::F32, 2 * rows)?);
@@ -25,7 +25,7 @@ impl Loss for CudaDevice {
             sum.offset(4 * rows).into(),
             rows.into(),
         ];
-        self.launch(OP, "cross_entropy_stats", [rows, shard.valid], &args)?;
+        self.launch(OP, kernel, [rows, shard.valid], &[&args[..], f16.as_slice()].concat())?;
         Ok((max, sums))
     }
 
@@ -76,7 +76,8 @@ impl Loss for CudaDevice {
         scale: &Buffer,
         shard: VocabShard,
     ) -> Result<()> {
-        self.f32s(OP, &[logits, lse])?;
+        self.f32s(OP, &[lse])?;
+        let (kernel, f16) = self.of_storage(OP, &[logits], ["cross_entropy_backward", "cross_entropy_backward_16"])?;
         let rows = targets.count();
         let args = [
             self.place_mut(OP, logits)?.into(),
@@ -91,12 +92,12 @@ impl Loss for CudaDevice {
             scale.count().into(),
             rows.into(),
         ];
-        self.launch(OP, "cross_entropy_backward", [rows, shard.width], &args)
+        self.launch(OP, kernel, [rows, shard.width], &[&args[..], f16.as_slice()].concat())
     }
 
     fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
         const OP: &str = "correct";
-        self.f32s(OP, &[logits])?;
+        let logits = &self.read_as(logits, DType::F32)?;
         let (rows, out) = (targets.count(), self.alloc(DType::F64, samples)?);
         let right = self.scratch(DType::I32, rows)?;
         let at = self.place(OP, &right)?.into();

@@ -5,8 +5,12 @@ use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{Gemm, Matmul, Pointwise};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Result, Work};
+use std::ops::Range;
 
 const OP: &str = "matmul";
+
+/// Elements of a result of 16 bits that are computed in f32 before they are rounded: 64 MiB.
+const ROUNDED: usize = 1 << 24;
 
 /// From a row of A to the next and from a term to the next; from a term of B to the next and from a column to the next.
 fn strides(Gemm { m, n, k, a_transposed, b_transposed, .. }: Gemm) -> [[usize; 2]; 2] {
@@ -46,6 +50,29 @@ impl CudaDevice {
         self.launch(OP, self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]), [m * n, 0], &args)
     }
 
+    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once: some at a time, because the memory for them is not counted. The
+    /// rows of a product whose A is transposed are computed all together.
+    fn rounded(
+        &self,
+        spec: Gemm,
+        (c, start): (&mut Buffer, usize),
+        mut compute: impl FnMut(Gemm, Range<usize>, &mut Buffer) -> Result<()>,
+    ) -> Result<()> {
+        let Gemm { m, n, a_transposed, accumulate, .. } = spec;
+        let at_once = if a_transposed { m } else { (ROUNDED / n.max(1)).clamp(1, m.max(1)) };
+        let mut block = self.scratch(DType::F32, at_once * n)?;
+        for first in (0..m).step_by(at_once.max(1)) {
+            let rows = first..m.min(first + at_once);
+            let at = start + first * n;
+            if accumulate {
+                self.cast_into(&c.slice(at..at + rows.len() * n)?, &mut block, 0)?;
+            }
+            compute(Gemm { m: rows.len(), ..spec }, rows.clone(), &mut block)?;
+            self.cast_into(&block.slice(0..rows.len() * n)?, c, at)?;
+        }
+        Ok(())
+    }
+
     /// What products in a precision read: in bf16 a rounded copy, unless the operand is one.
     pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision) -> Result<Buffer> {
         match (precision, x.dtype()) {
@@ -67,8 +94,16 @@ impl CudaDevice {
     }
 }
 
+/// The rows of an A of `k` columns that some rows of a product read; all of it if it is transposed.
+fn rows_of(a: &Buffer, Gemm { k, a_transposed, .. }: Gemm, rows: &Range<usize>) -> Result<Buffer> {
+    if a_transposed { Ok(a.clone()) } else { Ok(a.slice(rows.start * k..rows.end * k)?) }
+}
+
 impl Matmul for CudaDevice {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        if c.dtype().is_half() {
+            return self.rounded(spec, (c, start), |spec, rows, c| self.gemm(spec, &rows_of(a, spec, &rows)?, b, c, 0));
+        }
         self.f32s(OP, &[c])?;
         let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
         let precision = if exact { Precision::F32 } else { self.precision };
@@ -109,6 +144,16 @@ impl Matmul for CudaDevice {
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
         let [first, second] = specs;
+        if c.dtype().is_half() {
+            // Together where one of them is.
+            let cut = Gemm { a_transposed: first.a_transposed || second.a_transposed, ..first };
+            return self.rounded(cut, (c, start), |part, rows, c| {
+                let specs = specs.map(|spec| Gemm { m: part.m, ..spec });
+                let whole = rows.len() == first.m;
+                let of = |a: &Buffer, spec| if whole { Ok(a.clone()) } else { rows_of(a, spec, &rows) };
+                self.gemm_sum(specs, [&of(a[0], specs[0])?, &of(a[1], specs[1])?], b, c, 0)
+            });
+        }
         if specs.iter().any(|spec| spec.terms != Terms::WHOLE) {
             return self.sum_in_blocks(specs, a, b, c, start);
         }
@@ -117,9 +162,17 @@ impl Matmul for CudaDevice {
     }
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        let mut y = self.alloc(DType::F32, m * n)?;
-        self.gemm(Gemm::linear(m, n, k), x, w, &mut y, 0)?;
-        self.add_bias(&mut y, bias)?;
+        let (spec, mut y) = (Gemm::linear(m, n, k), self.alloc(bias.dtype(), m * n)?);
+        if !bias.dtype().is_half() {
+            self.gemm(spec, x, w, &mut y, 0)?;
+            self.add_bias(&mut y, m * n, bias)?;
+            return Ok(y);
+        }
+        let bias = self.read_as(bias, DType::F32)?;
+        self.rounded(spec, (&mut y, 0), |spec, rows, y| {
+            self.gemm(spec, &rows_of(x, spec, &rows)?, w, y, 0)?;
+            self.add_bias(y, spec.m * n, &bias)
+        })?;
         Ok(y)
     }
 

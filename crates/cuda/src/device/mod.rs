@@ -201,6 +201,55 @@ impl CudaDevice {
         }
     }
 
+    /// The type of operands that all have f32, or all the same 16 bits.
+    fn storage(&self, op: &'static str, operands: &[&Buffer]) -> Result<DType> {
+        let dtype = operands.first().map_or(DType::F32, |first| first.dtype());
+        if !dtype.is_half() || operands.iter().any(|operand| operand.dtype() != dtype) {
+            self.f32s(op, operands)?;
+        }
+        Ok(dtype)
+    }
+
+    /// The kernel for operands of f32 or the one for those of 16 bits, whichever [all of them](Self::storage) have, and what the latter takes at the
+    /// end: whether they are of f16.
+    fn of_storage(
+        &self,
+        op: &'static str,
+        operands: &[&Buffer],
+        kernels: [&'static str; 2],
+    ) -> Result<(&'static str, Option<Argument>)> {
+        let dtype = self.storage(op, operands)?;
+        let f16 = dtype.is_half().then(|| i32::from(dtype == DType::F16).into());
+        Ok((kernels[usize::from(dtype.is_half())], f16))
+    }
+
+    /// An operand for a kernel that takes this type alone: where it has another, a copy that the meter does not count.
+    fn read_as(&self, x: &Buffer, dtype: DType) -> Result<Buffer> {
+        let (from, halves) = (x.dtype(), x.dtype().is_half() && dtype.is_half());
+        let x = if halves && from != dtype { self.read_as(x, DType::F32)? } else { x.clone() };
+        if x.dtype() == dtype {
+            return Ok(x);
+        }
+        let mut copy = self.scratch(dtype, x.count())?;
+        self.cast_into(&x, &mut copy, 0)?;
+        Ok(copy)
+    }
+
+    /// Where such a kernel writes `count` numbers that become a result of type `dtype`: the result itself, or memory that the meter does not count.
+    fn room(&self, kernels: DType, dtype: DType, count: usize) -> Result<Buffer> {
+        if kernels == dtype { self.alloc(dtype, count) } else { self.scratch(kernels, count) }
+    }
+
+    /// The result of type `dtype`, from its [room](Self::room).
+    fn settled(&self, room: Buffer, dtype: DType) -> Result<Buffer> {
+        if room.dtype() == dtype {
+            return Ok(room);
+        }
+        let halves = room.dtype().is_half() && dtype.is_half();
+        let room = if halves { self.read_as(&room, DType::F32)? } else { room };
+        self.cast(&room, dtype)
+    }
+
     /// An operand of f64, one number for each sample.
     fn doubles(&self, op: &'static str, x: &Buffer) -> Result<Argument> {
         match x.dtype() {

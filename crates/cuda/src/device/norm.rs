@@ -14,8 +14,9 @@ impl Norm for CudaDevice {
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let op = "layer_norm";
-        self.f32s(op, &[x, gamma, beta])?;
-        let kernel = self.stored(op, stored, ["layer_norm_forward_f32", "layer_norm_forward_bf16"])?;
+        let kernels = ["layer_norm_forward_f32", "layer_norm_forward_16"];
+        let (kernel, f16) = self.of_storage(op, &[x, gamma, beta], kernels)?;
+        let kernel = self.stored(op, (x, stored), [kernel, "layer_norm_forward_bf16"])?;
         let (n, rows) = (gamma.count(), x.count() / gamma.count());
         let (mean, rstd) = (self.alloc(DType::F32, rows)?, self.alloc(DType::F32, rows)?);
         let y = self.alloc(stored, x.count())?;
@@ -31,7 +32,7 @@ impl Norm for CudaDevice {
             rows.into(),
             n.into(),
         ];
-        self.launch(op, kernel, [rows, n], &args)?;
+        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
         Ok((y, mean, rstd))
     }
 
@@ -45,29 +46,32 @@ impl Norm for CudaDevice {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let op = "layer_norm";
-        self.f32s(op, &[dy, x, gamma, mean, rstd])?;
+        self.f32s(op, &[mean, rstd])?;
         let (n, rows) = (gamma.count(), mean.count());
         let cut = self.cut(rows, blocks)?;
         let sums = self.alloc(DType::F32, 2 * n * cut.parts())?;
         let accumulate = i32::from(sum.is_some());
-        let mut dx = sum.map_or_else(|| self.alloc(DType::F32, x.count()), Ok)?;
+        let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
+        let of = [dy, x, gamma, &dx];
+        let (kernel, f16) = self.of_storage(op, &of, ["layer_norm_backward", "layer_norm_backward_16"])?;
+        let (of_parts, _) = self.of_storage(op, &of, ["layer_norm_backward_parts", "layer_norm_backward_parts_16"])?;
         let to = self.place_mut(op, &mut dx)?;
         let place = |buffer| self.place(op, buffer);
         let saved = [place(dy)?, place(x)?, place(gamma)?, place(mean)?, place(rstd)?];
         let [dy, x, gamma, mean, rstd] = saved.map(Into::into);
         let args = [dy, x, gamma, mean, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
-        self.launch(op, "layer_norm_backward", [rows, n], &args)?;
+        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
         let halves = [sums.slice(0..n * cut.parts())?, sums.slice(n * cut.parts()..sums.count())?];
         let [dgammas, dbetas] = [place(&halves[0])?, place(&halves[1])?];
         let args = [dy, x, mean, rstd, self.starts(op, &cut)?.into(), dgammas.into(), dbetas.into(), n.into()];
-        self.launch(op, "layer_norm_backward_parts", [cut.parts(), n], &args)?;
+        self.launch(op, of_parts, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
         Ok((dx, self.sum_parts(op, &halves[0], &cut, n)?, self.sum_parts(op, &halves[1], &cut, n)?))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
         let op = "rms_norm";
-        self.f32s(op, &[x, weight])?;
-        let kernel = self.stored(op, stored, ["rms_norm_forward_f32", "rms_norm_forward_bf16"])?;
+        let (kernel, f16) = self.of_storage(op, &[x, weight], ["rms_norm_forward_f32", "rms_norm_forward_16"])?;
+        let kernel = self.stored(op, (x, stored), [kernel, "rms_norm_forward_bf16"])?;
         let (n, rows) = (weight.count(), x.count() / weight.count());
         let rstd = self.alloc(DType::F32, rows)?;
         let y = self.alloc(stored, x.count())?;
@@ -81,7 +85,7 @@ impl Norm for CudaDevice {
             rows.into(),
             n.into(),
         ];
-        self.launch(op, kernel, [rows, n], &args)?;
+        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
         Ok((y, rstd))
     }
 
@@ -95,19 +99,22 @@ impl Norm for CudaDevice {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let op = "rms_norm";
-        self.f32s(op, &[dy, x, weight, rstd])?;
+        self.f32s(op, &[rstd])?;
         let (n, rows) = (weight.count(), rstd.count());
         let cut = self.cut(rows, blocks)?;
         let sums = self.alloc(DType::F32, n * cut.parts())?;
         let accumulate = i32::from(sum.is_some());
-        let mut dx = sum.map_or_else(|| self.alloc(DType::F32, x.count()), Ok)?;
+        let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
+        let of = [dy, x, weight, &dx];
+        let (kernel, f16) = self.of_storage(op, &of, ["rms_norm_backward", "rms_norm_backward_16"])?;
+        let (of_parts, _) = self.of_storage(op, &of, ["rms_norm_backward_parts", "rms_norm_backward_parts_16"])?;
         let to = self.place_mut(op, &mut dx)?;
         let place = |buffer| self.place(op, buffer);
         let [dy, x, weight, rstd] = [place(dy)?, place(x)?, place(weight)?, place(rstd)?].map(Into::into);
         let args = [dy, x, weight, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
-        self.launch(op, "rms_norm_backward", [rows, n], &args)?;
+        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
         let args = [dy, x, rstd, self.starts(op, &cut)?.into(), place(&sums)?.into(), n.into()];
-        self.launch(op, "rms_norm_backward_parts", [cut.parts(), n], &args)?;
+        self.launch(op, of_parts, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
         Ok((dx, self.sum_parts(op, &sums, &cut, n)?))
     }
 }

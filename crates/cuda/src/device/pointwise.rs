@@ -6,6 +6,21 @@ use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Result};
 
 impl CudaDevice {
+    /// A result of `count` numbers, in the type that all `inputs` have, that a kernel over elements writes after them: the first for f32, the second
+    /// for 16 bits.
+    fn elements_like(
+        &self,
+        op: &'static str,
+        kernels: [&'static str; 2],
+        inputs: &[&Buffer],
+        rest: &[Argument],
+    ) -> Result<Buffer> {
+        let (kernel, f16) = self.of_storage(op, inputs, kernels)?;
+        let (count, out) = (inputs[0].count(), self.alloc(inputs[0].dtype(), inputs[0].count())?);
+        self.write_elements(op, kernel, count, inputs, &out, &[rest, f16.as_slice()].concat())?;
+        Ok(out)
+    }
+
     /// A result of `count` numbers of f32 that a kernel over elements writes after its `inputs`.
     pub(super) fn elements(
         &self,
@@ -42,21 +57,27 @@ impl CudaDevice {
 
     /// gelu(x + bias) in the type `stored`; without a bias, gelu(x).
     pub(super) fn gelu_of(&self, x: &Buffer, bias: Option<&Buffer>, stored: DType) -> Result<Buffer> {
-        self.f32s("gelu", &[x])?;
-        let kernel = self.stored("gelu", stored, ["gelu_forward_f32", "gelu_forward_bf16"])?;
+        let operands = [&[x][..], bias.as_slice()].concat();
+        let (kernel, f16) = self.of_storage("gelu", &operands, ["gelu_forward_f32", "gelu_forward_16"])?;
+        let kernel = self.stored("gelu", (x, stored), [kernel, "gelu_forward_bf16"])?;
         let (count, out) = (x.count(), self.alloc(stored, x.count())?);
         let (bias, n) = self.bias_of("gelu", bias)?;
         let args = [self.place("gelu", x)?.into(), bias, self.place("gelu", &out)?.into(), count.into(), n.into()];
-        self.launch("gelu", kernel, [count, 0], &args)?;
+        self.launch("gelu", kernel, [count, 0], &[&args[..], f16.as_slice()].concat())?;
         Ok(out)
     }
 
-    /// The kernel that writes f32 or the one that writes bf16.
-    pub(super) fn stored(&self, op: &'static str, stored: DType, kernels: [&'static str; 2]) -> Result<&'static str> {
-        match stored {
-            DType::F32 => Ok(kernels[0]),
-            DType::Bf16 => Ok(kernels[1]),
-            other => Err(self.lacks(op, other)),
+    /// The kernel that writes the type of x, or the one that writes bf16 from f32.
+    pub(super) fn stored(
+        &self,
+        op: &'static str,
+        (x, stored): (&Buffer, DType),
+        kernels: [&'static str; 2],
+    ) -> Result<&'static str> {
+        match (x.dtype(), stored) {
+            (of, stored) if of == stored => Ok(kernels[0]),
+            (DType::F32, DType::Bf16) => Ok(kernels[1]),
+            (_, other) => Err(self.lacks(op, other)),
         }
     }
 
@@ -69,43 +90,51 @@ impl CudaDevice {
 
     /// dy becomes dy · gelu'(x + bias).
     fn gelu_back(&self, dy: &mut Buffer, x: &Buffer, bias: Option<&Buffer>) -> Result<()> {
-        self.f32s("gelu", &[x, dy])?;
+        let operands = [&[x, dy][..], bias.as_slice()].concat();
+        let (kernel, f16) = self.of_storage("gelu", &operands, ["gelu_backward", "gelu_backward_16"])?;
         let (bias, n) = self.bias_of("gelu", bias)?;
         let (count, dy) = (x.count(), self.place_mut("gelu", dy)?);
         let args = [self.place("gelu", x)?.into(), bias, dy.into(), count.into(), n.into()];
-        self.launch("gelu", "gelu_backward", [count, 0], &args)
+        self.launch("gelu", kernel, [count, 0], &[&args[..], f16.as_slice()].concat())
     }
 
-    /// x becomes x + bias.
-    pub(super) fn add_bias(&self, x: &mut Buffer, bias: &Buffer) -> Result<()> {
+    /// The first `count` elements of x become x + bias.
+    pub(super) fn add_bias(&self, x: &mut Buffer, count: usize, bias: &Buffer) -> Result<()> {
         self.f32s("bias", &[x, bias])?;
-        let (at, n, count) = (self.place_mut("bias", x)?, bias.count(), x.count());
+        let (at, n) = (self.place_mut("bias", x)?, bias.count());
         let args = [at.into(), self.place("bias", bias)?.into(), at.into(), count.into(), n.into()];
         self.launch("bias", "bias", [count, 0], &args)
     }
 
     /// silu(gate) · up of the pairs in x, in the type `stored`.
     pub(super) fn swiglu_of(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
-        self.f32s("swiglu", &[x])?;
-        let kernel = self.stored("swiglu", stored, ["swiglu_forward_f32", "swiglu_forward_bf16"])?;
+        let (kernel, f16) = self.of_storage("swiglu", &[x], ["swiglu_forward_f32", "swiglu_forward_16"])?;
+        let kernel = self.stored("swiglu", (x, stored), [kernel, "swiglu_forward_bf16"])?;
         let out = self.alloc(stored, x.count() / 2)?;
-        self.write_elements("swiglu", kernel, out.count(), &[x], &out, &[])?;
+        self.write_elements("swiglu", kernel, out.count(), &[x], &out, f16.as_slice())?;
         Ok(out)
     }
 }
 
 impl CudaDevice {
-    /// x times factors that a kernel, of the operation's name, draws by the global index of each element.
-    pub(super) fn times_drawn(&self, op: &'static str, x: &Buffer, mask: &DropoutMask, of: [f32; 2]) -> Result<Buffer> {
-        self.f32s(op, &[x])?;
+    /// x times factors that a kernel, for x of f32 or of 16 bits, draws by the global index of each element.
+    pub(super) fn times_drawn(
+        &self,
+        op: &'static str,
+        kernels: [&'static str; 2],
+        x: &Buffer,
+        mask: &DropoutMask,
+        of: [f32; 2],
+    ) -> Result<Buffer> {
+        let (kernel, f16) = self.of_storage(op, &[x], kernels)?;
         let DropoutMask { key, ndim, local, offset, global, .. } = *mask;
         let local = local[..ndim].iter().map(|&extent| extent as i64);
         let sizes = local.chain(offset[..ndim].iter().chain(&global[..ndim]).map(|&at| at as i64));
         let sizes = self.kept(sizes.collect())?;
-        let (y, [key0, key1], count) = (self.alloc(DType::F32, x.count())?, key.words(), x.count());
+        let (y, [key0, key1], count) = (self.alloc(x.dtype(), x.count())?, key.words(), x.count());
         let from = [self.place(op, x)?.into(), self.place(op, &sizes)?.into(), (ndim as i32).into()];
         let rest = [key0.into(), key1.into(), of[0].into(), of[1].into(), self.place(op, &y)?.into(), count.into()];
-        self.launch(op, op, [count, 0], &[&from[..], &rest].concat())?;
+        self.launch(op, kernel, [count, 0], &[&from[..], &rest, f16.as_slice()].concat())?;
         Ok(y)
     }
 }
@@ -113,7 +142,7 @@ impl CudaDevice {
 impl Pointwise for CudaDevice {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
         if [a.dtype(), b.dtype()] != [DType::F64; 2] {
-            return self.elements("add", "add", a.count(), &[a, b], &[]);
+            return self.elements_like("add", ["add", "add_16"], &[a, b], &[]);
         }
         let out = self.alloc(DType::F64, a.count())?;
         self.write_elements("add", "add_f64", a.count(), &[a, b], &out, &[])?;
@@ -121,15 +150,15 @@ impl Pointwise for CudaDevice {
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
-        let kernel = match [a.dtype(), b.dtype()] {
-            [DType::F32, DType::F32] => "add_assign",
-            [DType::F64, DType::F64] => "add_assign_f64",
-            [_, other] => return Err(self.lacks("add", other)),
+        let (kernel, f16) = match [a.dtype(), b.dtype()] {
+            [DType::F64, DType::F64] => ("add_assign_f64", None),
+            _ => self.of_storage("add", &[a, b], ["add_assign", "add_assign_16"])?,
         };
         let count = b.count();
         a.slice(at..at + count)?;
         let to = self.place_mut("add", a)?.offset(a.dtype().size() * at);
-        self.launch("add", kernel, [count, 0], &[to.into(), self.place("add", b)?.into(), count.into()])
+        let args = [to.into(), self.place("add", b)?.into(), count.into()];
+        self.launch("add", kernel, [count, 0], &[&args[..], f16.as_slice()].concat())
     }
 
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
@@ -148,11 +177,10 @@ impl Pointwise for CudaDevice {
     }
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        self.elements("bias", "bias", x.count(), &[x, bias], &[bias.count().into()])
+        self.elements_like("bias", ["bias", "bias_16"], &[x, bias], &[bias.count().into()])
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
-        self.f32s("bias", &[dy])?;
         let cut = self.cut(dy.count() / n, blocks)?;
         let parts = self.sum_rows("bias", dy, &cut, n)?;
         self.sum_parts("bias", &parts, &cut, n)
@@ -160,7 +188,7 @@ impl Pointwise for CudaDevice {
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
         let rest = [bias.count().into()];
-        self.elements("bias_residual", "bias_residual", x.count(), &[x, bias, residual], &rest)
+        self.elements_like("bias_residual", ["bias_residual", "bias_residual_16"], &[x, bias, residual], &rest)
     }
 
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
@@ -168,12 +196,24 @@ impl Pointwise for CudaDevice {
     }
 
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
-        self.gelu_back(dy, x, Some(bias))?;
-        self.bias_grad(dy, bias.count(), blocks)
+        if !x.dtype().is_half() {
+            self.gelu_back(dy, x, Some(bias))?;
+            return self.bias_grad(dy, bias.count(), blocks);
+        }
+        // The gradient of the bias is summed before dx is rounded.
+        let (op, n) = ("gelu", bias.count());
+        let (kernel, f16) = self.of_storage(op, &[x, dy, bias], ["gelu_backward", "gelu_backward_parts_16"])?;
+        let cut = self.cut(x.count() / n, blocks)?;
+        let parts = self.alloc(DType::F32, n * cut.parts())?;
+        let to = self.place_mut(op, dy)?;
+        let place = |buffer| self.place(op, buffer);
+        let args = [place(x)?, place(bias)?, to, self.starts(op, &cut)?, place(&parts)?].map(Argument::from);
+        self.launch(op, kernel, [cut.parts(), n], &[&args[..], &[n.into()], f16.as_slice()].concat())?;
+        self.sum_parts(op, &parts, &cut, n)
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
-        self.gelu_of(x, None, DType::F32)
+        self.gelu_of(x, None, x.dtype())
     }
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
@@ -187,9 +227,9 @@ impl Pointwise for CudaDevice {
     }
 
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
-        self.f32s("swiglu", &[dy, x])?;
+        let (kernel, f16) = self.of_storage("swiglu", &[dy, x], ["swiglu_backward", "swiglu_backward_16"])?;
         let args = [self.place("swiglu", dy)?.into(), self.place_mut("swiglu", x)?.into(), dy.count().into()];
-        self.launch("swiglu", "swiglu_backward", [dy.count(), 0], &args)
+        self.launch("swiglu", kernel, [dy.count(), 0], &[&args[..], f16.as_slice()].concat())
     }
 
     fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)> {
@@ -230,6 +270,12 @@ impl Pointwise for CudaDevice {
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        self.times_drawn("dropout", x, mask, [mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32])
+        self.times_drawn(
+            "dropout",
+            ["dropout", "dropout_16"],
+            x,
+            mask,
+            [mask.p, (1.0 / (1.0 - f64::from(mask.p))) as f32],
+        )
     }
 }

@@ -53,7 +53,8 @@ impl CudaDevice {
         positions: Option<&Buffer>,
     ) -> Result<Buffer> {
         let op = "rotary";
-        let mut to = self.scratch(DType::F32, x.count())?;
+        let (kernel, f16) = self.of_storage(op, &[x], ["rotary_forward", "rotary_forward_16"])?;
+        let mut to = self.scratch(x.dtype(), x.count())?;
         self.copy_into(x, 0..x.count(), &mut to, 0)?;
         let rows = x.count() / row.max(1);
         let args = [
@@ -68,25 +69,28 @@ impl CudaDevice {
             heads.into(),
             head_dim.into(),
         ];
-        self.launch(op, "rotary_forward", [rows * heads * (head_dim / 2), 0], &args)?;
+        self.launch(op, kernel, [rows * heads * (head_dim / 2), 0], &[&args[..], f16.as_slice()].concat())?;
         Ok(to)
     }
 
-    /// Turns gradients of rotated heads back, in place: `rows` rows of `heads` heads.
+    /// Turns gradients of rotated heads back, in place: the first `heads` heads of `rows` rows of `row` elements, of f32 or of bf16.
     pub(super) fn turned_back(
         &self,
         rotary: Rotary,
-        x: Address,
-        rows: usize,
+        (x, dtype): (Address, DType),
+        [rows, row]: [usize; 2],
         [seq, heads, head_dim]: [usize; 3],
         positions: Option<&Buffer>,
     ) -> Result<()> {
         let op = "rotary";
         let angles = self.angles(rotary, seq, head_dim)?;
-        let row = heads * head_dim;
+        let (kernel, f16) = match dtype {
+            DType::Bf16 => ("rotary_backward_16", Some(0_i32.into())),
+            _ => ("rotary_backward", None),
+        };
         let sizes = [rows, seq, heads, head_dim].map(Into::into);
         let of = [x.into(), row.into(), self.place(op, &angles)?.into(), self.place_or_none(op, positions)?];
-        let args = [&of[..], &sizes].concat();
-        self.launch(op, "rotary_backward", [rows * heads * (head_dim / 2), 0], &args)
+        let args = [&of[..], &sizes, f16.as_slice()].concat();
+        self.launch(op, kernel, [rows * heads * (head_dim / 2), 0], &args)
     }
 }

@@ -247,6 +247,7 @@ impl Routing for CudaDevice {
     }
 
     fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        self.times_drawn("jitter", x, mask, [1.0 - mask.p, 2.0 * mask.p])
+        self.f32s("jitter", &[x])?;
+        self.times_drawn("jitter", ["jitter"; 2], x, mask, [1.0 - mask.p, 2.0 * mask.p])
     }
 }

@@ -51,9 +51,10 @@ impl CudaDevice {
 
     /// For each part the sum of its rows of x.
     pub(super) fn sum_rows(&self, op: &'static str, x: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
+        let (kernel, f16) = self.of_storage(op, &[x], ["sum_parts", "sum_parts_16"])?;
         let parts = self.alloc(DType::F32, n * cut.parts())?;
         let args = [self.place(op, x)?.into(), self.starts(op, cut)?.into(), self.place(op, &parts)?.into(), n.into()];
-        self.launch(op, "sum_parts", [cut.parts(), n], &args)?;
+        self.launch(op, kernel, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
         Ok(parts)
     }
 

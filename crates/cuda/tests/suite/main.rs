@@ -5,6 +5,7 @@ mod collectives;
 mod compression;
 mod emulator;
 mod experts;
+mod halves;
 mod ops;
 mod overlap;
 mod replay;

@@ -1,5 +1,5 @@
 use super::kernels::{self, attention, dropout};
-use super::{Cpu, for_float};
+use super::{Cpu, for_float, for_stored};
 use crate::device::{Device, Work};
 use crate::error::{Error, Result};
 use crate::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape, Rotary};
@@ -85,11 +85,11 @@ impl Attention for Cpu {
         let packing = packing("attention", shape, with.documents)?;
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
-        for_float!(self, "attention", qkv, T => {
-            let qkv = qkv.as_slice::<T>()?;
+        for_stored!(self, "attention", qkv, S, T => {
+            let qkv = qkv.as_slice::<S>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
-            let out = self.output::<T>(qkv.len() / 3, |out| {
+            let out = self.output::<S>(qkv.len() / 3, |out| {
                 attention::forward(self.precision, dims(shape), qkv, out, rows, masks(with, packing));
             })?;
             Ok((out, lse))
@@ -108,14 +108,14 @@ impl Attention for Cpu {
         let packing = packing("attention", shape, with.documents)?;
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
-        for_float!(self, "attention", qkv, T => {
+        for_stored!(self, "attention", qkv, S, T => {
             let saved = attention::Saved {
-                qkv: qkv.as_slice::<T>()?,
-                out: out.as_slice::<T>()?,
+                qkv: qkv.as_slice::<S>()?,
+                out: out.as_slice::<S>()?,
                 lse: lse.as_slice::<T>()?,
             };
-            let dout = dout.as_slice::<T>()?;
-            self.output::<T>(qkv.count(), |dqkv| {
+            let dout = dout.as_slice::<S>()?;
+            self.output::<S>(qkv.count(), |dqkv| {
                 attention::backward(self.precision, dims(shape), saved, dout, dqkv, masks(with, packing));
             })
         })
@@ -132,13 +132,13 @@ impl Attention for Cpu {
         let packing = packing("grouped_attention", of, with.documents)?;
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(of.forward_flops(), of, packing));
-        for_float!(self, "grouped_attention", q, T => {
+        for_stored!(self, "grouped_attention", q, S, T => {
             let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
-            let operands = [q.as_slice::<T>()?, kv.as_slice::<T>()?];
+            let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
             let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, packing));
-            let out = self.output::<T>(q.count(), |out| {
+            let out = self.output::<S>(q.count(), |out| {
                 attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, masks);
             })?;
             Ok((out, lse))
@@ -175,19 +175,19 @@ impl Attention for Cpu {
         let packing = packing("grouped_attention", of, with.documents)?;
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(of.backward_flops(), of, packing));
-        for_float!(self, "grouped_attention", q, T => {
+        for_stored!(self, "grouped_attention", q, S, T => {
             let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let saved = SavedGrouped {
-                q: q.as_slice::<T>()?,
-                kv: kv.as_slice::<T>()?,
-                out: out.as_slice::<T>()?,
+                q: q.as_slice::<S>()?,
+                kv: kv.as_slice::<S>()?,
+                out: out.as_slice::<S>()?,
                 lse: lse.as_slice::<T>()?,
             };
-            let (dout, groups, masks) = (dout.as_slice::<T>()?, groups(shape), masks(with, packing));
-            let mut dq = self.alloc(T::DTYPE, q.count())?;
-            let mut dkv = self.alloc(T::DTYPE, kv.count())?;
-            let gradients = [dq.as_mut_slice::<T>()?, dkv.as_mut_slice::<T>()?];
+            let (dout, groups, masks) = (dout.as_slice::<S>()?, groups(shape), masks(with, packing));
+            let mut dq = self.alloc(S::DTYPE, q.count())?;
+            let mut dkv = self.alloc(S::DTYPE, kv.count())?;
+            let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
             attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, masks);
             Ok((dq, dkv))
         })

@@ -97,7 +97,7 @@ impl ChannelNorm for Cpu {
             let rows = RowSums::new(groups.blocks * groups.rows, groups.row_blocks());
             self.output::<T>(x.len(), |y| {
                 let vectors = rows.vectors(&mean, n).zip(rows.vectors(&rstd, n));
-                let pieces = rows.cut_mut(y, n).zip(rows.cut(x, n)).zip(vectors);
+                let pieces = rows.cut(y, n).zip(rows.cut(x, n)).zip(vectors);
                 share_parts(pieces, n, |((y, x), (mean, rstd))| {
                     kernels::normalise(x, Channels { mean, rstd }, gamma, beta, y);
                 });
@@ -145,7 +145,7 @@ impl ChannelNorm for Cpu {
             let (g, gx) = (means(&dbeta)?, means(&dgamma)?);
             let dx = self.output::<T>(x.len(), |dx| {
                 let means = rows.vectors(&g, n).zip(rows.vectors(&gx, n));
-                let pieces = rows.cut_mut(dx, n).zip(rows.cut(dy, n).zip(rows.cut(x, n))).zip(stats().zip(means));
+                let pieces = rows.cut(dx, n).zip(rows.cut(dy, n).zip(rows.cut(x, n))).zip(stats().zip(means));
                 share_parts(pieces, n, |((dx, (dy, x)), ((mean, rstd), (g, gx)))| {
                     kernels::input_backward(dy, x, Channels { mean, rstd }, gamma, Means { g, gx }, dx);
                 });

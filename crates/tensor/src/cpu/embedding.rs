@@ -1,5 +1,6 @@
+use super::kernels::round::read;
 use super::kernels::{embedding, pointwise};
-use super::{Cpu, for_float, row_piece};
+use super::{Cpu, for_widened, loaded, row_piece, row_piece_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Embedding, TableGrad};
 use meshwork_core::Buffer;
@@ -11,16 +12,16 @@ const GRAD_PIECES: usize = 16;
 
 impl Embedding for Cpu {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
-        for_float!(self, "embedding", table, T => {
+        for_widened!(self, "embedding", table, T => {
             let ids = ids.as_slice::<i32>()?;
             let known = |id: i32| usize::try_from(id).is_ok_and(|id| id < vocab);
             if let Some(at) = ids.iter().position(|&id| !known(id)) {
                 return Err(Error::Id { op: "embedding", id: ids[at], at, vocab });
             }
-            let held = &table.as_slice::<T>()?[..rows.len() * width];
-            self.output::<T>(ids.len() * width, |out| {
-                let piece = row_piece(width);
-                share(out.chunks_mut(piece).zip(ids.chunks(piece / width)), |(out, ids)| {
+            let held = loaded::<T>(table)?.part(0..rows.len() * width);
+            self.like::<T>(table, ids.len() * width, |out| {
+                let piece = row_piece_of(table.dtype(), width);
+                share(out.chunks(piece).zip(ids.chunks(piece / width)), |(out, ids)| {
                     embedding::lookup(ids, held, rows.start, width, out);
                 });
             })
@@ -35,8 +36,8 @@ impl Embedding for Cpu {
         width: usize,
         dtable: TableGrad<'_>,
     ) -> Result<()> {
-        for_float!(self, "embedding", dout, T => {
-            let (ids, dout) = (ids.as_slice::<i32>()?, dout.as_slice::<T>()?);
+        for_widened!(self, "embedding", dout, T => {
+            let (ids, dout) = (ids.as_slice::<i32>()?, loaded::<T>(dout)?);
             let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
             let (held, padding) = dtable.split_at_mut(rows.len() * width);
@@ -61,16 +62,18 @@ impl Embedding for Cpu {
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
-        for_float!(self, "positions", x, T => {
-            let (x, table) = (x.as_slice::<T>()?, table.as_slice::<T>()?);
-            let (sequence, piece) = ((seq * width).max(1), row_piece(width));
-            self.output::<T>(x.len(), |out| {
-                let pieces = out.chunks_mut(sequence).zip(x.chunks(sequence)).flat_map(|(out, x)| {
-                    out.chunks_mut(piece).zip(x.chunks(piece)).enumerate()
+        for_widened!(self, "positions", x, T => {
+            let (all, table) = (loaded::<T>(x)?, loaded::<T>(table)?);
+            let (sequence, piece) = ((seq * width).max(1), row_piece_of(x.dtype(), width));
+            self.like::<T>(x, x.count(), |out| {
+                let pieces = out.chunks(sequence).zip(all.chunks(sequence)).flat_map(|(out, x)| {
+                    out.chunks(piece).zip(x.chunks(piece)).enumerate()
                 });
                 share(pieces, |(i, (out, x))| {
-                    let (first, rows) = (first + i * piece / width, x.len() / width);
-                    embedding::add_positions(x, table, first, rows, width, out);
+                    let at = first * width + i * piece;
+                    read([x, table.part(at..at + x.len())], |[x, table]| {
+                        out.write(|out| embedding::add_positions(x, table, 0, x.len() / width, width, out));
+                    });
                 });
             })
         })
@@ -84,8 +87,8 @@ impl Embedding for Cpu {
         width: usize,
         dtable: TableGrad<'_>,
     ) -> Result<()> {
-        for_float!(self, "positions", dout, T => {
-            let dout = dout.as_slice::<T>()?;
+        for_widened!(self, "positions", dout, T => {
+            let dout = loaded::<T>(dout)?;
             let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + rows * width];
             let (before, rest) = dtable.split_at_mut(first * width);
@@ -101,14 +104,17 @@ impl Embedding for Cpu {
                 if !accumulate {
                     dtable.fill(0.0);
                 }
-                let of_sample = |sample: usize| &dout[sample * seq * width + i * piece..][..dtable.len()];
+                let of_sample = |sample: usize| {
+                    let at = sample * seq * width + i * piece;
+                    dout.part(at..at + dtable.len())
+                };
                 let mut sums: Vec<T> = Vec::new();
                 let of_block = samples.div_ceil(blocks);
                 for block in 0..blocks {
                     let at = sums.len();
                     sums.resize(at + dtable.len(), 0.0);
                     for sample in block * of_block..((block + 1) * of_block).min(samples) {
-                        pointwise::add_assign(&mut sums[at..], of_sample(sample));
+                        read([of_sample(sample)], |[dout]| pointwise::add_assign(&mut sums[at..], dout));
                     }
                 }
                 pointwise::tree_sum(&mut sums, dtable.len(), pointwise::add_assign);

@@ -88,7 +88,7 @@ impl Grouped for Cpu {
             let mut y = self.alloc(T::DTYPE, total * n)?;
             let (x, w) = (self.operand_of::<T>(x, (k, 1))?, self.operand_of::<T>(w, (1, k))?);
             let products = parts(y.as_mut_slice::<T>()?, rows.len(), |group| rows[group] * n);
-            let activated = self.stored::<T>("grouped_linear", stored, total * n / 2, |mut out| {
+            let activated = self.stored::<T>("grouped_linear", (T::DTYPE, stored), total * n / 2, |mut out| {
                 let activated = rows.iter().map(|&rows| {
                     let (first, rest) = std::mem::replace(&mut out, Stored::Full(&mut [])).split_at(rows * n / 2);
                     out = rest;

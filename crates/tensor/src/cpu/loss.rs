@@ -1,5 +1,6 @@
+use super::kernels::round::{Loaded, read};
 use super::kernels::{Float, loss};
-use super::{Cpu, for_float, row_piece};
+use super::{Cpu, for_float, for_widened, loaded, row_piece_of, stored};
 use crate::error::{Error, Result};
 use crate::kernel::{Loss, VocabShard};
 use meshwork_core::Buffer;
@@ -12,8 +13,8 @@ fn columns(shard: VocabShard) -> loss::Columns {
 
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        for_float!(self, "cross_entropy", logits, T => {
-            let (logits, ids) = (logits.as_slice::<T>()?, targets.as_slice::<i32>()?);
+        for_widened!(self, "cross_entropy", logits, T => {
+            let (dtype, logits, ids) = (logits.dtype(), loaded::<T>(logits)?, targets.as_slice::<i32>()?);
             if let Some(at) = ids.iter().position(|&id| usize::try_from(id).is_ok_and(|id| id >= shard.vocab)) {
                 return Err(Error::Id { op: "cross_entropy", id: ids[at], at, vocab: shard.vocab });
             }
@@ -21,12 +22,12 @@ impl Loss for Cpu {
             let maxima = max.as_mut_slice::<T>()?;
             let sums = self.output::<T>(2 * ids.len(), |sums| {
                 let (sum_exp, target) = sums.split_at_mut(ids.len());
-                let piece = row_piece(shard.pitch);
+                let piece = row_piece_of(dtype, shard.pitch);
                 let rows = piece / shard.pitch;
                 let outputs = maxima.chunks_mut(rows).zip(sum_exp.chunks_mut(rows)).zip(target.chunks_mut(rows));
                 let pieces = logits.chunks(piece).zip(ids.chunks(rows)).zip(outputs);
                 share(pieces, |((logits, ids), ((max, sum_exp), target))| {
-                    loss::row_stats(columns(shard), logits, ids, max, sum_exp, target);
+                    read([logits], |[logits]| loss::row_stats(columns(shard), logits, ids, max, sum_exp, target));
                 });
             })?;
             Ok((max, sums))
@@ -78,30 +79,30 @@ impl Loss for Cpu {
             let scale = scale.as_slice::<f64>()?;
             // Pieces of the rows of one sample, which share a scale.
             let sample = (targets.len() / scale.len().max(1)).max(1);
-            let rows = row_piece(shard.pitch) / shard.pitch;
-            let samples = logits.as_mut_slice::<T>()?.chunks_mut(sample * shard.pitch).zip(scale);
+            let rows = row_piece_of(logits.dtype(), shard.pitch) / shard.pitch;
+            let samples = stored::<T>(logits)?.chunks(sample * shard.pitch).zip(scale);
             let pieces = samples.zip(targets.chunks(sample).zip(lse.chunks(sample))).flat_map(|((logits, &scale), (targets, lse))| {
-                logits.chunks_mut(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
+                logits.chunks(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
             });
             share(pieces, |((logits, (targets, lse)), scale)| {
-                loss::backward(columns(shard), logits, targets, lse, T::from_f64(scale));
+                logits.update(|logits| loss::backward(columns(shard), logits, targets, lse, T::from_f64(scale)));
             });
             Ok(())
         })
     }
 
     fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
-        for_float!(self, "correct", logits, T => {
-            let (logits, targets) = (logits.as_slice::<T>()?, targets.as_slice::<i32>()?);
+        for_widened!(self, "correct", logits, T => {
+            let (logits, targets) = (loaded::<T>(logits)?, targets.as_slice::<i32>()?);
             let rows = (targets.len() / samples.max(1)).max(1);
-            let right = |(row, &target): (&[T], &i32)| {
+            let right = |(row, &target): (Loaded<'_, T>, &i32)| read([row], |[row]| {
                 let target = usize::try_from(target).ok().filter(|&target| target < row.len());
                 target.is_some_and(|t| {
                     row[..t].iter().all(|x| x.to_f64() < row[t].to_f64())
                         && row[t..].iter().all(|x| x.to_f64() <= row[t].to_f64())
                 })
-            };
-            let of = |(logits, targets): (&[T], &[i32])| {
+            });
+            let of = |(logits, targets): (Loaded<'_, T>, &[i32])| {
                 logits.chunks(width.max(1)).zip(targets).filter(|&row| right(row)).count() as f64
             };
             let counts: Vec<f64> = logits.chunks((rows * width).max(1)).zip(targets.chunks(rows)).map(of).collect();

@@ -2,23 +2,79 @@ use super::kernels::Float;
 use super::kernels::matmul::{
     Epilogue, MatmulOperand, Precision, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum,
 };
-use super::{Cpu, for_float};
+use super::kernels::round::{Stored, with_room};
+use super::{Cpu, PIECE, for_float, for_widened, loaded, stored};
 use crate::device::{Device, Work};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{Gemm, Matmul};
 use crate::tape::Terms;
+use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};
+use std::ops::Range;
+
+/// Elements of a block of a result of 16 bits that are computed in f32 before they are rounded: 8 MiB, which stay in the last-level cache.
+const ROUNDED: usize = 1 << 21;
+
+/// Rows of such a block: enough that packing the right operand once more for each block is 1% of the product.
+const ROUNDED_ROWS: usize = 2048;
+
+/// Columns of such a block are a multiple of this: those that a product packs at a time.
+const ROUNDED_COLUMNS: usize = 768;
+
+/// Rows and columns of a block of a result.
+type Block = [Range<usize>; 2];
+
+/// Has `compute` write a row-major C of `[m, n]`, or add to it: whole, or in 16 bits by blocks that are rounded once.
+fn in_blocks<T: Float + Element>(
+    [m, n]: [usize; 2],
+    accumulate: bool,
+    mut c: Stored<'_, T>,
+    mut compute: impl FnMut(Block, &mut [T]) -> Result<()>,
+) -> Result<()> {
+    if let Stored::Full(c) = c {
+        return compute([0..m, 0..n], c);
+    }
+    let rows = m.clamp(1, ROUNDED_ROWS);
+    let columns = (ROUNDED / rows / ROUNDED_COLUMNS).max(1) * ROUNDED_COLUMNS;
+    for first_row in (0..m).step_by(rows) {
+        for first in (0..n).step_by(columns) {
+            let (rows, columns) = (first_row..m.min(first_row + rows), first..n.min(first + columns));
+            let width = columns.len();
+            with_room(rows.len() * width, |block: &mut [T]| {
+                // Some rows of C, and of the block, at a time.
+                let at_once = (PIECE / width).max(1);
+                if accumulate {
+                    let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
+                    share(block.chunks_mut(at_once * width).zip(of_c), |(block, c)| {
+                        for (to, c) in block.chunks_mut(width).zip(c.chunks(n)) {
+                            c.part(columns.clone()).loaded().widen(to);
+                        }
+                    });
+                }
+                compute([rows.clone(), columns.clone()], block)?;
+                let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
+                share(block.chunks(at_once * width).zip(of_c), |(block, c)| {
+                    for (from, c) in block.chunks(width).zip(c.chunks(n)) {
+                        c.part(columns.clone()).round(from);
+                    }
+                });
+                Ok::<(), Error>(())
+            })?;
+        }
+    }
+    Ok(())
+}
 
 impl Matmul for Cpu {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
-        for_float!(self, "matmul", c, T => {
-            let c = &mut c.as_mut_slice::<T>()?[start..start + spec.m * spec.n];
-            self.product::<T>(spec, [a, b], c, Epilogue::Nothing)
+        for_widened!(self, "matmul", c, T => {
+            let c = stored::<T>(c)?.part(start..start + spec.m * spec.n);
+            self.product::<T>(spec, [a, b], c, None)
         })
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
-        for_float!(self, "matmul", c, T => {
+        for_widened!(self, "matmul", c, T => {
             let [Gemm { m, n, .. }, _] = specs;
             let mut summands = Vec::with_capacity(2);
             for (spec, operands) in specs.into_iter().zip(a.into_iter().zip(b)) {
@@ -26,16 +82,23 @@ impl Matmul for Cpu {
                 self.meter().add_flops(Work::Matmul, spec.flops());
                 summands.push(Summand { k: spec.k, a, b, terms: spec.terms });
             }
-            gemm_sum(self.precision, [m, n], &summands, &mut c.as_mut_slice::<T>()?[start..start + m * n]);
-            Ok(())
+            let c = stored::<T>(c)?.part(start..start + m * n);
+            in_blocks([m, n], false, c, |[rows, columns], c| {
+                let summands: Vec<Summand<'_, T>> = summands
+                    .iter()
+                    .map(|of| Summand { a: of.a.from(rows.start, 0), b: of.b.from(0, columns.start), ..*of })
+                    .collect();
+                gemm_sum(self.precision, [rows.len(), columns.len()], &summands, c);
+                Ok(())
+            })
         })
     }
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        for_float!(self, "matmul", bias, T => {
-            let bias = Epilogue::Bias(bias.as_slice::<T>()?);
-            let mut y = self.alloc(T::DTYPE, m * n)?;
-            self.product::<T>(Gemm::linear(m, n, k), [x, w], y.as_mut_slice()?, bias)?;
+        for_widened!(self, "matmul", bias, T => {
+            let mut y = self.alloc(bias.dtype(), m * n)?;
+            let bias = loaded::<T>(bias)?.whole();
+            self.product::<T>(Gemm::linear(m, n, k), [x, w], stored(&mut y)?, Some(&bias))?;
             Ok(y)
         })
     }
@@ -52,8 +115,8 @@ impl Matmul for Cpu {
             let bias = bias.as_slice::<T>()?;
             let mut y = self.alloc(T::DTYPE, m * n)?;
             let product = y.as_mut_slice::<T>()?;
-            let activated = self.stored::<T>("matmul", stored, m * n, |out| {
-                self.product(Gemm::linear(m, n, k), [x, w], product, Epilogue::BiasGelu(bias, out))
+            let activated = self.stored::<T>("matmul", (T::DTYPE, stored), m * n, |out| {
+                self.finished(Gemm::linear(m, n, k), [x, w], product, Epilogue::BiasGelu(bias, out))
             })?;
             Ok((y, activated))
         })
@@ -63,8 +126,8 @@ impl Matmul for Cpu {
         for_float!(self, "matmul", w, T => {
             let mut y = self.alloc(T::DTYPE, m * n)?;
             let product = y.as_mut_slice::<T>()?;
-            let activated = self.stored::<T>("matmul", stored, m * n / 2, |out| {
-                self.product(Gemm::linear(m, n, k), [x, w], product, Epilogue::Swiglu(out))
+            let activated = self.stored::<T>("matmul", (T::DTYPE, stored), m * n / 2, |out| {
+                self.finished(Gemm::linear(m, n, k), [x, w], product, Epilogue::Swiglu(out))
             })?;
             Ok((y, activated))
         })
@@ -72,25 +135,44 @@ impl Matmul for Cpu {
 }
 
 impl Cpu {
+    /// A product, and a bias added to it.
     fn product<T: Float + Element>(
         &self,
         spec: Gemm,
         operands: [&Buffer; 2],
-        c: &mut [T],
-        epilogue: Epilogue<'_, T>,
+        c: Stored<'_, T>,
+        bias: Option<&[T]>,
     ) -> Result<()> {
         let Gemm { m, n, k, accumulate, terms, exact, .. } = spec;
         let precision = if exact { Precision::F32 } else { self.precision };
         let [a, b] = self.operands_of(spec, operands)?;
         let update = if accumulate { Update::Accumulate } else { Update::Overwrite };
         self.meter().add_flops(Work::Matmul, spec.flops());
-        match terms {
-            Terms::WHOLE => gemm_shared(precision, [m, n, k], a, b, c, update, epilogue),
-            _ => {
-                debug_assert!(!accumulate && matches!(epilogue, Epilogue::Nothing), "only sums of one block go on");
-                gemm_blocks(precision, [m, n, k], a, b, c, terms);
+        in_blocks([m, n], accumulate, c, |[rows, columns], c| {
+            let (dims, a, b) = ([rows.len(), columns.len(), k], a.from(rows.start, 0), b.from(0, columns.start));
+            let epilogue = bias.map_or(Epilogue::Nothing, |bias| Epilogue::Bias(&bias[columns]));
+            match terms {
+                Terms::WHOLE => gemm_shared(precision, dims, a, b, c, update, epilogue),
+                _ => {
+                    debug_assert!(!accumulate && bias.is_none(), "only sums of one block go on");
+                    gemm_blocks(precision, dims, a, b, c, terms);
+                }
             }
-        }
+            Ok(())
+        })
+    }
+
+    /// A product of sums of one block in its own type, and what follows it in the same pass.
+    fn finished<T: Float + Element>(
+        &self,
+        spec: Gemm,
+        operands: [&Buffer; 2],
+        c: &mut [T],
+        epilogue: Epilogue<'_, T>,
+    ) -> Result<()> {
+        let [a, b] = self.operands_of(spec, operands)?;
+        self.meter().add_flops(Work::Matmul, spec.flops());
+        gemm_shared(self.precision, [spec.m, spec.n, spec.k], a, b, c, Update::Overwrite, epilogue);
         Ok(())
     }
 

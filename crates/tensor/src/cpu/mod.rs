@@ -27,7 +27,7 @@ use crate::tape::RowBlocks;
 use arena::Arena;
 use kernels::Float;
 pub use kernels::matmul::Precision;
-use kernels::round::Stored;
+use kernels::round::{Cut, Loaded, Stored};
 use meshwork_core::{Buffer, DType, Element};
 use std::sync::Arc;
 
@@ -169,8 +169,19 @@ const PIECE: usize = 1 << 15;
 
 /// Elements of a piece that is whole rows of `n`.
 fn row_piece(n: usize) -> usize {
-    let n = n.max(1);
-    (PIECE / n).max(1) * n
+    row_piece_of(DType::F32, n)
+}
+
+/// Elements of a piece that is whole rows of `n`, of a type: in 16 bits half as many, because copies in f32 of all operands of a piece stay
+/// in the cache too.
+fn row_piece_of(dtype: DType, n: usize) -> usize {
+    let (piece, n) = (if dtype.is_half() { PIECE / 2 } else { PIECE }, n.max(1));
+    (piece / n).max(1) * n
+}
+
+/// Rows of `n` elements of a part of a sum over rows that are widened at once, and then added.
+fn rows_at_once(n: usize) -> usize {
+    (PIECE / 4 / n.max(1)).max(1)
 }
 
 /// Rows of a part of a sum over rows.
@@ -202,13 +213,12 @@ impl RowSums {
     }
 
     /// Rows of `n` elements, cut into parts.
-    fn cut<'a, T>(&self, mut rows: &'a [T], n: usize) -> impl Iterator<Item = &'a [T]> {
-        self.parts.iter().map(move |part| rows.split_off(..part * n).unwrap_or_default())
-    }
-
-    /// The same, for writing.
-    fn cut_mut<'a, T>(&self, mut rows: &'a mut [T], n: usize) -> impl Iterator<Item = &'a mut [T]> {
-        self.parts.iter().map(move |part| rows.split_off_mut(..part * n).unwrap_or_default())
+    fn cut<C: Cut>(&self, rows: C, n: usize) -> impl Iterator<Item = C> {
+        self.parts.iter().scan(Some(rows), move |rest, part| {
+            let (first, after) = rest.take()?.cut_at(part * n);
+            *rest = Some(after);
+            Some(first)
+        })
     }
 
     /// The sums of all blocks from the sums of their parts, of `n` elements each.
@@ -230,28 +240,50 @@ impl Cpu {
         Ok(out)
     }
 
-    /// An output of `count` results in `T` written by `fill`, in that type or in that of its operands.
+    /// An output of `count` results in `T` written by `fill`, in the type `of` or in that of its operands.
     fn stored<T: Element>(
         &self,
         op: &'static str,
-        dtype: DType,
+        (of, dtype): (DType, DType),
         count: usize,
         fill: impl FnOnce(Stored<'_, T>) -> Result<()>,
     ) -> Result<Buffer> {
-        if dtype != T::DTYPE && dtype != self.operand_dtype(T::DTYPE) {
+        if dtype != of && dtype != self.operand_dtype(of) {
             return Err(self.unsupported(op, dtype));
         }
         let mut out = self.alloc(dtype, count)?;
-        fill(match dtype {
-            DType::Bf16 => Stored::Rounded(out.as_mut_slice()?),
-            _ => Stored::Full(out.as_mut_slice()?),
-        })?;
+        fill(stored(&mut out)?)?;
+        Ok(out)
+    }
+
+    /// An output of `count` results in `T` written by `fill`, in the type of x.
+    fn like<T: Element>(&self, x: &Buffer, count: usize, fill: impl FnOnce(Stored<'_, T>)) -> Result<Buffer> {
+        let mut out = self.alloc(x.dtype(), count)?;
+        fill(stored(&mut out)?);
         Ok(out)
     }
 
     fn unsupported(&self, op: &'static str, dtype: DType) -> Error {
         Error::DType { op, device: self.name().to_owned(), dtype, valid: "f32 or f64" }
     }
+}
+
+/// Elements that are computed in `T`.
+fn loaded<T: Element>(x: &Buffer) -> Result<Loaded<'_, T>> {
+    Ok(match x.dtype() {
+        DType::Bf16 => Loaded::Bf16(x.as_slice()?),
+        DType::F16 => Loaded::F16(x.as_slice()?),
+        _ => Loaded::Full(x.as_slice()?),
+    })
+}
+
+/// The same, for writing.
+fn stored<T: Element>(x: &mut Buffer) -> Result<Stored<'_, T>> {
+    Ok(match x.dtype() {
+        DType::Bf16 => Stored::Bf16(x.as_mut_slice()?),
+        DType::F16 => Stored::F16(x.as_mut_slice()?),
+        _ => Stored::Full(x.as_mut_slice()?),
+    })
 }
 
 /// Runs `$body` with `$T` standing for the float type of `$buffer`.
@@ -261,6 +293,38 @@ macro_rules! for_float {
     };
 }
 use for_float;
+
+/// Runs `$body` with `$T` standing for the type in which operations on the floats of `$buffer` compute: f32 for those of 16 bits, which
+/// [`loaded`] reads and [`stored`] writes.
+macro_rules! for_widened {
+    ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
+        super::for_dtype!($cpu, $op, $buffer.dtype().widened(), $T => $body)
+    };
+}
+use for_widened;
+
+/// The same with `$S` standing for the type of the elements in memory, for kernels that are generic over it.
+macro_rules! for_stored {
+    ($cpu:expr, $op:literal, $buffer:expr, $S:ident, $T:ident => $body:expr) => {
+        match $buffer.dtype() {
+            meshwork_core::DType::Bf16 => {
+                type $S = meshwork_core::bf16;
+                type $T = f32;
+                $body
+            }
+            meshwork_core::DType::F16 => {
+                type $S = meshwork_core::f16;
+                type $T = f32;
+                $body
+            }
+            dtype => super::for_dtype!($cpu, $op, dtype, $S => {
+                type $T = $S;
+                $body
+            }),
+        }
+    };
+}
+use for_stored;
 
 /// Runs `$body` with `$T` standing for this float type.
 macro_rules! for_dtype {

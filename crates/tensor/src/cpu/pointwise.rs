@@ -1,5 +1,6 @@
+use super::kernels::round::read;
 use super::kernels::{dropout, gelu, pointwise, relu, round, swiglu};
-use super::{Cpu, PIECE, RowSums, for_float, row_piece};
+use super::{Cpu, PIECE, RowSums, for_float, for_widened, loaded, row_piece_of, rows_at_once, stored};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{DropoutMask, Pointwise};
@@ -9,29 +10,31 @@ use meshwork_core::{Buffer, DType, Element};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
-        for_float!(self, "add", a, T => {
-            let (a, b) = (a.as_slice::<T>()?, b.as_slice::<T>()?);
-            self.output::<T>(a.len(), |out| {
-                let pieces = out.chunks_mut(PIECE).zip(a.chunks(PIECE)).zip(b.chunks(PIECE));
-                share(pieces, |((out, a), b)| pointwise::add(a, b, out));
+        for_widened!(self, "add", a, T => {
+            let ([a_all, b_all], piece) = ([loaded::<T>(a)?, loaded(b)?], row_piece_of(a.dtype(), 1));
+            self.like::<T>(a, a.count(), |out| {
+                let pieces = out.chunks(piece).zip(a_all.chunks(piece)).zip(b_all.chunks(piece));
+                share(pieces, |((out, a), b)| read([a, b], |[a, b]| out.write(|out| pointwise::add(a, b, out))));
             })
         })
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
-        for_float!(self, "add", b, T => {
-            let (a, b) = (&mut a.as_mut_slice::<T>()?[at..at + b.count()], b.as_slice::<T>()?);
-            share(a.chunks_mut(PIECE).zip(b.chunks(PIECE)), |(a, b)| pointwise::add_assign(a, b));
+        for_widened!(self, "add", b, T => {
+            let piece = row_piece_of(b.dtype(), 1);
+            let (a, b) = (stored::<T>(a)?.part(at..at + b.count()), loaded::<T>(b)?);
+            share(a.chunks(piece).zip(b.chunks(piece)), |(a, b)| read([b], |[b]| a.update(|a| pointwise::add_assign(a, b))));
             Ok(())
         })
     }
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        for_float!(self, "bias", x, T => {
-            let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
-            let piece = row_piece(bias.len());
-            self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| pointwise::bias(x, bias, out));
+        for_widened!(self, "bias", x, T => {
+            let (all, bias) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole());
+            let piece = row_piece_of(x.dtype(), bias.len());
+            self.like::<T>(x, x.count(), |out| {
+                let pieces = out.chunks(piece).zip(all.chunks(piece));
+                share(pieces, |(out, x)| read([x], |[x]| out.write(|out| pointwise::bias(x, &bias, out))));
             })
         })
     }
@@ -50,13 +53,15 @@ impl Pointwise for Cpu {
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
-        for_float!(self, "bias", dy, T => {
-            let dy = dy.as_slice::<T>()?;
+        for_widened!(self, "bias", dy, T => {
+            let dy = loaded::<T>(dy)?;
             let rows = RowSums::new(dy.len() / n, blocks);
             let parts = self.output::<T>(n * rows.parts(), |parts| {
                 share(parts.chunks_mut(n).zip(rows.cut(dy, n)), |(part, dy)| {
                     part.fill(0.0);
-                    pointwise::bias_backward(dy, part);
+                    for dy in dy.chunks(n * rows_at_once(n)) {
+                        read([dy], |[dy]| pointwise::bias_backward(dy, part));
+                    }
                 });
             })?;
             rows.finish(self, parts.as_slice::<T>()?, n)
@@ -64,37 +69,44 @@ impl Pointwise for Cpu {
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
-        for_float!(self, "bias_residual", x, T => {
-            let (x, bias, residual) = (x.as_slice::<T>()?, bias.as_slice::<T>()?, residual.as_slice::<T>()?);
-            let piece = row_piece(bias.len());
-            self.output::<T>(x.len(), |out| {
-                let pieces = out.chunks_mut(piece).zip(x.chunks(piece)).zip(residual.chunks(piece));
-                share(pieces, |((out, x), residual)| pointwise::bias_residual(x, bias, residual, out));
+        for_widened!(self, "bias_residual", x, T => {
+            let (all, bias, residual) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole(), loaded::<T>(residual)?);
+            let piece = row_piece_of(x.dtype(), bias.len());
+            self.like::<T>(x, x.count(), |out| {
+                let pieces = out.chunks(piece).zip(all.chunks(piece)).zip(residual.chunks(piece));
+                share(pieces, |((out, x), residual)| {
+                    read([x, residual], |[x, residual]| {
+                        out.write(|out| pointwise::bias_residual(x, &bias, residual, out));
+                    });
+                });
             })
         })
     }
 
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
-        for_float!(self, "gelu", x, T => {
-            let (x, bias) = (x.as_slice::<T>()?, bias.as_slice::<T>()?);
-            let piece = row_piece(bias.len());
-            self.stored::<T>("gelu", stored, x.len(), |out| {
-                share(out.chunks(piece).zip(x.chunks(piece)), |(out, x)| gelu::bias_gelu(x, bias, out));
+        for_widened!(self, "gelu", x, T => {
+            let (all, bias) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole());
+            let piece = row_piece_of(x.dtype(), bias.len());
+            self.stored::<T>("gelu", (x.dtype(), stored), x.count(), |out| {
+                let pieces = out.chunks(piece).zip(all.chunks(piece));
+                share(pieces, |(out, x)| read([x], |[x]| gelu::bias_gelu(x, &bias, out)));
                 Ok(())
             })
         })
     }
 
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
-        for_float!(self, "gelu", x, T => {
-            let (dy, x, bias) = (dy.as_mut_slice::<T>()?, x.as_slice::<T>()?, bias.as_slice::<T>()?);
+        for_widened!(self, "gelu", x, T => {
+            let (dy, x, bias) = (stored::<T>(dy)?, loaded::<T>(x)?, loaded::<T>(bias)?.whole());
             let n = bias.len();
-            let rows = RowSums::new(x.len() / n, blocks);
+            let (rows, piece) = (RowSums::new(x.len() / n, blocks), n * rows_at_once(n));
             let parts = self.output::<T>(n * rows.parts(), |parts| {
-                let cut = rows.cut_mut(dy, n).zip(rows.cut(x, n));
+                let cut = rows.cut(dy, n).zip(rows.cut(x, n));
                 share(cut.zip(parts.chunks_mut(n)), |((dy, x), part)| {
                     part.fill(0.0);
-                    gelu::bias_gelu_backward(x, bias, dy, part);
+                    for (dy, x) in dy.chunks(piece).zip(x.chunks(piece)) {
+                        read([x], |[x]| dy.update(|dy| gelu::bias_gelu_backward(x, &bias, dy, part)));
+                    }
                 });
             })?;
             rows.finish(self, parts.as_slice::<T>()?, n)
@@ -102,38 +114,41 @@ impl Pointwise for Cpu {
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
-        for_float!(self, "gelu", x, T => {
-            let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| gelu::gelu(x, out));
+        for_widened!(self, "gelu", x, T => {
+            let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
+            self.like::<T>(x, x.count(), |out| {
+                let pieces = out.chunks(piece).zip(all.chunks(piece));
+                share(pieces, |(out, x)| read([x], |[x]| out.write(|out| gelu::gelu(x, out))));
             })
         })
     }
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        for_float!(self, "gelu", x, T => {
-            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| {
-                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
-                share(pieces, |((dx, x), dy)| gelu::gelu_backward(x, dy, dx));
+        for_widened!(self, "gelu", x, T => {
+            let (dy, all, piece) = (loaded::<T>(dy)?, loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
+            self.like::<T>(x, x.count(), |dx| {
+                let pieces = dx.chunks(piece).zip(all.chunks(piece)).zip(dy.chunks(piece));
+                share(pieces, |((dx, x), dy)| read([x, dy], |[x, dy]| dx.write(|dx| gelu::gelu_backward(x, dy, dx))));
             })
         })
     }
 
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
-        for_float!(self, "swiglu", x, T => {
-            let x = x.as_slice::<T>()?;
-            self.stored::<T>("swiglu", stored, x.len() / 2, |out| {
-                share(out.chunks(PIECE / 2).zip(x.chunks(PIECE)), |(out, x)| swiglu::swiglu(x, out));
+        for_widened!(self, "swiglu", x, T => {
+            let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 2));
+            self.stored::<T>("swiglu", (x.dtype(), stored), x.count() / 2, |out| {
+                let pieces = out.chunks(piece / 2).zip(all.chunks(piece));
+                share(pieces, |(out, x)| read([x], |[x]| swiglu::swiglu(x, out)));
                 Ok(())
             })
         })
     }
 
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
-        for_float!(self, "swiglu", dy, T => {
-            let (dy, x) = (dy.as_slice::<T>()?, x.as_mut_slice::<T>()?);
-            share(x.chunks_mut(PIECE).zip(dy.chunks(PIECE / 2)), |(x, dy)| swiglu::swiglu_backward(dy, x));
+        for_widened!(self, "swiglu", dy, T => {
+            let (piece, dy) = (row_piece_of(dy.dtype(), 2), loaded::<T>(dy)?);
+            let pieces = stored::<T>(x)?.chunks(piece).zip(dy.chunks(piece / 2));
+            share(pieces, |(x, dy)| read([dy], |[dy]| x.update(|x| swiglu::swiglu_backward(dy, x))));
             Ok(())
         })
     }
@@ -190,12 +205,12 @@ impl Pointwise for Cpu {
             offset: &mask.offset[..mask.ndim],
             global: &mask.global[..mask.ndim],
         };
-        for_float!(self, "dropout", x, T => {
-            let x = x.as_slice::<T>()?;
+        for_widened!(self, "dropout", x, T => {
+            let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
             let mask = dropout::Mask { key: mask.key, p: mask.p };
-            self.output::<T>(x.len(), |y| {
-                share(y.chunks_mut(PIECE).zip(x.chunks(PIECE)).enumerate(), |(i, (y, x))| {
-                    dropout::dropout(mask, region, i * PIECE, x, y);
+            self.like::<T>(x, x.count(), |y| {
+                share(y.chunks(piece).zip(all.chunks(piece)).enumerate(), |(i, (y, x))| {
+                    read([x], |[x]| y.write(|y| dropout::dropout(mask, region, i * piece, x, y)));
                 });
             })
         })

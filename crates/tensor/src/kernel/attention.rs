@@ -120,7 +120,7 @@ pub struct AttentionMasks<'a> {
     pub documents: Option<DocumentPositions<'a>>,
 }
 
-/// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads.
+/// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `decode` take 16 bits.
 pub trait Attention: Debug {
     /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>;

@@ -29,7 +29,7 @@ impl<'a> TableGrad<'a> {
     }
 }
 
-/// Lookups by i32 ids, and positions added to a sequence.
+/// Lookups by i32 ids, and positions added to a sequence. They take 16 bits, but for the gradient of a table.
 pub trait Embedding: Debug {
     /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of `vocab` over all
     /// ranks. An id outside the vocabulary is an error.

@@ -35,7 +35,7 @@ impl VocabShard {
     }
 }
 
-/// Cross entropy of logits `[rows, pitch]` against i32 targets `[rows]`; a negative target is masked.
+/// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is masked.
 pub trait Loss: Debug {
     /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
     /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.

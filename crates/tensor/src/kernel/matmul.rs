@@ -82,7 +82,8 @@ impl Gemm {
 }
 
 /// Matrix products whose result bits depend only on k and how it is cut, never on m, n, layout or thread count. Either
-/// operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the same bits.
+/// operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the same bits. The results of `gemm`, `gemm_sum` and
+/// `linear_bias`, and the bias, may have 16 bits.
 pub trait Matmul: Debug {
     /// Computes `spec` into the elements of `c` from `start` on.
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>;

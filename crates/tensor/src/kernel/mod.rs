@@ -1,6 +1,10 @@
 //! Kernel traits: groups of operations that a device offers, as small object-safe traits over untyped buffers plus
 //! plain numbers. Shapes have been checked and types inferred by the time they are called. Each kernel trait has one
 //! file here and one sibling per device; [`profiled`](crate::profiled) and testkit's opaque device pass each method on.
+//!
+//! Tensors have f32 or f64. Where a trait says that it takes 16 bits, all tensors of a call that are values (not statistics of rows, gradients of biases, gains
+//! and tables, or losses, which are f32 and f64) may have bf16, or all f16: with the bits of the call on copies in f32 whose results are rounded once, as
+//! [`Pointwise::cast`] rounds.
 
 mod attention;
 mod channel_norm;

@@ -6,7 +6,7 @@ use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 
-/// Norms and their gradients, over `rows = x.count() / n`.
+/// Norms and their gradients, over `rows = x.count() / n`. They take 16 bits.
 pub trait Norm: Debug {
     /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or that of its
     /// [operands](crate::Device::operand_dtype).

@@ -25,7 +25,7 @@ pub struct DropoutMask {
     pub global: [u64; MAX_DIMS],
 }
 
-/// Element-wise operations. A `bias` is repeated over rows of its length.
+/// Element-wise operations. A `bias` is repeated over rows of its length. All but `tree_sum` and `relu` take 16 bits.
 pub trait Pointwise: Debug {
     /// a + b.
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>;

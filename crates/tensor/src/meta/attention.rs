@@ -7,7 +7,7 @@ use meshwork_core::Buffer;
 impl Attention for Meta {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, _masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.meter().add_flops(Work::Attention, shape.forward_flops());
-        let lse = self.alloc(qkv.dtype(), shape.batch * shape.heads * shape.seq)?;
+        let lse = self.alloc(qkv.dtype().widened(), shape.batch * shape.heads * shape.seq)?;
         Ok((self.alloc(qkv.dtype(), qkv.count() / 3)?, lse))
     }
 
@@ -33,7 +33,7 @@ impl Attention for Meta {
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
         self.meter().add_flops(Work::Attention, of.forward_flops());
-        let lse = self.alloc(q.dtype(), of.batch * of.heads * of.seq)?;
+        let lse = self.alloc(q.dtype().widened(), of.batch * of.heads * of.seq)?;
         Ok((self.alloc(q.dtype(), q.count())?, lse))
     }
 

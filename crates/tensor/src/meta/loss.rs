@@ -6,8 +6,9 @@ use meshwork_core::{Buffer, DType};
 
 impl Loss for Meta {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, _shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        let max = self.alloc(logits.dtype(), targets.count())?;
-        Ok((max, self.alloc(logits.dtype(), 2 * targets.count())?))
+        let of = logits.dtype().widened();
+        let max = self.alloc(of, targets.count())?;
+        Ok((max, self.alloc(of, 2 * targets.count())?))
     }
 
     fn larger(&self, _max: &mut Buffer, _other: &Buffer) -> Result<()> {

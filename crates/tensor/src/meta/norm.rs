@@ -16,7 +16,8 @@ impl Norm for Meta {
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let rows = x.count() / gamma.count();
-        let (mean, rstd) = (self.alloc(x.dtype(), rows)?, self.alloc(x.dtype(), rows)?);
+        let of = x.dtype().widened();
+        let (mean, rstd) = (self.alloc(of, rows)?, self.alloc(of, rows)?);
         Ok((self.alloc(stored, x.count())?, mean, rstd))
     }
 
@@ -29,15 +30,15 @@ impl Norm for Meta {
         blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        let n = gamma.count();
-        let _parts = self.alloc(x.dtype(), 2 * n * RowSums::new(x.count() / n, blocks).parts())?;
+        let (n, of) = (gamma.count(), x.dtype().widened());
+        let _parts = self.alloc(of, 2 * n * RowSums::new(x.count() / n, blocks).parts())?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         let vectors = n * blocks.count();
-        Ok((dx, self.alloc(x.dtype(), vectors)?, self.alloc(x.dtype(), vectors)?))
+        Ok((dx, self.alloc(of, vectors)?, self.alloc(of, vectors)?))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, _eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
-        let rstd = self.alloc(x.dtype(), x.count() / weight.count())?;
+        let rstd = self.alloc(x.dtype().widened(), x.count() / weight.count())?;
         Ok((self.alloc(stored, x.count())?, rstd))
     }
 
@@ -50,9 +51,9 @@ impl Norm for Meta {
         blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
-        let n = weight.count();
-        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, blocks).parts())?;
+        let (n, of) = (weight.count(), x.dtype().widened());
+        let _parts = self.alloc(of, n * RowSums::new(x.count() / n, blocks).parts())?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        Ok((dx, self.alloc(x.dtype(), n * blocks.count())?))
+        Ok((dx, self.alloc(of, n * blocks.count())?))
     }
 }

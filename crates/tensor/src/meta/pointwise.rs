@@ -30,8 +30,9 @@ impl Pointwise for Meta {
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
-        let _parts = self.alloc(dy.dtype(), n * RowSums::new(dy.count() / n, blocks).parts())?;
-        self.alloc(dy.dtype(), n * blocks.count())
+        let sums = dy.dtype().widened();
+        let _parts = self.alloc(sums, n * RowSums::new(dy.count() / n, blocks).parts())?;
+        self.alloc(sums, n * blocks.count())
     }
 
     fn bias_residual(&self, x: &Buffer, _bias: &Buffer, _residual: &Buffer) -> Result<Buffer> {
@@ -43,9 +44,9 @@ impl Pointwise for Meta {
     }
 
     fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
-        let n = bias.count();
-        let _parts = self.alloc(x.dtype(), n * RowSums::new(x.count() / n, blocks).parts())?;
-        self.alloc(x.dtype(), n * blocks.count())
+        let (n, sums) = (bias.count(), x.dtype().widened());
+        let _parts = self.alloc(sums, n * RowSums::new(x.count() / n, blocks).parts())?;
+        self.alloc(sums, n * blocks.count())
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {

@@ -1,8 +1,9 @@
-//! The kernels of [`Widened`]: each method widens, calls the inner device, and rounds.
+//! The kernels of [`Widened`]: each method widens, calls the inner device, and rounds; or hands the operands on, where every device reads and
+//! writes them as they are.
 //!
 //! More than 400 lines: every method of every kernel trait, one after the other, and nothing else.
 
-use super::Widened;
+use super::{Widened, are_alike};
 use crate::error::Result;
 use crate::kernel::*;
 use crate::tape::{RowBlocks, Terms};
@@ -26,19 +27,18 @@ impl Matmul for Widened {
     fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
         let operand = |x| if spec.exact { self.wide(x) } else { self.factor(x) };
         let (a, b) = (operand(a)?, operand(b)?);
-        let range = start..start + spec.m * spec.n;
-        self.write(c, range, spec.accumulate, |c, start| self.inner.matmul()?.gemm(spec, &a, &b, c, start))
+        self.inner.matmul()?.gemm(spec, &a, &b, c, start)
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
         let operand = |x| if specs.iter().any(|spec| spec.exact) { self.wide(x) } else { self.factor(x) };
         let ([a0, a1], [b0, b1]) = (a.map(operand), b.map(operand));
-        let (a, b, range) = ([&a0?, &a1?], [&b0?, &b1?], start..start + specs[0].m * specs[0].n);
-        self.write(c, range, specs[0].accumulate, |c, start| self.inner.matmul()?.gemm_sum(specs, a, b, c, start))
+        self.inner.matmul()?.gemm_sum(specs, [&a0?, &a1?], [&b0?, &b1?], c, start)
     }
 
     fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.factor(w)?, &self.wide(bias)?)?;
+        let wide = if are_alike(&[w, bias]) { bias.clone() } else { self.wide(bias)? };
+        let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.factor(w)?, &wide)?;
         self.rounded(y, w.dtype())
     }
 
@@ -70,10 +70,14 @@ impl Matmul for Widened {
 
 impl Pointwise for Widened {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.add(&self.wide(a)?, &self.wide(b)?)?, a.dtype())
+        let [a_read, b] = self.alike([a, b])?;
+        self.rounded(self.inner.pointwise()?.add(&a_read, &b)?, a.dtype())
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
+        if are_alike(&[a, b]) {
+            return self.inner.pointwise()?.add_assign(a, at, b);
+        }
         let b = self.wide(b)?;
         self.write(a, at..at + b.count(), true, |a, at| self.inner.pointwise()?.add_assign(a, at, &b))
     }
@@ -85,41 +89,49 @@ impl Pointwise for Widened {
     }
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.bias(&self.wide(x)?, &self.wide(bias)?)?, x.dtype())
+        let [x_read, bias] = self.alike([x, bias])?;
+        self.rounded(self.inner.pointwise()?.bias(&x_read, &bias)?, x.dtype())
     }
 
     fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
-        self.inner.pointwise()?.bias_grad(&self.wide(dy)?, n, blocks)
+        self.inner.pointwise()?.bias_grad(dy, n, blocks)
     }
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
-        let y = self.inner.pointwise()?.bias_residual(&self.wide(x)?, &self.wide(bias)?, &self.wide(residual)?)?;
-        self.rounded(y, x.dtype())
+        let [x_read, bias, residual] = self.alike([x, bias, residual])?;
+        self.rounded(self.inner.pointwise()?.bias_residual(&x_read, &bias, &residual)?, x.dtype())
     }
 
     fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer> {
-        let y = self.inner.pointwise()?.bias_gelu(&self.wide(x)?, &self.wide(bias)?, self.stored(stored))?;
-        self.rounded(y, stored)
+        let [x, bias] = self.alike([x, bias])?;
+        self.rounded(self.inner.pointwise()?.bias_gelu(&x, &bias, self.stored(x.dtype(), stored))?, stored)
     }
 
     fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
+        if are_alike(&[dy, x, bias]) {
+            return self.inner.pointwise()?.bias_gelu_grad(dy, x, bias, blocks);
+        }
         let (x, bias) = (self.wide(x)?, self.wide(bias)?);
         self.write(dy, 0..dy.count(), true, |dy, _| self.inner.pointwise()?.bias_gelu_grad(dy, &x, &bias, blocks))
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.gelu(&self.wide(x)?)?, x.dtype())
+        self.inner.pointwise()?.gelu(x)
     }
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.gelu_grad(&self.wide(dy)?, &self.wide(x)?)?, x.dtype())
+        let [dy, x_read] = self.alike([dy, x])?;
+        self.rounded(self.inner.pointwise()?.gelu_grad(&dy, &x_read)?, x.dtype())
     }
 
     fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.swiglu(&self.wide(x)?, self.stored(stored))?, stored)
+        self.rounded(self.inner.pointwise()?.swiglu(x, self.stored(x.dtype(), stored))?, stored)
     }
 
     fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()> {
+        if are_alike(&[dy, x]) {
+            return self.inner.pointwise()?.swiglu_grad(dy, x);
+        }
         let dy = self.wide(dy)?;
         self.write(x, 0..x.count(), true, |x, _| self.inner.pointwise()?.swiglu_grad(&dy, x))
     }
@@ -146,7 +158,7 @@ impl Pointwise for Widened {
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        self.rounded(self.inner.pointwise()?.dropout(&self.wide(x)?, mask)?, x.dtype())
+        self.inner.pointwise()?.dropout(x, mask)
     }
 }
 
@@ -206,8 +218,9 @@ impl Norm for Widened {
         eps: f64,
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        let (x, gamma, beta) = (self.wide(x)?, self.wide(gamma)?, self.wide(beta)?);
-        let (y, mean, rstd) = self.inner.norm()?.layer_norm(&x, &gamma, &beta, eps, self.stored(stored))?;
+        let [x, gamma, beta] = self.alike([x, gamma, beta])?;
+        let to = self.stored(x.dtype(), stored);
+        let (y, mean, rstd) = self.inner.norm()?.layer_norm(&x, &gamma, &beta, eps, to)?;
         Ok((self.rounded(y, stored)?, mean, rstd))
     }
 
@@ -220,14 +233,15 @@ impl Norm for Widened {
         blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        let (dtype, dy, x, gamma) = (x.dtype(), self.wide(dy)?, self.wide(x)?, self.wide(gamma)?);
-        let sum = sum.map(|sum| self.wide(&sum)).transpose()?;
+        let dtype = x.dtype();
+        let ([dy, x, gamma], sum) = self.alike_with([dy, x, gamma], sum)?;
         let (dx, dgamma, dbeta) = self.inner.norm()?.layer_norm_grad(&dy, &x, &gamma, stats, blocks, sum)?;
         Ok((self.rounded(dx, dtype)?, dgamma, dbeta))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
-        let (y, rstd) = self.inner.norm()?.rms_norm(&self.wide(x)?, &self.wide(weight)?, eps, self.stored(stored))?;
+        let [x, weight] = self.alike([x, weight])?;
+        let (y, rstd) = self.inner.norm()?.rms_norm(&x, &weight, eps, self.stored(x.dtype(), stored))?;
         Ok((self.rounded(y, stored)?, rstd))
     }
 
@@ -240,8 +254,8 @@ impl Norm for Widened {
         blocks: RowBlocks,
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
-        let (dtype, dy, x, weight) = (x.dtype(), self.wide(dy)?, self.wide(x)?, self.wide(weight)?);
-        let sum = sum.map(|sum| self.wide(&sum)).transpose()?;
+        let dtype = x.dtype();
+        let ([dy, x, weight], sum) = self.alike_with([dy, x, weight], sum)?;
         let (dx, dweight) = self.inner.norm()?.rms_norm_grad(&dy, &x, &weight, rstd, blocks, sum)?;
         Ok((self.rounded(dx, dtype)?, dweight))
     }
@@ -306,8 +320,7 @@ impl Window for Widened {
 
 impl Attention for Widened {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
-        let (out, lse) = self.inner.attention()?.causal(shape, &self.wide(qkv)?, masks)?;
-        Ok((self.rounded(out, qkv.dtype())?, lse))
+        self.inner.attention()?.causal(shape, qkv, masks)
     }
 
     fn causal_grad(
@@ -319,7 +332,7 @@ impl Attention for Widened {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
-        let (dtype, dout, qkv, out) = (qkv.dtype(), self.wide(dout)?, self.wide(qkv)?, self.wide(out)?);
+        let (dtype, [dout, qkv, out]) = (qkv.dtype(), self.alike([dout, qkv, out])?);
         self.rounded(self.inner.attention()?.causal_grad(shape, &dout, &qkv, &out, lse, masks)?, dtype)
     }
 
@@ -330,7 +343,8 @@ impl Attention for Widened {
         kv: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        let (out, lse) = self.inner.attention()?.grouped(shape, &self.wide(q)?, &self.wide(kv)?, masks)?;
+        let [q_read, kv] = self.alike([q, kv])?;
+        let (out, lse) = self.inner.attention()?.grouped(shape, &q_read, &kv, masks)?;
         Ok((self.rounded(out, q.dtype())?, lse))
     }
 
@@ -352,8 +366,7 @@ impl Attention for Widened {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        let (dtypes, dout, out) = ([q, kv].map(Buffer::dtype), self.wide(dout)?, self.wide(out)?);
-        let (q, kv) = (self.wide(q)?, self.wide(kv)?);
+        let (dtypes, [dout, q, kv, out]) = ([q, kv].map(Buffer::dtype), self.alike([dout, q, kv, out])?);
         let (dq, dkv) = self.inner.attention()?.grouped_grad(shape, &dout, &q, &kv, &out, lse, masks)?;
         Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
     }
@@ -361,8 +374,7 @@ impl Attention for Widened {
 
 impl Embedding for Widened {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
-        let found = self.inner.embedding()?.lookup(ids, &self.wide(table)?, rows, vocab, width)?;
-        self.rounded(found, table.dtype())
+        self.inner.embedding()?.lookup(ids, table, rows, vocab, width)
     }
 
     fn lookup_grad(
@@ -373,13 +385,12 @@ impl Embedding for Widened {
         width: usize,
         dtable: TableGrad<'_>,
     ) -> Result<()> {
-        let dout = self.wide(dout)?;
-        self.write_table(dtable, width, |dtable| self.inner.embedding()?.lookup_grad(ids, &dout, rows, width, dtable))
+        self.write_table(dtable, width, |dtable| self.inner.embedding()?.lookup_grad(ids, dout, rows, width, dtable))
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
-        let y = self.inner.embedding()?.positions(&self.wide(x)?, &self.wide(table)?, first, seq, width)?;
-        self.rounded(y, x.dtype())
+        let [x_read, table] = self.alike([x, table])?;
+        self.rounded(self.inner.embedding()?.positions(&x_read, &table, first, seq, width)?, x.dtype())
     }
 
     fn positions_grad(
@@ -390,9 +401,8 @@ impl Embedding for Widened {
         width: usize,
         dtable: TableGrad<'_>,
     ) -> Result<()> {
-        let dout = self.wide(dout)?;
         self.write_table(dtable, width, |dtable| {
-            self.inner.embedding()?.positions_grad(&dout, first, seq, width, dtable)
+            self.inner.embedding()?.positions_grad(dout, first, seq, width, dtable)
         })
     }
 }
@@ -414,7 +424,7 @@ impl Widened {
 
 impl Loss for Widened {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
-        self.inner.loss()?.row_stats(&self.wide(logits)?, targets, shard)
+        self.inner.loss()?.row_stats(logits, targets, shard)
     }
 
     fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
@@ -437,13 +447,11 @@ impl Loss for Widened {
         scale: &Buffer,
         shard: VocabShard,
     ) -> Result<()> {
-        self.write(logits, 0..logits.count(), true, |logits, _| {
-            self.inner.loss()?.grad(logits, targets, lse, scale, shard)
-        })
+        self.inner.loss()?.grad(logits, targets, lse, scale, shard)
     }
 
     fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
-        self.inner.loss()?.correct(&self.wide(logits)?, targets, width, samples)
+        self.inner.loss()?.correct(logits, targets, width, samples)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Tensors in 16 bits on a device whose kernels compute in f32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
 //!
 //! What lies in memory and travels between ranks has 16 bits an element; every operation computes in f32: it widens its operands, and rounds its
-//! result once. Products take operands in 16 bits as they are where the inner device has [such operands](Device::operand_dtype). Which type a
+//! result once. Kernels of which most of a step consists do so themselves, piece by piece, on every device ([`crate::kernel`]); operands of the others
+//! are copied here. Products take operands in 16 bits as they are where the inner device has [such operands](Device::operand_dtype). Which type a
 //! result has follows from the operands:
 //!
 //! | result | type |
@@ -56,6 +57,34 @@ impl Widened {
         }
     }
 
+    /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in f32.
+    fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
+        let mut alike = operands.map(Buffer::clone);
+        if !are_alike(&operands) {
+            for (x, operand) in alike.iter_mut().zip(operands) {
+                *x = self.wide(operand)?;
+            }
+        }
+        Ok(alike)
+    }
+
+    /// The same with an operand that the result is added to.
+    fn alike_with<const N: usize>(
+        &self,
+        operands: [&Buffer; N],
+        sum: Option<Buffer>,
+    ) -> Result<([Buffer; N], Option<Buffer>)> {
+        let Some(sum) = sum else { return Ok((self.alike(operands)?, None)) };
+        if are_alike(&[&operands[..], &[&sum]].concat()) {
+            return Ok((operands.map(Buffer::clone), Some(sum)));
+        }
+        let mut wide = operands.map(Buffer::clone);
+        for (x, operand) in wide.iter_mut().zip(operands) {
+            *x = self.wide(operand)?;
+        }
+        Ok((wide, Some(self.wide(&sum)?)))
+    }
+
     /// An operand of a product.
     fn factor(&self, x: &Buffer) -> Result<Buffer> {
         match self.is_factor(x.dtype()) {
@@ -69,9 +98,9 @@ impl Widened {
         self.inner.operand_dtype(DType::F32) == dtype
     }
 
-    /// The type in which the inner device stores a result that becomes one of `dtype`.
-    fn stored(&self, dtype: DType) -> DType {
-        if dtype.is_half() && !self.is_factor(dtype) { DType::F32 } else { dtype }
+    /// The type in which the inner device stores a result on an operand of type `of` that becomes one of `dtype`.
+    fn stored(&self, of: DType, dtype: DType) -> DType {
+        if dtype.is_half() && dtype != of && !self.is_factor(dtype) { DType::F32 } else { dtype }
     }
 
     /// A result in this type, if that has 16 bits.
@@ -101,6 +130,11 @@ impl Widened {
         self.inner.pointwise()?.cast_into(&wide, x, range.start)?;
         Ok(result)
     }
+}
+
+/// Whether operands have one type.
+fn are_alike(operands: &[&Buffer]) -> bool {
+    operands.windows(2).all(|two| two[0].dtype() == two[1].dtype())
 }
 
 impl Device for Widened {

@@ -5,8 +5,10 @@ use crate::devices::{Case, MESH, cases, types};
 use half::{bf16, f16};
 use meshwork_core::{DType, Rank};
 use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::kernel::Pointwise;
 use meshwork_tensor::tape::{HalfType, Keep, Seed, Weights};
 use meshwork_tensor::{Device, Tensor, Widened};
+use meshwork_testkit::halves::{self, Operands};
 use meshwork_testkit::parity::norm;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -69,6 +71,26 @@ fn every_operation_gives_the_rounded_result_of_f32() {
                     assert!(off <= most * size + 1e-6, "{}, {to:?}: result {at} is {:.1e} off", case.name, off / size);
                 }
             });
+        }
+    }
+}
+
+/// What is read and written in 16 bits as it is has the bits of the operation in f32, rounded: at odd sizes, of rows longer than a piece, and of products that
+/// are computed in several blocks.
+#[test]
+fn kernels_in_16_bits_have_the_rounded_bits_of_f32() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        let device = Cpu::new(precision);
+        let sizes = [[21, 33], [70, 521], [3, 40_007], [2100, 800]];
+        for (half, dims) in [DType::Bf16, DType::F16].into_iter().flat_map(|half| sizes.map(|dims| (half, dims))) {
+            for (name, call) in halves::CALLS.iter().filter(|(name, _)| dims[0] < 100 || *name == "products") {
+                let run = |stored| call(&Operands { device: &device, half, stored, dims }).unwrap();
+                for (at, (got, wide)) in run(half).iter().zip(run(DType::F32)).enumerate() {
+                    let want = if got.dtype().is_half() { device.cast(&wide, half).unwrap() } else { wide };
+                    let same = got.as_bytes().unwrap() == want.as_bytes().unwrap();
+                    assert!(same, "{name} in {half} and {precision:?}, {dims:?}: result {at}");
+                }
+            }
         }
     }
 }

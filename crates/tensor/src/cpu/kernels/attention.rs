@@ -34,6 +34,9 @@
 //! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
 //! `f64` stays `f64`.
 //!
+//! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed on, and rounded once
+//! afterwards, with the bits of the same on copies of the whole tensors.
+//!
 //! # The work
 //!
 //! Groups of heads (without groups: heads) are distributed over threads. One thread computes all of a group, and packs
@@ -58,6 +61,7 @@ mod rotary;
 mod rows;
 mod runs;
 mod scratch;
+mod stored;
 mod tiles;
 
 use super::dropout::Mask;
@@ -71,6 +75,7 @@ pub use rotary::Angles;
 use rows::VECTOR;
 use runs::Runs;
 use std::ops::Range;
+pub use stored::StoredAs;
 pub use tiles::Tiled;
 use tiles::Tiles;
 
@@ -141,40 +146,47 @@ impl Dropout {
 
 /// The results of the forward that the backward needs.
 #[derive(Clone, Copy, Debug)]
-pub struct Saved<'a, T> {
+pub struct Saved<'a, S, T> {
     /// The forward's input.
-    pub qkv: &'a [T],
+    pub qkv: &'a [S],
     /// The forward's output.
-    pub out: &'a [T],
+    pub out: &'a [S],
     /// The forward's log-sum-exp per row.
     pub lse: &'a [T],
 }
 
 /// The results of the grouped forward that the backward needs.
 #[derive(Clone, Copy, Debug)]
-pub struct SavedGrouped<'a, T> {
+pub struct SavedGrouped<'a, S, T> {
     /// The forward's queries.
-    pub q: &'a [T],
+    pub q: &'a [S],
     /// The forward's keys and values.
-    pub kv: &'a [T],
+    pub kv: &'a [S],
     /// The forward's output.
-    pub out: &'a [T],
+    pub out: &'a [S],
     /// The forward's log-sum-exp per row.
     pub lse: &'a [T],
 }
 
 /// `out` and `lse` from `qkv`, in a precision. Overwrites both.
-pub fn forward<T: Tiled>(precision: Precision, dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], masks: Masks<'_>) {
+pub fn forward<S: StoredAs<T>, T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    qkv: &[S],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
     forward_in(T::tiles(precision), dims, qkv, out, lse, masks);
 }
 
 /// `dqkv` from `dout`, with the forward's precision and masks. Overwrites it.
-pub fn backward<T: Tiled>(
+pub fn backward<S: StoredAs<T>, T: Tiled>(
     precision: Precision,
     dims: Dims,
-    saved: Saved<'_, T>,
-    dout: &[T],
-    dqkv: &mut [T],
+    saved: Saved<'_, S, T>,
+    dout: &[S],
+    dqkv: &mut [S],
     masks: Masks<'_>,
 ) {
     backward_in(T::tiles(precision), dims, saved, dout, dqkv, masks);
@@ -182,13 +194,13 @@ pub fn backward<T: Tiled>(
 
 /// `out` and `lse` from `q` and `kv`, in a precision. Overwrites both.
 #[expect(clippy::too_many_arguments, reason = "two operands, two results, and what they are")]
-pub fn grouped_forward<T: Tiled>(
+pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     precision: Precision,
     dims: Dims,
     groups: Groups,
     angles: Option<Angles<'_, T>>,
-    [q, kv]: [&[T]; 2],
-    out: &mut [T],
+    [q, kv]: [&[S]; 2],
+    out: &mut [S],
     lse: &mut [T],
     masks: Masks<'_>,
 ) {
@@ -198,21 +210,28 @@ pub fn grouped_forward<T: Tiled>(
 /// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and masks. Overwrites both, with zeros
 /// for heads of keys and values that no head here reads.
 #[expect(clippy::too_many_arguments, reason = "as above")]
-pub fn grouped_backward<T: Tiled>(
+pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     precision: Precision,
     dims: Dims,
     groups: Groups,
     angles: Option<Angles<'_, T>>,
-    saved: SavedGrouped<'_, T>,
-    dout: &[T],
-    [dq, dkv]: [&mut [T]; 2],
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    [dq, dkv]: [&mut [S]; 2],
     masks: Masks<'_>,
 ) {
     grouped_backward_in(T::tiles(precision), dims, groups, angles, saved, dout, [dq, dkv], masks);
 }
 
 /// [`forward`] with these tiles.
-fn forward_in<T: Tiled>(tiles: Tiles<T>, dims: Dims, qkv: &[T], out: &mut [T], lse: &mut [T], masks: Masks<'_>) {
+fn forward_in<S: StoredAs<T>, T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    qkv: &[S],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
     dims.check(&[qkv.len() / 3, out.len()], lse.len());
     assert_eq!(qkv.len(), 3 * out.len(), "elements of qkv for {dims:?}");
     let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
@@ -221,13 +240,13 @@ fn forward_in<T: Tiled>(tiles: Tiles<T>, dims: Dims, qkv: &[T], out: &mut [T], l
 
 /// [`grouped_forward`] with these tiles.
 #[expect(clippy::too_many_arguments, reason = "as above")]
-fn grouped_forward_in<T: Tiled>(
+fn grouped_forward_in<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     groups: Groups,
     angles: Option<Angles<'_, T>>,
-    [q, kv]: [&[T]; 2],
-    out: &mut [T],
+    [q, kv]: [&[S]; 2],
+    out: &mut [S],
     lse: &mut [T],
     masks: Masks<'_>,
 ) {
@@ -238,48 +257,56 @@ fn grouped_forward_in<T: Tiled>(
 }
 
 /// The forward of all heads; queries lie in the first slice, keys and values in the second one.
-fn forward_of<T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[T]; 2], out: &mut [T], lse: &mut [T]) {
-    let Call { dims, groups, .. } = *call;
+fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], out: &mut [S], lse: &mut [T]) {
+    let Call { dims, groups, layout, .. } = *call;
     call.check();
-    let used = groups.used(dims);
-    let outputs = heads_mut::<1, T>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
+    let (read, used) = (call.as_read::<S>(), groups.used(dims));
+    let outputs = heads_mut::<1, S>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
     let outputs = outputs.zip(lse.chunks_mut((groups.size * dims.seq).max(1)));
     let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
     pool::share(items, |((group, ([mut out], lse)), next)| {
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.range(), 0));
-            forward::part(call, (group, rows), [&q[q_start..], &kv[k_start..], &kv[v_start..]], out, lse, to_next);
+            let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let operands = [
+                (&q[q_start..], layout.q.row, wide),
+                (&kv[k_start..], layout.k.row, dims.head_dim),
+                (&kv[v_start..], layout.v.row, dims.head_dim),
+            ];
+            stored::read(rows.len, operands, |operands| {
+                stored::write([out], |[out]| forward::part(&read, (group, rows), operands, out, lse, to_next));
+            });
         }
     });
 }
 
 /// [`backward`] with these tiles.
-fn backward_in<T: Tiled>(
+fn backward_in<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
-    saved: Saved<'_, T>,
-    dout: &[T],
-    dqkv: &mut [T],
+    saved: Saved<'_, S, T>,
+    dout: &[S],
+    dqkv: &mut [S],
     masks: Masks<'_>,
 ) {
     let Saved { qkv, out, lse } = saved;
     dims.check(&[out.len(), dout.len()], lse.len());
     assert_eq!([qkv.len(), dqkv.len()], [3 * out.len(); 2], "elements of qkv for {dims:?}");
     let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
-    let gradients = heads_mut::<3, T>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
+    let gradients = heads_mut::<3, S>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
     backward_of(&call, SavedGrouped { q: qkv, kv: qkv, out, lse }, dout, gradients);
 }
 
 /// [`grouped_backward`] with these tiles.
 #[expect(clippy::too_many_arguments, reason = "as above")]
-fn grouped_backward_in<T: Tiled>(
+fn grouped_backward_in<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     groups: Groups,
     angles: Option<Angles<'_, T>>,
-    saved: SavedGrouped<'_, T>,
-    dout: &[T],
-    [dq, dkv]: [&mut [T]; 2],
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    [dq, dkv]: [&mut [S]; 2],
     masks: Masks<'_>,
 ) {
     dims.check(&[saved.q.len(), dq.len(), saved.out.len(), dout.len()], saved.lse.len());
@@ -289,34 +316,46 @@ fn grouped_backward_in<T: Tiled>(
     let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     let used = groups.used(dims);
     if used < kv_heads {
-        dkv.fill(T::ZERO);
+        dkv.fill(S::zeroed());
     }
     let read = (0..batch).flat_map(|_| 0..kv_heads).map(move |head| (first..first + used).contains(&head));
-    let of_kv = heads_mut::<2, T>(dkv, [batch, seq, kv_heads, head_dim]).zip(read);
+    let of_kv = heads_mut::<2, S>(dkv, [batch, seq, kv_heads, head_dim]).zip(read);
     let of_kv = of_kv.filter(|(_, read)| *read).map(|(gradients, _)| gradients);
     let gradients =
-        heads_mut::<1, T>(dq, [batch, seq, used, size * head_dim]).zip(of_kv).map(|([q], [k, v])| [q, k, v]);
+        heads_mut::<1, S>(dq, [batch, seq, used, size * head_dim]).zip(of_kv).map(|([q], [k, v])| [q, k, v]);
     backward_of(&call, saved, dout, gradients);
 }
 
 /// The backward of all heads, whose gradients come group by group.
-fn backward_of<'g, T: Tiled>(
+fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call: &Call<'_, T>,
-    saved: SavedGrouped<'_, T>,
-    dout: &[T],
-    gradients: impl Iterator<Item = [heads::RowsMut<'g, T>; 3]> + Send,
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    gradients: impl Iterator<Item = [heads::RowsMut<'g, S>; 3]> + Send,
 ) {
-    let Call { dims, groups, .. } = *call;
+    let Call { dims, groups, layout, .. } = *call;
     let SavedGrouped { q, kv, out, lse } = saved;
     call.check();
+    let read = call.as_read::<S>();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
     pool::share(items, |((group, mut gradients), next)| {
         let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
-            let operands = [&q[q_start..], &kv[k_start..], &kv[v_start..], &out[o..], &dout[o..]];
+            let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let operands = [
+                (&q[q_start..], layout.q.row, wide),
+                (&kv[k_start..], layout.k.row, dims.head_dim),
+                (&kv[v_start..], layout.v.row, dims.head_dim),
+                (&out[o..], layout.out.row, wide),
+                (&dout[o..], layout.out.row, wide),
+            ];
             let gradients = gradients.each_mut().map(|gradient| gradient.part(rows.range(), 0));
-            backward::part(call, (group, rows), operands, lse, gradients, to_next);
+            stored::read(rows.len, operands, |operands| {
+                stored::write(gradients, |gradients| {
+                    backward::part(&read, (group, rows), operands, lse, gradients, to_next);
+                });
+            });
         }
     });
 }

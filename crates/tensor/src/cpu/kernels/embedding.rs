@@ -6,27 +6,30 @@
 
 use super::Float;
 use super::pointwise::{add_assign, bias, bias_backward};
+use super::round::{Loaded, Stored, read};
 use std::ops::Range;
 
 /// `out[i, h] = table[ids[i] - first_row, h]`, zeros for ids outside. Overwrites `out[ids, h]`.
-pub fn lookup<T: Float>(ids: &[i32], table: &[T], first_row: usize, h: usize, out: &mut [T]) {
-    let rows = row_count(table, h);
+pub fn lookup<T: Float>(ids: &[i32], table: Loaded<'_, T>, first_row: usize, h: usize, out: Stored<'_, T>) {
+    let rows = row_count(table.len(), h);
     assert_eq!(out.len(), ids.len() * h, "elements of out against {} ids of {h}", ids.len());
-    for (&id, out) in ids.iter().zip(out.chunks_exact_mut(h)) {
+    for (&id, out) in ids.iter().zip(out.chunks(h)) {
         match local_row(id, first_row, rows) {
-            Some(row) => out.copy_from_slice(&table[row * h..][..h]),
-            None => out.fill(T::ZERO),
+            Some(row) => {
+                read([table.part(row * h..(row + 1) * h)], |[row]| out.write(|out: &mut [T]| out.copy_from_slice(row)));
+            }
+            None => out.write(|out| out.fill(T::ZERO)),
         }
     }
 }
 
 /// `dtable[ids[i] - first_row, h] += dout[i, h]` for the ids inside, in the order of `i`.
-pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: usize, dtable: &mut [T]) {
-    let rows = row_count(dtable, h);
+pub fn lookup_backward<T: Float>(ids: &[i32], dout: Loaded<'_, T>, first_row: usize, h: usize, dtable: &mut [T]) {
+    let rows = row_count(dtable.len(), h);
     assert_eq!(dout.len(), ids.len() * h, "elements of dout against {} ids of {h}", ids.len());
-    for (&id, dout) in ids.iter().zip(dout.chunks_exact(h)) {
+    for (&id, dout) in ids.iter().zip(dout.chunks(h)) {
         if let Some(row) = local_row(id, first_row, rows) {
-            add_assign(&mut dtable[row * h..][..h], dout);
+            read([dout], |[dout]| add_assign(&mut dtable[row * h..][..h], dout));
         }
     }
 }
@@ -36,13 +39,13 @@ pub fn lookup_backward<T: Float>(ids: &[i32], dout: &[T], first_row: usize, h: u
 /// This gives the same bits as adding zeros, because no such sum is a negative zero.
 pub fn lookup_backward_tree<T: Float>(
     ids: &[i32],
-    dout: &[T],
+    dout: Loaded<'_, T>,
     first_row: usize,
     h: usize,
     blocks: usize,
     dtable: &mut [T],
 ) {
-    let rows = row_count(dtable, h);
+    let rows = row_count(dtable.len(), h);
     assert_eq!(dout.len(), ids.len() * h, "elements of dout against {} ids of {h}", ids.len());
     assert!(ids.len().is_multiple_of(blocks), "{} ids are no {blocks} blocks of one length", ids.len());
     let block_len = ids.len() / blocks;
@@ -60,7 +63,7 @@ pub fn lookup_backward_tree<T: Float>(
                 sums.resize(having.len() * h, T::ZERO);
             }
             let at = sums.len() - h;
-            add_assign(&mut sums[at..], &dout[i * h..][..h]);
+            read([dout.part(i * h..(i + 1) * h)], |[dout]| add_assign(&mut sums[at..], dout));
         }
         while having.len() > 1 {
             // One level up, sums of the same subtree are joined.
@@ -94,9 +97,9 @@ pub fn add_positions_backward<T: Float>(dout: &[T], first: usize, s: usize, h: u
 }
 
 /// The rows of a table, which must be whole.
-fn row_count<T>(table: &[T], h: usize) -> usize {
-    assert!(h > 0 && table.len().is_multiple_of(h), "{} elements are no rows of {h}", table.len());
-    table.len() / h
+fn row_count(len: usize, h: usize) -> usize {
+    assert!(h > 0 && len.is_multiple_of(h), "{len} elements are no rows of {h}");
+    len / h
 }
 
 /// The row of a shard that holds `id`, if it does.
@@ -125,7 +128,7 @@ mod tests {
             let (table, dout): (Vec<f32>, Vec<f32>) = (values("w", 12 * h), values("dout", ids.len() * h));
             let get = |first: usize, rows: usize| {
                 let mut out = vec![9.0; ids.len() * h];
-                lookup(&ids, &table[first * h..][..rows * h], first, h, &mut out);
+                lookup(&ids, Loaded::Full(&table[first * h..][..rows * h]), first, h, Stored::Full(&mut out));
                 out
             };
             let whole = get(0, 12);
@@ -137,7 +140,7 @@ mod tests {
             prop_assert_eq!(sum, whole);
 
             let mut dtable = table.clone();
-            lookup_backward(&ids, &dout, 0, h, &mut dtable);
+            lookup_backward(&ids, Loaded::Full(&dout), 0, h, &mut dtable);
             for j in 0..table.len() {
                 let terms = ids.iter().zip(dout.iter().skip(j % h).step_by(h));
                 let want = terms.filter(|(id, _)| **id as usize == j / h).fold(table[j], |sum, (_, g)| sum + g);
@@ -145,8 +148,8 @@ mod tests {
             }
             let mut parts = table.clone();
             let (low, high) = parts.split_at_mut(cut * h);
-            lookup_backward(&ids, &dout, 0, h, low);
-            lookup_backward(&ids, &dout, cut, h, high);
+            lookup_backward(&ids, Loaded::Full(&dout), 0, h, low);
+            lookup_backward(&ids, Loaded::Full(&dout), cut, h, high);
             prop_assert_eq!(parts, dtable);
         }
 
@@ -186,14 +189,14 @@ mod tests {
                 .map(|block| {
                     let mut dtable = vec![0.0; words * h];
                     let of = block * block_len..(block + 1) * block_len;
-                    lookup_backward(&ids[of.clone()], &dout[of.start * h..of.end * h], 1, h, &mut dtable);
+                    lookup_backward(&ids[of.clone()], Loaded::Full(&dout[of.start * h..of.end * h]), 1, h, &mut dtable);
                     dtable
                 })
                 .collect();
             let mut dtable = vec![0.0; words * h];
-            lookup_backward_tree(&ids, &dout, 1, h, blocks, &mut dtable);
+            lookup_backward_tree(&ids, Loaded::Full(&dout), 1, h, blocks, &mut dtable);
             let (mut tree_differs, mut order) = (false, vec![0.0; words * h]);
-            lookup_backward(&ids, &dout, 1, h, &mut order);
+            lookup_backward(&ids, Loaded::Full(&dout), 1, h, &mut order);
             for j in 0..words * h {
                 let column: Vec<f32> = dense.iter().map(|block| block[j]).collect();
                 let want = meshwork_core::tree::sum(&column, |a, b| a + b).unwrap();
@@ -208,10 +211,10 @@ mod tests {
     fn negative_and_foreign_ids_give_zeros_and_no_gradient() {
         let (ids, table) = ([-1, 3, 7, i32::MIN, i32::MAX], [1.0_f32; 8]);
         let mut out = [9.0; 10];
-        lookup(&ids, &table, 4, 2, &mut out);
+        lookup(&ids, Loaded::Full(&table), 4, 2, Stored::Full(&mut out));
         assert_eq!(out, [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
         let mut dtable = table;
-        lookup_backward(&ids, &out, 4, 2, &mut dtable);
+        lookup_backward(&ids, Loaded::Full(&out), 4, 2, &mut dtable);
         assert_eq!(dtable, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]);
     }
 
@@ -225,8 +228,8 @@ mod tests {
             dot(&out, &dout)
         };
         let mut dtable = vec![0.0; table.len()];
-        lookup_backward(&ids, &dout, 2, h, &mut dtable);
-        check_gradient(&table, &dtable, |t| apply(&|out| lookup(&ids, t, 2, h, out)));
+        lookup_backward(&ids, Loaded::Full(&dout), 2, h, &mut dtable);
+        check_gradient(&table, &dtable, |t| apply(&|out| lookup(&ids, Loaded::Full(t), 2, h, Stored::Full(out))));
         let mut dtable = vec![0.0; table.len()];
         add_positions_backward(&dout, 1, 2, h, &mut dtable);
         check_gradient(&table, &dtable, |t| apply(&|out| add_positions(&dout, t, 1, 2, h, out)));

@@ -1,6 +1,7 @@
 //! The element types kernels compute in, and the exponential they share.
 
 use super::matmul::Product;
+use super::round::Narrow;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
 
@@ -18,6 +19,7 @@ pub trait Float:
     + AddAssign
     + MulAssign
     + Product
+    + Narrow
 {
     /// Zero.
     const ZERO: Self;

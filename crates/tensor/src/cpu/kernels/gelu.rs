@@ -157,7 +157,7 @@ mod tests {
             let (x, b): (Vec<f32>, Vec<f32>) = (values("x", len), values("b", n));
             let (mut full, mut got, mut want) = (vec![9.0; len], vec![bf16::ONE; len], vec![bf16::ZERO; len]);
             bias_gelu(&x, &b, Stored::Full(&mut full));
-            bias_gelu(&x, &b, Stored::Rounded(&mut got));
+            bias_gelu(&x, &b, Stored::Bf16(&mut got));
             round(&full, &mut want);
             assert!(got == want, "{rows} rows of {n}");
         }

@@ -19,9 +19,9 @@ pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
 use super::Float;
 use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
-use super::round::{self, Stored};
+use super::round::Stored;
 use super::{gelu, pointwise, swiglu};
-use half::bf16;
+use half::{bf16, f16};
 use meshwork_core::{Block, pool};
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -32,7 +32,7 @@ use std::thread::LocalKey;
 pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
     Full(&'a [T], Strides),
-    /// Stored in `bf16`, by [`round`](round::round) from `f32`. Only for products of `f32` in [`Precision::Bf16`],
+    /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in [`Precision::Bf16`],
     /// which give the same bits with the operand in full.
     Rounded(&'a [bf16], Strides),
 }
@@ -192,7 +192,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
     }
 
     /// The part from this row and column on; empty if there are no elements.
-    fn from(self, row: usize, column: usize) -> Self {
+    pub(in crate::cpu) fn from(self, row: usize, column: usize) -> Self {
         let (row_stride, column_stride) = self.strides();
         self.part(row * row_stride + column * column_stride)
     }
@@ -409,21 +409,24 @@ enum Finish<T> {
 #[derive(Clone, Copy)]
 enum OutSlot<T> {
     Full(*mut T),
-    Rounded(*mut bf16),
+    Bf16(*mut bf16),
+    F16(*mut f16),
 }
 
 impl<T> OutSlot<T> {
     fn of(stored: &mut Stored<'_, T>) -> OutSlot<T> {
         match stored {
             Stored::Full(to) => OutSlot::Full(to.as_mut_ptr()),
-            Stored::Rounded(to) => OutSlot::Rounded(to.as_mut_ptr()),
+            Stored::Bf16(to) => OutSlot::Bf16(to.as_mut_ptr()),
+            Stored::F16(to) => OutSlot::F16(to.as_mut_ptr()),
         }
     }
 
     fn cast<U>(self) -> OutSlot<U> {
         match self {
             OutSlot::Full(to) => OutSlot::Full(to.cast()),
-            OutSlot::Rounded(to) => OutSlot::Rounded(to),
+            OutSlot::Bf16(to) => OutSlot::Bf16(to),
+            OutSlot::F16(to) => OutSlot::F16(to),
         }
     }
 
@@ -436,7 +439,8 @@ impl<T> OutSlot<T> {
         unsafe {
             match self {
                 OutSlot::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
-                OutSlot::Rounded(to) => Stored::Rounded(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::Bf16(to) => Stored::Bf16(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::F16(to) => Stored::F16(std::slice::from_raw_parts_mut(to.add(at), len)),
             }
         }
     }
@@ -529,9 +533,6 @@ pub trait Product: Sized + Copy + Send + Sync + 'static {
     /// An operand's element as the product reads it.
     fn in_precision(self, precision: Precision) -> Self;
 
-    /// The nearest `bf16` of each: [`round`](round::round), which only `f32` has. Panics otherwise.
-    fn round(from: &[Self], to: &mut [bf16]);
-
     /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
     ///
     /// # Safety
@@ -564,10 +565,6 @@ impl Product for f32 {
         if f32::narrows(precision) { gemm::rounded(self) } else { self }
     }
 
-    fn round(from: &[f32], to: &mut [bf16]) {
-        round::round(from, to);
-    }
-
     unsafe fn portable(
         dims: [usize; 3],
         a: (*const f32, Strides),
@@ -596,10 +593,6 @@ impl Product for f64 {
 
     fn in_precision(self, _: Precision) -> f64 {
         self
-    }
-
-    fn round(_: &[f64], _: &mut [bf16]) {
-        panic!("results in f64 are not stored in bf16: no product of f64 rounds");
     }
 
     unsafe fn portable(

@@ -174,7 +174,7 @@ mod tests {
             let (mut got, mut want) = (vec![bf16::ONE; rows * n], vec![bf16::ZERO; rows * n]);
             let mut stats = [vec![9.0; rows], vec![9.0; rows]];
             let [got_mean, got_rstd] = &mut stats;
-            forward(&c.x, &c.gamma, &c.beta, EPS as f32, Stored::Rounded(&mut got), got_mean, got_rstd);
+            forward(&c.x, &c.gamma, &c.beta, EPS as f32, Stored::Bf16(&mut got), got_mean, got_rstd);
             round(&full, &mut want);
             assert!(got == want && stats == [mean, rstd], "{rows} rows of {n}");
         }

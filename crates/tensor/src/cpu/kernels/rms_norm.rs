@@ -139,7 +139,7 @@ mod tests {
             let [full, rstd] = run(&c.x, &c.weight);
             let (mut got, mut want) = (vec![bf16::ONE; rows * n], vec![bf16::ZERO; rows * n]);
             let mut got_rstd = vec![9.0; rows];
-            forward(&c.x, &c.weight, EPS as f32, Stored::Rounded(&mut got), &mut got_rstd);
+            forward(&c.x, &c.weight, EPS as f32, Stored::Bf16(&mut got), &mut got_rstd);
             round(&full, &mut want);
             assert!(got == want && got_rstd == rstd, "{rows} rows of {n}");
         }

@@ -102,7 +102,7 @@ mod tests {
         for len in [0, 1, 70, 511, 512, 513, 1300] {
             let x: Vec<f32> = values("x", 2 * len);
             let (mut got, mut want) = (vec![bf16::ONE; len], vec![bf16::ZERO; len]);
-            swiglu(&x, Stored::Rounded(&mut got));
+            swiglu(&x, Stored::Bf16(&mut got));
             round(&full(&x), &mut want);
             assert!(got == want, "{len}");
         }

@@ -26,6 +26,16 @@ impl<'a, T> RowsMut<'a, T> {
         self.start
     }
 
+    /// Elements of a row.
+    pub(super) fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Elements of all rows.
+    pub(super) fn len(&self) -> usize {
+        self.rows * self.width
+    }
+
     /// The elements of row `i`.
     pub(super) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows, "row {i} of {}", self.rows);

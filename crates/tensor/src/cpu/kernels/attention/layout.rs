@@ -4,6 +4,7 @@ use super::super::Float;
 use super::documents::{self, Document, Packing};
 use super::heads::RowsMut;
 use super::rotary::Angles;
+use super::stored::StoredAs;
 use super::tiles::Tiles;
 use super::{Dims, Groups, Masks};
 use crate::cpu::kernels::dropout::Mask;
@@ -65,6 +66,12 @@ impl Layout {
         Layout { q: part(0), k: part(1), v: part(2), out: Heads { start: 0, row: width } }
     }
 
+    /// The rows of one group without gaps.
+    pub(super) fn copied(dims: Dims, groups: Groups) -> Self {
+        let rows = |heads: usize| Heads { start: 0, row: heads * dims.head_dim };
+        Layout { q: rows(groups.size), k: rows(1), v: rows(1), out: rows(groups.size) }
+    }
+
     /// `q[batch, seq, heads, head_dim]`, `kv[batch, seq, 2, kv_heads, head_dim]`.
     pub(super) fn apart(dims: Dims, groups: Groups) -> Self {
         let (width, kv) = (dims.heads * dims.head_dim, groups.kv_heads * dims.head_dim);
@@ -87,7 +94,7 @@ impl Group {
     }
 }
 
-impl<T: Float> Call<'_, T> {
+impl<'a, T: Float> Call<'a, T> {
     pub(super) fn check(&self) {
         if let Some(angles) = &self.angles {
             let packed = self.masks.packing.map_or(0, Packing::positions);
@@ -99,6 +106,12 @@ impl<T: Float> Call<'_, T> {
 
     pub(super) fn scale(&self) -> T {
         self.dims.scale()
+    }
+
+    /// The call on rows as [`read`](super::stored::read) gives them.
+    pub(super) fn as_read<S: StoredAs<T>>(&self) -> Self {
+        let layout = if S::COPIED { Layout::copied(self.dims, self.groups) } else { self.layout };
+        Self { layout, ..*self }
     }
 
     /// All rows of a sample.

@@ -22,6 +22,7 @@ use super::heads::RowsMut;
 use super::rows::dot;
 #[cfg(target_arch = "x86_64")]
 use super::rows::dot_avx512;
+use super::stored::StoredAs;
 use std::ops::Range;
 
 /// Number of rows of B copied at a time if its rows are contiguous: few streams, each as long as a row. Even, for whole
@@ -63,7 +64,7 @@ pub(super) struct Tiles<T> {
 }
 
 /// An element type that attention computes in.
-pub trait Tiled: Float + bytemuck::Pod + Send + Sync {
+pub trait Tiled: Float + StoredAs<Self> {
     #[doc(hidden)]
     #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles(precision: Precision) -> Tiles<Self>;

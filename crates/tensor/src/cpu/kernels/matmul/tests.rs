@@ -194,7 +194,7 @@ fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], 
             let right = if rounds(1) { Rounded(&rounded_right, right_strides) } else { Full(right, right_strides) };
             let results = if epilogue == 3 { m * n / 2 } else { m * n };
             let (mut c, mut out, mut rounded_out) = (old.clone(), old[..results].to_vec(), vec![bf16::ONE; results]);
-            let to = if rounds(0) { Stored::Rounded(&mut rounded_out) } else { Stored::Full(&mut out) };
+            let to = if rounds(0) { Stored::Bf16(&mut rounded_out) } else { Stored::Full(&mut out) };
             let after = match epilogue {
                 0 => Epilogue::Nothing,
                 1 => Epilogue::Bias(&bias),
@@ -307,7 +307,7 @@ fn rounded_factors_are_refused_by_products_of_f64() {
 #[test]
 #[should_panic(expected = "results in f64 are not stored in bf16")]
 fn results_in_f64_are_not_rounded() {
-    gelu::bias_gelu(&[0.0_f64; 2], &[0.0; 2], Stored::Rounded(&mut [bf16::ZERO; 2]));
+    gelu::bias_gelu(&[0.0_f64; 2], &[0.0; 2], Stored::Bf16(&mut [bf16::ZERO; 2]));
 }
 
 /// Products that are cut along every dim.
