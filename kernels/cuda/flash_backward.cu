@@ -163,11 +163,6 @@ template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& 
     store_rows<DIM>(tiles, VALUES, v_sum, 1.0f, 1.0f, dv + to, dkv_row, first, tokens, of.head_dim);
 }
 
-// What src/variants.rs changes, beside FLASH_KEYS.
-#ifndef BACKWARD_64_QUERIES
-#define BACKWARD_64_QUERIES 32
-#endif
-
 #define FLASH_OPERANDS {q, k, v, dout, lse, dots, q_row, kv_row, seq, heads, group, first_kv, head_dim, scale, firsts}
 
 KERNEL flash_backward_q_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse, const float* dots,
@@ -183,7 +178,7 @@ KERNEL flash_backward_q_128(const u16* q, i64 q_row, const u16* k, const u16* v,
 KERNEL flash_backward_kv_64(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,
                             const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                             float scale, const int* firsts) {
-    flash_backward_kv<64, BACKWARD_64_QUERIES>(FLASH_OPERANDS, dk, dv, dkv_row);
+    flash_backward_kv<64, 32>(FLASH_OPERANDS, dk, dv, dkv_row);
 }
 
 KERNEL flash_backward_kv_128(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, const float* lse,

@@ -50,7 +50,6 @@ variants! {
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
     flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    flash_backward_kv_64 in flash_backward, "queries=64", flash(64, 2 * 128 + 4 * 64); BACKWARD_64_QUERIES = 64;
     layer_norm_forward_f32 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     layer_norm_forward_bf16 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     layer_norm_backward in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;

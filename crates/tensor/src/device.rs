@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernel::*;
+use crate::later::{Download, Upload};
 use crate::launches::Launches;
 use crate::memory::{Accounts, Category, CategoryScope, MemoryUse};
 use meshwork_core::{Buffer, DType};
@@ -38,6 +39,27 @@ pub trait Device: Send + Sync + Debug {
 
     /// Copies memory of this device to the host. A [slice](Buffer::slice) of a buffer copies only that part.
     fn download(&self, buffer: &Buffer) -> Result<Buffer>;
+
+    /// The copy that [`download`](Self::download) gives, of what `buffer` holds now, to be waited for later. What is queued meanwhile runs beside it, where a device
+    /// can do both.
+    ///
+    /// # Errors
+    /// As [`download`](Self::download).
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        let copy = self.download(buffer)?;
+        Ok(Download::new(move || Ok(copy)))
+    }
+
+    /// Makes memory ready for values that come later: their copy does not wait for what is queued meanwhile, where a device can do both.
+    ///
+    /// # Errors
+    /// As [`upload_into`](Self::upload_into).
+    fn upload_later(&self, mut into: Buffer) -> Result<Upload> {
+        Ok(Upload::new(move |device, values| {
+            device.upload_into(values, &mut into, 0)?;
+            Ok(into)
+        }))
+    }
 
     /// Whether tensors have values here. A device with shapes only (`meta`) returns false: its memory need not be
     /// initialised, and downloads are zeros.

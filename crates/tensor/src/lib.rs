@@ -14,6 +14,7 @@ pub mod cpu;
 pub mod device;
 mod error;
 pub mod kernel;
+mod later;
 mod launches;
 pub mod memory;
 pub mod meta;
@@ -29,6 +30,7 @@ mod widened;
 
 pub use device::{Device, Meter, Transfers, Work};
 pub use error::{Error, Result};
+pub use later::{Download, Upload};
 pub use launches::Launches;
 pub use memory::{Category, MemoryUse};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};

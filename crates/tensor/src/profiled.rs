@@ -11,6 +11,7 @@
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
+use crate::later::{Download, Upload};
 use crate::launches::Launches;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
@@ -167,6 +168,14 @@ impl Device for Profiled {
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.span(Class::Memory, "download", &[buffer], |device| device.download(buffer))
+    }
+
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        self.inner.download_later(buffer)
+    }
+
+    fn upload_later(&self, into: Buffer) -> Result<Upload> {
+        self.inner.upload_later(into)
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -40,7 +40,7 @@ use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
     Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
-use meshwork_tensor::{Device, Error, Launches, Meter, Result};
+use meshwork_tensor::{Device, Download, Error, Launches, Meter, Result, Upload};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
@@ -312,6 +312,45 @@ impl Device for CudaDevice {
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.pool.meter.add_download(buffer.bytes());
         self.fetch(buffer)
+    }
+
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        let (pool, from) = (self.pool.clone(), self.place("download", buffer)?);
+        let (dtype, count, failed) = (buffer.dtype(), buffer.count(), self.failed("download"));
+        let moment = pool.driver.record(pool.compute).map_err(failed)?;
+        pool.meter.add_download(buffer.bytes());
+        Ok(Download::new(move || {
+            let mut host = Buffer::zeros(dtype, count);
+            let bytes = host.as_bytes_mut()?;
+            let waits = pool.driver.wait(pool.copies, moment);
+            waits.and_then(|()| pool.driver.read(pool.copies, from, bytes)).map_err(|fault| {
+                let device = pool.driver.name().to_owned();
+                Error::Device { op: "download", device, fault: fault.into() }
+            })?;
+            Ok(host)
+        }))
+    }
+
+    fn upload_later(&self, mut into: Buffer) -> Result<Upload> {
+        let (pool, to) = (self.pool.clone(), self.place_mut("upload", &mut into)?);
+        // Who wrote or read there before.
+        let moment = pool.driver.record(pool.compute).map_err(self.failed("upload"))?;
+        Ok(Upload::new(move |_, values| {
+            check_copy(values, &(0..values.count()), &into, 0)?;
+            let Pool { driver, compute, copies, meter, .. } = &*pool;
+            meter.add_upload(values.bytes());
+            let bytes = values.as_bytes()?;
+            let queue = || {
+                driver.wait(*copies, moment)?;
+                driver.write(*copies, to, bytes)?;
+                driver.wait(*compute, driver.record(*copies)?)
+            };
+            queue().map_err(|fault| {
+                let device = driver.name().to_owned();
+                Error::Device { op: "upload", device, fault: fault.into() }
+            })?;
+            Ok(into)
+        }))
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -4,19 +4,21 @@
 use crate::driver;
 use crate::train::{batch, small};
 use meshwork_core::comm::thread::{self as ranks, Options};
-use meshwork_core::{Mesh, Rank};
+use meshwork_core::{Buffer, DType, Mesh, Rank};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{
     Address, Argument, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream, Work,
 };
 use meshwork_cuda::{CudaDevice, Driver, Order};
+use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{Plan, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_kernels::{Kernel, Launch};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_nn::Model;
+use meshwork_tensor::Device;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{ThreadId, current};
+use std::thread::{self, ThreadId, current};
 
 /// For each stream, how many of its pieces of work are over.
 type Clock = Vec<usize>;
@@ -195,6 +197,7 @@ impl Driver for Logging {
 
 /// The streams of a device, in the order in which it makes them.
 const COMPUTE: usize = 0;
+const COPIES: usize = 1;
 const COLLECTIVES: usize = 2;
 
 /// The work of the second step of a plan, and for each rank its streams for computation, copies and collectives.
@@ -288,5 +291,54 @@ fn messages_travel_beside_computation() {
         let found = step.beside((to, COLLECTIVES, "copy"), 1 - to, what);
         eprintln!("pp=2: kernels of {what} of rank {} beside each message to rank {to}: {found:?}", 1 - to);
         assert!(found.iter().filter(|&&kernels| kernels > 0).count() >= 3, "{what}: {found:?}");
+    }
+}
+
+/// A copy that somebody else waits for has what was there when it was asked for, and one that comes later is there for what is queued behind it; kernels that
+/// are queued meanwhile can run beside both.
+#[test]
+fn copies_that_are_waited_for_later_run_beside_computation() {
+    for seed in 0..10 {
+        let Some(inner) = driver(Order::Seeded(seed)) else { return };
+        let driver = Arc::new(Logging { inner, log: Mutex::default() });
+        let device = CudaDevice::new(driver.clone(), Products::OfTheCpu).unwrap();
+        let host = |values: [f32; 3]| Buffer::from_slice(&values);
+        let (x, y) = (device.upload(&host([1.0, 2.0, 3.0])).unwrap(), device.upload(&host([1.0; 3])).unwrap());
+        let down = device.download_later(&x).unwrap();
+        let up = device.upload_later(device.alloc(DType::F32, 3).unwrap()).unwrap();
+        let begun = driver.log().work.len();
+        let doubled = (0..5).fold(y, |y, _| device.pointwise().unwrap().add(&y, &y).unwrap());
+        let copy = thread::scope(|scope| scope.spawn(|| down.wait()).join()).unwrap().unwrap();
+        let z = up.copy(&device, &host([7.0, 8.0, 9.0])).unwrap();
+        let sum = device.pointwise().unwrap().add(&z, &doubled).unwrap();
+        assert_eq!(copy.as_slice::<f32>().unwrap(), [1.0, 2.0, 3.0]);
+        assert_eq!(device.download(&sum).unwrap().as_slice::<f32>().unwrap(), [39.0, 40.0, 41.0]);
+        let log = driver.log();
+        let work = &log.work[begun..];
+        let names: Vec<&str> = work.iter().map(|noted| noted.what).collect();
+        assert_eq!(names[..8], ["add", "add", "add", "add", "add", "read", "write", "add"]);
+        for copy in &work[5..7] {
+            assert!(work[..5].iter().all(|kernel| kernel.beside(copy)), "{copy:?}");
+        }
+        assert!(!work[6].beside(&work[7]), "what is queued behind a copy has it");
+    }
+}
+
+/// What is offloaded comes back beside computation. When a rank waits for what leaves is not in the log; that it may leave beside computation, the test above shows.
+#[test]
+fn what_is_offloaded_comes_back_beside_computation() {
+    for mesh in ["dp=2", "pp=2"] {
+        let config = Gpt2Config { hidden_size: 32, ..config() };
+        let folder = tempfile::tempdir().unwrap();
+        let to = Arc::new(Folder(folder.path().to_owned()));
+        let offload = Offload { optimizer: true, gradients: true, activations: true, to };
+        let plan = Plan { offload: Some(offload), ..plan(mesh, 2) };
+        let Some(step) = second_step(config, &plan) else { return };
+        for rank in 0..2 {
+            let found = step.beside((rank, COPIES, "write"), rank, "");
+            let beside = found.iter().filter(|&&kernels| kernels > 0).count();
+            eprintln!("{mesh}, rank {rank}: of {} uploads {beside} have kernels beside them: {found:?}", found.len());
+            assert!(4 * beside > found.len(), "{mesh}, rank {rank}: {found:?}");
+        }
     }
 }

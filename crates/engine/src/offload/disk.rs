@@ -4,7 +4,7 @@ use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
 use crate::TrainError;
 use meshwork_core::{Buffer, DType, Rank};
-use meshwork_tensor::{Device, Error};
+use meshwork_tensor::{Device, Download, Error, Upload};
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
@@ -46,7 +46,7 @@ struct Job {
 #[derive(Debug)]
 enum Work {
     Reserve(u64),
-    Write { at: u64, from: Buffer },
+    Write { at: u64, from: Download },
     Read { at: u64, into: Buffer },
 }
 
@@ -111,8 +111,17 @@ impl Writing {
 #[derive(Debug)]
 pub struct Reading {
     answer: Answer,
-    /// Memory of a device that the host cannot write.
-    into: Option<Buffer>,
+    /// Where the values go, if the host cannot write there.
+    into: Option<Destination>,
+}
+
+/// Memory of a device.
+#[derive(Debug)]
+enum Destination {
+    /// That gets values.
+    Upload(Upload),
+    /// That gets none, because there are none.
+    Blank(Buffer),
 }
 
 impl Reading {
@@ -122,12 +131,8 @@ impl Reading {
         let read = self.answer.wait()?;
         match self.into {
             None => Ok(read),
-            Some(mut into) => {
-                if disk.jobs.is_some() {
-                    disk.device.upload_into(&read, &mut into, 0)?;
-                }
-                Ok(into)
-            }
+            Some(Destination::Upload(upload)) => Ok(upload.copy(&*disk.device, &read)?),
+            Some(Destination::Blank(memory)) => Ok(memory),
         }
     }
 }
@@ -219,7 +224,8 @@ impl Disk {
         let (at, bytes) = (region.at() + from, held.bytes() as u64);
         let moved = self.moved.get();
         self.moved.set(Traffic { written: moved.written + bytes, ..moved });
-        let answer = self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download(&held)? }))?;
+        let answer =
+            self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download_later(&held)? }))?;
         Ok(Writing { answer, held })
     }
 
@@ -235,8 +241,10 @@ impl Disk {
         let (at, bytes) = (region.at() + from, device_memory.bytes() as u64);
         let (into, given) = match device_memory.is_host() {
             true => (device_memory, None),
-            false if self.jobs.is_some() => (Buffer::zeros(dtype, count), Some(device_memory)),
-            false => (Buffer::empty(), Some(device_memory)),
+            false if self.jobs.is_some() => {
+                (Buffer::zeros(dtype, count), Some(Destination::Upload(self.device.upload_later(device_memory)?)))
+            }
+            false => (Buffer::empty(), Some(Destination::Blank(device_memory))),
         };
         let moved = self.moved.get();
         self.moved.set(Traffic { read: moved.read + bytes, ..moved });
@@ -263,7 +271,7 @@ impl Disk {
     pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<(), TrainError> {
         self.reserve(region.end())?;
         let (at, bytes) = (region.at() + from, values.bytes() as u64);
-        self.ask("writing", at, bytes, || Ok(Work::Write { at, from: values }))?.wait().map(drop)
+        self.ask("writing", at, bytes, || Ok(Work::Write { at, from: Download::new(|| Ok(values)) }))?.wait().map(drop)
     }
 
     /// Gives the thread work, if there is one.
@@ -296,7 +304,11 @@ fn serve(mut store: Box<dyn Store>, jobs: Receiver<Job>) {
     for Job { work, done } in jobs {
         let result = match work {
             Work::Reserve(bytes) => store.reserve(bytes).map(|()| Buffer::empty()),
-            Work::Write { at, from } => write(&mut *store, at, &from).map(|()| Buffer::empty()),
+            Work::Write { at, from } => from
+                .wait()
+                .map_err(io::Error::other)
+                .and_then(|from| write(&mut *store, at, &from))
+                .map(|()| Buffer::empty()),
             Work::Read { at, mut into } => read(&mut *store, at, &mut into).map(|()| into),
         };
         _ = done.send(result); // nobody waits any more: the rank has failed

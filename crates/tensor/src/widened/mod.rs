@@ -19,6 +19,7 @@ mod kernels;
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
+use crate::later::{Download, Upload};
 use crate::launches::Launches;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
@@ -160,6 +161,14 @@ impl Device for Widened {
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.inner.download(buffer)
+    }
+
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        self.inner.download_later(buffer)
+    }
+
+    fn upload_later(&self, into: Buffer) -> Result<Upload> {
+        self.inner.upload_later(into)
     }
 
     fn has_values(&self) -> bool {
