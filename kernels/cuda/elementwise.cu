@@ -4,9 +4,10 @@
 //   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
 //
 // Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
-// Geometry  a thread an element; of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
+// Geometry  a thread four elements, by 16 bytes (fours.cuh), or one of f64; of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
 // Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/elementwise.rs and relu.rs.
+#include "fours.cuh"
 #include "math.cuh"
 
 #define PER_BYTE 8
@@ -36,8 +37,7 @@ DEVICE float tanh_bits(float x) {
 }
 
 KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] * factor;
+    map_fours(x, out, count, [=](float x) { return x * factor; });
 }
 
 KERNEL scale_forward_f64(const double* x, double* out, i64 count, double factor) {
@@ -46,67 +46,71 @@ KERNEL scale_forward_f64(const double* x, double* out, i64 count, double factor)
 }
 
 KERNEL exp_forward(const float* x, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = exp_bits(x[i]);
+    map_fours(x, out, count, [=](float x) { return exp_bits(x); });
 }
 
 KERNEL exp_backward(const float* dy, const float* x, float* dx, i64 count) {
-    i64 i = global_thread();
-    if (i < count) dx[i] = dy[i] * exp_bits(x[i]);
+    join_fours(dy, x, dx, count, [](float dy, float x) {
+        return dy * exp_bits(x);
+    });
 }
 
 KERNEL tanh_forward(const float* x, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = tanh_bits(x[i]);
+    map_fours(x, out, count, [=](float x) { return tanh_bits(x); });
 }
 
 KERNEL tanh_backward(const float* dy, const float* x, float* dx, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Sides of = sigmoid(x[i] + x[i]); // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation
-    dx[i] = dy[i] * (4.0f * of.at * of.against);
+    join_fours(dy, x, dx, count, [](float dy, float x) {
+        Sides of = sigmoid(x + x); // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation
+        return dy * (4.0f * of.at * of.against);
+    });
 }
 
 KERNEL sigmoid_forward(const float* x, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = sigmoid(x[i]).at;
+    map_fours(x, out, count, [=](float x) { return sigmoid(x).at; });
 }
 
 KERNEL sigmoid_backward(const float* dy, const float* x, float* dx, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Sides of = sigmoid(x[i]);
-    dx[i] = dy[i] * (of.at * of.against);
+    join_fours(dy, x, dx, count, [](float dy, float x) {
+        Sides of = sigmoid(x);
+        return dy * (of.at * of.against);
+    });
 }
 
 KERNEL silu_forward(const float* x, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] * sigmoid(x[i]).at;
+    map_fours(x, out, count, [=](float x) { return x * sigmoid(x).at; });
 }
 
 KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    // Beyond, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
-    float near = -200.0f > x[i] ? -200.0f : x[i];
-    near = 200.0f < near ? 200.0f : near;
-    Sides of = sigmoid(x[i]);
-    dx[i] = dy[i] * fmaf(near * of.at, of.against, of.at);
+    join_fours(dy, x, dx, count, [](float dy, float x) {
+        // Beyond, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
+        float near = -200.0f > x ? -200.0f : x;
+        near = 200.0f < near ? 200.0f : near;
+        Sides of = sigmoid(x);
+        return dy * fmaf(near * of.at, of.against, of.at);
+    });
+}
+
+// out[i, j] = f(x[i, j], y[j]).
+template <class F> DEVICE void zip_fours(const float* x, const float* y, float* out, i64 count, i64 n, F f) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Four four = load_four(x, at, count), other = load_four_beside(y, at, n);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) four.of[j] = f(four.of[j], other.of[j]);
+    store_four(out, at, count, four);
 }
 
 KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] - y[i % n];
+    zip_fours(x, y, out, count, n, [](float x, float y) { return x - y; });
 }
 
 KERNEL zip_mul(const float* x, const float* y, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] * y[i % n];
+    zip_fours(x, y, out, count, n, [](float x, float y) { return x * y; });
 }
 
 KERNEL zip_div(const float* x, const float* y, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] / y[i % n];
+    zip_fours(x, y, out, count, n, [](float x, float y) { return x / y; });
 }
 
 KERNEL relu_forward(const float* x, float* out, u8* above, i64 count) {

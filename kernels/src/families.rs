@@ -19,6 +19,7 @@ sources! {
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
+    FOURS = "fours.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
     CHECKED = "checked.cuh";
@@ -84,6 +85,7 @@ pub static HEADERS: &[&Source] = &[
     &ROWS,
     &TREE,
     &RANDOM,
+    &FOURS,
     &WARP,
     &PRODUCTS,
     &CHECKED,
@@ -171,6 +173,9 @@ pub const NONZERO_CHUNK: u64 = 2048;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
+/// A thread for four neighbours of f32 that are read and written by 16 bytes: `cuda/fours.cuh`.
+const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
+
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
@@ -229,19 +234,19 @@ kernels! {
     bias_residual_16 in BIAS, EIGHT;
         In Bits16 x, In Bits16 bias, In Bits16 residual, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     sum_parts_16 in BIAS, Geometry::Columns; In Bits16 x, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
-    scale_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
+    scale_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
     scale_forward_f64 in ELEMENTWISE, ELEMENTS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
-    exp_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
-    exp_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
-    tanh_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
-    tanh_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
-    sigmoid_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
-    sigmoid_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
-    silu_forward in ELEMENTWISE, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
-    silu_backward in ELEMENTWISE, ELEMENTS; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
-    zip_sub in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
-    zip_mul in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
-    zip_div in ELEMENTWISE, ELEMENTS; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
+    exp_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
+    exp_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    tanh_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
+    tanh_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    sigmoid_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
+    sigmoid_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    silu_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
+    silu_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    zip_sub in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
+    zip_mul in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
+    zip_div in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
     relu_forward in ELEMENTWISE, BYTES; In F32 x, Out F32 out, Out U8 above, Value I64 count;
     relu_backward in ELEMENTWISE, BYTES; In F32 dy, In U8 above, Out F32 dx, Value I64 count;
     sum_dim in REDUCTION, ELEMENTS;
@@ -286,12 +291,12 @@ kernels! {
     swiglu_backward in SWIGLU, ELEMENTS; In F32 dy, Out F32 x, Value I64 count;
     swiglu_forward_16 in SWIGLU, EIGHT; In Bits16 x, Out Bits16 out, Value I64 count, Value I32 f16;
     swiglu_backward_16 in SWIGLU, EIGHT; In Bits16 dy, Out Bits16 x, Value I64 count, Value I32 f16;
-    adamw in OPTIMIZER, ELEMENTS;
+    adamw in OPTIMIZER, FOURS_OF_F32;
         Out F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 keep, Value F32 lr_hat,
         Value F32 root_hat, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 eps, Value I64 count;
-    sgd in OPTIMIZER, ELEMENTS;
+    sgd in OPTIMIZER, FOURS_OF_F32;
         Out F32 weights, In F32 grads, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value I64 count;
-    sgd_momentum in OPTIMIZER, ELEMENTS;
+    sgd_momentum in OPTIMIZER, FOURS_OF_F32;
         Out F32 weights, In F32 grads, Out F32 buffer, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value F32 momentum,
         Value I64 count;
     sum_of_squares in GRAD_NORM, Geometry::Warps; In F32 x, Value I64 len, Value I64 segments, Value I64 pitch, Out F64 parts;

@@ -10,7 +10,7 @@
 //! parallel, `Shard(1)`.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, HiddenModule, LanguageStage};
+use crate::language::{self, Boundary, HiddenModule, LanguageSpec, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedMlp;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, Stage, StageSpec};
@@ -55,8 +55,7 @@ pub struct Gpt2Config {
 #[derive(Clone, Copy, Debug)]
 pub struct Gpt2 {
     config: Gpt2Config,
-    region: Region,
-    boundary: Boundary,
+    language: LanguageSpec,
     experts: Option<ExpertsConfig>,
 }
 
@@ -95,7 +94,7 @@ impl Default for Gpt2Config {
 impl Gpt2 {
     /// A model of these sizes.
     pub fn new(config: Gpt2Config) -> Self {
-        Self { config, region: Region::Invariant, boundary: Boundary::Ignored, experts: None }
+        Self { config, language: LanguageSpec::default(), experts: None }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none.
@@ -105,12 +104,18 @@ impl Gpt2 {
 
     /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
     pub fn sequence_parallel(self, on: bool) -> Self {
-        Self { region: Region::new(on), ..self }
+        Self { language: LanguageSpec { region: Region::new(on), ..self.language }, ..self }
     }
 
     /// The same with this rule for the documents of a sequence.
     pub fn documents(self, boundary: Boundary) -> Self {
-        Self { boundary, ..self }
+        Self { language: LanguageSpec { boundary, ..self.language }, ..self }
+    }
+
+    /// The same with the logits of at most this many tokens of a sequence at a time in training
+    /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: those of all.
+    pub fn loss_chunk(self, loss_chunk: usize) -> Self {
+        Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
     }
 
     /// Its sizes.
@@ -125,7 +130,7 @@ impl Model for Gpt2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len, self.config.vocab_size, self.boundary)
+        language::fields(self.config.seq_len, self.config.vocab_size, self.language.boundary)
     }
 
     /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.
@@ -136,7 +141,7 @@ impl Model for Gpt2 {
         let stage = LanguageStage::declare(
             params,
             part,
-            (self.region, self.boundary),
+            self.language,
             |params| {
                 let tokens = table(params, "wte")?;
                 let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
@@ -156,7 +161,7 @@ impl Model for Gpt2 {
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        language::hidden(mesh, self.region, self.config.hidden_size, batch)
+        language::hidden(mesh, self.language.region, self.config.hidden_size, batch)
     }
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {

@@ -110,13 +110,30 @@ impl HiddenModule for RmsNorm {
     }
 }
 
+/// What the stages of a language model have in common, whatever their blocks are.
+#[derive(Clone, Copy, Debug)]
+pub struct LanguageSpec {
+    /// The layout between blocks.
+    pub region: Region,
+    /// What a boundary between documents means.
+    pub boundary: Boundary,
+    /// Tokens of a sequence whose logits exist at a time in training; 0: those of all.
+    pub loss_chunk: usize,
+}
+
+impl Default for LanguageSpec {
+    /// Blocks that each rank of tp leaves with the same, no boundaries, all logits.
+    fn default() -> Self {
+        Self { region: Region::Invariant, boundary: Boundary::Ignored, loss_chunk: 0 }
+    }
+}
+
 /// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and the output
 /// head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets; predictions are the whole
 /// logits `[samples, seq, vocab]`.
 #[derive(Clone, Debug)]
 pub struct LanguageStage<E, B, N> {
-    region: Region,
-    boundary: Boundary,
+    spec: LanguageSpec,
     embedding: Option<E>,
     blocks: Vec<B>,
     head: Option<(N, VocabParallelEmbedding)>,
@@ -130,14 +147,13 @@ impl<E, B, N> LanguageStage<E, B, N> {
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,
-        (region, boundary): (Region, Boundary),
+        spec: LanguageSpec,
         embedding: impl FnOnce(&mut Declarations) -> Result<E>,
         mut block: impl FnMut(&mut Declarations, usize) -> Result<B>,
         head: impl FnOnce(&mut Declarations) -> Result<(N, VocabParallelEmbedding)>,
     ) -> Result<Self> {
         Ok(Self {
-            region,
-            boundary,
+            spec,
             embedding: part.first.then(|| embedding(params)).transpose()?,
             blocks: part.layers.clone().map(|layer| block(params, layer)).collect::<Result<_>>()?,
             head: part.last.then(|| head(params)).transpose()?,
@@ -146,36 +162,42 @@ impl<E, B, N> LanguageStage<E, B, N> {
 }
 
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
-    /// Every stage reads the documents from the batch; they do not travel.
+    /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head reads.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let documents = match self.boundary {
-            Boundary::Positions | Boundary::Attention if !tape.decodes() => {
-                Some(Documents { positions: batch.var(tape, POSITIONS)?, apart: self.boundary == Boundary::Attention })
-            }
+        let documents = match self.spec.boundary {
+            Boundary::Positions | Boundary::Attention if !tape.decodes() => Some(Documents {
+                positions: batch.var(tape, POSITIONS)?,
+                apart: self.spec.boundary == Boundary::Attention,
+            }),
             _ => None, // what is decoded is one document
         };
         let documents = documents.as_ref();
         let x = match &self.embedding {
-            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.region, documents)?,
+            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.spec.region, documents)?,
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
         };
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.region, documents))?;
-        let Some((norm, head)) = &self.head else { return Ok(x) };
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.spec.region, documents))?;
+        let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
         let x = match (tape.decodes(), x.shape()[1]) {
             (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
             _ => x,
         };
-        head.logits(tape, &norm.forward(tape, &x, self.region, documents)?, self.region)
+        norm.forward(tape, &x, self.spec.region, documents)
     }
 
-    fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {
+    fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
+        let ((_, head), region) = (self.head.as_ref().ok_or_else(no_head)?, self.spec.region);
+        let targets = batch.var(tape, TARGETS)?;
+        match self.spec.loss_chunk {
+            0 => head.loss(&head.logits(tape, x, region)?, &targets),
+            chunk => head.chunked_loss(tape, x, &targets, region, chunk),
+        }
+    }
+
+    fn predict(&self, x: &Var) -> Result<Var> {
         let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
-        head.loss(logits, &batch.var(tape, TARGETS)?)
-    }
-
-    fn predict(&self, logits: &Var) -> Result<Var> {
-        logits.all_gather(Axis::Tp, 2)
+        head.logits(x.tape(), x, self.spec.region)?.all_gather(Axis::Tp, 2)
     }
 }
 

@@ -26,7 +26,7 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, HiddenModule, LanguageStage};
+use crate::language::{self, Boundary, HiddenModule, LanguageSpec, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedSwiGlu;
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
@@ -110,8 +110,7 @@ const fn llama3(
 #[derive(Clone, Copy, Debug)]
 pub struct Llama {
     config: LlamaConfig,
-    region: Region,
-    boundary: Boundary,
+    language: LanguageSpec,
     experts: Option<ExpertsConfig>,
 }
 
@@ -126,7 +125,7 @@ struct Block {
 impl Llama {
     /// A model of these sizes.
     pub fn new(config: LlamaConfig) -> Self {
-        Self { config, region: Region::Invariant, boundary: Boundary::Ignored, experts: None }
+        Self { config, language: LanguageSpec::default(), experts: None }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none: in all of them, it is a Mixtral.
@@ -136,12 +135,18 @@ impl Llama {
 
     /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
     pub fn sequence_parallel(self, on: bool) -> Self {
-        Self { region: Region::new(on), ..self }
+        Self { language: LanguageSpec { region: Region::new(on), ..self.language }, ..self }
     }
 
     /// The same with this rule for the documents of a sequence.
     pub fn documents(self, boundary: Boundary) -> Self {
-        Self { boundary, ..self }
+        Self { language: LanguageSpec { boundary, ..self.language }, ..self }
+    }
+
+    /// The same with the logits of at most this many tokens of a sequence at a time in training
+    /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: those of all.
+    pub fn loss_chunk(self, loss_chunk: usize) -> Self {
+        Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
     }
 
     /// Its sizes.
@@ -156,7 +161,7 @@ impl Model for Llama {
     }
 
     fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len, self.config.vocab_size, self.boundary)
+        language::fields(self.config.seq_len, self.config.vocab_size, self.language.boundary)
     }
 
     /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.
@@ -167,7 +172,7 @@ impl Model for Llama {
         let stage = LanguageStage::declare(
             params,
             part,
-            (self.region, self.boundary),
+            self.language,
             |params| table(params, "embed_tokens"),
             |params, layer| Block::new(params, mesh, self, layer),
             |params| {
@@ -183,7 +188,7 @@ impl Model for Llama {
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        language::hidden(mesh, self.region, self.config.hidden_size, batch)
+        language::hidden(mesh, self.language.region, self.config.hidden_size, batch)
     }
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {

@@ -48,4 +48,10 @@ impl VocabParallelEmbedding {
     pub fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
         logits.vocab_parallel_cross_entropy(targets, Axis::Tp, self.vocab)
     }
+
+    /// The same from x, as [`logits`](Self::logits) takes it, with the logits of at most `chunk` tokens at a time.
+    pub fn chunked_loss(&self, tape: &Tape, x: &Var, targets: &Var, region: Region, chunk: usize) -> Result<Var> {
+        let weight = tape.param(self.weight)?;
+        region.enter(x)?.vocab_parallel_linear_cross_entropy(&weight, targets, Axis::Tp, self.vocab, chunk)
+    }
 }

@@ -114,6 +114,18 @@ fn models_of_experts_have_every_value_of_the_cpu() {
     }
 }
 
+/// The logits of five of sixteen tokens at a time, of one or two ranks, in f32 and in 16 bits.
+#[test]
+fn a_loss_in_chunks_has_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    for (mesh, dtype) in [("dp=2", "f32"), ("tp=2", "f32"), ("tp=2", "bf16")] {
+        let (shared, dtype) = (emulator(&kernels, 0), format!("--set=training.dtype={dtype}"));
+        let report = diff_of(&["--set=memory.loss_chunk=5", &dtype], mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{mesh}, {dtype}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{mesh}, {dtype}: {report}");
+    }
+}
+
 /// Storage in 16 bits, products of bf16, and both: dense models and experts, on one rank and on several.
 #[test]
 fn sixteen_bits_have_every_value_of_the_cpu() {

@@ -1,5 +1,6 @@
 //! Update rules and sums of squares, bit by bit against the CPU.
 
+use crate::launch::AtMut;
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
 use meshwork_optim::{AdamW, Optimizer, Sgd, Update};
@@ -81,6 +82,21 @@ fn squares_are_summed_in_the_order_of_the_cpu() {
         let want = 0.25 + pieces.map(of_cpu).sum::<f64>();
         assert_eq!(sums, [0.5, want], "{segments} segments of {len}");
     }
+}
+
+/// What does not lie at a multiple of 16 bytes is taken one by one, with the same bits: here only one of the two vectors does.
+#[test]
+fn an_update_of_a_part_has_the_bits_of_the_whole() {
+    let (count, from) = (37, 3);
+    let (w, grads) = (values("w", count), values("grads", count));
+    let mut whole = w.clone();
+    if !launch!("sgd", [count, 0], &mut whole, &grads, 0.5_f32, 0.1_f32, 0.3_f32, count) {
+        return;
+    }
+    let (mut part, grads) = (w.clone(), grads[from..].to_vec());
+    launch!("sgd", [count - from, 0], AtMut(&mut part, from), &grads, 0.5_f32, 0.1_f32, 0.3_f32, count - from);
+    assert_bits("the part", &part[from..], &whole[from..]);
+    assert_bits("what lies before it", &part[..from], &w[..from]);
 }
 
 #[test]

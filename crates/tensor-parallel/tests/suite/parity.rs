@@ -327,16 +327,20 @@ fn tied_model(vocab: usize) -> Outcome {
     plain.alone(&tokens(vocab))
 }
 
-fn parallel_tied_model(vocab: usize, degree: usize, region: Region, padding: f32) -> Outcome {
+/// `chunk`: tokens whose logits exist at a time; 0 for all.
+fn parallel_tied_model(vocab: usize, degree: usize, region: Region, padding: f32, chunk: usize) -> Outcome {
     let mut parallel = Program::new(
         real,
         |params, _| {
             let table = VocabParallelEmbedding::new(params, "wte", vocab, HIDDEN, init())?;
             Ok((table, LayerNorm::new(params, "ln", HIDDEN, true)?))
         },
-        |(table, norm), tape, v| {
+        move |(table, norm), tape, v| {
             let x = norm.forward(tape, &table.embed(tape, &v[0], region)?)?;
-            table.loss(&table.logits(tape, &x, region)?, &v[1])
+            match chunk {
+                0 => table.loss(&table.logits(tape, &x, region)?, &v[1]),
+                chunk => table.chunked_loss(tape, &x, &v[1], region, chunk),
+            }
         },
     );
     parallel.padding = padding;
@@ -348,8 +352,14 @@ fn vocab_parallel_embedding_logits_and_loss_equal_the_plain_ones() {
     for vocab in VOCABULARIES {
         let reference = tied_model(vocab);
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
-            let outcome = parallel_tied_model(vocab, degree, region, 0.0);
-            assert_same(&format!("{vocab} words, tp={degree}, {region:?}"), &outcome, &reference);
+            for chunk in [0, 1, 3, 100] {
+                let outcome = parallel_tied_model(vocab, degree, region, 0.0, chunk);
+                assert_same(
+                    &format!("{vocab} words, tp={degree}, {region:?}, chunks of {chunk}"),
+                    &outcome,
+                    &reference,
+                );
+            }
         }
     }
 }
@@ -358,9 +368,11 @@ fn vocab_parallel_embedding_logits_and_loss_equal_the_plain_ones() {
 fn what_padded_rows_hold_changes_neither_the_loss_nor_any_gradient() {
     for (vocab, degree) in [(9, 2), (9, 4), (5, 4)] {
         for region in REGIONS {
-            let zero = parallel_tied_model(vocab, degree, region, 0.0);
-            let large = parallel_tied_model(vocab, degree, region, 1e6);
-            assert_eq!(large, zero, "{vocab} words, tp={degree}, {region:?}");
+            for chunk in [0, 3] {
+                let zero = parallel_tied_model(vocab, degree, region, 0.0, chunk);
+                let large = parallel_tied_model(vocab, degree, region, 1e6, chunk);
+                assert_eq!(large, zero, "{vocab} words, tp={degree}, {region:?}, chunks of {chunk}");
+            }
         }
     }
 }

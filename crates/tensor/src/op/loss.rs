@@ -8,7 +8,6 @@
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::VocabShard;
-use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
@@ -19,9 +18,8 @@ use std::sync::Arc;
 /// The operation behind both forms of the loss.
 #[derive(Debug)]
 pub struct VocabLoss {
-    shard: VocabShard,
-    cut_over: Option<Axis>,
-    logits_shape: Shape,
+    pub(super) shard: VocabShard,
+    pub(super) cut_over: Option<Axis>,
 }
 
 impl Var {
@@ -29,25 +27,107 @@ impl Var {
     /// negative ones masked.
     pub fn cross_entropy(&self, targets: &Var) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
-        let shard = VocabShard { first: 0, valid: width, width, skipped: 0, pitch: width, vocab: width };
-        self.tape().apply(VocabLoss { shard, cut_over: None, logits_shape: self.shape() }, &[self, targets])
+        self.tape().apply(VocabLoss::whole(width), &[self, targets])
     }
 
     /// The same for logits whose last dim, `vocab` over all ranks, is cut over `axis`; padding is never included.
     /// `Invariant` on `axis`.
     pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
-        let first = (self.tape().rank().coords().get(axis) * width).min(vocab);
-        let shard = VocabShard { first, valid: width.min(vocab - first), width, skipped: 0, pitch: width, vocab };
-        let op = VocabLoss { shard, cut_over: Some(axis), logits_shape: self.shape() };
-        self.tape().apply(op, &[self, targets])
+        self.tape().apply(VocabLoss::cut(self.tape(), axis, width, vocab), &[self, targets])
     }
 }
 
 impl VocabLoss {
-    /// Ranks that share the vocabulary.
-    fn degree(&self, tape: &Tape) -> usize {
-        self.cut_over.map_or(1, |axis| tape.rank().mesh().degree(axis))
+    /// Of logits of all `width` ids.
+    pub(super) fn whole(width: usize) -> Self {
+        let shard = VocabShard { first: 0, valid: width, width, skipped: 0, pitch: width, vocab: width };
+        Self { shard, cut_over: None }
+    }
+
+    /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`.
+    pub(super) fn cut(tape: &Tape, axis: Axis, width: usize, vocab: usize) -> Self {
+        let first = (tape.rank().coords().get(axis) * width).min(vocab);
+        let shard = VocabShard { first, valid: width.min(vocab - first), width, skipped: 0, pitch: width, vocab };
+        Self { shard, cut_over: Some(axis) }
+    }
+
+    /// The parts of the vocabulary here whose sums are separate: those of the reduction blocks.
+    pub(super) fn parts(&self, tape: &Tape) -> impl Iterator<Item = VocabShard> {
+        let degree = self.cut_over.map_or(1, |axis| tape.rank().mesh().degree(axis));
+        self.shard.parts(tape.reduction_blocks().map_or(1, |blocks| blocks / degree))
+    }
+
+    /// (the loss of each of `samples`, lse of each row), from the [statistics](crate::kernel::Loss::row_stats) of all rows for each of the
+    /// [`parts`](Self::parts). The sums are first relative to the maximum of their part, and then to that of the row.
+    pub(super) fn total(
+        &self,
+        cx: &Forward<'_>,
+        parts: Vec<(Buffer, Buffer)>,
+        targets: &Tensor,
+        samples: usize,
+    ) -> Result<(Tensor, Buffer)> {
+        let device = targets.device();
+        let loss = device.loss()?;
+        let mut max = device.layout()?.copy(&parts[0].0)?;
+        for (local, _) in &parts[1..] {
+            loss.larger(&mut max, local)?;
+        }
+        if let Some(axis) = self.cut_over {
+            max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
+        }
+        let mut sums = tree_of_sums(device, parts, &max)?;
+        if let Some(axis) = self.cut_over {
+            sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
+        }
+        let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
+        Ok((Tensor::from_buffer(device, total, [samples])?, lse))
+    }
+
+    /// The types of the loss of `op`, of logits and targets.
+    pub(super) fn types(
+        &self,
+        op: &str,
+        logits: Operand<'_>,
+        targets: Operand<'_>,
+    ) -> std::result::Result<Types, SpmdError> {
+        let vocab_dim = logits.ndim.saturating_sub(1);
+        let Some(cut) = self.cut_over else {
+            return rules::summed_loss(op, logits, vocab_dim, targets);
+        };
+        let refuse =
+            |problem: String, fix: &str| SpmdError { op: op.to_owned(), axis: cut, problem, fix: fix.to_owned() };
+        match logits.types.get(cut) {
+            Some(Ty::Shard(dim)) if dim == vocab_dim => {}
+            Some(ty) => {
+                return Err(refuse(
+                    format!("logits are {ty}: full logits given to the vocab-parallel loss"),
+                    "use cross_entropy, or leave the logits sharded over the vocabulary",
+                ));
+            }
+            None => {
+                return Err(refuse("logits do not lie on this axis".to_owned(), "use cross_entropy"));
+            }
+        }
+        let same = |operand: Operand<'_>| Operand::value("", operand.types.with(cut, Ty::Invariant), operand.ndim);
+        match targets.types.get(cut) {
+            Some(Ty::Invariant | Ty::Replicate) => {
+                let plain = |operand: Operand<'static>, name| Operand { name, ..operand };
+                rules::summed_loss(op, plain(same(logits), "logits"), vocab_dim, plain(same(targets), "targets"))
+            }
+            _ => Err(refuse(
+                "targets differ between ranks that share a token".to_owned(),
+                "give every rank the same targets",
+            )),
+        }
+    }
+
+    /// What it makes of padded operands.
+    pub(super) fn padding(&self) -> Padded {
+        match self.cut_over {
+            None => Padded::Refused,
+            Some(axis) => Padded::Knows { axis, extent: self.shard.vocab },
+        }
     }
 }
 
@@ -79,52 +159,11 @@ impl Op for VocabLoss {
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
-        let (logits, targets) = (operands[0], operands[1]);
-        let vocab_dim = logits.ndim.saturating_sub(1);
-        let Some(cut) = self.cut_over else {
-            return rules::summed_loss(self.name(), logits, vocab_dim, targets);
-        };
-        let refuse = |problem: String, fix: &str| SpmdError {
-            op: self.name().to_owned(),
-            axis: cut,
-            problem,
-            fix: fix.to_owned(),
-        };
-        match logits.types.get(cut) {
-            Some(Ty::Shard(dim)) if dim == vocab_dim => {}
-            Some(ty) => {
-                return Err(refuse(
-                    format!("logits are {ty}: full logits given to the vocab-parallel loss"),
-                    "use cross_entropy, or leave the logits sharded over the vocabulary",
-                ));
-            }
-            None => {
-                return Err(refuse("logits do not lie on this axis".to_owned(), "use cross_entropy"));
-            }
-        }
-        let same = |operand: Operand<'_>| Operand::value("", operand.types.with(cut, Ty::Invariant), operand.ndim);
-        match targets.types.get(cut) {
-            Some(Ty::Invariant | Ty::Replicate) => {
-                let plain = |operand: Operand<'static>, name| Operand { name, ..operand };
-                rules::summed_loss(
-                    self.name(),
-                    plain(same(logits), "logits"),
-                    vocab_dim,
-                    plain(same(targets), "targets"),
-                )
-            }
-            _ => Err(refuse(
-                "targets differ between ranks that share a token".to_owned(),
-                "give every rank the same targets",
-            )),
-        }
+        self.types(self.name(), operands[0], operands[1])
     }
 
     fn padded(&self) -> Padded {
-        match self.cut_over {
-            None => Padded::Refused,
-            Some(axis) => Padded::Knows { axis, extent: self.shard.vocab },
-        }
+        self.padding()
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -135,29 +174,15 @@ impl Op for VocabLoss {
             inputs,
         )?;
         let loss = logits.device().loss()?;
-        // The sums have a block for each part of the vocabulary, first relative to the maximum of that part, and then
-        // to the maximum of the row.
-        let parts = self.shard.parts(cx.tape().reduction_blocks().map_or(1, |blocks| blocks / self.degree(cx.tape())));
         let stats = |part| loss.row_stats(logits.buffer(), targets.buffer(), part);
-        let blocks = parts.map(stats).collect::<Result<Vec<_>>>()?;
-        let mut max = logits.device().layout()?.copy(&blocks[0].0)?;
-        for (local, _) in &blocks[1..] {
-            loss.larger(&mut max, local)?;
-        }
-        if let Some(axis) = self.cut_over {
-            max = cx.tape().rank().group(axis).all_reduce(max, ReduceOp::Max)?;
-        }
-        let mut sums = tree_of_sums(logits.device(), blocks, &max)?;
-        if let Some(axis) = self.cut_over {
-            sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
-        }
+        let parts = self.parts(cx.tape()).map(stats).collect::<Result<Vec<_>>>()?;
         let samples = targets.shape().first().copied().unwrap_or(1);
-        let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
+        let (total, lse) = self.total(cx, parts, targets, samples)?;
         cx.save_exact(logits)?;
         cx.save(targets)?;
         let rows = lse.count();
         cx.save_exact(&Tensor::from_buffer(logits.device(), lse, [rows])?)?;
-        Tensor::from_buffer(logits.device(), total, [samples])
+        Ok(total)
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
@@ -166,10 +191,11 @@ impl Op for VocabLoss {
         }
         let (targets, lse) = (cx.saved(1)?, cx.saved(2)?);
         // The logits are replaced by their gradient, in place unless something else still reads them.
-        let mut logits = cx.take_saved(0)?.into_owned_buffer()?;
+        let logits = cx.take_saved(0)?;
+        let (shape, mut logits) = (logits.shape(), logits.into_owned_buffer()?);
         let loss = grad.device().loss()?;
         loss.grad(&mut logits, targets.buffer(), lse.buffer(), grad.buffer(), self.shard)?;
-        Ok(vec![Some(Tensor::from_buffer(grad.device(), logits, self.logits_shape)?), None])
+        Ok(vec![Some(Tensor::from_buffer(grad.device(), logits, shape)?), None])
     }
 }
 

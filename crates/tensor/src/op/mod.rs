@@ -18,6 +18,7 @@ mod grouped_linear;
 mod images;
 mod jitter;
 mod linear;
+mod linear_cross_entropy;
 mod loss;
 mod map;
 mod norm;

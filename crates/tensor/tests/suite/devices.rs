@@ -148,6 +148,12 @@ pub fn cases() -> Vec<Case> {
         case("vocab_parallel_cross_entropy", &[(&[2, 3, 2], S(2))], |tape, v| {
             v[0].vocab_parallel_cross_entropy(&tokens(tape), Axis::Tp, 4)
         }),
+        case("linear_cross_entropy", &[(&[2, 3, 5], I), (&[4, 5], I)], |tape, v| {
+            v[0].linear_cross_entropy(&v[1], &tokens(tape), 2)
+        }),
+        case("vocab_parallel_linear_cross_entropy", &[(&[2, 3, 5], R), (&[2, 5], S(0))], |tape, v| {
+            v[0].vocab_parallel_linear_cross_entropy(&v[1], &tokens(tape), Axis::Tp, 4, 2)
+        }),
         case("scale", &[(x, P)], |_, v| v[0].scale(0.3)),
         case("exp", &[(x, V)], |_, v| v[0].exp()),
         // A recipe upon a recipe.

@@ -315,6 +315,16 @@ fn cross_entropy_of_logits_that_are_used_twice() {
     });
 }
 
+/// Chunks that end with the sample and chunks that do not, and one that has all of it.
+#[test]
+fn linear_cross_entropy() {
+    for chunk in [1, 2, 7] {
+        check("linear_cross_entropy", &[("x", &[2, 3, 4]), ("weight", &[5, 4])], |tape, v| {
+            v[0].linear_cross_entropy(&v[1], &ids(tape, &TARGETS, &[2, 3], Types::NONE), chunk)
+        });
+    }
+}
+
 #[test]
 fn vocab_parallel_operations_on_one_rank() {
     let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Tp, 1)]).unwrap(), 0).unwrap());
@@ -324,5 +334,11 @@ fn vocab_parallel_operations_on_one_rank() {
     check_on(&rank, "vocab_parallel_cross_entropy", &[("logits", &[2, 3, 7], Ty::Shard(2))], |tape, v| {
         let targets = ids(tape, &TARGETS, &[2, 3], on_tp(Ty::Invariant));
         v[0].padded(Axis::Tp, 5)?.vocab_parallel_cross_entropy(&targets, Axis::Tp, 5) // two columns of padding
+    });
+    let (op, shapes): (_, &[(&str, &[usize], Ty)]) =
+        ("vocab_parallel_linear_cross_entropy", &[("x", &[2, 3, 4], Ty::Replicate), ("weight", &[7, 4], Ty::Shard(0))]);
+    check_on(&rank, op, shapes, |tape, v| {
+        let targets = ids(tape, &TARGETS, &[2, 3], on_tp(Ty::Invariant));
+        v[0].vocab_parallel_linear_cross_entropy(&v[1].padded(Axis::Tp, 5)?, &targets, Axis::Tp, 5, 2)
     });
 }

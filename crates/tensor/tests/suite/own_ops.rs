@@ -175,6 +175,12 @@ fn tables() {
         let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
         v[0].vocab_parallel_cross_entropy(&v[1], Axis::Tp, v[0].shape()[2] * tp)
     });
+    let (x, w) = (|| OpInput::value("x", &[3, 1, 2]), || OpInput::parameter("weight", &[5, 2]));
+    check("linear_cross_entropy", &[x(), w(), targets()], |v| v[0].linear_cross_entropy(&v[1], &v[2], 2));
+    check("vocab_parallel_linear_cross_entropy", &[x(), w(), targets()], |v| {
+        let tp = v[0].tape().rank().mesh().degree(Axis::Tp);
+        v[0].vocab_parallel_linear_cross_entropy(&v[1], &v[2], Axis::Tp, v[1].shape()[0] * tp, 2)
+    });
 }
 
 #[test]

@@ -29,14 +29,16 @@ impl Config {
 
     /// The model.
     pub fn model(&self) -> Arc<dyn Model> {
-        let (model, cut, boundary) = (&self.model, self.parallelism.sequence_parallel, self.boundary());
-        match model.kind {
+        let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
+        match self.model.kind {
             ModelKind::Gpt2 => {
-                Arc::new(Gpt2::new(self.gpt2()).with_experts(self.experts()).sequence_parallel(cut).documents(boundary))
+                let model = Gpt2::new(self.gpt2()).with_experts(self.experts());
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
             }
-            ModelKind::Llama => Arc::new(
-                Llama::new(self.llama()).with_experts(self.experts()).sequence_parallel(cut).documents(boundary),
-            ),
+            ModelKind::Llama => {
+                let model = Llama::new(self.llama()).with_experts(self.experts());
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
+            }
         }
     }
 

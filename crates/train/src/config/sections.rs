@@ -314,6 +314,10 @@ sections! {
         /// In what form forward keeps them. dense: as vectors. sparse: a bit for each element and those that are not zero, where that takes less
         /// memory; outputs of ReLU and of dropout have many zeros. Backward reads the same bits.
         saved_encoding: SavedEncoding = is("dense"), one_of(SavedEncoding::WORDS);
+        /// Tokens of a sequence whose logits exist at a time in training; 0 = those of all. The loss and its gradient are computed chunk by chunk
+        /// from what the head reads, and backward computes the logits once more. The loss of a step keeps its bits, the gradient of the head is
+        /// summed in another order.
+        loss_chunk: usize = int(0), Count(0);
         /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
         /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. all: both, and gradients of
         /// weights, bucket by bucket. It changes no bit of a run.

@@ -15,7 +15,7 @@ type Factor = (&'static str, &'static [(&'static str, Keys)]);
 type Keys = &'static [(&'static str, &'static str)];
 
 #[rustfmt::skip] // A table: one value, one line.
-const FACTORS: [Factor; 10] = [
+const FACTORS: [Factor; 11] = [
     ("zero", &[
         ("0", &[]),
         ("1", &[("parallelism.zero_stage", "1")]),
@@ -71,6 +71,7 @@ const FACTORS: [Factor; 10] = [
         ("bf16", &[("memory.saved_dtype", "bf16")]),
         ("f16", &[("memory.saved_dtype", "f16")]),
     ]),
+    ("logits", &[("all", &[]), ("in chunks", &[("memory.loss_chunk", "3")])]),
     ("encoded", &[("dense", &[]), ("sparse", &[("memory.saved_encoding", "sparse")])]),
     ("optimizer", &[
         ("adamw", &[("optimizer.name", "adamw")]),

@@ -1,0 +1,242 @@
+//! The [cross entropy](super::loss) of the logits `x · wᵀ` without the logits: they exist for a chunk of tokens at a time, and backward computes
+//! them once more (`torch.nn.functional.linear_cross_entropy`; Hsu et al., Liger Kernel, arXiv:2410.10989).
+//!
+//! Beside a chunk's logits it keeps x and a number for each token, where `linear` and `cross_entropy` keep all logits. It computes the product of the head
+//! four times instead of three. A chunk has tokens of one sample, so that how a gradient is summed does not depend on the mesh. Losses and the gradient of x
+//! have the bits of `linear` and `cross_entropy`; the gradient of w is summed chunk by chunk.
+
+use super::loss::VocabLoss;
+use crate::device::Device;
+use crate::error::Result;
+use crate::kernel::Gemm;
+use crate::shape::Shape;
+use crate::tape::{Backward, BlockSlot, Forward, Op, Padded, Terms, Var};
+use crate::tensor::Tensor;
+use meshwork_core::rules::{self, Operand};
+use meshwork_core::tree::Counter;
+use meshwork_core::{Axis, Buffer, DType, SpmdError, Types};
+use std::ops::Range;
+use std::sync::Arc;
+
+#[derive(Debug)]
+struct LinearLoss {
+    loss: VocabLoss,
+    /// Tokens of a chunk.
+    chunk: usize,
+    /// Samples, tokens of each, and features.
+    input: [usize; 3],
+    weight_shape: Shape,
+    /// How the sums of the product, and those of the gradient of x, are cut.
+    terms: [Terms; 2],
+}
+
+/// Tokens of one sample, by their rows among those of all samples.
+struct Chunk {
+    sample: usize,
+    rows: Range<usize>,
+}
+
+impl Var {
+    /// `x.linear(w, 1)?.cross_entropy(targets)` of x `[samples, .., features]` and w `[vocab, features]`, with the logits of at most `chunk` tokens
+    /// at a time: the loss of each sample, `[samples]` in f64, against i32 targets `[samples, ..]`, negative ones masked.
+    ///
+    /// # Errors
+    /// Those of both; a chunk of no tokens. The place of an id that is none counts from the first token of its chunk.
+    pub fn linear_cross_entropy(&self, weight: &Var, targets: &Var, chunk: usize) -> Result<Var> {
+        let width = weight.shape().first().copied().unwrap_or(0);
+        self.tape().apply(LinearLoss::new(self, weight, VocabLoss::whole(width), chunk), &[self, weight, targets])
+    }
+
+    /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: that of
+    /// [`vocab_parallel_cross_entropy`](Self::vocab_parallel_cross_entropy).
+    ///
+    /// # Errors
+    /// As [`linear_cross_entropy`](Self::linear_cross_entropy).
+    pub fn vocab_parallel_linear_cross_entropy(
+        &self,
+        weight: &Var,
+        targets: &Var,
+        axis: Axis,
+        vocab: usize,
+        chunk: usize,
+    ) -> Result<Var> {
+        let width = weight.shape().first().copied().unwrap_or(0);
+        let loss = VocabLoss::cut(self.tape(), axis, width, vocab);
+        self.tape().apply(LinearLoss::new(self, weight, loss, chunk), &[self, weight, targets])
+    }
+}
+
+impl LinearLoss {
+    fn new(x: &Var, weight: &Var, loss: VocabLoss, chunk: usize) -> Self {
+        let shape = x.shape();
+        let (rows, features) = shape.rows_columns(1);
+        let samples = shape.first().copied().unwrap_or(1);
+        let terms = [1..2, 0..1].map(|dims| x.tape().terms(weight, dims));
+        let input = [samples, rows / samples.max(1), features];
+        Self { loss, chunk, input, weight_shape: weight.shape(), terms }
+    }
+
+    /// The chunks of some samples.
+    fn chunks(&self, samples: Range<usize>) -> impl Iterator<Item = Chunk> {
+        let (tokens, chunk) = (self.input[1], self.chunk);
+        samples.flat_map(move |sample| {
+            let all = sample * tokens..(sample + 1) * tokens;
+            all.clone().step_by(chunk).map(move |row| Chunk { sample, rows: row..all.end.min(row + chunk) })
+        })
+    }
+
+    fn logits(&self, chunk: &Chunk, x: &Tensor, w: &Tensor) -> Result<Buffer> {
+        let (n, k) = (self.loss.shard.width, self.input[2]);
+        let mut logits = w.device().alloc(w.dtype(), chunk.rows.len() * n)?;
+        let spec = Gemm::linear(chunk.rows.len(), n, k).over(self.terms[0]);
+        w.device().matmul()?.gemm(spec, &chunk.of(x, k)?, w.buffer(), &mut logits, 0)?;
+        Ok(logits)
+    }
+}
+
+impl Chunk {
+    /// Its part of a tensor of `width` elements a token.
+    fn of(&self, x: &Tensor, width: usize) -> Result<Buffer> {
+        Ok(x.buffer().slice(self.rows.start * width..self.rows.end * width)?)
+    }
+}
+
+/// What backward reads, and the gradient of x if it is needed.
+struct Pass<'a> {
+    op: &'a LinearLoss,
+    device: &'a Arc<dyn Device>,
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    dx: Option<Buffer>,
+}
+
+impl Pass<'_> {
+    /// Takes the chunks of some samples in turn: writes the gradient of their x, and adds that of the weight, of all of them, to `to`: a buffer, the
+    /// first element in it, and whether it has something to be added to.
+    fn run(&mut self, samples: Range<usize>, mut to: Option<(&mut Buffer, usize, bool)>) -> Result<()> {
+        let ([_, _, k], n) = (self.op.input, self.op.loss.shard.width);
+        let (loss, matmul) = (self.device.loss()?, self.device.matmul()?);
+        for chunk in self.op.chunks(samples) {
+            let (rows, scale) = (chunk.rows.len(), self.scale.buffer().slice(chunk.sample..chunk.sample + 1)?);
+            let mut grad = self.op.logits(&chunk, &self.x, &self.w)?;
+            let (targets, lse) = (chunk.of(&self.targets, 1)?, chunk.of(&self.lse, 1)?);
+            loss.grad(&mut grad, &targets, &lse, &scale, self.op.loss.shard)?;
+            if let Some((buffer, start, accumulate)) = &mut to {
+                let spec = Gemm::linear_weight_grad(rows, n, k).accumulating(*accumulate);
+                matmul.gemm(spec, &grad, &chunk.of(&self.x, k)?, buffer, *start)?;
+                *accumulate = true;
+            }
+            if let Some(dx) = &mut self.dx {
+                let spec = Gemm::linear_input_grad(rows, n, k).over(self.op.terms[1]);
+                matmul.gemm(spec, &grad, self.w.buffer(), dx, chunk.rows.start * k)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or would be rounded after every
+    /// chunk, in memory of their own first.
+    fn share(&mut self, room: BlockSlot<'_>) -> Result<()> {
+        let BlockSlot { buffer, start, accumulate, samples, blocks } = room;
+        if blocks == 1 && !buffer.dtype().is_half() {
+            return self.run(samples, Some((buffer, start, accumulate)));
+        }
+        let (device, count) = (self.device, self.op.weight_shape.count());
+        let dtype = if buffer.dtype().is_half() { DType::F32 } else { buffer.dtype() };
+        let join = |left: Result<Buffer>, right: Result<Buffer>| {
+            let mut left = left?;
+            device.pointwise()?.add_assign(&mut left, 0, &right?)?;
+            Ok(left)
+        };
+        let each = samples.len() / blocks.max(1);
+        let mut tree = Counter::default();
+        for first in samples.step_by(each.max(1)) {
+            let mut sum = device.alloc(dtype, count)?;
+            self.run(first..first + each, Some((&mut sum, 0, false)))?;
+            tree.push(1, Ok(sum), join);
+        }
+        let sum = tree.finish(join).unwrap_or_else(|| device.alloc(dtype, 0))?;
+        let sum = Tensor::from_buffer(device, sum, [count])?.cast(buffer.dtype())?;
+        match accumulate {
+            true => device.pointwise()?.add_assign(buffer, start, sum.buffer()),
+            false => device.layout()?.copy_into(sum.buffer(), 0..count, buffer, start),
+        }
+    }
+}
+
+impl Op for LinearLoss {
+    fn name(&self) -> &'static str {
+        match self.loss.cut_over {
+            None => "linear_cross_entropy",
+            Some(_) => "vocab_parallel_linear_cross_entropy",
+        }
+    }
+
+    fn operands(&self) -> &'static [&'static str] {
+        &["x", "weight", "targets"]
+    }
+
+    fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
+        let (x, weight) = (operands[0], operands[1]);
+        let logits = Operand::value("logits", rules::contract(self.name(), x, weight, 1)?, x.ndim + weight.ndim - 2);
+        self.loss.types(self.name(), logits, operands[2])
+    }
+
+    fn padded(&self) -> Padded {
+        self.loss.padding()
+    }
+
+    fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
+        let (x, w, targets) = (inputs[0], inputs[1], inputs[2]);
+        let (xs, ws) = (x.shape(), w.shape());
+        cx.require(
+            ws.len() == 2 && xs.len() > 1 && xs.last() == ws.last() && xs[..xs.len() - 1] == targets.shape()[..],
+            || "x is [samples, .., features], weight [vocab, features], and targets have the shape of x without the features".to_owned(),
+            inputs,
+        )?;
+        cx.require(self.chunk > 0 && targets.count() > 0, || "there is a token in each chunk".to_owned(), inputs)?;
+        let (device, [samples, ..], rows) = (x.device(), self.input, targets.count());
+        let (loss, layout) = (device.loss()?, device.layout()?);
+        let mut parts: Vec<(Buffer, Buffer)> = Vec::new();
+        for chunk in self.chunks(0..samples) {
+            let (logits, ids) = (self.logits(&chunk, x, w)?, chunk.of(targets, 1)?);
+            let (at, count) = (chunk.rows.start, chunk.rows.len());
+            for (i, part) in self.loss.parts(cx.tape()).enumerate() {
+                let (max, sums) = loss.row_stats(&logits, &ids, part)?;
+                if at == 0 {
+                    parts.push((device.alloc(max.dtype(), rows)?, device.alloc(sums.dtype(), 2 * rows)?));
+                }
+                let (all_max, all_sums) = &mut parts[i];
+                layout.copy_into(&max, 0..count, all_max, at)?;
+                layout.copy_into(&sums, 0..count, all_sums, at)?;
+                layout.copy_into(&sums, count..2 * count, all_sums, rows + at)?;
+            }
+        }
+        let (total, lse) = self.loss.total(cx, parts, targets, samples)?;
+        cx.save_input(0)?;
+        cx.save_input(1)?;
+        cx.save(targets)?;
+        cx.save_exact(&Tensor::from_buffer(device, lse, [rows])?)?;
+        Ok(total)
+    }
+
+    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        let device = grad.device().clone();
+        let (x, w, targets, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?, cx.saved(3)?);
+        let ([samples, tokens, k], dtype) = (self.input, w.dtype());
+        let shape = x.shape();
+        let dx = cx.needs(0).then(|| device.alloc(cx.tape().share_dtype(dtype), samples * tokens * k)).transpose()?;
+        let mut pass = Pass { op: self, device: &device, x, w, targets, lse, scale: grad, dx };
+        let mut dw = None;
+        if cx.needs(1) {
+            dw = cx.write_grad(1, dtype, self.weight_shape, samples, |room| pass.share(room))?;
+        } else {
+            pass.run(0..samples, None)?;
+        }
+        let dx = pass.dx.map(|dx| Tensor::from_buffer(&device, dx, shape)).transpose()?;
+        Ok(vec![dx, dw, None])
+    }
+}
