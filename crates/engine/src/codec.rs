@@ -10,15 +10,16 @@ use crate::chunk::Message;
 use crate::clock::Clock;
 use crate::compress::NOTHING;
 use crate::feedback::Crossing;
-use crate::history::History;
+use crate::history::{Histories, History};
+use crate::offload::disk::Disk;
 use crate::packing::{Packed, pack, part, restored};
 use crate::pass::Purpose;
 use crate::{Compress, ModelPlan, Plan, TrainError};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, Scheme};
-use meshwork_core::{Axis, Buffer, DType, Rank, Ty};
-use meshwork_nn::{Activation, Batch, SAMPLE};
-use meshwork_pipeline::{Direction, Tag};
+use meshwork_core::{Axis, Buffer, DType, Group, Rank, Ty};
+use meshwork_nn::{Activation, Batch};
+use meshwork_pipeline::{Direction, Schedule, Tag};
 use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -48,12 +49,12 @@ pub struct Codec {
     tp: [usize; 2],
     /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate as receiver.
     kept: BTreeMap<Site, (Crossing, Sender<Buffer>)>,
+    /// In a pass that may have to be repeated: what was kept before it, where it has changed.
+    before: Option<BTreeMap<Site, Sender<Buffer>>>,
     /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and micro-batch.
     indices: BTreeMap<(usize, u64, usize), Buffer>,
-    /// With AQ-SGD, the activations of samples by cut.
-    histories: BTreeMap<usize, History>,
-    /// The numbers of this rank's samples of the step.
-    numbers: Vec<u32>,
+    /// With AQ-SGD, the activations of samples.
+    histories: Histories,
 }
 
 impl Codec {
@@ -82,32 +83,28 @@ impl Codec {
             data_rank: rank.mesh().data_rank(coords),
             tp: [coords.get(Axis::Tp), rank.mesh().degree(Axis::Tp)],
             kept: BTreeMap::new(),
+            before: None,
             indices: BTreeMap::new(),
-            histories: BTreeMap::new(),
-            numbers: Vec::new(),
+            histories: Histories::default(),
         })
     }
 
-    /// The codec of a plan, in training, with the states of feedback of every message that this rank sends or receives in a step.
+    /// The codec of a plan, in training, with the states of feedback of every message that this rank sends or receives in a step. `disk`: where
+    /// the activations of samples are, if not in memory. Collective over the world.
     ///
     /// # Errors
     /// A device without kernels for compression; no memory.
     pub fn training(
-        plan: &Plan,
-        model: &ModelPlan,
+        (plan, model, schedule): (&Plan, &ModelPlan, &Schedule),
         crossings: Vec<Crossing>,
         rank: &Rank,
+        disk: Option<&Rc<Disk>>,
         device: &Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
         let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
         let mut codec = Self::plain(&plan.compress, plan.seed, model.boundaries().into(), rank, device, clock)?;
+        codec.histories = Histories::new((plan, model, schedule), &crossings, rank, disk, device)?;
         for crossing in crossings {
-            let Site { cut, direction, .. } = crossing.site;
-            if let (Some(samples), Direction::Activation) = (plan.compress.aqsgd, direction)
-                && !codec.histories.contains_key(&cut)
-            {
-                codec.histories.insert(cut, History::new(&crossing, samples, &**device)?);
-            }
             let names: Vec<_> = crossing.states(plan).collect();
             let state = |name| codec.zeros(if names.contains(&name) { crossing.packed.shape.len() } else { 0 });
             let [residual, estimate, momentum] = Sender::<Buffer>::NAMES.map(state);
@@ -141,43 +138,69 @@ impl Codec {
         Ok(self.device.zeros(DType::F32, count)?)
     }
 
-    /// Begins a pass.
+    /// Begins a step of these samples, those of one of the ranks of `data`.
     ///
     /// # Errors
     /// Samples without numbers, or with unknown ones, where their activations are kept.
-    pub fn begin(&mut self, clock: Clock, batch: &Batch) -> Result<(), TrainError> {
+    pub fn begin_step(&mut self, batch: &Batch, data: &Group) -> Result<(), TrainError> {
+        self.histories.begin(batch, data, &*self.device)
+    }
+
+    /// Begins a pass. One that may be repeated is repeated after [`clear`](Self::clear), or stays as it is when the next one begins.
+    pub fn begin(&mut self, clock: Clock, may_repeat: bool) {
         self.clock = clock;
-        // A pass that ends the steps before it has no samples.
-        if self.histories.is_empty() || batch.samples() == 0 {
-            return Ok(());
-        }
-        self.numbers = vec![0; batch.samples()];
-        // Without values every sample is one, which is new in the first step alone.
-        if self.device.has_values() {
-            let numbers = batch.values::<i32>(SAMPLE).map_err(|_| TrainError::Unnumbered { field: SAMPLE })?;
-            self.numbers = numbers.iter().map(|&number| number as u32).collect();
-        }
-        self.histories.values_mut().try_for_each(|history| history.begin(&self.numbers))
+        self.before = may_repeat.then(BTreeMap::new);
+    }
+
+    /// Ends a step, all of whose activations have crossed.
+    ///
+    /// # Errors
+    /// A failed rank or disk.
+    pub fn end_step(&mut self) -> Result<(), TrainError> {
+        self.histories.end(&*self.device)
     }
 
     /// The activations of samples that are kept.
-    pub fn histories(&self) -> impl Iterator<Item = &History> {
-        self.histories.values()
+    pub fn histories(&self) -> &Histories {
+        &self.histories
     }
 
     /// The same, for writing.
-    pub fn histories_mut(&mut self) -> impl Iterator<Item = &mut History> {
-        self.histories.values_mut()
+    pub fn histories_mut(&mut self) -> &mut Histories {
+        &mut self.histories
     }
 
-    /// Forgets the micro-batches in flight, after a failure or to run them again.
+    /// Forgets the micro-batches in flight, after a failure or to run them again: with the states that they began with.
     pub fn clear(&mut self) {
         self.indices.clear();
+        self.histories.clear();
+        for (site, before) in self.before.take().into_iter().flatten() {
+            if let Some((_, kept)) = self.kept.get_mut(&site) {
+                *kept = before;
+            }
+        }
+    }
+
+    /// What is kept of a message, in a pass that trains, for changing it.
+    fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
+        let site = Site { micro: self.clock.of(site.micro).1, ..site };
+        let Some((_, kept)) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
+            return Ok(None);
+        };
+        if let Some(before) = &mut self.before
+            && !before.contains_key(&site)
+        {
+            let _states = self.device.meter().enter(Category::Optimizer);
+            let layout = self.device.layout()?;
+            let [residual, estimate, momentum] = kept.all().map(|state| layout.copy(state));
+            before.insert(site, Sender { residual: residual?, estimate: estimate?, momentum: momentum? });
+        }
+        Ok(Some(kept))
     }
 
     /// Sets the states of feedback to zero.
     pub fn forget(&mut self) -> Result<(), TrainError> {
-        self.histories.values_mut().for_each(History::forget);
+        self.histories.forget();
         let optim = self.device.optim()?;
         let states = self.kept.values_mut().flat_map(|(_, kept)| kept.all_mut());
         states.filter(|state| state.count() > 0).try_for_each(|state| Ok(optim.zero(state, 0..state.count())?))
@@ -200,7 +223,7 @@ impl Codec {
         let included = self.compress.includes(self.clock.of(site.micro).0);
         let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
         // A sample that crosses for the first time crosses as it is.
-        let fresh = self.history(site).is_some_and(|cut| self.histories[&cut].is_fresh());
+        let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(History::is_fresh);
         let scheme = scheme.map(|scheme| if fresh { NOTHING } else { scheme });
         scheme.map(|scheme| pack(&self.compress, scheme, &self.boundaries[site.cut], site.direction, value)).transpose()
     }
@@ -214,11 +237,11 @@ impl Codec {
         buffer: Buffer,
         room: usize,
     ) -> Result<Buffer, TrainError> {
-        Ok(self.packed_and_known(site, of, value, buffer, room)?.0)
+        Ok(self.packed_and_last(site, of, value, buffer, room)?.0)
     }
 
-    /// The same, with what the receiver will have, where this rank knows it without reading the message.
-    fn packed_and_known(
+    /// The same, with what the message is added to, where that is the activation of samples.
+    fn packed_and_last(
         &mut self,
         site: Site,
         of: &Packed,
@@ -244,24 +267,19 @@ impl Codec {
         let mut message = device.alloc(DType::U8, room)?;
         let begins = self.compress.begins_at(step);
         if let Some(cut) = self.history(site) {
-            let numbers = self.samples(micro, of);
-            if let Some(history) = self.histories.get_mut(&cut) {
-                // With m as the estimate, these are the equations of EF21.
-                let estimate = history.read(&numbers, of.shape.len(), &*device)?;
-                let [residual, momentum] = [device.alloc(DType::F32, 0)?, device.alloc(DType::F32, 0)?];
-                let mut sender = Sender { residual, estimate, momentum };
-                let target = kernels.outgoing(Feedback::Ef21, &value, false, &mut sender)?;
-                drop(value);
-                kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?;
-                let sent = restored(&*device, of, &part(&message, of.bytes)?, None)?;
-                kernels.sent(Feedback::Ef21, &target, &sent, &mut sender)?;
-                history.write(&numbers, &sender.estimate, &*device)?;
-                return Ok((message, Some(sender.estimate)));
-            }
+            // With m as the estimate, the difference is that of EF21.
+            let estimate = self.histories.read(cut, micro, &*device)?;
+            let [residual, momentum] = [device.alloc(DType::F32, 0)?, device.alloc(DType::F32, 0)?];
+            let mut sender = Sender { residual, estimate, momentum };
+            let change = kernels.outgoing(Feedback::Ef21, &value, false, &mut sender)?;
+            drop(value);
+            kernels.pack(&of.scheme, of.shape, draws, &change, &mut message, 0)?;
+            self.histories.keep(cut, micro, of, part(&message, of.bytes)?);
+            return Ok((message, Some(sender.estimate)));
         }
-        let mut kept = self.kept.get_mut(&Site { micro, ..site }).filter(|_| pass == Purpose::Train);
+        let mut kept = self.kept_mut(site)?;
         let target = match &mut kept {
-            Some((_, sender)) => kernels.outgoing(feedback, &value, begins, sender)?,
+            Some(sender) => kernels.outgoing(feedback, &value, begins, sender)?,
             None => value.clone(),
         };
         drop(value);
@@ -272,7 +290,7 @@ impl Codec {
             }
             _ => kernels.pack(&of.scheme, of.shape, draws, &target, &mut message, 0)?,
         }
-        if let Some((_, sender)) = kept {
+        if let Some(sender) = kept {
             let sent = restored(&*device, of, &part(&message, of.bytes)?, indices.as_ref())?;
             kernels.sent(feedback, &target, &sent, sender)?;
         }
@@ -296,18 +314,15 @@ impl Codec {
         let message = part(message, of.bytes)?;
         let device = self.device.clone();
         if let Some(cut) = self.history(site) {
-            let numbers = self.samples(micro, of);
-            if let Some(history) = self.histories.get_mut(&cut) {
-                let mut rows = history.read(&numbers, of.shape.len(), &*device)?;
-                device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, &mut rows, 0)?;
-                history.write(&numbers, &rows, &*device)?;
-                return Ok(rows);
-            }
+            let mut rows = self.histories.read(cut, micro, &*device)?;
+            device.compression()?.unpack(&of.scheme, of.shape, &message, Fold::Add, &mut rows, 0)?;
+            self.histories.keep(cut, micro, of, message);
+            return Ok(rows);
         }
         let indices = self.indices_of_gradient(site, of)?;
         self.keep_indices(site, of, &message)?;
-        let kept = self.kept.get_mut(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
-        let Some((_, Sender { estimate, .. })) = kept.filter(|(_, kept)| kept.estimate.count() > 0) else {
+        let kept = self.kept_mut(site)?.map(|kept| &mut kept.estimate);
+        let Some(estimate) = kept.filter(|estimate| estimate.count() > 0) else {
             return restored(&*device, of, &message, indices.as_ref());
         };
         match indices {
@@ -325,12 +340,15 @@ impl Codec {
         let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
         let Some(packed) = self.packed(site, &value)? else { return Ok(Message { tensor, types }) };
         let (device, keeps) = (self.device.clone(), packed.chosen.and_then(|_| self.indices_of(site)));
-        let (message, known) = self.packed_and_known(site, &packed, &value, tensor.into_buffer(), packed.bytes)?;
+        let (message, last) = self.packed_and_last(site, &packed, &value, tensor.into_buffer(), packed.bytes)?;
         let _buffers = device.meter().enter(Category::Buffers);
         let (_, micro) = self.clock.of(site.micro);
         let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
-        let received = match (known, kept.map(|(_, sender)| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
-            (Some(known), _) => known,
+        let received = match (last, kept.map(|(_, sender)| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
+            (Some(mut last), _) => {
+                device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last, 0)?;
+                last
+            }
             // The sender's estimate is the receiver's: both add what was sent.
             (None, Some(estimate)) => device.layout()?.copy(estimate)?,
             (None, None) => restored(&*device, &packed, &part(&message, packed.bytes)?, keeps.as_ref())?,
@@ -343,13 +361,7 @@ impl Codec {
     fn history(&self, Site { cut, direction, micro }: Site) -> Option<usize> {
         let trains = self.clock.purpose == Purpose::Train && direction == Direction::Activation;
         let included = trains && self.compress.includes(self.clock.of(micro).0);
-        (included && self.histories.contains_key(&cut)).then_some(cut)
-    }
-
-    /// The numbers of the samples of a micro-batch.
-    fn samples(&self, micro: usize, of: &Packed) -> Vec<u32> {
-        let rows = of.shape.rows();
-        self.numbers.iter().skip(micro * rows).take(rows).copied().collect()
+        (included && self.histories.at(cut).is_some()).then_some(cut)
     }
 
     /// The key of a micro-batch at a cut.
@@ -382,16 +394,5 @@ impl Codec {
             self.indices.insert(self.key(site), self.device.layout()?.copy(&indices)?);
         }
         Ok(())
-    }
-}
-
-/// The activation, or its gradient, that a message with this tag carries: the tag names the stage that made it.
-pub fn expected(activations: &[Activation], tag: Tag) -> Activation {
-    match tag.direction {
-        Direction::Activation => activations[tag.stage],
-        Direction::Gradient => {
-            let activation = activations[tag.stage - 1];
-            Activation { types: activation.types.dual(), ..activation }
-        }
     }
 }

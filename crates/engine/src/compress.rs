@@ -126,7 +126,7 @@ impl Compress {
     }
 
     /// Everything about it that does not go with the rest of a plan, whatever the model.
-    pub fn unfit(&self, around: Around<'_>) -> Vec<Unfit> {
+    pub fn unfit(&self, around: Around) -> Vec<Unfit> {
         let mut all = Vec::new();
         let mut refuse = |place: Place, problem: String, valid: &str| {
             all.push(Unfit { place, problem, valid: valid.to_owned() });
@@ -201,16 +201,6 @@ impl Compress {
                     "it brings back what activations lose, and feedback would do so once more",
                     "use no feedback, or no aqsgd",
                 ),
-                (
-                    around.replicas > 1,
-                    "data-parallel ranks and replicas of a stage take samples in turn, and each would know other activations of them",
-                    "use dp=1, ep=1 and one rank for each stage, or no aqsgd",
-                ),
-                (
-                    around.repeats.is_some(),
-                    "the schedule begins steps that it may have to repeat, and only one side would know of that",
-                    "use another schedule, or no aqsgd",
-                ),
             ];
             let conflicts = conflicts.into_iter().filter(|(conflict, ..)| *conflict);
             conflicts.for_each(|(_, problem, valid)| refuse(Place::Aqsgd, problem.to_owned(), valid));
@@ -227,12 +217,6 @@ impl Compress {
                 refuse(Place::Feedback, problem.to_owned(), "use none, or compress activations or gradients too");
             }
             feedback => {
-                if let Some(schedule) = around.repeats.filter(|_| at_cuts.iter().any(|scheme| *scheme != NOTHING)) {
-                    let problem = format!(
-                        "schedule {schedule} begins steps that it may have to repeat, and feedback would count twice what they lose"
-                    );
-                    refuse(Place::Feedback, problem, "use another schedule, or none, or compress gradients alone");
-                }
                 if matches!(self.gradients, Scheme::PowerSgd(_)) && feedback.keeps_estimate() {
                     let problem =
                         "powersgd makes factors of the sum of all ranks, which none has an estimate of its own part of";
@@ -252,8 +236,6 @@ impl Compress {
         let around = Around {
             canonical: plan.blocks().is_some(),
             simulates: !plan.virtual_cuts.is_empty(),
-            repeats: plan.schedule.overlaps_steps().then(|| plan.schedule.name()),
-            replicas: plan.mesh.data_degree().max(plan.schedule.most_replicas()),
             zero: plan.zero.stage,
         };
         let Some(Unfit { place, problem, valid }) = self.unfit(around).into_iter().next() else { return Ok(()) };
@@ -319,15 +301,11 @@ impl Place {
 
 /// What of the rest of a plan decides whether compression fits.
 #[derive(Clone, Copy, Debug)]
-pub struct Around<'a> {
+pub struct Around {
     /// Whether every mesh gives the bits of one rank.
     pub canonical: bool,
     /// Whether there are virtual cuts.
     pub simulates: bool,
-    /// The schedule, if it begins steps that it may have to repeat.
-    pub repeats: Option<&'a str>,
-    /// The largest number of ranks that take samples in turn: of dp and ep, or for a stage.
-    pub replicas: usize,
     /// What data-parallel ranks share out.
     pub zero: ZeroStage,
 }

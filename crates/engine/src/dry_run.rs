@@ -68,7 +68,10 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     // With AQ-SGD, that in which samples are new takes the most memory, and a later one says what is sent.
     let has_new = plan.compress.aqsgd.is_some();
     let before = trainer.steps_ahead() + usize::from(has_new) + usize::from(begins_later);
-    for _ in 0..=before {
+    for step in 0..=before {
+        if step < before {
+            trainer.forget_samples(); // in all steps but the last they are new
+        }
         let before = device.meter().total_flops();
         moved = trainer.offloaded();
         reports.extend(trainer.start_step(&batch, || false, |_| {})?);

@@ -81,7 +81,7 @@ pub enum TrainError {
     #[error("AQ-SGD keeps activations of {samples} samples, and the batch has sample {number}: say how many there are")]
     Sample {
         /// Its number.
-        number: u32,
+        number: usize,
         /// Samples that have a place.
         samples: usize,
     },

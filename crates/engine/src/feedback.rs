@@ -85,8 +85,9 @@ pub fn crossings(
                 let site = Site { cut, direction, micro };
                 let first = (mesh.data_rank(coords) * micros + micro) * micro_batch;
                 let Some((dims, slice)) = place(&value, plan.global_batch_size, first, mesh, coords) else {
-                    if plan.compress.feedback.keeps().contains(&true) {
-                        let problem = "ranks have values of their own (Varying), which feedback has no place for: use no feedback";
+                    let aqsgd = plan.compress.aqsgd.is_some() && direction == Direction::Activation;
+                    if aqsgd || plan.compress.feedback.keeps().contains(&true) {
+                        let problem = "ranks have values of their own (Varying), which a state has no place for: use no feedback, and no aqsgd";
                         return Err(refuse(packed.scheme, boundary, direction, problem.to_owned()).into());
                     }
                     continue;

@@ -1,16 +1,45 @@
 //! AQ-SGD at the cuts (Wang et al. 2022, arXiv:2206.01299): sender and receiver keep the last activation m of every sample. The first time that
-//! samples cross, they cross as they are; after that the message is of a - m, and both sides add what it restores to m, which is what the
-//! receiver goes on with.
+//! samples cross, they cross as they are; after that the message is of a - m, and the receiver goes on with m and what the message restores to.
 //!
-//! A step crosses a cut in one way: as it is where any of its samples is new there.
+//! A step crosses a cut in one way: as it is where any sample of the global batch is new there. m changes when the step is over, by all of its
+//! messages: where a sample comes twice in a step, by the last of them. So a step that begins anew begins with the same m.
+//!
+//! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut gather each other's messages,
+//! and all have the same m ([why](../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
 
 use crate::feedback::Crossing;
-use crate::{StateKey, TrainError};
-use meshwork_core::{Buffer, DType};
+use crate::offload::disk::Disk;
+use crate::offload::rows::Rows;
+use crate::packing::Packed;
+use crate::{ModelPlan, Plan, StateKey, TrainError};
+use meshwork_compress::Fold;
+use meshwork_core::{Axis, Buffer, DType, Group, Rank};
+use meshwork_nn::{Batch, SAMPLE};
+use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Category, Device, Shape};
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem::take;
+use std::rc::Rc;
+use std::sync::Arc;
 
-/// What a rank keeps of the samples that crossed a cut.
+/// Name of the groups whose ranks gather each other's messages of a step.
+pub const SAMPLES: &str = "samples";
+
+/// The most elements of a slice of the activations of samples, when they are saved.
+const SAVED: usize = 1 << 22;
+
+/// What a rank keeps of the samples that crossed its cuts.
+#[derive(Debug, Default)]
+pub struct Histories {
+    of_cut: BTreeMap<usize, History>,
+    /// The numbers of the samples of the step, those of all data-parallel ranks.
+    numbers: Vec<usize>,
+    /// Of these the first one of this rank.
+    first: usize,
+}
+
+/// What a rank keeps of the samples that crossed one cut.
 #[derive(Debug)]
 pub struct History {
     /// The name of the value.
@@ -19,20 +48,227 @@ pub struct History {
     dims: Shape,
     /// What this rank holds of it.
     slice: LocalSlice,
-    /// Its activations, one sample after another.
-    kept: Buffer,
+    /// Samples of a micro-batch.
+    micro_batch: usize,
+    /// m of each sample.
+    kept: Rows,
     /// 1 for each sample that has crossed, else 0.
     seen: Vec<f32>,
     /// Whether the step under way has a sample that is new here.
     fresh: bool,
+    /// The micro-batches that cross, of those of a data-parallel rank.
+    micros: Vec<usize>,
+    /// How this rank hears of what crossed elsewhere: as sender, as receiver, or both.
+    sides: Vec<Side>,
+    /// The messages of this step that this rank sent or received, by micro-batch, and how they are compressed.
+    crossed: BTreeMap<usize, Buffer>,
+    packed: Option<Packed>,
 }
 
-/// The extents, and the slice of a rank, of the activations of `samples` samples.
-pub fn of_samples(crossing: &Crossing, samples: usize) -> (Shape, LocalSlice) {
-    let mut slice = crossing.slice.clone();
-    slice.stored = slice.stored.with(0, samples);
-    slice.ranges[0] = 0..samples;
-    (crossing.dims.with(0, samples), slice)
+/// The ranks on one side of a cut, of all data-parallel ranks.
+#[derive(Clone, Debug)]
+struct Side {
+    group: Group,
+    /// The micro-batches that each of its pp ranks takes, of those that cross.
+    holders: Vec<Vec<usize>>,
+}
+
+impl Side {
+    /// The messages of all its ranks, by data-parallel rank and micro-batch.
+    fn gather(
+        &self,
+        crossed: &BTreeMap<usize, Buffer>,
+        bytes: usize,
+        device: &dyn Device,
+    ) -> Result<BTreeMap<(usize, usize), Buffer>, TrainError> {
+        let (ranks, slots) = (self.group.size(), self.holders.iter().map(Vec::len).max().unwrap_or(0));
+        // Ranks are numbered with pp slowest.
+        let data_ranks = ranks / self.holders.len();
+        let mut own = device.zeros(DType::U8, slots * bytes)?;
+        for (slot, micro) in self.holders[self.group.rank() / data_ranks].iter().enumerate() {
+            device.layout()?.copy_into(&crossed[micro], 0..bytes, &mut own, slot * bytes)?;
+        }
+        let all = self.group.all_gather(own, device.alloc(DType::U8, ranks * slots * bytes)?)?;
+        let mut messages = BTreeMap::new();
+        for rank in 0..ranks {
+            for (slot, &micro) in self.holders[rank / data_ranks].iter().enumerate() {
+                let start = (rank * slots + slot) * bytes;
+                let message = all.slice(start..start + bytes).map_err(meshwork_tensor::Error::from)?;
+                messages.insert((rank % data_ranks, micro), message);
+            }
+        }
+        Ok(messages)
+    }
+}
+
+/// The slices in which a rank saves the activations of `samples` samples, where it has this slice of those of a micro-batch.
+pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = LocalSlice> {
+    let each = slice.stored.count() / slice.stored[0].max(1);
+    let together = (SAVED / each.max(1)).max(1);
+    (0..samples).step_by(together).map(move |first| {
+        let mut slice = slice.clone();
+        slice.ranges[0] = first..(first + together).min(samples);
+        slice.stored = slice.stored.with(0, slice.ranges[0].len());
+        slice
+    })
+}
+
+impl Histories {
+    /// Memory or room on a disk for the samples of every cut of a rank, none of which has crossed. Collective over the world.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn new(
+        (plan, model, schedule): (&Plan, &ModelPlan, &Schedule),
+        crossings: &[Crossing],
+        rank: &Rank,
+        disk: Option<&Rc<Disk>>,
+        device: &Arc<dyn Device>,
+    ) -> Result<Self, TrainError> {
+        let mut histories = Self::default();
+        let Some(samples) = plan.compress.aqsgd else { return Ok(histories) };
+        let (micros, mut groups) = (plan.num_microbatches()?, BTreeMap::new());
+        histories.first = rank.mesh().data_rank(rank.coords()) * micros * plan.micro_batch_size()?;
+        for (cut, boundary) in model.boundaries().iter().enumerate() {
+            let [before, behind] = boundary.stages;
+            let crosses = |&micro: &usize| {
+                boundary.is_virtual || schedule.rank_of(before, micro) != schedule.rank_of(behind, micro)
+            };
+            let crossing: Vec<usize> = (0..micros).filter(crosses).collect();
+            let holders = |stage: usize| {
+                let mut holders: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+                crossing
+                    .iter()
+                    .for_each(|&micro| holders.entry(schedule.rank_of(stage, micro)).or_default().push(micro));
+                holders
+            };
+            let mut sides = Vec::new();
+            for holders in BTreeSet::from(boundary.stages.map(holders)) {
+                let group = join(rank, holders.keys().copied().collect(), &mut groups)?;
+                if holders.contains_key(&rank.coords().get(Axis::Pp)) {
+                    sides.push(Side { group, holders: holders.into_values().collect() });
+                }
+            }
+            let of_cut = |at: &&Crossing| at.site.cut == cut && at.site.direction == Direction::Activation;
+            if let Some(at) = crossings.iter().find(of_cut) {
+                let _states = device.meter().enter(Category::Optimizer);
+                let history = History {
+                    name: at.name.clone(),
+                    dims: at.dims.with(0, samples),
+                    slice: at.slice.clone(),
+                    micro_batch: at.packed.shape.rows(),
+                    kept: Rows::new(samples, at.packed.shape.cols(), disk, device)?,
+                    seen: vec![0.0; samples],
+                    fresh: false,
+                    micros: crossing,
+                    sides,
+                    crossed: BTreeMap::new(),
+                    packed: None,
+                };
+                histories.of_cut.insert(cut, history);
+            }
+        }
+        Ok(histories)
+    }
+
+    /// Begins a step of these samples, which are those of one of the ranks of `data`.
+    ///
+    /// # Errors
+    /// Samples without numbers, or with unknown ones.
+    pub fn begin(&mut self, batch: &Batch, data: &Group, device: &dyn Device) -> Result<(), TrainError> {
+        if self.of_cut.is_empty() {
+            return Ok(());
+        }
+        let mut numbers = vec![0; data.size() * batch.samples()];
+        let own = match device.has_values() {
+            true => batch.values::<i32>(SAMPLE).map_err(|_| TrainError::Unnumbered { field: SAMPLE })?.to_vec(),
+            false => vec![0; batch.samples()],
+        };
+        data.all_gather_slice(&own, &mut numbers)?;
+        self.numbers = numbers.into_iter().map(|number| number as u32 as usize).collect();
+        if !device.has_values() {
+            // The same samples in each step, as different as there are.
+            let samples = self.of_cut.values().next().map_or(1, |history| history.seen.len());
+            self.numbers = (0..self.numbers.len()).map(|at| at % samples).collect();
+        }
+        let per_rank = batch.samples();
+        self.of_cut.values_mut().try_for_each(|history| history.begin(&self.numbers, per_rank))
+    }
+
+    /// What is kept at a cut, if anything is.
+    pub fn at(&self, cut: usize) -> Option<&History> {
+        self.of_cut.get(&cut)
+    }
+
+    /// m of the samples of a micro-batch that crosses a cut, zeros in a step that crosses as it is: then the difference is the activation.
+    ///
+    /// # Errors
+    /// No memory; a disk that fails.
+    pub fn read(&mut self, cut: usize, micro: usize, device: &dyn Device) -> Result<Buffer, TrainError> {
+        let _buffers = device.meter().enter(Category::Buffers);
+        let (numbers, first) = (&self.numbers, self.first);
+        let history = self.of_cut.get_mut(&cut).unwrap_or_else(|| unreachable!("asked for cuts with a history"));
+        let rows = history.micro_batch;
+        let of = |micro: usize| &numbers[first + micro * rows..first + (micro + 1) * rows];
+        history.read(of(micro), history.next(micro).map(of), device)
+    }
+
+    /// Keeps the message of a micro-batch that crossed a cut until the end of the step.
+    pub fn keep(&mut self, cut: usize, micro: usize, packed: &Packed, message: Buffer) {
+        if let Some(history) = self.of_cut.get_mut(&cut) {
+            history.packed = Some(*packed);
+            history.crossed.insert(micro, message);
+        }
+    }
+
+    /// Ends a step: all m are those behind it. Collective over the ranks on each side of each cut.
+    ///
+    /// # Errors
+    /// A failed rank or disk.
+    pub fn end(&mut self, device: &dyn Device) -> Result<(), TrainError> {
+        let numbers = take(&mut self.numbers);
+        self.of_cut.values_mut().try_for_each(|history| history.end(&numbers, device))
+    }
+
+    /// Forgets the messages of a step that failed, or is run again.
+    pub fn clear(&mut self) {
+        self.of_cut.values_mut().for_each(|history| (history.crossed, history.packed) = (BTreeMap::new(), None));
+    }
+
+    /// Forgets all samples.
+    pub fn forget(&mut self) {
+        self.of_cut.values_mut().for_each(|history| history.seen.fill(0.0));
+    }
+
+    /// What is kept at every cut.
+    pub fn iter(&self) -> impl Iterator<Item = &History> {
+        self.of_cut.values()
+    }
+
+    /// The same, for writing.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut History> {
+        self.of_cut.values_mut()
+    }
+}
+
+/// The group of this rank, its data-parallel ranks and those on these pp ranks, unless it was made before. Collective over the world.
+fn join(rank: &Rank, pp_ranks: Vec<usize>, groups: &mut BTreeMap<Vec<usize>, Group>) -> Result<Group, TrainError> {
+    if let Some(group) = groups.get(&pp_ranks) {
+        return Ok(group.clone());
+    }
+    let (mesh, here) = (rank.mesh(), rank.coords());
+    let beside = |other: &usize| {
+        let coords = mesh.coords(*other);
+        let same = |axis: &Axis| axis.is_data() || *axis == Axis::Pp || coords.get(*axis) == here.get(*axis);
+        pp_ranks.contains(&coords.get(Axis::Pp)) && Axis::ALL.iter().all(same)
+    };
+    let members: Vec<usize> = match pp_ranks.contains(&here.get(Axis::Pp)) {
+        true => (0..mesh.world_size()).filter(beside).collect(),
+        false => vec![rank.world_rank()],
+    };
+    let group = rank.subgroup(SAMPLES, &members)?;
+    groups.insert(pp_ranks, group.clone());
+    Ok(group)
 }
 
 impl History {
@@ -41,83 +277,99 @@ impl History {
     /// That of the samples that have crossed.
     pub const SEEN: &str = "seen";
 
-    /// Memory for `samples` samples of what crosses, none of which has crossed.
-    ///
-    /// # Errors
-    /// No memory.
-    pub fn new(crossing: &Crossing, samples: usize, device: &dyn Device) -> Result<Self, TrainError> {
-        let (dims, slice) = of_samples(crossing, samples);
-        let _states = device.meter().enter(Category::Optimizer);
-        let kept = device.zeros(DType::F32, slice.stored.count())?;
-        Ok(Self { name: crossing.name.clone(), dims, slice, kept, seen: vec![0.0; samples], fresh: false })
-    }
-
-    /// Begins a step of these samples.
-    ///
-    /// # Errors
-    /// A sample that there is no room for.
-    pub fn begin(&mut self, numbers: &[u32]) -> Result<(), TrainError> {
-        let seen = |&number: &u32| match self.seen.get(number as usize) {
-            Some(seen) => Ok(*seen != 0.0),
-            None => Err(TrainError::Sample { number, samples: self.seen.len() }),
-        };
-        self.fresh = false;
-        for number in numbers {
-            self.fresh |= !seen(number)?;
-        }
-        Ok(())
-    }
-
     /// Whether the step under way crosses as it is.
     pub fn is_fresh(&self) -> bool {
         self.fresh
     }
 
-    /// Forgets all samples.
-    pub fn forget(&mut self) {
-        self.seen.fill(0.0);
-    }
-
-    fn row(&self) -> usize {
-        self.kept.count() / self.seen.len().max(1)
-    }
-
-    /// m of some samples, zeros in a step that crosses as it is: then the difference is the activation.
-    pub fn read(&self, numbers: &[u32], count: usize, device: &dyn Device) -> Result<Buffer, TrainError> {
-        let _buffers = device.meter().enter(Category::Buffers);
-        let (row, mut rows) = (self.row(), device.zeros(DType::F32, count)?);
-        for (at, &number) in numbers.iter().enumerate().filter(|_| !self.fresh) {
-            let start = number as usize * row;
-            device.layout()?.copy_into(&self.kept, start..start + row, &mut rows, at * row)?;
+    /// Begins a step of these samples, `per_rank` of each data-parallel rank.
+    fn begin(&mut self, numbers: &[usize], per_rank: usize) -> Result<(), TrainError> {
+        if let Some(&number) = numbers.iter().find(|&&number| number >= self.seen.len()) {
+            return Err(TrainError::Sample { number, samples: self.seen.len() });
         }
-        Ok(rows)
-    }
-
-    /// Keeps the new m of some samples.
-    pub fn write(&mut self, numbers: &[u32], rows: &Buffer, device: &dyn Device) -> Result<(), TrainError> {
-        let row = self.row();
-        for (at, &number) in numbers.iter().enumerate() {
-            device.layout()?.copy_into(rows, at * row..(at + 1) * row, &mut self.kept, number as usize * row)?;
-            self.seen[number as usize] = 1.0;
-        }
+        let crosses = |at: usize| self.micros.contains(&(at % per_rank / self.micro_batch));
+        self.fresh = numbers.iter().enumerate().any(|(at, &number)| crosses(at) && self.seen[number] == 0.0);
         Ok(())
     }
 
-    /// The states, with extents and slice, and where their elements are.
-    pub fn states(&self) -> [(StateKey, Shape, LocalSlice); 2] {
+    /// The micro-batch of this rank that crosses after one.
+    fn next(&self, micro: usize) -> Option<usize> {
+        let own = |next: &usize| {
+            self.sides.iter().any(|Side { group, holders }| {
+                let data_ranks = group.size() / holders.len();
+                holders[group.rank() / data_ranks].contains(next)
+            })
+        };
+        self.micros.iter().copied().filter(|&next| next > micro).find(own)
+    }
+
+    fn read(&mut self, numbers: &[usize], next: Option<&[usize]>, device: &dyn Device) -> Result<Buffer, TrainError> {
+        if self.fresh {
+            return Ok(device.zeros(DType::F32, numbers.len() * self.kept.row())?);
+        }
+        let rows = self.kept.read(numbers)?;
+        next.map(|next| self.kept.expect(next.to_vec())).transpose()?;
+        Ok(rows)
+    }
+
+    fn end(&mut self, numbers: &[usize], device: &dyn Device) -> Result<(), TrainError> {
+        let (crossed, Some(packed)) = (take(&mut self.crossed), self.packed.take()) else { return Ok(()) };
+        let _buffers = device.meter().enter(Category::Buffers);
+        let mut messages = BTreeMap::new();
+        for side in &self.sides {
+            messages.extend(side.gather(&crossed, packed.bytes, device)?);
+        }
+        drop(crossed);
+        let per_rank = numbers.len() / messages.keys().map(|(data_rank, _)| data_rank + 1).max().unwrap_or(1);
+        // The last message of a sample counts, so they are taken from the end.
+        let mut written = BTreeSet::new();
+        for ((data_rank, micro), message) in messages.into_iter().rev() {
+            let first = data_rank * per_rank + micro * self.micro_batch;
+            let of = &numbers[first..first + self.micro_batch];
+            let mut rows = self.read(of, None, device)?;
+            device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut rows, 0)?;
+            let places = of.iter().copied().zip(0..).collect::<Vec<_>>().into_iter().rev();
+            let places: Vec<_> = places.filter(|(number, _)| written.insert(*number)).collect();
+            self.kept.write(&rows, &places)?;
+        }
+        written.into_iter().for_each(|number| self.seen[number] = 1.0);
+        self.kept.settle()
+    }
+
+    /// The key and the extents of the activations, and of the samples that have crossed.
+    pub fn states(&self) -> [(StateKey, Shape); 2] {
         let key = |state: &str| StateKey { parameter: self.name.clone(), state: Some(state.to_owned()) };
-        let [samples, seen] = [Self::SAMPLES, Self::SEEN].map(key);
-        let all = Shape::new(&[self.seen.len()]);
-        [(samples, self.dims, self.slice.clone()), (seen, all, crate::state::whole(all))]
+        [(key(Self::SAMPLES), self.dims), (key(Self::SEEN), Shape::new(&[self.seen.len()]))]
     }
 
-    /// The activations, and the samples that have crossed.
-    pub fn kept(&self) -> (&Buffer, &[f32]) {
-        (&self.kept, &self.seen)
+    /// The slices in which the activations are saved.
+    pub fn slices(&self) -> impl Iterator<Item = LocalSlice> {
+        saved_slices(&self.slice, self.seen.len())
     }
 
-    /// The same, for writing.
-    pub fn kept_mut(&mut self) -> (&mut Buffer, &mut Vec<f32>) {
-        (&mut self.kept, &mut self.seen)
+    /// The elements of such a slice, in host memory.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn values(&self, slice: &LocalSlice) -> Result<Buffer, TrainError> {
+        self.kept.to_host(slice.ranges[0].clone())
+    }
+
+    /// Replaces them.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn load(&mut self, slice: &LocalSlice, values: Vec<f32>) -> Result<(), TrainError> {
+        self.kept.load(slice.ranges[0].start, values)
+    }
+
+    /// 1 for each sample that has crossed, else 0.
+    pub fn seen(&self) -> &[f32] {
+        &self.seen
+    }
+
+    /// Replaces them.
+    pub fn set_seen(&mut self, seen: Vec<f32>) {
+        self.seen = seen;
     }
 }

@@ -42,6 +42,7 @@ pub use compress::{Around, Compress, Place, Unfit};
 pub use decoder::Decoder;
 pub use error::TrainError;
 pub use feedback::require_compression;
+pub use history::SAMPLES;
 pub use layout::TIED;
 pub use mixed::{LossScale, MixedPrecision};
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};

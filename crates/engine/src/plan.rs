@@ -210,15 +210,6 @@ impl ScheduleSpec {
         matches!(self, Self::Named { generator, .. } if generator.overlaps_steps())
     }
 
-    /// The largest number of ranks that a stage has.
-    pub fn most_replicas(&self) -> usize {
-        match self {
-            Self::Named { .. } => 1,
-            Self::Replicated(replicas) => replicas.iter().copied().max().unwrap_or(1),
-            Self::Own(schedule) => schedule.replicas.iter().copied().max().unwrap_or(1),
-        }
-    }
-
     /// The schedule of one step over `pp` ranks.
     ///
     /// # Errors

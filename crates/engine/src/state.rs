@@ -1,7 +1,7 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
 
 use crate::feedback::{Crossing, crossings};
-use crate::history::{History, of_samples};
+use crate::history::{History, saved_slices};
 use crate::layout::{Layout, kept_of_gradients};
 use crate::lossy_sum::SumState;
 use crate::update::extents;
@@ -167,17 +167,17 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                 && crossing.site.direction == Direction::Activation
                 && histories.insert(crossing.site.cut)
             {
-                let all = Shape::new(&[samples]);
-                let (dims, slice) = of_samples(&crossing, samples);
-                let kept = [(History::SAMPLES, dims, slice), (History::SEEN, all, whole(all))];
-                state.extend(kept.map(|(name, dims, slice)| StateSlice {
+                let (all, dims) = (Shape::new(&[samples]), crossing.dims.with(0, samples));
+                let of = |name, dims, slice| StateSlice {
                     key: crossing.key(name),
                     kind,
                     dims,
                     dtype: DType::F32,
                     slice,
                     rank,
-                }));
+                };
+                state.extend(saved_slices(&crossing.slice, samples).map(|slice| of(History::SAMPLES, dims, slice)));
+                state.push(of(History::SEEN, all, whole(all)));
             }
             let Crossing { dims, ref slice, .. } = crossing;
             state.extend(crossing.states(plan).map(|name| StateSlice {

@@ -2,11 +2,11 @@
 
 use crate::TrainError;
 use crate::chunk::Message;
-use crate::codec::{Codec, expected};
+use crate::codec::Codec;
 use crate::packing::Packed;
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
-use meshwork_pipeline::Tag;
+use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::{Category, Device, Tensor};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -160,4 +160,15 @@ impl meshwork_pipeline::Transport for PipeTransport {
 
 fn as_tensor(error: meshwork_core::BufferError) -> TrainError {
     meshwork_tensor::Error::from(error).into()
+}
+
+/// The activation, or its gradient, that a message with this tag carries: the tag names the stage that made it.
+fn expected(activations: &[Activation], tag: Tag) -> Activation {
+    match tag.direction {
+        Direction::Activation => activations[tag.stage],
+        Direction::Gradient => {
+            let activation = activations[tag.stage - 1];
+            Activation { types: activation.types.dual(), ..activation }
+        }
+    }
 }

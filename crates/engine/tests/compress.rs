@@ -5,6 +5,7 @@
 
 mod gathered;
 mod lossy;
+mod samples;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;
 
@@ -21,7 +22,7 @@ use meshwork_engine::{
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
-use meshwork_nn::{Batch, Model, SAMPLE};
+use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
@@ -133,22 +134,50 @@ fn a_compressed_pipeline_is_its_serial_simulation() {
         assert_same(&what, &run(&tower(4), &Plan { mesh: "pp=2".parse().unwrap(), ..simulated.clone() }), &piped);
         let turns = Plan { schedule: named("zb_v"), ..simulated.clone() };
         let v = |turns| run(&tower(4), &Plan { mesh: "pp=2".parse().unwrap(), max_norm: 1e3, ..turns });
-        if feedback == "none" {
-            let wanted = run(&tower(4), &Plan { max_norm: 1e3, ..on("pp=4", compress) });
-            assert_same(&what, &v(turns), &wanted);
-        }
+        let wanted = run(&tower(4), &Plan { max_norm: 1e3, ..on("pp=4", compress) });
+        assert_same(&what, &v(turns), &wanted);
         let again = Plan { recompute: Recompute::Full, ..simulated };
         assert_same(&what, &run(&tower(4), &again), &piped);
         assert_ne!(weights(&piped.1), weights(&plain.1), "{what}: nothing is lost");
     }
 }
 
+/// A step that overlaps with one that is clipped begins anew, with what was lost before it: states of feedback and numbers are those of steps
+/// that do not overlap.
+#[test]
+fn a_step_that_begins_anew_begins_with_what_was_lost_before() {
+    for (activations, feedback, share_indices) in
+        [("topk:0.2/row", "ef", true), ("topk:0.2", "ef21", false), ("quant:3/stochastic", "ef21m:0.5", false)]
+    {
+        let compress = Compress { share_indices, ..cuts(activations, "topk:0.2/row", feedback) };
+        let compress = Compress { gradients: scheme("quant:8/block64"), ..compress };
+        let on = |mesh: &str, schedule: &str, max_norm| Plan {
+            compress,
+            schedule: named(schedule),
+            num_microbatches: Some(4),
+            virtual_cuts: vec![1, 2, 3],
+            max_norm,
+            ..plan(mesh)
+        };
+        let norms: Vec<f64> = run(&tower(4), &on("pp=2", "1f1b", 1e3)).0.iter().map(|step| step.grad_norm).collect();
+        // The first step is clipped alone, or all of them are.
+        for max_norm in [0.9 * norms[0], 0.1 * norms[STEPS - 1]] {
+            let wanted = run(&tower(4), &on("pp=2", "1f1b", max_norm));
+            assert!(wanted.0[0].grad_norm > max_norm, "{norms:?}");
+            for schedule in ["zb_h2", "zb_v", "dualpipe_v"] {
+                let what = format!("{activations} {feedback} with {schedule}, norms {norms:?}");
+                let got = run(&tower(4), &on("pp=2", schedule, max_norm));
+                assert_same(&what, &got, &wanted);
+                assert!(got.1 == wanted.1, "{what}: the states behind it");
+            }
+        }
+    }
+}
+
 /// What is lost depends on neither tp, dp, the schedule nor the place of the stages: one micro-batch crosses the same cuts.
 #[test]
 fn every_mesh_and_schedule_loses_the_same() {
-    for (compress, overlaps) in
-        [(cuts("quant:8", "quant:8", "none"), true), (cuts("topk:0.3", "quant:8", "ef21"), false)]
-    {
+    for compress in [cuts("quant:8", "quant:8", "none"), cuts("topk:0.3", "quant:8", "ef21")] {
         let on = |mesh: &str, schedule: &str| Plan {
             compress,
             schedule: named(schedule),
@@ -157,7 +186,7 @@ fn every_mesh_and_schedule_loses_the_same() {
             ..plan(mesh)
         };
         let wanted = run(&tower(4), &on("pp=4", "gpipe"));
-        for schedule in ["1f1b", "zb_h1"].into_iter().filter(|&schedule| overlaps || schedule == "1f1b") {
+        for schedule in ["1f1b", "zb_h1", "zb_h2"] {
             assert_same(schedule, &run(&tower(4), &on("pp=4", schedule)), &wanted);
         }
         // Two stages on each rank: no two neighbours on one.
@@ -214,7 +243,8 @@ fn bytes_and_memory_are_as_predicted() {
         ("tp=2,pp=2", "gpipe", compress),
         ("dp=2,tp=2,pp=2", "interleaved_1f1b", compress),
         ("pp=2", "zb_h2", plain),
-        ("pp=2", "zb_v", plain),
+        ("pp=2", "zb_h2", compress),
+        ("pp=2", "zb_v", compress),
     ] {
         let plan = Plan {
             mesh: mesh.parse().unwrap(),
@@ -686,93 +716,6 @@ fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
     }
 }
 
-/// A batch of 16 samples that come again every other step, with their numbers.
-fn again(step: usize, samples: Range<usize>) -> Batch {
-    let numbers = samples.clone().map(|sample| (step % 2 * BATCH + sample) as i32).collect();
-    batch(step % 2, samples).with(SAMPLE, [], numbers).unwrap()
-}
-
-/// AQ-SGD over three cuts is its published equations on one rank, bit by bit, on meshes and at virtual cuts; it takes the bytes and the memory
-/// that were predicted, once all samples have come; and a resumed run goes on with the activations of samples.
-#[test]
-fn activations_of_samples_that_come_again_are_sent_as_differences() {
-    let aqsgd = Some(2 * BATCH);
-    for (forward, backward, micros) in [("topk:0.3", "topk:0.3", 4), ("quant:3/stochastic", "quant:8", 2)] {
-        let compress = Compress { aqsgd, ..cuts(forward, backward, "none") };
-        let on = |mesh: &str, compress, cuts: &[usize]| Plan {
-            compress,
-            num_microbatches: Some(micros),
-            virtual_cuts: cuts.to_vec(),
-            ..plan(mesh)
-        };
-        let run = |model: &Arc<dyn Model>, plan: &Plan, opaque| {
-            let (mut reports, state) = run_on(model, plan, opaque, again).unwrap();
-            (reports.swap_remove(0), state)
-        };
-        let wanted = run(&tower(4), &on("pp=4", compress, &[]), false);
-        let lossy = Lossy::model(tower(4), &[1; 4], compress, Plan::default().seed);
-        assert_same(forward, &wanted, &run(&lossy, &on("dp=1", Compress::default(), &[]), false));
-        for (mesh, opaque) in [("dp=1", false), ("pp=2", false), ("dp=1", true)] {
-            let got = run(&tower(4), &on(mesh, compress, &[1, 2, 3]), opaque);
-            assert!(got.1 == wanted.1, "{forward} on {mesh}: states");
-            assert_same(forward, &got, &wanted);
-        }
-        let tp = run_on(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), false, again).unwrap();
-        assert!((tp.0[0][2].loss / wanted.0[2].loss - 1.0).abs() < 1e-4, "{forward} over tp");
-        for (rank, reports) in tp.0.iter().enumerate() {
-            let predicted = predict(&tower(4), &on("tp=2,pp=2", compress, &[1, 2, 3]), rank).unwrap();
-            assert_eq!(reports[2].records, predicted.records, "{forward}: rank {rank}");
-            assert_eq!(reports[2].memory[rank].total(), predicted.memory.total(), "{forward}: rank {rank}");
-        }
-
-        let key = |state: &str| StateKey { parameter: "cut.2.activation".to_owned(), state: Some(state.to_owned()) };
-        assert_eq!(wanted.1.vector(&key("samples")).unwrap().len(), 2 * BATCH * tower::HIDDEN);
-        assert_eq!(wanted.1.vector(&key("seen")).unwrap(), [1.0; 2 * BATCH]);
-        let go_on = |mesh: &str, from: Option<&WholeState>, steps: Range<usize>| {
-            let plan = on(mesh, compress, &[1, 2, 3]);
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
-                let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
-                from.map(|state| trainer.load_state(state)).transpose()?;
-                let step = |step| Ok(trainer.step(&again(step, trainer.samples()))?.loss);
-                let losses = steps.clone().map(step).collect::<Result<Vec<_>, TrainError>>()?;
-                Ok::<_, TrainError>((losses, trainer.state()?))
-            });
-            let (mut losses, states): (Vec<_>, Vec<_>) =
-                ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().unzip();
-            (losses.swap_remove(0), WholeState::merge(&states).unwrap())
-        };
-        let (losses, whole) = go_on("pp=2", None, 0..5);
-        let (_, halfway) = go_on("dp=1", None, 0..3);
-        let (resumed, state) = go_on("pp=4", Some(&halfway), 3..5);
-        assert!(resumed == losses[3..] && state == whole, "{forward}: {resumed:?} of {losses:?}");
-    }
-    let of = |compress, mesh: &str| Plan { compress, num_microbatches: Some(2), ..plan(mesh) };
-    let compress = Compress { aqsgd, ..cuts("topk:0.3", "topk:0.3", "none") };
-    for (compress, mesh, problem) in [
-        (Compress { feedback: Feedback::Ef, ..compress }, "pp=2", "feedback would do so once more; use no feedback"),
-        (Compress { share_indices: true, ..compress }, "pp=2", "differences have other indices than gradients"),
-        (Compress { aqsgd: Some(0), ..compress }, "pp=2", "it keeps activations of no samples"),
-        (Compress { activations: scheme("none"), ..compress }, "pp=2", "activations are not compressed"),
-        (compress, "dp=2,pp=2", "each would know other activations of them; use dp=1"),
-    ] {
-        let error = refused(&of(compress, mesh));
-        assert!(error.starts_with("compression of aqsgd by") && error.contains(problem), "{error}");
-    }
-    let error = refused(&Plan { schedule: named("zb_h2"), ..of(compress, "pp=2") });
-    assert!(error.contains("begins steps that it may have to repeat, and only one side"), "{error}");
-    let step = |batch: &(dyn Fn(Range<usize>) -> Batch + Sync), aqsgd| {
-        let plan = Plan { virtual_cuts: vec![2], ..of(Compress { aqsgd, ..compress }, "dp=1") };
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
-            let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
-            trainer.step(&batch(trainer.samples()))
-        });
-        ranks.unwrap_err().to_string()
-    };
-    assert!(step(&|samples| batch(0, samples), aqsgd).contains("the batch has no field \"sample\" with their numbers"));
-    let few = step(&|samples| again(1, samples), Some(BATCH));
-    assert!(few.contains("keeps activations of 8 samples, and the batch has sample 8"), "{few}");
-}
-
 /// Asynchronous schedules lose at real cuts what they lose at virtual ones, step by step of each micro-batch, and feedback of a micro-batch
 /// goes on where the one of the step before ended.
 #[test]
@@ -871,8 +814,6 @@ fn what_makes_no_sense_is_refused() {
     assert!(factors.starts_with("compression of activation gradients by powersgd:2: the factors"), "{factors}");
     let amplified = refused(&of(cuts("randk:0.1/unbiased", "none", "ef")));
     assert!(amplified.contains("cut.2: ef with randk:0.1/unbiased: of 2x16 its error"), "{amplified}");
-    let repeated = refused(&Plan { schedule: named("zb_h2"), ..of(Compress { feedback: Feedback::Ef, ..quant }) });
-    assert!(repeated.contains("schedule zb_h2 begins steps that it may have to repeat"), "{repeated}");
     let slices = Plan { zero: Zero { stage: ZeroStage::States, group: None }, ..plan("dp=2") };
     let estimates = refused(&Plan { compress: gradients("topk:0.1", "ef21"), ..slices });
     assert!(estimates.contains("ranks that keep slices of a sum have no estimate of it"), "{estimates}");

@@ -106,7 +106,7 @@ fn combinations(config: &Config) -> Vec<Config> {
     let mut found = Vec::new();
     for &num_microbatches in &micros {
         for &recompute in &recompute {
-            for &offload in offloads(config.memory.offload) {
+            for offload in offloads(config.memory.offload, config.compress.aqsgd) {
                 for zero_stage in stages.clone() {
                     let mut tried = config.clone();
                     tried.parallelism.zero_stage = zero_stage;
@@ -125,15 +125,12 @@ fn combinations(config: &Config) -> Vec<Config> {
     found
 }
 
-/// What may be offloaded where at least `own` is.
-fn offloads(own: OffloadWord) -> &'static [OffloadWord] {
-    use OffloadWord::{Activations, All, None, Optimizer};
-    match own {
-        None => &[None, Optimizer, Activations, All],
-        Optimizer => &[Optimizer, All],
-        Activations => &[Activations, All],
-        All => &[All],
-    }
+/// What may be offloaded where at least `own` is. What is kept of samples is there with `aqsgd` alone.
+fn offloads(own: OffloadWord, aqsgd: bool) -> impl Iterator<Item = OffloadWord> {
+    use OffloadWord::{Activations, All, None, Optimizer, Samples};
+    let tried = [None, Optimizer, Activations, Samples, All].into_iter();
+    let tried = tried.filter(move |&of| own == None || of == own || of == All);
+    tried.filter(move |&of| of != Samples || of == own || aqsgd)
 }
 
 /// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold least.

@@ -364,8 +364,13 @@ mod tests {
     fn a_store_that_never_answers_ends_with_an_error() {
         let lock = Arc::new(Mutex::new(()));
         let hangs = lock.lock().unwrap();
-        let offload =
-            Offload { optimizer: true, gradients: false, activations: false, to: Arc::new(Stuck(lock.clone())) };
+        let offload = Offload {
+            optimizer: true,
+            gradients: false,
+            activations: false,
+            samples: false,
+            to: Arc::new(Stuck(lock.clone())),
+        };
         let rank = Arc::new(Rank::recording(&Mesh::default(), 0).unwrap());
         let disk = Disk::with_patience(&offload, &rank, &Cpu::device(), Duration::from_millis(5)).unwrap();
         let region = disk.region(64);

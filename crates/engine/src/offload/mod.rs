@@ -1,6 +1,6 @@
 //! Offload: what a rank does not need at the moment leaves its memory and comes back before it is needed (ZeRO-Infinity, Rajbhandari et al.
 //! 2021, arXiv:2104.07857). States of the optimizer go page by page through the update, gradients bucket by bucket from backward to the update, activations
-//! segment by segment from forward to backward.
+//! segment by segment from forward to backward, and the activations of samples that AQ-SGD keeps leave for good, but for those of a micro-batch.
 //!
 //! | module | what it does |
 //! |---|---|
@@ -8,6 +8,7 @@
 //! | `disk` | reads and writes in the background, in the order in which they were asked for |
 //! | `space` | which bytes of a store are in use |
 //! | `pages` | the states of the optimizer, a few pages of them in memory |
+//! | `rows` | activations of samples, some rows of them in memory |
 //! | `saved` | what forward keeps for backward |
 //! | `parked` | gradients to which nothing is added at the moment |
 //!
@@ -18,6 +19,7 @@ pub(crate) mod disk;
 mod folder;
 pub(crate) mod pages;
 pub(crate) mod parked;
+pub(crate) mod rows;
 pub(crate) mod saved;
 mod space;
 
@@ -37,6 +39,8 @@ pub struct Offload {
     pub gradients: bool,
     /// What forward keeps for backward.
     pub activations: bool,
+    /// The activations of samples that [AQ-SGD](crate::Compress::aqsgd) keeps.
+    pub samples: bool,
     /// Where they go.
     pub to: Arc<dyn Backing>,
 }

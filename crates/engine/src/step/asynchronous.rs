@@ -137,6 +137,7 @@ impl Trainer {
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, terms)? };
         let loss_scale = pass.loss_scale;
         self.walk(&pass, actions, observe)?;
+        self.codec.borrow_mut().end_step()?;
         self.verify_claims(&StatisticSums::new())?;
         self.steps_begun += 1;
         let (step, numbers) = (self.steps_begun, Some(pass.numbers.into_inner()));

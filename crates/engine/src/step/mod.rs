@@ -275,7 +275,8 @@ impl Trainer {
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
         let crossings = crossings(plan, &model_plan, &schedule, rank.mesh(), rank.coords())?;
-        let codec = Codec::training(plan, &model_plan, crossings, &rank, &device)?;
+        let of_samples = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.samples));
+        let codec = Codec::training((plan, &model_plan, &schedule), crossings, &rank, of_samples, &device)?;
         let codec = Rc::new(RefCell::new(codec));
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {
@@ -469,6 +470,7 @@ impl Trainer {
         if terms.contains(&0) {
             return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
         }
+        self.codec.borrow_mut().begin_step(batch, self.rank.data_group())?;
         self.begin_claims();
         match self.driver {
             Driver::Synchronous(_) => self.step_synchronously(batch, &terms, stop, observe),
@@ -580,7 +582,8 @@ impl Trainer {
             first_micro: pass.first_micro as i64 - pass.ahead as i64,
             micros: self.micros,
         };
-        self.codec.borrow_mut().begin(clock, &pass.batch)?;
+        let may_repeat = matches!(self.driver, Driver::Synchronous(_)) && !self.pending.is_empty();
+        self.codec.borrow_mut().begin(clock, may_repeat);
         self.gathers.iter().for_each(|gathers| gathers.set_compresses(self.compress.includes(pass.position.step)));
         let walked =
             self.interpreter.advance(schedule, pp_rank, actions, &mut stages, &mut self.transport, &mut |event| {
@@ -591,6 +594,11 @@ impl Trainer {
             self.forget_passes();
         }
         Ok(walked?)
+    }
+
+    /// Forgets the activations of samples, which are then new in the next step.
+    pub(crate) fn forget_samples(&mut self) {
+        self.codec.borrow_mut().histories_mut().forget();
     }
 
     /// Forgets the passes in flight, after a failure or to run them again.

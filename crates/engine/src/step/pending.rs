@@ -6,7 +6,7 @@
 use super::{Offloaded, StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
-use crate::{OPTIMIZER, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use crate::{OPTIMIZER, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
 use meshwork_core::exact;
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Pending, Record, ReduceOp, tree};
@@ -156,7 +156,13 @@ impl Trainer {
         let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
         let zero = self.zero.group.is_some().then_some([ZERO, ZERO_REPLICAS]).into_iter().flatten();
         let optimizer = self.weights.borrow().reads_whole().then_some(OPTIMIZER);
-        axes.chain(experts.then_some(EXPERT_DATA)).chain(zero).chain(optimizer).chain([TIED, WORLD]).collect()
+        let samples = self.compress.aqsgd.map(|_| SAMPLES);
+        axes.chain(samples)
+            .chain(experts.then_some(EXPERT_DATA))
+            .chain(zero)
+            .chain(optimizer)
+            .chain([TIED, WORLD])
+            .collect()
     }
 
     /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some rank should

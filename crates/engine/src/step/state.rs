@@ -133,17 +133,16 @@ impl Trainer {
                 visit(StateView { key, dims, dtype: DType::F32, slice, values })?;
             }
         }
-        for history in self.codec.borrow().histories() {
-            let (kept, seen) = history.kept();
-            let [samples, of_seen] = history.states();
-            if wanted(&samples.0) {
-                let host = self.device.download(kept).map_err(TrainError::from)?;
+        for history in self.codec.borrow().histories().iter() {
+            let [(samples, dims), (of_seen, all)] = history.states();
+            for slice in history.slices().filter(|_| wanted(&samples)) {
+                let host = history.values(&slice)?;
                 let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                visit(StateView { key: samples.0, dims: samples.1, dtype: DType::F32, slice: samples.2, values })?;
+                visit(StateView { key: samples.clone(), dims, dtype: DType::F32, slice, values })?;
             }
-            if wanted(&of_seen.0) {
-                let (key, dims, slice) = of_seen;
-                visit(StateView { key, dims, dtype: DType::F32, slice, values: seen })?;
+            if wanted(&of_seen) {
+                let values = history.seen();
+                visit(StateView { key: of_seen, dims: all, dtype: DType::F32, slice: whole(all), values })?;
             }
         }
         Ok((self.steps_begun, weights.updates()))
@@ -185,15 +184,16 @@ impl Trainer {
             };
             device.upload_into(&Buffer::from_vec(values), state, 0)?;
         }
-        for history in self.codec.borrow_mut().histories_mut() {
-            let [(key, dims, slice), (of_seen, all, whole)] = history.states();
-            let (kept, seen) = history.kept_mut();
-            seen.fill(0.0);
+        for history in self.codec.borrow_mut().histories_mut().iter_mut() {
+            let [(key, dims), (of_seen, all)] = history.states();
+            let mut seen = vec![0.0; all.count()];
             // Of another number of samples: other data, or none at all.
             if source.dims(&key).is_some_and(|held| held[..] == dims[..]) && source.dims(&of_seen).is_some() {
-                device.upload_into(&Buffer::from_vec(source.read(&key, dims, &slice)?), kept, 0)?;
-                *seen = source.read(&of_seen, all, &whole)?;
+                let slices: Vec<LocalSlice> = history.slices().collect();
+                slices.iter().try_for_each(|slice| history.load(slice, source.read(&key, dims, slice)?))?;
+                seen = source.read(&of_seen, all, &whole(all))?;
             }
+            history.set_seen(seen);
         }
         self.steps_begun = source.step();
         Ok(())

@@ -98,6 +98,7 @@ impl Trainer {
         self.weights.get_mut().gradients.begin(step - 1);
         self.walk(&pass, warm_up..usize::MAX, observe)?;
         self.transport.flush()?;
+        self.codec.borrow_mut().end_step()?;
         let mut numbers = pass.numbers.into_inner();
         self.weights.get_mut().gradients.finish()?;
         let statistics = self.sum_statistics()?;

@@ -4,16 +4,17 @@ use super::{SEQ, VOCAB, batch, go_on, model, on};
 use meshwork_core::comm::thread;
 use meshwork_engine::offload::{Backing, Folder, Offload, OffloadError, Store};
 use meshwork_engine::{
-    LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState, Zero,
-    ZeroStage, dry_run,
+    Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState,
+    Zero, ZeroStage, dry_run,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
-use meshwork_nn::Model;
+use meshwork_nn::{Model, SAMPLE};
 use meshwork_optim::{AdamW, Lamb, Rule};
 use meshwork_tensor::Category;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::HalfType;
 use std::io::{self, ErrorKind};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::sleep;
@@ -104,7 +105,13 @@ fn offloading(plan: Plan, trouble: Option<Trouble>) -> (TempDir, Plan) {
         None => Arc::new(folder),
         Some(trouble) => Arc::new(Troubled { folder, trouble }),
     };
-    (dir, Plan { offload: Some(Offload { optimizer: true, gradients: true, activations: true, to }), ..plan })
+    (
+        dir,
+        Plan {
+            offload: Some(Offload { optimizer: true, gradients: true, activations: true, samples: true, to }),
+            ..plan
+        },
+    )
 }
 
 fn adamw(mesh: &str) -> Plan {
@@ -244,10 +251,51 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
         let state: WholeState = go_on(&plan, Some(&middle), 1..2).1;
         assert_eq!(state, end, "{trouble:?}");
     }
-    let missing =
-        Offload { optimizer: true, gradients: true, activations: true, to: Arc::new(Folder("/no/such/folder".into())) };
+    let missing = Offload {
+        optimizer: true,
+        gradients: true,
+        activations: true,
+        samples: true,
+        to: Arc::new(Folder("/no/such/folder".into())),
+    };
     let plan = Plan { offload: Some(missing), ..held };
     let ended = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));
     let error = ended.unwrap_err().to_string();
     assert!(error.contains("offload to /no/such/folder: ") && error.contains("name a folder that exists"), "{error}");
+}
+
+/// So it is where the activations of samples are on the disk: of those, a step that is new writes, and a later one reads.
+#[test]
+fn a_disk_that_fails_ends_every_rank_that_keeps_activations_of_samples_on_it() {
+    let compress = Compress { activations: "topk:0.3".parse().unwrap(), aqsgd: Some(32), ..Compress::default() };
+    let held = Plan { compress, num_microbatches: Some(2), ..adamw("dp=2,pp=2") };
+    let numbered = |step: u64, samples: Range<usize>| {
+        let numbers = samples.clone().map(|sample| (step % 2 * 16) as i32 + sample as i32).collect();
+        batch(step % 2, samples).with(SAMPLE, [], numbers).unwrap()
+    };
+    let run = |plan: &Plan| {
+        thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model(), plan, rank, Cpu::device())?;
+            let losses = (0..4).map(|step| Ok(trainer.step(&numbered(step, trainer.samples()))?.loss));
+            losses.collect::<Result<Vec<f64>, TrainError>>()
+        })
+    };
+    let on = |trouble| {
+        let (dir, plan) = offloading(held.clone(), trouble);
+        let offload = plan.offload.map(|all| Offload { optimizer: false, gradients: false, activations: false, ..all });
+        (dir, Plan { offload, ..plan })
+    };
+    let wanted: Vec<Vec<f64>> = run(&held).unwrap();
+    let (_dir, sound) = on(None);
+    assert_eq!(run(&sound).unwrap(), wanted);
+    for (trouble, words) in [
+        (Trouble::Full { rank: 2 }, ["rank 2", "a bad disk: no room for "]),
+        (Trouble::Reads { rank: 1, from: 20 }, ["rank 1", "a bad disk: reading "]),
+        (Trouble::Writes { rank: 3, from: 20 }, ["rank 3", "a bad disk: writing "]),
+    ] {
+        let (dir, plan) = on(Some(trouble));
+        let error = run(&plan).unwrap_err().to_string();
+        words.into_iter().for_each(|word| assert!(error.contains(word), "{trouble:?}: {word} in {error}"));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "{trouble:?}: nothing stays in the folder");
+    }
 }

@@ -77,18 +77,10 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         settings.fault(feedback, format!("{:?}", compress.feedback), "there is no such feedback", problem);
     }
     let Ok(plan) = compress.plan() else { return };
-    let (schedule, layers) = (config.pipeline.spec().ok(), config.model.num_layers);
+    let layers = config.model.num_layers;
     let around = Around {
         canonical: config.reduction_blocks().is_some() && settings.sound(&["training.numerics"]),
         simulates: !compress.virtual_cuts.is_empty(),
-        repeats: schedule
-            .as_ref()
-            .filter(|of| settings.sound(&["pipeline.schedule"]) && of.overlaps_steps())
-            .map(|of| of.name()),
-        replicas: config
-            .mesh()
-            .map_or(1, |mesh| mesh.data_degree())
-            .max(schedule.as_ref().map_or(1, |of| of.most_replicas())),
         zero: config.parallelism.zero().stage,
     };
     for Unfit { place, problem, valid } in plan.unfit(around) {
@@ -137,6 +129,7 @@ pub(crate) fn count_samples(config: &mut Config, data: &Data, settings: &mut Set
         }
         Some(_) => {}
     }
+    // No steps ask what one takes, whatever their number will be.
     if steps > 0 && taken <= epoch as u64 {
         let problem = format!("no sample comes again: {steps} steps take {taken} of {epoch} samples");
         let valid = format!("use more than {} steps, or no aqsgd", epoch / config.training.global_batch_size.max(1));

@@ -92,6 +92,12 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             "memory.offload is none".to_owned(),
         ),
         (
+            "compress.aqsgd",
+            !config.compress.aqsgd && config.memory.offload == OffloadWord::Samples,
+            &["memory.offload"],
+            "compress.aqsgd is off".to_owned(),
+        ),
+        (
             "memory.saved_dtype",
             config.memory.saved_dtype != SavedDtype::F32 && recompute == Recomputed::Word(RecomputeWord::Selective),
             &["memory.recompute"],

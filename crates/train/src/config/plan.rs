@@ -220,9 +220,10 @@ impl Memory {
     pub fn offload(&self) -> Option<Offload> {
         let dir = self.offload_dir.as_ref().filter(|_| self.offload != OffloadWord::None)?;
         let all = self.offload == OffloadWord::All;
-        let (optimizer, activations) =
-            (all || self.offload == OffloadWord::Optimizer, all || self.offload == OffloadWord::Activations);
-        Some(Offload { optimizer, gradients: all, activations, to: Arc::new(Folder(dir.into())) })
+        let [optimizer, activations, samples] =
+            [OffloadWord::Optimizer, OffloadWord::Activations, OffloadWord::Samples]
+                .map(|of| all || self.offload == of);
+        Some(Offload { optimizer, gradients: all, activations, samples, to: Arc::new(Folder(dir.into())) })
     }
 }
 

@@ -319,8 +319,8 @@ sections! {
         /// summed in another order.
         loss_chunk: usize = int(0), Count(0);
         /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
-        /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. all: both, and gradients of
-        /// weights, bucket by bucket. It changes no bit of a run.
+        /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. samples: the activations that
+        /// compress.aqsgd keeps, micro-batch by micro-batch. all: these, and gradients of weights, bucket by bucket. It changes no bit of a run.
         offload: OffloadWord = is("none"), one_of(OffloadWord::WORDS);
         /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder.
         offload_dir: Option<String> = Unset, Text;

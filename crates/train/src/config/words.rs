@@ -142,7 +142,9 @@ words! {
         Optimizer = "optimizer",
         /// What forward keeps for backward.
         Activations = "activations",
-        /// Both.
+        /// What AQ-SGD keeps of samples.
+        Samples = "samples",
+        /// All of it, and gradients.
         All = "all",
     }
 

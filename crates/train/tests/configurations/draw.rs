@@ -654,7 +654,7 @@ impl Frame {
             "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
-            "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "all"]),
+            "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "samples", "all"]),
             // Beside the data there is a folder; a file is none.
             "memory.offload_dir" => match rng.below(10) {
                 0 => None,

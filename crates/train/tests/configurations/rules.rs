@@ -324,11 +324,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let lost_for_good = ["compress.activations", "compress.activation_gradients", "compress.gradients"];
     let lost_for_good = lost_for_good.into_iter().any(|key| case.get(key).is_some_and(|scheme| scheme != "none"));
     rule(feedback.is_some() && !lost_for_good, "nothing is lost, or not for good");
-    let replicated = case.get("pipeline.replication").is_some_and(|replication| replication != "none");
-    let repeats = own(case).is_none() && !replicated && generator(case).overlaps_steps();
     let given = |key: &str| case.get(key).is_some_and(|scheme| scheme != "none");
-    let cuts = given("compress.activations") || given("compress.activation_gradients");
-    rule(feedback.is_some() && cuts && repeats, "steps that begin twice");
     let estimates = feedback.is_some_and(|feedback| feedback.starts_with("ef21"));
     let slices = count(case, "parallelism.zero_stage", 0) > 0;
     rule(estimates && given("compress.gradients") && slices, "no estimate of a slice");
