@@ -272,6 +272,19 @@ pub trait Driver: Any + Send + Sync + Debug {
 
     /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no number.
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
+    /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only [`save`](Self::save) and
+    /// [`load`](Self::load) use it.
+    fn alloc_host(&self, bytes: usize) -> Result<Address>;
+
+    /// Gives pinned memory back, once all queued work is done.
+    fn free_host(&self, at: Address) -> Result<()>;
+
+    /// Queues a copy from the device to pinned memory.
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
+
+    /// Queues a copy from pinned memory to the device.
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
+
 
     /// A moment after all that `stream` has queued so far.
     fn record(&self, stream: Stream) -> Result<Event>;

@@ -145,8 +145,12 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
         Gpt2Config { vocab_size: 61, hidden_size: 32, ffn_hidden_size: 64, seq_len: 8, ..Gpt2Config::default() };
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes));
     let dir = tempfile::tempdir().unwrap();
-    let offload =
-        Offload { optimizer: true, gradients: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
+    let offload = Offload {
+        optimizer: true,
+        gradients: true,
+        activations: true,
+        to: Some(Arc::new(Folder(dir.path().to_owned()))),
+    };
     for optimizer in [
         Lamb::default().into(),
         Adafactor::default().into(),
@@ -196,8 +200,12 @@ fn a_network_with_batch_norms_takes_what_was_predicted() {
 #[test]
 fn what_is_offloaded_takes_what_was_predicted() {
     let dir = tempfile::tempdir().unwrap();
-    let offload =
-        Offload { optimizer: true, gradients: true, activations: true, to: Arc::new(Folder(dir.path().to_owned())) };
+    let offload = Offload {
+        optimizer: true,
+        gradients: true,
+        activations: true,
+        to: Some(Arc::new(Folder(dir.path().to_owned()))),
+    };
     for (mesh, schedule, stage, recompute, optimizer) in [
         ("dp=1", "gpipe", 0, Recompute::None, Rule::from(AdamW::default())),
         ("dp=2,pp=2", "zb_h2", 1, Recompute::Selective, AdamW::default().into()),

@@ -1,6 +1,6 @@
 //! Queues of work, and what each piece of it does.
 
-use super::memory::Memory;
+use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
 use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
 use half::bf16;
@@ -22,7 +22,7 @@ pub(super) enum Work {
         bytes: usize,
         rows: usize,
     },
-    /// Between the memory of two devices.
+    /// Between the memory of two devices, or of a device and the host.
     Between {
         from: (usize, Address),
         to: (usize, Address),
@@ -46,6 +46,18 @@ pub(super) enum Work {
     Wait(Event),
 }
 
+impl Work {
+    /// The name of a kernel, or of a copy of pinned memory.
+    fn name(&self) -> Option<&'static str> {
+        match self {
+            Self::Launch { kernel, .. } => Some(kernel.name),
+            Self::Between { to: (HOST, _), .. } => Some("save"),
+            Self::Between { from: (HOST, _), .. } => Some("load"),
+            _ => None,
+        }
+    }
+}
+
 /// A stream: whose it is, and what it has left to do.
 #[derive(Debug)]
 struct Queue {
@@ -67,7 +79,7 @@ pub(super) struct State {
     waits: u64,
     skipped: Option<u64>,
     host_waits: u64,
-    /// Kernels that ran, if somebody asked for them.
+    /// Kernels and copies of pinned memory that ran, if somebody asked for them.
     launches: Option<Vec<(Stream, &'static str)>>,
 }
 
@@ -199,8 +211,8 @@ impl State {
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
         let Queue { device, work } = &mut self.queues[chosen];
         if let (device, Some(work)) = (*device, work.pop_front()) {
-            if let (Some(launches), Work::Launch { kernel, .. }) = (&mut self.launches, &work) {
-                launches.push((Stream(chosen), kernel.name));
+            if let (Some(launches), Some(name)) = (&mut self.launches, work.name()) {
+                launches.push((Stream(chosen), name));
             }
             self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }

@@ -5,6 +5,7 @@ mod collectives;
 mod compression;
 mod emulator;
 mod experts;
+mod offload;
 mod ops;
 mod replay;
 mod train;

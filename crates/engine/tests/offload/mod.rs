@@ -104,7 +104,7 @@ fn offloading(plan: Plan, trouble: Option<Trouble>) -> (TempDir, Plan) {
         None => Arc::new(folder),
         Some(trouble) => Arc::new(Troubled { folder, trouble }),
     };
-    (dir, Plan { offload: Some(Offload { optimizer: true, gradients: true, activations: true, to }), ..plan })
+    (dir, Plan { offload: Some(Offload { optimizer: true, gradients: true, activations: true, to: Some(to) }), ..plan })
 }
 
 fn adamw(mesh: &str) -> Plan {
@@ -244,8 +244,12 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
         let state: WholeState = go_on(&plan, Some(&middle), 1..2).1;
         assert_eq!(state, end, "{trouble:?}");
     }
-    let missing =
-        Offload { optimizer: true, gradients: true, activations: true, to: Arc::new(Folder("/no/such/folder".into())) };
+    let missing = Offload {
+        optimizer: true,
+        gradients: true,
+        activations: true,
+        to: Some(Arc::new(Folder("/no/such/folder".into()))),
+    };
     let plan = Plan { offload: Some(missing), ..held };
     let ended = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));
     let error = ended.unwrap_err().to_string();

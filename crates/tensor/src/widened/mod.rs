@@ -18,6 +18,7 @@ mod kernels;
 use crate::device::{Device, Meter};
 use crate::error::Result;
 use crate::kernel::*;
+use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
@@ -133,6 +134,10 @@ impl Device for Widened {
 
     fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        self.inner.pinned()
     }
 
     fn meter(&self) -> &Meter {

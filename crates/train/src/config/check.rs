@@ -10,7 +10,7 @@ use super::fault::{Fault, choose_from};
 use super::partition;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
-use super::{Config, architecture};
+use super::{Config, Device, architecture};
 
 /// Appends the faults across keys to those of `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
@@ -55,8 +55,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 
     let (key, dir) = ("memory.offload", "memory.offload_dir");
-    if settings.sound(&[key, dir]) && config.memory.offload != OffloadWord::None && config.memory.offload_dir.is_none()
-    {
+    let (offload, at_disk) = (config.memory.offload != OffloadWord::None, config.device == Device::Cpu);
+    if settings.sound(&[key, dir]) && offload && at_disk && config.memory.offload_dir.is_none() {
         let valid = format!("name a folder on a disk by {dir}, or use none");
         fail(Fault::new(key, config.memory.offload.name(), format!("{dir} is not set"), valid));
     }
