@@ -67,8 +67,17 @@ impl CudaDevice {
     }
 }
 
-impl Matmul for CudaDevice {
-    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+impl CudaDevice {
+    /// A product, and `bias` on each of its rows: in the library's product itself, or behind it.
+    fn gemm_bias(
+        &self,
+        spec: Gemm,
+        a: &Buffer,
+        b: &Buffer,
+        c: &mut Buffer,
+        start: usize,
+        bias: Option<&Buffer>,
+    ) -> Result<()> {
         self.f32s(OP, &[c])?;
         let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
         let precision = if exact { Precision::F32 } else { self.precision };
@@ -77,15 +86,17 @@ impl Matmul for CudaDevice {
             return Ok(());
         }
         c.slice(start..start + m * n)?;
-        let c = self.place_mut(OP, c)?.offset(4 * start);
+        let to = self.place_mut(OP, c)?.offset(4 * start);
         // They live until the product is queued.
         let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
         let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
-        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
+        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE && k > 0 {
             let places = [(a, a_transposed), (b, b_transposed)];
             let bf16 = precision == Precision::Bf16;
             let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
-            let product = Product { mnk: [m, n, k], operands, c, accumulate };
+            let bias =
+                bias.map(|bias| self.f32s("bias", &[bias]).and_then(|()| self.place("bias", bias))).transpose()?;
+            let product = Product { mnk: [m, n, k], operands, c: to, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
         let [[a_row, a_term], [b_term, b_column]] = strides(spec);
@@ -96,7 +107,7 @@ impl Matmul for CudaDevice {
             b.into(),
             b_term.into(),
             b_column.into(),
-            c.into(),
+            to.into(),
             i32::from(accumulate).into(),
             k.into(),
             terms.segments.into(),
@@ -104,7 +115,14 @@ impl Matmul for CudaDevice {
             (m * n).into(),
             n.into(),
         ];
-        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)
+        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)?;
+        bias.map_or(Ok(()), |bias| self.add_bias(c, bias))
+    }
+}
+
+impl Matmul for CudaDevice {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        self.gemm_bias(spec, a, b, c, start, None)
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
@@ -118,8 +136,7 @@ impl Matmul for CudaDevice {
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
         let mut y = self.alloc(DType::F32, m * n)?;
-        self.gemm(Gemm::linear(m, n, k), x, w, &mut y, 0)?;
-        self.add_bias(&mut y, bias)?;
+        self.gemm_bias(Gemm::linear(m, n, k), x, w, &mut y, 0, Some(bias))?;
         Ok(y)
     }
 

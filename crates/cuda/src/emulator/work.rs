@@ -272,16 +272,18 @@ impl State {
     }
 
     fn product(&mut self, by: usize, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate, bias } = product;
         let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
         let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
+        let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: false }, n)).transpose()?;
         let bytes = self.memory.write(by, c, m * n * 4, "product")?;
         for (at, out) in bytes.chunks_exact_mut(4).enumerate() {
             let (i, j) = (at / n, at % n);
             let old = if accumulate { f32::from_le_bytes([out[0], out[1], out[2], out[3]]) } else { 0.0 };
             let sum = (0..k).map(|p| f64::from(a[a_at(i, p)]) * f64::from(b[b_at(p, j)])).sum::<f64>();
-            out.copy_from_slice(&(old + sum as f32).to_le_bytes());
+            let add = bias.as_ref().map_or(old, |bias| bias[j]);
+            out.copy_from_slice(&(add + sum as f32).to_le_bytes());
         }
         Ok(())
     }
