@@ -142,6 +142,18 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
         let run = metrics(&folder, "cuda-emulated", &line);
         assert_eq!(numbers_of(&run), numbers_of(&metrics(&folder, "cpu", &line)), "{setting}");
     }
+    // Without a folder, to the host's memory.
+    let (line, in_memory) =
+        ("--mesh dp=2,pp=2 --steps 2 --set training.numerics=canonical", "--set memory.offload=all");
+    let run = metrics(&folder, "cuda-emulated", &format!("{line} {in_memory}"));
+    assert_eq!(numbers_of(&run), numbers_of(&metrics(&folder, "cpu", line)));
+    let (start, end) = (events(&run, "start")[0], events(&run, "end")[0]);
+    assert_eq!(start["memory_predicted"], end["memory_measured"]);
+    for step in events(&run, "step") {
+        let moved = &step["offload"];
+        assert!(moved["read"].as_f64() > Some(0.0) && moved["wait_ms"].as_f64() == Some(0.0), "{step}");
+    }
+
     let path = folder.join("refused.jsonl");
     let long = "--set model.hidden_size=512 --set model.num_heads=2 --set model.num_layers=2 --set model.seq_len=8";
     let (code, out, err) = run(&format!("{long} --steps 1 --metrics {} --device cuda-emulated", path.display()));
@@ -175,14 +187,17 @@ fn ranks_share_the_gpus_of_a_machine() {
         (ended.code, ended.out, ended.err)
     };
     let path = folder.join("metrics.jsonl");
-    let (code, out, err) =
-        run(&format!("--steps 2 --device cuda --mesh dp=2,tp=2,pp=2 --metrics {}", path.display()), &[]);
-    assert_eq!((code, &*err), (Some(0), ""), "{out}");
-    let found = numbers_of(&lines(&path));
-    assert_eq!(found, numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2"))));
+    let want = numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2")));
+    for (more, settings) in [("", &[][..]), ("--set memory.offload=all", &[("STAND_IN_PEERS", "0")])] {
+        let line = format!("--steps 2 --device cuda --mesh dp=2,tp=2,pp=2 {more} --metrics {}", path.display());
+        let (code, out, err) = run(&line, settings);
+        assert_eq!((code, &*err), (Some(0), ""), "{out}");
+        assert_eq!(numbers_of(&lines(&path)), want, "{more} {settings:?}");
+    }
     let report = fs::read_to_string(folder.join("report")).unwrap();
     let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
-    assert!(report.lines().any(|line| line == left), "{report}");
+    let ends: Vec<&str> = report.lines().filter(|line| line.starts_with("left: ")).collect();
+    assert_eq!(ends, [left; 2]);
 
     // The same as graphs; and where the driver captures none.
     let want = numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 5")));

@@ -83,7 +83,7 @@ impl From<Address> for Argument {
     }
 }
 
-/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, in f32, all row-major and contiguous. The order of its sums is the library's own.
+/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, in f32, all row-major and contiguous. The order of its sums is the library's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of C, columns of C, and the length of the sums.
@@ -94,6 +94,8 @@ pub struct Product {
     pub c: Address,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
+    /// `[n]`, in f32, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none.
+    pub bias: Option<Address>,
 }
 
 /// An operand of a [`Product`].
@@ -272,6 +274,19 @@ pub trait Driver: Any + Send + Sync + Debug {
 
     /// Gives memory back, once all queued work is done.
     fn free(&self, at: Address) -> Result<()>;
+
+    /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only [`save`](Self::save) and
+    /// [`load`](Self::load) use it.
+    fn alloc_host(&self, bytes: usize) -> Result<Address>;
+
+    /// Gives pinned memory back, once all queued work is done.
+    fn free_host(&self, at: Address) -> Result<()>;
+
+    /// Queues a copy from the device to pinned memory.
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
+
+    /// Queues a copy from pinned memory to the device.
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
 
     /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no number.
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;

@@ -47,6 +47,22 @@ impl Driver for Idle {
         Ok(())
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        self.alloc(bytes)
+    }
+
+    fn free_host(&self, _: Address) -> Result<()> {
+        Ok(())
+    }
+
+    fn save(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn load(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
+        Ok(())
+    }
+
     fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
         Ok(())
     }

@@ -221,6 +221,26 @@ impl Driver for Replaying {
         self.inner.free(at)
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        self.inner.alloc_host(bytes)
+    }
+
+    fn free_host(&self, at: Address) -> Result<()> {
+        let mut state = self.lock(); // as in `free`
+        state.flush_all(&*self.inner)?;
+        self.inner.free_host(at)
+    }
+
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.flush(stream)?;
+        self.inner.save(stream, from, to, bytes)
+    }
+
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.flush(stream)?;
+        self.inner.load(stream, from, to, bytes)
+    }
+
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
         self.add(stream, Work::Discard { at, bytes })
     }

@@ -150,7 +150,7 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
         gradients: true,
         activations: true,
         samples: true,
-        to: Arc::new(Folder(dir.path().to_owned())),
+        to: Some(Arc::new(Folder(dir.path().to_owned()))),
     };
     for optimizer in [
         Lamb::default().into(),
@@ -206,7 +206,7 @@ fn what_is_offloaded_takes_what_was_predicted() {
         gradients: true,
         activations: true,
         samples: true,
-        to: Arc::new(Folder(dir.path().to_owned())),
+        to: Some(Arc::new(Folder(dir.path().to_owned()))),
     };
     for (mesh, schedule, stage, recompute, optimizer) in [
         ("dp=1", "gpipe", 0, Recompute::None, Rule::from(AdamW::default())),

@@ -9,6 +9,7 @@ use crate::kernel::*;
 use crate::later::{Download, Upload};
 use crate::launches::Launches;
 use crate::memory::{Accounts, Category, CategoryScope, MemoryUse};
+use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -74,6 +75,11 @@ pub trait Device: Send + Sync + Debug {
     /// What went wrong in that work.
     fn synchronize(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Host memory of the device's own, to which what is offloaded goes. By default there is none.
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        None
     }
 
     /// The counts of this device's work and memory.

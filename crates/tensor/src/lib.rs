@@ -21,6 +21,7 @@ pub mod meta;
 pub mod op;
 pub mod orthogonal;
 pub mod param;
+pub mod pinned;
 pub mod profiled;
 pub mod random;
 mod shape;

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::kernel::*;
 use crate::later::{Download, Upload};
 use crate::launches::Launches;
+use crate::pinned::Pinned;
 use crate::tape::{RowBlocks, Terms};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
@@ -180,6 +181,10 @@ impl Device for Profiled {
 
     fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        self.inner.pinned()
     }
 
     fn meter(&self) -> &Meter {

@@ -92,7 +92,7 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
 /// The fault of a folder in which no file can be made for what is offloaded.
 fn folder_of_offload(config: &Config) -> Option<Fault> {
     let offload = config.memory.offload().filter(|_| config.training.steps > 0)?;
-    let problem = match offload.to.open(0).err()? {
+    let problem = match offload.to?.open(0).err()? {
         OffloadError::Open { source, .. } => format!("no file can be made there: {source}"),
         other => other.to_string(),
     };

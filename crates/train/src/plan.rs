@@ -130,7 +130,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
         if offloaded.room > 0 {
             let [read, written, room] =
                 [offloaded.read, offloaded.written, offloaded.room].map(|bytes| size(bytes as f64));
-            text += &format!("  offload        {read} read and {written} written a step; {room} of disk\n");
+            text += &format!("  offload        {read} read and {written} written a step; {room} of room\n");
         }
         text += &format!("  communication  {}\n", communication(records));
         if let Some(exact) = exact {

@@ -3,7 +3,7 @@
 //! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank sends and receives, and a
 //! hundred for each that its offload moves: it only orders the settings.
 
-use crate::config::{Config, Fault, OffloadWord, RecomputeWord, Recomputed};
+use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
 use crate::plan::{kinds, size, spans};
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
@@ -112,7 +112,7 @@ fn combinations(config: &Config) -> Vec<Config> {
                     tried.parallelism.zero_stage = zero_stage;
                     tried.memory.recompute = recompute;
                     tried.memory.offload = offload;
-                    if offload != OffloadWord::None {
+                    if offload != OffloadWord::None && config.device == Device::Cpu {
                         tried.memory.offload_dir.get_or_insert_with(|| HERE.to_owned());
                     }
                     tried.pipeline.num_microbatches = num_microbatches;

@@ -87,6 +87,7 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
         ("tp=2", &["--set=parallelism.sequence_parallel=true"]),
         ("dp=2", &["--set=memory.recompute=full"]),
         ("dp=2", &["--set=parallelism.zero_stage=3"]),
+        ("dp=2,pp=2", &["--device=cuda-emulated", "--set=memory.offload=all"]),
     ] {
         let shared = emulator(&kernels, 0);
         let report = diff(mesh, more, move |_| shared.clone());

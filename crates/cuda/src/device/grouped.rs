@@ -76,6 +76,7 @@ impl CudaDevice {
                 operands: [of(x, first * from, false), of(w, group * n * k, transposed)],
                 c: out.offset(4 * first * to),
                 accumulate: false,
+                bias: None,
             })?;
             return Ok(y);
         }
@@ -160,6 +161,7 @@ impl Grouped for CudaDevice {
                     operands: [of(dy, first * n, true), of(x, first * k, false)],
                     c: to.offset(4 * group * n * k),
                     accumulate,
+                    bias: None,
                 }
             });
         }

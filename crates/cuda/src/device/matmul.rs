@@ -99,10 +99,22 @@ fn rows_of(a: &Buffer, Gemm { k, a_transposed, .. }: Gemm, rows: &Range<usize>) 
     if a_transposed { Ok(a.clone()) } else { Ok(a.slice(rows.start * k..rows.end * k)?) }
 }
 
-impl Matmul for CudaDevice {
-    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+impl CudaDevice {
+    /// A product, and `bias` on each of its rows: in the library's product itself, or behind it. One with a bias begins at 0.
+    fn gemm_bias(
+        &self,
+        spec: Gemm,
+        a: &Buffer,
+        b: &Buffer,
+        c: &mut Buffer,
+        start: usize,
+        bias: Option<&Buffer>,
+    ) -> Result<()> {
         if c.dtype().is_half() {
-            return self.rounded(spec, (c, start), |spec, rows, c| self.gemm(spec, &rows_of(a, spec, &rows)?, b, c, 0));
+            let bias = bias.map(|bias| self.read_as(bias, DType::F32)).transpose()?;
+            return self.rounded(spec, (c, start), |spec, rows, c| {
+                self.gemm_bias(spec, &rows_of(a, spec, &rows)?, b, c, 0, bias.as_ref())
+            });
         }
         self.f32s(OP, &[c])?;
         let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
@@ -112,15 +124,17 @@ impl Matmul for CudaDevice {
             return Ok(());
         }
         c.slice(start..start + m * n)?;
-        let c = self.place_mut(OP, c)?.offset(4 * start);
+        let to = self.place_mut(OP, c)?.offset(4 * start);
         // They live until the product is queued.
         let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
         let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
-        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
+        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE && k > 0 {
             let places = [(a, a_transposed), (b, b_transposed)];
             let bf16 = precision == Precision::Bf16;
             let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
-            let product = Product { mnk: [m, n, k], operands, c, accumulate };
+            let bias =
+                bias.map(|bias| self.f32s("bias", &[bias]).and_then(|()| self.place("bias", bias))).transpose()?;
+            let product = Product { mnk: [m, n, k], operands, c: to, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
         let [[a_row, a_term], [b_term, b_column]] = strides(spec);
@@ -131,7 +145,7 @@ impl Matmul for CudaDevice {
             b.into(),
             b_term.into(),
             b_column.into(),
-            c.into(),
+            to.into(),
             i32::from(accumulate).into(),
             k.into(),
             terms.segments.into(),
@@ -139,7 +153,14 @@ impl Matmul for CudaDevice {
             (m * n).into(),
             n.into(),
         ];
-        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)
+        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)?;
+        bias.map_or(Ok(()), |bias| self.add_bias(c, m * n, bias))
+    }
+}
+
+impl Matmul for CudaDevice {
+    fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
+        self.gemm_bias(spec, a, b, c, start, None)
     }
 
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
@@ -162,17 +183,8 @@ impl Matmul for CudaDevice {
     }
 
     fn linear_bias(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer> {
-        let (spec, mut y) = (Gemm::linear(m, n, k), self.alloc(bias.dtype(), m * n)?);
-        if !bias.dtype().is_half() {
-            self.gemm(spec, x, w, &mut y, 0)?;
-            self.add_bias(&mut y, m * n, bias)?;
-            return Ok(y);
-        }
-        let bias = self.read_as(bias, DType::F32)?;
-        self.rounded(spec, (&mut y, 0), |spec, rows, y| {
-            self.gemm(spec, &rows_of(x, spec, &rows)?, w, y, 0)?;
-            self.add_bias(y, spec.m * n, &bias)
-        })?;
+        let mut y = self.alloc(bias.dtype(), m * n)?;
+        self.gemm_bias(Gemm::linear(m, n, k), x, w, &mut y, 0, Some(bias))?;
         Ok(y)
     }
 

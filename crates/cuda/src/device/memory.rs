@@ -5,6 +5,7 @@
 //! must wait for.
 
 use super::collectives::{Ranks, Tables};
+use super::pinned::Room;
 use crate::driver::{Address, Driver, DriverError, Event, Stream};
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
@@ -33,10 +34,14 @@ pub(super) struct Pool {
     pub(super) compute: Stream,
     pub(super) copies: Stream,
     pub(super) collectives: Stream,
+    /// Copies of what is offloaded.
+    pub(super) offload: Stream,
     pub(super) meter: Arc<Meter>,
     free: Mutex<[Free; 3]>,
     /// Addresses that kernels of collectives take.
     pub(super) tables: Mutex<Tables>,
+    /// Where what is offloaded lies.
+    pub(super) room: Room,
 }
 
 /// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same find the same
@@ -66,8 +71,9 @@ pub(super) struct DeviceMemory {
 impl Pool {
     pub(super) fn new(driver: Arc<dyn Driver>) -> Result<Self, DriverError> {
         let (compute, copies, collectives) = (driver.stream()?, driver.stream()?, driver.stream()?);
-        let (meter, free, tables) = (Arc::default(), Mutex::default(), Mutex::default());
-        Ok(Self { driver, compute, copies, collectives, meter, free, tables })
+        let offload = driver.stream()?;
+        let (meter, free, tables, room) = (Arc::default(), Mutex::default(), Mutex::default(), Room::default());
+        Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room })
     }
 
     fn free(&self) -> MutexGuard<'_, [Free; 3]> {
@@ -146,6 +152,9 @@ impl Drop for Pool {
         let blocks = free.into_iter().flat_map(|of| of.into_values().flat_map(BTreeMap::into_keys));
         for at in blocks.chain(tables) {
             _ = self.driver.free(at); // a device that failed keeps its memory
+        }
+        for at in self.room.take() {
+            _ = self.driver.free_host(at);
         }
     }
 }

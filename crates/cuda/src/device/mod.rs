@@ -1,6 +1,6 @@
 //! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
 //!
-//! Kernels run in one stream, copies from and to the host in another, collectives in a third; events order them. Nothing blocks the host but
+//! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a fourth; events order them. Nothing blocks the host but
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
 
 mod attention;
@@ -21,6 +21,7 @@ mod nonzeros;
 mod norm;
 mod optim;
 mod permutation;
+mod pinned;
 mod pointwise;
 mod reduction;
 mod rotary;
@@ -40,6 +41,7 @@ use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
     Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
+use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Device, Download, Error, Launches, Meter, Result, Upload};
 use rotary::LastAngles;
 use rows::Cuts;
@@ -356,6 +358,10 @@ impl Device for CudaDevice {
     fn synchronize(&self) -> Result<()> {
         let Pool { driver, compute, .. } = &*self.pool;
         driver.record(*compute).and_then(|moment| driver.finish(moment)).map_err(self.failed("synchronize"))
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        Some(self)
     }
 
     fn meter(&self) -> &Meter {

@@ -11,7 +11,10 @@ const FENCE_BYTE: u8 = 0xa5;
 /// What memory holds that nobody wrote, or whose owner is gone: no number as a float, -1 as an integer.
 const POISON: u8 = 0xff;
 
-/// All allocations of all devices, by the address of their first byte.
+/// Whose memory pinned memory of the host is: no device's.
+pub(super) const HOST: usize = usize::MAX;
+
+/// All allocations of all devices, and pinned ones, by the address of their first byte.
 #[derive(Debug)]
 pub(super) struct Memory {
     blocks: BTreeMap<u64, Block>,
@@ -113,10 +116,21 @@ impl Memory {
         Ok(Address(at))
     }
 
-    /// Gives an allocation of a device back. Its fences must be whole.
+    /// Pinned memory of the host, all zero.
+    pub(super) fn alloc_host(&mut self, bytes: usize) -> Result<Address> {
+        let mut block = Block::new(bytes, HOST)
+            .ok_or_else(|| DriverError::Call { call: "alloc_host", why: format!("no {bytes} bytes") })?;
+        block.part_mut(FENCE, bytes).fill(0);
+        let at = block.address();
+        self.blocks.insert(at, block);
+        Ok(Address(at))
+    }
+
+    /// Gives an allocation of a device, or of the host, back. Its fences must be whole.
     pub(super) fn free(&mut self, device: usize, at: Address) -> Result<()> {
         self.check(device, at, "free")?;
         match self.blocks.remove(&at.0) {
+            Some(block) if block.device == HOST => {}
             Some(block) => self.held[block.device] -= block.bytes as u64,
             None => return Err(DriverError::Place { call: "free", at: at.0, bytes: 0 }),
         }

@@ -18,6 +18,7 @@ use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
     Work as Captured, check_arguments,
 };
+use memory::HOST;
 use meshwork_kernels::{Kernel, Launch};
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -105,12 +106,12 @@ impl Emulator {
         self.lock().host_waits()
     }
 
-    /// From now on notes which kernels ran, in which order. For tests.
+    /// From now on notes which kernels and copies of pinned memory (`save`, `load`) ran, in which order. For tests.
     pub fn note_launches(&self) {
         self.lock().note_launches();
     }
 
-    /// The kernels that ran since then, each with its stream.
+    /// What ran since then, each with its stream.
     pub fn launches(&self) -> Vec<(Stream, &'static str)> {
         self.lock().launches()
     }
@@ -149,6 +150,27 @@ impl Driver for Emulator {
         state.host_waits_now();
         state.finish_device(self.ordinal())?;
         state.memory.free(self.ordinal(), at)
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        self.lock().memory.alloc_host(bytes)
+    }
+
+    fn free_host(&self, at: Address) -> Result<()> {
+        let mut state = self.lock();
+        state.host_waits_now();
+        state.finish_device(self.ordinal())?;
+        state.memory.free(HOST, at)
+    }
+
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        let (from, to) = ((self.ordinal(), from), (HOST, to));
+        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
+    }
+
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        let (from, to) = ((HOST, from), (self.ordinal(), to));
+        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
     }
 
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Queues of work, and what each piece of it does.
 
-use super::memory::Memory;
+use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
 use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
 use half::bf16;
@@ -23,7 +23,7 @@ pub(super) enum Work {
         bytes: usize,
         rows: usize,
     },
-    /// Between the memory of two devices.
+    /// Between the memory of two devices, or of a device and the host.
     Between {
         from: (usize, Address),
         to: (usize, Address),
@@ -45,6 +45,18 @@ pub(super) enum Work {
     Product(Product),
     Record(Event),
     Wait(Event),
+}
+
+impl Work {
+    /// The name of a kernel, or of a copy of pinned memory.
+    fn name(&self) -> Option<&'static str> {
+        match self {
+            Self::Launch { kernel, .. } => Some(kernel.name),
+            Self::Between { to: (HOST, _), .. } => Some("save"),
+            Self::Between { from: (HOST, _), .. } => Some("load"),
+            _ => None,
+        }
+    }
 }
 
 /// A stream: whose it is, and what it has left to do.
@@ -70,7 +82,7 @@ pub(super) struct State {
     waits: u64,
     skipped: Option<u64>,
     host_waits: u64,
-    /// Kernels that ran, if somebody asked for them.
+    /// Kernels and copies of pinned memory that ran, if somebody asked for them.
     launches: Option<Vec<(Stream, &'static str)>>,
 }
 
@@ -203,8 +215,8 @@ impl State {
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
         let Queue { device, work } = &mut self.queues[chosen];
         if let (device, Some(work)) = (*device, work.pop_front()) {
-            if let (Some(launches), Work::Launch { kernel, .. }) = (&mut self.launches, &work) {
-                launches.push((Stream(chosen), kernel.name));
+            if let (Some(launches), Some(name)) = (&mut self.launches, work.name()) {
+                launches.push((Stream(chosen), name));
             }
             self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
@@ -264,16 +276,18 @@ impl State {
     }
 
     fn product(&mut self, by: usize, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate, bias } = product;
         let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
         let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
+        let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: false }, n)).transpose()?;
         let bytes = self.memory.write(by, c, m * n * 4, "product")?;
         for (at, out) in bytes.chunks_exact_mut(4).enumerate() {
             let (i, j) = (at / n, at % n);
             let old = if accumulate { f32::from_le_bytes([out[0], out[1], out[2], out[3]]) } else { 0.0 };
             let sum = (0..k).map(|p| f64::from(a[a_at(i, p)]) * f64::from(b[b_at(p, j)])).sum::<f64>();
-            out.copy_from_slice(&(old + sum as f32).to_le_bytes());
+            let add = bias.as_ref().map_or(old, |bias| bias[j]);
+            out.copy_from_slice(&(add + sum as f32).to_le_bytes());
         }
         Ok(())
     }

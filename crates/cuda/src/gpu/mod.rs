@@ -280,6 +280,26 @@ impl Driver for Gpu {
         unsafe { free_sync(at.0) }.map_err(failed("cuMemFree"))
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        let _state = self.state()?;
+        staging::allocate(bytes.max(1)).map(|at| Address(at as u64))
+    }
+
+    fn free_host(&self, at: Address) -> Result<()> {
+        let _captures = graph::without_captures();
+        let _state = self.state()?;
+        ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
+        staging::free(at)
+    }
+
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        staging::save(self.state()?.stream("save", stream)?, from, to, bytes)
+    }
+
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        staging::load(self.state()?.stream("load", stream)?, from, to, bytes)
+    }
+
     fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
         Ok(())
     }

@@ -7,7 +7,7 @@ use cudarc::cublaslt::result::{
     set_matmul_desc_attribute, set_matmul_pref_attribute,
 };
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasComputeType_t, cublasLtEpilogue_t as Epilogue, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cudaDataType,
 };
@@ -37,7 +37,9 @@ struct Shape {
     mnk: [usize; 3],
     transposed: [bool; 2],
     bf16: bool,
-    /// Of A, B and C.
+    /// Whether a bias is added.
+    epilogue: bool,
+    /// Of A, B, and of C and the bias together.
     alignments: [u32; 3],
 }
 
@@ -54,7 +56,7 @@ impl Library {
 
     /// Queues a product whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate, bias } = product;
         if a.bf16 != b.bf16 {
             let why = "operands of f32 and of bf16 in one product".to_owned();
             return Err(DriverError::Call { call: "cublasLtMatmul", why });
@@ -67,9 +69,12 @@ impl Library {
         };
         let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
         let out = Layout::new(cudaDataType::CUDA_R_32F, m, n)?;
-        let description = Description::new([b.transposed, a.transposed])?;
-        let alignments = [a.at, b.at, c].map(alignment);
-        let shape = Shape { mnk: product.mnk, transposed: [a.transposed, b.transposed], bf16: a.bf16, alignments };
+        let description = Description::new([b.transposed, a.transposed], bias)?;
+        // The epilogue reads the bias as it writes the result.
+        let written = bias.map_or(alignment(c), |bias| alignment(bias).min(alignment(c)));
+        let alignments = [alignment(a.at), alignment(b.at), written];
+        let (transposed, epilogue) = ([a.transposed, b.transposed], bias.is_some());
+        let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, epilogue, alignments };
         let algorithm = match self.algorithms.get(&shape) {
             Some(&algorithm) => algorithm,
             None => {
@@ -159,7 +164,8 @@ impl Drop for Layout {
 struct Description(cublasLtMatmulDesc_t);
 
 impl Description {
-    fn new(transposed: [bool; 2]) -> Result<Self> {
+    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns.
+    fn new(transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
         let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
         let attributes = [Attribute::CUBLASLT_MATMUL_DESC_TRANSA, Attribute::CUBLASLT_MATMUL_DESC_TRANSB];
@@ -167,6 +173,17 @@ impl Description {
             let operation = i32::from(transposed); // CUBLAS_OP_N and CUBLAS_OP_T
             // SAFETY: the attribute is a number of 32 bits, which is read during the call.
             let set = unsafe { set_matmul_desc_attribute(description.0, attribute, (&raw const operation).cast(), 4) };
+            set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
+        }
+        if let Some(bias) = bias {
+            let epilogue = Epilogue::CUBLASLT_EPILOGUE_BIAS as i32;
+            let (kind, place) =
+                (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER);
+            // SAFETY: the attribute is a number of 32 bits, which is read during the call.
+            let set = unsafe { set_matmul_desc_attribute(description.0, kind, (&raw const epilogue).cast(), 4) };
+            set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
+            // SAFETY: the attribute is an address of 64 bits, which is read during the call; the caller answers for the place.
+            let set = unsafe { set_matmul_desc_attribute(description.0, place, (&raw const bias.0).cast(), 8) };
             set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
         }
         Ok(description)

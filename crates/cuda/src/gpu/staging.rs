@@ -1,10 +1,14 @@
-//! Pinned host memory, by way of which bytes go to and from a GPU: only from there does a copy run beside the host's work.
+//! Pinned host memory: only from there does a copy run beside the host's work. Bytes of the host go to and from a GPU by way of it, and what is
+//! offloaded lies there.
 
 use super::libraries::failed;
-use crate::driver::Result;
+use crate::driver::{Address, Result};
 use cudarc::driver::result::{event, free_host, malloc_host};
-use cudarc::driver::sys::{CUevent, CUevent_flags};
+use cudarc::driver::sys::{
+    CU_MEMHOSTALLOC_PORTABLE, CUevent, CUevent_flags, CUstream, cuMemcpyDtoHAsync_v2, cuMemcpyHtoDAsync_v2,
+};
 use std::collections::VecDeque;
+use std::ffi::c_void;
 
 /// Bytes of a slot.
 pub(super) const SLOT: usize = 4 << 20;
@@ -24,6 +28,35 @@ pub(super) struct Slot {
 pub(super) struct Staging {
     slots: VecDeque<Slot>,
     made: usize,
+}
+
+/// Pinned memory, all zero, for every context. A context must be current.
+pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
+    // SAFETY: the caller frees the memory.
+    let at = unsafe { malloc_host(bytes, CU_MEMHOSTALLOC_PORTABLE) }.map_err(failed("cuMemHostAlloc"))?.cast::<u8>();
+    // SAFETY: as many bytes as were just allocated.
+    unsafe { at.write_bytes(0, bytes) };
+    Ok(at)
+}
+
+/// Copies between pinned memory of [`allocate`] and a GPU; the caller answers for all places.
+pub(super) fn save(queue: CUstream, from: Address, to: Address, bytes: usize) -> Result<()> {
+    // SAFETY: nobody has a reference to pinned memory: queued copies alone use it, and it is freed when none is queued.
+    let queued = unsafe { cuMemcpyDtoHAsync_v2(to.0 as *mut c_void, from.0, bytes, queue) };
+    queued.result().map_err(failed("cuMemcpyDtoHAsync"))
+}
+
+/// The way back.
+pub(super) fn load(queue: CUstream, from: Address, to: Address, bytes: usize) -> Result<()> {
+    // SAFETY: as in `save`.
+    let queued = unsafe { cuMemcpyHtoDAsync_v2(to.0, from.0 as *const c_void, bytes, queue) };
+    queued.result().map_err(failed("cuMemcpyHtoDAsync"))
+}
+
+/// Frees memory of [`allocate`]. Its context must be current, and no copy under way.
+pub(super) fn free(at: Address) -> Result<()> {
+    // SAFETY: the driver refuses what it did not give out.
+    unsafe { free_host(at.0 as *mut c_void) }.map_err(failed("cuMemFreeHost"))
 }
 
 impl Slot {
@@ -50,10 +83,7 @@ impl Staging {
             return slot.finish().map(|()| slot);
         }
         let done = event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed("cuEventCreate"))?;
-        // SAFETY: no flags; the memory is freed in `drop_all`, or with the process.
-        let at = unsafe { malloc_host(SLOT, 0) }.map_err(failed("cuMemHostAlloc"))?.cast::<u8>();
-        // SAFETY: as many bytes as were just allocated.
-        unsafe { at.write_bytes(0, SLOT) };
+        let at = allocate(SLOT)?;
         self.made += 1;
         Ok(Slot { at, done })
     }

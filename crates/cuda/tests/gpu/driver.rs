@@ -92,7 +92,7 @@ fn kernels_get_their_arguments() {
     [sum, x].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
-/// All ways to store the operands, of f32 and of bf16, at addresses that are aligned to no more than their elements.
+/// All ways to store the operands, of f32 and of bf16, with a bias and without, at addresses that are aligned to no more than their elements.
 #[test]
 fn products_are_those_of_row_major_matrices() {
     let Some(driver) = gpu() else { return };
@@ -104,7 +104,12 @@ fn products_are_those_of_row_major_matrices() {
     let turned = |x: &[f32], rows: usize, columns: usize| -> Vec<f32> {
         (0..rows * columns).map(|at| x[at % rows * columns + at / rows]).collect()
     };
-    for (bf16, accumulate) in [(false, false), (false, true), (true, false)] {
+    let added = numbers(n);
+    let biases = write(&driver, stream, &[&[0.0], &added[..]].concat());
+    let bias = biases.offset(4);
+    for (bf16, accumulate, biased) in
+        [(false, false, false), (false, true, false), (true, false, false), (false, false, true), (true, false, true)]
+    {
         for transposed in [[false, false], [false, true], [true, false], [true, true]] {
             let store = |x: &[f32], turn: bool, [rows, columns]: [usize; 2]| {
                 let values = if turn { turned(x, rows, columns) } else { x.to_vec() };
@@ -118,17 +123,23 @@ fn products_are_those_of_row_major_matrices() {
             };
             let (a, b) = (store(&a, transposed[0], [m, k]), store(&b, transposed[1], [k, n]));
             let c = write(&driver, stream, &vec![0.5; m * n]);
-            driver.product(stream, Product { mnk: [m, n, k], operands: [a.1, b.1], c, accumulate }).unwrap();
-            let before = if accumulate { 0.5 } else { 0.0 };
-            let want: Vec<f32> = want.iter().map(|x| x + before).collect();
-            assert_eq!(read(&driver, stream, c, m * n), want, "{bf16} {accumulate} {transposed:?}");
-            let nothing = Product { mnk: [m, n, 0], operands: [a.1, b.1], c, accumulate };
+            let product = Product { mnk: [m, n, k], operands: [a.1, b.1], c, accumulate, bias: biased.then_some(bias) };
+            driver.product(stream, product).unwrap();
+            let before = |at: usize| match (accumulate, biased) {
+                (true, _) => 0.5,
+                (_, true) => added[at % n],
+                _ => 0.0,
+            };
+            let want: Vec<f32> = want.iter().enumerate().map(|(at, x)| x + before(at)).collect();
+            assert_eq!(read(&driver, stream, c, m * n), want, "{bf16} {accumulate} {biased} {transposed:?}");
+            let nothing = Product { mnk: [m, n, 0], bias: None, ..product };
             driver.product(stream, nothing).unwrap();
             let left = if accumulate { want } else { vec![0.0; m * n] };
             assert_eq!(read(&driver, stream, c, m * n), left, "sums of nothing");
             [a.0, b.0, c].into_iter().for_each(|at| driver.free(at).unwrap());
         }
     }
+    driver.free(biases).unwrap();
 }
 
 #[test]

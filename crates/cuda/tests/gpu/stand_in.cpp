@@ -480,7 +480,7 @@ C nvrtcGetCUBIN(Program *program, char *image) { strcpy(image, program->image.c_
 // cuBLASLt. Matrices lie column by column.
 
 struct Matrix { int type; uint64_t rows, columns; int64_t stride; };
-struct Operation { int transposed[2]; };
+struct Operation { int transposed[2]; int epilogue; uint64_t bias; };
 struct Wish { uint64_t workspace; uint32_t aligned[4]; };
 struct Algorithm { uint64_t aligned[4], workspace, rest[3]; };
 struct Heuristic { Algorithm algorithm; size_t workspace; int state; float waves; int reserved[4]; };
@@ -492,11 +492,14 @@ C cublasLtMatrixLayoutCreate(Matrix **made, int type, uint64_t rows, uint64_t co
     return OK;
 }
 C cublasLtMatrixLayoutDestroy(Matrix *matrix) { delete matrix; return OK; }
-C cublasLtMatmulDescCreate(Operation **made, int, int) { *made = new Operation{}; return OK; }
+C cublasLtMatmulDescCreate(Operation **made, int, int) { *made = new Operation{{0, 0}, 1, 0}; return OK; }
 C cublasLtMatmulDescDestroy(Operation *operation) { delete operation; return OK; }
 C cublasLtMatmulDescSetAttribute(Operation *operation, int attribute, const void *value, size_t bytes) {
-    if (bytes != 4 || attribute < 3 || attribute > 4) return 7; // CUBLAS_STATUS_INVALID_VALUE
-    memcpy(&operation->transposed[attribute - 3], value, 4);
+    // TRANSA, TRANSB; an epilogue (1: none, 4: a bias); where that is.
+    if (bytes == 4 && (attribute == 3 || attribute == 4)) memcpy(&operation->transposed[attribute - 3], value, 4);
+    else if (bytes == 4 && attribute == 7) memcpy(&operation->epilogue, value, 4);
+    else if (bytes == 8 && attribute == 8) memcpy(&operation->bias, value, 8);
+    else return 7; // CUBLAS_STATUS_INVALID_VALUE
     return OK;
 }
 C cublasLtMatmulPreferenceCreate(Wish **made) { *made = new Wish{0, {256, 256, 256, 256}}; return OK; }
@@ -522,12 +525,15 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
     Matrix out = *d_layout;
     auto [a_turned, b_turned] = std::pair(operation->transposed[0], operation->transposed[1]);
     float scale = *alpha, keep = *beta;
+    const float *bias = operation->epilogue == 4 ? (const float *)operation->bias : nullptr;
+    if (operation->epilogue != 1 && !bias) return 7;
     uint64_t m = a_turned ? by.columns : by.rows, k = a_turned ? by.rows : by.columns;
     uint64_t n = b_turned ? and_by.rows : and_by.columns, other_k = b_turned ? and_by.columns : and_by.rows;
     const void *places[] = {a, b, c, d};
     for (int i = 0; i < 4; i++) if ((uint64_t)places[i] % algorithm->aligned[i]) return 13; // CUBLAS_STATUS_EXECUTION_FAILED
     if (k != other_k || out.rows != m || out.columns != n || out.type || c_layout->type || by.type != and_by.type) return 7;
     if (workspace_bytes < algorithm->workspace || !lies((uint64_t)workspace, workspace_bytes)) return 7;
+    if (bias && (!lies((uint64_t)bias, 4 * out.rows) || (uint64_t)bias % algorithm->aligned[3])) return 7;
     auto bytes = [](Matrix of) { return ((of.columns - 1) * of.stride + of.rows) * (of.type == 14 ? 2 : 4); };
     if (!lies((uint64_t)a, bytes(by)) || !lies((uint64_t)b, bytes(and_by)) || !lies((uint64_t)d, bytes(out))) return 7;
     auto element = [](const void *at, Matrix of, uint64_t row, uint64_t column) -> double {
@@ -545,7 +551,7 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
                 for (uint64_t p = 0; p < k; p++)
                     sum += (a_turned ? element(a, by, p, i) : element(a, by, i, p)) * (b_turned ? element(b, and_by, j, p) : element(b, and_by, p, j));
                 float *at = (float *)d + j * out.stride + i;
-                *at = (float)(scale * sum) + (keep ? keep * ((const float *)c)[j * out.stride + i] : 0);
+                *at = (float)(scale * sum) + (keep ? keep * ((const float *)c)[j * out.stride + i] : 0) + (bias ? bias[i] : 0);
             }
         return OK;
     });

@@ -2,6 +2,7 @@
 
 use crate::collectives::device;
 use crate::{emulator, machine};
+use meshwork_core::comm::FaultKind;
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::{Buffer, CommError, Communicator, DType, Group, Pending, ReduceOp};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
@@ -33,6 +34,23 @@ fn tables_of_addresses_are_bounded() {
     });
     let held = held.unwrap_or_else(|error| panic!("{error}"));
     assert!(held.iter().all(|&bytes| bytes <= 2 * 1024 * 256), "{held:?} bytes of tables");
+}
+
+/// Devices that no work of each other reaches end the operation on every rank.
+#[test]
+fn devices_of_two_machines_are_refused() {
+    let Some(_) = emulator(Order::AsQueued) else { return };
+    let failed = thread::run(2, Options::default(), |world| {
+        let device = device(emulator(Order::Seeded(world.rank() as u64)).unwrap());
+        let x = device.upload(&Buffer::from_vec(vec![1.0_f32; 9])).unwrap();
+        world.all_reduce(x, ReduceOp::Sum).map(drop)
+    });
+    let error = failed.unwrap_err();
+    assert!(error.ends.iter().all(Option::is_some), "{error}");
+    let Some(FaultKind::Device { message, .. }) = error.fault.as_ref().map(|fault| &fault.kind) else {
+        panic!("{error}");
+    };
+    assert!(message.contains("they are devices of different machines or drivers"), "{message}");
 }
 
 /// Where two ranks are.

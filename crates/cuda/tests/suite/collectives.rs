@@ -1,6 +1,6 @@
 //! Collectives on the memory of devices, of one and of several, against those of the same ranks in host memory; and faults.
 
-use crate::{driver, drivers};
+use crate::drivers;
 use half::{bf16, f16};
 use meshwork_core::comm::FaultKind;
 use meshwork_core::comm::thread::{self, Options};
@@ -124,12 +124,12 @@ enum Wrong {
 fn faults_are_named_on_every_rank_and_nothing_hangs() {
     let wrongs =
         [Wrong::Operation, Wrong::Count, Wrong::DType, Wrong::Memory, Wrong::Left, Wrong::Panicked, Wrong::Stalled];
-    for wrong in wrongs {
-        let Some(shared) = driver(Order::Seeded(1)) else { return };
+    for (wrong, devices) in wrongs.into_iter().flat_map(|wrong| [(wrong, 1), (wrong, 2)]) {
+        let Some(drivers) = drivers(Order::Seeded(1), devices, |_, _| true) else { return };
         let (start, timeout) =
             (Instant::now(), Duration::from_millis(if let Wrong::Stalled = wrong { 300 } else { 600_000 }));
         let failed = thread::run(3, Options { timeout }, |world| {
-            let device = device(shared.clone());
+            let device = device(drivers[world.rank() % devices].clone());
             let buffer = |dtype, count| device.upload(&values(dtype, count, world.rank())).unwrap();
             // One that works, so that memory of the device is in use before.
             world.all_reduce(buffer(DType::F32, 90), ReduceOp::Sum)?;

@@ -6,6 +6,7 @@ mod compression;
 mod emulator;
 mod experts;
 mod halves;
+mod offload;
 mod ops;
 mod overlap;
 mod replay;

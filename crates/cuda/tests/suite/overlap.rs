@@ -111,6 +111,24 @@ impl Driver for Logging {
         self.inner.free(at)
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        self.inner.alloc_host(bytes)
+    }
+
+    fn free_host(&self, at: Address) -> Result<()> {
+        self.inner.free_host(at)
+    }
+
+    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.log().queue(stream, "save");
+        self.inner.save(stream, from, to, bytes)
+    }
+
+    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.log().queue(stream, "load");
+        self.inner.load(stream, from, to, bytes)
+    }
+
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
         self.inner.discard(stream, at, bytes)
     }
@@ -200,10 +218,10 @@ const COMPUTE: usize = 0;
 const COPIES: usize = 1;
 const COLLECTIVES: usize = 2;
 
-/// The work of the second step of a plan, and for each rank its streams for computation, copies and collectives.
+/// The work of the second step of a plan, and for each rank its streams for computation, copies, collectives and offload.
 struct Step {
     work: Vec<Noted>,
-    streams: Vec<[Stream; 3]>,
+    streams: Vec<[Stream; 4]>,
 }
 
 /// None without g++.
@@ -225,7 +243,7 @@ fn second_step(config: Gpt2Config, plan: &Plan) -> Option<Step> {
     let log = driver.log();
     let made_by = |rank: ThreadId| {
         let own: Vec<Stream> = (0..log.streams.len()).filter(|&at| log.streams[at].1 == rank).map(Stream).collect();
-        own.try_into().unwrap_or_else(|own| panic!("the streams of a device are three, and not {own:?}"))
+        own.try_into().unwrap_or_else(|own| panic!("the streams of a device are four, and not {own:?}"))
     };
     let begun = ranks.iter().map(|(begun, _)| *begun).min().unwrap_or(0);
     Some(Step { work: log.work[begun..].to_vec(), streams: ranks.iter().map(|(_, rank)| made_by(*rank)).collect() })
@@ -331,7 +349,7 @@ fn what_is_offloaded_comes_back_beside_computation() {
         let config = Gpt2Config { hidden_size: 32, ..config() };
         let folder = tempfile::tempdir().unwrap();
         let to = Arc::new(Folder(folder.path().to_owned()));
-        let offload = Offload { optimizer: true, gradients: true, activations: true, to };
+        let offload = Offload { optimizer: true, gradients: true, activations: true, samples: false, to: Some(to) };
         let plan = Plan { offload: Some(offload), ..plan(mesh, 2) };
         let Some(step) = second_step(config, &plan) else { return };
         for rank in 0..2 {

@@ -8,6 +8,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_engine::dry_run::predict;
+use meshwork_engine::offload::Offload;
 use meshwork_engine::{Numerics, Plan, StateKey, TrainError, TrainState, Trainer, WholeState, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
@@ -71,7 +72,7 @@ fn train_with(config: Gpt2Config, plan: &Plan, device: Arc<dyn Device>) -> Resul
     train_plan(config, plan, STEPS, device, || ())
 }
 
-fn train_plan(
+pub fn train_plan(
     config: Gpt2Config,
     plan: &Plan,
     count: usize,
@@ -220,6 +221,32 @@ fn tiny_has_the_cpus_bits() {
     let want = train(tiny(), CANONICAL, Cpu::device()).unwrap();
     let Some(got) = on_cuda(tiny(), CANONICAL, Products::OfTheCpu, Order::Seeded(7)) else { return };
     assert_same("tiny", &got, &want);
+}
+
+/// States, gradients and activations in pinned memory of the host, on one rank. The most memory is what a dry run predicts.
+#[test]
+fn offloaded_steps_have_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let want = train(small(), CANONICAL, Cpu::device()).unwrap();
+    let plan = offloading();
+    let predicted = predict(&(Arc::new(Gpt2::new(small())) as Arc<dyn Model>), &plan, 0).unwrap();
+    for seed in 0..orders().min(5) {
+        let Some(driver) = driver(Order::Seeded(seed)) else { return };
+        let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu).unwrap());
+        let got = train_with(small(), &plan, device.clone()).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert_same(&format!("seed {seed}"), &got, &want);
+        assert_eq!(device.meter().peak(), predicted.memory, "seed {seed}");
+    }
+    assert!(predicted.offloaded.written > 0 && predicted.offloaded.read > predicted.offloaded.written / 2);
+}
+
+/// A plan of [`small`] that offloads all that can be.
+pub fn offloading() -> Plan {
+    let offload = Offload { optimizer: true, gradients: true, activations: true, samples: false, to: None };
+    let plan = Plan { global_batch_size: SAMPLES, num_microbatches: Some(2), numerics: CANONICAL, ..Plan::default() };
+    Plan { offload: Some(offload), ..plan }
 }
 
 /// What ranks have of devices.

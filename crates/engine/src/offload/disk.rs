@@ -1,9 +1,10 @@
-//! The store of a rank, read and written by a thread in the order in which the rank asks.
+//! The store of a rank, read and written in the order in which the rank asks: by a thread, or, in host memory of the device, by copies that the device queues.
 
 use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
 use crate::TrainError;
 use meshwork_core::{Buffer, DType, Rank};
+use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Device, Download, Error, Upload};
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -19,12 +20,22 @@ const ALIVE: Duration = Duration::from_millis(200);
 /// How long one answer may take before the store counts as broken.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// The store of a rank. Without values there is none: then it counts alone.
+/// Who reads and writes.
+#[derive(Debug)]
+enum Worker {
+    /// Nobody: without values, bytes are counted alone.
+    Nobody,
+    /// A thread, which has the store.
+    Thread(Sender<Job>, JoinHandle<()>),
+    /// The device, in its own host memory.
+    Device,
+}
+
+/// The store of a rank.
 #[derive(Debug)]
 pub struct Disk {
     name: String,
-    jobs: Option<Sender<Job>>,
-    thread: Option<JoinHandle<()>>,
+    worker: Worker,
     space: Rc<RefCell<Space>>,
     moved: Cell<Traffic>,
     reserved: Cell<u64>,
@@ -50,10 +61,20 @@ enum Work {
     Read { at: u64, into: Buffer },
 }
 
-/// An answer of the thread. Dropping it waits: what the thread holds is freed by the rank, at a place of its program.
+/// What is to come.
+#[derive(Debug)]
+enum Coming {
+    Nothing,
+    /// What the thread answers.
+    Answer(Receiver<io::Result<Buffer>>),
+    /// A copy of the device, for which the device waits, and not the host.
+    Copy(u64),
+}
+
+/// The end of a read or write. Dropping it waits: what it uses is freed by the rank, at a place of its program.
 #[derive(Debug)]
 struct Answer {
-    from: Option<Receiver<io::Result<Buffer>>>,
+    from: Coming,
     what: &'static str,
     at: u64,
     bytes: u64,
@@ -63,7 +84,11 @@ struct Answer {
 impl Answer {
     fn wait(mut self) -> Result<Buffer, TrainError> {
         let (what, at, bytes) = (self.what, self.at, self.bytes);
-        let Some(from) = self.from.take() else { return Ok(Buffer::empty()) };
+        let from = match std::mem::replace(&mut self.from, Coming::Nothing) {
+            Coming::Nothing => return Ok(Buffer::empty()),
+            Coming::Copy(copy) => return self.disk.pinned()?.wait(copy).map(|()| Buffer::empty()).map_err(Into::into),
+            Coming::Answer(from) => from,
+        };
         let (disk, since) = (&self.disk, Instant::now());
         let source = loop {
             match from.recv_timeout(ALIVE.min(disk.patience)) {
@@ -86,8 +111,11 @@ impl Answer {
 
 impl Drop for Answer {
     fn drop(&mut self) {
-        if let Some(from) = self.from.take().filter(|_| !self.disk.given_up.get()) {
-            _ = from.recv();
+        match std::mem::replace(&mut self.from, Coming::Nothing) {
+            Coming::Answer(from) if !self.disk.given_up.get() => _ = from.recv(),
+            // A device that failed says so in the rank's next call.
+            Coming::Copy(copy) => _ = self.disk.pinned().map(|pinned| pinned.wait(copy)),
+            _ => {}
         }
     }
 }
@@ -118,10 +146,10 @@ pub struct Reading {
 /// Memory of a device.
 #[derive(Debug)]
 enum Destination {
-    /// That gets values.
+    /// To which the rank copies what the thread has read.
     Upload(Upload),
-    /// That gets none, because there are none.
-    Blank(Buffer),
+    /// To which the device copies by itself; or there are no values.
+    Memory(Buffer),
 }
 
 impl Reading {
@@ -132,7 +160,7 @@ impl Reading {
         match self.into {
             None => Ok(read),
             Some(Destination::Upload(upload)) => Ok(upload.copy(&*disk.device, &read)?),
-            Some(Destination::Blank(memory)) => Ok(memory),
+            Some(Destination::Memory(memory)) => Ok(memory),
         }
     }
 }
@@ -151,8 +179,7 @@ impl Disk {
     ) -> Result<Rc<Self>, TrainError> {
         let mut disk = Self {
             name: String::new(),
-            jobs: None,
-            thread: None,
+            worker: Worker::Nobody,
             space: Rc::default(),
             moved: Cell::default(),
             reserved: Cell::new(0),
@@ -162,11 +189,13 @@ impl Disk {
             rank: rank.clone(),
             device: device.clone(),
         };
-        if device.has_values() {
-            let store = offload.to.open(rank.world_rank())?;
+        if !device.has_values() {
+            return Ok(Rc::new(disk));
+        }
+        if let Some(to) = &offload.to {
+            let store = to.open(rank.world_rank())?;
             disk.name = store.name();
             let (jobs, of_thread) = mpsc::channel();
-            disk.jobs = Some(jobs);
             let name = format!("offload {}", rank.world_rank());
             let started = thread::Builder::new().name(name).spawn(move || serve(store, of_thread));
             let refuse = |source| OffloadError::Io {
@@ -176,9 +205,19 @@ impl Disk {
                 at: 0,
                 source,
             };
-            disk.thread = Some(started.map_err(refuse)?);
+            disk.worker = Worker::Thread(jobs, started.map_err(refuse)?);
+        } else {
+            disk.name = format!("host memory of {}", device.name());
+            disk.worker = Worker::Device;
+            disk.pinned()?;
         }
         Ok(Rc::new(disk))
+    }
+
+    /// Host memory of the device.
+    fn pinned(&self) -> Result<&dyn Pinned, TrainError> {
+        let none = || OffloadError::NoHostMemory { device: self.device.name().to_owned() };
+        Ok(self.device.pinned().ok_or_else(none)?)
     }
 
     /// The device whose memory it takes.
@@ -202,6 +241,10 @@ impl Disk {
             return Ok(());
         }
         self.reserved.set(bytes);
+        if let Worker::Device = self.worker {
+            let full = |error| OffloadError::Full { store: self.name.clone(), bytes, source: io::Error::other(error) };
+            return Ok(self.pinned()?.reserve(bytes).map_err(full)?);
+        }
         match self.ask("reserving", 0, bytes, || Ok(Work::Reserve(bytes)))?.wait() {
             Ok(_) => Ok(()),
             Err(TrainError::Offload(error)) => match *error {
@@ -224,8 +267,10 @@ impl Disk {
         let (at, bytes) = (region.at() + from, held.bytes() as u64);
         let moved = self.moved.get();
         self.moved.set(Traffic { written: moved.written + bytes, ..moved });
-        let answer =
-            self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download_later(&held)? }))?;
+        let answer = match self.worker {
+            Worker::Device => self.copying("writing", at, bytes, self.pinned()?.save(&held, at)?),
+            _ => self.ask("writing", at, bytes, || Ok(Work::Write { at, from: self.device.download_later(&held)? }))?,
+        };
         Ok(Writing { answer, held })
     }
 
@@ -237,17 +282,22 @@ impl Disk {
         dtype: DType,
         count: usize,
     ) -> Result<Reading, TrainError> {
-        let device_memory = self.device.alloc(dtype, count)?;
+        let mut device_memory = self.device.alloc(dtype, count)?;
         let (at, bytes) = (region.at() + from, device_memory.bytes() as u64);
-        let (into, given) = match device_memory.is_host() {
-            true => (device_memory, None),
-            false if self.jobs.is_some() => {
-                (Buffer::zeros(dtype, count), Some(Destination::Upload(self.device.upload_later(device_memory)?)))
-            }
-            false => (Buffer::empty(), Some(Destination::Blank(device_memory))),
-        };
         let moved = self.moved.get();
         self.moved.set(Traffic { read: moved.read + bytes, ..moved });
+        if let Worker::Device = self.worker {
+            let copy = self.pinned()?.load(at, &mut device_memory)?;
+            let into = Some(Destination::Memory(device_memory));
+            return Ok(Reading { answer: self.copying("reading", at, bytes, copy), into });
+        }
+        let (into, given) = match (&self.worker, device_memory.is_host()) {
+            (_, true) => (device_memory, None),
+            (Worker::Thread(..), false) => {
+                (Buffer::zeros(dtype, count), Some(Destination::Upload(self.device.upload_later(device_memory)?)))
+            }
+            (_, false) => (Buffer::empty(), Some(Destination::Memory(device_memory))),
+        };
         Ok(Reading { answer: self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?, into: given })
     }
 
@@ -259,11 +309,15 @@ impl Disk {
         dtype: DType,
         count: usize,
     ) -> Result<Buffer, TrainError> {
-        let into = Buffer::zeros(dtype, count);
+        let mut into = Buffer::zeros(dtype, count);
         let (at, bytes) = (region.at() + from, into.bytes() as u64);
-        match self.jobs {
-            None => Ok(into),
-            Some(_) => self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?.wait(),
+        match self.worker {
+            Worker::Nobody => Ok(into),
+            Worker::Device => {
+                self.pinned()?.read(at, &mut into)?;
+                Ok(into)
+            }
+            Worker::Thread(..) => self.ask("reading", at, bytes, || Ok(Work::Read { at, into }))?.wait(),
         }
     }
 
@@ -271,7 +325,15 @@ impl Disk {
     pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<(), TrainError> {
         self.reserve(region.end())?;
         let (at, bytes) = (region.at() + from, values.bytes() as u64);
+        if let Worker::Device = self.worker {
+            return Ok(self.pinned()?.write(&values, at)?);
+        }
         self.ask("writing", at, bytes, || Ok(Work::Write { at, from: Download::new(|| Ok(values)) }))?.wait().map(drop)
+    }
+
+    /// The end of a copy of the device.
+    fn copying(self: &Rc<Self>, what: &'static str, at: u64, bytes: u64, copy: u64) -> Answer {
+        Answer { from: Coming::Copy(copy), what, at, bytes, disk: self.clone() }
     }
 
     /// Gives the thread work, if there is one.
@@ -283,19 +345,21 @@ impl Disk {
         work: impl FnOnce() -> Result<Work, Error>,
     ) -> Result<Answer, TrainError> {
         let answer = |from| Answer { from, what, at, bytes, disk: self.clone() };
-        let Some(jobs) = &self.jobs else { return Ok(answer(None)) };
+        let Worker::Thread(jobs, _) = &self.worker else { return Ok(answer(Coming::Nothing)) };
         let (done, from) = mpsc::channel();
         // A thread that is gone drops the sender, and waiting says so.
         _ = jobs.send(Job { work: work()?, done });
-        Ok(answer(Some(from)))
+        Ok(answer(Coming::Answer(from)))
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        self.jobs = None;
-        if let Some(thread) = self.thread.take().filter(|_| !self.given_up.get()) {
-            _ = thread.join(); // a panic there was reported by whoever waited
+        if let Worker::Thread(jobs, thread) = std::mem::replace(&mut self.worker, Worker::Nobody) {
+            drop(jobs);
+            if !self.given_up.get() {
+                _ = thread.join(); // a panic there was reported by whoever waited
+            }
         }
     }
 }
@@ -369,7 +433,7 @@ mod tests {
             gradients: false,
             activations: false,
             samples: false,
-            to: Arc::new(Stuck(lock.clone())),
+            to: Some(Arc::new(Stuck(lock.clone()))),
         };
         let rank = Arc::new(Rank::recording(&Mesh::default(), 0).unwrap());
         let disk = Disk::with_patience(&offload, &rank, &Cpu::device(), Duration::from_millis(5)).unwrap();

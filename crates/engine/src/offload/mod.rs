@@ -5,7 +5,7 @@
 //! | module | what it does |
 //! |---|---|
 //! | `folder` | a file of a rank in a folder |
-//! | `disk` | reads and writes in the background, in the order in which they were asked for |
+//! | `disk` | reads and writes in the background, in the order in which they were asked for: by a thread, or by the device to its own host memory |
 //! | `space` | which bytes of a store are in use |
 //! | `pages` | the states of the optimizer, a few pages of them in memory |
 //! | `rows` | activations of samples, some rows of them in memory |
@@ -41,11 +41,11 @@ pub struct Offload {
     pub activations: bool,
     /// The activations of samples that [AQ-SGD](crate::Compress::aqsgd) keeps.
     pub samples: bool,
-    /// Where they go.
-    pub to: Arc<dyn Backing>,
+    /// Where they go; without one, to [host memory of the device](meshwork_tensor::Device::pinned).
+    pub to: Option<Arc<dyn Backing>>,
 }
 
-/// Where memory goes that leaves a device: a [`Folder`], or host memory beside a device that has its own.
+/// Where memory goes that leaves a device: a [`Folder`], or a store of a user's own.
 pub trait Backing: Debug + Send + Sync {
     /// Opens the store of a rank. No other rank, of this run or of another, writes to it.
     ///
@@ -91,6 +91,12 @@ pub enum OffloadError {
         /// Why not.
         source: io::Error,
     },
+    /// A device without host memory of its own.
+    #[error("offload to host memory of the device: {device} has none; name a folder")]
+    NoHostMemory {
+        /// The device.
+        device: String,
+    },
     /// A store without enough room.
     #[error("offload to {store}: no room for {bytes} bytes: {source}; free as much, or name another folder")]
     Full {
@@ -98,7 +104,7 @@ pub enum OffloadError {
         store: String,
         /// Bytes that this rank offloads in all.
         bytes: u64,
-        /// What the system says.
+        /// What the system or the device says.
         source: io::Error,
     },
     /// Bytes that cannot be read or written.

@@ -105,13 +105,8 @@ fn offloading(plan: Plan, trouble: Option<Trouble>) -> (TempDir, Plan) {
         None => Arc::new(folder),
         Some(trouble) => Arc::new(Troubled { folder, trouble }),
     };
-    (
-        dir,
-        Plan {
-            offload: Some(Offload { optimizer: true, gradients: true, activations: true, samples: true, to }),
-            ..plan
-        },
-    )
+    let offload = Offload { optimizer: true, gradients: true, activations: true, samples: true, to: Some(to) };
+    (dir, Plan { offload: Some(offload), ..plan })
 }
 
 fn adamw(mesh: &str) -> Plan {
@@ -256,7 +251,7 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
         gradients: true,
         activations: true,
         samples: true,
-        to: Arc::new(Folder("/no/such/folder".into())),
+        to: Some(Arc::new(Folder("/no/such/folder".into()))),
     };
     let plan = Plan { offload: Some(missing), ..held };
     let ended = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));

@@ -171,7 +171,8 @@ fn ranks_that_take_samples_in_turn_know_the_same_of_each() {
     ] {
         let held = canonical(mesh, schedule, micros);
         let to = Arc::new(Folder(folder.path().to_owned()));
-        let offload = Some(Offload { optimizer: false, gradients: false, activations: false, samples: true, to });
+        let offload =
+            Some(Offload { optimizer: false, gradients: false, activations: false, samples: true, to: Some(to) });
         for plan in [held.clone(), Plan { offload, ..held }] {
             let what = format!("{mesh} {}, offload {:?}", plan.schedule.name(), plan.offload);
             let (losses, state) = go_on(&gpt2(), &plan, None, 0..steps, in_turn);
@@ -239,7 +240,8 @@ fn what_is_kept_of_samples_takes_what_was_predicted() {
             ..canonical(mesh, schedule, 4)
         };
         let to = Arc::new(Folder(folder.path().to_owned()));
-        let offload = Some(Offload { optimizer: false, gradients: false, activations: false, samples: true, to });
+        let offload =
+            Some(Offload { optimizer: false, gradients: false, activations: false, samples: true, to: Some(to) });
         let disk = Plan { offload, ..held.clone() };
         let mut losses = Vec::new();
         for plan in [&held, &disk] {

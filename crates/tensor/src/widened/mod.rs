@@ -21,6 +21,7 @@ use crate::error::Result;
 use crate::kernel::*;
 use crate::later::{Download, Upload};
 use crate::launches::Launches;
+use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
@@ -177,6 +178,10 @@ impl Device for Widened {
 
     fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        self.inner.pinned()
     }
 
     fn meter(&self) -> &Meter {

@@ -56,8 +56,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 
     let (key, dir) = ("memory.offload", "memory.offload_dir");
-    if settings.sound(&[key, dir]) && config.memory.offload != OffloadWord::None && config.memory.offload_dir.is_none()
-    {
+    let (offload, at_disk) = (config.memory.offload != OffloadWord::None, config.device == Device::Cpu);
+    if settings.sound(&[key, dir]) && offload && at_disk && config.memory.offload_dir.is_none() {
         let valid = format!("name a folder on a disk by {dir}, or use none");
         fail(Fault::new(key, config.memory.offload.name(), format!("{dir} is not set"), valid));
     }

@@ -4,7 +4,7 @@ use super::sections::{Comm, LrScheduler, Memory, Optimizer, Parallelism, Pipelin
 use super::words::{MoeRouter, OffloadWord};
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
-use meshwork_engine::offload::{Folder, Offload};
+use meshwork_engine::offload::{Backing, Folder, Offload};
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -218,12 +218,15 @@ impl Memory {
     /// What leaves memory, and where it goes.
     #[must_use]
     pub fn offload(&self) -> Option<Offload> {
-        let dir = self.offload_dir.as_ref().filter(|_| self.offload != OffloadWord::None)?;
+        if self.offload == OffloadWord::None {
+            return None;
+        }
         let all = self.offload == OffloadWord::All;
         let [optimizer, activations, samples] =
             [OffloadWord::Optimizer, OffloadWord::Activations, OffloadWord::Samples]
                 .map(|of| all || self.offload == of);
-        Some(Offload { optimizer, gradients: all, activations, samples, to: Arc::new(Folder(dir.into())) })
+        let to = self.offload_dir.as_ref().map(|dir| Arc::new(Folder(dir.into())) as Arc<dyn Backing>);
+        Some(Offload { optimizer, gradients: all, activations, samples, to })
     }
 }
 

@@ -318,11 +318,12 @@ sections! {
         /// from what the head reads, and backward computes the logits once more. The loss of a step keeps its bits, the gradient of the head is
         /// summed in another order.
         loss_chunk: usize = int(0), Count(0);
-        /// What leaves memory for files in offload_dir while it is not needed. none: nothing. optimizer: states of the optimizer, which a
+        /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the optimizer, which a
         /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. samples: the activations that
         /// compress.aqsgd keeps, micro-batch by micro-batch. all: these, and gradients of weights, bucket by bucket. It changes no bit of a run.
         offload: OffloadWord = is("none"), one_of(OffloadWord::WORDS);
-        /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder.
+        /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder. Without a
+        /// folder, a CUDA device takes pinned memory of the host; other devices need one.
         offload_dir: Option<String> = Unset, Text;
         /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no limit. A run that
         /// is predicted to take more does not start, and the error says which settings fit. --plan-memory shows them too.

@@ -361,6 +361,7 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(given("compress.weights"), "one rank gathers nothing");
         rule(given("compress.dispatch") || given("compress.dispatch_gradients"), "one rank sends no tokens");
+        let cuts = given("compress.activations") || given("compress.activation_gradients");
         rule(cuts && virtual_cuts.is_empty(), "one rank sends nothing");
         let samples_apart = |scheme: &&str| matches!(*scheme, "none" | "bf16" | "sign/row" | "topk:0.5/row");
         rule(!of_cuts.iter().all(samples_apart), "samples lose together");
