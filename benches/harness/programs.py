@@ -1,7 +1,7 @@
 """Runs a program, ours or a peer's, and reads what it measured.
 
 Programs write JSON lines to standard output; other lines are passed over. A step is `{"step", "step_ms" or "seconds"}`, a
-collective `{"op", "bytes", "us"}`, a matrix product `{"product", "gflops"}`.
+collective `{"op", "bytes", "us"}` (with `"error"`, of what it gives), a matrix product `{"product", "gflops"}`.
 """
 
 import json
@@ -30,11 +30,12 @@ OURS = {
     "gpt_train": ["build", "--release", "--example", "gpt_train"],
     "collectives": ["bench", "--no-run", "-p", "meshwork-core", "--bench", "collectives"],
     "compress": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "compress"],
+    "powersgd": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "powersgd"],
     "throttled": ["bench", "--no-run", "-p", "meshwork-engine", "--bench", "throttled"],
     "gemm": ["bench", "--no-run", "-p", "meshwork-tensor", "--bench", "gemm"],
 }
 ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
-NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py"}
+NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py", "powersgd.py"}
 MODEL_KEYS = ["vocab_size", "num_layers", "hidden_size", "num_heads", "seq_len"]
 
 
@@ -148,6 +149,7 @@ def measure(command):
                     steps.append(event["step_ms"] / 1e3 if "step_ms" in event else event["seconds"])
                 elif "op" in event:
                     measured[f"{event['op']} {bytes_as_text(event['bytes'])}"] = event["us"]
+                    measured |= {"error": event["error"]} if "error" in event else {}
                 elif "product" in event:
                     measured[event["product"]] = event["gflops"]
                 elif event.get("event") == "end":

@@ -37,6 +37,7 @@ BUSY = 0.1  # cores that other work may have during a turn, before the table say
 MEASURES = {
     "tokens_per_s": Measure("tokens/s", more_is_better=True),
     "peak_rss_mib": Measure("MiB at the peak"),
+    "error": Measure("of the square", digits=5),
     "first_step_s": Measure("s to the end of step 1", absolute=True, digits=2),
 }
 COLLECTIVE = Measure("µs", inverse=True)

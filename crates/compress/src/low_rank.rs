@@ -77,16 +77,21 @@ impl PowerSgd {
     pub fn product(self, p: &[f32], q: &[f32], shape: Shape, fold: Fold, out: &mut [f32]) {
         let cols = shape.cols().max(1);
         let mut row = vec![0.0; cols];
-        for (out, p) in out.chunks_exact_mut(cols).zip(p.chunks_exact(self.rank)) {
-            row.fill(0.0);
-            for (q, &p) in q.chunks_exact(cols).zip(p) {
-                row.iter_mut().zip(q).for_each(|(row, q)| *row += p * q);
-            }
-            match fold {
-                Fold::Replace => out.copy_from_slice(&row),
-                Fold::Add => out.iter_mut().zip(&row).for_each(|(out, row)| *out += row),
-            }
-        }
+        wide(
+            #[inline(always)]
+            || {
+                for (out, p) in out.chunks_exact_mut(cols).zip(p.chunks_exact(self.rank)) {
+                    row.fill(0.0);
+                    for (q, &p) in q.chunks_exact(cols).zip(p) {
+                        row.iter_mut().zip(q).for_each(|(row, q)| *row += p * q);
+                    }
+                    match fold {
+                        Fold::Replace => out.copy_from_slice(&row),
+                        Fold::Add => out.iter_mut().zip(&row).for_each(|(out, row)| *out += row),
+                    }
+                }
+            },
+        );
     }
 
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A column that lies in the

@@ -273,15 +273,23 @@ impl Compressor for Values {
             }
             Values::Quantize { bits, per, rounding } => {
                 let levels = ((1_u32 << bits) - 1) as f32;
-                let pairs: Vec<[f32; 2]> = per.ranges(shape).map(|range| min_and_step(&x[range], levels)).collect();
-                let packed = put_floats(body, pairs.iter().flatten().copied().collect::<Vec<_>>().into_iter());
+                let (head, packed) = body.split_at_mut(8 * parts);
+                // A part is read from memory once, where it fits into a cache: its step is found before its first codes.
+                let mut pairs = head.as_chunks_mut::<8>().0.iter_mut().zip(per.ranges(shape));
+                let (mut of, mut pair) = (usize::MAX, [0.0; 2]);
                 let mut noise = [0.5; TILE];
                 pack(packed, x.len(), bits.into(), |start, codes| {
                     if rounding == Rounding::Stochastic {
                         fill_uniform(draws.key, draws.start + start as u64, &mut noise[..codes.len()]);
                     }
                     each_part(per.unit(shape), start, codes.len(), |part, range| {
-                        let [min, step] = pairs[part];
+                        if part != of
+                            && let Some((bytes, whole)) = pairs.next()
+                        {
+                            (of, pair) = (part, min_and_step(&x[whole], levels));
+                            _ = put_floats(bytes, pair.into_iter());
+                        }
+                        let [min, step] = pair;
                         let x = &x[start + range.start..start + range.end];
                         let codes = &mut codes[range.clone()];
                         match rounding {
@@ -292,9 +300,12 @@ impl Compressor for Values {
                 })
             }
             Values::Sign { per } => {
-                let scales: Vec<f32> = per.ranges(shape).map(|range| mean_abs(&x[range])).collect();
-                let packed = put_floats(body, scales.into_iter());
+                let (head, packed) = body.split_at_mut(4 * parts);
+                let mut scales = head.as_chunks_mut::<4>().0.iter_mut().zip(per.ranges(shape)).peekable();
                 pack(packed, x.len(), 1, |start, codes| {
+                    while let Some((bytes, whole)) = scales.next_if(|(_, whole)| whole.start < start + codes.len()) {
+                        *bytes = mean_abs(&x[whole]).to_le_bytes();
+                    }
                     let x = &x[start..start + codes.len()];
                     wide(
                         #[inline(always)]

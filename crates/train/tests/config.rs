@@ -199,12 +199,10 @@ fn compression_is_read_and_refused_by_key() {
     );
     let few = refused("--steps 9 --set compress.aqsgd_samples=5");
     assert!(few.starts_with("compress.aqsgd_samples = 5: the data have"), "{few}");
-    let each = refused("--steps 9 --set parallelism.dp=2 --set compress.feedback=ef");
+    let each = refused("--steps 9 --set compress.feedback=ef");
     assert!(each.starts_with("compress.aqsgd = true: it brings back") && each.lines().count() == 1, "{each}");
-    assert!(
-        load(&args(&format!("{aqsgd} --steps 0 --set parallelism.dp=2"))).is_ok(),
-        "what a step takes may be asked"
-    );
+    let asked = args(&format!("{} --steps 0", aqsgd.replace("pp=2", "dp=2,pp=2")));
+    assert!(load(&asked).is_ok(), "what a step takes may be asked");
     let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
     let idle = unread("--set memory.offload=samples --set memory.offload_dir=/tmp");
     assert_eq!(idle, ["memory.offload = \"samples\" has no effect: compress.aqsgd is off"]);

@@ -1,27 +1,30 @@
 //! Where compression pays: what `--steps 0` and a profile say of it, at the rate of `comm.bandwidth`.
 //!
 //! What is sent comes from dry runs, the times from this machine: of matrix products, and of each scheme on values as large as those of the
-//! run. The schedule is simulated with these times and messages. Sums of gradients follow it, but for what the last backward hides of their
-//! first communication. Other communication is left out: it is the same with compression and without.
+//! run. The schedule is simulated with these times and messages: [`computation`]. Sums of gradients follow it, but for what the last backward
+//! hides of their first communication. Other communication is left out: it is the same with compression and without.
 //!
 //! More than 400 lines: a quarter are its tests.
+
+mod computation;
+mod measured;
+
+pub use computation::{Computation, Traffic};
 
 use crate::Devices;
 use crate::config::Config;
 use crate::config::sections::Compress;
 use crate::plan::{Kind, kinds, size};
 use crate::profile::{Ceilings, Profile, Track};
-use meshwork_compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, SumMethod, wire_bytes};
+use measured::{factoring, failed, measured};
+use meshwork_compress::{Compressor, Scheme, Shape, SumMethod, wire_bytes};
 use meshwork_core::profile::Class;
-use meshwork_core::random;
-use meshwork_core::{Buffer, DType, OpKind, Record};
+use meshwork_core::{OpKind, Record};
 use meshwork_engine::{TrainError, ZeroStage, dry_run};
-use meshwork_pipeline::{CheckError, Costs, Schedule, simulate};
 use meshwork_tensor::{Device, Error};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 /// What is tried at each place, besides what the configuration has there.
 const SCHEMES: [&str; 6] = ["bf16", "fp8:e4m3", "quant:8/block256", "quant:4/block256", "topk:0.1", "topk:0.01"];
@@ -31,110 +34,83 @@ const FACTORS: [&str; 2] = ["powersgd:4", "powersgd:16"];
 const NOTHING: &str = "none";
 const NO_COSTS: &str = "a model has a beginning and an end";
 
-/// Most elements that are compressed to measure a scheme; the time of more is in proportion.
-const MEASURED: usize = 1 << 20;
-/// Runs of which the fastest counts, and the time after which no further one starts.
-const TRIES: usize = 5;
-const ENOUGH: Duration = Duration::from_millis(20);
-
-/// Bandwidths between which a limit is looked for, in bytes a second.
-const SLOWEST: f64 = 1e3;
-const FASTEST: f64 = 1e13;
-
-/// What a step sends, and the time it takes to compress that.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Traffic {
-    /// Bytes of a message between stages: of an activation, and of its gradient.
-    pub messages: [f64; 2],
-    /// Seconds to compress, and to restore, each of them.
-    pub codec: [[f64; 2]; 2],
-    /// Bytes that sums of gradients send: in a first communication, which backward hides as far as it can, and after it.
-    pub sums: [f64; 2],
-    /// Seconds to compress and restore these.
-    pub sum_codec: f64,
-}
-
-/// A step of a pipeline, but for what it sends.
-#[derive(Clone, Debug)]
-pub struct Computation {
-    /// The schedule.
-    pub schedule: Schedule,
-    /// Seconds of forward and backward of each stage, for one micro-batch. A third is forward.
-    pub seconds: Vec<f64>,
-}
-
-impl Computation {
-    /// Seconds of a step with this traffic, where a rank sends so many bytes a second.
-    ///
-    /// # Errors
-    /// As [`simulate()`].
-    pub fn step(&self, traffic: &Traffic, bandwidth: f64) -> Result<f64, CheckError> {
-        let last = self.seconds.len().saturating_sub(1);
-        let is_sent = |stage: usize| self.schedule.rank_of(stage, 0) != self.schedule.rank_of(stage + 1, 0);
-        // Forward compresses what it sends on, and restores what comes; the gradient of the input goes the other way.
-        let [activation, gradient] = traffic.codec;
-        let busy = |stage: usize, at_start: f64, at_end: f64| {
-            let start = if stage > 0 && is_sent(stage - 1) { at_start } else { 0.0 };
-            let end = if stage < last && is_sent(stage) { at_end } else { 0.0 };
-            self.seconds[stage] / 3.0 + start + end
-        };
-        let costs = Costs {
-            forward: (0..=last).map(|stage| busy(stage, activation[1], activation[0])).collect(),
-            input_gradient: (0..=last).map(|stage| busy(stage, gradient[0], gradient[1])).collect(),
-            weight_gradient: self.seconds.iter().map(|seconds| seconds / 3.0).collect(),
-            transfer: traffic.messages.map(|bytes| bytes / bandwidth),
-            overlap: true,
-        };
-        let hidden = self.seconds.iter().map(|seconds| seconds * 2.0 / 3.0).fold(f64::INFINITY, f64::min);
-        let [first, then] = traffic.sums.map(|bytes| bytes / bandwidth);
-        Ok(simulate(&self.schedule, &costs)?.span() + (first - hidden).max(0.0) + then + traffic.sum_codec)
-    }
-
-    /// The bandwidth below which a step takes less time with `compressed` than with `plain`; `None`: it never does.
-    ///
-    /// # Errors
-    /// As [`simulate()`].
-    pub fn pays_below(&self, plain: &Traffic, compressed: &Traffic) -> Result<Option<f64>, CheckError> {
-        let pays = |bandwidth| Ok(self.step(compressed, bandwidth)? < self.step(plain, bandwidth)?);
-        let [mut slow, mut fast] = [SLOWEST, FASTEST];
-        if !pays(slow)? {
-            return Ok(None);
-        }
-        if pays(fast)? {
-            return Ok(Some(f64::INFINITY));
-        }
-        while fast / slow > 1.001 {
-            let middle = (slow * fast).sqrt();
-            *(if pays(middle)? { &mut slow } else { &mut fast }) = middle;
-        }
-        Ok(Some(slow))
-    }
-}
-
 /// A place that is compressed by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Activations,
     ActivationGradients,
     Gradients,
+    Weights,
+    Dispatch,
+    DispatchGradients,
 }
 
 impl Place {
-    const ALL: [Self; 3] = [Self::Activations, Self::ActivationGradients, Self::Gradients];
+    const ALL: [Self; 6] = [
+        Self::Activations,
+        Self::ActivationGradients,
+        Self::Gradients,
+        Self::Weights,
+        Self::Dispatch,
+        Self::DispatchGradients,
+    ];
 
     fn key(self) -> &'static str {
         match self {
             Self::Activations => "activations",
             Self::ActivationGradients => "activation_gradients",
             Self::Gradients => "gradients",
+            Self::Weights => "weights",
+            Self::Dispatch => "dispatch",
+            Self::DispatchGradients => "dispatch_gradients",
         }
     }
 
     fn of(self, config: &Config) -> &str {
+        let compress = &config.compress;
         match self {
-            Self::Activations => &config.compress.activations,
-            Self::ActivationGradients => &config.compress.activation_gradients,
-            Self::Gradients => &config.compress.gradients,
+            Self::Activations => &compress.activations,
+            Self::ActivationGradients => &compress.activation_gradients,
+            Self::Gradients => &compress.gradients,
+            Self::Weights => &compress.weights,
+            Self::Dispatch => &compress.dispatch,
+            Self::DispatchGradients => &compress.dispatch_gradients,
+        }
+    }
+
+    /// What its bytes and seconds are counted for.
+    fn unit(self) -> &'static str {
+        match self {
+            Self::Activations | Self::ActivationGradients => "each message",
+            Self::Gradients => "all sums",
+            Self::Weights => "the gathers of one forward or backward of a micro-batch",
+            Self::Dispatch => "the exchanges of one forward of a micro-batch",
+            Self::DispatchGradients => "those of its backward",
+        }
+    }
+
+    /// The schemes that are tried here.
+    fn tried(self) -> Vec<&'static str> {
+        let schemes = SCHEMES.into_iter().filter_map(|scheme| match self {
+            // A weight that is not sent would be zero.
+            Self::Weights => Some(scheme).filter(|scheme| !scheme.starts_with("topk")),
+            // Each token has a scale of its own.
+            Self::Dispatch | Self::DispatchGradients => Some(scheme.trim_end_matches("/block256")),
+            _ => Some(scheme),
+        });
+        schemes.chain(FACTORS.into_iter().filter(move |_| self == Self::Gradients)).collect()
+    }
+
+    /// Of some traffic its bytes, and the seconds of compressing and restoring them.
+    fn part(self, traffic: &Traffic) -> (f64, f64) {
+        let cut = |at: usize| (traffic.messages[at], traffic.codec[at].iter().sum());
+        match self {
+            Self::Activations => cut(0),
+            Self::ActivationGradients => cut(1),
+            Self::Gradients => (traffic.sums.iter().sum(), traffic.sum_codec),
+            Self::Weights => (traffic.weights, traffic.weights_codec),
+            Self::Dispatch => (traffic.tokens[0], traffic.tokens_codec[0]),
+            Self::DispatchGradients => (traffic.tokens[1], traffic.tokens_codec[1]),
         }
     }
 }
@@ -142,14 +118,14 @@ impl Place {
 /// The configuration with these schemes alone: no feedback, from the first step on.
 fn with(config: &Config, scheme: impl Fn(Place) -> String) -> Config {
     let mut config = config.clone();
-    let [activations, activation_gradients, gradients] = Place::ALL.map(scheme);
+    let [activations, activation_gradients, gradients, weights, dispatch, dispatch_gradients] = Place::ALL.map(scheme);
     config.compress = Compress {
         activations,
         activation_gradients,
         gradients,
-        weights: NOTHING.to_owned(),
-        dispatch: NOTHING.to_owned(),
-        dispatch_gradients: NOTHING.to_owned(),
+        weights,
+        dispatch,
+        dispatch_gradients,
         feedback: "none".to_owned(),
         share_indices: false,
         aqsgd: false,
@@ -159,67 +135,13 @@ fn with(config: &Config, scheme: impl Fn(Place) -> String) -> Config {
     config
 }
 
+/// The configuration with a scheme at one place.
+fn alone(config: &Config, place: Place, scheme: &str) -> Config {
+    with(config, |at| if at == place { scheme } else { NOTHING }.to_owned())
+}
+
 fn exact(config: &Config) -> Config {
     with(config, |_| NOTHING.to_owned())
-}
-
-/// Seconds to compress and to restore a value: the best of several runs, on this machine.
-fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f64; 2], Error> {
-    if *scheme == Scheme::Values(meshwork_compress::Values::F32) || shape.is_empty() {
-        return Ok([0.0; 2]);
-    }
-    // As many whole rows as there is time for.
-    let rows = (MEASURED / shape.cols().max(1)).clamp(1, shape.rows());
-    let part = Shape::matrix(rows, shape.cols().min(MEASURED)).map_err(failed)?;
-    let share = shape.len() as f64 / part.len() as f64;
-    let mut values = vec![0.0_f32; part.len()];
-    random::fill_uniform(random::key(0, "the time of compression"), 0, &mut values);
-    values.iter_mut().for_each(|value| *value -= 0.5);
-    let x = device.upload(&Buffer::from_slice(&values))?;
-    let mut message = device.alloc(DType::U8, wire_bytes(scheme, part).map_err(failed)?)?;
-    let mut out = device.alloc(DType::F32, part.len())?;
-    let kernels = device.compression()?;
-    let draws = Draws::new(0, "the time of compression", 0);
-    let packed = best(|| kernels.pack(scheme, part, draws, &x, &mut message, 0))?;
-    let restored = best(|| kernels.unpack(scheme, part, &message, Fold::Replace, &mut out, 0))?;
-    Ok([packed * share, restored * share])
-}
-
-/// Seconds in which PowerSGD makes the factors of each element of matrices with these columns, and joins them.
-fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, Error> {
-    let rows = (MEASURED / cols.max(1)).clamp(1, cols.max(1));
-    let shape = Shape::matrix(rows, cols.max(1)).map_err(failed)?;
-    of.check(shape).map_err(failed)?;
-    let mut values = vec![0.0_f32; shape.len()];
-    random::fill_uniform(random::key(0, "the time of compression"), 0, &mut values);
-    let (m, [of_p, of_q]) = (device.upload(&Buffer::from_slice(&values))?, of.factors(shape));
-    let (mut p, mut q) = (device.zeros(DType::F32, of_p)?, device.zeros(DType::F32, of_q)?);
-    let (mut out, kernels) = (device.alloc(DType::F32, shape.len())?, device.compression()?);
-    let draws = Draws::new(0, "the time of compression", 0);
-    let seconds = best(|| {
-        kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
-        kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
-        let factors = [p.clone(), q.clone()];
-        kernels.join(of, shape, &factors, 2, &mut out)
-    })?;
-    Ok(seconds / shape.len() as f64)
-}
-
-fn failed(source: CompressError) -> Error {
-    Error::Compress { op: "compression", source: Box::new(source) }
-}
-
-fn best(mut work: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
-    let (began, mut best) = (Instant::now(), f64::INFINITY);
-    for _ in 0..TRIES {
-        let start = Instant::now();
-        work()?;
-        best = best.min(start.elapsed().as_secs_f64());
-        if began.elapsed() > ENOUGH {
-            break;
-        }
-    }
-    Ok(best)
 }
 
 /// How often a rank compresses and restores each element of a sum over `ranks`.
@@ -253,6 +175,87 @@ impl Weighing<'_> {
         (longest.bytes(), Shape::matrix(rows, elements / rows).ok().map(|shape| (shape, share)))
     }
 
+    /// Whether a run sends anything that this place compresses.
+    fn sends(&self, place: Place) -> bool {
+        let Config { parallelism, moe, .. } = self.config;
+        let data = parallelism.dp > 1;
+        match place {
+            Place::Activations | Place::ActivationGradients => self.message().0 > 0.0,
+            Place::Gradients => data,
+            Place::Weights => data && parallelism.zero().stage == ZeroStage::Weights,
+            Place::Dispatch | Place::DispatchGradients => parallelism.ep > 1 && moe.num_experts > 0,
+        }
+    }
+
+    /// What a place sends where `config` compresses it alone, in `compressed`; and without, in `plain`.
+    fn weigh(
+        &self,
+        place: Place,
+        config: &Config,
+        plain: &mut Traffic,
+        compressed: &mut Traffic,
+    ) -> Result<(), TrainError> {
+        match place {
+            Place::Activations | Place::ActivationGradients => {
+                let Traffic { messages, codec, .. } = self.cuts(config)?;
+                (compressed.messages, compressed.codec) = (messages, codec);
+                plain.messages = [self.message().0; 2];
+            }
+            Place::Gradients => {
+                (plain.sums, compressed.sums, compressed.sum_codec) = Default::default();
+                self.sums(config, plain, compressed)?;
+            }
+            Place::Weights => {
+                let passes = 2.0 * config.pipeline.num_microbatches as f64;
+                let scheme = config.plan()?.compress.weights;
+                let [all, then, seconds] = self.replaced(config, |old| {
+                    let Some(longest) = old.iter().max_by_key(|record| record.elements) else { return Ok(0.0) };
+                    let shape = Shape::vector(longest.elements).map_err(failed)?;
+                    let [pack, restore] = measured(&*self.device, &scheme, shape)?;
+                    // Each rank compresses its own part, and restores all of them.
+                    let elements: usize = old.iter().map(|record| record.elements).sum();
+                    Ok((pack / longest.ranks as f64 + restore) * elements as f64 / longest.elements as f64)
+                })?;
+                (plain.weights, compressed.weights, compressed.weights_codec) =
+                    (all / passes, then / passes, seconds / passes);
+            }
+            Place::Dispatch | Place::DispatchGradients => {
+                let direction = usize::from(place == Place::DispatchGradients);
+                let micros = config.pipeline.num_microbatches as f64;
+                let compress = config.plan()?.compress;
+                let scheme = [compress.dispatch, compress.dispatch_gradients][direction];
+                let cols = config.model.hidden_size;
+                let [all, then, seconds] = self.replaced(config, |old| {
+                    let elements: usize = old.iter().map(|record| record.elements).sum();
+                    let shape = Shape::matrix(elements / cols, cols).map_err(failed)?;
+                    Ok(measured(&*self.device, &scheme.of_each_row(cols), shape)?.iter().sum())
+                })?;
+                plain.tokens[direction] = all / micros;
+                compressed.tokens[direction] = then / micros;
+                compressed.tokens_codec[direction] = seconds / micros;
+            }
+        }
+        Ok(())
+    }
+
+    /// Of the rank that sends most of what `config` compresses: the bytes of a step without, the bytes with it, and the seconds that it takes to
+    /// compress and restore what these calls send.
+    fn replaced(
+        &self,
+        config: &Config,
+        seconds: impl Fn(&[Record]) -> Result<f64, Error>,
+    ) -> Result<[f64; 3], TrainError> {
+        let mut most = [0.0; 3];
+        for (kind, exact) in kinds(config, &config.mesh()?)?.iter().zip(&self.exact) {
+            let [ours, theirs] = [kind, exact].map(|kind| collectives(&kind.each.records));
+            let old = beyond(&theirs, &ours);
+            if bytes(&old) > most[0] {
+                most = [bytes(&old), bytes(&beyond(&ours, &theirs)), seconds(&old)?];
+            }
+        }
+        Ok(most)
+    }
+
     /// What crosses cuts with the schemes of `config`, and the time of compressing it.
     fn cuts(&self, config: &Config) -> Result<Traffic, TrainError> {
         let compress = config.plan()?.compress;
@@ -272,7 +275,6 @@ impl Weighing<'_> {
     fn sums(&self, config: &Config, plain: &mut Traffic, compressed: &mut Traffic) -> Result<(), TrainError> {
         let (kinds, plan) = (kinds(config, &config.mesh()?)?, config.plan()?);
         let scheme = &plan.compress.gradients;
-        let bytes = |records: &[Record]| -> f64 { records.iter().map(Record::bytes).sum() };
         for (kind, exact) in kinds.iter().zip(&self.exact) {
             let [ours, theirs] = [kind, exact].map(|kind| collectives(&kind.each.records));
             let (new, old) = (beyond(&ours, &theirs), beyond(&theirs, &ours));
@@ -302,6 +304,10 @@ impl Weighing<'_> {
         }
         Ok(())
     }
+}
+
+fn bytes(records: &[Record]) -> f64 {
+    records.iter().map(Record::bytes).sum()
 }
 
 fn collectives(records: &[Record]) -> Vec<Record> {
@@ -350,10 +356,10 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     let exact = exact(config);
     let weighing = Weighing { config, device, exact: kinds(&exact, &exact.mesh()?)? };
     let computation = computation(&exact, &*weighing.device)?;
-    let mut plain = weighing.cuts(&exact)?;
-    let halved = with(config, |place| if place == Place::Gradients { "bf16" } else { NOTHING }.to_owned());
-    if weighing.sums(&halved, &mut plain, &mut Traffic::default()).is_err() {
-        plain.sums = [0.0; 2]; // refused, as every row says
+    let mut plain = Traffic::default();
+    for place in Place::ALL {
+        // What is refused, as every row says, counts as nothing.
+        weighing.weigh(place, &alone(config, place, "bf16"), &mut plain, &mut Traffic::default()).ok();
     }
     let before = computation.step(&plain, bandwidth)?;
     let mut text = format!(
@@ -361,44 +367,22 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         rate(bandwidth),
         time(before)
     );
-    for place in Place::ALL {
-        let of_cuts = place != Place::Gradients;
-        if of_cuts && plain.messages[0] == 0.0 || !of_cuts && config.mesh()?.data_degree() == 1 {
-            continue;
-        }
-        let bytes = if of_cuts { plain.messages[0] } else { plain.sums[0] };
-        let _ = writeln!(text, "  {}, {}", place.key(), if of_cuts { "each message" } else { "all sums" });
+    for place in Place::ALL.into_iter().filter(|place| weighing.sends(*place)) {
+        let _ = writeln!(text, "  {}, {}", place.key(), place.unit());
         let own = place.of(config);
-        let factors = FACTORS.into_iter().filter(|_| !of_cuts);
-        let tried = SCHEMES
-            .into_iter()
-            .chain(factors)
-            .filter(|scheme| *scheme != own)
-            .chain(Some(own).filter(|own| *own != NOTHING));
+        let tried =
+            place.tried().into_iter().filter(|scheme| *scheme != own).chain(Some(own).filter(|own| *own != NOTHING));
         for scheme in tried {
-            let alone = with(config, |at| if at == place { scheme } else { NOTHING }.to_owned());
-            let mut plain = plain.clone();
-            let weighed = weighing.cuts(&alone).and_then(|mut traffic| {
-                traffic.sums = plain.sums;
-                if !of_cuts {
-                    plain.sums = [0.0; 2];
-                    weighing.sums(&alone, &mut plain, &mut traffic)?;
-                }
-                Ok(traffic)
-            });
-            let compressed = match weighed {
-                Ok(compressed) => compressed,
+            let (mut plain, mut compressed) = (plain.clone(), plain.clone());
+            match weighing.weigh(place, &alone(config, place, scheme), &mut plain, &mut compressed) {
+                Ok(()) => {}
                 Err(TrainError::Plan(error)) => {
                     let _ = writeln!(text, "    {scheme:<20} is refused: {error}");
                     continue;
                 }
                 Err(error) => return Err(error),
-            };
-            let at = Place::ALL.iter().position(|other| *other == place).unwrap_or(0);
-            let (sent, codec) = match of_cuts {
-                true => (compressed.messages[at], compressed.codec[at].iter().sum()),
-                false => (compressed.sums.iter().sum(), compressed.sum_codec),
-            };
+            }
+            let (sent, codec) = place.part(&compressed);
             let pays = match computation.pays_below(&plain, &compressed)? {
                 None => "never pays".to_owned(),
                 Some(f64::INFINITY) => "always pays".to_owned(),
@@ -408,7 +392,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
                 text,
                 "    {scheme:<20} {} for {}, {} to compress and restore: {pays}; a step of {}",
                 size(sent),
-                size(bytes),
+                size(place.part(&plain).0),
                 time(codec),
                 time(computation.step(&compressed, bandwidth)?)
             );
@@ -484,49 +468,9 @@ fn three(number: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_pipeline::gpipe;
-
-    /// Two stages of 3 s a micro-batch each.
-    fn computation(micros: usize) -> Computation {
-        Computation { schedule: gpipe(2, micros), seconds: vec![3.0; 2] }
-    }
 
     fn close(a: f64, b: f64) {
         assert!((a - b).abs() < 1e-3 * b.abs().max(1e-9), "{a} {b}");
-    }
-
-    #[test]
-    fn a_message_delays_the_step_by_its_time_and_that_of_compressing_it() {
-        let plain = Traffic { messages: [100e6, 50e6], ..Traffic::default() };
-        // Fill and drain: m + 1 forwards and backwards, and a message each way.
-        close(computation(4).step(&plain, 100e6).unwrap(), 5.0 * 3.0 + 1.0 + 0.5);
-        let compressed = Traffic { messages: [10e6, 50e6], codec: [[0.2, 0.1], [0.0; 2]], ..plain.clone() };
-        // Forwards of the first stage take 1.2 s and set the pace, the last one of the second takes 1.1.
-        close(computation(4).step(&compressed, 100e6).unwrap(), 4.0 * 1.2 + 1.1 + 0.1 + 5.0 * 2.0 + 0.5);
-        // It saves 90 MB and costs 0.9 s.
-        close(computation(4).pays_below(&plain, &compressed).unwrap().unwrap(), 100e6);
-    }
-
-    #[test]
-    fn backward_hides_the_first_communication_of_sums() {
-        let plain = Traffic { sums: [100e6, 0.0], ..Traffic::default() };
-        let of = |bandwidth| computation(1).step(&plain, bandwidth).unwrap();
-        close(of(50e6), 6.0);
-        close(of(25e6), 6.0 + 2.0);
-        let compressed = Traffic { sums: [10e6, 10e6], sum_codec: 0.1, ..Traffic::default() };
-        close(computation(1).step(&compressed, 10e6).unwrap(), 6.0 + 1.0 + 0.1);
-        // With b MB/s, 100/b - 2 = 10/b + 0.1 where only the sums as they are stick out.
-        close(computation(1).pays_below(&plain, &compressed).unwrap().unwrap(), 90e6 / 2.1);
-    }
-
-    #[test]
-    fn what_saves_nothing_never_pays_and_what_costs_nothing_always_does() {
-        let plain = Traffic { messages: [100.0; 2], ..Traffic::default() };
-        let slower = Traffic { codec: [[0.1; 2]; 2], ..plain.clone() };
-        assert_eq!(computation(2).pays_below(&plain, &slower).unwrap(), None);
-        let free = Traffic { messages: [50.0; 2], ..Traffic::default() };
-        let limit = computation(2).pays_below(&plain, &free).unwrap();
-        assert!(limit.is_some_and(|limit| limit > 1e12), "{limit:?}");
     }
 
     fn config(toml: &str) -> Config {
@@ -578,7 +522,7 @@ mod tests {
         let mut compressed = weighing.cuts(&config).unwrap();
         let micros = config.pipeline.num_microbatches as f64;
         let saved = micros * (plain.messages[0] - compressed.messages[0]);
-        let gradients = with(&config, |place| if place == Place::Gradients { "quant:8" } else { NOTHING }.to_owned());
+        let gradients = alone(&config, Place::Gradients, "quant:8");
         assert_eq!(sent(&exact) - sent(&config), saved + sent(&exact) - sent(&gradients));
         weighing.sums(&config, &mut plain, &mut compressed).unwrap();
         let total = |sums: [f64; 2]| sums.iter().sum::<f64>();
@@ -603,7 +547,36 @@ mod tests {
         assert!(compressed.sum_codec > 0.0 && total(compressed.sums) < 0.2 * total(plain.sums), "{compressed:?}");
     }
 
-    /// Gathers of weights and tokens of experts are left out of the weighing, and counted in what a profile says was saved.
+    /// Gathers of weights, and tokens that go to experts, take the bytes of the run.
+    #[test]
+    fn gathers_and_exchanges_are_those_of_the_run() {
+        let of = |toml: &str, place, scheme: &str| {
+            let config = config(toml);
+            let (exact, alone) = (exact(&config), alone(&config, place, scheme));
+            let (mut plain, mut compressed) = Default::default();
+            weighing(&config, &exact).weigh(place, &alone, &mut plain, &mut compressed).unwrap();
+            let [(whole, none), (sent_then, seconds)] = [&plain, &compressed].map(|traffic| place.part(traffic));
+            let micros = config.pipeline.num_microbatches as f64;
+            let passes = if place == Place::Weights { 2.0 * micros } else { micros };
+            close(passes * (whole - sent_then), sent(&exact) - sent(&alone));
+            assert!(none == 0.0 && seconds > 0.0 && sent_then > 0.0, "{plain:?} {compressed:?}");
+            sent_then / whole
+        };
+        let sliced = "[parallelism]\ndp = 2\nzero_stage = 3";
+        let eighths = of(sliced, Place::Weights, "quant:8/block256");
+        assert!(eighths > 0.25 && eighths < 0.27, "{eighths}");
+        let experts = "[parallelism]\ndp = 2\nep = 2\n[moe]\nnum_experts = 4";
+        for place in [Place::Dispatch, Place::DispatchGradients] {
+            let rows = of(experts, place, "quant:8");
+            assert!(rows > 0.25 && rows < 0.32, "{rows}");
+        }
+        let text = [sliced, experts].map(|toml| report(&config(toml)).unwrap());
+        assert!(text[0].contains("  weights, the gathers") && !text[0].contains("  dispatch"), "{}", text[0]);
+        assert!(text[1].contains("  dispatch, the") && text[1].contains("  dispatch_gradients, those"), "{}", text[1]);
+        assert!(!text[1].contains("  weights,") && !text.concat().contains("refused"), "{}", text.concat());
+    }
+
+    /// The run to compare with sends everything as it is.
     #[test]
     fn nothing_is_compressed_in_the_run_to_compare_with() {
         let config = config("[parallelism]\ndp = 2\nzero_stage = 3\n[compress]\nweights = 'quant:8'");
