@@ -40,7 +40,7 @@ use meshwork_tensor::kernel::{
     Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
 use meshwork_tensor::pinned::Pinned;
-use meshwork_tensor::{Device, Error, Meter, Result};
+use meshwork_tensor::{Category, Device, Error, Meter, Result};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
@@ -209,7 +209,7 @@ impl CudaDevice {
     }
 
     fn failed(&self, op: &'static str) -> impl Fn(DriverError) -> Error {
-        move |fault| Error::Device { op, device: self.name().to_owned(), fault: fault.into() }
+        move |fault| self.pool.refused(op, Category::default(), fault)
     }
 }
 
