@@ -95,15 +95,20 @@ impl Pool {
                 if let Some((category, bytes)) = counted {
                     self.meter.shrink(bytes, category);
                 }
-                let (device, held) = (self.driver.name().to_owned(), Box::new(self.meter.live()));
-                Err(match fault {
-                    DriverError::OutOfMemory { .. } => {
-                        let category = counted.map_or_else(Category::default, |(category, _)| category);
-                        Error::OutOfMemory { device, bytes: bytes as u64, category, fault: fault.into(), held }
-                    }
-                    fault => Error::Device { op: "alloc", device, fault: fault.into() },
-                })
+                Err(self.refused("alloc", counted.map_or_else(Category::default, |(category, _)| category), fault))
             }
+        }
+    }
+
+    /// The error of a call that the driver refused; of one for which there is no memory, with what holds it.
+    pub(super) fn refused(&self, op: &'static str, category: Category, fault: DriverError) -> Error {
+        let device = self.driver.name().to_owned();
+        match fault {
+            DriverError::OutOfMemory { bytes, .. } => {
+                let held = Box::new(self.meter.live());
+                Error::OutOfMemory { device, bytes: bytes as u64, category, fault: fault.into(), held }
+            }
+            fault => Error::Device { op, device, fault: fault.into() },
         }
     }
 

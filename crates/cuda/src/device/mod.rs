@@ -42,7 +42,7 @@ use meshwork_tensor::kernel::{
     Permutation, Pointwise, Reduction, Routing, Window, check_copy,
 };
 use meshwork_tensor::pinned::Pinned;
-use meshwork_tensor::{Device, Download, Error, Launches, Meter, Result, Upload};
+use meshwork_tensor::{Category, Device, Download, Error, Launches, Meter, Result, Upload};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
@@ -281,7 +281,7 @@ impl CudaDevice {
     }
 
     fn failed(&self, op: &'static str) -> impl Fn(DriverError) -> Error {
-        move |fault| Error::Device { op, device: self.name().to_owned(), fault: fault.into() }
+        move |fault| self.pool.refused(op, Category::default(), fault)
     }
 }
 

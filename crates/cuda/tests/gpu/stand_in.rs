@@ -1,14 +1,18 @@
 //! The driver over a stand-in for NVIDIA's libraries (`stand_in.cpp`), which this program finds when it starts itself once more.
 
-use meshwork_cuda::Gpu;
+use meshwork_core::DType;
 use meshwork_cuda::device::Products;
+use meshwork_cuda::{CudaDevice, Gpu};
 use meshwork_kernels::SOURCES;
 use meshwork_kernels::host::{Host, HostError};
+use meshwork_tensor::Device;
+use meshwork_tensor::kernel::Gemm;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use tempfile::TempDir;
 
 /// The libraries of the stand-in.
@@ -62,7 +66,13 @@ impl StandIn {
     /// Why no GPU is opened.
     #[track_caller]
     fn refusal(&self, settings: &[(&str, &str)]) -> String {
-        let (told, passed) = self.run(&["--exact", "stand_in::opens_gpu_1"], settings);
+        self.refusal_of("stand_in::opens_gpu_1", settings)
+    }
+
+    /// What a test says is refused.
+    #[track_caller]
+    fn refusal_of(&self, test: &str, settings: &[(&str, &str)]) -> String {
+        let (told, passed) = self.run(&["--exact", test], settings);
         assert!(passed, "{told}");
         let line = told.lines().find_map(|line| line.split_once("refused: "));
         line.unwrap_or_else(|| panic!("nothing was refused: {told}")).1.to_owned()
@@ -77,6 +87,18 @@ fn opens_gpu_1() {
     match Gpu::open(1, &crate::kernels(), Products::OfTheLibrary).map(|gpu| gpu.compile_all()) {
         Ok(Ok(())) => eprintln!("opened"),
         Ok(Err(error)) => eprintln!("refused: {}", error.to_string().replace('\n', " / ")),
+        Err(error) => eprintln!("refused: {error}"),
+    }
+}
+
+/// For [`StandIn::refusal_of`]: a product of the library, which needs memory of its own.
+#[test]
+fn multiplies() {
+    let Some(gpu) = crate::gpu() else { return };
+    let device = CudaDevice::new(Arc::new(gpu), Products::OfTheLibrary).unwrap();
+    let (x, mut y) = (device.zeros(DType::F32, 64).unwrap(), device.zeros(DType::F32, 64).unwrap());
+    match device.matmul().unwrap().gemm(Gemm::linear(8, 8, 8), &x, &x, &mut y, 0) {
+        Ok(()) => eprintln!("multiplied"),
         Err(error) => eprintln!("refused: {error}"),
     }
 }
@@ -163,6 +185,12 @@ fn what_is_missing_or_too_old_is_named() {
         all.refusal(&[("STAND_IN_REFUSES", "gelu.cu")]),
         "gelu.cu does not compile: NVRTC_ERROR_COMPILATION / gelu.cu(1): error: the stand-in refuses it"
     );
+    let full = all.refusal_of("stand_in::multiplies", &[("STAND_IN_MEMORY", "1000000")]);
+    assert!(
+        full.starts_with("32.0 MiB of other more: device cuda: the device has no memory for 33554432 bytes more: "),
+        "{full}"
+    );
+    assert!(full.ends_with("are in use by all ranks; this rank's buffers hold other 512 B"), "{full}");
     for (there, missing) in [
         (&[][..], "CUDA driver found (looked for libcuda.so, libcuda.so.13, "),
         (&["cuda"], "NVRTC, which compiles the kernels, found (looked for libnvrtc.so, libnvrtc.so.13, "),
