@@ -9,7 +9,10 @@ use std::fmt;
 pub struct Download(Box<dyn FnOnce() -> Result<Buffer> + Send>);
 
 /// Memory that is ready for values from the host ([`Device::upload_later`]).
-pub struct Upload(Box<dyn FnOnce(&dyn Device, &Buffer) -> Result<Buffer>>);
+pub struct Upload(Box<CopyFrom>);
+
+/// Given the device and the values.
+type CopyFrom = dyn FnOnce(&dyn Device, &Buffer) -> Result<Buffer>;
 
 impl Download {
     /// One that `wait` waits for.
