@@ -243,7 +243,7 @@ def graphs(session):
         times, losses = {}, {}
         for turn in range(2):
             for on in ["false", "true"]:
-                row = {"what": f"{sets['training.global_batch_size']}x{sets['model.seq_len']} {dtype}", "graphs": on == "true"}
+                row = {"what": f"{sets['training.global_batch_size']}x{sets['model.seq_len']} {dtype}", "cuda.graphs": on}
                 rows.append(row)
                 try:
                     taken, _ = session.train(sets | {"training.dtype": dtype, "cuda.graphs": on}, warm + (2 if session.quick else STEPS))

@@ -12,3 +12,5 @@ mod metrics;
 mod program;
 mod refusals;
 mod training;
+#[cfg(feature = "emulator")]
+mod tuning;

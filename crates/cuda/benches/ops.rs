@@ -106,8 +106,8 @@ fn works<'a>(devices: &'a [CudaDevice; 2], sizes: &'a Sizes) -> Vec<(String, Mak
     let mut works: Vec<(String, Make<'a>)> = Vec::new();
     let device = &devices[0];
     copies(&mut works, device, sizes);
-    products(&mut works, device, sizes);
     for (device, dtype) in devices.iter().zip([DType::F32, DType::Bf16]) {
+        products(&mut works, device, dtype, sizes);
         groups(&mut works, device, dtype, sizes);
         attention(&mut works, device, dtype, sizes);
     }
@@ -127,24 +127,22 @@ fn copies<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes
     works.push(("copy".to_owned(), Box::new(make)));
 }
 
-fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: &'a Sizes) {
-    for dtype in [DType::F32, DType::Bf16] {
-        for &[m, n, k] in &sizes.products {
-            let kinds = [
-                ("nt", Gemm::linear(m, n, k)),
-                ("nn", Gemm::linear_input_grad(m, n, k)),
-                ("tn", Gemm::linear_weight_grad(m, n, k)),
-            ];
-            for (kind, spec) in kinds {
-                let make = move || {
-                    let (a, b) = (numbers(device, spec.m * spec.k, dtype)?, numbers(device, spec.n * spec.k, dtype)?);
-                    let mut c = device.alloc(DType::F32, spec.m * spec.n)?;
-                    let bytes = a.bytes() + b.bytes() + c.bytes();
-                    let call = move || device.matmul()?.gemm(spec, &a, &b, &mut c, 0);
-                    Ok(Work { bytes, flops: spec.flops(), call: Box::new(call) })
-                };
-                works.push((format!("product {kind} {dtype} {}x{}x{}", spec.m, spec.n, spec.k), Box::new(make)));
-            }
+fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {
+    for &[m, n, k] in &sizes.products {
+        let kinds = [
+            ("nt", Gemm::linear(m, n, k)),
+            ("nn", Gemm::linear_input_grad(m, n, k)),
+            ("tn", Gemm::linear_weight_grad(m, n, k)),
+        ];
+        for (kind, spec) in kinds {
+            let make = move || {
+                let (a, b) = (numbers(device, spec.m * spec.k, dtype)?, numbers(device, spec.n * spec.k, dtype)?);
+                let mut c = device.alloc(DType::F32, spec.m * spec.n)?;
+                let bytes = a.bytes() + b.bytes() + c.bytes();
+                let call = move || device.matmul()?.gemm(spec, &a, &b, &mut c, 0);
+                Ok(Work { bytes, flops: spec.flops(), call: Box::new(call) })
+            };
+            works.push((format!("product {kind} {dtype} {}x{}x{}", spec.m, spec.n, spec.k), Box::new(make)));
         }
     }
 }

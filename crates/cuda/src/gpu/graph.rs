@@ -135,7 +135,8 @@ fn record(gpu: &Gpu, stream: Stream, queue: CUstream, work: &[Work]) -> Result<C
         .map(|work| {
             work.queue(gpu, stream)?;
             let Work::Launch { kernel, launch, .. } = work else { return Ok(None) };
-            let function = gpu.function(&mut *gpu.state()?, kernel.0)?;
+            let mut state = gpu.state()?;
+            let function = gpu.function(&mut state, kernel.0)?;
             Ok(Some(Node { handle: last_node(queue)?, function, launch: *launch }))
         })
         .collect();
