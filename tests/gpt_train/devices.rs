@@ -145,11 +145,11 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     // Without a folder, to the host's memory.
     let (line, in_memory) =
         ("--mesh dp=2,pp=2 --steps 2 --set training.numerics=canonical", "--set memory.offload=all");
-    let run = metrics(&folder, "cuda-emulated", &format!("{line} {in_memory}"));
-    assert_eq!(numbers_of(&run), numbers_of(&metrics(&folder, "cpu", line)));
-    let (start, end) = (events(&run, "start")[0], events(&run, "end")[0]);
+    let ran = metrics(&folder, "cuda-emulated", &format!("{line} {in_memory}"));
+    assert_eq!(numbers_of(&ran), numbers_of(&metrics(&folder, "cpu", line)));
+    let (start, end) = (events(&ran, "start")[0], events(&ran, "end")[0]);
     assert_eq!(start["memory_predicted"], end["memory_measured"]);
-    for step in events(&run, "step") {
+    for step in events(&ran, "step") {
         let moved = &step["offload"];
         assert!(moved["read"].as_f64() > Some(0.0) && moved["wait_ms"].as_f64() == Some(0.0), "{step}");
     }
