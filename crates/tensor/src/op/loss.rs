@@ -74,6 +74,10 @@ impl Op for VocabLoss {
         }
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["logits", "targets"]
     }
@@ -188,6 +192,10 @@ impl Var {
 impl Op for Correct {
     fn name(&self) -> &'static str {
         "correct"
+    }
+
+    fn reads_values(&self) -> bool {
+        true
     }
 
     fn operands(&self) -> &'static [&'static str] {
