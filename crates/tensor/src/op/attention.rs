@@ -55,6 +55,10 @@ impl Op for CausalAttention {
         "causal_attention"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         if self.documents.is_some() { &["qkv", "positions"] } else { &["qkv"] }
     }

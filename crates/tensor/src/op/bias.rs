@@ -28,6 +28,10 @@ impl Op for Bias {
         "bias"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x", "bias"]
     }

@@ -48,6 +48,10 @@ impl Op for Dropout {
         "dropout"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x"]
     }

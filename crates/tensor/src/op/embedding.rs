@@ -47,6 +47,10 @@ impl Op for Lookup {
         }
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["ids", "table"]
     }
@@ -128,6 +132,10 @@ impl Var {
 impl Op for Positions {
     fn name(&self) -> &'static str {
         "positions"
+    }
+
+    fn reads_values(&self) -> bool {
+        true
     }
 
     fn operands(&self) -> &'static [&'static str] {

@@ -27,6 +27,10 @@ impl Op for Gelu {
         "gelu"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x"]
     }

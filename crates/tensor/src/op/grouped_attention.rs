@@ -152,6 +152,10 @@ impl Op for GroupedAttention {
         "grouped_attention"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         if self.documents.is_some() { &["q", "kv", "positions"] } else { &["q", "kv"] }
     }

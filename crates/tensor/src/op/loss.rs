@@ -154,6 +154,10 @@ impl Op for VocabLoss {
         }
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["logits", "targets"]
     }
@@ -214,6 +218,10 @@ impl Var {
 impl Op for Correct {
     fn name(&self) -> &'static str {
         "correct"
+    }
+
+    fn reads_values(&self) -> bool {
+        true
     }
 
     fn operands(&self) -> &'static [&'static str] {

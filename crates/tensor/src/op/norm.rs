@@ -44,6 +44,10 @@ impl Op for LayerNorm {
         "layer_norm"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         if self.shifted { &["x", "gamma", "beta"] } else { &["x", "gamma"] }
     }

@@ -45,6 +45,10 @@ impl Op for Add {
         "add"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x", "y"]
     }
@@ -71,6 +75,10 @@ impl Op for Add {
 impl Op for BiasResidual {
     fn name(&self) -> &'static str {
         "bias_residual"
+    }
+
+    fn reads_values(&self) -> bool {
+        true
     }
 
     fn operands(&self) -> &'static [&'static str] {

@@ -34,6 +34,10 @@ impl Op for RmsNorm {
         "rms_norm"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x", "weight"]
     }

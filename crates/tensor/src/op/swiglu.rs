@@ -43,6 +43,10 @@ impl Op for Swiglu {
         "swiglu"
     }
 
+    fn reads_values(&self) -> bool {
+        true
+    }
+
     fn operands(&self) -> &'static [&'static str] {
         &["x"]
     }

@@ -44,7 +44,7 @@ use crate::tensor::Tensor;
 use backward::Node;
 use hooks::Recipe;
 use meshwork_core::rules::{Operand, resolve_reads};
-use meshwork_core::{Rank, Ty, Types};
+use meshwork_core::{DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -321,6 +321,11 @@ impl Tape {
             });
         }
         names.iter().zip(inputs).try_for_each(|(name, input)| self.require_own(op.name(), name, input))?;
+        let stored = inner.device.operand_dtype(DType::F32);
+        if op.reads_values() && stored.is_half() && inputs.iter().any(|input| input.tensor.dtype() == stored) {
+            let device = inner.device.name().to_owned();
+            return Err(Error::DType { op: op.name(), device, dtype: stored, valid: "f32 or f64" });
+        }
         let mut operands: Vec<Operand<'_>> = inputs
             .iter()
             .zip(names)

@@ -24,6 +24,12 @@ pub trait Op: Debug {
     /// The types of the result, or a refusal. Reads of parameters have been resolved.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;
 
+    /// Whether it must be given values, and no [matmul operands](crate::Device::operand_dtype): its kernels take tensors of 16 bits, and would take an operand
+    /// that is stored so for one.
+    fn reads_values(&self) -> bool {
+        false
+    }
+
     /// Whether forward and backward only move elements, as a transpose does, or sum them over ranks. In canonical numerics the
     /// result of any other operation must not be `Replicate`: its gradient comes in one share per rank, and backward would round
     /// each share before they are added up.
