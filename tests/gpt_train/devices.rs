@@ -145,11 +145,11 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     // Without a folder, to the host's memory.
     let (line, in_memory) =
         ("--mesh dp=2,pp=2 --steps 2 --set training.numerics=canonical", "--set memory.offload=all");
-    let ran = metrics(&folder, "cuda-emulated", &format!("{line} {in_memory}"));
-    assert_eq!(numbers_of(&ran), numbers_of(&metrics(&folder, "cpu", line)));
-    let (start, end) = (events(&ran, "start")[0], events(&ran, "end")[0]);
+    let offloaded = metrics(&folder, "cuda-emulated", &format!("{line} {in_memory}"));
+    assert_eq!(numbers_of(&offloaded), numbers_of(&metrics(&folder, "cpu", line)));
+    let (start, end) = (events(&offloaded, "start")[0], events(&offloaded, "end")[0]);
     assert_eq!(start["memory_predicted"], end["memory_measured"]);
-    for step in events(&ran, "step") {
+    for step in events(&offloaded, "step") {
         let moved = &step["offload"];
         assert!(moved["read"].as_f64() > Some(0.0) && moved["wait_ms"].as_f64() == Some(0.0), "{step}");
     }
@@ -197,7 +197,7 @@ fn ranks_share_the_gpus_of_a_machine() {
     let report = fs::read_to_string(folder.join("report")).unwrap();
     let left = "left: 0 allocations, 0 pinned, 0 events, 0 streams, 0 modules, 0 graphs, 0 queued";
     let ends: Vec<&str> = report.lines().filter(|line| line.starts_with("left: ")).collect();
-    assert_eq!(ends, [left; 2]);
+    assert!(!ends.is_empty() && ends.iter().all(|end| *end == left), "{report}");
 
     // The same as graphs; and where the driver captures none.
     let want = numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 5")));
