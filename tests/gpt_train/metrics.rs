@@ -39,6 +39,7 @@ fn every_line_has_every_field() {
         "checkpoint",
         "metrics",
         "comm",
+        "cuda",
         "compress",
         "numerics",
         "device",

@@ -273,8 +273,8 @@ const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
     ),
     (
         "optimizer.cu",
-        "(m / (sqrtf(v) / root_hat + eps))",
-        "(m / (sqrtf(v) / root_hat + 2.0f * eps))",
+        "(m.of[j] / (sqrtf(v.of[j]) / root_hat + eps))",
+        "(m.of[j] / (sqrtf(v.of[j]) / root_hat + 2.0f * eps))",
         ["updated weights ", ""],
     ),
 ];

