@@ -1,7 +1,7 @@
 //! Where compression pays: what `--steps 0` and a profile say of it, at the rate of `comm.bandwidth`.
 //!
 //! What is sent comes from dry runs, the times from this machine: of matrix products, and of each scheme on values as large as those of the
-//! run. The schedule is simulated with these times and messages: [`computation`]. Sums of gradients follow it, but for what the last backward
+//! run. The schedule is simulated with these times and messages (`computation.rs`). Sums of gradients follow it, but for what the last backward
 //! hides of their first communication. Other communication is left out: it is the same with compression and without.
 //!
 //! More than 400 lines: a quarter are its tests.
