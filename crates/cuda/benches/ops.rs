@@ -164,7 +164,7 @@ fn groups<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype
     works.push((format!("grouped {GROUPS} product nt {dtype} {m}x{n}x{k}"), Box::new(make)));
 }
 
-/// `m` rows in groups of which each next one has more.
+/// The sizes of [`GROUPS`] groups that share `m` rows, in ascending order: the uneven load of experts.
 fn uneven(m: usize) -> Vec<usize> {
     let ends = (0..=GROUPS).map(|group| m * group * (group + 3) / (GROUPS * (GROUPS + 3)));
     let ends: Vec<usize> = ends.collect();

@@ -114,7 +114,7 @@ pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = 
 }
 
 impl Histories {
-    /// Memory or room on a disk for the samples of every cut of a rank, none of which has crossed. Collective over the world.
+    /// Reserves m of every sample at every cut of this rank, in memory or on disk. No sample has crossed yet. Collective over the world.
     ///
     /// # Errors
     /// No memory.

@@ -2,6 +2,8 @@
 //!
 //! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a fourth; events order them. Nothing blocks the host but
 //! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
+//!
+//! More than 400 lines: the list of kernel traits that the device has, and what all of their files share.
 
 mod attention;
 mod channel_norm;

@@ -1,7 +1,7 @@
 //! Pinned host memory for what is offloaded: copies in a stream of their own, beside computation, batches and collectives.
 //!
-//! Each copy comes behind what computation has queued when it is asked for, and computation goes on without it until it is told to wait for it. The host
-//! waits for neither.
+//! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until `wait` is called; the host never
+//! waits.
 
 use super::CudaDevice;
 use super::memory::{Origin, Pool};

@@ -88,7 +88,7 @@ impl Drop for Block {
 }
 
 impl Memory {
-    /// The memory of so many devices.
+    /// Memory of `devices` devices, with nothing allocated.
     pub(super) fn new(devices: usize) -> Self {
         Self { blocks: BTreeMap::new(), held: vec![0; devices], open: HashSet::new() }
     }

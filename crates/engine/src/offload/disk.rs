@@ -1,4 +1,7 @@
-//! The store of a rank, read and written in the order in which the rank asks: by a thread, or, in host memory of the device, by copies that the device queues.
+//! The store of a rank. Reads and writes run in the order of the rank's calls: on a thread, or, if the store is host memory of the device, as
+//! copies that the device queues.
+//!
+//! More than 400 lines: the two ways share the answers that a rank waits for, and their errors.
 
 use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
@@ -358,7 +361,7 @@ impl Drop for Disk {
         if let Worker::Thread(jobs, thread) = std::mem::replace(&mut self.worker, Worker::Nobody) {
             drop(jobs);
             if !self.given_up.get() {
-                _ = thread.join(); // a panic there was reported by whoever waited
+                _ = thread.join(); // a rank that waited for the thread has reported its panic
             }
         }
     }

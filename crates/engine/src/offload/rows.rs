@@ -33,7 +33,7 @@ enum Held {
 }
 
 impl Rows {
-    /// So many rows of so many elements, all zero.
+    /// `count` rows of `row` elements, all zero.
     ///
     /// # Errors
     /// No memory.
