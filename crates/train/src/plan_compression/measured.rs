@@ -1,10 +1,11 @@
 //! How long compression takes, measured on this machine.
 
+use crate::profile::best;
 use meshwork_compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, wire_bytes};
 use meshwork_core::random;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::{Device, Error};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Most elements that are compressed to measure a scheme; the time of more is in proportion.
 const MEASURED: usize = 1 << 20;
@@ -29,8 +30,8 @@ pub fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f
     let mut out = device.alloc(DType::F32, part.len())?;
     let kernels = device.compression()?;
     let draws = Draws::new(0, "the time of compression", 0);
-    let packed = best(|| kernels.pack(scheme, part, draws, &x, &mut message, 0))?;
-    let restored = best(|| kernels.unpack(scheme, part, &message, Fold::Replace, &mut out, 0))?;
+    let packed = best(TRIES, ENOUGH, || kernels.pack(scheme, part, draws, &x, &mut message, 0))?;
+    let restored = best(TRIES, ENOUGH, || kernels.unpack(scheme, part, &message, Fold::Replace, &mut out, 0))?;
     Ok([packed * share, restored * share])
 }
 
@@ -45,7 +46,7 @@ pub fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, 
     let (mut p, mut q) = (device.zeros(DType::F32, of_p)?, device.zeros(DType::F32, of_q)?);
     let (mut out, kernels) = (device.alloc(DType::F32, shape.len())?, device.compression()?);
     let draws = Draws::new(0, "the time of compression", 0);
-    let seconds = best(|| {
+    let seconds = best(TRIES, ENOUGH, || {
         kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
         kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
         let factors = [p.clone(), q.clone()];
@@ -57,17 +58,4 @@ pub fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, 
 /// The error of a scheme that does not compress a value.
 pub fn failed(source: CompressError) -> Error {
     Error::Compress { op: "compression", source: Box::new(source) }
-}
-
-fn best(mut work: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
-    let (began, mut best) = (Instant::now(), f64::INFINITY);
-    for _ in 0..TRIES {
-        let start = Instant::now();
-        work()?;
-        best = best.min(start.elapsed().as_secs_f64());
-        if began.elapsed() > ENOUGH {
-            break;
-        }
-    }
-    Ok(best)
 }

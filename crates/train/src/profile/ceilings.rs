@@ -60,7 +60,7 @@ fn product(device: &dyn Device) -> Result<f64, Error> {
         let values: Vec<f32> = (0..side * side).map(|at| (at % 251) as f32 / 251.0 - 0.5).collect();
         let [a, b] = [device.upload(&Buffer::from_slice(&values))?, device.upload(&Buffer::from_slice(&values))?];
         let mut c = device.alloc(DType::F32, side * side)?;
-        let seconds = best(|| {
+        let seconds = best(TRIES, ENOUGH, || {
             device.matmul()?.gemm(spec, &a, &b, &mut c, 0)?;
             device.synchronize()
         })?;
@@ -79,7 +79,7 @@ fn device_copy(device: &dyn Device) -> Option<f64> {
         return None;
     }
     let (source, mut target) = (device.zeros(DType::F32, count).ok()?, device.zeros(DType::F32, count).ok()?);
-    let seconds = best(|| {
+    let seconds = best(TRIES, ENOUGH, || {
         device.layout()?.copy_into(&source, 0..count, &mut target, 0)?;
         device.synchronize()
     });
@@ -88,7 +88,7 @@ fn device_copy(device: &dyn Device) -> Option<f64> {
 
 fn copy() -> f64 {
     let (source, mut target) = (vec![1u8; COPY_BYTES], vec![0u8; COPY_BYTES]);
-    let Ok(seconds) = best(|| {
+    let Ok(seconds) = best(TRIES, ENOUGH, || {
         let pieces = source.chunks(COPY_PIECE).zip(target.chunks_mut(COPY_PIECE));
         pool::share(pieces, |(from, to)| to.copy_from_slice(from));
         Ok::<_, Infallible>(())
@@ -96,16 +96,16 @@ fn copy() -> f64 {
     2.0 * COPY_BYTES as f64 / seconds
 }
 
-/// Seconds of the fastest of several runs.
-fn best<E>(mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+/// Seconds of the fastest of `tries` runs, of which none starts later than `enough` after the first.
+pub(crate) fn best<E>(tries: usize, enough: Duration, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
     work()?; // touches its memory for the first time
     let began = Instant::now();
     let mut best = f64::INFINITY;
-    for _ in 0..TRIES {
+    for _ in 0..tries {
         let start = Instant::now();
         work()?;
         best = best.min(start.elapsed().as_secs_f64());
-        if began.elapsed() > ENOUGH {
+        if began.elapsed() > enough {
             break;
         }
     }

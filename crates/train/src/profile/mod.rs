@@ -21,6 +21,7 @@ mod table;
 mod trace;
 
 pub use ceilings::Ceilings;
+pub(crate) use ceilings::best;
 pub use layers::{layers, write_layers};
 pub use probe::{Probe, Profiler};
 pub use schedule::schedule_timelines;
