@@ -8,7 +8,7 @@ use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_tensor::Device;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const DTYPES: [DType; 7] = [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32, DType::I64, DType::U8];
@@ -126,15 +126,21 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
         [Wrong::Operation, Wrong::Count, Wrong::DType, Wrong::Memory, Wrong::Left, Wrong::Panicked, Wrong::Stalled];
     for (wrong, devices) in wrongs.into_iter().flat_map(|wrong| [(wrong, 1), (wrong, 2)]) {
         let Some(drivers) = drivers(Order::Seeded(1), devices, |_, _| true) else { return };
-        let (start, timeout) =
-            (Instant::now(), Duration::from_millis(if let Wrong::Stalled = wrong { 300 } else { 600_000 }));
+        let of: Vec<_> = (0..3).map(|rank| device(drivers[rank % devices].clone())).collect();
+        // Everything that is slow the first time is done, and memory of the device is in use before.
+        let warmed = thread::run(3, Options::default(), |world| {
+            let buffer = of[world.rank()].upload(&values(DType::F32, 90, world.rank())).unwrap();
+            world.all_reduce(buffer, ReduceOp::Sum).map(drop)
+        });
+        warmed.unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
+        let (start, timeout) = (Instant::now(), Duration::from_secs(if let Wrong::Stalled = wrong { 1 } else { 600 }));
+        // The rank that stalls sleeps until the others have ended.
+        let ended = Mutex::new([false; 3]);
         let failed = thread::run(3, Options { timeout }, |world| {
-            let device = device(drivers[world.rank() % devices].clone());
+            let device = &of[world.rank()];
             let buffer = |dtype, count| device.upload(&values(dtype, count, world.rank())).unwrap();
-            // One that works, so that memory of the device is in use before.
-            world.all_reduce(buffer(DType::F32, 90), ReduceOp::Sum)?;
             let right = buffer(DType::F32, 12);
-            match wrong {
+            let result = match wrong {
                 _ if world.rank() != 1 => world.all_reduce(right, ReduceOp::Sum).map(drop),
                 Wrong::Operation => world.broadcast(right, 0).map(drop),
                 Wrong::Count => world.all_reduce(buffer(DType::F32, 13), ReduceOp::Sum).map(drop),
@@ -143,10 +149,14 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
                 Wrong::Left => Ok(()),
                 Wrong::Panicked => panic!("on purpose"),
                 Wrong::Stalled => {
-                    std::thread::sleep(Duration::from_secs(2));
+                    while start.elapsed() < Duration::from_secs(50) && *ended.lock().unwrap() != [true, false, true] {
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
                     Ok(())
                 }
-            }
+            };
+            ended.lock().unwrap()[world.rank()] = true;
+            result
         });
         let error = failed.unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(60), "{wrong:?}");
