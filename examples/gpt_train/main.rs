@@ -59,6 +59,7 @@ fn main() -> ExitCode {
     };
     let ending = match outcome.stopped {
         true => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
+        false if outcome.sample.is_empty() => ExitCode::SUCCESS,
         false => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
     };
     match outcome.profile {

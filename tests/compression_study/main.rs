@@ -44,28 +44,24 @@ fn means(text: &str) -> BTreeMap<(String, String), [f64; 2]> {
     all.into_iter().map(|(key, runs)| (key, [mean(&runs, 0), mean(&runs, 1)])).collect()
 }
 
-#[test]
-fn a_short_study_has_the_directions_of_the_long_one() {
-    let results = file("study.jsonl");
+/// Trains one task; `sign` is 1 where a higher score is better. Then goes on where it is interrupted.
+fn short_study(task: &str, sign: f64) {
+    let results = file(&format!("study_{task}.jsonl"));
     _ = fs::remove_file(&results);
     let only: Vec<&str> = SETTINGS.iter().flat_map(|setting| ["--only", setting]).collect();
-    let line = format!("--quick --seeds 2 --results {}", results.display());
+    let line = format!("--quick --task {task} --seeds 2 --results {}", results.display());
     let (code, out, err) = run(&line, &only);
     assert_eq!(code, Some(0), "{err}");
-    assert!(
-        out.contains("| A model trained with TopK does well only where inference is compressed too. | language |"),
-        "{out}"
-    );
+    let asked = format!("| A model trained with TopK does well only where inference is compressed too. | {task} |");
+    assert!(out.contains(&asked), "{out}");
     let text = fs::read_to_string(&results).unwrap();
     let means = means(&text);
-    for (task, sign) in [("language", -1.0), ("digits", 1.0)] {
-        let of = |setting: &str| means[&(task.to_owned(), setting.to_owned())];
-        let better = |what: &str, a: f64, b: f64| assert!(sign * (a - b) > 0.0, "{task}: {what}: {a} and {b}\n{text}");
-        better("nothing lost beats TopK 2%", of("none")[0], of("top2")[0]);
-        better("TopK 10% beats 2%", of("top10")[0], of("top2")[0]);
-        better("TopK 10% needs compressed inference", of("top10")[0], of("top10")[1]);
-        assert_eq!(of("none")[0], of("none")[1], "{task}: nothing is compressed");
-    }
+    let of = |setting: &str| means[&(task.to_owned(), setting.to_owned())];
+    let better = |what: &str, a: f64, b: f64| assert!(sign * (a - b) > 0.0, "{task}: {what}: {a} and {b}\n{text}");
+    better("nothing lost beats TopK 2%", of("none")[0], of("top2")[0]);
+    better("TopK 10% beats 2%", of("top10")[0], of("top2")[0]);
+    better("TopK 10% needs compressed inference", of("top10")[0], of("top10")[1]);
+    assert_eq!(of("none")[0], of("none")[1], "{task}: nothing is compressed");
 
     // Interrupted in the middle of a line, it trains what is missing and nothing else.
     let lines: Vec<&str> = text.lines().collect();
@@ -74,9 +70,25 @@ fn a_short_study_has_the_directions_of_the_long_one() {
     let (code, again, err) = run(&line, &only);
     assert_eq!((code, again), (Some(0), out), "{err}");
     assert_eq!(fs::read_to_string(&results).unwrap(), text);
+}
 
+// The directions of the long study, in a short one. A task a test: they run side by side.
+
+#[test]
+fn a_short_study_of_language_has_the_directions_of_the_long_one() {
+    short_study("language", -1.0);
+}
+
+#[test]
+fn a_short_study_of_digits_has_the_directions_of_the_long_one() {
+    short_study("digits", 1.0);
+}
+
+#[test]
+fn results_that_cannot_be_read_are_named() {
+    let results = file("study_unread.jsonl");
     fs::write(&results, "{\"task\": \"language\"}\n").unwrap();
-    let (code, _, err) = run(&line, &["--write"]);
+    let (code, _, err) = run(&format!("--results {}", results.display()), &["--write"]);
     assert_eq!(code, Some(1));
-    assert!(err.ends_with("study.jsonl: line 1: no \"seed\"\n"), "{err}");
+    assert!(err.ends_with("study_unread.jsonl: line 1: no \"seed\"\n"), "{err}");
 }

@@ -1,6 +1,6 @@
 //! Runs on the emulated CUDA device.
 
-use crate::program::{Running, SMALL, command, events, folder, lines, numbers};
+use crate::program::{Running, SMALL, UNSAMPLED, command, events, folder, lines, numbers};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,8 @@ pub fn run(line: &str) -> (Option<i32>, String, String) {
 /// The metrics of a run on `device`.
 pub fn metrics(folder: &Path, device: &str, line: &str) -> Vec<Value> {
     let path = folder.join("metrics.jsonl");
-    let (code, out, err) = run(&format!("{SMALL} {line} --device {device} --metrics {}", path.display()));
+    let line = format!("{SMALL} {line} {UNSAMPLED} --device {device} --metrics {}", path.display());
+    let (code, out, err) = run(&line);
     assert_eq!((code, &*err), (Some(0), ""), "{line}\n{out}");
     lines(&path)
 }
@@ -180,7 +181,7 @@ fn ranks_share_the_gpus_of_a_machine() {
     let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
     let kernels = meshwork_kernels::host::Host::new(&host).unwrap();
     let run = |line: &str, settings: &[(&str, &str)]| {
-        let mut command = command(&format!("{line} {SMALL} {CANONICAL}"));
+        let mut command = command(&format!("{line} {SMALL} {UNSAMPLED} {CANONICAL}"));
         command.env("LD_LIBRARY_PATH", &folder).env("XDG_CACHE_HOME", &folder).env("STAND_IN_KERNELS", kernels.path());
         command.env("STAND_IN_REPORT", folder.join("report")).envs(settings.iter().copied());
         let ended = Running::start(command).end();

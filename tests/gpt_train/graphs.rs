@@ -7,7 +7,8 @@ use serde_json::Value;
 
 const MORE: &str = "--set training.numerics=canonical --set model.dropout=0.1 --set model.num_layers=4 --set model.seq_len=8 --set lr_scheduler.warmup_steps=4";
 
-/// How rank 0 queued the last of six steps: everything as graphs that were captured before, but for what is too short.
+/// How rank 0 queued the last of six steps: as graphs that were captured before, but for what is too short, and for collectives: the rank that
+/// arrives last queues their work, and a rank may do so for the first time in any step.
 #[track_caller]
 fn steady(run: &[Value], what: &str) -> [u64; 3] {
     let launches = &events(run, "end")[0]["launches"];
@@ -18,13 +19,14 @@ fn steady(run: &[Value], what: &str) -> [u64; 3] {
     });
     let [asked, made, graphs, captured, changed, new, short, refused] = last;
     assert!(first[0] > 0 && first[1] > made, "{what}: {launches}");
-    assert_eq!((captured, new, refused), (0, 0, 0), "{what}: {launches}");
-    assert!(made == graphs + short && changed > 0 && 3 * made < asked, "{what}: {launches}");
+    assert!(refused == 0 && captured <= 2 && 10 * new < asked, "{what}: {launches}");
+    assert!(made == graphs + short + new && changed > 0 && 3 * made < asked, "{what}: {launches}");
     [asked, made, changed]
 }
 
-/// Every synchronous schedule, meshes, ZeRO, recomputation, storage in 16 bits and offload: the numbers of one rank of the CPU, with the steady step as graphs. Dropout,
-/// the update and the learning rate change their numbers in each step.
+/// Every synchronous schedule, meshes, ZeRO, recomputation, storage in 16 bits and offload: the numbers of one rank of the CPU, with the
+/// steady step as graphs. Dropout, the update and the learning rate change their numbers in each step. All of them if `MESHWORK_SWEEP` is
+/// `all`, as in `.ci/nightly`, else some.
 #[test]
 fn graphs_change_no_number() {
     if !emulates() {
@@ -32,19 +34,26 @@ fn graphs_change_no_number() {
     }
     let folder = folder("graphs");
     let disk = format!("--mesh dp=2 --set memory.offload=all --set memory.offload_dir={}", folder.display());
-    let schedules = Generator::ALL.into_iter().filter(|schedule| schedule.is_synchronous());
-    let schedules = schedules.map(|schedule| format!("--mesh pp=2 --set pipeline.schedule={}", schedule.name()));
-    let want = numbers_of(&metrics(&folder, "cpu", &format!("{MORE} --steps 6")));
-    let others = [
-        "--mesh dp=1",
-        "--mesh dp=2,tp=2,pp=2",
-        "--mesh tp=2 --set parallelism.sequence_parallel=true",
-        "--mesh dp=2 --set parallelism.zero_stage=1",
-        "--mesh dp=2 --set parallelism.zero_stage=3 --set memory.recompute=full",
-        "--mesh dp=1 --set memory.recompute=selective",
-        &disk,
+    let mut lines = vec![
+        "--mesh pp=2 --set pipeline.schedule=zb_v".to_owned(),
+        "--mesh dp=2,tp=2 --set parallelism.sequence_parallel=true".to_owned(),
+        "--mesh dp=2 --set parallelism.zero_stage=3 --set memory.recompute=full".to_owned(),
+        disk,
     ];
-    for (seed, line) in schedules.chain(others.map(str::to_owned)).enumerate() {
+    if std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all") {
+        let schedules = Generator::ALL.into_iter().filter(|schedule| schedule.is_synchronous());
+        lines.extend(schedules.map(|schedule| format!("--mesh pp=2 --set pipeline.schedule={}", schedule.name())));
+        let others = [
+            "--mesh dp=1",
+            "--mesh dp=2,tp=2,pp=2",
+            "--mesh tp=2 --set parallelism.sequence_parallel=true",
+            "--mesh dp=2 --set parallelism.zero_stage=1",
+            "--mesh dp=1 --set memory.recompute=selective",
+        ];
+        lines.extend(others.map(str::to_owned));
+    }
+    let want = numbers_of(&metrics(&folder, "cpu", &format!("{MORE} --steps 6")));
+    for (seed, line) in lines.into_iter().enumerate() {
         let line = format!("{line} {MORE} --steps 6 --set cuda.graphs=true");
         let run = metrics(&folder, &format!("cuda-emulated:{seed}"), &line);
         assert_eq!(numbers_of(&run), want, "{line}");
@@ -61,9 +70,7 @@ fn graphs_change_no_number_of_fast_steps() {
     }
     let folder = folder("fast_graphs");
     for line in [
-        "--mesh tp=2",
-        "--set training.dtype=bf16",
-        "--set model.kind=llama --set optimizer.name=muon",
+        "--mesh tp=2 --set training.dtype=bf16 --set model.kind=llama --set optimizer.name=muon",
         "--set model.preset=switch-tiny --mesh dp=2,ep=2",
     ] {
         let run = |graphs| metrics(&folder, "cuda-emulated", &format!("{line} --steps 5 --set cuda.graphs={graphs}"));

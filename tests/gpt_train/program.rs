@@ -13,6 +13,9 @@ use serde_json::Value;
 pub const SMALL: &str = "--set model.hidden_size=16 --set model.num_layers=2 --set model.seq_len=16 \
                          --set training.global_batch_size=8";
 
+/// Most of such a run would be its sample.
+pub const UNSAMPLED: &str = "--set metrics.sample_tokens=0";
+
 /// Longer than anything here takes on a busy machine; a run that reaches it hangs.
 const DEADLINE: Duration = Duration::from_secs(180);
 

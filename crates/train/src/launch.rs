@@ -31,7 +31,7 @@ pub struct Outcome {
     pub steps: u64,
     /// Loss of the last of them.
     pub loss: Option<f64>,
-    /// Text that the trained model wrote after a few tokens of the data.
+    /// Text that the trained model wrote after a few tokens of the data; empty if `metrics.sample_tokens` is 0.
     pub sample: String,
     /// Whether the run was asked to stop before its last step.
     pub stopped: bool,

@@ -41,7 +41,8 @@ pub fn copy() -> Option<&'static Host> {
 
 /// A library of these files. `None` as for [`library`].
 pub fn compile(files: &[(&str, &str)], kernels: &[Kernel]) -> Option<Host> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels");
+    // That of the workspace's other tests, so that the library is compiled once for all.
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
     match Host::compile(&folder, files, kernels, sanitized()) {
         Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
             eprintln!("left out: {error}");

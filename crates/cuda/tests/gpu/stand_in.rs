@@ -24,7 +24,7 @@ struct StandIn {
 impl StandIn {
     /// `None`, and a line that says why, without g++ or on another CPU than x86-64.
     fn new(libraries: &[&str]) -> Option<Self> {
-        let kernels = match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")) {
+        let kernels = match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels")) {
             Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
                 eprintln!("left out: {error}");
                 return None;

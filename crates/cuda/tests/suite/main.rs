@@ -21,7 +21,7 @@ use std::sync::{Arc, OnceLock};
 /// The kernels for the host. `None`, and a line that says so, without g++ or on another CPU than x86-64.
 fn kernels() -> Option<Arc<Host>> {
     static KERNELS: OnceLock<Option<Arc<Host>>> = OnceLock::new();
-    let compile = || match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")) {
+    let compile = || match Host::new(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels")) {
         Err(error @ (HostError::NoCompiler | HostError::Processor(_))) => {
             eprintln!("left out: {error}");
             None

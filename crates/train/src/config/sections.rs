@@ -363,6 +363,8 @@ sections! {
         layer_profile: Option<String> = Unset, Text;
         /// Folder for event files that TensorBoard reads: loss, norm, learning rate, speed, memory and communication of every step.
         tensorboard: Option<String> = Unset, Text;
+        /// Tokens that the trained model writes at the end of a run; 0 = none.
+        sample_tokens: u64 = int(160), Count(0);
     }
 
     /// Communication between ranks.

@@ -20,14 +20,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
-/// Tokens to write: each costs a forward pass over all of them, or the last of a sequence.
-const LENGTH: usize = 160;
-/// Continues the first tokens of the data, until `stop`. Collective: every rank takes part and gets the same text, since the
+
+/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or until `stop`; empty if that is 0. Each token costs a
+/// forward pass over all of them, or over the last of a sequence. Collective: every rank takes part and gets the same text, since the
 /// randomness is a function of the seed and the place of the token.
 pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &AtomicBool) -> Result<String, TrainError> {
+    let length = config.metrics.sample_tokens;
+    if length == 0 {
+        return Ok(String::new());
+    }
     let sampling = Sampling { seed: config.training.seed, ..Sampling::default() };
     let mut tokens = data.prompt(PROMPT).to_vec();
-    for place in 0..LENGTH as u64 {
+    for place in 0..length {
         if agree_to_stop(trainer.rank(), stop)? {
             break;
         }

@@ -679,6 +679,7 @@ impl Frame {
                 true => Some(path("layers.txt")),
                 false => None,
             },
+            "metrics.sample_tokens" => one_of(rng, &["0", "4"]),
             "metrics.tensorboard" => rarely(rng, 8).then(|| path("events")),
             // A folder of its own for each run: a folder with checkpoints of another one is refused, which tests/checkpoint.rs has.
             "checkpoint.dir" => {
