@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import program
 
@@ -88,16 +89,36 @@ class Gpt(nn.Module):
             self.embed = self.position = None
         return self
 
-    def forward(self, x):
+    def hidden(self, x):
+        """What the head reads, or what goes to the next stage."""
         if self.embed is not None:
             x = self.embed(x) + self.position(self.positions.unsqueeze(0))
         for block in self.blocks.values():
             x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
+        return x if self.norm is None else self.norm(x)
+
+    def forward(self, x):
+        x = self.hidden(x)
+        return x if self.head is None else self.head(x)
 
 
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
+
+
+def chunked_cross_entropy(hidden, weight, targets, chunk, form):
+    """The head and the loss for `chunk` tokens at a time. `function`: by PyTorch's own function, which computes the gradients in forward;
+    `checkpoint`: written by hand, with the logits of each chunk computed once more in backward."""
+    hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
+    if form == "function":
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None)
+        return F.linear_cross_entropy(hidden, weight, targets, options=options)
+
+    def loss(hidden, targets):
+        return F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+
+    chunks = zip(hidden.split(chunk), targets.split(chunk))
+    return sum(checkpoint(loss, *part, use_reentrant=False) for part in chunks) / len(targets)
 
 
 def adamw(model, fused=None):

@@ -1,6 +1,7 @@
 """One process: forward, backward, clipping, AdamW. `--compile`: through torch.compile. `--bf16`: under autocast.
 `--kv-heads N --ffn N`: a Llama of so many heads of keys and values and that inner width, instead of GPT-2.
 `--experts N --top-k K --form loop|grouped`: that Llama with N experts in each block, K of them for a token.
+`--loss-chunk N --chunks function|checkpoint`: GPT-2 with the logits of N tokens at a time.
 `--device cuda`: on the first GPU, with the fused AdamW, and a last line that says how much of its memory was in use at most."""
 
 import contextlib
@@ -15,7 +16,7 @@ import gpt
 import llama
 import program
 
-flags = dict(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped", device="cpu")
+flags = dict(compile=False, bf16=False, kv_heads=0, ffn=0, experts=0, top_k=2, form="grouped", loss_chunk=0, chunks="function", device="cpu")
 args, work = program.arguments(**flags)
 cuda = args.device != "cpu"
 network = partial(experts.Experts, count=args.experts, top_k=args.top_k, form=args.form) if args.experts else llama.FeedForward
@@ -26,6 +27,8 @@ batches = gpt.Batches(work)
 
 
 def loss_of(x, y):
+    if args.loss_chunk:
+        return gpt.chunked_cross_entropy(model.hidden(x), model.head.weight, y, args.loss_chunk, args.chunks)
     return gpt.cross_entropy(model(x), y) + experts.aux_loss(model)
 
 

@@ -9,6 +9,7 @@ use meshwork::models::resnet::ResNetConfig;
 use meshwork::models::vgg::VggConfig;
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::pipeline::{Generator, by_name};
+use meshwork::tensor::tape::{Encoding, HalfType};
 use meshwork::train::config::{self, ConfigError, Fault};
 use meshwork::train::metrics;
 use std::ffi::OsString;
@@ -48,6 +49,10 @@ pub struct Options {
     /// Keep only the inputs of stages, and run each forward again before its backward
     #[arg(long)]
     pub recompute: bool,
+    /// What forward keeps for backward. selective: all but the outputs of norms and ReLU, which are run again; all: these too; the others keep
+    /// all as Gist does: sparse without its zeros, bf16 rounded, both rounded and without its zeros
+    #[arg(long, value_name = "WHAT", default_value = "selective", value_parser = ["selective", "all", "sparse", "bf16", "both"])]
+    pub saved: String,
     /// Passes over all images
     #[arg(long, value_name = "N", default_value = "8", allow_negative_numbers = true, value_parser = count)]
     pub epochs: usize,
@@ -163,7 +168,17 @@ impl Options {
             schedule: ScheduleSpec::Named { generator, virtual_stages: self.virtual_stages, vertical_sync: false },
             global_batch_size: self.batch,
             num_microbatches: Some(self.micros),
-            recompute: if self.recompute { Recompute::Stage } else { Recompute::Selective },
+            recompute: match &*self.saved {
+                _ if self.recompute => Recompute::Stage,
+                "selective" => Recompute::Selective,
+                _ => Recompute::None,
+            },
+            saved: match &*self.saved {
+                "sparse" => vec![Encoding::Sparse],
+                "bf16" => vec![Encoding::Half(HalfType::Bf16)],
+                "both" => vec![Encoding::Half(HalfType::Bf16), Encoding::Sparse],
+                _ => Vec::new(),
+            },
             optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
             lr: LrSchedule {
                 base: 0.05,
@@ -193,6 +208,9 @@ impl fmt::Display for Options {
         write!(f, "{schedule}, pp={pp} dp={dp}, {micros} micro-batches")?;
         if self.recompute {
             f.write_str(", activations recomputed")?;
+        }
+        if self.saved != "selective" {
+            write!(f, ", saved: {}", self.saved)?;
         }
         if *max_norm > 0.0 { write!(f, ", gradients clipped to norm {max_norm}") } else { Ok(()) }
     }

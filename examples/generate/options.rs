@@ -37,7 +37,7 @@ fn command() -> Command {
         .arg(flag("prompt", "TEXT", "The text to continue"))
         .arg(flag("tokens", "N", "The most tokens to draw").default_value("100").value_parser(clap::value_parser!(u64)))
         .arg(flag("mesh", "tp=2,pp=2", "Degrees of tp and pp; the tokens are the same on every mesh"))
-        .arg(flag("device", "cpu|cuda[:N]|cuda-emulated[:SEED]", "Where the ranks compute, as gpt_train has it"))
+        .arg(flag("device", "cpu|cuda[:N]|cuda-emulated[:SEED[:DEVICES]]", "Where the ranks compute, as gpt_train has it"))
         .arg(
             flag("temperature", "T", "Divides the logits; 0 takes the most likely token")
                 .default_value("0.8")

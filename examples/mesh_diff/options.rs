@@ -41,7 +41,7 @@ fn command() -> Command {
         ))
         .arg(many(flag(
             "device",
-            "cpu|cuda[:N]|cuda-emulated[:SEED]",
+            "cpu|cuda[:N]|cuda-emulated[:SEED[:DEVICES]]",
             "Where the ranks compute, as gpt_train has it; given twice, for side A and side B",
         )))
         .after_help(

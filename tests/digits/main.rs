@@ -73,6 +73,9 @@ fn stages_and_rematerialisation_change_no_number() {
     let (again, less) = of("--pp 1 --recompute");
     assert_eq!(again, alone);
     assert!(less < whole, "{less} MiB of {whole}");
+    let ((all, whole), (sparse, less)) = (of("--pp 1 --saved all"), of("--pp 1 --saved sparse"));
+    assert_eq!([all, sparse], [alone.clone(), alone], "zeros are left out without loss");
+    assert!(less < whole, "{less} MiB of {whole}");
 }
 
 /// An empty folder for the files of a test.
@@ -225,6 +228,7 @@ fn bad_flags_end_with_2_and_what_would_be_valid() {
         "--micro",
         "--batch",
         "--recompute",
+        "--saved",
         "--epochs",
         "--seed",
         "--max-norm",

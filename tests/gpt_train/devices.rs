@@ -46,7 +46,7 @@ fn every_rank_has_an_emulated_device_with_the_cpus_numbers_and_the_predicted_mem
     }
     let (folder, more) = (folder("emulated"), format!("{CANONICAL} --steps 3"));
     let want = numbers_of(&metrics(&folder, "cpu", &more));
-    for (mesh, device) in [("dp=1", "cuda-emulated"), ("dp=2,tp=2,pp=2", "cuda-emulated:7")] {
+    for (mesh, device) in [("dp=1", "cuda-emulated"), ("dp=2,tp=2,pp=2", "cuda-emulated:7:2")] {
         let run = metrics(&folder, device, &format!("{more} --mesh {mesh}"));
         assert_eq!(numbers_of(&run), want, "{mesh}");
         let (start, end) = (events(&run, "start")[0], events(&run, "end")[0]);

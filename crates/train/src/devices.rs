@@ -217,13 +217,14 @@ mod cuda {
                 })
             }
             #[cfg(feature = "emulator")]
-            Device::CudaEmulated(seed) => {
+            Device::CudaEmulated { seed, devices } => {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
                 let kernels = Arc::new(kernels.map_err(failed(config.device))?);
-                Arc::new(move |_| {
-                    let order = meshwork_cuda::Order::Seeded(seed);
-                    let emulator = || meshwork_cuda::Emulator::new(kernels.clone(), EMULATED_MEMORY, order);
-                    device(drivers.get(0, || Ok(graphs(as_graphs, emulator())))?)
+                let order = meshwork_cuda::Order::Seeded(seed);
+                let machine = meshwork_cuda::Emulator::machine(kernels, EMULATED_MEMORY, order, devices, |_, _| true);
+                Arc::new(move |rank| {
+                    let number = rank % devices;
+                    device(drivers.get(number, || Ok(graphs(as_graphs, machine[number].clone())))?)
                 })
             }
             _ => return Ok(None),

@@ -18,6 +18,12 @@ const FLOPS_PER_DISK_BYTE: f64 = 100.0;
 /// Where files go that nobody has named a folder for.
 const HERE: &str = ".";
 
+/// Tokens whose logits are tried together where all are: a quarter of a sequence, and no more than keep the head's products large.
+const LOSS_CHUNK: usize = 256;
+
+/// Features of the widest activation of a layer, the inner one of an MLP, for each feature of the model.
+const WIDEST: usize = 4;
+
 /// What is recomputed, from what costs least.
 const RECOMPUTE: [RecomputeWord; 5] =
     [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
@@ -45,19 +51,28 @@ impl Candidate {
 
     /// The settings in which it differs from `base`, as one writes them.
     fn settings(&self, base: &Config) -> String {
-        let of = |config: &Config| {
-            [
-                ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
-                ("memory.recompute", config.memory.recompute.to_string()),
-                ("memory.offload", config.memory.offload.name().to_owned()),
-                ("memory.offload_dir", config.memory.offload_dir.clone().unwrap_or_default()),
-                ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
-            ]
-        };
-        let changed = of(&self.config).into_iter().zip(of(base)).filter(|(own, other)| own != other);
-        let words: Vec<String> = changed.map(|((key, value), _)| format!("--set {key}={value}")).collect();
+        let words: Vec<String> =
+            changes(&self.config, base).map(|(key, value)| format!("--set {key}={value}")).collect();
         if words.is_empty() { "the settings as they are".to_owned() } else { words.join(" ") }
     }
+}
+
+/// The key of the folder that comes with `memory.offload`, and is no choice of its own.
+const FOLDER: &str = "memory.offload_dir";
+
+/// The settings that are tried in which `config` differs from `base`.
+fn changes(config: &Config, base: &Config) -> impl Iterator<Item = (&'static str, String)> {
+    let of = |config: &Config| {
+        [
+            ("parallelism.zero_stage", config.parallelism.zero_stage.to_string()),
+            ("memory.recompute", config.memory.recompute.to_string()),
+            ("memory.loss_chunk", config.memory.loss_chunk.to_string()),
+            ("memory.offload", config.memory.offload.name().to_owned()),
+            (FOLDER, config.memory.offload_dir.clone().unwrap_or_default()),
+            ("pipeline.num_microbatches", config.pipeline.num_microbatches.to_string()),
+        ]
+    };
+    of(config).into_iter().zip(of(base)).filter(|(own, other)| own != other).map(|(own, _)| own)
 }
 
 /// Every combination of settings that this run takes, its own first; then from what changes least.
@@ -68,17 +83,9 @@ fn candidates(config: &Config) -> Vec<Candidate> {
 /// What each setting by itself would free on the fullest rank, as predicted, from what frees most.
 pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
     let Ok(own) = Candidate::of(config.clone()) else { return Vec::new() };
-    let changes = |tried: &Config| {
-        let settings = |of: &Config| {
-            (of.parallelism.zero_stage, of.memory.recompute, of.memory.offload, of.pipeline.num_microbatches)
-        };
-        let (tried, own) = (settings(tried), settings(config));
-        [tried.0 != own.0, tried.1 != own.1, tried.2 != own.2, tried.3 != own.3]
-            .into_iter()
-            .filter(|&other| other)
-            .count()
-    };
-    let single = combinations(config).into_iter().filter(|tried| changes(tried) == 1);
+    let single = combinations(config)
+        .into_iter()
+        .filter(|tried| changes(tried, config).filter(|&(key, _)| key != FOLDER).count() == 1);
     let mut savings: Vec<(String, u64)> = single
         .filter_map(|tried| {
             let tried = Candidate::of(tried).ok()?;
@@ -103,26 +110,37 @@ fn combinations(config: &Config) -> Vec<Config> {
     let recompute = RECOMPUTE.map(Recomputed::Word).into_iter().skip_while(|word| *word != own);
     let recompute: Vec<Recomputed> = recompute.collect();
     let recompute = if recompute.is_empty() { vec![own] } else { recompute };
+    let chunks = loss_chunks(config);
     let mut found = Vec::new();
     for &num_microbatches in &micros {
         for &recompute in &recompute {
             for offload in offloads(config.memory.offload, config.compress.aqsgd) {
-                for zero_stage in stages.clone() {
-                    let mut tried = config.clone();
-                    tried.parallelism.zero_stage = zero_stage;
-                    tried.memory.recompute = recompute;
-                    tried.memory.offload = offload;
-                    if offload != OffloadWord::None && config.device == Device::Cpu {
-                        tried.memory.offload_dir.get_or_insert_with(|| HERE.to_owned());
+                for &loss_chunk in &chunks {
+                    for zero_stage in stages.clone() {
+                        let mut tried = config.clone();
+                        tried.parallelism.zero_stage = zero_stage;
+                        tried.memory.recompute = recompute;
+                        tried.memory.loss_chunk = loss_chunk;
+                        tried.memory.offload = offload;
+                        if offload != OffloadWord::None && config.device == Device::Cpu {
+                            tried.memory.offload_dir.get_or_insert_with(|| HERE.to_owned());
+                        }
+                        tried.pipeline.num_microbatches = num_microbatches;
+                        tried.training.micro_batch_size = samples / num_microbatches;
+                        found.push(tried);
                     }
-                    tried.pipeline.num_microbatches = num_microbatches;
-                    tried.training.micro_batch_size = samples / num_microbatches;
-                    found.push(tried);
                 }
             }
         }
     }
     found
+}
+
+/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all do that are wider than what else a layer gives.
+fn loss_chunks(config: &Config) -> Vec<usize> {
+    let (own, model) = (config.memory.loss_chunk, &config.model);
+    let wide = model.vocab_size > WIDEST * model.hidden_size;
+    if own == 0 && wide { vec![0, model.seq_len.div_ceil(4).min(LOSS_CHUNK)] } else { vec![own] }
 }
 
 /// What may be offloaded where at least `own` is. What is kept of samples is there with `aqsgd` alone.
@@ -176,7 +194,8 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     }
     text += &least.map_or(String::new(), |least| line("least memory", least));
     text += &format!(
-        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.offload and pipeline.num_microbatches. Times are \
+        "\ntried: {} combinations of parallelism.zero_stage, memory.recompute, memory.loss_chunk, memory.offload and \
+         pipeline.num_microbatches. Times are \
          estimates: the FLOPs of a step, {FLOPS_PER_BYTE} for each byte that a rank communicates, and {FLOPS_PER_DISK_BYTE} for each that goes \
          to a disk or comes from it.\n",
         candidates.len()
@@ -213,7 +232,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     fn config(limit: u64, rest: &str) -> Config {
-        let toml = format!("[memory]\nlimit_bytes = {limit}\n[training]\nglobal_batch_size = 16\n{rest}");
+        let toml = format!("[memory]\nlimit_bytes = {limit}\n[training]\nglobal_batch_size = 8\n{rest}");
         Config::from_toml(&toml).unwrap()
     }
 
@@ -221,21 +240,44 @@ mod tests {
     #[test]
     fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
         for mesh in ["[parallelism]\ndp = 4", "[parallelism]\ndp = 2\ntp = 2", "[parallelism]\ndp = 2\npp = 2", ""] {
-            let all = candidates(&config(0, mesh));
+            let config = |limit| config(limit, &format!("{mesh}\n[model]\nnum_layers = 2"));
+            let all = candidates(&config(0));
             let own = all[0].most.total();
             let least = all.iter().map(|candidate| candidate.most.total()).min().unwrap();
             assert!(least < own, "{mesh}: some settings save memory");
-            assert!(too_large(&config(own, mesh)).is_none(), "{mesh}: it fits exactly");
-            let fault = too_large(&config(own - 1, mesh)).unwrap();
+            assert!(too_large(&config(own)).is_none(), "{mesh}: it fits exactly");
+            let fault = too_large(&config(own - 1)).unwrap();
             assert!(fault.valid.starts_with("use --set "), "{mesh}: {fault}");
-            let fault = too_large(&config(least, mesh)).unwrap();
+            let fault = too_large(&config(least)).unwrap();
             assert!(fault.valid.starts_with("use --set "), "{mesh}: {fault}");
-            let fault = too_large(&config(least - 1, mesh)).unwrap();
+            let fault = too_large(&config(least - 1)).unwrap();
             assert!(
                 fault.valid.starts_with("the least is ") && fault.valid.contains(&least.to_string()),
                 "{mesh}: {fault}"
             );
         }
+    }
+
+    /// The logits of a large vocabulary are most of what a rank holds: those of a few tokens at a time are proposed, and train under the limit.
+    #[test]
+    fn the_logits_of_a_few_tokens_are_proposed_where_the_vocabulary_is_large() {
+        let small =
+            "steps = 1\n[model]\nvocab_size = 4096\nnum_layers = 1\nhidden_size = 16\nnum_heads = 2\nseq_len = 32";
+        let (words, all) = ("--set memory.loss_chunk=8", candidates(&config(0, small)));
+        let savings = savings(&config(0, small));
+        assert!(savings.iter().any(|(settings, _)| settings == words), "{savings:?}");
+        let with_all_logits = all.iter().filter(|candidate| candidate.config.memory.loss_chunk == 0);
+        let limit = with_all_logits.map(|candidate| candidate.most.total()).min().unwrap() - 1;
+        let fault = too_large(&config(limit, small)).unwrap();
+        assert!(fault.valid.starts_with("use --set ") && fault.valid.contains(words), "{fault}");
+        let text = report(&config(limit, small)).unwrap();
+        assert!(text.matches(words).count() == 2, "{text}");
+        let folder = tempfile::tempdir().unwrap();
+        let mut named = choose(&all, limit).0.unwrap().config.clone();
+        (named.memory.limit_bytes, named.memory.offload_dir) = (limit, Some(folder.path().display().to_string()));
+        let data = crate::Data::open(&named).unwrap();
+        let outcome = crate::train(&named, &data, None, &AtomicBool::new(false)).unwrap();
+        assert_eq!(outcome.steps, 1);
     }
 
     #[test]
@@ -253,7 +295,7 @@ mod tests {
     fn the_settings_that_are_named_train_under_the_limit() {
         let dir = tempfile::tempdir().unwrap();
         let folder = format!("offload_dir = {:?}", dir.path().display().to_string());
-        let small = "[model]\nnum_layers = 4\nhidden_size = 32\nnum_heads = 2\nseq_len = 16";
+        let small = "[model]\nnum_layers = 4\nhidden_size = 64\nnum_heads = 2\nseq_len = 16";
         for mesh in ["", "[parallelism]\ndp = 2\npp = 2"] {
             let toml = |limit: u64, more: &str| {
                 let steps = "[training]\nglobal_batch_size = 8\nsteps = 2";

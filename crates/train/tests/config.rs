@@ -224,6 +224,15 @@ fn compression_is_read_and_refused_by_key() {
 }
 
 #[test]
+fn leaving_out_zeros_has_no_effect_where_nothing_gives_any() {
+    let unread = |line: &str| Config::from_args(&args(line)).unwrap().notices;
+    let zeros = "neither GELU nor SwiGLU gives zeros, and model.dropout is 0";
+    let told = [format!("memory.saved_encoding = \"sparse\" has no effect: {zeros}")];
+    assert_eq!(unread("--set memory.saved_encoding=sparse"), told);
+    assert!(unread("--set memory.saved_encoding=sparse --set model.dropout=0.1").is_empty());
+}
+
+#[test]
 fn an_offload_without_a_folder_is_refused() {
     let refused = |line: &str| load(&args(line)).unwrap_err().to_string();
     assert_eq!(

@@ -27,8 +27,8 @@ use work::{State, Work};
 pub use meshwork_kernels::host::{Host, HostError};
 pub use order::Order;
 
-/// An emulated device.
-#[derive(Debug)]
+/// An emulated device. A clone is the same device.
+#[derive(Clone, Debug)]
 pub struct Emulator {
     properties: Properties,
     machine: Arc<Machine>,

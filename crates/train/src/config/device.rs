@@ -15,9 +15,17 @@ pub enum Device {
     Cuda(Option<usize>),
     /// A card of this name that is not here: what [`cost`](crate::cost) predicts for, with `--steps 0`.
     Card(&'static str),
-    /// The CUDA device, emulated in host memory; its streams run in an order drawn from this seed.
-    CudaEmulated(u64),
+    /// CUDA devices that are emulated in host memory.
+    CudaEmulated {
+        /// What the order of their streams is drawn from.
+        seed: u64,
+        /// How many they are, all of them peers; a rank has that of its number modulo their count.
+        devices: usize,
+    },
 }
+
+/// The most devices that are emulated.
+const MOST_EMULATED: usize = 64;
 
 impl Device {
     /// What the flag takes.
@@ -29,7 +37,7 @@ impl Device {
         match self {
             Self::Cpu => "cpu",
             Self::Cuda(_) | Self::Card(_) => "cuda",
-            Self::CudaEmulated(_) => "cuda-emulated",
+            Self::CudaEmulated { .. } => "cuda-emulated",
         }
     }
 
@@ -37,23 +45,18 @@ impl Device {
     const fn missing_feature(self) -> Option<&'static str> {
         match self {
             Self::Cuda(_) if !cfg!(feature = "cuda") => Some("cuda"),
-            Self::CudaEmulated(_) if !cfg!(feature = "emulator") => Some("emulator"),
+            Self::CudaEmulated { .. } if !cfg!(feature = "emulator") => Some("emulator"),
             _ => None,
         }
     }
 
-    /// `cpu`, `cuda`, `cuda:1`, `cuda:h100`, `cuda-emulated`, `cuda-emulated:7`.
+    /// `cpu`, `cuda`, `cuda:1`, `cuda:h100`, `cuda-emulated`, `cuda-emulated:7`, `cuda-emulated:7:2`.
     ///
     /// # Errors
     /// Another word, number or card, and a device that this build lacks.
     pub fn parse(text: &str) -> Result<Self, Fault> {
         let fault = |problem: String, valid: String| Fault::new("--device", text, problem, valid);
         let (word, number) = text.split_once(':').map_or((text, None), |(word, number)| (word, Some(number)));
-        let numbered = |what: &str| match number.map(str::parse::<u64>) {
-            None => Ok(None),
-            Some(Ok(number)) => Ok(Some(number)),
-            Some(Err(_)) => Err(fault(format!("no {what}"), format!("use {word} or {word}:0"))),
-        };
         let device = match word {
             "cpu" if number.is_none() => Self::Cpu,
             "cuda" if number.is_some_and(|name| name.parse::<u64>().is_err()) => {
@@ -66,10 +69,21 @@ impl Device {
                         .name,
                 )
             }
-            "cuda" => {
-                Self::Cuda(numbered("number of a GPU")?.map(|number| usize::try_from(number).unwrap_or(usize::MAX)))
+            "cuda" => Self::Cuda(number.map(|number| number.parse().unwrap_or(usize::MAX))),
+            "cuda-emulated" => {
+                let (seed, devices) = number.map_or(("0", "1"), |of| of.split_once(':').unwrap_or((of, "1")));
+                let devices = devices.parse().ok().filter(|count| (1..=MOST_EMULATED).contains(count));
+                match (seed.parse(), devices) {
+                    (Ok(seed), Some(devices)) => Self::CudaEmulated { seed, devices },
+                    (Err(_), _) => {
+                        return Err(fault("no seed of an order".to_owned(), format!("use {word} or {word}:0")));
+                    }
+                    (_, None) => {
+                        let valid = format!("use {word}:{seed}, or {word}:{seed}:1 to {word}:{seed}:{MOST_EMULATED}");
+                        return Err(fault("no number of devices".to_owned(), valid));
+                    }
+                }
             }
-            "cuda-emulated" => Self::CudaEmulated(numbered("seed of an order")?.unwrap_or(0)),
             _ => return Err(fault("unknown device".to_owned(), choose_from(text, Self::WORDS))),
         };
         match device.missing_feature() {
@@ -84,10 +98,11 @@ impl Device {
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Cpu | Self::Cuda(None) | Self::CudaEmulated(0) => f.write_str(self.name()),
+            Self::Cpu | Self::Cuda(None) | Self::CudaEmulated { seed: 0, devices: 1 } => f.write_str(self.name()),
             Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
             Self::Card(name) => write!(f, "cuda:{name}"),
-            Self::CudaEmulated(seed) => write!(f, "cuda-emulated:{seed}"),
+            Self::CudaEmulated { seed, devices: 1 } => write!(f, "cuda-emulated:{seed}"),
+            Self::CudaEmulated { seed, devices } => write!(f, "cuda-emulated:{seed}:{devices}"),
         }
     }
 }
@@ -109,8 +124,9 @@ mod tests {
             ("cuda", Device::Cuda(None)),
             ("cuda:3", Device::Cuda(Some(3))),
             ("cuda:h100", Device::Card("h100")),
-            ("cuda-emulated", Device::CudaEmulated(0)),
-            ("cuda-emulated:7", Device::CudaEmulated(7)),
+            ("cuda-emulated", Device::CudaEmulated { seed: 0, devices: 1 }),
+            ("cuda-emulated:7", Device::CudaEmulated { seed: 7, devices: 1 }),
+            ("cuda-emulated:0:2", Device::CudaEmulated { seed: 0, devices: 2 }),
         ] {
             assert_eq!(device.to_string(), text);
             match device.missing_feature() {
@@ -131,6 +147,10 @@ mod tests {
             (
                 "cuda-emulated:-1",
                 "--device cuda-emulated:-1: no seed of an order; use cuda-emulated or cuda-emulated:0",
+            ),
+            (
+                "cuda-emulated:7:0",
+                "--device cuda-emulated:7:0: no number of devices; use cuda-emulated:7, or cuda-emulated:7:1 to cuda-emulated:7:64",
             ),
             ("cpu:1", "--device cpu:1: unknown device; the nearest is cpu; use one of cpu, cuda, cuda-emulated"),
             ("gpu", "--device gpu: unknown device; the nearest is cpu; use one of cpu, cuda, cuda-emulated"),

@@ -4,7 +4,9 @@ use toml::Value;
 
 use super::compress::{CUTS, DISPATCH, GRADIENTS, WEIGHTS};
 use super::settings::Settings;
-use super::words::{Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype};
+use super::words::{
+    Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, SavedDtype, SavedEncoding,
+};
 use super::{Config, Recomputed};
 
 /// Keys that only a Llama reads. The last three describe the scaling of rotary frequencies.
@@ -96,6 +98,14 @@ pub(crate) fn notice(config: &mut Config, settings: &Settings) {
             !config.compress.aqsgd && config.memory.offload == OffloadWord::Samples,
             &["memory.offload"],
             "compress.aqsgd is off".to_owned(),
+        ),
+        (
+            "model.dropout",
+            config.model.dropout == 0.0
+                && config.moe.num_experts == 0
+                && config.memory.saved_encoding == SavedEncoding::Sparse,
+            &["memory.saved_encoding"],
+            "neither GELU nor SwiGLU gives zeros, and model.dropout is 0".to_owned(),
         ),
         (
             "memory.saved_dtype",
