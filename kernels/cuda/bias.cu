@@ -56,32 +56,32 @@ KERNEL sum_parts_16(const u16* x, const i64* starts, float* sums, i64 n, int f16
 KERNEL add_16(const u16* a, const u16* b, u16* out, i64 count, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight x = load_eight(halves(a, f16), at, count), y = load_eight(halves(b, f16), at, count);
+    Vector<float, EIGHT> x = load_vector<EIGHT>(halves(a, f16), at, count), y = load_vector<EIGHT>(halves(b, f16), at, count);
     for (int j = 0; j < EIGHT; j++) x.of[j] = x.of[j] + y.of[j];
-    store_eight(halves(out, f16), at, count, x);
+    store_vector(halves(out, f16), at, count, x);
 }
 
 KERNEL add_assign_16(u16* a, const u16* b, i64 count, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight x = load_eight(halves(a, f16), at, count), y = load_eight(halves(b, f16), at, count);
+    Vector<float, EIGHT> x = load_vector<EIGHT>(halves(a, f16), at, count), y = load_vector<EIGHT>(halves(b, f16), at, count);
     for (int j = 0; j < EIGHT; j++) x.of[j] = x.of[j] + y.of[j];
-    store_eight(halves(a, f16), at, count, x);
+    store_vector(halves(a, f16), at, count, x);
 }
 
 KERNEL bias_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight y = load_eight(halves(x, f16), at, count), b = load_beside(halves(bias, f16), at, n);
+    Vector<float, EIGHT> y = load_vector<EIGHT>(halves(x, f16), at, count), b = load_vector<EIGHT>(beside(halves(bias, f16), n), at, count);
     for (int j = 0; j < EIGHT; j++) y.of[j] = y.of[j] + b.of[j];
-    store_eight(halves(out, f16), at, count, y);
+    store_vector(halves(out, f16), at, count, y);
 }
 
 KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16* out, i64 count, i64 n, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight y = load_eight(halves(x, f16), at, count), b = load_beside(halves(bias, f16), at, n);
-    Eight r = load_eight(halves(residual, f16), at, count);
+    Vector<float, EIGHT> y = load_vector<EIGHT>(halves(x, f16), at, count), b = load_vector<EIGHT>(beside(halves(bias, f16), n), at, count);
+    Vector<float, EIGHT> r = load_vector<EIGHT>(halves(residual, f16), at, count);
     for (int j = 0; j < EIGHT; j++) y.of[j] = (y.of[j] + b.of[j]) + r.of[j];
-    store_eight(halves(out, f16), at, count, y);
+    store_vector(halves(out, f16), at, count, y);
 }

@@ -95,7 +95,7 @@ KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
 template <class F> DEVICE void zip_fours(const float* x, const float* y, float* out, i64 count, i64 n, F f) {
     i64 at = global_thread() * FOUR;
     if (at >= count) return;
-    Four four = load_four(x, at, count), other = load_four_beside(y, at, n);
+    Four four = load_four(x, at, count), other = load_vector<FOUR>(beside(y, n), at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) four.of[j] = f(four.of[j], other.of[j]);
     store_four(out, at, count, four);

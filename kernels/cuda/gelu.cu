@@ -51,10 +51,10 @@ KERNEL gelu_backward(const float* x, const float* bias, float* dy, i64 count, i6
 }
 
 // x plus the bias, if there is one.
-DEVICE Eight gelu_input(Halves x, const u16* bias, i64 at, i64 count, i64 n) {
-    Eight y = load_eight(x, at, count);
+DEVICE Vector<float, EIGHT> gelu_input(Halves x, const u16* bias, i64 at, i64 count, i64 n) {
+    Vector<float, EIGHT> y = load_vector<EIGHT>(x, at, count);
     if (!bias) return y;
-    Eight b = load_beside(halves(bias, x.f16), at, n);
+    Vector<float, EIGHT> b = load_vector<EIGHT>(beside(halves(bias, x.f16), n), at, count);
     for (int j = 0; j < EIGHT; j++) y.of[j] = y.of[j] + b.of[j];
     return y;
 }
@@ -62,9 +62,9 @@ DEVICE Eight gelu_input(Halves x, const u16* bias, i64 at, i64 count, i64 n) {
 KERNEL gelu_forward_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight y = gelu_input(halves(x, f16), bias, at, count, n);
+    Vector<float, EIGHT> y = gelu_input(halves(x, f16), bias, at, count, n);
     for (int j = 0; j < EIGHT; j++) y.of[j] = gelu_value(y.of[j]);
-    store_eight(halves(out, f16), at, count, y);
+    store_vector(halves(out, f16), at, count, y);
 }
 
 // The same, and for each part, of the rows starts[part] .. starts[part + 1], the sum of dx before it is rounded, one row after another: the gradient of
@@ -86,7 +86,7 @@ KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64*
 KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
-    Eight y = gelu_input(halves(x, f16), bias, at, count, n), g = load_eight(halves(dy, f16), at, count);
+    Vector<float, EIGHT> y = gelu_input(halves(x, f16), bias, at, count, n), g = load_vector<EIGHT>(halves(dy, f16), at, count);
     for (int j = 0; j < EIGHT; j++) g.of[j] = g.of[j] * gelu_derivative(y.of[j]);
-    store_eight(halves(dy, f16), at, count, g);
+    store_vector(halves(dy, f16), at, count, g);
 }

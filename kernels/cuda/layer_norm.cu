@@ -4,14 +4,14 @@
 //   x̂ = (x - mean) rstd,  g = dy gamma,  dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n),  dgamma = Σ_rows dy x̂,  dbeta = Σ_rows dy
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
-// Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
+// Geometry  a team of half warps a row (rows.cuh); backward with the parts a block a part of up to 64 rows (norm_backward.cuh), and for rows of more than 8192
+//           (_wide) a team a row, and for the parts a thread a column and part.
 // Bytes     forward 4 rows n read from memory (the other two passes hit the cache) and as many written, half if y is bf16; backward 8
-//           rows n read, 4 written (4 more read to accumulate); parts 8 rows n read
+//           rows n read, 4 written (4 more read to accumulate), twice as many read for wide rows, whose parts read 8 rows n
 //           again; all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
 //           (bias.cu) adds up.
-#include "rows.cuh"
-#include "halves.cuh"
+#include "norm_backward.cuh"
 
 template <class In, class Out>
 DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 rows, i64 n) {
@@ -39,8 +39,25 @@ KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* 
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
+#undef MOST_THREADS
+#define MOST_THREADS NORM_THREADS
+
+KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, const i64* starts, float* dx,
+                           int accumulate, float* dgamma, float* dbeta, i64 n) {
+    norm_backward<true>(dy, x, gamma, mean, rstd, starts, dx, accumulate, dgamma, dbeta, static_cast<int>(n));
+}
+
+KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, const i64* starts, u16* dx,
+                              int accumulate, float* dgamma, float* dbeta, i64 n, int f16) {
+    norm_backward<true>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, starts, halves(dx, f16), accumulate, dgamma,
+                               dbeta, static_cast<int>(n));
+}
+
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
+
 template <class In, class Out>
-DEVICE void layer_norm_backward_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
+DEVICE void layer_norm_backward_wide_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, 2 * ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -60,14 +77,14 @@ DEVICE void layer_norm_backward_of(In dy, In x, In gamma, const float* mean, con
     }
 }
 
-KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
-                           int accumulate, i64 rows, i64 n) {
-    layer_norm_backward_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
+KERNEL layer_norm_backward_wide(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
+                                int accumulate, i64 rows, i64 n) {
+    layer_norm_backward_wide_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
 }
 
-KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx, int accumulate,
-                              i64 rows, i64 n, int f16) {
-    layer_norm_backward_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
+KERNEL layer_norm_backward_wide_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx,
+                                   int accumulate, i64 rows, i64 n, int f16) {
+    layer_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.

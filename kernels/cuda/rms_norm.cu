@@ -4,13 +4,12 @@
 //   x̂ = x rstd,  g = dy weight,  dx = rstd (g - x̂ Σ (g x̂) / n),  dweight = Σ_rows dy x̂
 //
 // Shapes    x, y, dy, dx [rows, n]; weight [n]; rstd [rows]; the parts of dweight [parts, n].
-// Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
+// Geometry  as in layer_norm.cu.
 // Bytes     forward 4 rows n read from memory and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read
-//           to accumulate); parts 8 rows n read again; all half where tensors have 16 bits (_16):
+//           to accumulate), twice as many read for wide rows, whose parts read 8 rows n again; all half where tensors have 16 bits (_16):
 //           x, weight, y, dy and dx.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
-#include "rows.cuh"
-#include "halves.cuh"
+#include "norm_backward.cuh"
 
 template <class In, class Out>
 DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
@@ -34,8 +33,25 @@ KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
+#undef MOST_THREADS
+#define MOST_THREADS NORM_THREADS
+
+KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, const i64* starts, float* dx, int accumulate,
+                         float* dweight, i64 n) {
+    norm_backward<false>(dy, x, weight, nullptr, rstd, starts, dx, accumulate, dweight, nullptr, static_cast<int>(n));
+}
+
+KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, const i64* starts, u16* dx, int accumulate,
+                            float* dweight, i64 n, int f16) {
+    norm_backward<false>(halves(dy, f16), halves(x, f16), halves(weight, f16), nullptr, rstd, starts, halves(dx, f16), accumulate,
+                                dweight, nullptr, static_cast<int>(n));
+}
+
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
+
 template <class In, class Out>
-DEVICE void rms_norm_backward_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
+DEVICE void rms_norm_backward_wide_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -51,14 +67,14 @@ DEVICE void rms_norm_backward_of(In dy, In x, In weight, const float* rstd, Out 
     }
 }
 
-KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
-                         i64 rows, i64 n) {
-    rms_norm_backward_of(dy, x, weight, rstd, dx, accumulate, rows, n);
+KERNEL rms_norm_backward_wide(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
+                              i64 rows, i64 n) {
+    rms_norm_backward_wide_of(dy, x, weight, rstd, dx, accumulate, rows, n);
 }
 
-KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows, i64 n,
-                            int f16) {
-    rms_norm_backward_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
+KERNEL rms_norm_backward_wide_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows,
+                                 i64 n, int f16) {
+    rms_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sum of dy x̂, one row after another.

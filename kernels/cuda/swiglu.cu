@@ -51,24 +51,24 @@ KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
     Halves pairs = halves(x, f16);
-    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count), y;
+    Vector<float, EIGHT> left = load_vector<EIGHT>(pairs, 2 * at, 2 * count), right = load_vector<EIGHT>(pairs, 2 * at + EIGHT, 2 * count), y;
     for (int j = 0; j < EIGHT / 2; j++) {
         y.of[j] = swiglu_of(left.of[2 * j], left.of[2 * j + 1]);
         y.of[EIGHT / 2 + j] = swiglu_of(right.of[2 * j], right.of[2 * j + 1]);
     }
-    store_eight(halves(out, f16), at, count, y);
+    store_vector(halves(out, f16), at, count, y);
 }
 
 KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) {
     i64 at = global_thread() * EIGHT;
     if (at >= count) return;
     Halves pairs = halves(x, f16);
-    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count);
-    Eight g = load_eight(halves(dy, f16), at, count);
+    Vector<float, EIGHT> left = load_vector<EIGHT>(pairs, 2 * at, 2 * count), right = load_vector<EIGHT>(pairs, 2 * at + EIGHT, 2 * count);
+    Vector<float, EIGHT> g = load_vector<EIGHT>(halves(dy, f16), at, count);
     for (int j = 0; j < EIGHT / 2; j++) {
         swiglu_gradient(g.of[j], left.of[2 * j], left.of[2 * j + 1]);
         swiglu_gradient(g.of[EIGHT / 2 + j], right.of[2 * j], right.of[2 * j + 1]);
     }
-    store_eight(pairs, 2 * at, 2 * count, left);
-    store_eight(pairs, 2 * at + EIGHT, 2 * count, right);
+    store_vector(pairs, 2 * at, 2 * count, left);
+    store_vector(pairs, 2 * at + EIGHT, 2 * count, right);
 }

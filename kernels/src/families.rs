@@ -19,7 +19,9 @@ sources! {
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
+    VECTORS = "vectors.cuh";
     FOURS = "fours.cuh";
+    NORM_BACKWARD = "norm_backward.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
     CHECKED = "checked.cuh";
@@ -85,7 +87,9 @@ pub static HEADERS: &[&Source] = &[
     &ROWS,
     &TREE,
     &RANDOM,
+    &VECTORS,
     &FOURS,
+    &NORM_BACKWARD,
     &WARP,
     &PRODUCTS,
     &CHECKED,
@@ -168,6 +172,9 @@ pub const EXACT_PIECE: u64 = 4096;
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
+/// The longest rows of norms whose backward reads them once, `Geometry::Parts`; longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
+pub const NORM_WIDTH: u64 = 8192;
+
 /// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
 pub const NONZERO_CHUNK: u64 = 2048;
 
@@ -199,9 +206,15 @@ kernels! {
         In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
     layer_norm_forward_16 in LAYER_NORM, Geometry::Rows;
         In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
-    layer_norm_backward in LAYER_NORM, Geometry::Rows;
+    layer_norm_backward in LAYER_NORM, Geometry::Parts;
+        In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dgamma, Out F32 dbeta,
+        Divisor I64 n;
+    layer_norm_backward_16 in LAYER_NORM, Geometry::Parts;
+        In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, In I64 starts, Out Bits16 dx, Value I32 accumulate, Out F32 dgamma,
+        Out F32 dbeta, Divisor I64 n, Value I32 f16;
+    layer_norm_backward_wide in LAYER_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
-    layer_norm_backward_16 in LAYER_NORM, Geometry::Rows;
+    layer_norm_backward_wide_16 in LAYER_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
@@ -213,9 +226,14 @@ kernels! {
         In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n;
     rms_norm_forward_16 in RMS_NORM, Geometry::Rows;
         In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
-    rms_norm_backward in RMS_NORM, Geometry::Rows;
+    rms_norm_backward in RMS_NORM, Geometry::Parts;
+        In F32 dy, In F32 x, In F32 weight, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dweight, Divisor I64 n;
+    rms_norm_backward_16 in RMS_NORM, Geometry::Parts;
+        In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, In I64 starts, Out Bits16 dx, Value I32 accumulate, Out F32 dweight, Divisor I64 n,
+        Value I32 f16;
+    rms_norm_backward_wide in RMS_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
-    rms_norm_backward_16 in RMS_NORM, Geometry::Rows;
+    rms_norm_backward_wide_16 in RMS_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;

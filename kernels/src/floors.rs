@@ -71,12 +71,10 @@ const P128: u64 = 4 * 16 * 4096 * 4097 / 2;
 floors! {
     layer_norm_forward_f32, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
     layer_norm_forward_bf16, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
-    layer_norm_backward, "32768 × 2048"; dy X, x X, gamma H, mean T, rstd T, dx X; 0, 0;
-    layer_norm_backward_parts, "32768 × 2048"; dy X, x X, mean T, rstd T, starts PARTS, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
+    layer_norm_backward, "32768 × 2048"; dy X, x X, gamma H, mean T, rstd T, starts PARTS, dx X, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
     rms_norm_forward_f32, "32768 × 2048"; x X, weight H, y X, rstd T; 0, 0;
     rms_norm_forward_bf16, "32768 × 2048"; x X, weight H, y X, rstd T; 0, 0;
-    rms_norm_backward, "32768 × 2048"; dy X, x X, weight H, rstd T, dx X; 0, 0;
-    rms_norm_backward_parts, "32768 × 2048"; dy X, x X, rstd T, starts PARTS, dweight PARTS * H; 0, 0;
+    rms_norm_backward, "32768 × 2048"; dy X, x X, weight H, rstd T, starts PARTS, dx X, dweight PARTS * H; 0, 0;
     add, "32768 × 2048"; a X, b X, out X; 0, 0;
     add_assign, "32768 × 2048"; a 2 * X, b X; 0, 0;
     bias, "32768 × 2048"; x X, bias H, out X; 0, 0;

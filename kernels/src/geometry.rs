@@ -10,6 +10,11 @@ const WARP: u64 = 32;
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
+/// Elements of a thread of `Parts`, and the threads of its blocks: `cuda/norm_backward.cuh`.
+const PART_EACH: u32 = 8;
+const NARROW_THREADS: u32 = 512;
+const WIDE_THREADS: u32 = 1024;
+
 /// What a grid covers. Each kernel has one; [`launch`](Self::launch) makes the grid from the sizes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Geometry {
@@ -27,6 +32,9 @@ pub enum Geometry {
     },
     /// A block of threads for each of `items` and each 256 of `width` columns.
     Columns,
+    /// A block of threads for each of `items` parts of up to 64 rows of `width` elements: eight elements a thread for as many rows at a time as that holds, of which the launch gives
+    /// room for two numbers each. Up to 8192 elements: `cuda/norm_backward.cuh`.
+    Parts,
     /// A warp for each of `items`; `width` is not used.
     Warps,
     /// One warp, whatever the sizes.
@@ -69,7 +77,13 @@ impl Geometry {
     /// assert_eq!(Geometry::Elements { each: 1 }.launch(0, 0), None);
     /// ```
     pub fn launch(self, items: u64, width: u64) -> Option<Launch> {
-        let block = if self == Self::OneWarp { WARP as u32 } else { THREADS };
+        let (block, shared) = match self {
+            Self::OneWarp => (WARP as u32, 0),
+            Self::Parts if width > u64::from(PART_EACH * WIDE_THREADS) => return None,
+            Self::Parts if width > u64::from(PART_EACH * NARROW_THREADS) => (WIDE_THREADS, part_bytes(WIDE_THREADS)),
+            Self::Parts => (NARROW_THREADS, part_bytes(NARROW_THREADS)),
+            _ => (THREADS, self.shared()),
+        };
         let (x, y) = match self {
             Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
             Self::Rows => (items.div_ceil(rows_per_block(width, 1)), 1),
@@ -77,16 +91,26 @@ impl Geometry {
             Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
             Self::Warps => (items.div_ceil(u64::from(THREADS) / WARP), 1),
             Self::OneWarp => (1, 1),
+            Self::Parts => (items, 1),
             Self::Tiles { rows } | Self::TensorTiles { rows, .. } => (items, width.div_ceil(u64::from(rows))),
         };
         let fits = (1..1 << 31).contains(&x) && (1..1 << 16).contains(&y);
-        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared: self.shared() })
+        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared })
     }
 
-    /// Bytes of shared memory that a launch gives a block.
+    /// Bytes of shared memory that a launch gives a block, at most.
     pub fn shared(self) -> u32 {
-        if let Self::TensorTiles { shared, .. } = self { shared } else { 0 }
+        match self {
+            Self::TensorTiles { shared, .. } => shared,
+            Self::Parts => part_bytes(WIDE_THREADS),
+            _ => 0,
+        }
     }
+}
+
+/// Two f32 for each element of a block of `Parts`, with a gap behind each 32.
+const fn part_bytes(threads: u32) -> u32 {
+    2 * 4 * (PART_EACH * threads + PART_EACH * threads / 32)
 }
 
 /// Rows of a block of threads, each with the power of two of half warps that `team_halves` gives it.
@@ -142,6 +166,11 @@ mod tests {
         let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };
         let launch = Launch { grid: [6, 2, 1], block: [256, 1, 1], shared: 98_304 };
         assert_eq!(tiles.launch(6, 129), Some(launch));
+        let parts = |width| Geometry::Parts.launch(9, width).map(|launch| (launch.block[0], launch.shared));
+        assert_eq!(
+            [1, 4096, 4097, 8192, 8193].map(parts),
+            [Some((512, 33_792)), Some((512, 33_792)), Some((1024, 67_584)), Some((1024, 67_584)), None]
+        );
         assert_eq!(Geometry::OneWarp.launch(5, 5).map(|launch| launch.block), Some([32, 1, 1]));
         for (n, rows) in [(1, 16), (1024, 16), (1025, 8), (2049, 4), (4097, 2), (8193, 1), (1 << 40, 1)] {
             assert_eq!(rows_per_block(n, 1), rows, "{n}");

@@ -52,10 +52,8 @@ variants! {
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     layer_norm_forward_f32 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     layer_norm_forward_bf16 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    layer_norm_backward in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     rms_norm_forward_f32 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     rms_norm_forward_bf16 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    rms_norm_backward in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     dropout in dropout, "each=8", Geometry::Elements { each: 8 }; EACH = 8;
     dropout in dropout, "each=16", Geometry::Elements { each: 16 }; EACH = 16;
 }
