@@ -5,7 +5,7 @@
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
 // Geometry  a team of half warps a row (rows.cuh); backward with the parts a block a part of up to 64 rows (norm_backward.cuh), and for rows of more than 8192
-//           (_wide) a team a row, and for the parts a thread a column and part.
+//           (_wide) a team a row, and for the parts a thread a column and part. y is written, and dx read and written, by 16 bytes (vectors.cuh).
 // Bytes     forward 4 rows n read from memory (the other two passes hit the cache) and as many written, half if y is bf16; backward 8
 //           rows n read, 4 written (4 more read to accumulate), twice as many read for wide rows, whose parts read 8 rows n
 //           again; all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx.
@@ -13,7 +13,7 @@
 //           (bias.cu) adds up.
 #include "norm_backward.cuh"
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
@@ -25,17 +25,22 @@ DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float*
     float r = 1.0f / sqrtf(sum[0] / count + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) mean[team.row] = m, rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, (row[i] - m) * r * gamma[i] + beta[i]);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(row, i, n), gain = load_vector<N>(gamma, i, n), shift = load_vector<N>(beta, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) of.of[j] = (of.of[j] - m) * r * gain.of[j] + shift.of[j];
+        store_vector(y + team.row * n, i, n, of);
+    }
 }
 
 KERNEL layer_norm_forward_f32(const float* x, const float* gamma, const float* beta, float eps, float* y, float* mean, float* rstd,
                               i64 rows, i64 n) {
-    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+    layer_norm_forward<FOUR>(x, gamma, beta, eps, y, mean, rstd, rows, n);
 }
 
 KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* beta, float eps, u16* y, float* mean, float* rstd,
                                i64 rows, i64 n) {
-    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+    layer_norm_forward<EIGHT>(x, gamma, beta, eps, y, mean, rstd, rows, n);
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
@@ -114,5 +119,5 @@ KERNEL layer_norm_backward_parts_16(const u16* dy, const u16* x, const float* me
 
 KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, float eps, u16* y, float* mean, float* rstd, i64 rows, i64 n,
                              int f16) {
-    layer_norm_forward(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
+    layer_norm_forward<EIGHT>(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
 }

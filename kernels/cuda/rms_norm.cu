@@ -11,7 +11,7 @@
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
 #include "norm_backward.cuh"
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
@@ -21,15 +21,20 @@ DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64
     float r = 1.0f / sqrtf(sum[0] / static_cast<float>(n) + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, row[i] * r * weight[i]);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(row, i, n), gain = load_vector<N>(weight, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) of.of[j] = of.of[j] * r * gain.of[j];
+        store_vector(y + team.row * n, i, n, of);
+    }
 }
 
 KERNEL rms_norm_forward_f32(const float* x, const float* weight, float eps, float* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward(x, weight, eps, y, rstd, rows, n);
+    rms_norm_forward<FOUR>(x, weight, eps, y, rstd, rows, n);
 }
 
 KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward(x, weight, eps, y, rstd, rows, n);
+    rms_norm_forward<EIGHT>(x, weight, eps, y, rstd, rows, n);
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
@@ -95,5 +100,5 @@ KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd
 }
 
 KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
-    rms_norm_forward(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
+    rms_norm_forward<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }
