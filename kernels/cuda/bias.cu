@@ -3,7 +3,7 @@
 //   out = a + b;  a += b;  out = x + bias;  out = (x + bias) + residual;  dbias = Σ_rows dy
 //
 // Shapes    a, b, out, x, residual, dy [rows, n]; bias, dbias [n]; parts [parts, n]; sums [blocks, n].
-// Geometry  a thread 16 bytes of each tensor (vectors.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread a column and part (of up to 64 rows), then a column and block of parts.
+// Geometry  a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread a column and part (of up to 64 rows), then a column and block of parts.
 // Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); of parts, 4 parts n more written and read.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/pointwise.rs, RowSums in crates/tensor/src/cpu/mod.rs.
 #include "halves.cuh"

@@ -3,12 +3,12 @@
 //   to = round(from), to nearest, ties to even
 //
 // Shapes    from, to [count]. A bucket holds tensor t at starts[t] .. starts[t + 1]; tensors [tensors] are their addresses.
-// Geometry  a thread eight elements, of buckets four: by 16 bytes (vectors.cuh).
+// Geometry  a thread eight elements, of buckets four: by 16 bytes (neighbours.cuh).
 // Bytes     6 an element; of buckets 4 read, 4 written.
 // Bits      exact where nothing is rounded. f32 to bf16: half's bf16::from_f32, as the communicator rounds; to operands of products,
 //           where subnormals become zeros: crates/tensor/src/cpu/kernels/round.rs. f32 to f16: half's f16::from_f32.
 #include "float16.cuh"
-#include "vectors.cuh"
+#include "neighbours.cuh"
 
 KERNEL f32_to_bf16(const float* from, u16* to, i64 count) {
     map_vectors<EIGHT>(from, to, count, [](float x) { return to_bf16(x); });

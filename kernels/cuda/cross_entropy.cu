@@ -5,7 +5,7 @@
 // Shapes    logits [rows, pitch], of which columns skipped .. skipped + width are this shard's, the first `valid` of them words, from word `first`
 //           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
 //           negative target masks its row.
-// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (vectors.cuh) but for the sums; rescaling and lse: a thread a row; the loss: a warp a sample.
+// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh) but for the sums; rescaling and lse: a thread a row; the loss: a warp a sample.
 // Bytes     statistics 4 valid read an element (the second pass hits the cache), gradient 4 read and 4 written; half where logits have 16 bits (_16).
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
 //           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where

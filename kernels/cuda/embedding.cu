@@ -4,7 +4,7 @@
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry  lookups, and what is added to positions: a thread 16 bytes (vectors.cuh). Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
+// Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
 //           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
 //           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the

@@ -3,10 +3,10 @@
 //   ef: out = x + e, e = target - sent;  ef21: out = x - g, g += sent;  ef21m: v = (1-η) v + η x, at first x; out = v - g
 //
 // Shapes    all [count]; e, g and v are the sender's residual, estimate and momentum.
-// Geometry  a thread four elements, by 16 bytes (vectors.cuh).
+// Geometry  a thread four elements, by 16 bytes (neighbours.cuh).
 // Bytes     8 to 12 read and 4 or 8 written an element.
 // Bits      those of the CPU.
-#include "vectors.cuh"
+#include "neighbours.cuh"
 
 struct Minus {
     DEVICE float operator()(float a, float b) const { return a - b; }

@@ -1,6 +1,6 @@
-// Vectors of four floats (vectors.cuh), which are 16 bytes.
+// Vectors of four floats (neighbours.cuh), which are 16 bytes.
 #pragma once
-#include "vectors.cuh"
+#include "neighbours.cuh"
 
 using Four = Vector<float, FOUR>;
 

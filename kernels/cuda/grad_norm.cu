@@ -3,12 +3,11 @@
 //   sums[at] += Σ x²;  x *= inverse scale, and whether any of them is infinite or NaN
 //
 // Shapes    x: `segments` segments of `len` elements, `pitch` apart; parts, one f64 for each piece of 32768 elements of a segment.
-// Geometry  squares: a warp a piece; the sum of parts: one warp. Unscale: a thread four elements, by 16 bytes (vectors.cuh).
+// Geometry  squares: a warp a piece; the sum of parts: one warp. Unscale: a thread an element.
 // Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
 // Bits      those of the CPU: crates/tensor/src/cpu/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
 //           after another, then the pieces one after another. The CPU has no unscale: each element is one product.
 #include "meshwork.cuh"
-#include "vectors.cuh"
 
 #define PIECE 32768
 #define WARP 32
@@ -53,13 +52,9 @@ KERNEL sum_of_parts(const double* parts, i64 count, double* sums, i64 at) {
 
 // x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it write the same.
 KERNEL unscale(float* x, float inverse, int* overflow, i64 count) {
-    i64 at = global_thread() * FOUR;
-    if (at >= count) return;
-    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
-#pragma unroll
-    for (int j = 0; j < FOUR; j++) {
-        four.of[j] = four.of[j] * inverse;
-        if (at + j < count && (__float_as_uint(four.of[j]) & 0x7f800000u) == 0x7f800000u) *overflow = 1;
-    }
-    store_vector(x, at, count, four);
+    i64 i = global_thread();
+    if (i >= count) return;
+    float value = x[i] * inverse;
+    x[i] = value;
+    if ((__float_as_uint(value) & 0x7f800000u) == 0x7f800000u) *overflow = 1;
 }

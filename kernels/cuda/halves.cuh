@@ -3,7 +3,7 @@
 // Bits      those of a copy in f32, the kernel for f32, and the result rounded: bf16 as operands of products are, with subnormals as zeros.
 #pragma once
 #include "float16.cuh"
-#include "vectors.cuh"
+#include "neighbours.cuh"
 
 // Indexed as a pointer is.
 struct Halves {
@@ -23,7 +23,7 @@ DEVICE void store(float* to, i64 i, float x) { to[i] = x; }
 DEVICE void store(u16* to, i64 i, float x) { to[i] = to_operand(x); }
 DEVICE void store(const Halves& to, i64 i, float x) { to.at[i] = narrow(x, to.f16); }
 
-// Neighbours, in f32 whatever they are in memory (vectors.cuh).
+// Neighbours, in f32 whatever they are in memory (neighbours.cuh).
 template <int N> DEVICE Vector<float, N> load_vector(const Halves& x, i64 at, i64 count) {
     Vector<u16, N> from = load_vector<N>(x.at, at, count);
     Vector<float, N> vector;

@@ -8,12 +8,12 @@
 //           x, rows, drows [rows, width]; y, dy [tokens, width].
 // Geometry  counting: a warp an id of a sample. Sorting: a warp an id, which counts the choices with smaller ids and then writes its own in order,
 //           32 at a time: no atomics, and the order is that of the choices. Inversion and groups: a thread a place. Moved rows, sums and
-//           their gradients: a thread 16 bytes (vectors.cuh); products of rows: a team of half warps a choice (rows.cuh).
+//           their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
 // Bytes     sorting reads the choices twice for each id, from the L2 cache; rows are read and written once; a sum reads a row for each choice.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
-#include "vectors.cuh"
+#include "neighbours.cuh"
 #include "warp.cuh"
 
 // The number of choices from `begin` to `end` with ids in low .. high, the same in all lanes.

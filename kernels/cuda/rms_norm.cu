@@ -5,14 +5,17 @@
 //
 // Shapes    x, y, dy, dx [rows, n]; weight [n]; rstd [rows]; the parts of dweight [parts, n].
 // Geometry  as in layer_norm.cu.
-// Bytes     forward 4 rows n read from memory and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read
-//           to accumulate), twice as many read for wide rows, whose parts read 8 rows n again; all half where tensors have 16 bits (_16):
-//           x, weight, y, dy and dx.
+// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
+//           16 bits (_16): x, weight, y, dy and dx. Wide rows as in layer_norm.cu.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
-#include "norm_backward.cuh"
+#include "norm.cuh"
 
 template <int N, class In, class Out>
-DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
+DEVICE void rms_norm_forward_of(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
+    if (n <= NORM_WIDTH) {
+        norm_forward<false>(x, weight, weight, eps, y, nullptr, rstd, rows, static_cast<int>(n));
+        return;
+    }
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     In row = x + (team.live ? team.row * n : 0);
@@ -29,18 +32,22 @@ DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64
     }
 }
 
-KERNEL rms_norm_forward_f32(const float* x, const float* weight, float eps, float* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward<FOUR>(x, weight, eps, y, rstd, rows, n);
-}
-
-KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward<EIGHT>(x, weight, eps, y, rstd, rows, n);
-}
-
-// dx, which is overwritten, or added to if `accumulate` is not 0.
 #undef MOST_THREADS
 #define MOST_THREADS NORM_THREADS
 
+KERNEL rms_norm_forward_f32(const float* x, const float* weight, float eps, float* y, float* rstd, i64 rows, i64 n) {
+    rms_norm_forward_of<FOUR>(x, weight, eps, y, rstd, rows, n);
+}
+
+KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16* y, float* rstd, i64 rows, i64 n) {
+    rms_norm_forward_of<EIGHT>(x, weight, eps, y, rstd, rows, n);
+}
+
+KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
+    rms_norm_forward_of<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
+}
+
+// dx, which is overwritten, or added to if `accumulate` is not 0.
 KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, const i64* starts, float* dx, int accumulate,
                          float* dweight, i64 n) {
     norm_backward<false>(dy, x, weight, nullptr, rstd, starts, dx, accumulate, dweight, nullptr, static_cast<int>(n));
@@ -49,7 +56,7 @@ KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, c
 KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, const i64* starts, u16* dx, int accumulate,
                             float* dweight, i64 n, int f16) {
     norm_backward<false>(halves(dy, f16), halves(x, f16), halves(weight, f16), nullptr, rstd, starts, halves(dx, f16), accumulate,
-                                dweight, nullptr, static_cast<int>(n));
+                         dweight, nullptr, static_cast<int>(n));
 }
 
 #undef MOST_THREADS
@@ -97,8 +104,4 @@ KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rst
 
 KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 n, int f16) {
     rms_norm_parts(halves(dy, f16), halves(x, f16), rstd, starts, dweight, n);
-}
-
-KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
-    rms_norm_forward<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }

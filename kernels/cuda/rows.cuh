@@ -9,7 +9,7 @@
 // The maximum is taken in another order, which can only be seen if it is zero: whether it is -0 or 0.
 #pragma once
 #include "math.cuh"
-#include "vectors.cuh"
+#include "neighbours.cuh"
 
 #define ROW_BLOCK 1024
 #define ROW_LANES 16
@@ -24,15 +24,10 @@ struct Team {
     int first;    // the team's first half warp, in the block of threads
 };
 
-// Blocks of a row for each half warp of its team; src/variants.rs changes it.
-#ifndef TEAM_BLOCKS
-#define TEAM_BLOCKS 1
-#endif
-
 // The number of half warps for rows of n elements; src/geometry.rs computes the same.
 DEVICE int team_halves(i64 n) {
     int halves = 1;
-    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK * TEAM_BLOCKS < n) halves *= 2;
+    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK < n) halves *= 2;
     return halves;
 }
 

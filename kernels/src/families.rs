@@ -19,9 +19,9 @@ sources! {
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
-    VECTORS = "vectors.cuh";
+    NEIGHBOURS = "neighbours.cuh";
+    NORM = "norm.cuh";
     FOURS = "fours.cuh";
-    NORM_BACKWARD = "norm_backward.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
     CHECKED = "checked.cuh";
@@ -87,9 +87,9 @@ pub static HEADERS: &[&Source] = &[
     &ROWS,
     &TREE,
     &RANDOM,
-    &VECTORS,
+    &NEIGHBOURS,
+    &NORM,
     &FOURS,
-    &NORM_BACKWARD,
     &WARP,
     &PRODUCTS,
     &CHECKED,
@@ -172,7 +172,7 @@ pub const EXACT_PIECE: u64 = 4096;
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
-/// The longest rows of norms whose backward reads them once, `Geometry::Parts`; longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
+/// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
 pub const NORM_WIDTH: u64 = 8192;
 
 /// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
@@ -180,7 +180,7 @@ pub const NONZERO_CHUNK: u64 = 2048;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
-/// A thread for 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/vectors.cuh`.
+/// A thread for 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/neighbours.cuh`.
 const TWOS: Geometry = Geometry::Elements { each: 2 };
 const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
@@ -200,12 +200,12 @@ const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geo
 const BYTES: Geometry = Geometry::Elements { each: 8 };
 
 kernels! {
-    layer_norm_forward_f32 in LAYER_NORM, Geometry::Rows;
-        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
-    layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rows;
-        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
-    layer_norm_forward_16 in LAYER_NORM, Geometry::Rows;
-        In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
+    layer_norm_forward_f32 in LAYER_NORM, Geometry::Rounds;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rounds;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    layer_norm_forward_16 in LAYER_NORM, Geometry::Rounds;
+        In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n, Value I32 f16;
     layer_norm_backward in LAYER_NORM, Geometry::Parts;
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dgamma, Out F32 dbeta,
         Divisor I64 n;
@@ -220,12 +220,12 @@ kernels! {
         In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
     layer_norm_backward_parts_16 in LAYER_NORM, Geometry::Columns;
         In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n, Value I32 f16;
-    rms_norm_forward_f32 in RMS_NORM, Geometry::Rows;
-        In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Value I64 n;
-    rms_norm_forward_bf16 in RMS_NORM, Geometry::Rows;
-        In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n;
-    rms_norm_forward_16 in RMS_NORM, Geometry::Rows;
-        In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
+    rms_norm_forward_f32 in RMS_NORM, Geometry::Rounds;
+        In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    rms_norm_forward_bf16 in RMS_NORM, Geometry::Rounds;
+        In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    rms_norm_forward_16 in RMS_NORM, Geometry::Rounds;
+        In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Divisor I64 n, Value I32 f16;
     rms_norm_backward in RMS_NORM, Geometry::Parts;
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dweight, Divisor I64 n;
     rms_norm_backward_16 in RMS_NORM, Geometry::Parts;
@@ -319,7 +319,7 @@ kernels! {
         Value I64 count;
     sum_of_squares in GRAD_NORM, Geometry::Warps; In F32 x, Value I64 len, Value I64 segments, Value I64 pitch, Out F64 parts;
     sum_of_parts in GRAD_NORM, Geometry::OneWarp; In F64 parts, Value I64 count, Out F64 sums, Value I64 at;
-    unscale in GRAD_NORM, FOURS_OF_F32; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
+    unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
     exact_squares in EXACT_SQUARES, ELEMENTS; In F32 x, Out U64 parts, Value I64 count, Value I64 pieces;
     exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits, Value I64 at;
     product_f32 in PRODUCT, ELEMENTS;

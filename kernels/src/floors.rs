@@ -87,7 +87,6 @@ floors! {
     bias bias_16, "32768 × 2048"; x X, bias H, out X; 0, 0;
     bias_residual bias_residual_16, "32768 × 2048"; x X, bias H, residual X, out X; 0, 0;
     sum_parts sum_parts_16, "32768 × 2048 by 64"; x X, starts PARTS, sums PARTS * H; 0, 0;
-    scale_forward, "2²⁸"; x FLAT, out FLAT; 0, 0;
     exp_forward tanh_forward sigmoid_forward silu_forward, "32768 × 2048"; x X, out X; 0, 0;
     exp_backward tanh_backward sigmoid_backward silu_backward, "32768 × 2048"; dy X, x X, dx X; 0, 0;
     zip_sub zip_mul zip_div, "32768 × 2048"; x X, y X, out X; 0, 0;
@@ -138,6 +137,11 @@ floors! {
     flash_backward_sm90_q_128, "4 × 4096 × 16 × 128"; maps A128, lse R128, dots R128, dq A128; 6 * 128 * P128, P128;
     flash_backward_sm90_kv_64, "32 × 1024 × 12 × 64"; maps A64, lse R64, dots R64, dk A64, dv A64; 8 * 64 * P64, P64;
     flash_backward_sm90_kv_128, "4 × 4096 × 16 × 128"; maps A128, lse R128, dots R128, dk A128, dv A128; 8 * 128 * P128, P128;
+    adamw, "2²⁸"; weights 2 * FLAT, grads FLAT, mean 2 * FLAT, square 2 * FLAT; 0, 0;
+    sgd, "2²⁸"; weights 2 * FLAT, grads FLAT; 0, 0;
+    sgd_momentum, "2²⁸"; weights 2 * FLAT, grads FLAT, buffer 2 * FLAT; 0, 0;
+    sum_of_squares, "2²⁸"; x FLAT, parts FLAT / crate::SQUARES_PIECE; 0, 0;
+    scale_forward, "2²⁸"; x FLAT, out FLAT; 0, 0;
     gather_8 gather_16 gather_32, "32768 × 2048 by 8"; x X, index CHOICES, out 8 * X; 0, 0;
     combine_forward, "32768 × 2048 by 8"; rows 8 * X, ids CHOICES, slots CHOICES, weights CHOICES, out X; 0, 0;
     combine_backward_rows, "32768 × 2048 by 8"; dout X, order CHOICES, weights CHOICES, drows 8 * X; 0, 0;
@@ -150,10 +154,6 @@ floors! {
     channel_norm_backward, "256 × 56 × 56 × 64"; dy IMAGES, x IMAGES, mean 64, variance 64, gamma 64, g 64, gx 64, dx IMAGES; 0, 0;
     squared_error_backward, "32768 × 2048"; x X, targets X, dloss T, dx X; 0, 0;
     correct_rows, "8192 × 50304"; logits ROWS * V, targets ROWS, right ROWS; 0, 0;
-    adamw, "2²⁸"; weights 2 * FLAT, grads FLAT, mean 2 * FLAT, square 2 * FLAT; 0, 0;
-    sgd, "2²⁸"; weights 2 * FLAT, grads FLAT; 0, 0;
-    sgd_momentum, "2²⁸"; weights 2 * FLAT, grads FLAT, buffer 2 * FLAT; 0, 0;
-    sum_of_squares, "2²⁸"; x FLAT, parts FLAT / crate::SQUARES_PIECE; 0, 0;
     unscale, "2²⁸"; x 2 * FLAT, overflow 1; 0, 0;
     set_squares set_largest, "2²⁸ by 2048"; x FLAT, runs 3, sums FLAT / 2048; 0, 0;
     divide_by_root, "2²⁸"; x 2 * FLAT, square 1; 0, 0;

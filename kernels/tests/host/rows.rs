@@ -8,8 +8,9 @@ use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::Norm;
 use meshwork_tensor::tape::RowBlocks;
 
-/// Rows and elements of each: one half warp a row, several, all, and several rounds; rows that do not fill the last block.
-const SIZES: [[usize; 2]; 8] = [[1, 1], [3, 7], [17, 33], [21, 768], [5, 1024], [9, 1025], [3, 5003], [2, 17_500]];
+/// Rows and elements of each: rows that do not fill the last block of threads, blocks of every size, a team of half warps a row that takes several rounds.
+const SIZES: [[usize; 2]; 9] =
+    [[1, 1], [3, 7], [77, 33], [21, 768], [5, 1024], [9, 1025], [3, 2100], [3, 5003], [2, 17_500]];
 
 const EPS: f32 = 1e-5;
 
