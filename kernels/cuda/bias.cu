@@ -3,40 +3,53 @@
 //   out = a + b;  a += b;  out = x + bias;  out = (x + bias) + residual;  dbias = Σ_rows dy
 //
 // Shapes    a, b, out, x, residual, dy [rows, n]; bias, dbias [n]; parts [parts, n]; sums [blocks, n].
-// Geometry  a thread an element, or eight of 16 bits; for sums over rows a thread a column and part (of up to 64 rows), then a column and block of parts.
-// Bytes     4 for each element of each tensor named, 2 in 16 bits (_16), by 16 bytes; of parts, 4 parts n more written and read.
+// Geometry  a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread a column and part (of up to 64 rows), then a column and block of parts.
+// Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); of parts, 4 parts n more written and read.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/pointwise.rs, RowSums in crates/tensor/src/cpu/mod.rs.
 #include "halves.cuh"
 
-KERNEL add(const float* a, const float* b, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = a[i] + b[i];
+struct Plus {
+    template <class T> DEVICE T operator()(T a, T b) const { return a + b; }
+};
+
+KERNEL add(const float* a, const float* b, float* out, i64 count) { join_vectors<FOUR>(a, b, out, count, Plus()); }
+
+KERNEL add_f64(const double* a, const double* b, double* out, i64 count) { join_vectors<2>(a, b, out, count, Plus()); }
+
+KERNEL add_16(const u16* a, const u16* b, u16* out, i64 count, int f16) {
+    join_vectors<EIGHT>(halves(a, f16), halves(b, f16), halves(out, f16), count, Plus());
 }
 
-KERNEL add_f64(const double* a, const double* b, double* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = a[i] + b[i];
-}
-
-KERNEL add_assign(float* a, const float* b, i64 count) {
-    i64 i = global_thread();
-    if (i < count) a[i] += b[i];
-}
+KERNEL add_assign(float* a, const float* b, i64 count) { join_vectors<FOUR>(a, b, a, count, Plus()); }
 
 // The losses of samples.
-KERNEL add_assign_f64(double* a, const double* b, i64 count) {
-    i64 i = global_thread();
-    if (i < count) a[i] += b[i];
+KERNEL add_assign_f64(double* a, const double* b, i64 count) { join_vectors<2>(a, b, a, count, Plus()); }
+
+KERNEL add_assign_16(u16* a, const u16* b, i64 count, int f16) {
+    join_vectors<EIGHT>(halves(a, f16), halves(b, f16), halves(a, f16), count, Plus());
 }
 
-KERNEL bias(const float* x, const float* bias, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] + bias[i % n];
+KERNEL bias(const float* x, const float* bias, float* out, i64 count, i64 n) { join_vectors<FOUR>(x, beside(bias, n), out, count, Plus()); }
+
+KERNEL bias_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
+    join_vectors<EIGHT>(halves(x, f16), beside(halves(bias, f16), n), halves(out, f16), count, Plus());
+}
+
+template <int N, class In, class Out> DEVICE void bias_residual_of(In x, In bias, In residual, Out out, i64 count, i64 n) {
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    Vector<float, N> y = load_vector<N>(x, at, count), b = load_vector<N>(beside(bias, n), at, count), r = load_vector<N>(residual, at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) y.of[j] = (y.of[j] + b.of[j]) + r.of[j];
+    store_vector(out, at, count, y);
 }
 
 KERNEL bias_residual(const float* x, const float* bias, const float* residual, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = (x[i] + bias[i % n]) + residual[i];
+    bias_residual_of<FOUR>(x, bias, residual, out, count, n);
+}
+
+KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16* out, i64 count, i64 n, int f16) {
+    bias_residual_of<EIGHT>(halves(x, f16), halves(bias, f16), halves(residual, f16), halves(out, f16), count, n);
 }
 
 // Sums of the rows starts[i] .. starts[i + 1], one after another, from zero. First of the rows of each part, then of the parts of
@@ -52,36 +65,3 @@ template <class In> DEVICE void parts_of(In x, const i64* starts, float* sums, i
 KERNEL sum_parts(const float* x, const i64* starts, float* sums, i64 n) { parts_of(x, starts, sums, n); }
 
 KERNEL sum_parts_16(const u16* x, const i64* starts, float* sums, i64 n, int f16) { parts_of(halves(x, f16), starts, sums, n); }
-
-KERNEL add_16(const u16* a, const u16* b, u16* out, i64 count, int f16) {
-    i64 at = global_thread() * EIGHT;
-    if (at >= count) return;
-    Eight x = load_eight(halves(a, f16), at, count), y = load_eight(halves(b, f16), at, count);
-    for (int j = 0; j < EIGHT; j++) x.of[j] = x.of[j] + y.of[j];
-    store_eight(halves(out, f16), at, count, x);
-}
-
-KERNEL add_assign_16(u16* a, const u16* b, i64 count, int f16) {
-    i64 at = global_thread() * EIGHT;
-    if (at >= count) return;
-    Eight x = load_eight(halves(a, f16), at, count), y = load_eight(halves(b, f16), at, count);
-    for (int j = 0; j < EIGHT; j++) x.of[j] = x.of[j] + y.of[j];
-    store_eight(halves(a, f16), at, count, x);
-}
-
-KERNEL bias_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
-    i64 at = global_thread() * EIGHT;
-    if (at >= count) return;
-    Eight y = load_eight(halves(x, f16), at, count), b = load_beside(halves(bias, f16), at, n);
-    for (int j = 0; j < EIGHT; j++) y.of[j] = y.of[j] + b.of[j];
-    store_eight(halves(out, f16), at, count, y);
-}
-
-KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16* out, i64 count, i64 n, int f16) {
-    i64 at = global_thread() * EIGHT;
-    if (at >= count) return;
-    Eight y = load_eight(halves(x, f16), at, count), b = load_beside(halves(bias, f16), at, n);
-    Eight r = load_eight(halves(residual, f16), at, count);
-    for (int j = 0; j < EIGHT; j++) y.of[j] = (y.of[j] + b.of[j]) + r.of[j];
-    store_eight(halves(out, f16), at, count, y);
-}

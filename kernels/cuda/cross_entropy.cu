@@ -5,7 +5,7 @@
 // Shapes    logits [rows, pitch], of which columns skipped .. skipped + width are this shard's, the first `valid` of them words, from word `first`
 //           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
 //           negative target masks its row.
-// Geometry  statistics and gradient: a team of half warps a row (rows.cuh); rescaling and lse: a thread a row; the loss: a warp a sample.
+// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh) but for the sums; rescaling and lse: a thread a row; the loss: a warp a sample.
 // Bytes     statistics 4 valid read an element (the second pass hits the cache), gradient 4 read and 4 written; half where logits have 16 bits (_16).
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
 //           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where
@@ -22,13 +22,13 @@ DEVICE i64 column_of(int target, i64 first, i64 valid) {
     return target >= 0 && column >= 0 && column < valid ? column : -1;
 }
 
-template <class In>
+template <int N, class In>
 DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                                    float* target, i64 rows) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, valid);
     In row = logits + (team.live ? team.row * pitch + skipped : 0);
-    float largest = row_max(team, valid, partial, row);
+    float largest = row_max<N>(team, valid, partial, row);
     // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
     float from = largest > -INFINITE ? largest : 0.0f;
     float total[1];
@@ -42,12 +42,12 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
 
 KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                            float* target, i64 rows) {
-    cross_entropy_stats_of(logits, targets, pitch, skipped, valid, first, max, sum, target, rows);
+    cross_entropy_stats_of<FOUR>(logits, targets, pitch, skipped, valid, first, max, sum, target, rows);
 }
 
 KERNEL cross_entropy_stats_16(const u16* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                               float* target, i64 rows, int f16) {
-    cross_entropy_stats_of(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
+    cross_entropy_stats_of<EIGHT>(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
 }
 
 KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
@@ -90,7 +90,7 @@ KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum
 }
 
 // The gradient, in place of the logits; zero in masked rows and padding.
-template <class Out>
+template <int N, class Out>
 DEVICE void cross_entropy_backward_of(Out logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped,
                                       i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
     Team team = team_of(rows, width);
@@ -99,22 +99,25 @@ DEVICE void cross_entropy_backward_of(Out logits, const int* targets, const floa
     float factor = static_cast<float>(scale[team.row / each]), log_sum = lse[team.row];
     bool masked = targets[team.row] < 0;
     Out row = logits + team.row * pitch + skipped;
-    for (i64 i = first_of(team); i < width; i += stride_of(team)) {
-        float gradient = 0.0f;
-        if (!masked && i < valid) {
-            gradient = exp_bits(row[i] - log_sum) * factor;
-            if (i == column) gradient = gradient - factor;
+    for (i64 i = first_of(team) * N; i < width; i += stride_of(team) * N) {
+        Vector<float, N> of = {};
+        if (!masked && i < valid) of = load_vector<N>(row, i, width);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float gradient = exp_bits(of.of[j] - log_sum) * factor;
+            if (i + j == column) gradient = gradient - factor;
+            of.of[j] = !masked && i + j < valid ? gradient : 0.0f;
         }
-        store(row, i, gradient);
+        store_vector(row, i, width, of);
     }
 }
 
 KERNEL cross_entropy_backward(float* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped,
                               i64 width, i64 valid, i64 first, i64 samples, i64 rows) {
-    cross_entropy_backward_of(logits, targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    cross_entropy_backward_of<FOUR>(logits, targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
 }
 
 KERNEL cross_entropy_backward_16(u16* logits, const int* targets, const float* lse, const double* scale, i64 pitch, i64 skipped, i64 width,
                                  i64 valid, i64 first, i64 samples, i64 rows, int f16) {
-    cross_entropy_backward_of(halves(logits, f16), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
+    cross_entropy_backward_of<EIGHT>(halves(logits, f16), targets, lse, scale, pitch, skipped, width, valid, first, samples, rows);
 }

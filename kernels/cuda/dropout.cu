@@ -4,7 +4,7 @@
 //   jitter, of the input of a router: factor(i) = low + step uniform(key, i)
 //
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
-// Geometry  a thread four elements, so that where they are neighbours in a block of Philox it is computed once.
+// Geometry  a thread four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); where they are neighbours in a block of Philox it is computed once.
 // Bytes     4 read and 4 written an element, half in 16 bits (_16).
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/dropout.rs.
 #include "halves.cuh"
@@ -28,32 +28,40 @@ DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
 }
 
 // y = x times the factor that `factor` makes of each global element's random words.
-template <class In, class Out, class Factor>
+template <int N, class In, class Out, class Factor>
 DEVICE void times_drawn(In x, const i64* sizes, int dims, u32 key0, u32 key1, Out y, i64 count, Factor factor) {
-    i64 first = global_thread() * EACH;
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    Vector<float, N> values = load_vector<N>(x, at, count);
     Words words = {};
-    u64 block = ~0ull;
-    for (i64 i = first; i < smaller(count, first + EACH); i++) {
-        u64 index = global_index(sizes, dims, i);
+    u64 block = ~0ull, index = 0;
+    i64 columns = dims > 0 ? sizes[dims - 1] : 1, column = at % columns;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (at + j >= count) break;
+        // Neighbours in a row of the last dim are neighbours in the global tensor.
+        index = j > 0 && column > 0 ? index + 1 : global_index(sizes, dims, at + j);
+        column = column + 1 == columns ? 0 : column + 1;
         if (index / 4 != block) {
             block = index / 4;
             words = philox(block, key0, key1);
         }
-        store(y, i, factor(words, index) * x[i]);
+        values.of[j] = factor(words, index) * values.of[j];
     }
+    store_vector(y, at, count, values);
 }
 
 KERNEL dropout(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, float* y, i64 count) {
     auto factor = [&](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
-    times_drawn(x, sizes, dims, key0, key1, y, count, factor);
+    times_drawn<EACH>(x, sizes, dims, key0, key1, y, count, factor);
 }
 
 KERNEL jitter(const float* x, const i64* sizes, int dims, u32 key0, u32 key1, float low, float step, float* y, i64 count) {
     auto factor = [&](const Words& words, u64 index) { return low + step * uniform(words, index); };
-    times_drawn(x, sizes, dims, key0, key1, y, count, factor);
+    times_drawn<FOUR>(x, sizes, dims, key0, key1, y, count, factor);
 }
 
 KERNEL dropout_16(const u16* x, const i64* sizes, int dims, u32 key0, u32 key1, float p, float kept, u16* y, i64 count, int f16) {
     auto factor = [&](const Words& words, u64 index) { return dropout_factor(words, index, p, kept); };
-    times_drawn(halves(x, f16), sizes, dims, key0, key1, halves(y, f16), count, factor);
+    times_drawn<EIGHT>(halves(x, f16), sizes, dims, key0, key1, halves(y, f16), count, factor);
 }

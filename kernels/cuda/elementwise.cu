@@ -4,11 +4,11 @@
 //   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
 //
 // Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
-// Geometry  a thread four elements, by 16 bytes (fours.cuh), or one of f64; of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
+// Geometry  a thread 16 bytes of each tensor (neighbours.cuh); of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
 // Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/elementwise.rs and relu.rs.
-#include "fours.cuh"
 #include "math.cuh"
+#include "neighbours.cuh"
 
 #define PER_BYTE 8
 
@@ -37,52 +37,51 @@ DEVICE float tanh_bits(float x) {
 }
 
 KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
-    map_fours(x, out, count, [=](float x) { return x * factor; });
+    map_vectors<FOUR>(x, out, count, [=](float x) { return x * factor; });
 }
 
 KERNEL scale_forward_f64(const double* x, double* out, i64 count, double factor) {
-    i64 i = global_thread();
-    if (i < count) out[i] = x[i] * factor;
+    map_vectors<2>(x, out, count, [=](double x) { return x * factor; });
 }
 
 KERNEL exp_forward(const float* x, float* out, i64 count) {
-    map_fours(x, out, count, [=](float x) { return exp_bits(x); });
+    map_vectors<FOUR>(x, out, count, [=](float x) { return exp_bits(x); });
 }
 
 KERNEL exp_backward(const float* dy, const float* x, float* dx, i64 count) {
-    join_fours(dy, x, dx, count, [](float dy, float x) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
         return dy * exp_bits(x);
     });
 }
 
 KERNEL tanh_forward(const float* x, float* out, i64 count) {
-    map_fours(x, out, count, [=](float x) { return tanh_bits(x); });
+    map_vectors<FOUR>(x, out, count, [=](float x) { return tanh_bits(x); });
 }
 
 KERNEL tanh_backward(const float* dy, const float* x, float* dx, i64 count) {
-    join_fours(dy, x, dx, count, [](float dy, float x) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
         Sides of = sigmoid(x + x); // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation
         return dy * (4.0f * of.at * of.against);
     });
 }
 
 KERNEL sigmoid_forward(const float* x, float* out, i64 count) {
-    map_fours(x, out, count, [=](float x) { return sigmoid(x).at; });
+    map_vectors<FOUR>(x, out, count, [=](float x) { return sigmoid(x).at; });
 }
 
 KERNEL sigmoid_backward(const float* dy, const float* x, float* dx, i64 count) {
-    join_fours(dy, x, dx, count, [](float dy, float x) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
         Sides of = sigmoid(x);
         return dy * (of.at * of.against);
     });
 }
 
 KERNEL silu_forward(const float* x, float* out, i64 count) {
-    map_fours(x, out, count, [=](float x) { return x * sigmoid(x).at; });
+    map_vectors<FOUR>(x, out, count, [=](float x) { return x * sigmoid(x).at; });
 }
 
 KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
-    join_fours(dy, x, dx, count, [](float dy, float x) {
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
         // Beyond, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
         float near = -200.0f > x ? -200.0f : x;
         near = 200.0f < near ? 200.0f : near;
@@ -91,43 +90,38 @@ KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
     });
 }
 
-// out[i, j] = f(x[i, j], y[j]).
-template <class F> DEVICE void zip_fours(const float* x, const float* y, float* out, i64 count, i64 n, F f) {
-    i64 at = global_thread() * FOUR;
-    if (at >= count) return;
-    Four four = load_four(x, at, count), other = load_four_beside(y, at, n);
-#pragma unroll
-    for (int j = 0; j < FOUR; j++) four.of[j] = f(four.of[j], other.of[j]);
-    store_four(out, at, count, four);
-}
-
 KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 n) {
-    zip_fours(x, y, out, count, n, [](float x, float y) { return x - y; });
+    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x - y; });
 }
 
 KERNEL zip_mul(const float* x, const float* y, float* out, i64 count, i64 n) {
-    zip_fours(x, y, out, count, n, [](float x, float y) { return x * y; });
+    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x * y; });
 }
 
 KERNEL zip_div(const float* x, const float* y, float* out, i64 count, i64 n) {
-    zip_fours(x, y, out, count, n, [](float x, float y) { return x / y; });
+    join_vectors<FOUR>(x, beside(y, n), out, count, [](float x, float y) { return x / y; });
 }
 
 KERNEL relu_forward(const float* x, float* out, u8* above, i64 count) {
-    i64 byte = global_thread(), first = byte * PER_BYTE;
-    if (first >= count) return;
+    i64 byte = global_thread(), at = byte * PER_BYTE;
+    if (at >= count) return;
+    Vector<float, PER_BYTE> values = load_vector<PER_BYTE>(x, at, count);  // zeros beyond the last, which are not above
     u32 bits = 0;
-    for (i64 i = first; i < smaller(first + PER_BYTE, count); ++i) {
-        float value = x[i];
-        out[i] = value <= 0.0f ? 0.0f : value;
-        bits |= (value > 0.0f ? 1u : 0u) << (i - first);
+#pragma unroll
+    for (int j = 0; j < PER_BYTE; j++) {
+        bits |= (values.of[j] > 0.0f ? 1u : 0u) << j;
+        values.of[j] = values.of[j] <= 0.0f ? 0.0f : values.of[j];
     }
+    store_vector(out, at, count, values);
     above[byte] = static_cast<u8>(bits);
 }
 
 KERNEL relu_backward(const float* dy, const u8* above, float* dx, i64 count) {
-    i64 byte = global_thread(), first = byte * PER_BYTE;
-    if (first >= count) return;
+    i64 byte = global_thread(), at = byte * PER_BYTE;
+    if (at >= count) return;
+    Vector<float, PER_BYTE> values = load_vector<PER_BYTE>(dy, at, count);
     u32 bits = above[byte];
-    for (i64 i = first; i < smaller(first + PER_BYTE, count); ++i) dx[i] = (bits >> (i - first) & 1u) ? dy[i] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < PER_BYTE; j++) values.of[j] = (bits >> j & 1u) ? values.of[j] : 0.0f;
+    store_vector(dx, at, count, values);
 }

@@ -4,7 +4,7 @@
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry  lookups: a thread an element. Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
+// Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
 //           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
 //           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
@@ -18,20 +18,23 @@
 
 #define TABLE_ROWS 64
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void embedding_forward_of(const int* ids, In table, i64 first_row, i64 rows, Out out, i64 count, i64 h) {
-    i64 at = global_thread();
+    i64 at = global_thread() * N;
     if (at >= count * h) return;
-    i64 row = static_cast<i64>(ids[at / h]) - first_row;
-    store(out, at, row >= 0 && row < rows ? table[row * h + at % h] : 0.0f);
+    auto held = [&](i64 i) {
+        i64 row = static_cast<i64>(ids[i]) - first_row;
+        return row < rows ? row : -1;
+    };
+    store_vector(out, at, count * h, load_rows<N>(table, at, count * h, h, held));
 }
 
 KERNEL embedding_forward(const int* ids, const float* table, i64 first_row, i64 rows, float* out, i64 count, i64 h) {
-    embedding_forward_of(ids, table, first_row, rows, out, count, h);
+    embedding_forward_of<FOUR>(ids, table, first_row, rows, out, count, h);
 }
 
 KERNEL embedding_forward_16(const int* ids, const u16* table, i64 first_row, i64 rows, u16* out, i64 count, i64 h, int f16) {
-    embedding_forward_of(ids, halves(table, f16), first_row, rows, halves(out, f16), count, h);
+    embedding_forward_of<EIGHT>(ids, halves(table, f16), first_row, rows, halves(out, f16), count, h);
 }
 
 // Finds the first id that is not below `vocab`, or is negative and `masked` is 0. One block.
@@ -108,17 +111,22 @@ KERNEL embedding_backward_tree_16(const int* ids, const u16* dout, i64 first_row
     embedding_tree_of(ids, halves(dout, f16), first_row, dtable, accumulate, count, run, h);
 }
 
-template <class In, class Out> DEVICE void positions_forward_of(In x, In table, i64 first, i64 seq, Out out, i64 count, i64 h) {
-    i64 at = global_thread();
-    if (at < count) store(out, at, x[at] + table[(first + at / h % seq) * h + at % h]);
+template <int N, class In, class Out> DEVICE void positions_forward_of(In x, In table, i64 first, i64 seq, Out out, i64 count, i64 h) {
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    Vector<float, N> y = load_vector<N>(x, at, count);
+    Vector<float, N> held = load_rows<N>(table, at, count, h, [=](i64 i) { return first + i % seq; });
+#pragma unroll
+    for (int j = 0; j < N; j++) y.of[j] = y.of[j] + held.of[j];
+    store_vector(out, at, count, y);
 }
 
 KERNEL positions_forward(const float* x, const float* table, i64 first, i64 seq, float* out, i64 count, i64 h) {
-    positions_forward_of(x, table, first, seq, out, count, h);
+    positions_forward_of<FOUR>(x, table, first, seq, out, count, h);
 }
 
 KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, u16* out, i64 count, i64 h, int f16) {
-    positions_forward_of(halves(x, f16), halves(table, f16), first, seq, halves(out, f16), count, h);
+    positions_forward_of<EIGHT>(halves(x, f16), halves(table, f16), first, seq, halves(out, f16), count, h);
 }
 
 // Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are cut into runs of

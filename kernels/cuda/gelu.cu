@@ -4,8 +4,8 @@
 //   out = gelu(x + bias);  dx = dy gelu'(x + bias) in place of dy;  without a bias: bias null
 //
 // Shapes    x, out, dy [rows, n]; bias [n]. The gradient of the bias is the sum over the rows of dx (bias.cu).
-// Geometry  a thread an element, or eight of 16 bits (_16).
-// Bytes     4 read and 4 written an element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits, by 16 bytes.
+// Geometry  a thread four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the gradient of the bias (_parts_16) a thread a column and part.
+// Bytes     4 read and 4 written an element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits (_16).
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
 #include "math.cuh"
 #include "halves.cuh"
@@ -35,36 +35,52 @@ DEVICE float gelu_derivative(float x) {
     return fmaf(x * gate.slope, two_du, gate.sigma);
 }
 
-KERNEL gelu_forward_f32(const float* x, const float* bias, float* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = gelu_value(bias ? x[i] + bias[i % n] : x[i]);
-}
-
-KERNEL gelu_forward_bf16(const float* x, const float* bias, u16* out, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) out[i] = to_operand(gelu_value(bias ? x[i] + bias[i % n] : x[i]));
-}
-
-KERNEL gelu_backward(const float* x, const float* bias, float* dy, i64 count, i64 n) {
-    i64 i = global_thread();
-    if (i < count) dy[i] = dy[i] * gelu_derivative(bias ? x[i] + bias[i % n] : x[i]);
-}
-
 // x plus the bias, if there is one.
-DEVICE Eight gelu_input(Halves x, const u16* bias, i64 at, i64 count, i64 n) {
-    Eight y = load_eight(x, at, count);
-    if (!bias) return y;
-    Eight b = load_beside(halves(bias, x.f16), at, n);
-    for (int j = 0; j < EIGHT; j++) y.of[j] = y.of[j] + b.of[j];
+template <int N, class In> DEVICE Vector<float, N> gelu_input(In x, In bias, bool biased, i64 at, i64 count, i64 n) {
+    Vector<float, N> y = load_vector<N>(x, at, count);
+    if (!biased) return y;
+    Vector<float, N> b = load_vector<N>(beside(bias, n), at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) y.of[j] = y.of[j] + b.of[j];
     return y;
 }
 
-KERNEL gelu_forward_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
-    i64 at = global_thread() * EIGHT;
+template <int N, class In, class Out> DEVICE void gelu_forward(In x, In bias, bool biased, Out out, i64 count, i64 n) {
+    i64 at = global_thread() * N;
     if (at >= count) return;
-    Eight y = gelu_input(halves(x, f16), bias, at, count, n);
-    for (int j = 0; j < EIGHT; j++) y.of[j] = gelu_value(y.of[j]);
-    store_eight(halves(out, f16), at, count, y);
+    Vector<float, N> y = gelu_input<N>(x, bias, biased, at, count, n);
+#pragma unroll
+    for (int j = 0; j < N; j++) y.of[j] = gelu_value(y.of[j]);
+    store_vector(out, at, count, y);
+}
+
+template <int N, class In, class Out> DEVICE void gelu_backward_of(In x, In bias, bool biased, Out dy, i64 count, i64 n) {
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    Vector<float, N> y = gelu_input<N>(x, bias, biased, at, count, n), g = load_vector<N>(dy, at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) g.of[j] = g.of[j] * gelu_derivative(y.of[j]);
+    store_vector(dy, at, count, g);
+}
+
+KERNEL gelu_forward_f32(const float* x, const float* bias, float* out, i64 count, i64 n) {
+    gelu_forward<FOUR>(x, bias, bias != nullptr, out, count, n);
+}
+
+KERNEL gelu_forward_bf16(const float* x, const float* bias, u16* out, i64 count, i64 n) {
+    gelu_forward<EIGHT>(x, bias, bias != nullptr, out, count, n);
+}
+
+KERNEL gelu_forward_16(const u16* x, const u16* bias, u16* out, i64 count, i64 n, int f16) {
+    gelu_forward<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(out, f16), count, n);
+}
+
+KERNEL gelu_backward(const float* x, const float* bias, float* dy, i64 count, i64 n) {
+    gelu_backward_of<FOUR>(x, bias, bias != nullptr, dy, count, n);
+}
+
+KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n, int f16) {
+    gelu_backward_of<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(dy, f16), count, n);
 }
 
 // The same, and for each part, of the rows starts[part] .. starts[part + 1], the sum of dx before it is rounded, one row after another: the gradient of
@@ -81,12 +97,4 @@ KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64*
         store(g, at, dx);
     }
     sums[part * n + column] = sum;
-}
-
-KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n, int f16) {
-    i64 at = global_thread() * EIGHT;
-    if (at >= count) return;
-    Eight y = gelu_input(halves(x, f16), bias, at, count, n), g = load_eight(halves(dy, f16), at, count);
-    for (int j = 0; j < EIGHT; j++) g.of[j] = g.of[j] * gelu_derivative(y.of[j]);
-    store_eight(halves(dy, f16), at, count, g);
 }

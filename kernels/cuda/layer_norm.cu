@@ -4,17 +4,20 @@
 //   x̂ = (x - mean) rstd,  g = dy gamma,  dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n),  dgamma = Σ_rows dy x̂,  dbeta = Σ_rows dy
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
-// Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
-// Bytes     forward 4 rows n read from memory (the other two passes hit the cache) and as many written, half if y is bf16; backward 8
-//           rows n read, 4 written (4 more read to accumulate); parts 8 rows n read
-//           again; all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx.
+// Geometry  forward a block of threads for as many rows as it holds, backward, with the parts, for a part of up to 64 rows (norm.cuh). Rows of more than 8192: a team of half
+//           warps a row (rows.cuh), and for the parts a thread a column and part.
+// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
+//           16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are read more than once, from the cache but for backward (_wide), and once more for the parts.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
 //           (bias.cu) adds up.
-#include "rows.cuh"
-#include "halves.cuh"
+#include "norm.cuh"
 
-template <class In, class Out>
-DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 rows, i64 n) {
+template <int N, class In, class Out>
+DEVICE void layer_norm_forward_of(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 rows, i64 n) {
+    if (n <= NORM_WIDTH) {
+        norm_forward<true>(x, gamma, beta, eps, y, mean, rstd, rows, static_cast<int>(n));
+        return;
+    }
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     In row = x + (team.live ? team.row * n : 0);
@@ -25,22 +28,49 @@ DEVICE void layer_norm_forward(In x, In gamma, In beta, float eps, Out y, float*
     float r = 1.0f / sqrtf(sum[0] / count + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) mean[team.row] = m, rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, (row[i] - m) * r * gamma[i] + beta[i]);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(row, i, n), gain = load_vector<N>(gamma, i, n), shift = load_vector<N>(beta, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) of.of[j] = (of.of[j] - m) * r * gain.of[j] + shift.of[j];
+        store_vector(y + team.row * n, i, n, of);
+    }
 }
+
+#undef MOST_THREADS
+#define MOST_THREADS NORM_THREADS
 
 KERNEL layer_norm_forward_f32(const float* x, const float* gamma, const float* beta, float eps, float* y, float* mean, float* rstd,
                               i64 rows, i64 n) {
-    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+    layer_norm_forward_of<FOUR>(x, gamma, beta, eps, y, mean, rstd, rows, n);
 }
 
 KERNEL layer_norm_forward_bf16(const float* x, const float* gamma, const float* beta, float eps, u16* y, float* mean, float* rstd,
                                i64 rows, i64 n) {
-    layer_norm_forward(x, gamma, beta, eps, y, mean, rstd, rows, n);
+    layer_norm_forward_of<EIGHT>(x, gamma, beta, eps, y, mean, rstd, rows, n);
+}
+
+KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, float eps, u16* y, float* mean, float* rstd, i64 rows, i64 n,
+                             int f16) {
+    layer_norm_forward_of<EIGHT>(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
+KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, const i64* starts, float* dx,
+                           int accumulate, float* dgamma, float* dbeta, i64 n) {
+    norm_backward<true>(dy, x, gamma, mean, rstd, starts, dx, accumulate, dgamma, dbeta, static_cast<int>(n));
+}
+
+KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, const i64* starts, u16* dx,
+                              int accumulate, float* dgamma, float* dbeta, i64 n, int f16) {
+    norm_backward<true>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, starts, halves(dx, f16), accumulate, dgamma,
+                        dbeta, static_cast<int>(n));
+}
+
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
+
 template <class In, class Out>
-DEVICE void layer_norm_backward_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
+DEVICE void layer_norm_backward_wide_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, 2 * ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -60,14 +90,14 @@ DEVICE void layer_norm_backward_of(In dy, In x, In gamma, const float* mean, con
     }
 }
 
-KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
-                           int accumulate, i64 rows, i64 n) {
-    layer_norm_backward_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
+KERNEL layer_norm_backward_wide(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
+                                int accumulate, i64 rows, i64 n) {
+    layer_norm_backward_wide_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
 }
 
-KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx, int accumulate,
-                              i64 rows, i64 n, int f16) {
-    layer_norm_backward_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
+KERNEL layer_norm_backward_wide_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx,
+                                   int accumulate, i64 rows, i64 n, int f16) {
+    layer_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.
@@ -93,9 +123,4 @@ KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* m
 KERNEL layer_norm_backward_parts_16(const u16* dy, const u16* x, const float* mean, const float* rstd, const i64* starts, float* dgamma,
                                     float* dbeta, i64 n, int f16) {
     layer_norm_parts(halves(dy, f16), halves(x, f16), mean, rstd, starts, dgamma, dbeta, n);
-}
-
-KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, float eps, u16* y, float* mean, float* rstd, i64 rows, i64 n,
-                             int f16) {
-    layer_norm_forward(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
 }

@@ -12,15 +12,21 @@ using u8 = unsigned char;
 
 // Threads of every block, unless a kernel's head says otherwise.
 #define THREADS 256
+// The most that a block has: a file that wants more for a kernel defines this anew before it, and as it was behind.
+#define MOST_THREADS THREADS
 #define FULL_WARP 0xffffffffu
 
 // Blocks for which an SM shall have registers at the same time: a file that wants more for a kernel defines this anew before it, and as it was behind.
 #define RESIDENT 1
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+#define KERNEL extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT)
 #define DEVICE __device__ __forceinline__
 
 #ifndef SHARED
 #define SHARED(type, name, count) __shared__ type name[count]
+#endif
+// Shared memory that the launch gives: `count` elements at most, once in a kernel.
+#ifndef GIVEN
+#define GIVEN(type, name, count) extern __shared__ type name[]
 #endif
 
 // The number of this thread in the grid, of one dim.

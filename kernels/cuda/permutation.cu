@@ -8,11 +8,12 @@
 //           x, rows, drows [rows, width]; y, dy [tokens, width].
 // Geometry  counting: a warp an id of a sample. Sorting: a warp an id, which counts the choices with smaller ids and then writes its own in order,
 //           32 at a time: no atomics, and the order is that of the choices. Inversion and groups: a thread a place. Moved rows, sums and
-//           their gradients: a thread an element; products of rows: a team of half warps a choice (rows.cuh).
+//           their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
 // Bytes     sorting reads the choices twice for each id, from the L2 cache; rows are read and written once; a sum reads a row for each choice.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
+#include "neighbours.cuh"
 #include "warp.cuh"
 
 // The number of choices from `begin` to `end` with ids in low .. high, the same in all lanes.
@@ -81,10 +82,11 @@ KERNEL group_ids(const int* choices, i64 k, i64 size, int once, int* groups, i64
 
 // Rows of `width` words of a size, zeros for an index that x, of `rows` rows, does not have.
 template <class T> DEVICE void gather(const T* x, const int* index, i64 rows, i64 per, i64 width, T* out, i64 count) {
-    i64 at = global_thread();
+    constexpr int N = SIXTEEN_BYTES(T);
+    i64 at = global_thread() * N;
     if (at >= count) return;
-    i64 row = index[at / width];
-    out[at] = row >= 0 && row / per < rows ? x[row / per * width + at % width] : static_cast<T>(0);
+    auto source = [&](i64 i) { return index[i] >= 0 && index[i] / per < rows ? index[i] / per : -1; };
+    store_vector(out, at, count, load_rows<N>(x, at, count, width, source));
 }
 
 KERNEL gather_8(const u8* x, const int* index, i64 rows, i64 per, i64 width, u8* out, i64 count) {
@@ -108,25 +110,29 @@ DEVICE int level_of(u32 bits) {
 
 // The sum in the tree over the ids, of which only some are there. Two neighbours part where the highest bit differs; left sides wait at that level
 // until all that lies right of them below it is summed.
-KERNEL combine_forward(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, float* out, i64 count) {
-    i64 at = global_thread();
-    if (at >= count) return;
-    i64 token = at / width, column = at % width;
-    float waiting[TREE_LEVELS];
+template <int N>
+DEVICE Vector<float, N> combine(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, i64 token, i64 column) {
+    Vector<float, N> waiting[TREE_LEVELS], sum = {};
 #pragma unroll
-    for (int level = 0; level < TREE_LEVELS; level++) waiting[level] = 0.0f;
+    for (int level = 0; level < TREE_LEVELS; level++) waiting[level] = {};
     u32 full = 0;
-    float sum = 0.0f;
     int last = -1;
     for (i64 i = token * k; i < (token + 1) * k; i++) {
         if (slots[i] < 0) continue;
-        float row = rows[slots[i] * width + column], term = weights ? weights[i] * row : row;
+        Vector<float, N> term = load_vector<N>(rows + slots[i] * width, column, width);
+        if (weights) {
+#pragma unroll
+            for (int j = 0; j < N; j++) term.of[j] = weights[i] * term.of[j];
+        }
         if (last >= 0) {
             int apart = level_of(static_cast<u32>(last ^ ids[i]));
 #pragma unroll
             for (int level = 0; level < TREE_LEVELS; level++) {
-                if (level < apart && (full >> level & 1u)) sum = waiting[level] + sum;
-                if (level == apart) waiting[level] = sum;
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    if (level < apart && (full >> level & 1u)) sum.of[j] = waiting[level].of[j] + sum.of[j];
+                    if (level == apart) waiting[level].of[j] = sum.of[j];
+                }
             }
             full = (full & ~((1u << apart) - 1u)) | 1u << apart;
         }
@@ -135,16 +141,35 @@ KERNEL combine_forward(const float* rows, const int* ids, const int* slots, cons
     }
 #pragma unroll
     for (int level = 0; level < TREE_LEVELS; level++) {
-        if (full >> level & 1u) sum = waiting[level] + sum;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if (full >> level & 1u) sum.of[j] = waiting[level].of[j] + sum.of[j];
+        }
     }
-    out[at] = sum;
+    return sum;
+}
+
+KERNEL combine_forward(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, float* out, i64 count) {
+    i64 at = global_thread() * FOUR, column = at % width;
+    if (at >= count) return;
+    if (column + FOUR <= width) {
+        store_vector(out, at, count, combine<FOUR>(rows, ids, slots, weights, k, width, at / width, column));
+        return;
+    }
+    for (i64 i = at; i < smaller(at + FOUR, count); i++) out[i] = combine<1>(rows, ids, slots, weights, k, width, i / width, i % width).of[0];
 }
 
 KERNEL combine_backward_rows(const float* dout, const int* order, const float* weights, i64 k, i64 width, float* drows, i64 count) {
-    i64 at = global_thread();
+    i64 at = global_thread() * FOUR, row = at / width, column = at % width;
     if (at >= count) return;
-    i64 choice = order[at / width];
-    drows[at] = weights[choice] * dout[choice / k * width + at % width];
+    Vector<float, FOUR> four = load_rows<FOUR>(dout, at, count, width, [=](i64 i) { return order[i] / k; });
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) {
+        if (at + j >= count) break;
+        four.of[j] = weights[order[row]] * four.of[j];
+        if (++column == width) column = 0, row++;
+    }
+    store_vector(drows, at, count, four);
 }
 
 KERNEL combine_backward_weights(const float* dout, const float* rows, const int* slots, i64 k, float* dweights, i64 choices, i64 width) {

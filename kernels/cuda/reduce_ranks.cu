@@ -3,12 +3,14 @@
 //   out[i] = Σ_ranks inputs[rank][i];  or their maximum or minimum
 //
 // Shapes    inputs [ranks], the addresses of buffers [count]; out [count], which may be one of them.
-// Geometry  a thread an element; the sums that wait are in registers.
+// Geometry  a thread 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16 ranks, else one after another; the sums that wait are in
+//           registers. Sums of vectors that follow each other: a thread an element.
 // Bytes     an element of each rank read and one written.
 // Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once,
 //           integers wrap around. A maximum or minimum is NaN if any is.
 #include "float16.cuh"
 #include "tree.cuh"
+#include "neighbours.cuh"
 
 // A type of elements: how it is stored, and as what it is reduced.
 template <class T> struct Exact {
@@ -38,13 +40,33 @@ struct F16 {
     DEVICE static u16 store(float x) { return to_f16(x); }
 };
 
+// Levels of the tree of fewer than 16 ranks.
+#define FEW_LEVELS 4
+
 template <class Join, class Of>
 DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename Of::Stored* out, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    TreeOf<Join, typename Of::Wide> tree;
-    for (i64 rank = 0; rank < ranks; rank++) tree.push(Of::load(inputs[rank][i]));
-    out[i] = Of::store(tree.finish());
+    using Stored = typename Of::Stored;
+    constexpr int N = SIXTEEN_BYTES(Stored);
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    if (ranks < 1 << FEW_LEVELS) {
+        TreeOf<Join, typename Of::Wide, FEW_LEVELS> trees[N];
+        for (i64 rank = 0; rank < ranks; rank++) {
+            Vector<Stored, N> input = load_vector<N>(inputs[rank], at, count);
+#pragma unroll
+            for (int j = 0; j < N; j++) trees[j].push(Of::load(input.of[j]));
+        }
+        Vector<Stored, N> result;
+#pragma unroll
+        for (int j = 0; j < N; j++) result.of[j] = Of::store(trees[j].finish());
+        store_vector(out, at, count, result);
+        return;
+    }
+    for (i64 i = at; i < smaller(at + N, count); i++) {
+        TreeOf<Join, typename Of::Wide> tree;
+        for (i64 rank = 0; rank < ranks; rank++) tree.push(Of::load(inputs[rank][i]));
+        out[i] = Of::store(tree.finish());
+    }
 }
 
 KERNEL reduce_sum_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {

@@ -4,16 +4,18 @@
 //   x̂ = x rstd,  g = dy weight,  dx = rstd (g - x̂ Σ (g x̂) / n),  dweight = Σ_rows dy x̂
 //
 // Shapes    x, y, dy, dx [rows, n]; weight [n]; rstd [rows]; the parts of dweight [parts, n].
-// Geometry  a team of half warps a row (rows.cuh); for the parts a thread a column and part of up to 64 rows.
-// Bytes     forward 4 rows n read from memory and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read
-//           to accumulate); parts 8 rows n read again; all half where tensors have 16 bits (_16):
-//           x, weight, y, dy and dx.
+// Geometry  as in layer_norm.cu.
+// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
+//           16 bits (_16): x, weight, y, dy and dx. Wide rows as in layer_norm.cu.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
-#include "rows.cuh"
-#include "halves.cuh"
+#include "norm.cuh"
 
-template <class In, class Out>
-DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
+template <int N, class In, class Out>
+DEVICE void rms_norm_forward_of(In x, In weight, float eps, Out y, float* rstd, i64 rows, i64 n) {
+    if (n <= NORM_WIDTH) {
+        norm_forward<false>(x, weight, weight, eps, y, nullptr, rstd, rows, static_cast<int>(n));
+        return;
+    }
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     In row = x + (team.live ? team.row * n : 0);
@@ -22,20 +24,46 @@ DEVICE void rms_norm_forward(In x, In weight, float eps, Out y, float* rstd, i64
     float r = 1.0f / sqrtf(sum[0] / static_cast<float>(n) + eps);
     if (!team.live) return;
     if (team.half == 0 && team.lane == 0) rstd[team.row] = r;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) store(y, team.row * n + i, row[i] * r * weight[i]);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(row, i, n), gain = load_vector<N>(weight, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) of.of[j] = of.of[j] * r * gain.of[j];
+        store_vector(y + team.row * n, i, n, of);
+    }
 }
 
+#undef MOST_THREADS
+#define MOST_THREADS NORM_THREADS
+
 KERNEL rms_norm_forward_f32(const float* x, const float* weight, float eps, float* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward(x, weight, eps, y, rstd, rows, n);
+    rms_norm_forward_of<FOUR>(x, weight, eps, y, rstd, rows, n);
 }
 
 KERNEL rms_norm_forward_bf16(const float* x, const float* weight, float eps, u16* y, float* rstd, i64 rows, i64 n) {
-    rms_norm_forward(x, weight, eps, y, rstd, rows, n);
+    rms_norm_forward_of<EIGHT>(x, weight, eps, y, rstd, rows, n);
+}
+
+KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
+    rms_norm_forward_of<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }
 
 // dx, which is overwritten, or added to if `accumulate` is not 0.
+KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, const i64* starts, float* dx, int accumulate,
+                         float* dweight, i64 n) {
+    norm_backward<false>(dy, x, weight, nullptr, rstd, starts, dx, accumulate, dweight, nullptr, static_cast<int>(n));
+}
+
+KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, const i64* starts, u16* dx, int accumulate,
+                            float* dweight, i64 n, int f16) {
+    norm_backward<false>(halves(dy, f16), halves(x, f16), halves(weight, f16), nullptr, rstd, starts, halves(dx, f16), accumulate,
+                         dweight, nullptr, static_cast<int>(n));
+}
+
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
+
 template <class In, class Out>
-DEVICE void rms_norm_backward_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
+DEVICE void rms_norm_backward_wide_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
     i64 at = team.live ? team.row * n : 0;
@@ -51,14 +79,14 @@ DEVICE void rms_norm_backward_of(In dy, In x, In weight, const float* rstd, Out 
     }
 }
 
-KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
-                         i64 rows, i64 n) {
-    rms_norm_backward_of(dy, x, weight, rstd, dx, accumulate, rows, n);
+KERNEL rms_norm_backward_wide(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
+                              i64 rows, i64 n) {
+    rms_norm_backward_wide_of(dy, x, weight, rstd, dx, accumulate, rows, n);
 }
 
-KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows, i64 n,
-                            int f16) {
-    rms_norm_backward_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
+KERNEL rms_norm_backward_wide_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows,
+                                 i64 n, int f16) {
+    rms_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sum of dy x̂, one row after another.
@@ -76,8 +104,4 @@ KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rst
 
 KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 n, int f16) {
     rms_norm_parts(halves(dy, f16), halves(x, f16), rstd, starts, dweight, n);
-}
-
-KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, float* rstd, i64 rows, i64 n, int f16) {
-    rms_norm_forward(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }

@@ -9,6 +9,7 @@
 // The maximum is taken in another order, which can only be seen if it is zero: whether it is -0 or 0.
 #pragma once
 #include "math.cuh"
+#include "neighbours.cuh"
 
 #define ROW_BLOCK 1024
 #define ROW_LANES 16
@@ -23,15 +24,10 @@ struct Team {
     int first;    // the team's first half warp, in the block of threads
 };
 
-// Blocks of a row for each half warp of its team; src/variants.rs changes it.
-#ifndef TEAM_BLOCKS
-#define TEAM_BLOCKS 1
-#endif
-
 // The number of half warps for rows of n elements; src/geometry.rs computes the same.
 DEVICE int team_halves(i64 n) {
     int halves = 1;
-    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK * TEAM_BLOCKS < n) halves *= 2;
+    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK < n) halves *= 2;
     return halves;
 }
 
@@ -47,7 +43,7 @@ DEVICE Team team_of(i64 rows, i64 n) {
     return team;
 }
 
-// Elements of its row for this thread, in steps: for (i64 i = first_of(team); i < n; i += stride_of(team)).
+// Elements of its row for this thread, in steps: for (i64 i = first_of(team); i < n; i += stride_of(team)); both times N for N neighbours a step.
 DEVICE i64 first_of(const Team& team) { return static_cast<i64>(team.half) * ROW_LANES + team.lane; }
 DEVICE i64 stride_of(const Team& team) { return static_cast<i64>(team.halves) * ROW_LANES; }
 
@@ -88,11 +84,15 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
 }
 
-// The largest element of the row, minus infinity if it is empty; NaN is passed over. Called as row_sums.
-template <class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
+// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes N neighbours. Called as row_sums.
+template <int N, class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
     float max = -INFINITE;
     if (team.live) {
-        for (i64 i = first_of(team); i < n; i += stride_of(team)) max = row[i] > max ? row[i] : max;
+        for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+            Vector<float, N> of = load_vector<N>(row, i, n);
+#pragma unroll
+            for (int j = 0; j < N; j++) max = i + j < n && of.of[j] > max ? of.of[j] : max;
+        }
     }
     for (int width = ROW_LANES / 2; width > 0; width /= 2) {
         float other = __shfl_xor_sync(FULL_WARP, max, width);

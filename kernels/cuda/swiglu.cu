@@ -4,8 +4,8 @@
 //   dgate = dy up σ (1 + gate (1 - σ)),  dup = dy silu(gate), in place of gate and up
 //
 // Shapes    x [count, 2]; out, dy [count].
-// Geometry  a thread a pair, or eight of 16 bits (_16).
-// Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits, by 16 bytes.
+// Geometry  a thread four pairs, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh).
+// Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits (_16).
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/swiglu.rs.
 #include "math.cuh"
 #include "halves.cuh"
@@ -19,8 +19,6 @@ DEVICE Logistic logistic(float x) {
 
 DEVICE float swiglu_of(float gate, float up) { return gate * logistic(gate).near * up; }
 
-DEVICE float swiglu_value(const float* x, i64 i) { return swiglu_of(x[2 * i], x[2 * i + 1]); }
-
 // The gradients of a pair, in place of it.
 DEVICE void swiglu_gradient(float g, float& gate, float& up) {
     Logistic sides = logistic(gate);
@@ -29,46 +27,32 @@ DEVICE void swiglu_gradient(float g, float& gate, float& up) {
     gate = dgate;
 }
 
-KERNEL swiglu_forward_f32(const float* x, float* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = swiglu_value(x, i);
-}
-
-KERNEL swiglu_forward_bf16(const float* x, u16* out, i64 count) {
-    i64 i = global_thread();
-    if (i < count) out[i] = to_operand(swiglu_value(x, i));
-}
-
-KERNEL swiglu_backward(const float* dy, float* x, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    float gate = x[2 * i], up = x[2 * i + 1];
-    swiglu_gradient(dy[i], gate, up);
-    x[2 * i] = gate, x[2 * i + 1] = up;
-}
-
-KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) {
-    i64 at = global_thread() * EIGHT;
+template <int N, class In, class Out> DEVICE void swiglu_forward(In x, Out out, i64 count) {
+    i64 at = global_thread() * N;
     if (at >= count) return;
-    Halves pairs = halves(x, f16);
-    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count), y;
-    for (int j = 0; j < EIGHT / 2; j++) {
-        y.of[j] = swiglu_of(left.of[2 * j], left.of[2 * j + 1]);
-        y.of[EIGHT / 2 + j] = swiglu_of(right.of[2 * j], right.of[2 * j + 1]);
-    }
-    store_eight(halves(out, f16), at, count, y);
+    Vector<float, 2 * N> pairs = load_vector<2 * N>(x, 2 * at, 2 * count);
+    Vector<float, N> y;
+#pragma unroll
+    for (int j = 0; j < N; j++) y.of[j] = swiglu_of(pairs.of[2 * j], pairs.of[2 * j + 1]);
+    store_vector(out, at, count, y);
 }
 
-KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) {
-    i64 at = global_thread() * EIGHT;
+template <int N, class In, class Out> DEVICE void swiglu_backward_of(In dy, Out x, i64 count) {
+    i64 at = global_thread() * N;
     if (at >= count) return;
-    Halves pairs = halves(x, f16);
-    Eight left = load_eight(pairs, 2 * at, 2 * count), right = load_eight(pairs, 2 * at + EIGHT, 2 * count);
-    Eight g = load_eight(halves(dy, f16), at, count);
-    for (int j = 0; j < EIGHT / 2; j++) {
-        swiglu_gradient(g.of[j], left.of[2 * j], left.of[2 * j + 1]);
-        swiglu_gradient(g.of[EIGHT / 2 + j], right.of[2 * j], right.of[2 * j + 1]);
-    }
-    store_eight(pairs, 2 * at, 2 * count, left);
-    store_eight(pairs, 2 * at + EIGHT, 2 * count, right);
+    Vector<float, 2 * N> pairs = load_vector<2 * N>(x, 2 * at, 2 * count);
+    Vector<float, N> g = load_vector<N>(dy, at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) swiglu_gradient(g.of[j], pairs.of[2 * j], pairs.of[2 * j + 1]);
+    store_vector(x, 2 * at, 2 * count, pairs);
 }
+
+KERNEL swiglu_forward_f32(const float* x, float* out, i64 count) { swiglu_forward<FOUR>(x, out, count); }
+
+KERNEL swiglu_forward_bf16(const float* x, u16* out, i64 count) { swiglu_forward<EIGHT>(x, out, count); }
+
+KERNEL swiglu_forward_16(const u16* x, u16* out, i64 count, int f16) { swiglu_forward<EIGHT>(halves(x, f16), halves(out, f16), count); }
+
+KERNEL swiglu_backward(const float* dy, float* x, i64 count) { swiglu_backward_of<FOUR>(dy, x, count); }
+
+KERNEL swiglu_backward_16(const u16* dy, u16* x, i64 count, int f16) { swiglu_backward_of<EIGHT>(halves(dy, f16), halves(x, f16), count); }

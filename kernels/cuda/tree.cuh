@@ -23,20 +23,20 @@ struct Min {
 };
 
 // Slots are in registers: every index is known when it is compiled.
-template <class Join, class T> struct TreeOf {
-    T slot[TREE_LEVELS];
+template <class Join, class T, int LEVELS = TREE_LEVELS> struct TreeOf {
+    T slot[LEVELS];
     u32 count;
 
     __device__ __forceinline__ TreeOf() : count(0) {
 #pragma unroll
-        for (int level = 0; level < TREE_LEVELS; level++) slot[level] = T(0);
+        for (int level = 0; level < LEVELS; level++) slot[level] = T(0);
     }
 
     // Adds the next leaf.
     __device__ __forceinline__ void push(T x) {
         bool carry = true;
 #pragma unroll
-        for (int level = 0; level < TREE_LEVELS; level++) {
+        for (int level = 0; level < LEVELS; level++) {
             bool full = count >> level & 1u;
             if (carry && full) x = Join::join(slot[level], x);
             if (carry && !full) slot[level] = x;
@@ -50,7 +50,7 @@ template <class Join, class T> struct TreeOf {
         T x = T(0);
         bool any = false;
 #pragma unroll
-        for (int level = 0; level < TREE_LEVELS; level++) {
+        for (int level = 0; level < LEVELS; level++) {
             if (!(count >> level & 1u)) continue;
             x = any ? Join::join(slot[level], x) : slot[level];
             any = true;

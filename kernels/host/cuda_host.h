@@ -376,6 +376,7 @@ template <class T> class Shared {
 #define blockDim (host::block_dim)
 #define gridDim (host::grid_dim)
 #define SHARED(type, name, count) static host::Shared<type> name(#name, count)
+#define GIVEN(type, name, count) static host::Shared<type> name(#name, count, true)
 
 #define __syncthreads() host::barrier(__FILE__, __LINE__)
 template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {

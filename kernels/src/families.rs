@@ -19,6 +19,8 @@ sources! {
     ROWS = "rows.cuh";
     TREE = "tree.cuh";
     RANDOM = "random.cuh";
+    NEIGHBOURS = "neighbours.cuh";
+    NORM = "norm.cuh";
     FOURS = "fours.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
@@ -85,6 +87,8 @@ pub static HEADERS: &[&Source] = &[
     &ROWS,
     &TREE,
     &RANDOM,
+    &NEIGHBOURS,
+    &NORM,
     &FOURS,
     &WARP,
     &PRODUCTS,
@@ -168,13 +172,19 @@ pub const EXACT_PIECE: u64 = 4096;
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
+/// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
+pub const NORM_WIDTH: u64 = 8192;
+
 /// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
 pub const NONZERO_CHUNK: u64 = 2048;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
-/// A thread for four neighbours of f32 that are read and written by 16 bytes: `cuda/fours.cuh`.
+/// A thread for 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/neighbours.cuh`.
+const TWOS: Geometry = Geometry::Elements { each: 2 };
 const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
+const EIGHT: Geometry = Geometry::Elements { each: 8 };
+const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
 
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
@@ -186,47 +196,55 @@ const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geo
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
 }
 
-/// A thread for neighbours of 16 bits that are read and written by 16 bytes.
-const EIGHT: Geometry = Geometry::Elements { each: 8 };
-
 /// A thread for the elements whose bits are one byte.
 const BYTES: Geometry = Geometry::Elements { each: 8 };
 
 kernels! {
-    layer_norm_forward_f32 in LAYER_NORM, Geometry::Rows;
-        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
-    layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rows;
-        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n;
-    layer_norm_forward_16 in LAYER_NORM, Geometry::Rows;
-        In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
-    layer_norm_backward in LAYER_NORM, Geometry::Rows;
+    layer_norm_forward_f32 in LAYER_NORM, Geometry::Rounds;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out F32 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    layer_norm_forward_bf16 in LAYER_NORM, Geometry::Rounds;
+        In F32 x, In F32 gamma, In F32 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    layer_norm_forward_16 in LAYER_NORM, Geometry::Rounds;
+        In Bits16 x, In Bits16 gamma, In Bits16 beta, Value F32 eps, Out Bits16 y, Out F32 mean, Out F32 rstd, Value I64 rows, Divisor I64 n, Value I32 f16;
+    layer_norm_backward in LAYER_NORM, Geometry::Parts;
+        In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dgamma, Out F32 dbeta,
+        Divisor I64 n;
+    layer_norm_backward_16 in LAYER_NORM, Geometry::Parts;
+        In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, In I64 starts, Out Bits16 dx, Value I32 accumulate, Out F32 dgamma,
+        Out F32 dbeta, Divisor I64 n, Value I32 f16;
+    layer_norm_backward_wide in LAYER_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
-    layer_norm_backward_16 in LAYER_NORM, Geometry::Rows;
+    layer_norm_backward_wide_16 in LAYER_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
     layer_norm_backward_parts_16 in LAYER_NORM, Geometry::Columns;
         In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n, Value I32 f16;
-    rms_norm_forward_f32 in RMS_NORM, Geometry::Rows;
-        In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Value I64 n;
-    rms_norm_forward_bf16 in RMS_NORM, Geometry::Rows;
-        In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n;
-    rms_norm_forward_16 in RMS_NORM, Geometry::Rows;
-        In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Value I64 n, Value I32 f16;
-    rms_norm_backward in RMS_NORM, Geometry::Rows;
+    rms_norm_forward_f32 in RMS_NORM, Geometry::Rounds;
+        In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    rms_norm_forward_bf16 in RMS_NORM, Geometry::Rounds;
+        In F32 x, In F32 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
+    rms_norm_forward_16 in RMS_NORM, Geometry::Rounds;
+        In Bits16 x, In Bits16 weight, Value F32 eps, Out Bits16 y, Out F32 rstd, Value I64 rows, Divisor I64 n, Value I32 f16;
+    rms_norm_backward in RMS_NORM, Geometry::Parts;
+        In F32 dy, In F32 x, In F32 weight, In F32 rstd, In I64 starts, Out F32 dx, Value I32 accumulate, Out F32 dweight, Divisor I64 n;
+    rms_norm_backward_16 in RMS_NORM, Geometry::Parts;
+        In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, In I64 starts, Out Bits16 dx, Value I32 accumulate, Out F32 dweight, Divisor I64 n,
+        Value I32 f16;
+    rms_norm_backward_wide in RMS_NORM, Geometry::Rows;
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
-    rms_norm_backward_16 in RMS_NORM, Geometry::Rows;
+    rms_norm_backward_wide_16 in RMS_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
     rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
         In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
     rms_norm_backward_parts_16 in RMS_NORM, Geometry::Columns;
         In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n, Value I32 f16;
-    add in BIAS, ELEMENTS; In F32 a, In F32 b, Out F32 out, Value I64 count;
-    add_f64 in BIAS, ELEMENTS; In F64 a, In F64 b, Out F64 out, Value I64 count;
-    add_assign in BIAS, ELEMENTS; Out F32 a, In F32 b, Value I64 count;
-    add_assign_f64 in BIAS, ELEMENTS; Out F64 a, In F64 b, Value I64 count;
-    bias in BIAS, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
-    bias_residual in BIAS, ELEMENTS; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
+    add in BIAS, FOURS_OF_F32; In F32 a, In F32 b, Out F32 out, Value I64 count;
+    add_f64 in BIAS, TWOS; In F64 a, In F64 b, Out F64 out, Value I64 count;
+    add_assign in BIAS, FOURS_OF_F32; Out F32 a, In F32 b, Value I64 count;
+    add_assign_f64 in BIAS, TWOS; Out F64 a, In F64 b, Value I64 count;
+    bias in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
+    bias_residual in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
     sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
     add_16 in BIAS, EIGHT; In Bits16 a, In Bits16 b, Out Bits16 out, Value I64 count, Value I32 f16;
     add_assign_16 in BIAS, EIGHT; Out Bits16 a, In Bits16 b, Value I64 count, Value I32 f16;
@@ -235,7 +253,7 @@ kernels! {
         In Bits16 x, In Bits16 bias, In Bits16 residual, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     sum_parts_16 in BIAS, Geometry::Columns; In Bits16 x, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
     scale_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
-    scale_forward_f64 in ELEMENTWISE, ELEMENTS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
+    scale_forward_f64 in ELEMENTWISE, TWOS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
     exp_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
     exp_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
     tanh_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
@@ -251,7 +269,7 @@ kernels! {
     relu_backward in ELEMENTWISE, BYTES; In F32 dy, In U8 above, Out F32 dx, Value I64 count;
     sum_dim in REDUCTION, ELEMENTS;
         In F32 x, Out F32 out, Value I64 count, Divisor I64 outer, Value I64 extent, Divisor I64 inner, Divisor I64 blocks, Value F64 scale;
-    spread_dim in REDUCTION, ELEMENTS;
+    spread_dim in REDUCTION, FOURS_OF_F32;
         In F32 dy, Out F32 dx, Value I64 count, Divisor I64 extent, Divisor I64 inner, Value F32 scale;
     softmax_forward in REDUCTION, Geometry::Rows; In F32 x, Out F32 y, Value I64 rows, Value I64 n;
     softmax_backward in REDUCTION, Geometry::Rows; In F32 dy, In F32 y, Out F32 dx, Value I64 rows, Value I64 n;
@@ -279,16 +297,16 @@ kernels! {
     average_pool_backward in WINDOWS, ELEMENTS;
         In F32 dy, Out F32 dx, Value I64 count, Divisor I64 height, Divisor I64 width, Divisor I64 channels,
         Value I64 rows, Value I64 columns, Value I64 down, Value I64 across, Divisor I64 stride, Value I64 padding;
-    gelu_forward_f32 in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
-    gelu_forward_bf16 in GELU, ELEMENTS; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Divisor I64 n;
-    gelu_backward in GELU, ELEMENTS; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
+    gelu_forward_f32 in GELU, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
+    gelu_forward_bf16 in GELU, EIGHT; In F32 x, In F32 bias, Out Bits16 out, Value I64 count, Divisor I64 n;
+    gelu_backward in GELU, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
     gelu_forward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     gelu_backward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 dy, Value I64 count, Divisor I64 n, Value I32 f16;
     gelu_backward_parts_16 in GELU, Geometry::Columns;
         In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
-    swiglu_forward_f32 in SWIGLU, ELEMENTS; In F32 x, Out F32 out, Value I64 count;
-    swiglu_forward_bf16 in SWIGLU, ELEMENTS; In F32 x, Out Bits16 out, Value I64 count;
-    swiglu_backward in SWIGLU, ELEMENTS; In F32 dy, Out F32 x, Value I64 count;
+    swiglu_forward_f32 in SWIGLU, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
+    swiglu_forward_bf16 in SWIGLU, EIGHT; In F32 x, Out Bits16 out, Value I64 count;
+    swiglu_backward in SWIGLU, FOURS_OF_F32; In F32 dy, Out F32 x, Value I64 count;
     swiglu_forward_16 in SWIGLU, EIGHT; In Bits16 x, Out Bits16 out, Value I64 count, Value I32 f16;
     swiglu_backward_16 in SWIGLU, EIGHT; In Bits16 dy, Out Bits16 x, Value I64 count, Value I32 f16;
     adamw in OPTIMIZER, FOURS_OF_F32;
@@ -318,40 +336,40 @@ kernels! {
         In Bits16 a, Value I64 a_row, Value I64 a_term, In Bits16 b, Value I64 b_term, Value I64 b_column, Value I64 k, Divisor I64 segments,
         In Bits16 a2, Value I64 a2_row, Value I64 a2_term, In Bits16 b2, Value I64 b2_term, Value I64 b2_column, Value I64 k2, Divisor I64 segments2,
         Divisor I64 blocks, Out F32 c, Value I64 count, Divisor I64 n;
-    f32_to_bf16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
-    f32_to_operand in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
-    bf16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
-    f32_to_f16 in CASTS, ELEMENTS; In F32 from, Out Bits16 to, Value I64 count;
-    f16_to_f32 in CASTS, ELEMENTS; In Bits16 from, Out F32 to, Value I64 count;
-    bucket_gather in CASTS, ELEMENTS; Ins F32 tensors, In I64 starts, Value I64 count_tensors, Out F32 bucket, Value I64 count;
-    bucket_scatter in CASTS, ELEMENTS; In F32 bucket, In I64 starts, Value I64 count_tensors, Outs F32 tensors, Value I64 count;
-    reduce_sum_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
-    reduce_sum_f64 in REDUCE_RANKS, ELEMENTS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
-    reduce_sum_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_sum_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_sum_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
-    reduce_sum_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
-    reduce_sum_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
-    reduce_max_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
-    reduce_max_f64 in REDUCE_RANKS, ELEMENTS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
-    reduce_max_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_max_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_max_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
-    reduce_max_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
-    reduce_max_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
-    reduce_min_f32 in REDUCE_RANKS, ELEMENTS; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
-    reduce_min_f64 in REDUCE_RANKS, ELEMENTS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
-    reduce_min_bf16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_min_f16 in REDUCE_RANKS, ELEMENTS; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
-    reduce_min_i32 in REDUCE_RANKS, ELEMENTS; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
-    reduce_min_i64 in REDUCE_RANKS, ELEMENTS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
-    reduce_min_u8 in REDUCE_RANKS, ELEMENTS; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
+    f32_to_bf16 in CASTS, EIGHT; In F32 from, Out Bits16 to, Value I64 count;
+    f32_to_operand in CASTS, EIGHT; In F32 from, Out Bits16 to, Value I64 count;
+    bf16_to_f32 in CASTS, EIGHT; In Bits16 from, Out F32 to, Value I64 count;
+    f32_to_f16 in CASTS, EIGHT; In F32 from, Out Bits16 to, Value I64 count;
+    f16_to_f32 in CASTS, EIGHT; In Bits16 from, Out F32 to, Value I64 count;
+    bucket_gather in CASTS, FOURS_OF_F32; Ins F32 tensors, In I64 starts, Value I64 count_tensors, Out F32 bucket, Value I64 count;
+    bucket_scatter in CASTS, FOURS_OF_F32; In F32 bucket, In I64 starts, Value I64 count_tensors, Outs F32 tensors, Value I64 count;
+    reduce_sum_f32 in REDUCE_RANKS, FOURS_OF_F32; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
+    reduce_sum_f64 in REDUCE_RANKS, TWOS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
+    reduce_sum_bf16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_sum_f16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_sum_i32 in REDUCE_RANKS, FOURS_OF_F32; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
+    reduce_sum_i64 in REDUCE_RANKS, TWOS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_sum_u8 in REDUCE_RANKS, SIXTEEN; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
+    reduce_max_f32 in REDUCE_RANKS, FOURS_OF_F32; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
+    reduce_max_f64 in REDUCE_RANKS, TWOS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
+    reduce_max_bf16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_max_f16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_max_i32 in REDUCE_RANKS, FOURS_OF_F32; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
+    reduce_max_i64 in REDUCE_RANKS, TWOS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_max_u8 in REDUCE_RANKS, SIXTEEN; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
+    reduce_min_f32 in REDUCE_RANKS, FOURS_OF_F32; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
+    reduce_min_f64 in REDUCE_RANKS, TWOS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
+    reduce_min_bf16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_min_f16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
+    reduce_min_i32 in REDUCE_RANKS, FOURS_OF_F32; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
+    reduce_min_i64 in REDUCE_RANKS, TWOS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
+    reduce_min_u8 in REDUCE_RANKS, SIXTEEN; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
     tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
-    dropout in DROPOUT, Geometry::Elements { each: 4 };
+    dropout in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
-    dropout_16 in DROPOUT, Geometry::Elements { each: 4 };
+    dropout_16 in DROPOUT, EIGHT;
         In Bits16 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out Bits16 y, Value I64 count, Value I32 f16;
-    jitter in DROPOUT, Geometry::Elements { each: 4 };
+    jitter in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
     rotary_forward in ROTARY, ELEMENTS;
         In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
@@ -363,9 +381,9 @@ kernels! {
         Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
     rotary_backward_16 in ROTARY, ELEMENTS;
         Out Bits16 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
-    embedding_forward in EMBEDDING, ELEMENTS;
+    embedding_forward in EMBEDDING, FOURS_OF_F32;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Divisor I64 h;
-    embedding_forward_16 in EMBEDDING, ELEMENTS;
+    embedding_forward_16 in EMBEDDING, EIGHT;
         In I32 ids, In Bits16 table, Value I64 first_row, Value I64 rows, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     check_ids in EMBEDDING, Geometry::Columns; In I32 ids, Value I64 vocab, Value I32 masked, Out I64 found, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
@@ -376,9 +394,9 @@ kernels! {
         In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h;
     embedding_backward_tree_16 in EMBEDDING, Geometry::Columns;
         In I32 ids, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h, Value I32 f16;
-    positions_forward in EMBEDDING, ELEMENTS;
+    positions_forward in EMBEDDING, FOURS_OF_F32;
         In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
-    positions_forward_16 in EMBEDDING, ELEMENTS;
+    positions_forward_16 in EMBEDDING, EIGHT;
         In Bits16 x, In Bits16 table, Value I64 first, Divisor I64 seq, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     positions_backward in EMBEDDING, ELEMENTS;
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
@@ -504,12 +522,12 @@ kernels! {
     invert_fill in PERMUTATION, ELEMENTS; Out I32 slots, Value I64 n;
     invert in PERMUTATION, ELEMENTS; In I32 order, Out I32 slots, Value I64 count;
     group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Divisor I64 size, Value I32 once, Out I32 groups, Value I64 tokens;
-    gather_8 in PERMUTATION, ELEMENTS; In U8 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U8 out, Value I64 count;
-    gather_16 in PERMUTATION, ELEMENTS; In Bits16 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out Bits16 out, Value I64 count;
-    gather_32 in PERMUTATION, ELEMENTS; In U32 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U32 out, Value I64 count;
-    combine_forward in PERMUTATION, ELEMENTS;
+    gather_8 in PERMUTATION, SIXTEEN; In U8 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U8 out, Value I64 count;
+    gather_16 in PERMUTATION, EIGHT; In Bits16 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out Bits16 out, Value I64 count;
+    gather_32 in PERMUTATION, FOURS_OF_F32; In U32 x, In I32 index, Value I64 rows, Divisor I64 per, Divisor I64 width, Out U32 out, Value I64 count;
+    combine_forward in PERMUTATION, FOURS_OF_F32;
         In F32 rows, In I32 ids, In I32 slots, In F32 weights, Value I64 k, Divisor I64 width, Out F32 out, Value I64 count;
-    combine_backward_rows in PERMUTATION, ELEMENTS;
+    combine_backward_rows in PERMUTATION, FOURS_OF_F32;
         In F32 dout, In I32 order, In F32 weights, Divisor I64 k, Divisor I64 width, Out F32 drows, Value I64 count;
     combine_backward_weights in PERMUTATION, Geometry::Rows;
         In F32 dout, In F32 rows, In I32 slots, Divisor I64 k, Out F32 dweights, Value I64 choices, Value I64 width;
@@ -638,11 +656,11 @@ kernels! {
         Out I64 found;
     take_values in SPARSE, ELEMENTS; In F32 x, In U32 indices, Value F32 factor, Out F32 out, Value I64 count;
     put_values in SPARSE, ELEMENTS; In F32 values, In U32 indices, Out F32 out, Value I32 add, Value I64 count;
-    feedback_residual in FEEDBACK, ELEMENTS; In F32 x, In F32 residual, Out F32 out, Value I64 count;
-    feedback_difference in FEEDBACK, ELEMENTS; In F32 x, In F32 estimate, Out F32 out, Value I64 count;
-    feedback_momentum in FEEDBACK, ELEMENTS;
+    feedback_residual in FEEDBACK, FOURS_OF_F32; In F32 x, In F32 residual, Out F32 out, Value I64 count;
+    feedback_difference in FEEDBACK, FOURS_OF_F32; In F32 x, In F32 estimate, Out F32 out, Value I64 count;
+    feedback_momentum in FEEDBACK, FOURS_OF_F32;
         In F32 x, In F32 estimate, Out F32 momentum, Value I32 first, Value F32 eta, Value F32 kept, Out F32 out, Value I64 count;
-    feedback_kept in FEEDBACK, ELEMENTS; In F32 target, In F32 sent, Out F32 residual, Value I64 count;
+    feedback_kept in FEEDBACK, FOURS_OF_F32; In F32 target, In F32 sent, Out F32 residual, Value I64 count;
     low_rank_start in LOW_RANK, Geometry::Columns; Out F32 q, Value I64 cols, Value U32 key0, Value U32 key1, Value U64 start;
     low_rank_times in LOW_RANK, ELEMENTS; In F32 m, In F32 q, Out F32 p, Value I64 cols, Divisor I64 rank, Value I64 count;
     low_rank_orthonormal in LOW_RANK, Geometry::OneWarp; Out F32 p, Value I64 rows, Value I64 rank, Out F64 lengths;

@@ -1,17 +1,17 @@
 //! The least that a launch of a kernel can take: bytes that it must move, operations that it must do, and the time of both on a card. `kernels/floors.md` is the
 //! table, which [`report`] makes of this and of the arguments' types.
 //!
-//! Kernels of a step of dense models, each at the sizes at which `crates/cuda/benches/ops.rs` times it: those of a model of 1.3 billion parameters.
+//! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which `crates/cuda/benches/ops.rs` times what it times, or of a network for images, or in
+//! [`WITHOUT`], with the reason.
 
-use crate::families::KERNELS;
 use crate::kernel::{Arg, Type};
 use std::fmt::Write;
 
-/// What a launch of a kernel must do.
+/// What a launch of a kernel must do; of several kernels, whose arguments differ in their types alone.
 #[derive(Debug)]
 pub struct Floor {
-    /// The kernel.
-    pub kernel: &'static str,
+    /// The kernels.
+    pub kernels: &'static [&'static str],
     /// The sizes of the launch.
     pub sizes: &'static str,
     /// Elements that each argument with an address must have moved: those that are read and written twice.
@@ -37,10 +37,10 @@ const CARDS: [Card; 2] = [
 ];
 
 macro_rules! floors {
-    ($($kernel:ident, $sizes:literal; $($arg:ident $count:expr),+; $operations:expr, $powers:expr;)*) => {
-        /// Of each kernel the least that a launch can take.
+    ($($($kernel:ident)+, $sizes:literal; $($arg:ident $count:expr),+; $operations:expr, $powers:expr;)*) => {
+        /// Of kernels that wait for bytes or operations, the least that a launch can take.
         pub static FLOORS: &[Floor] = &[$(Floor {
-            kernel: stringify!($kernel),
+            kernels: &[$(stringify!($kernel)),+],
             sizes: $sizes,
             moved: &[$((stringify!($arg), $count)),+],
             operations: $operations,
@@ -57,6 +57,11 @@ const PARTS: u64 = T / 64;
 /// Ids, and rows of logits.
 const V: u64 = 50_304;
 const ROWS: u64 = 8192;
+/// Choices of experts, 8 a token, and experts.
+const CHOICES: u64 = 8 * T;
+const EXPERTS: u64 = 64;
+/// Elements of images of 56 × 56 with 64 channels, 256 of them.
+const IMAGES: u64 = 256 * 56 * 56 * 64;
 /// Elements of a flat vector.
 const FLAT: u64 = 1 << 28;
 /// Elements of an operand of attention, numbers of its rows, and pairs of a query and a key that it sees: 32 × 1024 tokens of 12 heads of 64, 4 × 4096 of 16 of 128.
@@ -67,32 +72,58 @@ const A128: u64 = 4 * 4096 * 16 * 128;
 const R128: u64 = 4 * 4096 * 16;
 const P128: u64 = 4 * 16 * 4096 * 4097 / 2;
 
-#[rustfmt::skip] // A table: one launch, one line. `maps` stands for what is copied by them, in words of 8 bytes.
+#[rustfmt::skip] // A table: one launch, one line. `maps` stands for what is copied by them, in words of 8 bytes. Scattered elements count as the 32 bytes around them.
 floors! {
-    layer_norm_forward_f32, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
-    layer_norm_forward_bf16, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
-    layer_norm_backward, "32768 × 2048"; dy X, x X, gamma H, mean T, rstd T, dx X; 0, 0;
-    layer_norm_backward_parts, "32768 × 2048"; dy X, x X, mean T, rstd T, starts PARTS, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
-    rms_norm_forward_f32, "32768 × 2048"; x X, weight H, y X, rstd T; 0, 0;
-    rms_norm_forward_bf16, "32768 × 2048"; x X, weight H, y X, rstd T; 0, 0;
-    rms_norm_backward, "32768 × 2048"; dy X, x X, weight H, rstd T, dx X; 0, 0;
-    rms_norm_backward_parts, "32768 × 2048"; dy X, x X, rstd T, starts PARTS, dweight PARTS * H; 0, 0;
-    add, "32768 × 2048"; a X, b X, out X; 0, 0;
-    add_assign, "32768 × 2048"; a 2 * X, b X; 0, 0;
-    bias, "32768 × 2048"; x X, bias H, out X; 0, 0;
-    bias_residual, "32768 × 2048"; x X, bias H, residual X, out X; 0, 0;
-    sum_parts, "32768 × 2048 by 64"; x X, starts PARTS, sums PARTS * H; 0, 0;
-    gelu_forward_f32, "32768 × 8192"; x 4 * X, bias 4 * H, out 4 * X; 0, 0;
-    gelu_forward_bf16, "32768 × 8192"; x 4 * X, bias 4 * H, out 4 * X; 0, 0;
-    gelu_backward, "32768 × 8192"; x 4 * X, bias 4 * H, dy 8 * X; 0, 0;
-    swiglu_forward_f32, "32768 × 8192"; x 8 * X, out 4 * X; 0, 0;
-    swiglu_forward_bf16, "32768 × 8192"; x 8 * X, out 4 * X; 0, 0;
-    swiglu_backward, "32768 × 8192"; dy 4 * X, x 16 * X; 0, 0;
-    dropout, "32768 × 2048"; x X, sizes 12, y X; 0, 0;
-    f32_to_bf16, "32768 × 2048"; from X, to X; 0, 0;
-    embedding_forward, "32768 × 2048"; ids T, table X, out X; 0, 0;
-    cross_entropy_stats, "8192 × 50304"; logits ROWS * V, targets ROWS, max ROWS, sum ROWS, target ROWS; 0, ROWS * V;
-    cross_entropy_backward, "8192 × 50304"; logits 2 * ROWS * V, targets ROWS, lse ROWS, scale 8; 0, ROWS * V;
+    layer_norm_forward_f32 layer_norm_forward_bf16 layer_norm_forward_16, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
+    layer_norm_backward layer_norm_backward_16, "32768 × 2048"; dy X, x X, gamma H, mean T, rstd T, starts PARTS, dx X, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
+    layer_norm_backward_wide layer_norm_backward_wide_16, "4096 × 16384"; dy X, x X, gamma 8 * H, mean T / 8, rstd T / 8, dx X; 0, 0;
+    layer_norm_backward_parts layer_norm_backward_parts_16, "4096 × 16384"; dy X, x X, mean T / 8, rstd T / 8, starts PARTS / 8, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
+    rms_norm_forward_f32 rms_norm_forward_bf16 rms_norm_forward_16, "32768 × 2048"; x X, weight H, y X, rstd T; 0, 0;
+    rms_norm_backward rms_norm_backward_16, "32768 × 2048"; dy X, x X, weight H, rstd T, starts PARTS, dx X, dweight PARTS * H; 0, 0;
+    rms_norm_backward_wide rms_norm_backward_wide_16, "4096 × 16384"; dy X, x X, weight 8 * H, rstd T / 8, dx X; 0, 0;
+    rms_norm_backward_parts rms_norm_backward_parts_16, "4096 × 16384"; dy X, x X, rstd T / 8, starts PARTS / 8, dweight PARTS * H; 0, 0;
+    add add_16, "32768 × 2048"; a X, b X, out X; 0, 0;
+    add_assign add_assign_16, "32768 × 2048"; a 2 * X, b X; 0, 0;
+    bias bias_16, "32768 × 2048"; x X, bias H, out X; 0, 0;
+    bias_residual bias_residual_16, "32768 × 2048"; x X, bias H, residual X, out X; 0, 0;
+    sum_parts sum_parts_16, "32768 × 2048 by 64"; x X, starts PARTS, sums PARTS * H; 0, 0;
+    exp_forward tanh_forward sigmoid_forward silu_forward, "32768 × 2048"; x X, out X; 0, 0;
+    exp_backward tanh_backward sigmoid_backward silu_backward, "32768 × 2048"; dy X, x X, dx X; 0, 0;
+    zip_sub zip_mul zip_div, "32768 × 2048"; x X, y X, out X; 0, 0;
+    relu_forward, "32768 × 2048"; x X, out X, above X / 8; 0, 0;
+    relu_backward, "32768 × 2048"; dy X, above X / 8, dx X; 0, 0;
+    sum_dim, "1024 × 32 × 2048"; x X, out X / 32; 0, 0;
+    spread_dim, "1024 × 32 × 2048"; dy X / 32, dx X; 0, 0;
+    softmax_forward, "32768 × 2048"; x X, y X; 0, 0;
+    softmax_backward, "32768 × 2048"; dy X, y X, dx X; 0, 0;
+    patches_forward, "256 × 56 × 56 × 64 by 3 × 3"; x IMAGES, out 9 * IMAGES; 0, 0;
+    patches_backward, "256 × 56 × 56 × 64 by 3 × 3"; dpatches 9 * IMAGES, dx IMAGES; 0, 0;
+    max_pool_forward_u8 max_pool_forward_i32, "256 × 56 × 56 × 64 by 2 × 2"; x IMAGES, out IMAGES / 4, places IMAGES / 4; 0, 0;
+    max_pool_backward_u8 max_pool_backward_i32, "256 × 56 × 56 × 64 by 2 × 2"; dy IMAGES / 4, places IMAGES / 4, dx IMAGES; 0, 0;
+    average_pool_forward, "256 × 56 × 56 × 64 by 2 × 2"; x IMAGES, out IMAGES / 4; 0, 0;
+    average_pool_backward, "256 × 56 × 56 × 64 by 2 × 2"; dy IMAGES / 4, dx IMAGES; 0, 0;
+    gelu_forward_f32 gelu_forward_bf16 gelu_forward_16, "32768 × 8192"; x 4 * X, bias 4 * H, out 4 * X; 0, 0;
+    gelu_backward gelu_backward_16, "32768 × 8192"; x 4 * X, bias 4 * H, dy 8 * X; 0, 0;
+    gelu_backward_parts_16, "32768 × 8192"; x 4 * X, bias 4 * H, dy 8 * X, starts PARTS, sums 4 * PARTS * H; 0, 0;
+    swiglu_forward_f32 swiglu_forward_bf16 swiglu_forward_16, "32768 × 8192"; x 8 * X, out 4 * X; 0, 0;
+    swiglu_backward swiglu_backward_16, "32768 × 8192"; dy 4 * X, x 16 * X; 0, 0;
+    dropout dropout_16 jitter, "32768 × 2048"; x X, sizes 12, y X; 0, 0;
+    f32_to_bf16 f32_to_operand bf16_to_f32 f32_to_f16 f16_to_f32, "32768 × 2048"; from X, to X; 0, 0;
+    bucket_gather, "2²⁸"; tensors FLAT, starts 256, bucket FLAT; 0, 0;
+    bucket_scatter, "2²⁸"; bucket FLAT, starts 256, tensors FLAT; 0, 0;
+    reduce_sum_f32 reduce_sum_f64 reduce_sum_bf16 reduce_sum_f16 reduce_sum_i32 reduce_sum_i64 reduce_sum_u8, "8 × 2²⁵"; inputs FLAT, out FLAT / 8; 0, 0;
+    reduce_max_f32 reduce_max_f64 reduce_max_bf16 reduce_max_f16 reduce_max_i32 reduce_max_i64 reduce_max_u8, "8 × 2²⁵"; inputs FLAT, out FLAT / 8; 0, 0;
+    reduce_min_f32 reduce_min_f64 reduce_min_bf16 reduce_min_f16 reduce_min_i32 reduce_min_i64 reduce_min_u8, "8 × 2²⁵"; inputs FLAT, out FLAT / 8; 0, 0;
+    tree_sum, "8 × 2²⁵"; x FLAT, out FLAT / 8; 0, 0;
+    rotary_forward rotary_forward_16, "32768 × 16 × 128"; from X, angles 1024 * 128, positions T, to X; 0, 0;
+    rotary_backward rotary_backward_16, "32768 × 16 × 128"; x 2 * X, angles 1024 * 128, positions T; 0, 0;
+    embedding_forward embedding_forward_16, "32768 × 2048"; ids T, table X, out X; 0, 0;
+    positions_forward positions_forward_16, "32 × 1024 × 2048"; x X, table 1024 * H, out X; 0, 0;
+    positions_backward positions_backward_16, "32 × 1024 × 2048"; dout X, dtable 1024 * H; 0, 0;
+    cross_entropy_stats cross_entropy_stats_16, "8192 × 50304"; logits ROWS * V, targets ROWS, max ROWS, sum ROWS, target ROWS; 0, ROWS * V;
+    cross_entropy_backward cross_entropy_backward_16, "8192 × 50304"; logits 2 * ROWS * V, targets ROWS, lse ROWS, scale 8; 0, ROWS * V;
+    attention_dots, "32 × 1024 × 12 × 64"; dout A64, out A64, dots R64; 0, 0;
+    attention_group_sum, "4 × 4096 × 16 × 128 by 4"; from A128, to A128 / 4; 0, 0;
     flash_forward_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, out A64, lse R64; 4 * 64 * P64, P64;
     flash_forward_128, "4 × 4096 × 16 × 128"; q A128, k A128, v A128, out A128, lse R128; 4 * 128 * P128, P128;
     flash_forward_sm90_64, "32 × 1024 × 12 × 64"; maps 3 * A64 / 4, out A64, lse R64; 4 * 64 * P64, P64;
@@ -111,7 +142,74 @@ floors! {
     sgd_momentum, "2²⁸"; weights 2 * FLAT, grads FLAT, buffer 2 * FLAT; 0, 0;
     sum_of_squares, "2²⁸"; x FLAT, parts FLAT / crate::SQUARES_PIECE; 0, 0;
     scale_forward, "2²⁸"; x FLAT, out FLAT; 0, 0;
+    gather_8 gather_16 gather_32, "32768 × 2048 by 8"; x X, index CHOICES, out 8 * X; 0, 0;
+    combine_forward, "32768 × 2048 by 8"; rows 8 * X, ids CHOICES, slots CHOICES, weights CHOICES, out X; 0, 0;
+    combine_backward_rows, "32768 × 2048 by 8"; dout X, order CHOICES, weights CHOICES, drows 8 * X; 0, 0;
+    combine_backward_weights, "32768 × 2048 by 8"; dout X, rows 8 * X, slots CHOICES, dweights CHOICES; 0, 0;
+    grouped_bias, "262144 × 2048 in 64"; x 8 * X, bias EXPERTS * H, starts EXPERTS + 1, y 8 * X; 0, 0;
+    grouped_bias_backward, "262144 × 2048 in 64"; dy 8 * X, first EXPERTS + 1, bounds EXPERTS + 1, db EXPERTS * H; 0, 0;
+    channel_squares_parts, "256 × 56 × 56 × 64"; x IMAGES, mean 64, starts IMAGES / 4096, sums IMAGES / 64; 0, 0;
+    channel_norm_forward, "256 × 56 × 56 × 64"; x IMAGES, mean 64, variance 64, gamma 64, beta 64, y IMAGES; 0, 0;
+    channel_norm_backward_parts, "256 × 56 × 56 × 64"; dy IMAGES, x IMAGES, mean 64, variance 64, starts IMAGES / 4096, dgamma IMAGES / 64, dbeta IMAGES / 64; 0, 0;
+    channel_norm_backward, "256 × 56 × 56 × 64"; dy IMAGES, x IMAGES, mean 64, variance 64, gamma 64, g 64, gx 64, dx IMAGES; 0, 0;
+    squared_error_backward, "32768 × 2048"; x X, targets X, dloss T, dx X; 0, 0;
+    correct_rows, "8192 × 50304"; logits ROWS * V, targets ROWS, right ROWS; 0, 0;
+    unscale, "2²⁸"; x 2 * FLAT, overflow 1; 0, 0;
+    set_squares set_largest, "2²⁸ by 2048"; x FLAT, runs 3, sums FLAT / 2048; 0, 0;
+    divide_by_root, "2²⁸"; x 2 * FLAT, square 1; 0, 0;
+    lamb_measure, "2²⁸"; runs 3, weights FLAT, grads FLAT, mean 2 * FLAT, square 2 * FLAT, of_weights FLAT, of_steps FLAT; 0, 0;
+    lamb_update, "2²⁸"; runs 3, weights 2 * FLAT, mean FLAT, square FLAT, ratio 1; 0, 0;
+    adafactor_scaled, "32768 × 8192"; runs 3, grads FLAT, numbers FLAT; 0, 0;
+    adafactor_measure, "32768 × 8192"; runs 3, weights FLAT, grads FLAT, row_factors T, column_factors 4 * H, of_steps FLAT, of_weights FLAT; 0, 0;
+    adafactor_update, "32768 × 8192"; runs 3, weights 2 * FLAT, grads FLAT, row_factors T, column_factors 4 * H, size 1; 0, 0;
+    muon_measure, "2²⁸"; runs 3, grads FLAT, mean 2 * FLAT, values FLAT; 0, 0;
+    muon_update, "2²⁸"; runs 3, weights 2 * FLAT, matrices FLAT; 0, 0;
+    adam8bit_measure, "2²⁸ by 2048"; runs 3, grads FLAT, means FLAT, squares FLAT, mean_largest FLAT / 2048, square_largest FLAT / 2048, code 1022, of_means FLAT, of_squares FLAT; 0, 0;
+    adam8bit_update, "2²⁸ by 2048"; runs 3, weights 2 * FLAT, grads FLAT, means 2 * FLAT, squares 2 * FLAT, mean_largest FLAT / 2048, square_largest FLAT / 2048, mean_before FLAT / 2048, square_before FLAT / 2048, code 1022; 0, 0;
+    f32_pack, "2²⁶"; x X, to 4 * X; 0, 0;
+    f32_unpack, "2²⁶"; from 4 * X, out X; 0, 0;
+    bf16_pack, "2²⁶"; x X, to 2 * X; 0, 0;
+    bf16_unpack, "2²⁶"; from 2 * X, out X; 0, 0;
+    fp8_scales sign_scales, "2²⁶ by 1024"; x X, scales X / 256; 0, 0;
+    fp8_pack, "2²⁶ by 1024"; x X, scales X / 256, codes X; 0, 0;
+    fp8_unpack, "2²⁶ by 1024"; codes X, scales X / 256, out X; 0, 0;
+    quant_pairs, "2²⁶ by 1024"; x X, pairs X / 128; 0, 0;
+    quant_codes, "2²⁶ by 1024"; x X, pairs X / 128, codes X; 0, 0;
+    sign_codes, "2²⁶"; x X, codes X; 0, 0;
+    planes_pack, "2²⁶ of 4 bits"; codes X, planes X / 2; 0, 0;
+    quant_unpack, "2²⁶ of 4 bits by 1024"; planes X / 2, pairs X / 128, out X; 0, 0;
+    sign_unpack, "2²⁶ by 1024"; planes X / 8, scales X / 256, out X; 0, 0;
+    take_values, "2²⁰ of 2²⁶"; x X / 8, indices X / 64, out X / 64; 0, 0;
+    put_values, "2²⁰ of 2²⁶"; values X / 64, indices X / 64, out X / 8; 0, 0;
+    feedback_residual, "2²⁶"; x X, residual X, out X; 0, 0;
+    feedback_difference, "2²⁶"; x X, estimate X, out X; 0, 0;
+    feedback_momentum, "2²⁶"; x X, estimate X, momentum 2 * X, out X; 0, 0;
+    feedback_kept, "2²⁶"; target X, sent X, residual X; 0, 0;
+    low_rank_times, "8192 × 8192 by 4"; m X, q 16 * H, p 16 * H; 0, 0;
+    low_rank_transposed, "8192 × 8192 by 4"; m X, p 16 * H, q 16 * H; 0, 0;
+    low_rank_join, "8192 × 8192 by 4"; p 16 * H, q 16 * H, out X; 0, 0;
+    nonzeros_mark_32 nonzeros_mark_16, "2²⁶"; x X, bits X / 8; 0, 0;
+    nonzeros_count, "2²⁶"; bits X / 8, counts X / 16384; 0, 0;
+    nonzeros_gather_32 nonzeros_gather_16, "2²⁵ of 2²⁶"; x X, bits X / 8, starts X / 16384, values X / 2; 0, 0;
+    nonzeros_scatter_32 nonzeros_scatter_16, "2²⁵ of 2²⁶"; bits X / 8, starts X / 16384, values X / 2, x X; 0, 0;
 }
+
+/// Kernels whose time is no matter of bytes or of operations of tensor cores, and why.
+#[rustfmt::skip] // A table: one reason, one line.
+pub const WITHOUT: &[(&[&str], &str)] = &[
+    (&["product_f32", "product_bf16", "product_sum_f32", "product_sum_bf16", "grouped_product_f32", "grouped_product_bf16", "grouped_product_backward_f32", "grouped_product_backward_bf16"], "canonical numerics: an element is chains of 256 multiply-adds that wait for each other"),
+    (&["attention_forward_64", "attention_forward_128", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_kv_64", "attention_backward_kv_128"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
+    (&["embedding_backward", "embedding_backward_16", "embedding_backward_tree", "embedding_backward_tree_16"], "each block of threads walks all ids, one after another, from the L2 cache"),
+    (&["choice_counts", "choice_loads", "choice_sort"], "a warp walks all choices for each id, from the L2 cache"),
+    (&["exact_squares", "exact_squares_sum", "set_squares_exact", "exact_values"], "additions of integers of 64 bits to digits, several an element"),
+    (&["cross_entropy_loss", "squared_error", "correct_counts", "sum_of_parts", "sample_means", "balance_sums", "adafactor_row_means"], "few sums, each in order: additions that wait for each other"),
+    (&["check_ids", "check_positions", "nonzeros_starts", "indices_read", "draw_indices", "low_rank_orthonormal"], "one block, warp or thread: what it reads comes in turn"),
+    (&["topk_choose"], "a block of threads passes over its part once for each bit of a key, from the caches"),
+    (&["route_rank", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
+    (&["add_f64", "add_assign_f64", "scale_forward_f64", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
+    (&["adafactor_vector_measure", "adafactor_vector_update", "adafactor_means", "adafactor_row_factors", "adafactor_column_factors", "adafactor_settle", "lamb_settle", "adam8bit_settle", "message_words", "message_check", "flash_maps"], "vectors of biases, factors of rows, or single numbers: less than a launch takes"),
+    (&["decode_append", "decode_scores", "decode_weights", "decode_values"], "no part of a training step: a token at a time"),
+];
 
 impl Type {
     /// Bytes of an element.
@@ -126,17 +224,17 @@ impl Type {
 }
 
 impl Floor {
-    /// Bytes that must be moved: by the types that the arguments have.
-    pub fn bytes(&self) -> u64 {
-        let args = KERNELS.iter().find(|kernel| kernel.name == self.kernel).map_or(&[][..], |kernel| kernel.args);
+    /// Bytes that one of the kernels must move: by the types that its arguments have.
+    pub fn bytes(&self, kernel: &str) -> u64 {
+        let args = crate::kernel(kernel).map_or(&[][..], |kernel| kernel.args);
         let of = |name: &str| args.iter().find(|arg| arg.name == name).map_or(0, |arg: &Arg| arg.of.bytes());
         self.moved.iter().map(|(name, count)| of(name) * count).sum()
     }
 
     /// Seconds on a card that nothing can beat, and what it waits for.
-    fn on(&self, card: &Card) -> (f64, &'static str) {
+    fn on(&self, kernel: &str, card: &Card) -> (f64, &'static str) {
         let times = [
-            (self.bytes() as f64 / card.bytes, "bytes"),
+            (self.bytes(kernel) as f64 / card.bytes, "bytes"),
             (self.operations as f64 / card.operations, "operations"),
             (self.powers as f64 / card.powers, "powers of two"),
         ];
@@ -155,21 +253,25 @@ pub fn report() -> String {
         Written by `kernels/src/floors.rs`, from what each argument must have moved and its type; a test holds this page against it, and says how to renew it. Bytes are those that must\n\
         be read and written once, operations those of tensor cores on bf16, powers of two those of the special function units. A floor is the longest of the three at the card's peaks: \
         3.35 TB/s (H100)\nand 4.8 TB/s (H200), 989 TFLOP/s, 3.7·10¹² powers a second. Nothing here is measured: `cargo bench -p meshwork-cuda --features cuda --bench ops` times operations at these sizes on a GPU, \
-        and `scripts/gpu-check.sh speed`\nholds them against the card's own rates. Of other kernels the heads of the files say the bytes.\n\n\
+        and `scripts/gpu-check.sh speed`\nholds them against the card's own rates. Kernels that wait for something else are below.\n\n\
         | kernel | sizes | bytes | operations | powers | H100 | H200 | waits for |\n|---|---|---|---|---|---|---|---|\n"
         .to_owned();
-    for floor in FLOORS {
-        let [h100, h200] = CARDS.each_ref().map(|card| floor.on(card));
+    for (floor, kernel) in FLOORS.iter().flat_map(|floor| floor.kernels.iter().map(move |kernel| (floor, kernel))) {
+        let [h100, h200] = CARDS.each_ref().map(|card| floor.on(kernel, card));
         let waits = if h100.1 == h200.1 { h100.1.to_owned() } else { format!("{}; {}", h100.1, h200.1) };
         let giga = |count: u64| if count == 0 { "0".to_owned() } else { format!("{:.2}·10⁹", count as f64 / 1e9) };
-        let Floor { kernel, sizes, operations, powers, .. } = floor;
-        let megabytes = floor.bytes() as f64 / 1e6;
+        let Floor { sizes, operations, powers, .. } = floor;
+        let megabytes = floor.bytes(kernel) as f64 / 1e6;
         let [h100, h200] = [h100.0, h200.0].map(|seconds| seconds * 1e6);
         let (operations, powers) = (giga(*operations), giga(*powers));
         _ = writeln!(
             text,
             "| `{kernel}` | {sizes} | {megabytes:.1} MB | {operations} | {powers} | {h100:.1} µs | {h200:.1} µs | {waits} |"
         );
+    }
+    text += "\n## Kernels without a floor\n\n| kernels | why |\n|---|---|\n";
+    for (kernels, why) in WITHOUT {
+        _ = writeln!(text, "| `{}` | {why} |", kernels.join("`, `"));
     }
     text
 }
@@ -178,16 +280,29 @@ pub fn report() -> String {
 mod tests {
     use super::*;
 
-    /// Every argument with an address is named once, but for `firsts`, `positions` and others that a launch may leave out.
+    /// Every argument with an address is named once, but for `firsts`, which a launch may leave out.
     #[test]
     fn every_address_is_counted() {
-        for floor in FLOORS {
-            let kernel = crate::kernel(floor.kernel).unwrap_or_else(|| panic!("no kernel {}", floor.kernel));
+        for (floor, name) in FLOORS.iter().flat_map(|floor| floor.kernels.iter().map(move |name| (floor, name))) {
+            let kernel = crate::kernel(name).unwrap_or_else(|| panic!("no kernel {name}"));
             let addresses = kernel.args.iter().filter(|arg| !arg.pass.is_number() && arg.name != "firsts");
             let names: Vec<&str> = addresses.map(|arg| arg.name).collect();
             let counted: Vec<&str> = floor.moved.iter().map(|(name, _)| *name).collect();
-            assert_eq!(counted, names, "{}", floor.kernel);
+            assert_eq!(counted, names, "{name}");
         }
+    }
+
+    /// Every kernel has a floor or a reason why it has none, and not both.
+    #[test]
+    fn every_kernel_is_here() {
+        let floors = FLOORS.iter().flat_map(|floor| floor.kernels);
+        let mut here: Vec<&str> = floors.chain(WITHOUT.iter().flat_map(|(kernels, _)| *kernels)).copied().collect();
+        let mut all: Vec<&str> = crate::KERNELS.iter().map(|kernel| kernel.name).collect();
+        here.sort_unstable();
+        all.sort_unstable();
+        let missing: Vec<&&str> = all.iter().filter(|kernel| !here.contains(kernel)).collect();
+        assert!(missing.is_empty(), "without a floor or a reason: {missing:?}");
+        assert_eq!(here, all);
     }
 
     #[test]

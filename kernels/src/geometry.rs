@@ -10,6 +10,11 @@ const WARP: u64 = 32;
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
+/// Elements of a thread of `Rounds` and `Parts`, the most threads of a block, and its most rows: `cuda/norm.cuh`.
+const ROUND_EACH: u64 = 8;
+const ROUND_THREADS: u64 = 1024;
+const ROUND_ROWS: u64 = 64;
+
 /// What a grid covers. Each kernel has one; [`launch`](Self::launch) makes the grid from the sizes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Geometry {
@@ -20,13 +25,13 @@ pub enum Geometry {
     },
     /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
-    /// The same with a half warp for each so many blocks.
-    Teams {
-        /// Blocks.
-        blocks: u32,
-    },
+    /// As many of `items` rows of `width` elements for a block of threads as it has eight elements a thread for, of which the launch gives room for each; up to 64. Of more than 8192
+    /// elements as `Rows`: `cuda/norm.cuh`.
+    Rounds,
     /// A block of threads for each of `items` and each 256 of `width` columns.
     Columns,
+    /// A block of threads for each of `items` parts of up to 64 rows of `width` elements: rounds of rows as in `Rounds`, with room for two numbers an element. Up to 8192 elements.
+    Parts,
     /// A warp for each of `items`; `width` is not used.
     Warps,
     /// One warp, whatever the sizes.
@@ -69,30 +74,59 @@ impl Geometry {
     /// assert_eq!(Geometry::Elements { each: 1 }.launch(0, 0), None);
     /// ```
     pub fn launch(self, items: u64, width: u64) -> Option<Launch> {
-        let block = if self == Self::OneWarp { WARP as u32 } else { THREADS };
+        let (block, shared) = match self {
+            Self::OneWarp => (WARP as u32, 0),
+            Self::Rounds if width <= ROUND_EACH * ROUND_THREADS => {
+                (round_threads(width, 256), round_bytes(round_threads(width, 256)))
+            }
+            Self::Parts if width <= ROUND_EACH * ROUND_THREADS => {
+                (round_threads(width, 512), 2 * round_bytes(round_threads(width, 512)))
+            }
+            Self::Parts => return None,
+            Self::Rounds => (THREADS, 0),
+            _ => (THREADS, self.shared()),
+        };
         let (x, y) = match self {
             Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
-            Self::Rows => (items.div_ceil(rows_per_block(width, 1)), 1),
-            Self::Teams { blocks } => (items.div_ceil(rows_per_block(width, u64::from(blocks))), 1),
+            Self::Rows => (items.div_ceil(rows_per_block(width)), 1),
+            Self::Rounds if block == THREADS && width > ROUND_EACH * u64::from(THREADS) => (items, 1),
+            Self::Rounds => (items.div_ceil((ROUND_EACH * u64::from(block) / width.max(1)).clamp(1, ROUND_ROWS)), 1),
             Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
             Self::Warps => (items.div_ceil(u64::from(THREADS) / WARP), 1),
             Self::OneWarp => (1, 1),
+            Self::Parts => (items, 1),
             Self::Tiles { rows } | Self::TensorTiles { rows, .. } => (items, width.div_ceil(u64::from(rows))),
         };
         let fits = (1..1 << 31).contains(&x) && (1..1 << 16).contains(&y);
-        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared: self.shared() })
+        fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared })
     }
 
-    /// Bytes of shared memory that a launch gives a block.
+    /// Bytes of shared memory that a launch gives a block, at most.
     pub fn shared(self) -> u32 {
-        if let Self::TensorTiles { shared, .. } = self { shared } else { 0 }
+        match self {
+            Self::TensorTiles { shared, .. } => shared,
+            Self::Rounds => round_bytes(ROUND_THREADS as u32),
+            Self::Parts => 2 * round_bytes(ROUND_THREADS as u32),
+            _ => 0,
+        }
     }
 }
 
+/// Threads that have eight elements of a row each, of at least so many.
+fn round_threads(width: u64, least: u64) -> u32 {
+    width.div_ceil(ROUND_EACH).clamp(least, ROUND_THREADS).next_power_of_two() as u32
+}
+
+/// An f32 for each element of a round, with a gap behind each 32.
+const fn round_bytes(threads: u32) -> u32 {
+    let elements = ROUND_EACH as u32 * threads;
+    4 * (elements + elements / 32)
+}
+
 /// Rows of a block of threads, each with the power of two of half warps that `team_halves` gives it.
-fn rows_per_block(n: u64, blocks: u64) -> u64 {
+fn rows_per_block(n: u64) -> u64 {
     let halves = u64::from(THREADS) / ROW_LANES;
-    halves / n.div_ceil(ROW_BLOCK * blocks).clamp(1, halves).next_power_of_two()
+    halves / n.div_ceil(ROW_BLOCK).clamp(1, halves).next_power_of_two()
 }
 
 /// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names end in `parts` sum
@@ -142,10 +176,21 @@ mod tests {
         let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };
         let launch = Launch { grid: [6, 2, 1], block: [256, 1, 1], shared: 98_304 };
         assert_eq!(tiles.launch(6, 129), Some(launch));
+        let rounds =
+            |width| Geometry::Rounds.launch(100, width).map(|launch| (launch.grid[0], launch.block[0], launch.shared));
+        assert_eq!(rounds(1), Some((2, 256, 8448)));
+        assert_eq!(rounds(768), Some((50, 256, 8448)));
+        assert_eq!(rounds(2049), Some((100, 512, 16_896)));
+        assert_eq!(rounds(8192), Some((100, 1024, 33_792)));
+        assert_eq!(rounds(8193), Some((100, 256, 0)));
+        let parts = |width| Geometry::Parts.launch(9, width).map(|launch| (launch.block[0], launch.shared));
+        assert_eq!(
+            [1, 4096, 4097, 8192, 8193].map(parts),
+            [Some((512, 33_792)), Some((512, 33_792)), Some((1024, 67_584)), Some((1024, 67_584)), None]
+        );
         assert_eq!(Geometry::OneWarp.launch(5, 5).map(|launch| launch.block), Some([32, 1, 1]));
         for (n, rows) in [(1, 16), (1024, 16), (1025, 8), (2049, 4), (4097, 2), (8193, 1), (1 << 40, 1)] {
-            assert_eq!(rows_per_block(n, 1), rows, "{n}");
-            assert_eq!(rows_per_block(n * 2 - n % 2, 2), rows, "{n}");
+            assert_eq!(rows_per_block(n), rows, "{n}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Forms of kernels with other sizes of tiles, stages or teams: the same results within rounding, and another speed. Which is the fastest depends on the GPU
+//! Forms of kernels with other sizes of tiles or stages, or more elements a thread: the same results within rounding, and another speed. Which is the fastest depends on the GPU
 //! and on the sizes of a call; a device chooses by a table.
 //!
 //! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
@@ -50,12 +50,6 @@ variants! {
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
     flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    layer_norm_forward_f32 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    layer_norm_forward_bf16 in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    layer_norm_backward in layer_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    rms_norm_forward_f32 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    rms_norm_forward_bf16 in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
-    rms_norm_backward in rms_norm, "blocks=2", Geometry::Teams { blocks: 2 }; TEAM_BLOCKS = 2;
     dropout in dropout, "each=8", Geometry::Elements { each: 8 }; EACH = 8;
     dropout in dropout, "each=16", Geometry::Elements { each: 16 }; EACH = 16;
 }

@@ -15,7 +15,6 @@ use meshwork_cuda::{CudaDevice, Driver};
 use meshwork_kernels::{VARIANTS, Variant, variants};
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask};
-use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
 use std::fmt::Write;
@@ -40,8 +39,6 @@ type Call = Box<dyn Fn(&CudaDevice) -> Result<Vec<Buffer>, Error>>;
 
 const TUNED: &[Tuned] = &[
     Tuned { family: "flash_", tolerance: 1e-2, sizes: &[1024, 4096], small: &[70], call: flash },
-    Tuned { family: "layer_norm_", tolerance: 0.0, sizes: &[768, 2048, 8192], small: &[2100], call: norm },
-    Tuned { family: "rms_norm_", tolerance: 0.0, sizes: &[768, 2048, 8192], small: &[2100], call: norm },
     Tuned { family: "dropout", tolerance: 0.0, sizes: &[1 << 26], small: &[1000], call: dropout },
 ];
 
@@ -66,33 +63,6 @@ fn flash(device: &CudaDevice, kernel: &str, seq: usize) -> Result<Call, Error> {
     }
     let (out, lse) = device.attention()?.causal(shape, &qkv, masks)?;
     Ok(Box::new(move |device| Ok(vec![device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks)?])))
-}
-
-fn norm(device: &CudaDevice, kernel: &str, n: usize) -> Result<Call, Error> {
-    let rows = if n == 2100 { 9 } else { TOKENS };
-    let (x, dy, gain) = (
-        numbers(device, rows * n, DType::F32)?,
-        numbers(device, rows * n, DType::F32)?,
-        numbers(device, n, DType::F32)?,
-    );
-    let stored = if kernel.ends_with("bf16") { DType::Bf16 } else { DType::F32 };
-    let (layer, backward) = (kernel.starts_with("layer"), kernel.contains("backward"));
-    let stats = match layer {
-        true => device.norm()?.layer_norm(&x, &gain, &gain, 1e-5, DType::F32).map(|(_, mean, rstd)| [mean, rstd])?,
-        false => device.norm()?.rms_norm(&x, &gain, 1e-5, DType::F32).map(|(_, rstd)| [rstd.clone(), rstd])?,
-    };
-    Ok(Box::new(move |device| {
-        let norm = device.norm()?;
-        let [mean, rstd] = &stats;
-        Ok(match (layer, backward) {
-            (true, false) => {
-                norm.layer_norm(&x, &gain, &gain, 1e-5, stored).map(|(y, mean, rstd)| vec![y, mean, rstd])?
-            }
-            (false, false) => norm.rms_norm(&x, &gain, 1e-5, stored).map(|(y, rstd)| vec![y, rstd])?,
-            (true, true) => vec![norm.layer_norm_grad(&dy, &x, &gain, [mean, rstd], RowBlocks::WHOLE, None)?.0],
-            (false, true) => vec![norm.rms_norm_grad(&dy, &x, &gain, rstd, RowBlocks::WHOLE, None)?.0],
-        })
-    }))
 }
 
 fn dropout(device: &CudaDevice, _: &str, count: usize) -> Result<Call, Error> {

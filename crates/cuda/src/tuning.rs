@@ -169,15 +169,15 @@ mod tests {
         let text = "[[sm_80]]\nkernel = 'dropout'\nvariant = 'each=8'\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'usual'\nup_to = 100\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
-                    [[sm_90a]]\nkernel = 'layer_norm_forward_f32'\nvariant = 'blocks=2'\nup_to = 2048\n";
+                    [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'keys=64'\nup_to = 2048\n";
         let tuning = Tuning::parse(text, "sm_90a").unwrap();
         let form = |name, sizes| tuning.form(name, sizes).map(|kernel| kernel.source.name);
         assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
         assert_eq!(form("dropout", [101, 0]), Some("dropout.dropout.each=16.cu"));
         assert_eq!(form("dropout", [1001, 0]), None);
-        // Of rows the width counts.
-        assert!(form("layer_norm_forward_f32", [1 << 20, 2048]).is_some());
-        assert_eq!(form("layer_norm_forward_f32", [1, 2049]), None);
+        // Of sequences the width counts.
+        assert!(form("flash_forward_64", [1 << 20, 2048]).is_some());
+        assert_eq!(form("flash_forward_64", [1, 2049]), None);
         assert_eq!(form("adamw", [1, 0]), None);
     }
 

@@ -184,6 +184,9 @@ fn every_barrier_is_needed() {
                 compression::values_are_those_of_the_cpu,
                 compression::vectors_without_zeros_come_back,
             ],
+            "norm.cuh" => {
+                &[rows::layer_norms_are_those_of_the_cpu, rows::gradients_of_layer_norms_are_those_of_the_cpu]
+            }
             "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
             _ => &[attention::attention_is_that_of_the_cpu],
         };

@@ -4,7 +4,7 @@ use crate::launch::Null;
 use crate::{assert_bits, launch, values};
 use bytemuck::Pod;
 use half::{bf16, f16};
-use meshwork_kernels::RowParts;
+use meshwork_kernels::{NORM_WIDTH, RowParts};
 use meshwork_tensor::cpu::kernels::round;
 
 /// A type of 16 bits, as kernels are told of it, and its casts.
@@ -144,28 +144,47 @@ where
         let cut = RowParts::new([rows as u32]);
         let parts = cut.rows.len() - 1;
         let [mut dgamma, mut dbeta, mut want_dgamma, mut want_dbeta] = [(); 4].map(|()| vec![f32::NAN; parts * n]);
+        let starts = &cut.rows;
         for accumulate in [0, 1] {
             let (mut dx, mut dx_wide) = (x.clone(), x_wide.clone());
-            let (name, to) = ("layer_norm_backward_16", &mut dx);
-            launch!(name, sizes, &dy, &x, &gamma, &mean, &rstd, to, accumulate, rows, n, H::F16);
-            let (name, to) = ("layer_norm_backward", &mut dx_wide);
-            launch!(name, sizes, &dy_wide, &x_wide, &gamma_wide, &mean, &rstd, to, accumulate, rows, n);
+            let (to, to_wide) = ((&mut dx, &mut dgamma, &mut dbeta), (&mut dx_wide, &mut want_dgamma, &mut want_dbeta));
+            let (of, of_wide) = ((&dy, &x, &gamma), (&dy_wide, &x_wide, &gamma_wide));
+            let add = accumulate;
+            if n as u64 <= NORM_WIDTH {
+                let (name, sizes) = ("layer_norm_backward_16", [parts, n]);
+                launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, starts, to.0, add, to.1, to.2, n, H::F16);
+                let (name, of, to) = ("layer_norm_backward", of_wide, to_wide);
+                launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, starts, to.0, add, to.1, to.2, n);
+            } else {
+                let name = "layer_norm_backward_wide_16";
+                launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n, H::F16);
+                let name = "layer_norm_backward_parts_16";
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n, H::F16);
+                let (name, of, to) = ("layer_norm_backward_wide", of_wide, to_wide);
+                launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n);
+                let name = "layer_norm_backward_parts";
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n);
+            }
             assert_rounded("gradient of a layer norm", &dx, &dx_wide);
+            assert_bits("gradient of gains", &dgamma, &want_dgamma);
+            assert_bits("gradient of biases", &dbeta, &want_dbeta);
             let (mut dx, mut dx_wide) = (x.clone(), x_wide.clone());
-            launch!("rms_norm_backward_16", sizes, &dy, &x, &gamma, &rstd, &mut dx, accumulate, rows, n, H::F16);
-            let to = &mut dx_wide;
-            launch!("rms_norm_backward", sizes, &dy_wide, &x_wide, &gamma_wide, &rstd, to, accumulate, rows, n);
+            let (to, to_wide) = ((&mut dx, &mut dgamma), (&mut dx_wide, &mut want_dgamma));
+            if n as u64 <= NORM_WIDTH {
+                let (name, sizes) = ("rms_norm_backward_16", [parts, n]);
+                launch!(name, sizes, of.0, of.1, of.2, &rstd, starts, to.0, add, to.1, n, H::F16);
+                let (name, of, to) = ("rms_norm_backward", of_wide, to_wide);
+                launch!(name, sizes, of.0, of.1, of.2, &rstd, starts, to.0, add, to.1, n);
+            } else {
+                launch!("rms_norm_backward_wide_16", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n, H::F16);
+                launch!("rms_norm_backward_parts_16", [parts, n], of.0, of.1, &rstd, starts, to.1, n, H::F16);
+                let (of, to) = (of_wide, to_wide);
+                launch!("rms_norm_backward_wide", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n);
+                launch!("rms_norm_backward_parts", [parts, n], of.0, of.1, &rstd, starts, to.1, n);
+            }
             assert_rounded("gradient of an RMS norm", &dx, &dx_wide);
+            assert_bits("gradient of weights", &dgamma, &want_dgamma);
         }
-        let (name, to) = ("layer_norm_backward_parts_16", (&mut dgamma, &mut dbeta));
-        launch!(name, [parts, n], &dy, &x, &mean, &rstd, &cut.rows, to.0, to.1, n, H::F16);
-        let (name, to) = ("layer_norm_backward_parts", (&mut want_dgamma, &mut want_dbeta));
-        launch!(name, [parts, n], &dy_wide, &x_wide, &mean, &rstd, &cut.rows, to.0, to.1, n);
-        assert_bits("gradient of gains", &dgamma, &want_dgamma);
-        assert_bits("gradient of biases", &dbeta, &want_dbeta);
-        launch!("rms_norm_backward_parts_16", [parts, n], &dy, &x, &rstd, &cut.rows, &mut dgamma, n, H::F16);
-        launch!("rms_norm_backward_parts", [parts, n], &dy_wide, &x_wide, &rstd, &cut.rows, &mut want_dgamma, n);
-        assert_bits("gradient of weights", &dgamma, &want_dgamma);
         launch!("rms_norm_forward_16", sizes, &x, &gamma, eps, &mut y, &mut rstd, rows, n, H::F16);
         launch!("rms_norm_forward_f32", sizes, &x_wide, &gamma_wide, eps, &mut y_wide, &mut want_rstd, rows, n);
         assert_rounded("RMS norm", &y, &y_wide);

@@ -1,6 +1,6 @@
 //! Sums, biases and activations, bit by bit against the CPU; casts against `half`.
 
-use crate::launch::Null;
+use crate::launch::{At, AtMut, Null};
 use crate::{assert_bits, launch, values};
 use half::{bf16, f16};
 use meshwork_tensor::cpu::kernels::round::{Stored, round};
@@ -75,6 +75,34 @@ fn activations_are_those_of_the_cpu() {
         launch!("swiglu_backward", [count, 0], &dy, &mut dx, count);
         swiglu::swiglu_backward(&dy, &mut want_dx);
         assert_bits("gradient of swiglu", &dx, &want_dx);
+    }
+}
+
+/// Vectors that begin at no multiple of 16 bytes, and lengths that are none of a thread's.
+#[test]
+fn slices_may_begin_anywhere() {
+    let (x, y) = (values("x", 40), values("y", 40));
+    let wholes: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+    for (at, to) in [(0, 1), (1, 0), (2, 3), (3, 3), (4, 8), (5, 5)] {
+        for count in [1, 3, 4, 8, 11, 29] {
+            let mut sums = vec![9.0_f32; 40];
+            if !launch!("add", [count, 0], At(&x, at), At(&y, to), AtMut(&mut sums, to), count) {
+                return;
+            }
+            let want: Vec<f32> = (0..count).map(|i| x[at + i] + y[to + i]).collect();
+            assert_bits("add", &sums[to..to + count], &want);
+            assert!(sums[..to].iter().chain(&sums[to + count..]).all(|&around| around == 9.0), "{at} {to} {count}");
+            let mut halves = vec![bf16::NAN; 40];
+            launch!("f32_to_bf16", [count, 0], At(&x, at), AtMut(&mut halves, to), count);
+            assert_eq!(halves[to..to + count], wholes[at..at + count], "{at} {to} {count}");
+            assert!(
+                halves[..to].iter().chain(&halves[to + count..]).all(|around| around.is_nan()),
+                "{at} {to} {count}"
+            );
+            let mut back = vec![9.0_f32; 40];
+            launch!("bf16_to_f32", [count, 0], At(&wholes, at), AtMut(&mut back, to), count);
+            assert!((0..count).all(|i| back[to + i] == wholes[at + i].to_f32()), "{at} {to} {count}");
+        }
     }
 }
 

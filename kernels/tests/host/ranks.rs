@@ -35,6 +35,12 @@ fn ranks_are_summed_in_the_tree() {
         let terms = |i: usize| wholes.iter().map(|x| x[i].to_f32()).collect::<Vec<_>>();
         assert!((0..count).all(|i| out[i] == bf16::from_f32(sum(&terms(i)))), "{ranks} ranks of bf16");
 
+        let bytes: Vec<Vec<u8>> = inputs.iter().map(|x| x.iter().map(|&x| (9.0 * x) as u8).collect()).collect();
+        let mut out = vec![9_u8; count];
+        launch!("reduce_sum_u8", [count, 0], bytes.as_slice(), ranks, &mut out, count);
+        let total = |i: usize| bytes.iter().fold(0_u8, |sum, x| sum.wrapping_add(x[i]));
+        assert!((0..count).all(|i| out[i] == total(i)), "{ranks} ranks of bytes");
+
         let (flat, mut out) = (inputs.concat(), vec![f32::NAN; count]);
         launch!("tree_sum", [count, 0], &flat, ranks, &mut out, count);
         assert_bits("vectors", &out, &(0..count).map(|i| sum(&column(i))).collect::<Vec<_>>());

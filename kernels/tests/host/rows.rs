@@ -3,13 +3,14 @@
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::{Buffer, DType};
-use meshwork_kernels::RowParts;
+use meshwork_kernels::{NORM_WIDTH, RowParts};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::Norm;
 use meshwork_tensor::tape::RowBlocks;
 
-/// Rows and elements of each: one half warp a row, several, all, and several rounds; rows that do not fill the last block.
-const SIZES: [[usize; 2]; 8] = [[1, 1], [3, 7], [17, 33], [21, 768], [5, 1024], [9, 1025], [3, 5003], [2, 17_500]];
+/// Rows and elements of each: rows that do not fill the last block of threads, blocks of every size, a team of half warps a row that takes several rounds.
+const SIZES: [[usize; 2]; 9] =
+    [[1, 1], [3, 7], [77, 33], [21, 768], [5, 1024], [9, 1025], [3, 2100], [3, 5003], [2, 17_500]];
 
 const EPS: f32 = 1e-5;
 
@@ -54,9 +55,26 @@ pub fn layer_norms_are_those_of_the_cpu() {
     }
 }
 
+/// Rows of a gradient, elements of each, and blocks of rows: rows that fill rounds of a part and that do not, parts with fewer rows than others, and rows that are too wide for one
+/// pass.
+const GRADIENTS: [([usize; 2], usize); 12] = [
+    ([1, 1], 1),
+    ([3, 7], 1),
+    ([17, 33], 2),
+    ([21, 768], 1),
+    ([5, 1024], 1),
+    ([9, 1025], 3),
+    ([3, 4096], 1),
+    ([3, 5003], 1),
+    ([2, 8192], 1),
+    ([2, 17_500], 1),
+    ([200, 40], 1),
+    ([300, 3], 2),
+];
+
 #[test]
-fn gradients_of_layer_norms_are_those_of_the_cpu() {
-    for ([rows, n], slices) in SIZES.into_iter().zip([1, 1, 2, 1, 1, 3, 1, 1]).chain([([200, 40], 1), ([300, 3], 2)]) {
+pub fn gradients_of_layer_norms_are_those_of_the_cpu() {
+    for ([rows, n], slices) in GRADIENTS {
         let blocks = RowBlocks { samples: 1, slices };
         let what = format!("{rows} rows of {n}");
         let (x, gamma, dy) = (values("x", rows * n), values("gamma", n), values("dy", rows * n));
@@ -64,19 +82,26 @@ fn gradients_of_layer_norms_are_those_of_the_cpu() {
         let old = values("old", rows * n);
         let cpu = Cpu::default();
         let [dy_, x_, gamma_, mean_, rstd_] = [&dy, &x, &gamma, &mean, &rstd].map(|x| Buffer::from_slice(x));
+        let cut = row_parts(rows, blocks);
+        let (parts, starts) = (cut.rows.len() - 1, &cut.rows);
         for accumulate in [false, true] {
             let sum = accumulate.then(|| Buffer::from_slice(&old));
             let want = cpu.layer_norm_grad(&dy_, &x_, &gamma_, [&mean_, &rstd_], blocks, sum).unwrap();
             let (mut dx, add) = (old.clone(), i32::from(accumulate));
-            if !launch!("layer_norm_backward", [rows, n], &dy, &x, &gamma, &mean, &rstd, &mut dx, add, rows, n) {
-                return;
+            let [mut dgamma, mut dbeta] = [(); 2].map(|()| vec![f32::NAN; parts * n]);
+            let to = (&mut dx, &mut dgamma, &mut dbeta);
+            if n as u64 <= NORM_WIDTH {
+                let name = "layer_norm_backward";
+                if !launch!(name, [parts, n], &dy, &x, &gamma, &mean, &rstd, starts, to.0, add, to.1, to.2, n) {
+                    return;
+                }
+            } else {
+                let name = "layer_norm_backward_wide";
+                launch!(name, [rows, n], &dy, &x, &gamma, &mean, &rstd, to.0, add, rows, n);
+                let name = "layer_norm_backward_parts";
+                launch!(name, [parts, n], &dy, &x, &mean, &rstd, starts, to.1, to.2, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
-            let cut = row_parts(rows, blocks);
-            let parts = cut.rows.len() - 1;
-            let [mut dgamma, mut dbeta] = [(); 2].map(|()| vec![f32::NAN; parts * n]);
-            let sizes = [parts, n];
-            launch!("layer_norm_backward_parts", sizes, &dy, &x, &mean, &rstd, &cut.rows, &mut dgamma, &mut dbeta, n);
             assert_bits(&format!("dgamma of {what}"), &finish(&dgamma, &cut, n), slice(&want.1));
             assert_bits(&format!("dbeta of {what}"), &finish(&dbeta, &cut, n), slice(&want.2));
         }
@@ -106,25 +131,31 @@ fn rms_norms_are_those_of_the_cpu() {
 
 #[test]
 fn gradients_of_rms_norms_are_those_of_the_cpu() {
-    for ([rows, n], slices) in SIZES.into_iter().zip([1, 1, 2, 1, 1, 3, 1, 1]).chain([([200, 40], 1), ([300, 3], 2)]) {
+    for ([rows, n], slices) in GRADIENTS {
         let blocks = RowBlocks { samples: 1, slices };
         let what = format!("{rows} rows of {n}");
         let (x, weight, dy, rstd) =
             (values("x", rows * n), values("w", n), values("dy", rows * n), values("rstd", rows));
         let old = values("old", rows * n);
         let [dy_, x_, weight_, rstd_] = [&dy, &x, &weight, &rstd].map(|x| Buffer::from_slice(x));
+        let cut = row_parts(rows, blocks);
+        let (parts, starts) = (cut.rows.len() - 1, &cut.rows);
         for accumulate in [false, true] {
             let sum = accumulate.then(|| Buffer::from_slice(&old));
             let want = Cpu::default().rms_norm_grad(&dy_, &x_, &weight_, &rstd_, blocks, sum).unwrap();
             let (mut dx, add) = (old.clone(), i32::from(accumulate));
-            if !launch!("rms_norm_backward", [rows, n], &dy, &x, &weight, &rstd, &mut dx, add, rows, n) {
-                return;
+            let mut dweight = vec![f32::NAN; parts * n];
+            let to = (&mut dx, &mut dweight);
+            if n as u64 <= NORM_WIDTH {
+                let name = "rms_norm_backward";
+                if !launch!(name, [parts, n], &dy, &x, &weight, &rstd, starts, to.0, add, to.1, n) {
+                    return;
+                }
+            } else {
+                launch!("rms_norm_backward_wide", [rows, n], &dy, &x, &weight, &rstd, to.0, add, rows, n);
+                launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, starts, to.1, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
-            let cut = row_parts(rows, blocks);
-            let parts = cut.rows.len() - 1;
-            let mut dweight = vec![f32::NAN; parts * n];
-            launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, &cut.rows, &mut dweight, n);
             assert_bits(&format!("dweight of {what}"), &finish(&dweight, &cut, n), slice(&want.1));
         }
     }

@@ -1,5 +1,7 @@
 use super::CudaDevice;
+use crate::driver::Argument;
 use meshwork_core::{Buffer, DType};
+use meshwork_kernels::NORM_WIDTH;
 use meshwork_tensor::kernel::Norm;
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Result};
@@ -53,18 +55,29 @@ impl Norm for CudaDevice {
         let accumulate = i32::from(sum.is_some());
         let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         let of = [dy, x, gamma, &dx];
-        let (kernel, f16) = self.of_storage(op, &of, ["layer_norm_backward", "layer_norm_backward_16"])?;
+        let wide = n as u64 > NORM_WIDTH;
+        let kernels = [
+            ["layer_norm_backward", "layer_norm_backward_16"],
+            ["layer_norm_backward_wide", "layer_norm_backward_wide_16"],
+        ];
+        let (kernel, f16) = self.of_storage(op, &of, kernels[usize::from(wide)])?;
         let (of_parts, _) = self.of_storage(op, &of, ["layer_norm_backward_parts", "layer_norm_backward_parts_16"])?;
-        let to = self.place_mut(op, &mut dx)?;
+        let to = self.place_mut(op, &mut dx)?.into();
         let place = |buffer| self.place(op, buffer);
         let saved = [place(dy)?, place(x)?, place(gamma)?, place(mean)?, place(rstd)?];
         let [dy, x, gamma, mean, rstd] = saved.map(Into::into);
-        let args = [dy, x, gamma, mean, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
-        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
         let halves = [sums.slice(0..n * cut.parts())?, sums.slice(n * cut.parts()..sums.count())?];
-        let [dgammas, dbetas] = [place(&halves[0])?, place(&halves[1])?];
-        let args = [dy, x, mean, rstd, self.starts(op, &cut)?.into(), dgammas.into(), dbetas.into(), n.into()];
-        self.launch(op, of_parts, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
+        let [dgammas, dbetas] = [place(&halves[0])?.into(), place(&halves[1])?.into()];
+        let (starts, accumulate) = (self.starts(op, &cut)?.into(), accumulate.into());
+        let launch =
+            |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
+        if wide {
+            launch(kernel, [rows, n], &[dy, x, gamma, mean, rstd, to, accumulate, rows.into(), n.into()])?;
+            launch(of_parts, [cut.parts(), n], &[dy, x, mean, rstd, starts, dgammas, dbetas, n.into()])?;
+        } else {
+            let args = [dy, x, gamma, mean, rstd, starts, to, accumulate, dgammas, dbetas, n.into()];
+            launch(kernel, [cut.parts(), n], &args)?;
+        }
         Ok((dx, self.sum_parts(op, &halves[0], &cut, n)?, self.sum_parts(op, &halves[1], &cut, n)?))
     }
 
@@ -106,15 +119,23 @@ impl Norm for CudaDevice {
         let accumulate = i32::from(sum.is_some());
         let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         let of = [dy, x, weight, &dx];
-        let (kernel, f16) = self.of_storage(op, &of, ["rms_norm_backward", "rms_norm_backward_16"])?;
+        let wide = n as u64 > NORM_WIDTH;
+        let kernels =
+            [["rms_norm_backward", "rms_norm_backward_16"], ["rms_norm_backward_wide", "rms_norm_backward_wide_16"]];
+        let (kernel, f16) = self.of_storage(op, &of, kernels[usize::from(wide)])?;
         let (of_parts, _) = self.of_storage(op, &of, ["rms_norm_backward_parts", "rms_norm_backward_parts_16"])?;
-        let to = self.place_mut(op, &mut dx)?;
+        let to = self.place_mut(op, &mut dx)?.into();
         let place = |buffer| self.place(op, buffer);
         let [dy, x, weight, rstd] = [place(dy)?, place(x)?, place(weight)?, place(rstd)?].map(Into::into);
-        let args = [dy, x, weight, rstd, to.into(), accumulate.into(), rows.into(), n.into()];
-        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
-        let args = [dy, x, rstd, self.starts(op, &cut)?.into(), place(&sums)?.into(), n.into()];
-        self.launch(op, of_parts, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
+        let (dweights, starts, accumulate) = (place(&sums)?.into(), self.starts(op, &cut)?.into(), accumulate.into());
+        let launch =
+            |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
+        if wide {
+            launch(kernel, [rows, n], &[dy, x, weight, rstd, to, accumulate, rows.into(), n.into()])?;
+            launch(of_parts, [cut.parts(), n], &[dy, x, rstd, starts, dweights, n.into()])?;
+        } else {
+            launch(kernel, [cut.parts(), n], &[dy, x, weight, rstd, starts, to, accumulate, dweights, n.into()])?;
+        }
         Ok((dx, self.sum_parts(op, &sums, &cut, n)?))
     }
 }

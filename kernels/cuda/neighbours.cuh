@@ -1,0 +1,98 @@
+// Neighbours in memory that a thread reads and writes by 16 bytes, of any type. Where they lie at a multiple of 16 bytes (or of their size, if that is less) and all of
+// them are there, it takes as few accesses as that; at the end of a tensor, or in a part of one that begins elsewhere, one for each of them.
+#pragma once
+#include "meshwork.cuh"
+
+// As many as 16 bytes hold: of f32, of 16 bits, and of a type.
+#define FOUR 4
+#define EIGHT 8
+#define SIXTEEN_BYTES(T) (16 / static_cast<int>(sizeof(T)))
+
+template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
+    T of[N];
+};
+
+template <int N, class T> DEVICE bool are_whole(const T* x, i64 at, i64 count) {
+    return at + N <= count && reinterpret_cast<u64>(x + at) % alignof(Vector<T, N>) == 0;
+}
+
+// The elements from `at` on, zeros beyond the last.
+template <int N, class T> DEVICE Vector<T, N> load_vector(const T* x, i64 at, i64 count) {
+    if (are_whole<N>(x, at, count)) return *reinterpret_cast<const Vector<T, N>*>(x + at);
+    Vector<T, N> vector;
+#pragma unroll
+    for (int j = 0; j < N; j++) vector.of[j] = at + j < count ? x[at + j] : T(0);
+    return vector;
+}
+
+template <class T, int N> DEVICE void store_vector(T* x, i64 at, i64 count, const Vector<T, N>& vector) {
+    if (are_whole<N>(x, at, count)) {
+        *reinterpret_cast<Vector<T, N>*>(x + at) = vector;
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (at + j < count) x[at + j] = vector.of[j];
+    }
+}
+
+// The elements of a row of n from `column` on, which begins again where it ends.
+template <int N, class Row> DEVICE auto load_around(const Row& row, i64 column, i64 n) {
+    if (column + N <= n) return load_vector<N>(row, column, n);
+    decltype(load_vector<N>(row, column, n)) vector;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        vector.of[j] = row[column];
+        column = column + 1 == n ? 0 : column + 1;
+    }
+    return vector;
+}
+
+// A row of n elements beside all rows of a tensor: its element at % n beside the tensor's element `at`.
+template <class Row> struct Beside {
+    Row row;
+    i64 n;
+};
+
+template <class Row> DEVICE Beside<Row> beside(Row row, i64 n) { return {row, n}; }
+
+template <int N, class Row> DEVICE auto load_vector(const Beside<Row>& x, i64 at, i64) { return load_around<N>(x.row, at % x.n, x.n); }
+
+// Rows of n elements, of which row i is row source(i) of x: zeros where that is negative. The elements from `at` on of `count`.
+template <int N, class X, class Source> DEVICE auto load_rows(const X& x, i64 at, i64 count, i64 n, Source source) {
+    i64 row = at / n, column = at % n, from = source(row);
+    decltype(load_vector<N>(x, column, n)) vector = {};
+    if (column + N <= n) return from < 0 ? vector : load_vector<N>(x + from * n, column, n);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (at + j < count && from >= 0) vector.of[j] = x[from * n + column];
+        if (++column == n) {
+            column = 0, row++;
+            from = at + j + 1 < count ? source(row) : -1;
+        }
+    }
+    return vector;
+}
+
+// out = f(x).
+template <int N, class X, class Out, class F> DEVICE void map_vectors(X x, Out out, i64 count, F f) {
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    auto a = load_vector<N>(x, at, count);
+    Vector<decltype(f(a.of[0])), N> result;
+#pragma unroll
+    for (int j = 0; j < N; j++) result.of[j] = f(a.of[j]);
+    store_vector(out, at, count, result);
+}
+
+// out = f(x, y).
+template <int N, class X, class Y, class Out, class F> DEVICE void join_vectors(X x, Y y, Out out, i64 count, F f) {
+    i64 at = global_thread() * N;
+    if (at >= count) return;
+    auto a = load_vector<N>(x, at, count);
+    auto b = load_vector<N>(y, at, count);
+    Vector<decltype(f(a.of[0], b.of[0])), N> result;
+#pragma unroll
+    for (int j = 0; j < N; j++) result.of[j] = f(a.of[j], b.of[j]);
+    store_vector(out, at, count, result);
+}
