@@ -477,7 +477,7 @@ kernels! {
         Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
-        Out F32 group_scores, Out I32 ranked, Value I64 tokens;
+        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I64 tokens;
     route_limit in ROUTING, Geometry::Warps;
         In F32 scores, In I32 ranked, Divisor I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
         Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
@@ -502,10 +502,13 @@ kernels! {
     entropy_terms in ROUTING, ELEMENTS; In F32 scores, Out F64 terms, Value I64 tokens, Value I64 experts;
     sample_means in ROUTING, ELEMENTS; In F64 terms, Out F64 out, Value I64 samples, Value I64 each;
     route_unused in ROUTING, Geometry::Warps; In I32 kept, Out F64 out, Value I64 samples, Value I64 each;
-    choice_counts in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 each, Value I64 first, Divisor I64 ids, Out I32 counts, Value I64 samples;
-    choice_loads in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 count, Out F32 loads, Value I64 ids;
-    choice_sort in PERMUTATION, Geometry::Warps;
-        In I32 choices, Value I64 count, Value I64 first, Value I64 ids, Out I32 order, Value I64 total, Out I64 found;
+    choice_parts in PERMUTATION, Geometry::Warps;
+        In I32 choices, Value I64 each, Value I64 part, Divisor I64 parts, Value I64 first, Value I64 ids, Out I32 counts, Value I64 samples;
+    choice_counts in PERMUTATION, ELEMENTS; In I32 parts_counts, Value I64 parts, Divisor I64 ids, Out I32 counts, Value I64 count;
+    choice_loads in PERMUTATION, ELEMENTS; In I32 parts_counts, Value I64 parts, Out F32 loads, Value I64 ids;
+    choice_places in PERMUTATION, Geometry::Warps;
+        In I32 choices, Value I64 count, Value I64 part, Value I64 parts, Value I64 first, Value I64 ids, In I32 counts, Out I32 next, Out I32 order,
+        Value I64 total, Out I32 slots, Out I64 found;
     invert_fill in PERMUTATION, ELEMENTS; Out I32 slots, Value I64 n;
     invert in PERMUTATION, ELEMENTS; In I32 order, Out I32 slots, Value I64 count;
     group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Divisor I64 size, Value I32 once, Out I32 groups, Value I64 tokens;

@@ -22,6 +22,7 @@ use meshwork_tensor::kernel::{
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
+use std::slice;
 
 /// Groups of a grouped product.
 const GROUPS: usize = 8;
@@ -345,7 +346,8 @@ fn flat<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: 
             let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay_factor: 1.0 };
             let rule = Rule::from(AdamW::default());
             let call = move || {
-                let flat = FlatParts { weights: &mut w, grads: &g, states: &mut states, ranges: &[0..count] };
+                let all = 0..count;
+                let flat = FlatParts { weights: &mut w, grads: &g, states: &mut states, ranges: slice::from_ref(&all) };
                 device.optim()?.update(&rule, update, &mut [flat])
             };
             Ok(Work { bytes: 28 * count, flops: 0, call: Box::new(call) })

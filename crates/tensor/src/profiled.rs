@@ -946,7 +946,7 @@ impl Permutation for Profiled {
         self.span(Class::Memory, "counts", &[choices], |device| device.permutation()?.counts(choices, samples, ids))
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         self.span(Class::Memory, "sort", &[choices], |device| device.permutation()?.sort(choices, ids, total))
     }
 

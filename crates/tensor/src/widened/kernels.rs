@@ -653,7 +653,7 @@ impl Permutation for Widened {
         self.inner.permutation()?.counts(choices, samples, ids)
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         self.inner.permutation()?.sort(choices, ids, total)
     }
 

@@ -708,8 +708,9 @@ impl Permutation for Opaque {
         hidden(self.inner.permutation()?.counts(&host(choices), samples, ids))
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
-        hidden(self.inner.permutation()?.sort(&host(choices), ids, total))
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
+        let (order, slots) = self.inner.permutation()?.sort(&host(choices), ids, total)?;
+        Ok((hide(order), hide(slots)))
     }
 
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
