@@ -1,13 +1,15 @@
 // The sum of squares of gradients, for their norm, and the check of gradients that were scaled.
 //
-//   sums[at] += Σ x²;  x *= inverse scale, and whether any of them is infinite or NaN
+//   *sum += Σ x², vector after vector;  x *= inverse scale, and whether any of them is infinite or NaN
 //
-// Shapes    x: `segments` segments of `len` elements, `pitch` apart; parts, one f64 for each piece of 32768 elements of a segment.
-// Geometry  squares: a warp a piece; the sum of parts: one warp. Unscale: a thread an element.
+// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts, an f64 for
+//           each piece of 32768 elements of a vector; totals [vectors] (f64).
+// Geometry  squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a thread an element.
+// Launches  two for all parameters.
 // Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
 // Bits      those of the CPU: crates/tensor/src/cpu/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
-//           after another, then the pieces one after another. The CPU has no unscale: each element is one product.
-#include "meshwork.cuh"
+//           after another, then the pieces one after another, then the vectors. The CPU has no unscale: each element is one product.
+#include "vectors.cuh"
 
 #define PIECE 32768
 #define WARP 32
@@ -19,16 +21,17 @@ DEVICE double in_order(double lane) {
     return sum;
 }
 
-KERNEL sum_of_squares(const float* x, i64 len, i64 segments, i64 pitch, double* parts) {
-    i64 pieces = (len + PIECE - 1) / PIECE, part = global_thread() / WARP;
+KERNEL sum_of_squares(const float* const* x, const i64* starts, const i64* counts, i64 vectors, double* parts) {
+    i64 part = global_thread() / WARP;
     int lane = static_cast<int>(threadIdx.x) % WARP;
-    bool live = part < pieces * segments;
+    bool live = part < starts[vectors];
     double sum = 0.0;
     if (live) {
-        const float* segment = x + part / pieces * pitch;
-        i64 begin = part % pieces * PIECE, end = smaller(len, begin + PIECE);
+        Piece piece = piece_of(starts, vectors, part);
+        const float* vector = x[piece.vector];
+        i64 begin = piece.number * PIECE, end = smaller(counts[piece.vector], begin + PIECE);
         for (i64 i = begin + lane; i < end; i += WARP) {
-            double value = static_cast<double>(segment[i]);
+            double value = static_cast<double>(vector[i]);
             sum += value * value;  // the product is exact
         }
     }
@@ -36,18 +39,31 @@ KERNEL sum_of_squares(const float* x, i64 len, i64 segments, i64 pitch, double* 
     if (live && lane == 0) parts[part] = sum;
 }
 
-// sums[at] += the sum of the parts, in order. One warp: it loads 32 at a time.
-KERNEL sum_of_parts(const double* parts, i64 count, double* sums, i64 at) {
-    int lane = static_cast<int>(threadIdx.x);
-    double sum = 0.0;
+// sum + the numbers in order, of one warp, which loads 32 at a time.
+DEVICE double sum_in_order(double sum, const double* numbers, i64 count) {
+    int lane = static_cast<int>(threadIdx.x) % WARP;
     for (i64 first = 0; first < count; first += WARP) {
-        double part = first + lane < count ? parts[first + lane] : 0.0;
+        double number = first + lane < count ? numbers[first + lane] : 0.0;
         for (int l = 0; l < WARP; l++) {
-            double next = __shfl_sync(FULL_WARP, part, l);
+            double next = __shfl_sync(FULL_WARP, number, l);
             if (first + l < count) sum += next;
         }
     }
-    if (lane == 0) sums[at] += sum;
+    return sum;
+}
+
+// totals[vector] = the sum of its parts, in order; *sum += the totals, in order.
+KERNEL sum_of_parts(const double* parts, const i64* starts, i64 vectors, double* totals, double* sum) {
+    int thread = static_cast<int>(threadIdx.x), warp = thread / WARP;
+    for (i64 vector = warp; vector < vectors; vector += THREADS / WARP) {
+        i64 first = starts[vector];
+        double total = sum_in_order(0.0, parts + first, starts[vector + 1] - first);
+        if (thread % WARP == 0) totals[vector] = total;
+    }
+    __syncthreads();
+    if (warp != 0) return;
+    double all = sum_in_order(*sum, totals, vectors);
+    if (thread == 0) *sum = all;
 }
 
 // x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it write the same.

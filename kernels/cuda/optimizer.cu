@@ -1,20 +1,35 @@
-// Update rules on flat buffers: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and SGD with and without momentum.
+// Update rules on many vectors at once: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and SGD with and without momentum.
 //
 //   AdamW  g = grad_scale grad,  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  w = w (1 - lr decay) - lr/(1 - β₁ᵗ) m / (√v / √(1 - β₂ᵗ) + ε)
 //   SGD    b = momentum b + (grad_scale grad + decay w),  w -= lr b
 //
-// Shapes    all [count]; scalars are computed on the host in f64 and rounded once (crates/optim/src/adamw.rs, sgd.rs).
-// Geometry  a thread four elements, by 16 bytes (fours.cuh).
-// Bytes     AdamW 16 read, 12 written an element; SGD 8 and 4; with momentum 12 and 8.
+// Shapes    weights, grads, states: [vectors] addresses of f32; counts their elements, starts the first block of each and the number of all (vectors.cuh).
+//           Scalars are the same for all vectors, computed on the host in f64 and rounded once (crates/optim/src/adamw.rs, sgd.rs).
+// Geometry  a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (fours.cuh). `items` are 1024 for each block.
+// Launches  one for all parameters with the same rule and factors: of GPT-2 two, those that decay and those that do not.
+// Bytes     AdamW 16 read, 12 written an element; SGD 8 and 4; with momentum 12 and 8; for a block some words of the table, from the cache.
 // Bits      those of the CPU: crates/optim/src/adamw.rs, crates/optim/src/sgd.rs.
 #include "fours.cuh"
+#include "vectors.cuh"
+
+// The elements of a thread: of which vector, from which on.
+struct Own {
+    i64 vector, at, count;
+};
+
+DEVICE Own own_of(const i64* starts, const i64* counts, i64 vectors) {
+    Piece piece = piece_of(starts, vectors, blockIdx.x);
+    return Own{piece.vector, (piece.number * THREADS + threadIdx.x) * FOUR, counts[piece.vector]};
+}
 
 // keep = 1 - lr decay, lr_hat = lr / (1 - β₁ᵗ), root_hat = √(1 - β₂ᵗ), mean_new = 1 - β₁, square_old = β₂, square_new = 1 - β₂.
-KERNEL adamw(float* weights, const float* grads, float* mean, float* square, float grad_scale, float keep, float lr_hat,
-             float root_hat, float mean_new, float square_old, float square_new, float eps, i64 count) {
-    i64 at = global_thread() * FOUR;
+KERNEL adamw(float* const* weights, const float* const* grads, float* const* mean, float* const* square, const i64* starts, const i64* counts,
+             i64 vectors, float grad_scale, float keep, float lr_hat, float root_hat, float mean_new, float square_old, float square_new,
+             float eps) {
+    auto [vector, at, count] = own_of(starts, counts, vectors);
     if (at >= count) return;
-    Four w = load_four(weights, at, count), g = load_four(grads, at, count), m = load_four(mean, at, count), v = load_four(square, at, count);
+    float *of_w = weights[vector], *of_m = mean[vector], *of_v = square[vector];
+    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count), m = load_four(of_m, at, count), v = load_four(of_v, at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) {
         float scaled = grad_scale * g.of[j];
@@ -22,25 +37,33 @@ KERNEL adamw(float* weights, const float* grads, float* mean, float* square, flo
         v.of[j] = square_old * v.of[j] + square_new * (scaled * scaled);
         w.of[j] = w.of[j] * keep - lr_hat * (m.of[j] / (sqrtf(v.of[j]) / root_hat + eps));
     }
-    store_four(mean, at, count, m);
-    store_four(square, at, count, v);
-    store_four(weights, at, count, w);
+    store_four(of_m, at, count, m);
+    store_four(of_v, at, count, v);
+    store_four(of_w, at, count, w);
 }
 
-KERNEL sgd(float* weights, const float* grads, float grad_scale, float decay, float lr, i64 count) {
-    join_fours(weights, grads, weights, count, [=](float w, float g) { return w - lr * (grad_scale * g + decay * w); });
-}
-
-KERNEL sgd_momentum(float* weights, const float* grads, float* buffer, float grad_scale, float decay, float lr, float momentum,
-                    i64 count) {
-    i64 at = global_thread() * FOUR;
+KERNEL sgd(float* const* weights, const float* const* grads, const i64* starts, const i64* counts, i64 vectors, float grad_scale, float decay,
+           float lr) {
+    auto [vector, at, count] = own_of(starts, counts, vectors);
     if (at >= count) return;
-    Four w = load_four(weights, at, count), g = load_four(grads, at, count), b = load_four(buffer, at, count);
+    float* of_w = weights[vector];
+    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) w.of[j] = w.of[j] - lr * (grad_scale * g.of[j] + decay * w.of[j]);
+    store_four(of_w, at, count, w);
+}
+
+KERNEL sgd_momentum(float* const* weights, const float* const* grads, float* const* buffer, const i64* starts, const i64* counts, i64 vectors,
+                    float grad_scale, float decay, float lr, float momentum) {
+    auto [vector, at, count] = own_of(starts, counts, vectors);
+    if (at >= count) return;
+    float *of_w = weights[vector], *of_b = buffer[vector];
+    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count), b = load_four(of_b, at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) {
         b.of[j] = momentum * b.of[j] + (grad_scale * g.of[j] + decay * w.of[j]);
         w.of[j] = w.of[j] - lr * b.of[j];
     }
-    store_four(buffer, at, count, b);
-    store_four(weights, at, count, w);
+    store_four(of_b, at, count, b);
+    store_four(of_w, at, count, w);
 }

@@ -6,55 +6,106 @@
 //
 // Shapes    choices, slots, w, dw [tokens, k] (i32 and f32), ids ascending along a token, -1 where a place is not in use; order [rows of them];
 //           x, rows, drows [rows, width]; y, dy [tokens, width].
-// Geometry  counting: a warp an id of a sample. Sorting: a warp an id, which counts the choices with smaller ids and then writes its own in order,
-//           32 at a time: no atomics, and the order is that of the choices. Inversion and groups: a thread a place. Moved rows, sums and
-//           their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
-// Bytes     sorting reads the choices twice for each id, from the L2 cache; rows are read and written once; a sum reads a row for each choice.
+// Geometry  counting and sorting: a warp a part of the choices, 32 at a time; those with the same id find each other by ballots, one a bit of the ids, and
+//           the first of them counts: no atomics, and the order is that of the choices. Sums over parts, inversion and groups: a thread a place. Moved
+//           rows, sums and their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
+// Launches  a sort two, with its inverse; counts one where samples are a part each, and two otherwise.
+// Bytes     a sort reads the choices twice and writes order and slots once; of p parts it writes and reads 2 p numbers an id, and each part reads p of them
+//           from the L2 cache. Counts read the choices once. Rows are read and written once; a sum reads a row for each choice.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
 #include "neighbours.cuh"
 #include "warp.cuh"
 
-// The number of choices from `begin` to `end` with ids in low .. high, the same in all lanes.
-DEVICE i64 count_within(const int* choices, i64 begin, i64 end, i64 low, i64 high) {
-    i64 count = 0;
-    for (i64 i = begin + lane_of_warp(); i < end; i += WARP) count += choices[i] >= low && choices[i] < high ? 1 : 0;
-    return sum_of_warp(count);
-}
-
-// For each sample of `each` choices and each of `ids` ids from `first` on.
-KERNEL choice_counts(const int* choices, i64 each, i64 first, i64 ids, int* counts, i64 samples) {
-    i64 at = global_thread() / WARP;
-    if (at >= samples * ids) return;
-    i64 sample = at / ids, id = first + at % ids;
-    i64 count = count_within(choices, sample * each, (sample + 1) * each, id, id + 1);
-    if (lane_of_warp() == 0) counts[at] = static_cast<int>(count);
-}
-
-KERNEL choice_loads(const int* choices, i64 count, float* loads, i64 ids) {
-    i64 id = global_thread() / WARP;
-    if (id >= ids) return;
-    i64 load = count_within(choices, 0, count, id, id + 1);
-    if (lane_of_warp() == 0) loads[id] = static_cast<float>(static_cast<int>(load));
-}
-
-// `total` choices have these ids, or found[0] becomes 1; then what is missing in `order` is 0.
-KERNEL choice_sort(const int* choices, i64 count, i64 first, i64 ids, int* order, i64 total, i64* found) {
-    i64 at = global_thread() / WARP;
-    if (at >= ids) return;
-    i64 id = first + at, next = count_within(choices, 0, count, first, id);
-    int lane = lane_of_warp();
-    for (i64 begin = 0; begin < count; begin += WARP) {
-        i64 i = begin + lane;
-        bool mine = i < count && choices[i] == id;
-        u32 among = __ballot_sync(FULL_WARP, mine);
-        i64 place = next + __popc(among & lanes_below(lane));
-        if (mine && place < total) order[place] = static_cast<int>(i);
-        next += __popc(among);
+// The lanes that are `there` with the same number as this one, of numbers from 0 to end - 1. All lanes of a warp come here.
+DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
+    u32 lanes = __ballot_sync(FULL_WARP, there);
+    for (i64 bit = 1; bit < end; bit *= 2) {
+        u32 set = __ballot_sync(FULL_WARP, (number & bit) != 0);
+        lanes &= (number & bit) != 0 ? set : ~set;
     }
-    if (at != ids - 1 || next == total) return;
-    for (i64 i = next + lane; i < total; i += WARP) order[i] = 0;
+    return lanes;
+}
+
+// Calls `of(i, id, lanes)` for 32 choices at a time: ids from `first` on, the lanes with the same; none for a choice without one of these ids, and beyond the end.
+template <class F> DEVICE void for_choices(const int* choices, i64 begin, i64 end, i64 first, i64 ids, F of) {
+    for (i64 next = begin; next < end; next += WARP) {
+        i64 i = next + lane_of_warp(), id = i < end ? choices[i] - first : -1;
+        bool there = id >= 0 && id < ids;
+        u32 lanes = lanes_with(there, id, ids);
+        of(i, id, there ? lanes : 0u);
+    }
+}
+
+// How often a warp's choices have each id. A part has `part` choices of a sample of `each`, the last of it fewer. counts [samples, parts, ids].
+KERNEL choice_parts(const int* choices, i64 each, i64 part, i64 parts, i64 first, i64 ids, int* counts, i64 samples) {
+    i64 at = global_thread() / WARP;
+    if (at >= samples * parts) return;
+    int* own = counts + at * ids;
+    int lane = lane_of_warp();
+    for (i64 id = lane; id < ids; id += WARP) own[id] = 0;
+    __syncwarp();
+    i64 sample = at / parts, begin = sample * each + at % parts * part;
+    for_choices(choices, begin, smaller(begin + part, (sample + 1) * each), first, ids, [=](i64, i64 id, u32 lanes) {
+        if (lanes != 0 && (lanes & lanes_below(lane)) == 0) own[id] += __popc(lanes);
+        __syncwarp();
+    });
+}
+
+// The sum over the parts of a sample.
+DEVICE int sum_over_parts(const int* counts, i64 sample, i64 id, i64 parts, i64 ids) {
+    int sum = 0;
+    for (i64 part = 0; part < parts; part++) sum += counts[(sample * parts + part) * ids + id];
+    return sum;
+}
+
+KERNEL choice_counts(const int* parts_counts, i64 parts, i64 ids, int* counts, i64 count) {
+    i64 at = global_thread();
+    if (at < count) counts[at] = sum_over_parts(parts_counts, at / ids, at % ids, parts, ids);
+}
+
+KERNEL choice_loads(const int* parts_counts, i64 parts, float* loads, i64 ids) {
+    i64 id = global_thread();
+    if (id < ids) loads[id] = static_cast<float>(sum_over_parts(parts_counts, 0, id, parts, ids));
+}
+
+// Both the order and its inverse. A warp has a part: it begins each id behind those with smaller ids and those of the parts before, by the counts of all
+// parts, and writes where it is into `next` [parts, ids]. `total` choices have these ids, or found[0] becomes 1; then what is missing in `order` is 0.
+KERNEL choice_places(const int* choices, i64 count, i64 part, i64 parts, i64 first, i64 ids, const int* counts, int* next, int* order, i64 total,
+                     int* slots, i64* found) {
+    i64 at = global_thread() / WARP;
+    if (at >= parts) return;
+    int lane = lane_of_warp(), *own = next + at * ids;
+    i64 before = 0;  // those with smaller ids
+    for (i64 begin = 0; begin < ids; begin += WARP) {
+        i64 id = begin + lane, earlier = 0, all = 0;
+        for (i64 p = 0; id < ids && p < parts; p++) {
+            i64 here = counts[p * ids + id];
+            earlier += p < at ? here : 0;
+            all += here;
+        }
+        i64 place = before + earlier;
+        for (int l = 0; l < WARP; l++) {
+            i64 of_lane = __shfl_sync(FULL_WARP, all, l);
+            place += l < lane ? of_lane : 0;
+            before += of_lane;
+        }
+        if (id < ids) own[id] = static_cast<int>(place);
+    }
+    __syncwarp();
+    i64 end = smaller(count, (at + 1) * part);
+    for_choices(choices, at * part, end, first, ids, [=](i64 i, i64 id, u32 lanes) {
+        int slot = lanes != 0 ? own[id] + __popc(lanes & lanes_below(lane)) : -1;
+        __syncwarp();
+        if (lanes != 0 && (lanes & lanes_below(lane)) == 0) own[id] += __popc(lanes);
+        __syncwarp();
+        if (slot >= total) slot = -1;
+        if (slot >= 0) order[slot] = static_cast<int>(i);
+        if (i < end) slots[i] = slot;
+    });
+    if (at != 0 || before == total) return;
+    for (i64 i = before + lane; i < total; i += WARP) order[i] = 0;
     if (lane == 0) *found = 1;
 }
 

@@ -6,10 +6,11 @@
 //
 // Shapes    scores, logits [tokens, experts], the tokens of a sample one after another; ranked [tokens, width]; choices, kept, weights
 //           [tokens, k]; counts [samples, experts], or [experts] for all samples; losses and measures f64 [samples].
+// Launches  a choice without capacity and draws one, with a capacity three, where choices may go to other experts five with a fill.
 // Geometry  the choice: a warp a token, which takes the largest of what is free `width` times; a lane has every 32nd expert, so there are at most
 //           2048. Capacity: a warp an expert of a sample, which counts its choices in order. Where a choice may go to another expert one
 //           thread has a sample, because each choice depends on all before it: slow. The rest: a thread a token, an element or a sum.
-// Bytes     scores once, from the cache `width` times; ranked once an expert of its sample.
+// Bytes     scores once, from the cache `width` times; with a capacity ranked once an expert of its sample.
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/routing.rs), where losses are summed in f64, but for two: z and its gradient need an
 //           exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and the host's C library round differently in the last
 //           bit; the gradient is rounded to f32 afterwards.
@@ -54,9 +55,23 @@ template <class Value> DEVICE Largest largest(u64 free, Value value) {
     return first_value == first_value ? Largest{best, most} : Largest{first, first_value};
 }
 
-// `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice.
+// The smallest of these numbers of a warp; all lanes have it.
+DEVICE int smallest(u64 numbers) {
+    int first = NOWHERE, at = lane_of_warp();
+    for (u64 left = numbers; left != 0 && first == NOWHERE; left >>= 1, at += WARP) {
+        if (left & 1) first = at;
+    }
+    for (int width = WARP / 2; width > 0; width /= 2) {
+        int other = __shfl_xor_sync(FULL_WARP, first, width);
+        first = other < first ? other : first;
+    }
+    return first;
+}
+
+// `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice. With `kept` all choices are used, and come in ascending
+// order, in both of the results; without, they come as the token prefers them.
 KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 groups, i64 top_groups, i64 group_best, i64 width,
-                  float* group_scores, int* ranked, i64 tokens) {
+                  float* group_scores, int* ranked, int* kept, i64 tokens) {
     i64 token = global_thread() / WARP;
     if (token >= tokens) return;
     int lane = lane_of_warp();
@@ -86,10 +101,17 @@ KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 group
             free |= members(group);
         }
     }
+    u64 chosen = 0;
     for (i64 place = 0; place < width; place++) {
         int expert = largest(free, value).at;
         free &= ~bit_of(expert);
-        if (lane == 0) ranked[token * width + place] = expert;
+        chosen |= bit_of(expert);
+        if (lane == 0 && !kept) ranked[token * width + place] = expert;
+    }
+    for (i64 place = 0; kept && place < width; place++) {
+        int expert = smallest(chosen);
+        chosen &= ~bit_of(expert);
+        if (lane == 0) ranked[token * width + place] = kept[token * width + place] = expert;
     }
 }
 

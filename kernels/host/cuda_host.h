@@ -384,6 +384,7 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int lanes) {
 }
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return host::exchange(value, lane); }
 inline unsigned __ballot_sync(unsigned, bool value) { return host::ballot(value); }
+inline void __syncwarp() { host::ballot(true); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;

@@ -2,7 +2,7 @@
 //!
 //! More than 400 lines: every kernel with all its arguments.
 
-use crate::geometry::Geometry;
+use crate::geometry::{Geometry, THREADS};
 use crate::kernel::{Arg, Kernel, Pass, Source, Type};
 
 macro_rules! sources {
@@ -22,6 +22,7 @@ sources! {
     NEIGHBOURS = "neighbours.cuh";
     NORM = "norm.cuh";
     FOURS = "fours.cuh";
+    VECTORS = "vectors.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
     CHECKED = "checked.cuh";
@@ -90,6 +91,7 @@ pub static HEADERS: &[&Source] = &[
     &NEIGHBOURS,
     &NORM,
     &FOURS,
+    &VECTORS,
     &WARP,
     &PRODUCTS,
     &CHECKED,
@@ -166,10 +168,13 @@ macro_rules! kernels {
 /// Rows of a table that a block of threads of `embedding_backward` has: `items` of its geometry are the table's rows divided by this, rounded up.
 pub const TABLE_ROWS: u64 = 64;
 
-/// Elements that a thread of `exact_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
+/// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a multiple of this.
+pub const UPDATE_PIECE: u64 = 4 * THREADS as u64;
+
+/// Elements that a thread of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
 pub const EXACT_PIECE: u64 = 4096;
 
-/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements divided by this, rounded up.
+/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
 /// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
@@ -310,18 +315,18 @@ kernels! {
     swiglu_forward_16 in SWIGLU, EIGHT; In Bits16 x, Out Bits16 out, Value I64 count, Value I32 f16;
     swiglu_backward_16 in SWIGLU, EIGHT; In Bits16 dy, Out Bits16 x, Value I64 count, Value I32 f16;
     adamw in OPTIMIZER, FOURS_OF_F32;
-        Out F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 keep, Value F32 lr_hat,
-        Value F32 root_hat, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 eps, Value I64 count;
+        Outs F32 weights, Ins F32 grads, Outs F32 mean, Outs F32 square, In I64 starts, In I64 counts, Value I64 vectors, Value F32 grad_scale,
+        Value F32 keep, Value F32 lr_hat, Value F32 root_hat, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 eps;
     sgd in OPTIMIZER, FOURS_OF_F32;
-        Out F32 weights, In F32 grads, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value I64 count;
+        Outs F32 weights, Ins F32 grads, In I64 starts, In I64 counts, Value I64 vectors, Value F32 grad_scale, Value F32 decay, Value F32 lr;
     sgd_momentum in OPTIMIZER, FOURS_OF_F32;
-        Out F32 weights, In F32 grads, Out F32 buffer, Value F32 grad_scale, Value F32 decay, Value F32 lr, Value F32 momentum,
-        Value I64 count;
-    sum_of_squares in GRAD_NORM, Geometry::Warps; In F32 x, Value I64 len, Value I64 segments, Value I64 pitch, Out F64 parts;
-    sum_of_parts in GRAD_NORM, Geometry::OneWarp; In F64 parts, Value I64 count, Out F64 sums, Value I64 at;
+        Outs F32 weights, Ins F32 grads, Outs F32 buffer, In I64 starts, In I64 counts, Value I64 vectors, Value F32 grad_scale, Value F32 decay,
+        Value F32 lr, Value F32 momentum;
+    sum_of_squares in GRAD_NORM, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out F64 parts;
+    sum_of_parts in GRAD_NORM, Geometry::Columns; In F64 parts, In I64 starts, Value I64 vectors, Out F64 totals, Out F64 sum;
     unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
-    exact_squares in EXACT_SQUARES, ELEMENTS; In F32 x, Out U64 parts, Value I64 count, Value I64 pieces;
-    exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits, Value I64 at;
+    exact_squares in EXACT_SQUARES, ELEMENTS; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
+    exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits;
     product_f32 in PRODUCT, ELEMENTS;
         In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
         Value I64 k, Divisor I64 segments, Divisor I64 blocks, Value I64 count, Divisor I64 n;
@@ -490,7 +495,7 @@ kernels! {
         Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
-        Out F32 group_scores, Out I32 ranked, Value I64 tokens;
+        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I64 tokens;
     route_limit in ROUTING, Geometry::Warps;
         In F32 scores, In I32 ranked, Divisor I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
         Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
@@ -515,10 +520,13 @@ kernels! {
     entropy_terms in ROUTING, ELEMENTS; In F32 scores, Out F64 terms, Value I64 tokens, Value I64 experts;
     sample_means in ROUTING, ELEMENTS; In F64 terms, Out F64 out, Value I64 samples, Value I64 each;
     route_unused in ROUTING, Geometry::Warps; In I32 kept, Out F64 out, Value I64 samples, Value I64 each;
-    choice_counts in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 each, Value I64 first, Divisor I64 ids, Out I32 counts, Value I64 samples;
-    choice_loads in PERMUTATION, Geometry::Warps; In I32 choices, Value I64 count, Out F32 loads, Value I64 ids;
-    choice_sort in PERMUTATION, Geometry::Warps;
-        In I32 choices, Value I64 count, Value I64 first, Value I64 ids, Out I32 order, Value I64 total, Out I64 found;
+    choice_parts in PERMUTATION, Geometry::Warps;
+        In I32 choices, Value I64 each, Value I64 part, Divisor I64 parts, Value I64 first, Value I64 ids, Out I32 counts, Value I64 samples;
+    choice_counts in PERMUTATION, ELEMENTS; In I32 parts_counts, Value I64 parts, Divisor I64 ids, Out I32 counts, Value I64 count;
+    choice_loads in PERMUTATION, ELEMENTS; In I32 parts_counts, Value I64 parts, Out F32 loads, Value I64 ids;
+    choice_places in PERMUTATION, Geometry::Warps;
+        In I32 choices, Value I64 count, Value I64 part, Value I64 parts, Value I64 first, Value I64 ids, In I32 counts, Out I32 next, Out I32 order,
+        Value I64 total, Out I32 slots, Out I64 found;
     invert_fill in PERMUTATION, ELEMENTS; Out I32 slots, Value I64 n;
     invert in PERMUTATION, ELEMENTS; In I32 order, Out I32 slots, Value I64 count;
     group_ids in PERMUTATION, ELEMENTS; In I32 choices, Value I64 k, Divisor I64 size, Value I32 once, Out I32 groups, Value I64 tokens;

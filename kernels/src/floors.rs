@@ -137,10 +137,10 @@ floors! {
     flash_backward_sm90_q_128, "4 × 4096 × 16 × 128"; maps A128, lse R128, dots R128, dq A128; 6 * 128 * P128, P128;
     flash_backward_sm90_kv_64, "32 × 1024 × 12 × 64"; maps A64, lse R64, dots R64, dk A64, dv A64; 8 * 64 * P64, P64;
     flash_backward_sm90_kv_128, "4 × 4096 × 16 × 128"; maps A128, lse R128, dots R128, dk A128, dv A128; 8 * 128 * P128, P128;
-    adamw, "2²⁸"; weights 2 * FLAT, grads FLAT, mean 2 * FLAT, square 2 * FLAT; 0, 0;
-    sgd, "2²⁸"; weights 2 * FLAT, grads FLAT; 0, 0;
-    sgd_momentum, "2²⁸"; weights 2 * FLAT, grads FLAT, buffer 2 * FLAT; 0, 0;
-    sum_of_squares, "2²⁸"; x FLAT, parts FLAT / crate::SQUARES_PIECE; 0, 0;
+    adamw, "2²⁸"; weights 2 * FLAT, grads FLAT, mean 2 * FLAT, square 2 * FLAT, starts 2, counts 1; 0, 0;
+    sgd, "2²⁸"; weights 2 * FLAT, grads FLAT, starts 2, counts 1; 0, 0;
+    sgd_momentum, "2²⁸"; weights 2 * FLAT, grads FLAT, buffer 2 * FLAT, starts 2, counts 1; 0, 0;
+    sum_of_squares, "2²⁸"; x FLAT, starts 2, counts 1, parts FLAT / crate::SQUARES_PIECE; 0, 0;
     scale_forward, "2²⁸"; x FLAT, out FLAT; 0, 0;
     gather_8 gather_16 gather_32, "32768 × 2048 by 8"; x X, index CHOICES, out 8 * X; 0, 0;
     combine_forward, "32768 × 2048 by 8"; rows 8 * X, ids CHOICES, slots CHOICES, weights CHOICES, out X; 0, 0;

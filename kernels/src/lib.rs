@@ -10,7 +10,9 @@ pub mod host;
 mod kernel;
 mod variants;
 
-pub use families::{EXACT_PIECE, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS};
+pub use families::{
+    EXACT_PIECE, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS, UPDATE_PIECE,
+};
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
 pub use variants::{VARIANTS, Variant, variants};

@@ -8,7 +8,7 @@
 //! clones and slices, and the elements that they read do not change.
 
 use std::fmt::{self, Debug};
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 use crate::dtype::{DType, Element};
@@ -174,16 +174,13 @@ impl Buffer {
         Ok(Buffer { memory: Arc::clone(&self.memory), dtype: self.dtype, offset, count })
     }
 
-    /// Runs `work` on the elements of `range` alone. They can be written if those of this buffer can: it is the same handle, made smaller
-    /// meanwhile.
-    pub fn within<R>(&mut self, range: Range<usize>, work: impl FnOnce(&mut Buffer) -> R) -> Result<R, BufferError> {
-        let part = self.slice(range)?;
-        let whole = std::mem::replace(self, part);
-        let (offset, count) = (whole.offset, whole.count);
-        drop(whole); // so that the part is the only one
-        let result = work(self);
-        (self.offset, self.count) = (offset, count);
-        Ok(result)
+    /// The elements of `range` alone, until the window is dropped. They can be written if those of this buffer can: it is the same handle, made
+    /// smaller meanwhile.
+    pub fn window(&mut self, range: Range<usize>) -> Result<Window<'_>, BufferError> {
+        self.slice(range.clone())?;
+        let (offset, count) = (self.offset, self.count);
+        (self.offset, self.count) = (offset + range.start, range.len());
+        Ok(Window { buffer: self, offset, count })
     }
 
     /// Swaps elements with a buffer of the same type and count, without copying them. The two exchange their host
@@ -253,6 +250,34 @@ impl Buffer {
     }
 }
 
+/// A range of a [`Buffer`], which has its own elements again when this is dropped.
+#[derive(Debug)]
+pub struct Window<'a> {
+    buffer: &'a mut Buffer,
+    offset: usize,
+    count: usize,
+}
+
+impl Deref for Window<'_> {
+    type Target = Buffer;
+
+    fn deref(&self) -> &Buffer {
+        self.buffer
+    }
+}
+
+impl DerefMut for Window<'_> {
+    fn deref_mut(&mut self) -> &mut Buffer {
+        self.buffer
+    }
+}
+
+impl Drop for Window<'_> {
+    fn drop(&mut self) {
+        (self.buffer.offset, self.buffer.count) = (self.offset, self.count);
+    }
+}
+
 impl Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Buffer({}, {}", self.dtype, self.count)?;
@@ -281,14 +306,14 @@ mod tests {
     #[test]
     fn a_part_is_written_without_sharing() {
         let mut buffer = Buffer::from_vec(vec![1i32, 2, 3, 4]).slice(1..4).unwrap();
-        let last = buffer.within(1..3, |part| {
-            part.as_mut_slice::<i32>().unwrap()[0] = 7;
-            part.as_slice::<i32>().unwrap()[1]
-        });
-        assert_eq!((last.unwrap(), buffer.as_slice::<i32>().unwrap()), (4, &[2, 7, 4][..]));
-        assert!(buffer.within(2..4, |_| ()).is_err() && buffer.count() == 3);
+        let mut part = buffer.window(1..3).unwrap();
+        part.as_mut_slice::<i32>().unwrap()[0] = 7;
+        assert_eq!(part.as_slice::<i32>().unwrap(), [7, 4]);
+        drop(part);
+        assert_eq!(buffer.as_slice::<i32>().unwrap(), [2, 7, 4]);
+        assert!(buffer.window(2..4).is_err() && buffer.count() == 3);
         let other = buffer.clone();
-        assert!(buffer.within(0..1, |part| part.as_mut_slice::<i32>().is_err()).unwrap() && other.count() == 3);
+        assert!(buffer.window(0..1).unwrap().as_mut_slice::<i32>().is_err() && other.count() == 3);
     }
 
     #[test]

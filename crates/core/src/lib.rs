@@ -20,7 +20,7 @@ mod sync;
 pub mod sync;
 pub mod tree;
 
-pub use buffer::{Buffer, BufferError};
+pub use buffer::{Buffer, BufferError, Window};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;

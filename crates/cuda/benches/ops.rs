@@ -16,10 +16,13 @@ use meshwork_cuda::CudaDevice;
 use meshwork_cuda::device::Products;
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, Gemm, GroupedGemm, TableGrad, VocabShard};
+use meshwork_tensor::kernel::{
+    AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, TableGrad, VocabShard,
+};
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
+use std::slice;
 
 /// Groups of a grouped product.
 const GROUPS: usize = 8;
@@ -342,15 +345,19 @@ fn flat<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: 
                 (f32s()?, f32s()?, [device.zeros(DType::F32, count)?, device.zeros(DType::F32, count)?]);
             let update = Update { step: 7, lr: 1e-6, grad_scale: 0.9, decay_factor: 1.0 };
             let rule = Rule::from(AdamW::default());
-            let call = move || device.optim()?.update(&rule, update, &mut w, &g, &mut states, 0..count);
+            let call = move || {
+                let all = 0..count;
+                let flat = FlatParts { weights: &mut w, grads: &g, states: &mut states, ranges: slice::from_ref(&all) };
+                device.optim()?.update(&rule, update, &mut [flat])
+            };
             Ok(Work { bytes: 28 * count, flops: 0, call: Box::new(call) })
         }),
     );
     push(
         "sum_of_squares",
         Box::new(move || {
-            let (x, mut sum) = (f32s()?, device.zeros(DType::F64, 1)?);
-            let call = move || device.optim()?.sum_of_squares(&x, 0..count, &mut sum, 0);
+            let (x, mut sum) = ([f32s()?], device.zeros(DType::F64, 1)?);
+            let call = move || device.optim()?.sum_of_squares(&x, &mut sum, 0);
             Ok(Work { bytes: 4 * count, flops: 0, call: Box::new(call) })
         }),
     );

@@ -501,6 +501,11 @@ impl Reducer {
         self.slots[bucket].bucket.sum.as_deref_mut()
     }
 
+    /// Whether gradients are parked, so that those of a few buckets are in memory at a time.
+    pub fn parks(&self) -> bool {
+        self.lot.is_some()
+    }
+
     /// A copy in host memory of the gradients of a bucket that were reduced last, if they are parked, which they still are afterwards.
     ///
     /// # Errors

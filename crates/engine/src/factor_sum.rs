@@ -172,7 +172,8 @@ impl FactorSum {
                 continue;
             };
             let factors = [p.slice(of_p)?, self.q.slice(of_q)?];
-            out.within(part.range, |out| device.compression()?.join(self.of, shape, &factors, among, out))??;
+            let mut part = out.window(part.range)?;
+            device.compression()?.join(self.of, shape, &factors, among, &mut part)?;
         }
         Ok(())
     }
@@ -206,8 +207,8 @@ impl Sum for FactorSum {
                 continue;
             };
             let (of, m, draws) = (self.of, x.slice(part.range)?, draws.skip(of_q.start));
-            let left = |p: &mut Buffer| self.q.within(of_q, |q| kernels.left_factor(of, shape, draws, &m, q, p));
-            first.within(of_p, left)???;
+            let (mut q, mut p) = (self.q.window(of_q)?, first.window(of_p)?);
+            kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
         }
         drop(whole);
         self.under_way = Some((gradients, target));
@@ -221,8 +222,8 @@ impl Sum for FactorSum {
         for (part, of_p, of_q) in self.places() {
             if let Some(shape) = part.matrix {
                 let (of, m) = (self.of, target.as_ref().unwrap_or(&room).slice(part.range)?);
-                let right = |p: &mut Buffer| self.q.within(of_q, |q| kernels.right_factor(of, shape, &m, p, q));
-                received.within(of_p, right)???;
+                let (mut q, mut p) = (self.q.window(of_q)?, received.window(of_p)?);
+                kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
             }
         }
         if self.q.count() > 0 {

@@ -115,6 +115,11 @@ impl Gradients {
         self.reducer.borrow().buckets()
     }
 
+    /// Whether gradients are parked: then those of one bucket should be used before those of the next are asked for.
+    pub fn are_parked(&self) -> bool {
+        self.reducer.borrow().parks()
+    }
+
     /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of it, in host memory. What is parked
     /// stays so, and the bytes that are read are not counted.
     pub fn peek(&self, bucket: usize, range: Range<usize>) -> std::result::Result<Vec<f32>, TrainError> {

@@ -8,14 +8,14 @@
 
 use crate::layout::{Layout, replica};
 use crate::offload::disk::Disk;
-use crate::offload::pages::{Elements, Flat};
+use crate::offload::pages::{Elements, Flat, Page};
 use crate::zero::{Cuts, ZeroStage};
 use crate::{PlanError, TrainError};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Axis, Buffer, CommError, DType, Group, Rank, ReduceOp};
 use meshwork_data_parallel::cuts_batch;
 use meshwork_optim::{Kept, Over, ParamShape, Pass, Rule, State, Transform, Update};
-use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Category, Device, Error, ParamId, ParamSpec, Params, Shape};
@@ -49,7 +49,6 @@ pub struct Window {
 /// How one parameter is updated.
 #[derive(Debug)]
 struct Member {
-    rule: Rule,
     shape: ParamShape,
     dims: Shape,
     /// What this rank holds of it.
@@ -66,6 +65,7 @@ struct Member {
 /// How the parameters of one rank are updated.
 #[derive(Debug)]
 pub struct Updates {
+    rule: Rule,
     /// Per parameter; `None` for frozen ones.
     members: Vec<Option<Member>>,
     /// Those whose rules read them whole, in the order of the flat buffers: the same on all ranks of the group.
@@ -115,6 +115,31 @@ pub struct Part {
     pub at: usize,
     /// The step.
     pub update: Update,
+}
+
+/// A flat buffer at the time of a step: what this rank updates of it.
+#[derive(Debug)]
+pub struct OfFlat {
+    /// The flat buffer.
+    pub flat: usize,
+    /// The window of its weights, which nothing else holds.
+    pub weights: Buffer,
+    /// That of its gradients.
+    pub grads: Buffer,
+    /// Its parameters, in order.
+    pub parts: Vec<Part>,
+}
+
+/// What there is of a flat buffer on a page of its states.
+#[derive(Debug)]
+struct Open<'a> {
+    weights: meshwork_core::Window<'a>,
+    /// The weights in f32, where those above have 16 bits.
+    masters: Option<&'a mut Buffer>,
+    grads: Buffer,
+    states: &'a mut [Buffer],
+    /// Counted from the page's first element.
+    parts: Vec<Part>,
 }
 
 /// The extents of a state of sets.
@@ -197,7 +222,6 @@ impl Updates {
             let (of_groups, _) = layout.replica(rank.mesh(), rank.world_rank(), by_slices);
             let counted = index == 0 && (cuts.stage() < ZeroStage::States || of_groups == 0);
             members[id.index()] = Some(Member {
-                rule: rule.of(&shape).clone(),
                 dims: spec.dims,
                 slice: spec.local(rank.mesh(), rank.coords()),
                 states: rule.states(&shape),
@@ -223,7 +247,7 @@ impl Updates {
         }
         let flats = layout.flats.iter().take(layout.keys.len()).cloned().collect();
         let exact = declarations.reduction_blocks().is_some();
-        Self { members, whole, flats, rounds, group, exact, mixed, device }
+        Self { rule: rule.clone(), members, whole, flats, rounds, group, exact, mixed, device }
     }
 
     /// Whether states have weights in f32.
@@ -251,6 +275,24 @@ impl Updates {
         self.members.get(id.index())?.as_ref()
     }
 
+    /// Whether the rule of a parameter reads no more than one element at a time.
+    fn is_elementwise(&self, member: &Member) -> bool {
+        self.rule.is_elementwise(&member.shape)
+    }
+
+    /// A part of a parameter, as its rule sees it.
+    fn whole_part<'a>(&'a self, member: &'a Member, part: &Part) -> WholePart<'a> {
+        WholePart {
+            rule: self.rule.of(&member.shape),
+            update: part.update,
+            shape: member.shape,
+            dims: member.dims,
+            slice: &member.slice,
+            part: part.elements.clone(),
+            at: part.at,
+        }
+    }
+
     /// States for the flat buffers, all zero. Those of elements are on `disk`, if there is one.
     pub fn states(&self, flats: &[Window], disk: Option<&Rc<Disk>>) -> Result<States, TrainError> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
@@ -262,7 +304,8 @@ impl Updates {
                 Kept::Sets(_) => None,
             });
             let dtypes = dtypes.chain(self.mixed.then_some(DType::F32));
-            let measured = |(id, _): &&(ParamId, _)| self.member(*id).is_some_and(|member| !member.is_elementwise());
+            let measured =
+                |(id, _): &&(ParamId, _)| self.member(*id).is_some_and(|member| !self.is_elementwise(member));
             let whole = members.iter().filter(measured).map(|(_, range)| range.clone());
             let whole = whole.filter(|range| !range.is_empty()).collect();
             Flat { states: dtypes.collect(), elements: *elements, whole }
@@ -341,11 +384,11 @@ impl Updates {
                         false => Measured::Sums(&mut sums, place),
                     });
                     let done = member.totals(&totals)?;
-                    let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
+                    let (part, weights, grads) = part.on_page(states.elements.page(page), &weights, &grads)?;
                     let (elements, masters) = self.split(states.elements.get(page)?);
                     let (sets, weights) = (&states.sets[id.index()], masters.map_or(&weights, |masters| masters));
                     let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
-                    optim.measure(&member.part(&part), pass, weights, vectors, into)?;
+                    optim.measure(&self.whole_part(member, &part), pass, weights, vectors, into)?;
                 }
                 sums = self.reduce(sums, op)?;
                 if exact {
@@ -354,7 +397,7 @@ impl Updates {
                 for (id, member) in of_kind() {
                     let (part, ..) = of(id)?;
                     let sets = &mut states.sets[id.index()];
-                    optim.settle(&member.part(&part), pass, &mut sums, member.places[pass], sets)?;
+                    optim.settle(&self.whole_part(member, &part), pass, &mut sums, member.places[pass], sets)?;
                 }
                 measured[number] = Some(sums);
             }
@@ -396,12 +439,12 @@ impl Updates {
             let Some(page) = states.elements.cover(flat, &part.window()).next() else { continue };
             let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.matrix());
             let done = member.totals(totals)?;
-            let (part, weights, grads) = part.on_page(&states.elements, page, &weights, &grads)?;
+            let (part, weights, grads) = part.on_page(states.elements.page(page), &weights, &grads)?;
             let (elements, masters) = self.split(states.elements.get(page)?);
             let (sets, weights) = (&states.sets[id.index()], masters.map_or(&weights, |masters| masters));
             let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &done, gathered: None };
             let into = member.counted.then_some(Measured::Values(&mut values));
-            optim.measure(&member.part(&part), member.passes.len(), weights, vectors, into)?;
+            optim.measure(&self.whole_part(member, &part), member.passes.len(), weights, vectors, into)?;
             for (matrix, (owner, at)) in places[&id].iter().enumerate() {
                 layout.copy_into(&values, matrix * count..(matrix + 1) * count, &mut all, owner * chunk + at)?;
             }
@@ -417,52 +460,111 @@ impl Updates {
         Ok(Some(Gathered { all, places: places.into_iter().map(|(id, places)| (id, begin(places))).collect() }))
     }
 
-    /// Updates the weights of a part of a parameter, which lie in flat buffer `flat`.
+    /// Updates the weights of flat buffers: elements together, as far as they have the same rule and factors, and what is read whole one parameter
+    /// after the other.
     pub fn update(
         &self,
-        part: &Part,
-        flat: usize,
-        (weights, grads): (&mut Buffer, &Buffer),
+        flats: &mut [OfFlat],
         states: &mut States,
         totals: &Totals,
         gathered: Option<&Gathered>,
     ) -> Result<(), TrainError> {
-        let Some(member) = self.member(part.id).filter(|_| !part.elements.is_empty()) else { return Ok(()) };
-        let optim = self.device.optim()?;
-        let matrices = match gathered.and_then(|gathered| Some((&gathered.all, gathered.places.get(&part.id)?))) {
-            None => None,
-            Some((all, places)) => {
-                let count = member.matrix();
-                let mut matrices = self.device.alloc(DType::F32, member.shape.elements())?;
-                for (matrix, &at) in places.iter().enumerate() {
-                    self.device.layout()?.copy_into(all, at..at + count, &mut matrices, matrix * count)?;
+        let States { elements, sets } = states;
+        let covered = |of: &OfFlat| of.parts.iter().flat_map(|part| elements.cover(of.flat, &part.window())).collect();
+        let mut pages: Vec<usize> = flats.iter().flat_map(|of| -> Vec<usize> { covered(of) }).collect();
+        pages.dedup();
+        elements.visit(&pages, |pages| {
+            let (mut open, mut pages) = (Vec::with_capacity(pages.len()), pages.into_iter().peekable());
+            for of in &mut *flats {
+                if let Some((page, states)) = pages.next_if(|(page, _)| page.flat == of.flat) {
+                    open.push(self.open(page, states, of)?);
                 }
-                Some(matrices)
             }
-        };
-        let (totals, gathered) = (member.totals(totals)?, matrices.as_ref());
-        for page in states.elements.cover(flat, &part.window()) {
-            let (here, range) = part.of_page(&states.elements, page, weights.count());
-            let grads = grads.slice(range.start..range.end.min(grads.count())).map_err(Error::from)?;
-            let (elements, masters) = self.split(states.elements.get(page)?);
-            let sets = &states.sets[part.id.index()][..];
-            let mut update = |weights: &mut Buffer| match member.is_elementwise() {
-                true => optim.update(&member.rule, here.update, weights, &grads, elements, here.window()),
-                false => {
-                    let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &totals, gathered };
-                    optim.update_whole(&member.part(&here), weights, vectors)
-                }
-            };
-            match masters {
-                None => weights.within(range, update).map_err(Error::from)??,
-                Some(masters) => {
-                    update(masters)?;
-                    let updated = masters.slice(here.window()).map_err(Error::from)?;
-                    self.device.pointwise()?.cast_into(&updated, weights, range.start + here.at)?;
-                }
+            self.update_whole(&mut open, sets, totals, gathered)?;
+            self.update_elements(&mut open)?;
+            open.into_iter().try_for_each(|page| self.narrow(page))
+        })
+    }
+
+    /// What there is of a flat buffer on a page.
+    fn open<'a>(&self, page: &Page, states: &'a mut [Buffer], of: &'a mut OfFlat) -> Result<Open<'a>, TrainError> {
+        let range = page.range.start..page.range.end.min(of.weights.count());
+        let grads = of.grads.slice(range.start..range.end.min(of.grads.count())).map_err(Error::from)?;
+        let parts = of.parts.iter().filter_map(|part| part.of_page(page)).collect();
+        let (states, masters) = self.split(states);
+        Ok(Open { weights: of.weights.window(range).map_err(Error::from)?, masters, grads, states, parts })
+    }
+
+    /// Updates the parameters that their rules read whole.
+    fn update_whole(
+        &self,
+        open: &mut [Open<'_>],
+        sets: &[Vec<Buffer>],
+        totals: &Totals,
+        gathered: Option<&Gathered>,
+    ) -> Result<(), TrainError> {
+        let optim = self.device.optim()?;
+        for Open { weights, masters, grads, states, parts } in open {
+            let weights = masters.as_deref_mut().unwrap_or(weights);
+            for part in parts.iter() {
+                let Some(member) = self.member(part.id).filter(|member| !self.is_elementwise(member)) else { continue };
+                let matrices = match gathered.and_then(|gathered| Some((&gathered.all, gathered.places.get(&part.id)?)))
+                {
+                    None => None,
+                    Some((all, places)) => {
+                        let count = member.matrix();
+                        let mut matrices = self.device.alloc(DType::F32, member.shape.elements())?;
+                        for (matrix, &at) in places.iter().enumerate() {
+                            self.device.layout()?.copy_into(all, at..at + count, &mut matrices, matrix * count)?;
+                        }
+                        Some(matrices)
+                    }
+                };
+                let (totals, sets) = (member.totals(totals)?, &sets[part.id.index()][..]);
+                let vectors = WholeVectors { grads, states, sets, totals: &totals, gathered: matrices.as_ref() };
+                optim.update_whole(&self.whole_part(member, part), weights, vectors)?;
             }
         }
         Ok(())
+    }
+
+    /// Updates the other parameters, of which each element is by itself.
+    fn update_elements(&self, open: &mut [Open<'_>]) -> Result<(), TrainError> {
+        let optim = self.device.optim()?;
+        let alike = |part: &Part| {
+            let member = self.member(part.id).filter(|member| self.is_elementwise(member))?;
+            Some((self.rule.of(&member.shape), part.update))
+        };
+        let same = |one: (&Rule, Update), other: (&Rule, Update)| std::ptr::eq(one.0, other.0) && one.1 == other.1;
+        let mut updates: Vec<(&Rule, Update)> = Vec::new();
+        for of in open.iter().flat_map(|page| &page.parts).filter_map(alike) {
+            if !updates.iter().any(|&known| same(known, of)) {
+                updates.push(of);
+            }
+        }
+        for of in updates {
+            let is_of = |part: &&Part| alike(part).is_some_and(|other| same(of, other));
+            let ranges = |page: &Open<'_>| page.parts.iter().filter(is_of).map(Part::window).collect();
+            let ranges: Vec<Vec<Range<usize>>> = open.iter().map(ranges).collect();
+            let flats = open.iter_mut().zip(&ranges).filter(|(_, ranges)| !ranges.is_empty());
+            let flats = flats.map(|(page, ranges)| {
+                let (weights, grads, states) = page.vectors();
+                FlatParts { weights, grads, states, ranges }
+            });
+            optim.update(of.0, of.1, &mut flats.collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
+    /// Makes the weights in 16 bits of those in f32, if there are any.
+    fn narrow(&self, page: Open<'_>) -> Result<(), TrainError> {
+        let Open { mut weights, masters: Some(masters), parts, .. } = page else { return Ok(()) };
+        let windows = || parts.iter().map(Part::window);
+        // The parts lie one behind the other.
+        let start = windows().map(|window| window.start).min().unwrap_or(0);
+        let end = windows().map(|window| window.end).max().unwrap_or(start);
+        let updated = masters.slice(start..end).map_err(Error::from)?;
+        Ok(self.device.pointwise()?.cast_into(&updated, &mut weights, start)?)
     }
 
     fn reduce(&self, numbers: Buffer, op: ReduceOp) -> Result<Buffer, TrainError> {
@@ -479,51 +581,42 @@ impl Part {
         self.at..self.at + self.elements.len()
     }
 
-    /// What of it lies on a page, counted from the page's first element, and the elements of the page, of windows with `count` elements.
-    fn of_page(&self, elements: &Elements, page: usize, count: usize) -> (Self, Range<usize>) {
-        let page = &elements.page(page).range;
-        let (start, end) = (self.at.max(page.start), self.window().end.min(page.end));
-        let first = self.elements.start + start - self.at;
-        let part = Self { elements: first..first + end - start, at: start - page.start, ..self.clone() };
-        (part, page.start..page.end.min(count))
+    /// What of it lies on a page, counted from the page's first element, if anything does.
+    fn of_page(&self, page: &Page) -> Option<Self> {
+        let (start, end) = (self.at.max(page.range.start), self.window().end.min(page.range.end));
+        let first = self.elements.start + start.checked_sub(self.at)?;
+        (start < end).then(|| Self {
+            elements: first..first + end - start,
+            at: start - page.range.start,
+            ..self.clone()
+        })
     }
 
     /// The same, with what the page has of weights and gradients.
-    fn on_page(
-        &self,
-        elements: &Elements,
-        page: usize,
-        weights: &Buffer,
-        grads: &Buffer,
-    ) -> Result<(Self, Buffer, Buffer), TrainError> {
-        let (part, range) = self.of_page(elements, page, weights.count());
+    fn on_page(&self, page: &Page, weights: &Buffer, grads: &Buffer) -> Result<(Self, Buffer, Buffer), TrainError> {
+        let part = self.of_page(page).unwrap_or_else(|| unreachable!("the page covers the part"));
+        let range = page.range.start..page.range.end.min(weights.count());
         let of_grads = range.start..range.end.min(grads.count());
         let weights = weights.slice(range).map_err(Error::from)?;
         Ok((part, weights, grads.slice(of_grads).map_err(Error::from)?))
     }
 }
 
-impl Member {
-    /// Whether its rule reads no more than one element at a time.
-    fn is_elementwise(&self) -> bool {
-        self.rule.is_elementwise(&self.shape)
+impl Open<'_> {
+    /// The weights that the rule updates, with their gradients and states.
+    fn vectors(&mut self) -> (&mut Buffer, &Buffer, &mut [Buffer]) {
+        let weights = match &mut self.masters {
+            Some(masters) => &mut **masters,
+            None => &mut *self.weights,
+        };
+        (weights, &self.grads, &mut *self.states)
     }
+}
 
+impl Member {
     /// Elements of a matrix.
     fn matrix(&self) -> usize {
         self.shape.rows * self.shape.columns
-    }
-
-    fn part(&self, part: &Part) -> WholePart<'_> {
-        WholePart {
-            rule: &self.rule,
-            update: part.update,
-            shape: self.shape,
-            dims: self.dims,
-            slice: &self.slice,
-            part: part.elements.clone(),
-            at: part.at,
-        }
     }
 
     /// Its totals of the passes so far.

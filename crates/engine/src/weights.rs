@@ -8,7 +8,7 @@ use crate::layout::NormShard;
 use crate::offload::disk::Disk;
 use crate::state::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
-use crate::update::{Part, States, Updates, Window};
+use crate::update::{OfFlat, Part, States, Updates, Window};
 use crate::zero::{Cuts, Vector};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
@@ -282,11 +282,17 @@ impl WeightStore {
     /// on: each element of the model is counted by one rank.
     pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
-        for NormShard { flat, range } in &self.norm_shards {
-            match self.gradients.bucket(*flat)? {
-                Some(all) if self.exact_norm => optim.exact_sum_of_squares(&all, range.clone(), sums, at)?,
-                Some(all) => optim.sum_of_squares(&all, range.clone(), sums, at)?,
-                None => {}
+        let parked = self.gradients.are_parked();
+        for shards in self.norm_shards.chunk_by(|one, next| !parked || one.flat == next.flat) {
+            let mut vectors = Vec::with_capacity(shards.len());
+            for NormShard { flat, range } in shards {
+                if let Some(all) = self.gradients.bucket(*flat)? {
+                    vectors.push(all.slice(range.clone()).map_err(Error::from)?);
+                }
+            }
+            match self.exact_norm {
+                true => optim.exact_sum_of_squares(&vectors, sums, at)?,
+                false => optim.sum_of_squares(&vectors, sums, at)?,
             }
         }
         Ok(())
@@ -466,9 +472,12 @@ impl WeightStore {
         };
         let totals = self.updater.measure(|id| before(params, id), states)?;
         let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
+        let in_memory = states.elements.are_in_memory() && !gradients.are_parked();
         for round in self.updater.rounds() {
             let ids = shared[round.clone()].iter().flat_map(|shared| shared.members.iter().copied());
             let matrices = self.updater.gather(ids, |id| before(params, id), states, &totals)?;
+            // Where all of it is in memory anyway, flat buffers are updated together.
+            let mut together: Vec<OfFlat> = Vec::new();
             for flat in round.clone() {
                 let (Shared { members, sharers, .. }, Some(grads)) = (&shared[flat], own_grads(flat)?) else {
                     continue;
@@ -476,13 +485,17 @@ impl WeightStore {
                 let (own, held) = (own(flat), params.window(flat));
                 let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
                 // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
-                let mut weights = match own == held {
+                let weights = match own == held {
                     true => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
                     false => layout.narrow(&params.flats()[flat], 1, held.len(), 1, own.clone())?,
                 };
-                for part in &parts {
-                    self.updater.update(part, flat, (&mut weights, &grads), states, &totals, matrices.as_ref())?;
+                let mut of_flat = OfFlat { flat, weights, grads, parts };
+                if own == held && in_memory {
+                    together.push(of_flat);
+                    continue;
                 }
+                self.updater.update(std::slice::from_mut(&mut of_flat), states, &totals, matrices.as_ref())?;
+                let weights = of_flat.weights;
                 match sharers.as_ref().filter(|_| own != held) {
                     Some(group) => {
                         if gathered.len() >= IN_FLIGHT
@@ -496,6 +509,8 @@ impl WeightStore {
                     None => params.flats_mut()[flat] = weights,
                 }
             }
+            self.updater.update(&mut together, states, &totals, matrices.as_ref())?;
+            together.into_iter().for_each(|of_flat| params.flats_mut()[of_flat.flat] = of_flat.weights);
         }
         states.elements.finish()?;
         for (flat, pending) in gathered {

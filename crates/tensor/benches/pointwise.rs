@@ -5,6 +5,7 @@
 //! written once; `cached` is a problem that stays in a core's cache. Without `--bench` (as under `cargo test`),
 //! everything runs once on a few rows.
 
+use std::slice::from_ref;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, pool};
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::kernel::{DropoutMask, TableGrad, VocabShard};
+use meshwork_tensor::kernel::{DropoutMask, FlatParts, TableGrad, VocabShard};
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Error, random};
 
@@ -145,14 +146,23 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             8,
             Box::new(|| device.embedding()?.positions(&x_narrow, &dy_narrow, 0, tokens, hidden).map(drop)),
         ),
-        ("sum_of_squares", weights, 4, Box::new(|| device.optim()?.sum_of_squares(&g, 0..weights, &mut sum, 0))),
+        ("sum_of_squares", weights, 4, Box::new(|| device.optim()?.sum_of_squares(from_ref(&g), &mut sum, 0))),
         (
             "exact_sum_of_squares",
             weights,
             4,
-            Box::new(|| device.optim()?.exact_sum_of_squares(&g, 0..weights, &mut digits, 0)),
+            Box::new(|| device.optim()?.exact_sum_of_squares(from_ref(&g), &mut digits, 0)),
         ),
-        ("adamw", weights, 28, Box::new(|| device.optim()?.update(&rule, update, &mut w, &g, &mut states, 0..weights))),
+        (
+            "adamw",
+            weights,
+            28,
+            Box::new(|| {
+                let all = 0..weights;
+                let flat = FlatParts { weights: &mut w, grads: &g, states: &mut states, ranges: from_ref(&all) };
+                device.optim()?.update(&rule, update, &mut [flat])
+            }),
+        ),
         ("zero", weights, 4, Box::new(|| device.optim()?.zero(&mut zeroed, 0..weights))),
     ];
     for (name, elements, bytes, mut work) in works {

@@ -45,7 +45,7 @@ fn orthogonal(
     let square = Gemm::linear_input_grad(side, side, side).exact(true);
     let apply = Gemm::linear_input_grad(rows, side, columns).accumulating(true).exact(true);
     let mut squares = device.zeros(DType::F64, 1)?;
-    device.optim()?.sum_of_squares(&x, 0..rows * columns, &mut squares, 0)?;
+    device.optim()?.sum_of_squares(std::slice::from_ref(&x), &mut squares, 0)?;
     device.optim()?.divide_by_root(&mut x, &squares, LEAST)?;
     for _ in 0..iterations {
         let mut gram = device.alloc(DType::F32, side * side)?;

@@ -80,6 +80,13 @@ impl What {
         What { class: Class::Product, name, detail: Detail::Product(mnk), dtype: Some(dtype), bytes: bytes(reads) }
     }
 
+    /// A pass of an optimizer over these.
+    fn optimizer(name: &'static str, vectors: &[Buffer]) -> What {
+        let vectors: Vec<&Buffer> = vectors.iter().collect();
+        let (detail, dtype, bytes) = (Detail::None, dtype(&vectors), bytes(&vectors));
+        What { class: Class::Optimizer, name, detail, dtype, bytes }
+    }
+
     /// Compression, which reads and writes these.
     fn compression(name: &'static str, touches: &[&Buffer]) -> What {
         What { class: Class::Compression, name, detail: Detail::None, dtype: Some(DType::F32), bytes: bytes(touches) }
@@ -802,37 +809,27 @@ impl Optim for Profiled {
         self.record(what, |device| device.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
-        let bytes = (range.len() * x.dtype().size()) as u64;
-        let (detail, dtype) = (Detail::None, dtype(&[x]));
-        let what = What { class: Class::Optimizer, name: "sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.sum_of_squares(x, range, sums, at))
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
+        let what = What::optimizer("sum_of_squares", vectors);
+        self.record(what, |device| device.optim()?.sum_of_squares(vectors, sums, at))
     }
 
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
-        let bytes = (range.len() * x.dtype().size()) as u64;
-        let (detail, dtype) = (Detail::None, dtype(&[x]));
-        let what = What { class: Class::Optimizer, name: "exact_sum_of_squares", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.exact_sum_of_squares(x, range, digits, at))
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()> {
+        let what = What::optimizer("exact_sum_of_squares", vectors);
+        self.record(what, |device| device.optim()?.exact_sum_of_squares(vectors, digits, at))
     }
 
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()> {
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
         // Weights and states are read and written, gradients read.
-        let per_element = 2 * weights.dtype().size()
-            + grads.dtype().size()
-            + states.iter().map(|state| 2 * state.dtype().size()).sum::<usize>();
-        let bytes = (range.len() * per_element) as u64;
-        let (detail, dtype) = (Detail::None, dtype(&[weights]));
+        let of = |flat: &FlatParts<'_>| {
+            let states: usize = flat.states.iter().map(|state| 2 * state.dtype().size()).sum();
+            let elements: usize = flat.ranges.iter().map(Range::len).sum();
+            (elements * (2 * flat.weights.dtype().size() + flat.grads.dtype().size() + states)) as u64
+        };
+        let (detail, dtype) = (Detail::None, flats.first().and_then(|flat| dtype(&[&*flat.weights])));
+        let bytes = flats.iter().map(of).sum();
         let what = What { class: Class::Optimizer, name: "update", detail, dtype, bytes };
-        self.record(what, |device| device.optim()?.update(rule, update, weights, grads, states, range))
+        self.record(what, |device| device.optim()?.update(rule, update, flats))
     }
 
     fn measure(
@@ -949,7 +946,7 @@ impl Permutation for Profiled {
         self.span(Class::Memory, "counts", &[choices], |device| device.permutation()?.counts(choices, samples, ids))
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         self.span(Class::Memory, "sort", &[choices], |device| device.permutation()?.sort(choices, ids, total))
     }
 

@@ -48,20 +48,25 @@ fn select(scores: &[f32], bias: Option<&Vec<f32>>, of: Selection) -> Option<[Vec
     let (each, mut of_groups) = (tokens / samples, vec![f32::NAN; tokens * groups]);
     let mut ranked = vec![-9_i32; tokens * width];
     let sizes = [tokens, 0];
+    let (mut kept, all_used) = (vec![-9_i32; tokens * k], capacity.is_none() && second.is_none());
+    let at_once = if all_used { Given::from(&mut kept) } else { Given::from(Null) };
     let there = match bias {
         #[rustfmt::skip]
         None => launch!(
-            "route_rank", sizes, &scores, Null, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, tokens
+            "route_rank", sizes, &scores, Null, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, at_once, tokens
         ),
         #[rustfmt::skip]
         Some(bias) => launch!(
-            "route_rank", sizes, &scores, bias, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, tokens
+            "route_rank", sizes, &scores, bias, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, at_once, tokens
         ),
     };
     if !there {
         return None;
     }
-    let (mut kept, capacity) = (vec![-9_i32; tokens * k], capacity.map_or(i64::MAX, |capacity| capacity as i64));
+    if all_used {
+        return Some([ranked.clone(), ranked, kept]);
+    }
+    let capacity = capacity.map_or(i64::MAX, |capacity| capacity as i64);
     let ([key0, key1], first) = second.map_or(([0; 2], 0), |Draw { key, first }| (key.words(), first as i64));
     let draws = i32::from(second.is_some());
     if width == k {
@@ -194,7 +199,9 @@ fn losses_and_measures_of_balance_are_those_of_the_cpu() {
     launch!("route_unused", [samples, 0], &kept, &mut out, samples, 2 * each);
     assert_eq!(out, vec::<f64>(&cpu.unused(&buffer(&kept), samples).unwrap()));
     let mut loads = vec![f32::NAN; experts];
-    launch!("choice_loads", [experts, 0], &kept, kept.len(), &mut loads, experts);
+    let mut parts = vec![-9_i32; experts];
+    launch!("choice_parts", [1, 0], &kept, kept.len(), kept.len(), 1_usize, 0_usize, experts, &mut parts, 1_usize);
+    launch!("choice_loads", [experts, 0], &parts, 1_usize, &mut loads, experts);
     assert_bits("loads", &loads, cpu.loads(&buffer(&kept), experts).unwrap().as_slice().unwrap());
 }
 
@@ -233,31 +240,60 @@ fn choices(tokens: usize, k: usize, ids: usize) -> Vec<i32> {
     (0..tokens).flat_map(of).collect()
 }
 
+/// In parts of which the last is shorter, and in one.
 #[test]
 fn permutations_are_those_of_the_cpu() {
     let cpu = Cpu::default();
-    for (samples, each, k, ids, width) in [(1, 1, 1, 1, 5), (3, 37, 3, 12, 5), (2, 50, 2, 40, 24)] {
+    for (samples, each, k, ids, part, width) in
+        [(1, 1, 1, 1, 2048, 5), (3, 37, 3, 12, 50, 5), (2, 50, 2, 40, 32, 24), (1, 70, 2, 5, 1000, 5)]
+    {
         let (tokens, all) = (samples * each, choices(samples * each, k, ids));
         let shared = buffer(&all);
-        for range in [0..ids, ids / 3..ids / 3 + (ids / 2).max(1)] {
+        for range in [0..ids, ids / 3..ids / 3 + (ids / 2).max(1), 0..0] {
             let Range { start: first, end } = range;
             let (held, mut counts) = (end - first, vec![-9_i32; samples * (end - first)]);
-            if !launch!("choice_counts", [samples * held, 0], &all, each * k, first, held, &mut counts, samples) {
+            let parts = (each * k).div_ceil(part);
+            let mut of_parts = vec![-9_i32; samples * parts * held];
+            #[rustfmt::skip]
+            let there = launch!(
+                "choice_parts", [samples * parts, 0], &all, each * k, part, parts, first, held, &mut of_parts, samples
+            );
+            if !there {
                 return;
             }
+            launch!("choice_counts", [counts.len(), 0], &of_parts, parts, held, &mut counts, samples * held);
             assert_eq!(counts, vec::<i32>(&cpu.counts(&shared, samples, first..end).unwrap()));
-            let total = counts.iter().sum::<i32>() as usize;
-            let (mut order, mut wrong) = (vec![-9_i32; total], vec![0_i64; 4]);
-            launch!("choice_sort", [held, 0], &all, all.len(), first, held, &mut order, total, &mut wrong);
-            assert_eq!((&order, wrong[0]), (&vec::<i32>(&cpu.sort(&shared, first..end, total).unwrap()), 0));
-            let mut slots = vec![-9_i32; all.len()];
-            launch!("invert_fill", [all.len(), 0], &mut slots, all.len());
-            launch!("invert", [total, 0], &order, &mut slots, total);
-            assert_eq!(slots, vec::<i32>(&cpu.invert(&buffer(&order), all.len()).unwrap()));
+
+            let (parts, total) = (all.len().div_ceil(part), counts.iter().sum::<i32>() as usize);
+            let mut of_parts = vec![-9_i32; parts * held];
+            launch!("choice_parts", [parts, 0], &all, all.len(), part, parts, first, held, &mut of_parts, 1_usize);
+            let mut loads = vec![-9.0_f32; held];
+            launch!("choice_loads", [held, 0], &of_parts, parts, &mut loads, held);
+            let summed = |id: usize| counts.iter().skip(id).step_by(held).sum::<i32>() as f32;
+            assert_eq!(loads, (0..held).map(summed).collect::<Vec<f32>>());
+            let sort = |total: usize| {
+                let (mut order, mut slots, mut wrong) = (vec![-9_i32; total], vec![-9_i32; all.len()], vec![0_i64; 4]);
+                let mut next = vec![-9_i32; parts * held];
+                #[rustfmt::skip]
+                launch!(
+                    "choice_places", [parts, 0], &all, all.len(), part, parts, first, held, &of_parts, &mut next, &mut order, total, &mut slots,
+                    &mut wrong
+                );
+                (order, slots, wrong[0])
+            };
+            let (order, slots, wrong) = sort(total);
+            let (want, want_slots) = cpu.sort(&shared, first..end, total).unwrap();
+            assert_eq!((&order, &slots, wrong), (&vec::<i32>(&want), &vec::<i32>(&want_slots), 0));
+            let mut inverse = vec![-9_i32; all.len()];
+            launch!("invert_fill", [all.len(), 0], &mut inverse, all.len());
+            launch!("invert", [total, 0], &order, &mut inverse, total);
+            assert_eq!(slots, inverse);
             // One more or fewer than there are.
-            let mut longer = vec![-9_i32; total + 1];
-            launch!("choice_sort", [held, 0], &all, all.len(), first, held, &mut longer, total + 1, &mut wrong);
-            assert_eq!((longer[total], wrong[0]), (0, 1));
+            let (longer, _, wrong) = sort(total + 1);
+            assert_eq!((longer[total], wrong), (0, 1));
+            if let Some(fewer) = total.checked_sub(1) {
+                assert_eq!(sort(fewer).2, 1);
+            }
 
             let rows = values("rows", total * width);
             moved(&order, &slots, &all, &rows, [tokens, k, width]);

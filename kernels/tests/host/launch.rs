@@ -147,7 +147,7 @@ pub fn try_launch(
 ) -> Result<(), String> {
     assert_eq!(given.len(), kernel.args.len(), "arguments of {}", kernel.name);
     for (given, arg) in given.iter().zip(kernel.args) {
-        let none = matches!(given, Given::In(_, at) if at.is_null()) && arg.pass == Pass::In;
+        let none = matches!(given, Given::In(_, at) if at.is_null()) && matches!(arg.pass, Pass::In | Pass::Out);
         let pass = if arg.pass.is_number() { Pass::Value } else { arg.pass };
         assert!(none || given.what() == (pass, arg.of), "{} of {}: {:?}", arg.name, kernel.name, given.what());
     }

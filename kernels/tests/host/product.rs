@@ -1,14 +1,12 @@
-//! Products and exact sums of squares, bit by bit against the CPU.
+//! Products, bit by bit against the CPU.
 
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::Buffer;
-use meshwork_core::exact::LIMBS;
 use meshwork_core::simd::{Level, level};
-use meshwork_kernels::EXACT_PIECE;
 use meshwork_tensor::cpu::kernels::round::round;
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::kernel::{Gemm, Matmul, Optim};
+use meshwork_tensor::kernel::{Gemm, Matmul};
 use meshwork_tensor::tape::Terms;
 
 fn rounded(x: &[f32]) -> Vec<bf16> {
@@ -110,24 +108,5 @@ fn sums_of_two_products_are_those_of_the_cpu() {
             second.k, segments2, blocks, &mut c, count, n
         );
         assert_bits(&format!("{first:?} and {second:?} of bf16"), &c, &want(Precision::Bf16));
-    }
-}
-
-#[test]
-fn exact_sums_of_squares_are_those_of_the_cpu() {
-    let ends = [0.0, -0.0, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), -f32::from_bits(0x7f_ffff), 1.5e-19];
-    for (count, last) in [(1, 1.0), (7, 2.0), (4099, -3e-30), (9001, f32::INFINITY), (600, f32::NAN)] {
-        let mut x = values("x", count);
-        x.iter_mut().zip(ends).for_each(|(x, end)| *x = end);
-        x[count - 1] = last;
-        let pieces = count.div_ceil(EXACT_PIECE as usize);
-        let (mut parts, mut digits) = (vec![u64::MAX; pieces * LIMBS], vec![0.25_f64; LIMBS + 2]);
-        if !launch!("exact_squares", [pieces, 0], &x, &mut parts, count, pieces) {
-            return;
-        }
-        launch!("exact_squares_sum", [1, 0], &parts, pieces, &mut digits, 1_usize);
-        let mut want = Buffer::from_vec(vec![0.25_f64; LIMBS + 2]);
-        Cpu::default().exact_sum_of_squares(&Buffer::from_slice(&x), 0..count, &mut want, 1).unwrap();
-        assert_eq!(digits, want.as_slice::<f64>().unwrap(), "{count} numbers");
     }
 }

@@ -30,6 +30,7 @@ mod rotary;
 mod routing;
 mod rows;
 mod tables;
+mod vectors;
 mod whole;
 mod windows;
 

@@ -1,10 +1,11 @@
 use super::CudaDevice;
+use super::vectors::Vectors;
 use crate::driver::{Address, Argument};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, BufferError, DType};
-use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE};
+use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE, UPDATE_PIECE};
 use meshwork_optim::{AdamWFactors, OnHost, OptimError, Rule, Update};
-use meshwork_tensor::kernel::{Measured, Optim, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{FlatParts, Measured, Optim, WholePart, WholeVectors};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
@@ -16,35 +17,37 @@ impl CudaDevice {
         Error::UpdateRule { device: self.name().to_owned(), rule: rule.name().to_owned(), valid: RULES }
     }
 
-    /// That elements `range` of x are f32, and the bytes before them.
-    fn range(&self, op: &'static str, x: &Buffer, range: &Range<usize>) -> Result<usize> {
-        self.f32s(op, &[x])?;
-        x.slice(range.clone())?;
-        Ok(4 * range.start)
-    }
-
-    /// Adds Σ x² of `count` numbers to a sum in f64 or to digits.
+    /// Adds Σ x² of vectors, given by their places and counts, to a sum in f64 or to digits.
     pub(super) fn add_squares(
         &self,
         op: &'static str,
-        x: Address,
-        count: usize,
+        vectors: Vec<(Vec<Address>, usize)>,
         to: Address,
         exact: bool,
     ) -> Result<()> {
-        let (x, to, first): (Argument, Argument, Argument) = (x.into(), to.into(), 0_usize.into());
+        let piece = if exact { EXACT_PIECE } else { SQUARES_PIECE };
+        let Some(vectors) = self.vectors(vectors, piece)? else { return Ok(()) };
+        let Vectors { count, pieces, .. } = vectors;
+        let (mut args, to) = (self.arguments(op, &vectors)?, Argument::from(to));
         if exact {
-            let pieces = count.div_ceil(EXACT_PIECE as usize);
             let parts = self.scratch(DType::I64, pieces * LIMBS)?;
             let parts = self.place(op, &parts)?.into();
-            self.launch(op, "exact_squares", [pieces, 0], &[x, parts, count.into(), pieces.into()])?;
-            return self.launch(op, "exact_squares_sum", [1, 0], &[parts, pieces.into(), to, first]);
+            args.push(parts);
+            self.launch(op, "exact_squares", [pieces, 0], &args)?;
+            return self.launch(op, "exact_squares_sum", [1, 0], &[parts, pieces.into(), to]);
         }
-        let pieces = count.div_ceil(SQUARES_PIECE as usize);
-        let parts = self.scratch(DType::F64, pieces)?;
-        let parts = self.place(op, &parts)?.into();
-        self.launch(op, "sum_of_squares", [pieces, 0], &[x, count.into(), 1_usize.into(), first, parts])?;
-        self.launch(op, "sum_of_parts", [1, 0], &[parts, pieces.into(), to, first])
+        let numbers = self.scratch(DType::F64, pieces + count)?;
+        let parts = self.place(op, &numbers)?;
+        args.push(parts.into());
+        self.launch(op, "sum_of_squares", [pieces, 0], &args)?;
+        let (starts, totals) = (self.first_pieces(op, &vectors)?, parts.offset(8 * pieces));
+        self.launch(op, "sum_of_parts", [1, 1], &[parts.into(), starts.into(), count.into(), totals.into(), to])
+    }
+
+    /// Places and counts of vectors of f32.
+    fn counted(&self, op: &'static str, vectors: &[Buffer]) -> Result<Vec<(Vec<Address>, usize)>> {
+        self.f32s(op, &vectors.iter().collect::<Vec<_>>())?;
+        vectors.iter().map(|vector| Ok((vec![self.place(op, vector)?], vector.count()))).collect()
     }
 
     pub(super) fn f64s(&self, x: &Buffer) -> Result<()> {
@@ -66,71 +69,67 @@ impl Optim for CudaDevice {
         }
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
         let op = "sum_of_squares";
-        let from = self.place(op, x)?.offset(self.range(op, x, &range)?);
         self.f64s(sums)?;
         sums.slice(at..at + 1)?;
         let to = self.place_mut(op, sums)?.offset(8 * at);
-        self.add_squares(op, from, range.len(), to, false)
+        self.add_squares(op, self.counted(op, vectors)?, to, false)
     }
 
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()> {
         let op = "exact_sum_of_squares";
-        let from = self.place(op, x)?.offset(self.range(op, x, &range)?);
         self.f64s(digits)?;
         digits.slice(at..at + LIMBS)?;
         let to = self.place_mut(op, digits)?.offset(8 * at);
-        self.add_squares(op, from, range.len(), to, true)
+        self.add_squares(op, self.counted(op, vectors)?, to, true)
     }
 
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()> {
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
         let op = "update";
-        let from = self.range(op, weights, &range)?;
-        self.range(op, grads, &range)?;
-        let count = range.len();
-        let mut kept = Vec::with_capacity(states.len());
-        for state in states {
-            self.range(op, state, &range)?;
-            kept.push(self.place_mut(op, state)?.offset(from).into());
-        }
-        let (w, g) = (self.place_mut(op, weights)?.offset(from).into(), self.place(op, grads)?.offset(from).into());
-        match (rule, &kept[..]) {
-            (Rule::AdamW(rule), &[mean, square]) => {
+        let (kernel, states, numbers): (_, _, Vec<Argument>) = match rule {
+            Rule::AdamW(rule) => {
                 let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
                     rule.factors(update);
                 let factors = [grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps];
-                let args = [&[w, g, mean, square][..], &factors.map(Into::into), &[count.into()]].concat();
-                self.launch(op, "adamw", [count, 0], &args)
+                ("adamw", 2, factors.map(Into::into).to_vec())
             }
-            (Rule::Sgd(rule), states) => {
+            Rule::Sgd(rule) => {
                 let decay = (rule.weight_decay * update.decay_factor) as f32;
-                let factors = [update.grad_scale.into(), decay.into(), (update.lr as f32).into()];
-                match *states {
-                    [] => self.launch(op, "sgd", [count, 0], &[&[w, g][..], &factors, &[count.into()]].concat()),
-                    [buffer] => {
-                        let rest = [(rule.momentum as f32).into(), count.into()];
-                        let args = [&[w, g, buffer][..], &factors, &rest].concat();
-                        self.launch(op, "sgd_momentum", [count, 0], &args)
-                    }
-                    _ => Err(self.no_rule(&Rule::Sgd(*rule))),
+                let factors = [update.grad_scale, decay, update.lr as f32, rule.momentum as f32].map(Into::into);
+                match rule.momentum == 0.0 {
+                    true => ("sgd", 0, factors[..3].to_vec()),
+                    false => ("sgd_momentum", 1, factors.to_vec()),
                 }
             }
-            (rule, _) => match rule.on_host() {
+            rule => match rule.on_host() {
                 OnHost::Whole(whole) if !rule.is_users() => {
-                    Err(OptimError::NeedsWhole { rule: whole.name().to_owned() }.into())
+                    return Err(OptimError::NeedsWhole { rule: whole.name().to_owned() }.into());
                 }
-                _ => Err(self.no_rule(rule)),
+                _ => return Err(self.no_rule(rule)),
             },
+        };
+        let mut vectors = Vec::new();
+        for FlatParts { weights, grads, states: kept, ranges } in flats {
+            if kept.len() != states {
+                let rule = rule.name().to_owned();
+                return Err(OptimError::States { rule, given: kept.len(), expected: states }.into());
+            }
+            let all: Vec<&Buffer> = [&**weights, grads].into_iter().chain(kept.iter()).collect();
+            self.f32s(op, &all)?;
+            for (range, x) in ranges.iter().flat_map(|range| all.iter().map(move |x| (range, x))) {
+                x.slice(range.clone())?;
+            }
+            let mut places = vec![self.place_mut(op, weights)?, self.place(op, grads)?];
+            for state in kept.iter_mut() {
+                places.push(self.place_mut(op, state)?);
+            }
+            let from = |range: &Range<usize>| places.iter().map(|place| place.offset(4 * range.start)).collect();
+            vectors.extend(ranges.iter().map(|range| (from(range), range.len())));
         }
+        let Some(vectors) = self.vectors(vectors, UPDATE_PIECE)? else { return Ok(()) };
+        let args = [self.arguments(op, &vectors)?, numbers].concat();
+        self.launch(op, kernel, [vectors.pieces * UPDATE_PIECE as usize, 0], &args)
     }
 
     fn measure(

@@ -13,37 +13,92 @@ impl CudaDevice {
     }
 }
 
+/// How choices are cut into parts, one for a warp.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parts {
+    samples: usize,
+    /// Choices of a sample, and of a part of it.
+    each: usize,
+    part: usize,
+    /// Parts of a sample.
+    pub(super) parts: usize,
+}
+
+/// Choices that a warp counts, unless there would be more parts than that.
+const PART: usize = 2048;
+const PARTS: usize = 512;
+
+impl CudaDevice {
+    /// The parts of `count` choices of some samples: at least one of each.
+    pub(super) fn parts_of(&self, count: usize, samples: usize) -> Parts {
+        let each = count / samples.max(1);
+        let part = each.div_ceil(PARTS).max(PART);
+        Parts { samples, each, part, parts: each.div_ceil(part).max(1) }
+    }
+
+    /// Counts the choices of each id in every part, `[samples, parts, ids]` in i32.
+    pub(super) fn count_parts(
+        &self,
+        op: &'static str,
+        choices: &Buffer,
+        Parts { samples, each, part, parts }: Parts,
+        ids: &Range<usize>,
+        counts: &Buffer,
+    ) -> Result<()> {
+        let args = [
+            self.place(op, choices)?.into(),
+            each.into(),
+            part.into(),
+            parts.into(),
+            ids.start.into(),
+            ids.len().into(),
+            self.place(op, counts)?.into(),
+            samples.into(),
+        ];
+        self.launch(op, "choice_parts", [samples * parts, 0], &args)
+    }
+}
+
 impl Permutation for CudaDevice {
     fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {
         const OP: &str = "counts";
-        let (count, counts) = (samples * ids.len(), self.alloc(DType::I32, samples * ids.len())?);
-        let each = choices.count() / samples.max(1);
-        let args = [
-            self.place(OP, choices)?.into(),
-            each.into(),
-            ids.start.into(),
-            ids.len().into(),
-            self.place(OP, &counts)?.into(),
-            samples.into(),
-        ];
-        self.launch(OP, "choice_counts", [count, 0], &args)?;
+        let counts = self.alloc(DType::I32, samples * ids.len())?;
+        let of = self.parts_of(choices.count(), samples);
+        if of.parts == 1 {
+            self.count_parts(OP, choices, of, &ids, &counts)?;
+            return Ok(counts);
+        }
+        let parts = self.scratch(DType::I32, samples * of.parts * ids.len())?;
+        self.count_parts(OP, choices, of, &ids, &parts)?;
+        let (from, to) = (self.place(OP, &parts)?.into(), self.place(OP, &counts)?.into());
+        let args = [from, of.parts.into(), ids.len().into(), to, counts.count().into()];
+        self.launch(OP, "choice_counts", [counts.count(), 0], &args)?;
         Ok(counts)
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         const OP: &str = "sort";
-        let order = self.alloc(DType::I32, total)?;
+        let (order, slots) = (self.alloc(DType::I32, total)?, self.alloc(DType::I32, choices.count())?);
+        let of = self.parts_of(choices.count(), 1);
+        let [counts, next] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * ids.len()));
+        let (counts, next) = (counts?, next?);
+        self.count_parts(OP, choices, of, &ids, &counts)?;
         let args = [
             self.place(OP, choices)?.into(),
             choices.count().into(),
+            of.part.into(),
+            of.parts.into(),
             ids.start.into(),
             ids.len().into(),
+            self.place(OP, &counts)?.into(),
+            self.place(OP, &next)?.into(),
             self.place(OP, &order)?.into(),
             total.into(),
+            self.place(OP, &slots)?.into(),
             self.fault_of(Checked::Sort).into(),
         ];
-        self.launch(OP, "choice_sort", [ids.len(), 0], &args)?;
-        Ok(order)
+        self.launch(OP, "choice_places", [of.parts, 0], &args)?;
+        Ok((order, slots))
     }
 
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {

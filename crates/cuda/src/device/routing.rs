@@ -1,5 +1,5 @@
 use super::CudaDevice;
-use crate::driver::Argument;
+use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Draw, DropoutMask, Pick, Routing, Selection};
 use meshwork_tensor::{Device, Error, Result};
@@ -58,6 +58,10 @@ impl Routing for CudaDevice {
         let of_groups = self.scratch(DType::F32, tokens * groups)?;
         let from: Argument = self.place(OP, scores)?.into();
         let by_preference: Argument = self.place(OP, &ranked)?.into();
+        // Where each choice is used whatever other tokens choose, one kernel does all.
+        let kept = self.alloc(DType::I32, tokens * k)?;
+        let used: Argument = self.place(OP, &kept)?.into();
+        let all_used = capacity.is_none() && second.is_none();
         let args = [
             from,
             self.place_or_none(OP, bias)?,
@@ -68,12 +72,13 @@ impl Routing for CudaDevice {
             width.into(),
             self.place(OP, &of_groups)?.into(),
             by_preference,
+            if all_used { used } else { Address::NULL.into() },
             tokens.into(),
         ];
         self.launch(OP, "route_rank", [tokens, 0], &args)?;
-
-        let kept = self.alloc(DType::I32, tokens * k)?;
-        let used: Argument = self.place(OP, &kept)?.into();
+        if all_used {
+            return Ok((ranked.clone(), ranked, kept));
+        }
         let capacity = capacity.map_or(i64::MAX, |capacity| capacity as i64).into();
         let ([key0, key1], first) = second.map_or(([0; 2], 0), |Draw { key, first }| (key.words(), first as i64));
         let draw = [i32::from(second.is_some()).into(), key0.into(), key1.into(), first.into()];
@@ -241,8 +246,11 @@ impl Routing for CudaDevice {
     fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer> {
         const OP: &str = "loads";
         let (count, loads) = (choices.count(), self.alloc(DType::F32, experts)?);
-        let args = [self.place(OP, choices)?.into(), count.into(), self.place(OP, &loads)?.into(), experts.into()];
-        self.launch(OP, "choice_loads", [experts, 0], &args)?;
+        let of = self.parts_of(count, 1);
+        let parts = self.scratch(DType::I32, of.parts * experts)?;
+        self.count_parts(OP, choices, of, &(0..experts), &parts)?;
+        let (from, to) = (self.place(OP, &parts)?.into(), self.place(OP, &loads)?.into());
+        self.launch(OP, "choice_loads", [experts, 0], &[from, of.parts.into(), to, experts.into()])?;
         Ok(loads)
     }
 

@@ -107,7 +107,7 @@ impl CudaDevice {
                 Over::Blocks(length) => (length.max(1), 0),
             };
             if over == Over::Parameter && !largest {
-                self.add_squares(OP, x, elements.count, to, exact)?;
+                self.add_squares(OP, vec![(vec![x], elements.count)], to, exact)?;
             } else {
                 let kernel = match (largest, exact) {
                     (true, _) => "set_largest",

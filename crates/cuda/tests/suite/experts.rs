@@ -89,8 +89,8 @@ fn permutations_have_the_cpus_bits() {
     let (x, weights, dout) = (values("x", tokens * width), values("w", tokens * k), values("dout", tokens * width));
     same("permutations", |device, up| {
         let (of, ids, x, weights) = (device.permutation()?, up(&ids), up(&x), up(&weights));
-        let order = of.sort(&ids, 0..experts, total)?;
-        let slots = of.invert(&order, tokens * k)?;
+        let (order, slots) = of.sort(&ids, 0..experts, total)?;
+        let inverse = of.invert(&order, tokens * k)?;
         let rows = of.gather(&x, &order, k, width)?;
         let choices = Choices { ids: &ids, slots: &slots, k };
         let (drows, dweights) = of.combine_grad(&up(&dout), &rows, choices, &order, &weights, width)?;
@@ -102,12 +102,29 @@ fn permutations_have_the_cpus_bits() {
             of.gather(&rounded, &order, k, width)?,
             of.group_ids(&ids, k, 3, true)?,
             of.group_ids(&ids, k, 3, false)?,
-            of.sort(&ids, 4..4, 0)?,
+            of.sort(&ids, 4..4, 0)?.1,
             drows,
             dweights,
             order,
             slots,
+            inverse,
         ])
+    });
+}
+
+/// More choices than one part has: of samples that are a part each, of samples of several, and of all together.
+#[test]
+fn many_choices_have_the_cpus_bits() {
+    let (samples, each, experts) = (3, 5000, 70);
+    let ids: Vec<i32> = (0..samples * each).map(|i| ((i * i / 7 + i * 13) % (experts + 1)) as i32 - 1).collect();
+    let held: usize = ids.iter().filter(|id| (10..experts as i32).contains(*id)).count();
+    let ids = Buffer::from_vec(ids);
+    same("many choices", |device, up| {
+        let (of, ids) = (device.permutation()?, up(&ids));
+        let (order, slots) = of.sort(&ids, 10..experts, held)?;
+        let counts = [1, samples, 30 * samples].map(|samples| of.counts(&ids, samples, 3..experts));
+        let [all, some, many] = counts;
+        Ok(vec![order, slots, all?, some?, many?, device.routing()?.loads(&ids, experts)?])
     });
 }
 
@@ -116,7 +133,7 @@ fn permutations_have_the_cpus_bits() {
 fn choices_that_are_not_as_many_as_was_counted_are_an_error() {
     let Some([device, _]) = devices(Products::OfTheCpu) else { return };
     let ids = device.upload(&Buffer::from_vec(vec![0_i32, 1, 1, -1])).unwrap();
-    let order = device.permutation().unwrap().sort(&ids, 0..2, 4).unwrap();
+    let (order, _) = device.permutation().unwrap().sort(&ids, 0..2, 4).unwrap();
     let error = device.download(&order).unwrap_err().to_string();
     assert_eq!(error, "sort: the choices of some ids are not as many as was counted");
 }

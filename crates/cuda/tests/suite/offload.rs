@@ -38,7 +38,7 @@ fn copies_go_beside_the_update() {
     let places = |log: &[&str], what: &str| -> Vec<usize> {
         log.iter().enumerate().filter(|(_, name)| name.starts_with(what)).map(|(at, _)| at).collect()
     };
-    // The update of the first step ends with the last of its kernels; page by page, one launch for each range of it.
+    // The update of the first step ends with the last of its kernels; page by page, one launch for those of its parameters that have the same factors.
     let updates = |log: &[&str]| places(log, "adamw");
     let middle = updates(&orders[0].1).len() / 4;
     let [mut loads, mut saves] = [Vec::new(), Vec::new()];

@@ -15,6 +15,8 @@ use meshwork_tensor::kernel::*;
 use meshwork_tensor::random::{fill_normal, key};
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error, MAX_DIMS, Result};
+use std::ops::Range;
+use std::slice;
 
 /// Values of about 1 that depend on the name.
 pub fn values(name: &str, count: usize) -> Buffer {
@@ -486,17 +488,22 @@ fn updates_and_norms_have_the_cpus_bits() {
         same(rule.name(), |device, up| {
             let (mut w, g) = (up(&w), up(&g));
             let mut states: Vec<Buffer> = rule.state_names().iter().map(|_| up(&g_squared(5001))).collect();
-            device.optim()?.update(&rule, update, &mut w, &g, &mut states, 3..4001)?;
+            let ranges = [3..4001, 4001..4001, 4002..4003, 4010..5001];
+            let flat = FlatParts { weights: &mut w, grads: &g, states: &mut states, ranges: &ranges };
+            device.optim()?.update(&rule, update, &mut [flat])?;
             states.push(w);
             Ok(states)
         });
     }
     same("sums of squares", |device, up| {
         let (x, of) = (up(&values("x", 70_000)), device.optim()?);
+        let parts = |ranges: &[Range<usize>]| -> Vec<Buffer> {
+            ranges.iter().map(|range| x.slice(range.clone()).unwrap()).collect()
+        };
         let mut sums = up(&Buffer::from_vec(vec![0.5_f64; LIMBS + 3]));
-        of.sum_of_squares(&x, 3..69_000, &mut sums, 1)?;
-        of.sum_of_squares(&x, 5..5, &mut sums, 0)?;
-        of.exact_sum_of_squares(&x, 1..50_001, &mut sums, 2)?;
+        of.sum_of_squares(&parts(&[3..69_000, 0..0, 5..6, 1000..40_001]), &mut sums, 1)?;
+        of.sum_of_squares(&parts(&[5..5, 9..9]), &mut sums, 0)?;
+        of.exact_sum_of_squares(&parts(&[1..50_001, 7..7, 9..10, 60_000..70_000]), &mut sums, 2)?;
         let mut zeroed = up(&values("zeroed", 50));
         of.zero(&mut zeroed, 3..40)?;
         Ok(vec![sums, zeroed])
@@ -605,13 +612,16 @@ fn what_the_device_lacks_is_named() {
     );
     let (mut w, update) = (x.clone(), Update { step: 1, lr: 0.1, grad_scale: 1.0, decay_factor: 1.0 });
     let optim = device.optim().unwrap();
-    let shared = optim.update(&Rule::from(Sgd::default()), update, &mut w, &x, &mut [], 0..8).unwrap_err();
-    assert!(message(shared).contains("is shared"));
+    let refuse = |rule: &Rule, weights: &mut Buffer, states: &mut [Buffer]| {
+        let all = 0..8;
+        let flat = FlatParts { weights, grads: &x, states, ranges: slice::from_ref(&all) };
+        message(optim.update(rule, update, &mut [flat]).unwrap_err())
+    };
+    assert!(refuse(&Rule::from(Sgd::default()), &mut w, &mut []).contains("is shared"));
     let mut w = device.upload(&values("w", 8)).unwrap();
-    let rule = optim.update(&Rule::from(Lamb::default()), update, &mut w, &x, &mut [], 0..8).unwrap_err();
-    assert_eq!(message(rule), cpu_says(&Rule::from(Lamb::default()), update));
-    let users = Rule::custom(Own);
-    let refused = message(optim.update(&users, update, &mut w, &x, &mut [], 0..8).unwrap_err());
+    assert_eq!(refuse(&Rule::from(Lamb::default()), &mut w, &mut []), cpu_says(&Rule::from(Lamb::default()), update));
+    assert!(refuse(&Rule::from(AdamW::default()), &mut w, &mut []).contains("0 state vectors given: adamw takes 2"));
+    let refused = refuse(&Rule::custom(Own), &mut w, &mut []);
     assert!(refused.contains(&format!("device {name} has no kernel for the update rule own")), "{refused}");
     assert!(refused.contains("use adamw, sgd, lamb, adafactor, muon or adam8bit, or a device"), "{refused}");
     assert!(x.as_slice::<f32>().is_err(), "the host does not read device memory");
@@ -661,7 +671,9 @@ impl Optimizer for Own {
 /// The CPU's error for an update by a rule.
 fn cpu_says(rule: &Rule, update: Update) -> String {
     let (mut w, x) = (values("w", 8), values("x", 8));
-    let refused = Cpu::device().optim().unwrap().update(rule, update, &mut w, &x, &mut [], 0..8);
+    let all = 0..8;
+    let flat = FlatParts { weights: &mut w, grads: &x, states: &mut [], ranges: slice::from_ref(&all) };
+    let refused = Cpu::device().optim().unwrap().update(rule, update, &mut [flat]);
     refused.unwrap_err().to_string()
 }
 

@@ -18,8 +18,7 @@ fn replaying(order: Order) -> Option<Arc<Replaying>> {
     Some(Arc::new(Replaying::new(driver(order)?)))
 }
 
-/// In random orders of streams. From the third step on each graph is captured, and replayed with the numbers of the step: dropout has another key, and AdamW
-/// other factors.
+/// In random orders of streams. From the third step on each graph is captured, and replayed with the numbers of the step: dropout has another key.
 #[test]
 fn steps_have_the_bits_that_they_have_without_graphs() {
     if level() < Level::Avx2 {
@@ -42,7 +41,9 @@ fn steps_have_the_bits_that_they_have_without_graphs() {
             assert_eq!((first.launches, first.graphs), (first.asked, 0), "the first step is queued call by call");
             assert_eq!(last.launches, last.graphs + last.new + last.short + last.refused);
             assert_eq!((last.captured, last.new, last.refused), (0, 0, 0), "{dropout}: {last:?}");
-            assert!(last.changed > 0 && 10 * last.launches < last.asked, "{dropout}: {last:?}");
+            // The update is two launches: too few for a graph.
+            assert_eq!(last.changed > 0, dropout > 0.0, "{last:?}");
+            assert!(10 * last.launches < last.asked, "{dropout}: {last:?}");
         }
     }
 }

@@ -156,6 +156,35 @@ impl Elements {
         }
     }
 
+    /// Whether the states of all pages are there at once.
+    pub fn are_in_memory(&self) -> bool {
+        matches!(self.held, Held::Memory(_))
+    }
+
+    /// Gives `work` the states of these pages, in their order: all at once from memory, one page after the other from a disk.
+    pub fn visit(
+        &mut self,
+        numbers: &[usize],
+        mut work: impl FnMut(Vec<(&Page, &mut [Buffer])>) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let pages = &self.pages;
+        match &mut self.held {
+            Held::Memory(states) => {
+                let mut all = pages.iter().zip(states).enumerate();
+                let page = |number: &usize| {
+                    all.find(|(at, _)| at == number).map(|(_, (page, states))| (page, &mut states[..]))
+                };
+                work(numbers.iter().filter_map(page).collect())
+            }
+            Held::Disk(pager) => numbers.iter().try_for_each(|&number| {
+                let optimizer = self.device.meter().enter(Category::Optimizer);
+                let states = pager.get(number, pages, &self.flats)?;
+                drop(optimizer);
+                work(vec![(&pages[number], states)])
+            }),
+        }
+    }
+
     /// Ends an update: what was changed is where it belongs.
     pub fn finish(&mut self) -> Result<(), TrainError> {
         match &mut self.held {

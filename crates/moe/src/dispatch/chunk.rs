@@ -151,8 +151,7 @@ impl Chunk {
     /// The only chunk of a rank that holds all experts.
     pub fn here(device: &dyn Device, experts: &Buffer, samples: Range<usize>, groups: RowGroups) -> Result<Self> {
         let permutation = device.permutation()?;
-        let order = permutation.sort(experts, 0..groups.rows().len(), groups.total())?;
-        let slots = permutation.invert(&order, experts.count())?;
+        let (order, slots) = permutation.sort(experts, 0..groups.rows().len(), groups.total())?;
         let (groups, experts) = (Rc::new(groups), experts.clone());
         let (tokens, results) = Default::default();
         Ok(Self { samples, groups, experts, order, slots, exchange: None, tokens, results })
@@ -188,7 +187,8 @@ pub(super) struct Leaving {
     /// Experts of the choices of tokens, and their ranks, each once.
     experts: Buffer,
     ranks: Buffer,
-    sent: Buffer,
+    /// The tokens sent, in order, and the slots of their choices.
+    sent: (Buffer, Buffer),
     choices: Pending,
     /// Tokens sent to each rank, and rows that it returns.
     tokens: Vec<usize>,
@@ -210,24 +210,21 @@ impl Leaving {
         let permutation = device.permutation()?;
         let (tokens, rows) = (counts.tokens_to_ranks(), counts.rows_of_ranks());
         let sent = permutation.sort(&ranks, 0..group.size(), tokens.iter().sum())?;
-        let choices = permutation.gather(&experts, &sent, places, places)?;
+        let choices = permutation.gather(&experts, &sent.0, places, places)?;
         let choices = start(device, group, choices, &[tokens.clone(), here.tokens_by_rank()], places)?;
         Ok(Self { samples, places, experts, ranks, sent, choices, tokens, rows })
     }
 
     /// The chunk, once the choices of other ranks' tokens are here.
     pub fn arrive(self, device: &dyn Device, group: &Group, here: &Announced, axis: Axis) -> Result<Chunk> {
-        let Self { samples, places, experts, ranks, sent, choices, tokens, rows } = self;
+        let Self { samples, places, experts, ranks, sent: (sent, sent_slots), choices, tokens, rows } = self;
         let (permutation, me, groups) = (device.permutation()?, group.rank(), here.groups(axis));
-        let (held, positions, total) = (groups.rows().len(), experts.count(), groups.total());
+        let (held, total) = (groups.rows().len(), groups.total());
         let by_rank = permutation.group_ids(&experts, places, held, false)?;
-        let order = permutation.sort(&by_rank, 0..group.size(), rows.iter().sum())?;
-        let slots = permutation.invert(&order, positions)?;
-        let sent_slots = permutation.invert(&sent, positions)?;
+        let (order, slots) = permutation.sort(&by_rank, 0..group.size(), rows.iter().sum())?;
         let received = choices.wait()?;
-        let by_expert = permutation.sort(&received, me * held..(me + 1) * held, total)?;
-        let here_slots = permutation.invert(&by_expert, received.count())?;
-        let as_received =
+        let (by_expert, here_slots) = permutation.sort(&received, me * held..(me + 1) * held, total)?;
+        let (as_received, _) =
             permutation.sort(&permutation.group_ids(&received, places, held, false)?, me..me + 1, total)?;
         let results = permutation.gather(&here_slots, &as_received, 1, 1)?;
         let results_inverse = permutation.invert(&results, total)?;

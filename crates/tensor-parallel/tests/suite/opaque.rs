@@ -6,6 +6,7 @@ use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
 use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::kernel::FlatParts;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Normaliser, Position, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
@@ -155,7 +156,7 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
                 device.layout()?.copy_into(&whole, 0..range.len(), &mut grads, range.start)?;
             }
             if counts(params.types(id)) {
-                device.optim()?.sum_of_squares(&grads, range, &mut sums, SAMPLES)?;
+                device.optim()?.sum_of_squares(&[grads.slice(range)?], &mut sums, SAMPLES)?;
             }
         }
         let sums = device.download(&tp.all_reduce(sums, ReduceOp::Sum)?)?;
@@ -166,7 +167,9 @@ fn train(run: &Run, mesh: &Mesh, world: Arc<dyn Communicator>, device: Arc<dyn D
             let decay_factor = if declarations.spec(id).role == Role::Weight { 1.0 } else { 0.0 };
             let update = Update { step, lr: 0.01, grad_scale: clip_factor(sums[SAMPLES].sqrt(), 1.0), decay_factor };
             let (flat, range) = weights.place(id);
-            device.optim()?.update(&run.rule, update, &mut weights.flats_mut()[flat], &grads, &mut states, range)?;
+            let weights = &mut weights.flats_mut()[flat];
+            let parts = FlatParts { weights, grads: &grads, states: &mut states, ranges: &[range] };
+            device.optim()?.update(&run.rule, update, &mut [parts])?;
         }
         downloads.push(device.meter().downloads().calls - before);
     }

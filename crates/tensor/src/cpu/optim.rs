@@ -1,7 +1,7 @@
 use super::{Cpu, PIECE, whole};
 use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::{Measured, Optim, WholePart, WholeVectors};
+use crate::kernel::{FlatParts, Measured, Optim, WholePart, WholeVectors};
 use meshwork_core::exact::{self, LIMBS};
 use meshwork_core::pool::share;
 use meshwork_core::simd::wide;
@@ -23,18 +23,21 @@ impl Optim for Cpu {
         Ok(())
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
-        let x = &x.as_slice::<f32>()?[range];
-        let mut parts = vec![0.0; x.len().div_ceil(PIECE)];
-        share(x.chunks(PIECE).zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
-        sums.as_mut_slice::<f64>()?[at] += parts.iter().sum::<f64>();
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
+        for vector in vectors {
+            let x = vector.as_slice::<f32>()?;
+            let mut parts = vec![0.0; x.len().div_ceil(PIECE)];
+            share(x.chunks(PIECE).zip(&mut parts), |(x, sum)| *sum = sum_of_squares(x));
+            sums.as_mut_slice::<f64>()?[at] += parts.iter().sum::<f64>();
+        }
         Ok(())
     }
 
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
-        let x = &x.as_slice::<f32>()?[range];
-        let mut parts = vec![[0; LIMBS]; x.len().div_ceil(PIECE)];
-        share(x.chunks(PIECE).zip(&mut parts), |(x, part)| exact::add_squares(part, x));
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()> {
+        let vectors = vectors.iter().map(Buffer::as_slice).collect::<std::result::Result<Vec<&[f32]>, _>>()?;
+        let pieces: Vec<&[f32]> = vectors.into_iter().flat_map(|x| x.chunks(PIECE)).collect();
+        let mut parts = vec![[0; LIMBS]; pieces.len()];
+        share(pieces.into_iter().zip(&mut parts), |(x, part)| exact::add_squares(part, x));
         let mut sum = [0; LIMBS];
         for mut part in parts {
             exact::carry(&mut part); // below 2^32 each, so that no sum overflows
@@ -45,29 +48,10 @@ impl Optim for Cpu {
         Ok(())
     }
 
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()> {
-        let mut states_pieces = Vec::with_capacity(states.len());
-        for state in states {
-            states_pieces.push(state.as_mut_slice::<f32>()?[range.clone()].chunks_mut(PIECE));
-        }
-        let weights = weights.as_mut_slice::<f32>()?[range.clone()].chunks_mut(PIECE);
-        let grads = grads.as_slice::<f32>()?[range].chunks(PIECE);
-        let states = iter::from_fn(|| Some(states_pieces.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()));
-        let outcome = Mutex::new(Ok(()));
-        share(weights.zip(grads).zip(states), |((weights, grads), mut states)| {
-            if let Err(error) = rule.update(update, weights, grads, &mut states) {
-                *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
-            }
-        });
-        Ok(outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?)
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
+        flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
+            ranges.iter().try_for_each(|range| update_range(rule, update, (weights, grads, states), range))
+        })
     }
 
     fn measure(
@@ -108,6 +92,29 @@ impl Optim for Cpu {
     fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
         whole::update(part, weights, vectors)
     }
+}
+
+/// Updates a range of the vectors in pieces.
+fn update_range(
+    rule: &Rule,
+    update: Update,
+    (weights, grads, states): (&mut Buffer, &Buffer, &mut [Buffer]),
+    range: &Range<usize>,
+) -> Result<()> {
+    let mut states_pieces = Vec::with_capacity(states.len());
+    for state in states {
+        states_pieces.push(state.as_mut_slice::<f32>()?[range.clone()].chunks_mut(PIECE));
+    }
+    let weights = weights.as_mut_slice::<f32>()?[range.clone()].chunks_mut(PIECE);
+    let grads = grads.as_slice::<f32>()?[range.clone()].chunks(PIECE);
+    let states = iter::from_fn(|| Some(states_pieces.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()));
+    let outcome = Mutex::new(Ok(()));
+    share(weights.zip(grads).zip(states), |((weights, grads), mut states)| {
+        if let Err(error) = rule.update(update, weights, grads, &mut states) {
+            *outcome.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+        }
+    });
+    Ok(outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?)
 }
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
@@ -153,10 +160,11 @@ mod tests {
             };
             let want: f64 = x[range.clone()].chunks(32_768).map(piece).sum();
             let mut sums = Buffer::from_vec(vec![0.5, 0.0, 0.5]);
-            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), &mut sums, 1).unwrap();
+            let vector = buffer(&x).slice(range.clone()).unwrap();
+            Cpu::default().sum_of_squares(std::slice::from_ref(&vector), &mut sums, 1).unwrap();
             assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want, 0.5], "{range:?}");
             // A second call adds to the first.
-            Cpu::default().sum_of_squares(&buffer(&x), range.clone(), &mut sums, 1).unwrap();
+            Cpu::default().sum_of_squares(&[vector], &mut sums, 1).unwrap();
             assert_eq!(sums.as_slice::<f64>().unwrap(), [0.5, want + want, 0.5], "{range:?}");
         }
     }
@@ -169,14 +177,14 @@ mod tests {
         let x = buffer(&x);
         let sum = |cuts: &[usize]| {
             let mut digits = Buffer::from_vec(vec![0.0; LIMBS + 1]);
-            cuts.windows(2)
-                .for_each(|cut| Cpu::default().exact_sum_of_squares(&x, cut[0]..cut[1], &mut digits, 1).unwrap());
+            let vectors: Vec<Buffer> = cuts.windows(2).map(|cut| x.slice(cut[0]..cut[1]).unwrap()).collect();
+            Cpu::default().exact_sum_of_squares(&vectors, &mut digits, 1).unwrap();
             exact::value(&digits.as_slice::<f64>().unwrap()[1..])
         };
         let whole = sum(&[0, 100_000]);
         assert_eq!([sum(&[0, 3, 40_000, 100_000]), sum(&[0, 32_768, 65_537, 100_000])], [whole; 2]);
         let mut near = Buffer::from_vec(vec![0.0_f64]);
-        Cpu::default().sum_of_squares(&x, 0..100_000, &mut near, 0).unwrap();
+        Cpu::default().sum_of_squares(&[x], &mut near, 0).unwrap();
         assert!((whole / near.as_slice::<f64>().unwrap()[0] - 1.0).abs() < 1e-13);
     }
 
@@ -214,25 +222,28 @@ mod tests {
         }
     }
 
-    /// Pieces of all vectors are updated together, only the range is changed, and an error of any piece is returned.
+    /// Pieces of all vectors are updated together, only the ranges are changed, and an error of any piece is returned.
     #[test]
-    fn updates_reach_each_element_of_the_range_once() {
+    fn updates_reach_each_element_of_the_ranges_once() {
         let count = 3 * PIECE;
         let grads: Vec<f32> = (0..count).map(|i| (i % 1000) as f32).collect();
         let (mut weights, mut states) =
             (buffer(&vec![0.5; count]), [buffer(&vec![1.0; count]), buffer(&vec![2.0; count])]);
-        let range = 5..2 * PIECE + 9;
+        // The second begins where the first ends.
+        let ranges = [5..2 * PIECE, 2 * PIECE..2 * PIECE + 9, 3 * PIECE - 1..3 * PIECE];
         let cpu = Cpu::default();
         let (rule, update) = (Rule::custom(Add), Update { step: 3, lr: 1.0, grad_scale: 1.0, decay_factor: 0.0 });
-        cpu.update(&rule, update, &mut weights, &buffer(&grads), &mut states, range.clone()).unwrap();
+        let vectors = FlatParts { weights: &mut weights, grads: &buffer(&grads), states: &mut states, ranges: &ranges };
+        cpu.update(&rule, update, &mut [vectors]).unwrap();
         for (i, &grad) in grads.iter().enumerate() {
-            let g = if range.contains(&i) { grad } else { 0.0 };
-            let w = if range.contains(&i) { 1.5 + g } else { 0.5 };
+            let updated = ranges.iter().any(|range| range.contains(&i));
+            let (g, w) = if updated { (grad, 1.5 + grad) } else { (0.0, 0.5) };
             let got = [&weights, &states[0], &states[1]].map(|buffer| buffer.as_slice::<f32>().unwrap()[i]);
             assert_eq!(got, [w, 1.0 + g, 2.0 - g], "{i}");
         }
         weights.as_mut_slice::<f32>().unwrap()[PIECE] = 1234.0 - 1.0 - grads[PIECE] * 2.0;
-        let refused = cpu.update(&rule, update, &mut weights, &buffer(&grads), &mut states, range);
+        let vectors = FlatParts { weights: &mut weights, grads: &buffer(&grads), states: &mut states, ranges: &ranges };
+        let refused = cpu.update(&rule, update, &mut [vectors]);
         assert_eq!(refused.unwrap_err().to_string(), "optimizer: add: seen");
     }
 

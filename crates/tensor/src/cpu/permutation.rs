@@ -19,7 +19,7 @@ impl Permutation for Cpu {
         })
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         let choices = choices.as_slice::<i32>()?;
         let mut sorted = Ok(());
         let order = self.output::<i32>(total, |order| sorted = permutation::sort(choices, &ids, order))?;
@@ -28,7 +28,8 @@ impl Permutation for Cpu {
             problem: format!("{found} choices have an id in {ids:?}, and there should be {total}"),
             shapes: vec![vec![choices.len()]],
         })?;
-        Ok(order)
+        let slots = self.invert(&order, choices.len())?;
+        Ok((order, slots))
     }
 
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {

@@ -13,28 +13,19 @@ pub trait Optim: Debug {
     /// Sets a range of elements to zero.
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>;
 
-    /// Adds Σ x² over a range to element `at` of the f64 vector `sums`. The sum is accumulated in f64 in an order that depends on the
-    /// length of the range alone, then added. It stays on the device, so nothing waits for it.
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()>;
+    /// Adds Σ x² of each of these vectors to element `at` of the f64 vector `sums`, one after the other. Each sum is accumulated in f64 in an order that
+    /// depends on the length of the vector alone. They stay on the device, so nothing waits for them.
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>;
 
-    /// Adds Σ x² over a range, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the f64 vector `digits` from `at` on:
+    /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the f64 vector `digits` from `at` on:
     /// ranks may cut the sum in any way. Exact for up to 2^21 additions to the same digits.
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()>;
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>;
 
-    /// Applies an update rule to a range of f32 vectors. `states` has one vector for each of the rule's
-    /// [names](Rule::state_names).
+    /// Applies an update rule to elements of flat vectors, the same update to all: what a device can do for many vectors at once, it does so.
     ///
     /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`], and
     /// for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()>;
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>;
 
     /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the measures to `into`; without
     /// it only states of elements are updated. Refuses rules as [`update`](Self::update) does.
@@ -65,6 +56,19 @@ pub trait Optim: Debug {
 
     /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
     fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>;
+}
+
+/// Elements of f32 vectors that go together: weights, their gradients and the rule's states.
+#[derive(Debug)]
+pub struct FlatParts<'a> {
+    /// Weights.
+    pub weights: &'a mut Buffer,
+    /// Gradients.
+    pub grads: &'a Buffer,
+    /// A vector for each of the rule's [names](Rule::state_names).
+    pub states: &'a mut [Buffer],
+    /// Which elements: ranges of all of these vectors that do not overlap.
+    pub ranges: &'a [Range<usize>],
 }
 
 /// Elements of a parameter that lie one after the other in flat vectors, and the rule that reads the whole parameter.

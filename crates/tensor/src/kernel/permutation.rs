@@ -25,11 +25,12 @@ pub trait Permutation: Debug {
     /// The numbers of choices of each id in `ids`, an i32 for each sample and id: `[samples, ids.len()]`. Others are not counted.
     fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer>;
 
-    /// The positions of the choices with ids in `ids`, by id and then in order; i32. There are `total` of them.
+    /// (order, slots), both i32. Order are the positions of the choices with ids in `ids`, by id and then in order; there are `total` of them. Slots are
+    /// its [inverse](Self::invert): for each choice its place in the order, or -1.
     ///
     /// # Errors
     /// Another number of them.
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer>;
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)>;
 
     /// The inverse of part of a permutation: `slots[order[i]] = i`, -1 elsewhere; `[n]` in i32.
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer>;

@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::{Measured, Optim, WholePart, WholeVectors};
+use crate::kernel::{FlatParts, Measured, Optim, WholePart, WholeVectors};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
@@ -12,23 +12,15 @@ impl Optim for Meta {
         Ok(())
     }
 
-    fn sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _sums: &mut Buffer, _at: usize) -> Result<()> {
+    fn sum_of_squares(&self, _vectors: &[Buffer], _sums: &mut Buffer, _at: usize) -> Result<()> {
         Ok(())
     }
 
-    fn exact_sum_of_squares(&self, _x: &Buffer, _range: Range<usize>, _digits: &mut Buffer, _at: usize) -> Result<()> {
+    fn exact_sum_of_squares(&self, _vectors: &[Buffer], _digits: &mut Buffer, _at: usize) -> Result<()> {
         Ok(())
     }
 
-    fn update(
-        &self,
-        _rule: &Rule,
-        _update: Update,
-        _weights: &mut Buffer,
-        _grads: &Buffer,
-        _states: &mut [Buffer],
-        _range: Range<usize>,
-    ) -> Result<()> {
+    fn update(&self, _rule: &Rule, _update: Update, _flats: &mut [FlatParts<'_>]) -> Result<()> {
         Ok(())
     }
 

@@ -10,8 +10,8 @@ impl Permutation for Meta {
         self.alloc(DType::I32, samples * ids.len())
     }
 
-    fn sort(&self, _choices: &Buffer, _ids: Range<usize>, total: usize) -> Result<Buffer> {
-        self.alloc(DType::I32, total)
+    fn sort(&self, choices: &Buffer, _ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
+        Ok((self.alloc(DType::I32, total)?, self.alloc(DType::I32, choices.count())?))
     }
 
     fn invert(&self, _order: &Buffer, n: usize) -> Result<Buffer> {

@@ -525,31 +525,26 @@ impl Optim for Widened {
         self.inner.optim()?.zero(x, range)
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
-        match x.dtype().is_half() {
-            true => self.inner.optim()?.sum_of_squares(&self.wide(&x.slice(range.clone())?)?, 0..range.len(), sums, at),
-            false => self.inner.optim()?.sum_of_squares(x, range, sums, at),
-        }
-    }
-
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
         let optim = self.inner.optim()?;
-        match x.dtype().is_half() {
-            true => optim.exact_sum_of_squares(&self.wide(&x.slice(range.clone())?)?, 0..range.len(), digits, at),
-            false => optim.exact_sum_of_squares(x, range, digits, at),
-        }
+        self.wide_in_turn(vectors, |vectors| optim.sum_of_squares(vectors, sums, at))
     }
 
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()> {
-        self.inner.optim()?.update(rule, update, weights, &self.wide(grads)?, states, range)
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()> {
+        let optim = self.inner.optim()?;
+        self.wide_in_turn(vectors, |vectors| optim.exact_sum_of_squares(vectors, digits, at))
+    }
+
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
+        let optim = self.inner.optim()?;
+        if flats.iter().all(|flat| !flat.grads.dtype().is_half()) {
+            return optim.update(rule, update, flats);
+        }
+        // One after the other, so that of one the gradients are there in f32.
+        flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
+            let grads = &self.wide(grads)?;
+            optim.update(rule, update, &mut [FlatParts { weights, grads, states, ranges }])
+        })
     }
 
     fn measure(
@@ -658,7 +653,7 @@ impl Permutation for Widened {
         self.inner.permutation()?.counts(choices, samples, ids)
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
         self.inner.permutation()?.sort(choices, ids, total)
     }
 

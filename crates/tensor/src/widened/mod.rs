@@ -59,6 +59,14 @@ impl Widened {
         }
     }
 
+    /// Runs `work` on vectors in f32; where any has 16 bits, on one after the other, so that one of them is there in f32.
+    fn wide_in_turn(&self, vectors: &[Buffer], mut work: impl FnMut(&[Buffer]) -> Result<()>) -> Result<()> {
+        match vectors.iter().any(|vector| vector.dtype().is_half()) {
+            true => vectors.iter().try_for_each(|vector| work(&[self.wide(vector)?])),
+            false => work(vectors),
+        }
+    }
+
     /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in f32.
     fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
         let mut alike = operands.map(Buffer::clone);

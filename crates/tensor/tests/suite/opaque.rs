@@ -5,6 +5,7 @@ use meshwork_core::comm::{ReduceOp, record};
 use meshwork_core::{Axis, Buffer, BufferError, DType, Group, Mesh};
 use meshwork_optim::{AdamW, OptimError, Optimizer, Rule, Sgd, Update};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::kernel::FlatParts;
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Role};
 use meshwork_testkit::opaque::{self, Opaque};
 use meshwork_testkit::run_world;
@@ -138,7 +139,9 @@ fn update_rules_run_as_data_and_a_users_own_is_refused_by_name() {
         let grads = upload(device, &[0.5, -0.5, 0.25, 1.0]);
         let mut states: Vec<Buffer> =
             rule.state_names().iter().map(|_| upload(device, &[0.1, 0.2, 0.3, 0.4])).collect();
-        device.optim()?.update(rule, update, &mut weights, &grads, &mut states, 1..3)?;
+        let ranges = [1..2, 2..3];
+        let flat = FlatParts { weights: &mut weights, grads: &grads, states: &mut states, ranges: &ranges };
+        device.optim()?.update(rule, update, &mut [flat])?;
         Ok([weights].iter().chain(&states).map(|buffer| read(device, buffer)).collect())
     };
     for rule in [AdamW::default().into(), Sgd { momentum: 0.9, weight_decay: 0.1 }.into(), Sgd::default().into()] {

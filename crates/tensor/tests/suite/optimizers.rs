@@ -7,7 +7,7 @@ use meshwork_optim::{
 };
 use meshwork_optim::{WholeOptimizer, clip_factor};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Device, Result, Shape};
@@ -340,16 +340,11 @@ fn bits_do_not_depend_on_who_holds_which_elements() {
 #[test]
 fn rules_of_elements_and_of_whole_parameters_are_not_mistaken_for_each_other() {
     let device = Cpu::device();
-    let mut weights = Buffer::from_slice(&[1.0f32]);
+    let (mut weights, grads, all) = (Buffer::from_slice(&[1.0f32]), Buffer::from_slice(&[1.0f32]), 0..1);
     let update = Update { step: 1, lr: 1.0, grad_scale: 1.0, decay_factor: 0.0 };
-    let refused = device.optim().unwrap().update(
-        &Lamb::default().into(),
-        update,
-        &mut weights,
-        &Buffer::from_slice(&[1.0f32]),
-        &mut [],
-        0..1,
-    );
+    let ranges = std::slice::from_ref(&all);
+    let flat = FlatParts { weights: &mut weights, grads: &grads, states: &mut [], ranges };
+    let refused = device.optim().unwrap().update(&Lamb::default().into(), update, &mut [flat]);
     assert_eq!(
         refused.unwrap_err().to_string(),
         "optimizer: lamb reads whole parameters: run its passes (WholeOptimizer), or use adamw or sgd on elements"

@@ -505,30 +505,28 @@ impl Optim for Opaque {
         with_host(x, |x| self.inner.optim()?.zero(x, range))
     }
 
-    fn sum_of_squares(&self, x: &Buffer, range: Range<usize>, sums: &mut Buffer, at: usize) -> Result<()> {
-        with_host(sums, |sums| self.inner.optim()?.sum_of_squares(&host(x), range, sums, at))
+    fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
+        let vectors: Vec<Buffer> = vectors.iter().map(host).collect();
+        with_host(sums, |sums| self.inner.optim()?.sum_of_squares(&vectors, sums, at))
     }
 
-    fn exact_sum_of_squares(&self, x: &Buffer, range: Range<usize>, digits: &mut Buffer, at: usize) -> Result<()> {
-        with_host(digits, |digits| self.inner.optim()?.exact_sum_of_squares(&host(x), range, digits, at))
+    fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()> {
+        let vectors: Vec<Buffer> = vectors.iter().map(host).collect();
+        with_host(digits, |digits| self.inner.optim()?.exact_sum_of_squares(&vectors, digits, at))
     }
 
-    fn update(
-        &self,
-        rule: &Rule,
-        update: Update,
-        weights: &mut Buffer,
-        grads: &Buffer,
-        states: &mut [Buffer],
-        range: Range<usize>,
-    ) -> Result<()> {
+    fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
         self.require_kernel(rule)?;
         let optim = self.inner.optim()?;
-        let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
-        let updated =
-            with_host(weights, |weights| optim.update(rule, update, weights, &host(grads), &mut behind, range));
-        states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
-        updated
+        flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
+            let mut behind: Vec<Buffer> = states.iter_mut().map(take).collect();
+            let grads = &host(grads);
+            let updated = with_host(weights, |weights| {
+                optim.update(rule, update, &mut [FlatParts { weights, grads, states: &mut behind, ranges }])
+            });
+            states.iter_mut().zip(behind).for_each(|(state, behind)| give_back(state, behind));
+            updated
+        })
     }
 
     fn measure(
@@ -710,8 +708,9 @@ impl Permutation for Opaque {
         hidden(self.inner.permutation()?.counts(&host(choices), samples, ids))
     }
 
-    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<Buffer> {
-        hidden(self.inner.permutation()?.sort(&host(choices), ids, total))
+    fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
+        let (order, slots) = self.inner.permutation()?.sort(&host(choices), ids, total)?;
+        Ok((hide(order), hide(slots)))
     }
 
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
