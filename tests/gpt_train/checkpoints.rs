@@ -93,6 +93,9 @@ fn another_run_is_refused_with_what_differs() {
     ] {
         assert!(different.err.contains(told), "{told}: {}", different.err);
     }
+    // The reason of rank 0, and not what the others would find next.
+    let wider = run(&format!("{flags} {other} --mesh dp=2 --set model.hidden_size=32"));
+    assert!(wider.err.contains("rank 0 returned an error: the newest checkpoint in "), "{}", wider.err);
     succeed(&format!("{flags} {other} --set checkpoint.permit=optimizer,seed,data"));
 
     let permitted = format!("{flags} {other} --set checkpoint.permit=model,optimizer,seed,data");

@@ -8,7 +8,7 @@ use meshwork_engine::{Compress, Numerics, Plan, ScheduleSpec, StepReport, Traine
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
-use meshwork_nn::{Batch, Model};
+use meshwork_nn::{Batch, Model, SAMPLE};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Muon, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
@@ -94,7 +94,14 @@ fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<
         })?;
         let done = trainer.steps_done();
         assert_eq!(done, resumed.as_ref().map_or(0, |resumed| resumed.step));
-        let step = |step| trainer.step(&batch(step, trainer.samples()));
+        let step = |step| {
+            let numbers = trainer.samples().map(|sample| (step as usize % 2 * plan.global_batch_size + sample) as i32);
+            let batch = batch(step, trainer.samples());
+            trainer.step(&match plan.compress.aqsgd {
+                None => batch,
+                Some(_) => batch.with(SAMPLE, [], numbers.collect()).unwrap(),
+            })
+        };
         let reports = (done..steps).map(step).collect::<Result<Vec<_>, _>>()?;
         let exchange = ends[number].lock().unwrap().take().unwrap();
         let mut writer = match number {
@@ -333,6 +340,31 @@ fn what_compression_lost_is_saved_and_resharded() {
                 plan.mesh.degree(Axis::Pp) > 1 || plan.compress == compress && compress.gradients != of_cuts.gradients;
             assert_eq!(lost(steps) > 0, keeps && held, "{plan:?}");
         }
+    }
+}
+
+/// Activations of samples of other data, residuals of another batch, factors of another rank: as if there were none.
+#[test]
+fn what_compression_kept_of_other_extents_starts_anew() {
+    let of_samples =
+        |samples| Compress { activations: "topk:0.3".parse().unwrap(), aqsgd: Some(samples), ..Compress::default() };
+    let of_cuts = Compress { activations: "topk:0.3".parse().unwrap(), feedback: Feedback::Ef, ..Compress::default() };
+    let of_rank = |rank| Compress {
+        gradients: format!("powersgd:{rank}").parse().unwrap(),
+        feedback: Feedback::Ef,
+        ..Compress::default()
+    };
+    let batch = fast("dp=1").global_batch_size;
+    for (mesh, before, after, batch_after) in [
+        ("pp=2", of_samples(2 * batch), of_samples(3 * batch), batch),
+        ("pp=2", of_cuts, of_cuts, 2 * batch),
+        ("dp=2", of_rank(1), of_rank(2), batch),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let plan = |compress, global_batch_size| Plan { compress, global_batch_size, ..fast(mesh) };
+        go_on(&model(), &plan(before, batch), dir.path(), 2).unwrap();
+        let runs = go_on(&model(), &plan(after, batch_after), dir.path(), 3).unwrap();
+        assert_eq!(runs[0].reports.len(), 1, "{mesh}, {before:?}");
     }
 }
 

@@ -178,9 +178,10 @@ impl Trainer {
         let device = &self.device;
         for (crossing, name, state) in self.codec.borrow_mut().states_mut() {
             let key = crossing.key(name);
+            // What is missing, or of another batch, starts from zeros.
             let values = match source.dims(&key) {
-                Some(_) => source.read(&key, crossing.dims, &crossing.slice)?,
-                None => vec![0.0; state.count()],
+                Some(held) if held[..] == crossing.dims[..] => source.read(&key, crossing.dims, &crossing.slice)?,
+                _ => vec![0.0; state.count()],
             };
             device.upload_into(&Buffer::from_vec(values), state, 0)?;
         }

@@ -12,7 +12,7 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{ParamSpec, Shape};
 use serde_json::Value;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// What a run goes on from.
@@ -53,6 +53,8 @@ pub fn resume<E: From<CheckpointError>>(
         let checkpoint = opened.map_err(CheckpointError::from)?;
         // The index is the same for all ranks, and so is the answer.
         accept(checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
+        // If one rank alone refuses it, its reason is the error, and not what the others find next.
+        world.barrier().map_err(CheckpointError::from)?;
         let misfits = misfits(checkpoint.index(), &layout);
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
@@ -82,8 +84,8 @@ pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
         match stored.get(&**name) {
             None if !matches!(kind, StateKind::Parameter(_)) => {} // It starts from zeros.
             None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
-            // Of any number of replicas.
-            Some(tensor) if kind == StateKind::Shares && tensor.dims.get(1..) == dims_of(dims).get(1..) => {}
+            // Of other extents it starts from zeros too: other samples, another batch, another rank of factors.
+            Some(_) if !matches!(kind, StateKind::Parameter(_)) => {}
             Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != held => {
                 let (found, dtype) = (&tensor.dims, tensor.dtype.name());
                 let held = held.name();
@@ -103,11 +105,12 @@ fn load(
     layout: &[StateSlice],
     checkpoint: &Checkpoint,
 ) -> Result<Result<(), Damage>, CheckpointError> {
-    let stored: BTreeSet<&str> = checkpoint.index().tensors.iter().map(|of| &*of.tensor.name).collect();
+    let stored = checkpoint.index().tensors.iter().map(|of| (&*of.tensor.name, &*of.tensor.dims));
+    let stored: BTreeMap<&str, &[u64]> = stored.collect();
+    let is_read = |of: &&StateSlice| stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims));
     // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
-    let slices = layout.iter().filter(|of| of.kind != StateKind::Shares);
-    let slices = slices.map(|of| (name_of(&of.key), slice_of(&of.slice)));
-    let slices: Vec<_> = slices.filter(|(name, _)| stored.contains(&**name)).collect();
+    let slices = layout.iter().filter(|of| of.kind != StateKind::Shares).filter(is_read);
+    let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
     let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());
     if let Some(damage) = checkpoint.verify(&share(checkpoint, &units, rank, ranks)).into_iter().next() {
