@@ -356,7 +356,8 @@ fn what_is_offloaded_comes_back_beside_computation() {
             let found = step.beside((rank, COPIES, "write"), rank, "");
             let beside = found.iter().filter(|&&kernels| kernels > 0).count();
             eprintln!("{mesh}, rank {rank}: of {} uploads {beside} have kernels beside them: {found:?}", found.len());
-            assert!(4 * beside > found.len(), "{mesh}, rank {rank}: {found:?}");
+            // The activations. A page of states comes beside the update of the one before, which may be done by then: it is few launches.
+            assert!(5 * beside > found.len(), "{mesh}, rank {rank}: {found:?}");
         }
     }
 }
