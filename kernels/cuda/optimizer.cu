@@ -5,12 +5,14 @@
 //
 // Shapes    weights, grads, states: [vectors] addresses of f32; counts their elements, starts the first block of each and the number of all (vectors.cuh).
 //           Scalars are the same for all vectors, computed on the host in f64 and rounded once (crates/optim/src/adamw.rs, sgd.rs).
-// Geometry  a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (fours.cuh). `items` are 1024 for each block.
+// Geometry  a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (neighbours.cuh). `items` are 1024 for each block.
 // Launches  one for all parameters with the same rule and factors: of GPT-2 two, those that decay and those that do not.
 // Bytes     AdamW 16 read, 12 written an element; SGD 8 and 4; with momentum 12 and 8; for a block some words of the table, from the cache.
 // Bits      those of the CPU: crates/optim/src/adamw.rs, crates/optim/src/sgd.rs.
-#include "fours.cuh"
+#include "neighbours.cuh"
 #include "vectors.cuh"
+
+using Four = Vector<float, FOUR>;
 
 // The elements of a thread: of which vector, from which on.
 struct Own {
@@ -29,7 +31,7 @@ KERNEL adamw(float* const* weights, const float* const* grads, float* const* mea
     auto [vector, at, count] = own_of(starts, counts, vectors);
     if (at >= count) return;
     float *of_w = weights[vector], *of_m = mean[vector], *of_v = square[vector];
-    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count), m = load_four(of_m, at, count), v = load_four(of_v, at, count);
+    Four w = load_vector<FOUR>(of_w, at, count), g = load_vector<FOUR>(grads[vector], at, count), m = load_vector<FOUR>(of_m, at, count), v = load_vector<FOUR>(of_v, at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) {
         float scaled = grad_scale * g.of[j];
@@ -37,9 +39,9 @@ KERNEL adamw(float* const* weights, const float* const* grads, float* const* mea
         v.of[j] = square_old * v.of[j] + square_new * (scaled * scaled);
         w.of[j] = w.of[j] * keep - lr_hat * (m.of[j] / (sqrtf(v.of[j]) / root_hat + eps));
     }
-    store_four(of_m, at, count, m);
-    store_four(of_v, at, count, v);
-    store_four(of_w, at, count, w);
+    store_vector(of_m, at, count, m);
+    store_vector(of_v, at, count, v);
+    store_vector(of_w, at, count, w);
 }
 
 KERNEL sgd(float* const* weights, const float* const* grads, const i64* starts, const i64* counts, i64 vectors, float grad_scale, float decay,
@@ -47,10 +49,10 @@ KERNEL sgd(float* const* weights, const float* const* grads, const i64* starts, 
     auto [vector, at, count] = own_of(starts, counts, vectors);
     if (at >= count) return;
     float* of_w = weights[vector];
-    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count);
+    Four w = load_vector<FOUR>(of_w, at, count), g = load_vector<FOUR>(grads[vector], at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) w.of[j] = w.of[j] - lr * (grad_scale * g.of[j] + decay * w.of[j]);
-    store_four(of_w, at, count, w);
+    store_vector(of_w, at, count, w);
 }
 
 KERNEL sgd_momentum(float* const* weights, const float* const* grads, float* const* buffer, const i64* starts, const i64* counts, i64 vectors,
@@ -58,12 +60,12 @@ KERNEL sgd_momentum(float* const* weights, const float* const* grads, float* con
     auto [vector, at, count] = own_of(starts, counts, vectors);
     if (at >= count) return;
     float *of_w = weights[vector], *of_b = buffer[vector];
-    Four w = load_four(of_w, at, count), g = load_four(grads[vector], at, count), b = load_four(of_b, at, count);
+    Four w = load_vector<FOUR>(of_w, at, count), g = load_vector<FOUR>(grads[vector], at, count), b = load_vector<FOUR>(of_b, at, count);
 #pragma unroll
     for (int j = 0; j < FOUR; j++) {
         b.of[j] = momentum * b.of[j] + (grad_scale * g.of[j] + decay * w.of[j]);
         w.of[j] = w.of[j] - lr * b.of[j];
     }
-    store_four(of_b, at, count, b);
-    store_four(of_w, at, count, w);
+    store_vector(of_b, at, count, b);
+    store_vector(of_w, at, count, w);
 }

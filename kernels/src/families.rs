@@ -21,7 +21,6 @@ sources! {
     RANDOM = "random.cuh";
     NEIGHBOURS = "neighbours.cuh";
     NORM = "norm.cuh";
-    FOURS = "fours.cuh";
     VECTORS = "vectors.cuh";
     WARP = "warp.cuh";
     PRODUCTS = "products.cuh";
@@ -90,7 +89,6 @@ pub static HEADERS: &[&Source] = &[
     &RANDOM,
     &NEIGHBOURS,
     &NORM,
-    &FOURS,
     &VECTORS,
     &WARP,
     &PRODUCTS,

@@ -136,7 +136,7 @@ fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
         "optimizer.name=adafactor",
         "optimizer.name=muon",
         "optimizer.name=adam8bit",
-        "memory.saved_encoding=sparse",
+        "memory.saved_encoding=sparse --set model.dropout=0.1",
         &offload,
     ] {
         let line = format!("--mesh pp=2 --steps 2 --set training.numerics=canonical --set {setting}");

@@ -44,16 +44,16 @@ fn assert_bits(what: &str, got: &[f32], want: &[f32]) {
 }
 
 /// Everything but the planted faults once more, under the address and the undefined-behaviour sanitizer, which find what a kernel reads or writes beyond
-/// its buffers. They must be in the process from the start, so it is another one.
+/// its buffers. They must be in the process from the start, so it is another one. Tests start in the order of their names, and this one takes longest.
 #[test]
-fn under_sanitizers() {
+fn address_and_undefined_behaviour_sanitizers_find_nothing() {
     let Some(sanitizer) = build::sanitizer() else { return };
     if build::sanitized() {
         return;
     }
     let test = std::env::current_exe().expect("the path of this test");
     let run = std::process::Command::new(test)
-        .args(["--skip", "under_sanitizers", "--skip", "faults::"])
+        .args(["--skip", "sanitizers_find_nothing", "--skip", "faults::"])
         .env("LD_PRELOAD", sanitizer)
         .env("ASAN_OPTIONS", "detect_leaks=0:verify_asan_link_order=0")
         .env(build::SANITIZED, "1")

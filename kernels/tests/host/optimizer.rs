@@ -93,7 +93,7 @@ fn sgd_of_many_vectors_is_that_of_the_cpu() {
 /// Vectors of less than a piece, of some and of many, and more of them than a block of the last kernel has warps: one after the other is added to what
 /// is there.
 #[test]
-fn squares_are_summed_in_the_order_of_the_cpu() {
+pub fn squares_are_summed_in_the_order_of_the_cpu() {
     let sizes: [&[usize]; 5] = [
         &[1],
         &[0, 31, 0],
