@@ -56,10 +56,10 @@ class Command:
 
 
 def shown(arg):
-    """A path as anybody has it: from the repository's root, or else its last part alone."""
+    """A path as anybody has it: from the repository's root, or else its last part alone. Also inside JSON."""
     path = Path(arg)
     if not path.is_absolute():
-        return str(arg)
+        return str(arg).replace(f"{ROOT}/", "")
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 

@@ -30,28 +30,17 @@ KERNEL f16_to_f32(const u16* from, float* to, i64 count) {
     map_vectors<EIGHT>(from, to, count, [](u16 x) { return from_f16(x); });
 }
 
-// The tensor that holds element i of the bucket: the last that starts at or before it.
-DEVICE i64 tensor_of(const i64* starts, i64 tensors, i64 i) {
-    i64 low = 0, high = tensors;
-    while (high - low > 1) {
-        i64 middle = (low + high) / 2;
-        if (starts[middle] <= i) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
 KERNEL bucket_gather(const float* const* tensors, const i64* starts, i64 count_tensors, float* bucket, i64 count) {
     i64 at = global_thread() * FOUR;
     if (at >= count) return;
-    i64 tensor = tensor_of(starts, count_tensors, at);
+    i64 tensor = range_of(starts, count_tensors, at);
     Vector<float, FOUR> four = {};
     if (at + FOUR <= starts[tensor + 1]) four = load_vector<FOUR>(tensors[tensor], at - starts[tensor], starts[tensor + 1] - starts[tensor]);
     else
 #pragma unroll
         for (int j = 0; j < FOUR; j++) {
             if (at + j >= count) break;
-            tensor = tensor_of(starts, count_tensors, at + j);
+            tensor = range_of(starts, count_tensors, at + j);
             four.of[j] = tensors[tensor][at + j - starts[tensor]];
         }
     store_vector(bucket, at, count, four);
@@ -60,7 +49,7 @@ KERNEL bucket_gather(const float* const* tensors, const i64* starts, i64 count_t
 KERNEL bucket_scatter(const float* bucket, const i64* starts, i64 count_tensors, float* const* tensors, i64 count) {
     i64 at = global_thread() * FOUR;
     if (at >= count) return;
-    i64 tensor = tensor_of(starts, count_tensors, at);
+    i64 tensor = range_of(starts, count_tensors, at);
     Vector<float, FOUR> four = load_vector<FOUR>(bucket, at, count);
     if (at + FOUR <= starts[tensor + 1]) {
         store_vector(tensors[tensor], at - starts[tensor], starts[tensor + 1] - starts[tensor], four);
@@ -69,7 +58,7 @@ KERNEL bucket_scatter(const float* bucket, const i64* starts, i64 count_tensors,
 #pragma unroll
     for (int j = 0; j < FOUR; j++) {
         if (at + j >= count) break;
-        tensor = tensor_of(starts, count_tensors, at + j);
+        tensor = range_of(starts, count_tensors, at + j);
         tensors[tensor][at + j - starts[tensor]] = four.of[j];
     }
 }

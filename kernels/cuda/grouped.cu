@@ -10,24 +10,13 @@
 // Bits      those of the CPU with fused multiply-adds: crates/tensor/src/cpu/grouped.rs; bf16 as in product.cu.
 #include "products.cuh"
 
-// The group of a row: the last that starts at or before it and is not empty.
-DEVICE i64 group_of(const i64* starts, i64 groups, i64 row) {
-    i64 low = 0, high = groups;
-    while (high - low > 1) {
-        i64 middle = (low + high) / 2;
-        if (starts[middle] <= row) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
 template <class T>
 DEVICE void grouped(const T* x, const T* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k, i64 segments, i64 blocks,
                     i64 count, i64 n) {
     i64 at = global_thread();
     if (at >= count) return;
     i64 row = at / n;
-    const T* column = w + group_of(starts, groups, row) * n * k + at % n * w_column;
+    const T* column = w + range_of(starts, groups, row) * n * k + at % n * w_column;
     Terms<T> terms = {x + row * k, 1, column, w_term, k, segments, blocks};
     Tree tree;
     for (i64 block = 0; block < blocks; block++) {
@@ -76,7 +65,7 @@ KERNEL grouped_product_backward_bf16(const u16* dy, const u16* x, const i64* fir
 
 KERNEL grouped_bias(const float* x, const float* bias, const i64* starts, i64 groups, float* y, i64 count, i64 n) {
     i64 at = global_thread();
-    if (at < count) y[at] = x[at] + bias[group_of(starts, groups, at / n) * n + at % n];
+    if (at < count) y[at] = x[at] + bias[range_of(starts, groups, at / n) * n + at % n];
 }
 
 KERNEL grouped_bias_backward(const float* dy, const i64* first, const i64* bounds, float* db, int accumulate, i64 n) {

@@ -33,3 +33,14 @@ using u8 = unsigned char;
 DEVICE i64 global_thread() { return static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x; }
 
 DEVICE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+
+// Which of `count` ranges holds i: the last that starts at or before it. Of ranges with the same start all but the last are empty.
+DEVICE i64 range_of(const i64* starts, i64 count, i64 i) {
+    i64 low = 0, high = count;
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (starts[middle] <= i) low = middle;
+        else high = middle;
+    }
+    return low;
+}

@@ -1,18 +1,20 @@
 // Layer norm and RMS norm with one pass over memory, forward and backward, for rows of up to 8192. RMS norm is layer norm with a mean of zero and without beta.
 //
-// A block of threads has as many rows at a time as it has 8 elements a thread for: a round. They lie one behind the other in memory, are read by 16 bytes, and stand in
-// shared memory, where half warps sum them in the order of rows.cuh. Forward, a block has a round. Backward it has a part of up to 64 rows, and walks its rounds in order:
-// dy and x̂ stand there until dx is written, and each thread adds up to 8 columns, one row after another, in the order of RowSums in crates/tensor/src/cpu/mod.rs.
+// A block of threads takes rows in rounds. A round has as many rows as make 8 elements a thread; they are contiguous in memory and are read by 16 bytes. The block keeps them
+// in shared memory, where half warps sum each row in the order of rows.cuh. Forward, a block has one round. Backward, it has a part of up to 64 rows and goes through its
+// rounds in order: dy and x̂ stay in shared memory until dx is written, and each thread sums up to 8 columns, row after row, in the order of RowSums in
+// crates/tensor/src/cpu/mod.rs.
 //
-// Blocks    forward 256 threads, 512 for more than 2048 columns, 1024 for more than 4096, with 8 to 33 KiB: 1024 threads on an SM, whose loads of 32 KiB are twice what memory
-//           needs to be busy.
-//           Backward 512 threads of 64 registers with 33 KiB, two on an SM; 1024 threads with 66 KiB, one, for rows of more than 4096. On paper, for an H100: a round of 4096
-//           elements reads 32 KiB and writes 16 KiB in f32, for which an SM's share of 3.35 TB/s takes 3400 cycles; it waits some 800 for the first bytes and 700 for sums (64
-//           additions one behind the other, and three barriers), in which the other block moves its own. Blocks are what can be too few: 132 parts, 8448 rows, give
-//           each SM one. Below, a part takes as long as ever, 64 rounds of about a microsecond at 4096 or 8192 columns, 32 at 2048, 13 at 768.
-//           Two passes, as for wider rows, read dy and x twice more: twice the bytes in all, from memory where dy and x outgrow the L2 cache. At 64 parts of
-//           4096 columns they move 400 MB in 120 µs, one pass takes 64; at 16 parts of 2048, 50 MB in 15 µs and three launches against 32. So one pass gains
-//           wherever a step takes long, and loses microseconds where it does not: there is no choice by size, but for rows of more than 8192.
+// Occupancy Forward: 256 threads, 512 for rows of more than 2048, 1024 for more than 4096, with 8 to 33 KiB of shared memory. An SM has 1024 threads at least, whose loads of
+//           32 KiB are twice what keeps memory busy. Backward: 512 threads of 64 registers with 33 KiB, two blocks on an SM; for rows of more than 4096, 1024 threads with
+//           66 KiB, one block.
+// Time      On paper, backward on an H100. A round of 4096 elements reads 32 KiB and writes 16 KiB in f32, which takes 3400 cycles at an SM's share of 3.35 TB/s. A block waits
+//           800 cycles for the first bytes and 700 for sums (64 dependent additions, three barriers); the other block uses the memory meanwhile. The number of blocks can be
+//           too small: 132 parts (8448 rows) give each SM one block. With fewer parts the time stays that of one part: 64 rounds of about 1 µs at 4096 and 8192 columns, 32 at
+//           2048, 13 at 768.
+//           Two passes, as for wider rows, read dy and x twice more, from memory where they outgrow the L2 cache: twice the bytes in all. At 64 parts of 4096 columns they
+//           move 400 MB in 120 µs, and one pass takes 64 µs. At 16 parts of 2048 columns they move 50 MB in 15 µs and three launches, and one pass takes 32 µs. One pass
+//           wins where a step takes long, and loses microseconds elsewhere, so nothing but a width of more than 8192 chooses two.
 #pragma once
 #include "halves.cuh"
 #include "rows.cuh"

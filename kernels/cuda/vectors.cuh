@@ -9,11 +9,6 @@ struct Piece {
 
 // The piece with this number of all: which vector's, and which of its own. `starts` has the first piece of each vector; an empty one has none.
 DEVICE Piece piece_of(const i64* starts, i64 vectors, i64 piece) {
-    i64 low = 0, high = vectors;
-    while (high - low > 1) {
-        i64 middle = (low + high) / 2;
-        if (starts[middle] <= piece) low = middle;
-        else high = middle;
-    }
-    return Piece{low, piece - starts[low]};
+    i64 vector = range_of(starts, vectors, piece);
+    return Piece{vector, piece - starts[vector]};
 }

@@ -10,7 +10,7 @@ const WARP: u64 = 32;
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
-/// Elements of a thread of `Rounds` and `Parts`, the most threads of a block, and its most rows: `cuda/norm.cuh`.
+/// For `Rounds` and `Parts`: elements of a thread, most threads of a block, and most rows that a block holds: `cuda/norm.cuh`.
 const ROUND_EACH: u64 = 8;
 const ROUND_THREADS: u64 = 1024;
 const ROUND_ROWS: u64 = 64;
@@ -25,12 +25,13 @@ pub enum Geometry {
     },
     /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
-    /// As many of `items` rows of `width` elements for a block of threads as it has eight elements a thread for, of which the launch gives room for each; up to 64. Of more than 8192
-    /// elements as `Rows`: `cuda/norm.cuh`.
+    /// `items` rows of `width` elements. A block of threads takes as many rows as make eight elements a thread, at most 64, and the launch gives it shared
+    /// memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements go as in `Rows`.
     Rounds,
     /// A block of threads for each of `items` and each 256 of `width` columns.
     Columns,
-    /// A block of threads for each of `items` parts of up to 64 rows of `width` elements: rounds of rows as in `Rounds`, with room for two numbers an element. Up to 8192 elements.
+    /// `items` parts of up to 64 rows of `width` elements, a block of threads each. The block takes its rows in rounds, each as in `Rounds`, and has shared
+    /// memory for two numbers an element. Rows have at most 8192 elements.
     Parts,
     /// A warp for each of `items`; `width` is not used.
     Warps,
@@ -112,7 +113,7 @@ impl Geometry {
     }
 }
 
-/// Threads that have eight elements of a row each, of at least so many.
+/// Threads of a block that holds at least one row with eight elements a thread: a power of two, at least `least`.
 fn round_threads(width: u64, least: u64) -> u32 {
     width.div_ceil(ROUND_EACH).clamp(least, ROUND_THREADS).next_power_of_two() as u32
 }

@@ -130,7 +130,7 @@ pub struct OfFlat {
     pub parts: Vec<Part>,
 }
 
-/// What there is of a flat buffer on a page of its states.
+/// The part of a flat buffer whose states are on one page.
 #[derive(Debug)]
 struct Open<'a> {
     weights: meshwork_core::Window<'a>,
@@ -460,8 +460,8 @@ impl Updates {
         Ok(Some(Gathered { all, places: places.into_iter().map(|(id, places)| (id, begin(places))).collect() }))
     }
 
-    /// Updates the weights of flat buffers: elements together, as far as they have the same rule and factors, and what is read whole one parameter
-    /// after the other.
+    /// Updates the weights of flat buffers. Rules that read whole parameters (LAMB, Adafactor, Muon) go through one parameter after the other; all elements
+    /// with the same elementwise rule and factors are updated by one call.
     pub fn update(
         &self,
         flats: &mut [OfFlat],
@@ -486,7 +486,7 @@ impl Updates {
         })
     }
 
-    /// What there is of a flat buffer on a page.
+    /// The part of a flat buffer whose states are on this page.
     fn open<'a>(&self, page: &Page, states: &'a mut [Buffer], of: &'a mut OfFlat) -> Result<Open<'a>, TrainError> {
         let range = page.range.start..page.range.end.min(of.weights.count());
         let grads = of.grads.slice(range.start..range.end.min(of.grads.count())).map_err(Error::from)?;
@@ -528,7 +528,7 @@ impl Updates {
         Ok(())
     }
 
-    /// Updates the other parameters, of which each element is by itself.
+    /// Updates the parameters whose rule updates each element by itself, such as AdamW. One call takes all elements with the same rule and factors.
     fn update_elements(&self, open: &mut [Open<'_>]) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
         let alike = |part: &Part| {
@@ -581,7 +581,7 @@ impl Part {
         self.at..self.at + self.elements.len()
     }
 
-    /// What of it lies on a page, counted from the page's first element, if anything does.
+    /// The elements that lie on a page, counted from the page's first element; `None` if none do.
     fn of_page(&self, page: &Page) -> Option<Self> {
         let (start, end) = (self.at.max(page.range.start), self.window().end.min(page.range.end));
         let first = self.elements.start + start.checked_sub(self.at)?;

@@ -267,10 +267,11 @@ impl Reporter {
             Self { metrics, tensorboard, progress: Progress::new(config.training.steps), memory: Vec::new() };
         reporter.notes(config.warning().map(str::to_owned));
         match (from, &config.checkpoint.dir) {
-            (Some(Resumed { step, passed_over, .. }), _) => {
+            (Some(Resumed { step, passed_over, anew, .. }), _) => {
                 let damaged =
                     passed_over.iter().map(|damage| format!("warning: a damaged checkpoint is not used: {damage}"));
-                reporter.notes(damaged.chain([format!("resumed after step {step}")]));
+                let anew = anew.iter().map(|state| format!("warning: feedback starts from zeros: {state}"));
+                reporter.notes(damaged.chain([format!("resumed after step {step}")]).chain(anew));
             }
             (None, Some(dir)) if config.checkpoint.resume => {
                 reporter.notes([format!("no checkpoint in {dir}: the run starts anew")]);

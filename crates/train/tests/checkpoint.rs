@@ -355,16 +355,20 @@ fn what_compression_kept_of_other_extents_starts_anew() {
         ..Compress::default()
     };
     let batch = fast("dp=1").global_batch_size;
-    for (mesh, before, after, batch_after) in [
-        ("pp=2", of_samples(2 * batch), of_samples(3 * batch), batch),
-        ("pp=2", of_cuts, of_cuts, 2 * batch),
-        ("dp=2", of_rank(1), of_rank(2), batch),
+    for (mesh, before, after, batch_after, told) in [
+        ("pp=2", of_samples(2 * batch), of_samples(3 * batch), batch, ":samples: the checkpoint has "),
+        ("pp=2", of_cuts, of_cuts, 2 * batch, ".activation:residual: the checkpoint has "),
+        ("dp=2", of_rank(1), of_rank(2), batch, "h.0.attn"),
     ] {
         let dir = TempDir::new().unwrap();
         let plan = |compress, global_batch_size| Plan { compress, global_batch_size, ..fast(mesh) };
         go_on(&model(), &plan(before, batch), dir.path(), 2).unwrap();
         let runs = go_on(&model(), &plan(after, batch_after), dir.path(), 3).unwrap();
         assert_eq!(runs[0].reports.len(), 1, "{mesh}, {before:?}");
+        let anew = &runs[0].resumed.as_ref().unwrap().anew;
+        assert!(anew.iter().any(|state| state.contains(told)), "{mesh}, {before:?}: {anew:?}");
+        let same = go_on(&model(), &plan(after, batch_after), dir.path(), 4).unwrap();
+        assert_eq!(same[0].resumed.as_ref().unwrap().anew, [""; 0], "{mesh}: what fits is used");
     }
 }
 

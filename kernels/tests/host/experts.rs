@@ -240,7 +240,7 @@ fn choices(tokens: usize, k: usize, ids: usize) -> Vec<i32> {
     (0..tokens).flat_map(of).collect()
 }
 
-/// In parts of which the last is shorter, and in one.
+/// Choices in several parts, of which the last is shorter, and in one part.
 #[test]
 fn permutations_are_those_of_the_cpu() {
     let cpu = Cpu::default();

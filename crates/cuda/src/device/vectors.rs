@@ -8,18 +8,19 @@ use meshwork_tensor::Result;
 /// Vectors that a launch works on, in pieces.
 #[derive(Debug)]
 pub(super) struct Vectors {
-    /// Lists, one after the other: the places of the vectors for each argument that has one, their first pieces with the number of all, their counts.
+    /// Lists, one after the other: for each of `places` arguments the addresses of the vectors; the number of each vector's first piece, and behind them
+    /// the number of pieces; the number of elements of each vector.
     table: Buffer,
     places: usize,
-    /// How many.
+    /// The number of vectors.
     pub(super) count: usize,
-    /// Pieces of all of them.
+    /// The number of pieces of all vectors.
     pub(super) pieces: usize,
 }
 
 impl CudaDevice {
-    /// Vectors in pieces of so many elements: of each its places, one for each argument of the kernel, and its count. Those without elements are left out;
-    /// none if there are no others.
+    /// The table of some vectors, which are cut into pieces of `piece` elements. Each vector is given by its addresses, one for each list of the kernel's
+    /// arguments, and its number of elements. Empty vectors are left out; the result is `None` if all are empty.
     pub(super) fn vectors(&self, vectors: Vec<(Vec<Address>, usize)>, piece: u64) -> Result<Option<Vectors>> {
         let vectors: Vec<_> = vectors.into_iter().filter(|(_, count)| *count > 0).collect();
         let Some(places) = vectors.first().map(|(places, _)| places.len()) else { return Ok(None) };

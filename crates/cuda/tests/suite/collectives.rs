@@ -126,10 +126,10 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
         [Wrong::Operation, Wrong::Count, Wrong::DType, Wrong::Memory, Wrong::Left, Wrong::Panicked, Wrong::Stalled];
     for (wrong, devices) in wrongs.into_iter().flat_map(|wrong| [(wrong, 1), (wrong, 2)]) {
         let Some(drivers) = drivers(Order::Seeded(1), devices, |_, _| true) else { return };
-        let of: Vec<_> = (0..3).map(|rank| device(drivers[rank % devices].clone())).collect();
+        let devices_of: Vec<_> = (0..3).map(|rank| device(drivers[rank % devices].clone())).collect();
         // Everything that is slow the first time is done, and memory of the device is in use before.
         let warmed = thread::run(3, Options::default(), |world| {
-            let buffer = of[world.rank()].upload(&values(DType::F32, 90, world.rank())).unwrap();
+            let buffer = devices_of[world.rank()].upload(&values(DType::F32, 90, world.rank())).unwrap();
             world.all_reduce(buffer, ReduceOp::Sum).map(drop)
         });
         warmed.unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
@@ -137,7 +137,7 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
         // The rank that stalls sleeps until the others have ended.
         let ended = Mutex::new([false; 3]);
         let failed = thread::run(3, Options { timeout }, |world| {
-            let device = &of[world.rank()];
+            let device = &devices_of[world.rank()];
             let buffer = |dtype, count| device.upload(&values(dtype, count, world.rank())).unwrap();
             let right = buffer(DType::F32, 12);
             let result = match wrong {

@@ -250,15 +250,25 @@ fn second_step(config: Gpt2Config, plan: &Plan) -> Option<Step> {
 }
 
 impl Step {
+    /// Whether this is work of that name in a rank's stream.
+    fn is(&self, noted: &Noted, (rank, stream, what): (usize, usize, &str)) -> bool {
+        noted.stream == self.streams[rank][stream] && noted.what.contains(what)
+    }
+
     fn of<'a>(&'a self, rank: usize, stream: usize, what: &'a str) -> impl Iterator<Item = &'a Noted> {
-        let stream = self.streams[rank][stream];
-        self.work.iter().filter(move |noted| noted.stream == stream && noted.what.contains(what))
+        self.work.iter().filter(move |noted| self.is(noted, (rank, stream, what)))
     }
 
     /// For each piece of such work in a stream, how many kernels of such a name can run beside it in the stream for computation of `beside`.
     fn beside(&self, (rank, stream, what): (usize, usize, &str), beside: usize, kernels: &str) -> Vec<usize> {
         let of = |noted: &Noted| self.of(beside, COMPUTE, kernels).filter(|kernel| kernel.beside(noted)).count();
         self.of(rank, stream, what).map(of).collect()
+    }
+
+    /// How many pieces of such work are queued before the last piece of other work.
+    fn queued_before_the_last(&self, work: (usize, usize, &str), last: (usize, usize, &str)) -> usize {
+        let end = self.work.iter().rposition(|noted| self.is(noted, last)).unwrap_or(0);
+        self.work[..end].iter().filter(|noted| self.is(noted, work)).count()
     }
 }
 
@@ -354,10 +364,14 @@ fn what_is_offloaded_comes_back_beside_computation() {
         let Some(step) = second_step(config, &plan) else { return };
         for rank in 0..2 {
             let found = step.beside((rank, COPIES, "write"), rank, "");
-            let beside = found.iter().filter(|&&kernels| kernels > 0).count();
-            eprintln!("{mesh}, rank {rank}: of {} uploads {beside} have kernels beside them: {found:?}", found.len());
-            // The activations. A page of states comes beside the update of the one before, which may be done by then: it is few launches.
-            assert!(10 * beside > found.len(), "{mesh}, rank {rank}: {found:?}");
+            // Activations are queued before the last kernel of backward. Gradients and states come behind it, page by page: beside a page is the update
+            // of the one before, which is few launches and may be done by then.
+            let activations = step.queued_before_the_last((rank, COPIES, "write"), (rank, COMPUTE, "backward"));
+            let beside = found[..activations].iter().filter(|&&kernels| kernels > 0).count();
+            eprintln!(
+                "{mesh}, rank {rank}: of {activations} uploads of activations {beside} have kernels beside them: {found:?}"
+            );
+            assert!(activations >= 10 && 10 * beside >= 9 * activations, "{mesh}, rank {rank}: {found:?}");
         }
     }
 }

@@ -161,7 +161,8 @@ impl Elements {
         matches!(self.held, Held::Memory(_))
     }
 
-    /// Gives `work` the states of these pages, in their order: all at once from memory, one page after the other from a disk.
+    /// Gives `work` the states of these pages, each once, in their order: all at once from memory, one page after the other from a disk. In memory a
+    /// flat buffer is one page.
     pub fn visit(
         &mut self,
         numbers: &[usize],
@@ -170,11 +171,9 @@ impl Elements {
         let pages = &self.pages;
         match &mut self.held {
             Held::Memory(states) => {
-                let mut all = pages.iter().zip(states).enumerate();
-                let page = |number: &usize| {
-                    all.find(|(at, _)| at == number).map(|(_, (page, states))| (page, &mut states[..]))
-                };
-                work(numbers.iter().filter_map(page).collect())
+                let mut all: Vec<_> = pages.iter().zip(states).map(Some).collect();
+                let mut page = |&number: &usize| all[number].take().map(|(page, states)| (page, &mut states[..]));
+                work(numbers.iter().filter_map(&mut page).collect())
             }
             Held::Disk(pager) => numbers.iter().try_for_each(|&number| {
                 let optimizer = self.device.meter().enter(Category::Optimizer);

@@ -13,7 +13,7 @@ mod save;
 
 pub(crate) use export::export;
 pub(crate) use resume::read_weights;
-pub use resume::{Resumed, misfits, resume};
+pub use resume::{Resumed, resume};
 pub use save::{save, save_plan};
 
 use meshwork_checkpoint::{Damage, Dtype, LockError, PlanError, SaveError, Slice, SnapshotError};

@@ -26,6 +26,8 @@ pub struct Resumed {
     pub bytes_read: u64,
     /// Newer checkpoints that are damaged: what is wrong with each, as the first rank that found it says. The same on every rank.
     pub passed_over: Vec<String>,
+    /// What compression kept and this run cannot use, because it has other extents: it starts from zeros.
+    pub anew: Vec<String>,
 }
 
 /// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the trainer. The checkpoint
@@ -55,7 +57,7 @@ pub fn resume<E: From<CheckpointError>>(
         accept(checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
         // If one rank alone refuses it, its reason is the error, and not what the others find next.
         world.barrier().map_err(CheckpointError::from)?;
-        let misfits = misfits(checkpoint.index(), &layout);
+        let Fit { misfits, anew } = fit(checkpoint.index(), &layout);
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
@@ -64,7 +66,7 @@ pub fn resume<E: From<CheckpointError>>(
             Some(damage) => passed_over.push(damage),
             None => {
                 let run = checkpoint.index().metadata.get(RUN).cloned().unwrap_or_default();
-                return Ok(Some(Resumed { step, run, bytes_read: checkpoint.bytes_read(), passed_over }));
+                return Ok(Some(Resumed { step, run, bytes_read: checkpoint.bytes_read(), passed_over, anew }));
             }
         }
     }
@@ -74,29 +76,46 @@ pub fn resume<E: From<CheckpointError>>(
     }
 }
 
-/// Everything in which the state of a checkpoint differs from what ranks hold: vectors that only one of them has, other extents.
-pub fn misfits(index: &Index, layout: &[StateSlice]) -> Vec<String> {
+/// In what the state of a checkpoint differs from what ranks hold.
+#[derive(Debug, Default)]
+struct Fit {
+    /// Vectors that only one of them has, and parameters of other extents: the checkpoint cannot be used.
+    misfits: Vec<String>,
+    /// Feedback of other extents: of other samples, another batch, factors of another rank.
+    anew: Vec<String>,
+}
+
+fn fit(index: &Index, layout: &[StateSlice]) -> Fit {
     let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype), of.kind));
     let wanted: BTreeMap<String, (Shape, Dtype, StateKind)> = layout.iter().map(of_model).collect();
     let stored: BTreeMap<&str, _> = index.tensors.iter().map(|of| (&*of.tensor.name, &of.tensor)).collect();
-    let mut misfits = Vec::new();
+    let mut fit = Fit::default();
     for (name, &(dims, held, kind)) in &wanted {
-        match stored.get(&**name) {
-            None if !matches!(kind, StateKind::Parameter(_)) => {} // It starts from zeros.
-            None => misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}")),
-            // Of other extents it starts from zeros too: other samples, another batch, another rank of factors.
-            Some(_) if !matches!(kind, StateKind::Parameter(_)) => {}
-            Some(tensor) if tensor.dims != dims_of(dims) || tensor.dtype != held => {
-                let (found, dtype) = (&tensor.dims, tensor.dtype.name());
-                let held = held.name();
-                misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model {held} {dims:?}"));
+        let is_parameter = matches!(kind, StateKind::Parameter(_));
+        let Some(tensor) = stored.get(&**name) else {
+            if is_parameter {
+                fit.misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}"));
             }
-            Some(_) => {}
+            continue; // Feedback that is missing starts from zeros.
+        };
+        // Shares are of any number of replicas.
+        let counted = usize::from(kind == StateKind::Shares);
+        let alike = tensor.dims.get(counted..) == dims_of(dims).get(counted..);
+        if alike && tensor.dtype == held {
+            continue;
+        }
+        let (found, dtype, held) = (&tensor.dims, tensor.dtype.name(), held.name());
+        match is_parameter || alike {
+            true => {
+                fit.misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model {held} {dims:?}"))
+            }
+            false => fit.anew.push(format!("{name}: the checkpoint has {found:?}, this run {dims:?}")),
         }
     }
     let extra = stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != Kind::Feedback);
-    misfits.extend(extra.map(|(name, tensor)| format!("{name}: the checkpoint has {:?}, the model none", tensor.dims)));
-    misfits
+    let extra = extra.map(|(name, tensor)| format!("{name}: the checkpoint has {:?}, the model none", tensor.dims));
+    fit.misfits.extend(extra);
+    fit
 }
 
 /// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner error is damage.
