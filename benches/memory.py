@@ -172,7 +172,10 @@ def main():
             ways[name]["ratios"].append(time / base)
             if any(abs(total(a) - total(b)) > 0.05 * total(b) for a, b in zip(predicted, measured)):
                 off.append(name)
-    shown = "\n".join(table(ways, dp))
+    facts = machine.hardware(2)
+    bf16 = "with" if facts["bf16_products"] else "without"
+    on = f"Measured on 2 cores of {facts['cpu']}, {bf16} instructions for products of bf16:"
+    shown = "\n".join([on, "", *table(ways, dp)])
     print(shown)
     drawing = "\n".join(picture(ways, args.mesh)) + "\n"
     if not args.self_test:

@@ -43,6 +43,7 @@ def hardware(cores):
         "cores_used": cores,
         "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
         "huge_pages": huge.group(1) if huge else None,
+        "bf16_products": "avx512_bf16" in read("/proc/cpuinfo"),  # instructions for them; without, an f32 product behind conversions
         "system": f"{platform.system()} {platform.release()}",
     }
 

@@ -151,7 +151,8 @@ def markdown(results):
     yield f"# Ours and the peers', {results['date']}"
     yield ""
     yield f"{facts['cpu']}, {facts['cores']} cores, both sides on cores {facts['cores_used']}; {facts['memory_gib']} GiB; {huge};"
-    yield f"{facts['system']}. Peers: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
+    bf16 = {True: "products of bf16; ", False: "no products of bf16; ", None: ""}[facts.get("bf16_products")]
+    yield f"{bf16}{facts['system']}. Peers: {results['peer'] or 'none'}. Commits: {', '.join(commits(results))}."
     yield ""
     yield f"    {results['command']}"
     yield ""
