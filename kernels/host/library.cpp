@@ -1,8 +1,6 @@
 // All kernels as a shared library for the host: tests compile it, with `kernels.inc` generated from the crate's table.
 #include "cuda_host.h"
 
-#include <array>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -12,17 +10,23 @@ namespace {
 
 // Calls a kernel with arguments as cuLaunchKernel takes them: the address of each.
 template <class... A> struct Call {
-    template <size_t... I>
-    static std::function<void()> bind(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
-        std::tuple<A...> values{*static_cast<A*>(args[I])...};
-        return [=] { std::apply(kernel, values); };
+    template <size_t... I> static void each(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+        kernel(*static_cast<A*>(args[I])...);
     }
-    static std::function<void()> of(void (*kernel)(A...), void** args) {
-        return bind(kernel, args, std::index_sequence_for<A...>());
+    static void of(void (*kernel)(), void** args) {
+        each(reinterpret_cast<void (*)(A...)>(kernel), args, std::index_sequence_for<A...>());
     }
 };
 
-template <class... A> std::function<void()> bind(void (*kernel)(A...), void** args) { return Call<A...>::of(kernel, args); }
+// A kernel of any type. Plain pointers, and a function for each list of types: a `std::function` for each kernel would take the compiler longer than the kernels do.
+struct Entry {
+    const char* name;
+    void (*kernel)();
+    void (*call)(void (*)(), void**);
+    template <class... A>
+    Entry(const char* name, void (*kernel)(A...))
+        : name(name), kernel(reinterpret_cast<void (*)()>(kernel)), call(Call<A...>::of) {}
+};
 
 }  // namespace
 
@@ -35,11 +39,16 @@ template <class... A> std::function<void()> bind(void (*kernel)(A...), void** ar
 // Runs a kernel in the order of threads that follows from the seed. Null, or why it failed.
 extern "C" const char* meshwork_launch(const char* name, void** args, const unsigned* grid, const unsigned* block, unsigned shared,
                                        uint64_t seed) {
-#define ENTRY(entry, ...) \
-    if (!strcmp(name, #entry)) \
-        return host::launch(bind(&entry, args), {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed);
+#define ENTRY(kernel, ...) {#kernel, &kernel},
+    static const Entry entries[] = {
 #include "kernels.inc"
+    };
 #undef ENTRY
+    for (const Entry& entry : entries) {
+        if (strcmp(name, entry.name)) continue;
+        auto run = [&] { entry.call(entry.kernel, args); };
+        return host::launch(run, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, seed);
+    }
     return "no kernel of that name";
 }
 
