@@ -83,18 +83,21 @@ impl From<Address> for Argument {
     }
 }
 
-/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, in f32, all row-major and contiguous. The order of its sums is the library's own.
+/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, all row-major and contiguous. Sums are in f32, in an order
+/// of the library's own, and what is added to them too: a C of bf16 is rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of C, columns of C, and the length of the sums.
     pub mnk: [usize; 3],
     /// A and B.
     pub operands: [Operand; 2],
-    /// C, in f32.
+    /// C.
     pub c: Address,
+    /// C and the bias are of bf16 instead of f32, which operands of bf16 permit.
+    pub rounded: bool,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
-    /// `[n]`, in f32, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none.
+    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none.
     pub bias: Option<Address>,
 }
 

@@ -75,6 +75,7 @@ impl CudaDevice {
                 mnk: [rows[group], to, from],
                 operands: [of(x, first * from, false), of(w, group * n * k, transposed)],
                 c: out.offset(4 * first * to),
+                rounded: false,
                 accumulate: false,
                 bias: None,
             })?;
@@ -160,6 +161,7 @@ impl Grouped for CudaDevice {
                     mnk: [n, k, rows[group]],
                     operands: [of(dy, first * n, true), of(x, first * k, false)],
                     c: to.offset(4 * group * n * k),
+                    rounded: false,
                     accumulate,
                     bias: None,
                 }

@@ -50,8 +50,8 @@ impl CudaDevice {
         self.launch(OP, self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]), [m * n, 0], &args)
     }
 
-    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once: some at a time, because the memory for them is not counted. The
-    /// rows of a product whose A is transposed are computed all together.
+    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once, where no library does: in canonical numerics, of f16, of two
+    /// products in one sum. Some at a time, because the memory for them is not counted; the rows of a product whose A is transposed all together.
     fn rounded(
         &self,
         spec: Gemm,
@@ -110,31 +110,32 @@ impl CudaDevice {
         start: usize,
         bias: Option<&Buffer>,
     ) -> Result<()> {
-        if c.dtype().is_half() {
+        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
+        let precision = if exact { Precision::F32 } else { self.precision };
+        let fast = self.products == Products::OfTheLibrary && terms == Terms::WHOLE && k > 0;
+        let rounded = fast && c.dtype() == DType::Bf16 && precision == Precision::Bf16;
+        if c.dtype().is_half() && !rounded {
             let bias = bias.map(|bias| self.read_as(bias, DType::F32)).transpose()?;
             return self.rounded(spec, (c, start), |spec, rows, c| {
                 self.gemm_bias(spec, &rows_of(a, spec, &rows)?, b, c, 0, bias.as_ref())
             });
         }
-        self.f32s(OP, &[c])?;
-        let Gemm { m, n, k, a_transposed, b_transposed, accumulate, terms, exact, .. } = spec;
-        let precision = if exact { Precision::F32 } else { self.precision };
+        self.storage(OP, &[&[&*c][..], bias.as_slice()].concat())?;
         self.meter().add_flops(Work::Matmul, spec.flops());
         if m * n == 0 {
             return Ok(());
         }
         c.slice(start..start + m * n)?;
-        let to = self.place_mut(OP, c)?.offset(4 * start);
+        let to = self.place_mut(OP, c)?.offset(c.dtype().size() * start);
         // They live until the product is queued.
         let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
         let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
-        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE && k > 0 {
+        if fast {
             let places = [(a, a_transposed), (b, b_transposed)];
             let bf16 = precision == Precision::Bf16;
             let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
-            let bias =
-                bias.map(|bias| self.f32s("bias", &[bias]).and_then(|()| self.place("bias", bias))).transpose()?;
-            let product = Product { mnk: [m, n, k], operands, c: to, accumulate, bias };
+            let bias = bias.map(|bias| self.place("bias", bias)).transpose()?;
+            let product = Product { mnk: [m, n, k], operands, c: to, rounded, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
         let [[a_row, a_term], [b_term, b_column]] = strides(spec);

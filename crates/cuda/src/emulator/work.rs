@@ -276,28 +276,41 @@ impl State {
     }
 
     fn product(&mut self, by: usize, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate, bias } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
         let a_at = |i: usize, p: usize| if a.transposed { p * m + i } else { i * k + p };
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
         let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
-        let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: false }, n)).transpose()?;
-        let bytes = self.memory.write(by, c, m * n * 4, "product")?;
-        for (at, out) in bytes.chunks_exact_mut(4).enumerate() {
+        let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: rounded }, n)).transpose()?;
+        let size = size_of_numbers(rounded);
+        let bytes = self.memory.write(by, c, m * n * size, "product")?;
+        for (at, out) in bytes.chunks_exact_mut(size).enumerate() {
             let (i, j) = (at / n, at % n);
-            let old = if accumulate { f32::from_le_bytes([out[0], out[1], out[2], out[3]]) } else { 0.0 };
+            let old = if accumulate { number(out) } else { 0.0 };
             let sum = (0..k).map(|p| f64::from(a[a_at(i, p)]) * f64::from(b[b_at(p, j)])).sum::<f64>();
-            let add = bias.as_ref().map_or(old, |bias| bias[j]);
-            out.copy_from_slice(&(add + sum as f32).to_le_bytes());
+            let sum = bias.as_ref().map_or(old, |bias| bias[j]) + sum as f32;
+            match rounded {
+                true => out.copy_from_slice(&bf16::from_f32(sum).to_le_bytes()),
+                false => out.copy_from_slice(&sum.to_le_bytes()),
+            }
         }
         Ok(())
     }
 
     fn operand(&self, by: usize, operand: Operand, count: usize) -> Result<Vec<f32>> {
-        let size = if operand.bf16 { 2 } else { 4 };
-        let bytes = self.memory.read(by, operand.at, count * size, "product")?;
-        let wide = |at: &[u8]| f32::from_le_bytes([at[0], at[1], at[2], at[3]]);
-        let narrow = |at: &[u8]| bf16::from_le_bytes([at[0], at[1]]).to_f32();
-        Ok(bytes.chunks_exact(size).map(|at| if operand.bf16 { narrow(at) } else { wide(at) }).collect())
+        let size = size_of_numbers(operand.bf16);
+        Ok(self.memory.read(by, operand.at, count * size, "product")?.chunks_exact(size).map(number).collect())
+    }
+}
+
+fn size_of_numbers(bf16: bool) -> usize {
+    if bf16 { 2 } else { 4 }
+}
+
+/// A number of two bytes of bf16, or of four of f32.
+fn number(bytes: &[u8]) -> f32 {
+    match *bytes {
+        [low, high] => bf16::from_le_bytes([low, high]).to_f32(),
+        _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
     }
 }
 

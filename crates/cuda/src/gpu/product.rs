@@ -9,7 +9,8 @@ use cudarc::cublaslt::result::{
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t as Epilogue, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cudaDataType,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasLtReductionScheme_t,
+    cudaDataType,
 };
 use cudarc::driver::result::free_sync;
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
@@ -37,6 +38,8 @@ struct Shape {
     mnk: [usize; 3],
     transposed: [bool; 2],
     bf16: bool,
+    /// Whether C and the bias are of bf16.
+    rounded: bool,
     /// Whether a bias is added.
     epilogue: bool,
     /// Of A, B, and of C and the bias together.
@@ -56,29 +59,33 @@ impl Library {
 
     /// Queues a product whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
-        let Product { mnk: [m, n, k], operands: [a, b], c, accumulate, bias } = product;
+        let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
+        let refused = |why: &str| Err(DriverError::Call { call: "cublasLtMatmul", why: why.to_owned() });
         if a.bf16 != b.bf16 {
-            let why = "operands of f32 and of bf16 in one product".to_owned();
-            return Err(DriverError::Call { call: "cublasLtMatmul", why });
+            return refused("operands of f32 and of bf16 in one product");
+        }
+        if rounded && !a.bf16 {
+            return refused("a result of bf16 from operands of f32");
         }
         // The library's matrices lie column by column, so that a matrix of ours is the transpose of its: it computes
         // Cᵀ = op(B)ᵀ · op(A)ᵀ, and the operands change places.
-        let of = if a.bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
+        let type_of = |bf16| if bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
+        let of = type_of(a.bf16);
         let stored = |operand: Operand, [rows, columns]: [usize; 2]| {
             if operand.transposed { Layout::new(of, columns, rows) } else { Layout::new(of, rows, columns) }
         };
         let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
-        let out = Layout::new(cudaDataType::CUDA_R_32F, m, n)?;
+        let out = Layout::new(type_of(rounded), m, n)?;
         let description = Description::new([b.transposed, a.transposed], bias)?;
         // The epilogue reads the bias as it writes the result.
         let written = bias.map_or(alignment(c), |bias| alignment(bias).min(alignment(c)));
         let alignments = [alignment(a.at), alignment(b.at), written];
         let (transposed, epilogue) = ([a.transposed, b.transposed], bias.is_some());
-        let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, epilogue, alignments };
+        let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, rounded, epilogue, alignments };
         let algorithm = match self.algorithms.get(&shape) {
             Some(&algorithm) => algorithm,
             None => {
-                let preference = Wish::new([alignments[1], alignments[0], alignments[2]])?;
+                let preference = Wish::new([alignments[1], alignments[0], alignments[2]], rounded)?;
                 // SAFETY: all of these exist until the end of this function.
                 let best = unsafe {
                     get_matmul_algo_heuristic(self.handle, description.0, first.0, second.0, out.0, out.0, preference.0)
@@ -164,7 +171,7 @@ impl Drop for Layout {
 struct Description(cublasLtMatmulDesc_t);
 
 impl Description {
-    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns.
+    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns. It has the result's type.
     fn new(transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
         let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
@@ -201,8 +208,9 @@ impl Drop for Description {
 struct Wish(cublasLtMatmulPreference_t);
 
 impl Wish {
-    /// Alignments in bytes of the library's first operand, its second, and of the result.
-    fn new([first, second, out]: [u32; 3]) -> Result<Self> {
+    /// Alignments in bytes of the library's first operand, its second, and of the result. Where that is `rounded`, sums that are cut into parts are
+    /// not rounded before they are added.
+    fn new([first, second, out]: [u32; 3], rounded: bool) -> Result<Self> {
         let call = "cublasLtMatmulPreferenceSetAttribute";
         let wish = Self(create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?);
         let workspace = WORKSPACE as u64;
@@ -212,14 +220,19 @@ impl Wish {
             set_matmul_pref_attribute(wish.0, attribute, (&raw const workspace).cast(), 8)
         };
         set.map_err(failed(call))?;
-        for (attribute, alignment) in [
+        let parts = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let parts = rounded.then_some((Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, parts));
+        for (attribute, number) in [
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, first),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, second),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out),
             (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out),
-        ] {
+        ]
+        .into_iter()
+        .chain(parts)
+        {
             // SAFETY: the attribute is a number of 32 bits, which is read during the call.
-            let set = unsafe { set_matmul_pref_attribute(wish.0, attribute, (&raw const alignment).cast(), 4) };
+            let set = unsafe { set_matmul_pref_attribute(wish.0, attribute, (&raw const number).cast(), 4) };
             set.map_err(failed(call))?;
         }
         Ok(wish)

@@ -92,7 +92,8 @@ fn kernels_get_their_arguments() {
     [sum, x].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
-/// All ways to store the operands, of f32 and of bf16, with a bias and without, at addresses that are aligned to no more than their elements.
+/// All ways to store the operands, of f32 and of bf16, with a bias and without, results of f32 and of bf16, at addresses that are aligned to no more than
+/// their elements.
 #[test]
 fn products_are_those_of_row_major_matrices() {
     let Some(driver) = gpu() else { return };
@@ -105,41 +106,54 @@ fn products_are_those_of_row_major_matrices() {
         (0..rows * columns).map(|at| x[at % rows * columns + at / rows]).collect()
     };
     let added = numbers(n);
-    let biases = write(&driver, stream, &[&[0.0], &added[..]].concat());
-    let bias = biases.offset(4);
-    for (bf16, accumulate, biased) in
-        [(false, false, false), (false, true, false), (true, false, false), (false, false, true), (true, false, true)]
-    {
+    let bytes_of = |values: &[f32], bf16: bool| -> Vec<u8> {
+        match bf16 {
+            true => values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect(),
+            false => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        }
+    };
+    // The numbers of a matrix behind one that is not of it.
+    let stored = |values: &[f32], bf16: bool| {
+        let (first, bytes) = (if bf16 { 2 } else { 4 }, bytes_of(values, bf16));
+        let at = driver.alloc(first + bytes.len()).unwrap();
+        driver.write(stream, at.offset(first), &bytes).unwrap();
+        (at, at.offset(first))
+    };
+    let ways = [[false; 3], [false, true, false], [true, false, false], [false, false, true], [true, false, true]];
+    let ways = ways.map(|[bf16, accumulate, biased]| (bf16, false, accumulate, biased));
+    let rounded = [(true, true, false, false), (true, true, true, false), (true, true, false, true)];
+    for (bf16, rounded, accumulate, biased) in ways.into_iter().chain(rounded) {
         for transposed in [[false, false], [false, true], [true, false], [true, true]] {
             let store = |x: &[f32], turn: bool, [rows, columns]: [usize; 2]| {
-                let values = if turn { turned(x, rows, columns) } else { x.to_vec() };
-                let (first, bytes): (usize, Vec<u8>) = match bf16 {
-                    true => (2, values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect()),
-                    false => (4, values.iter().flat_map(|x| x.to_le_bytes()).collect()),
-                };
-                let at = driver.alloc(first + bytes.len()).unwrap();
-                driver.write(stream, at.offset(first), &bytes).unwrap();
-                (at, Operand { at: at.offset(first), transposed: turn, bf16 })
+                let (whole, at) = stored(&if turn { turned(x, rows, columns) } else { x.to_vec() }, bf16);
+                (whole, Operand { at, transposed: turn, bf16 })
             };
             let (a, b) = (store(&a, transposed[0], [m, k]), store(&b, transposed[1], [k, n]));
-            let c = write(&driver, stream, &vec![0.5; m * n]);
-            let product = Product { mnk: [m, n, k], operands: [a.1, b.1], c, accumulate, bias: biased.then_some(bias) };
+            let ((c, at), bias) = (stored(&vec![0.5; m * n], rounded), stored(&added, rounded));
+            let bias_at = biased.then_some(bias.1);
+            let operands = [a.1, b.1];
+            let product = Product { mnk: [m, n, k], operands, c: at, rounded, accumulate, bias: bias_at };
             driver.product(stream, product).unwrap();
+            let result = || {
+                let mut bytes = vec![0; m * n * if rounded { 2 } else { 4 }];
+                driver.read(stream, at, &mut bytes).unwrap();
+                bytes
+            };
             let before = |at: usize| match (accumulate, biased) {
                 (true, _) => 0.5,
                 (_, true) => added[at % n],
                 _ => 0.0,
             };
             let want: Vec<f32> = want.iter().enumerate().map(|(at, x)| x + before(at)).collect();
-            assert_eq!(read(&driver, stream, c, m * n), want, "{bf16} {accumulate} {biased} {transposed:?}");
+            let way = format!("{bf16} {rounded} {accumulate} {biased} {transposed:?}");
+            assert_eq!(result(), bytes_of(&want, rounded), "{way}");
             let nothing = Product { mnk: [m, n, 0], bias: None, ..product };
             driver.product(stream, nothing).unwrap();
             let left = if accumulate { want } else { vec![0.0; m * n] };
-            assert_eq!(read(&driver, stream, c, m * n), left, "sums of nothing");
-            [a.0, b.0, c].into_iter().for_each(|at| driver.free(at).unwrap());
+            assert_eq!(result(), bytes_of(&left, rounded), "sums of nothing, {way}");
+            [a.0, b.0, c, bias.0].into_iter().for_each(|at| driver.free(at).unwrap());
         }
     }
-    driver.free(biases).unwrap();
 }
 
 #[test]

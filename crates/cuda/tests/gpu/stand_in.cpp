@@ -481,8 +481,8 @@ C nvrtcGetCUBIN(Program *program, char *image) { strcpy(image, program->image.c_
 
 struct Matrix { int type; uint64_t rows, columns; int64_t stride; };
 struct Operation { int transposed[2]; int epilogue; uint64_t bias; };
-struct Wish { uint64_t workspace; uint32_t aligned[4]; };
-struct Algorithm { uint64_t aligned[4], workspace, rest[3]; };
+struct Wish { uint64_t workspace; uint32_t aligned[4], parts; };
+struct Algorithm { uint64_t aligned[4], workspace, parts, rest[2]; };
 struct Heuristic { Algorithm algorithm; size_t workspace; int state; float waves; int reserved[4]; };
 
 C cublasLtCreate(void **handle) { *handle = malloc(1); return OK; }
@@ -502,10 +502,11 @@ C cublasLtMatmulDescSetAttribute(Operation *operation, int attribute, const void
     else return 7; // CUBLAS_STATUS_INVALID_VALUE
     return OK;
 }
-C cublasLtMatmulPreferenceCreate(Wish **made) { *made = new Wish{0, {256, 256, 256, 256}}; return OK; }
+C cublasLtMatmulPreferenceCreate(Wish **made) { *made = new Wish{0, {256, 256, 256, 256}, 7}; return OK; }
 C cublasLtMatmulPreferenceDestroy(Wish *wish) { delete wish; return OK; }
 C cublasLtMatmulPreferenceSetAttribute(Wish *wish, int attribute, const void *value, size_t bytes) {
     if (attribute == 1 && bytes == 8) memcpy(&wish->workspace, value, 8);
+    else if (attribute == 3 && bytes == 4) memcpy(&wish->parts, value, 4); // how parts of sums are added: 2 in the type of the sums
     else if (attribute >= 5 && attribute <= 8 && bytes == 4) memcpy(&wish->aligned[attribute - 5], value, 4);
     else return 7;
     return OK;
@@ -514,6 +515,7 @@ C cublasLtMatmulAlgoGetHeuristic(void *, Operation *, Matrix *, Matrix *, Matrix
     *found = {};
     for (int i = 0; i < 4; i++) found->algorithm.aligned[i] = wish->aligned[i];
     found->algorithm.workspace = found->workspace = wish->workspace;
+    found->algorithm.parts = wish->parts;
     *count = 1;
     return OK;
 }
@@ -525,15 +527,17 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
     Matrix out = *d_layout;
     auto [a_turned, b_turned] = std::pair(operation->transposed[0], operation->transposed[1]);
     float scale = *alpha, keep = *beta;
-    const float *bias = operation->epilogue == 4 ? (const float *)operation->bias : nullptr;
+    const void *bias = operation->epilogue == 4 ? (const void *)operation->bias : nullptr;
     if (operation->epilogue != 1 && !bias) return 7;
     uint64_t m = a_turned ? by.columns : by.rows, k = a_turned ? by.rows : by.columns;
     uint64_t n = b_turned ? and_by.rows : and_by.columns, other_k = b_turned ? and_by.columns : and_by.rows;
     const void *places[] = {a, b, c, d};
     for (int i = 0; i < 4; i++) if ((uint64_t)places[i] % algorithm->aligned[i]) return 13; // CUBLAS_STATUS_EXECUTION_FAILED
-    if (k != other_k || out.rows != m || out.columns != n || out.type || c_layout->type || by.type != and_by.type) return 7;
+    if (k != other_k || out.rows != m || out.columns != n || out.type != c_layout->type || by.type != and_by.type) return 7;
+    // Of bf16 (14) is what operands of bf16 give, and no part of its sums.
+    if (out.type && (out.type != 14 || by.type != 14 || algorithm->parts != 2)) return 7;
     if (workspace_bytes < algorithm->workspace || !lies((uint64_t)workspace, workspace_bytes)) return 7;
-    if (bias && (!lies((uint64_t)bias, 4 * out.rows) || (uint64_t)bias % algorithm->aligned[3])) return 7;
+    if (bias && (!lies((uint64_t)bias, (out.type ? 2 : 4) * out.rows) || (uint64_t)bias % algorithm->aligned[3])) return 7;
     auto bytes = [](Matrix of) { return ((of.columns - 1) * of.stride + of.rows) * (of.type == 14 ? 2 : 4); };
     if (!lies((uint64_t)a, bytes(by)) || !lies((uint64_t)b, bytes(and_by)) || !lies((uint64_t)d, bytes(out))) return 7;
     auto element = [](const void *at, Matrix of, uint64_t row, uint64_t column) -> double {
@@ -550,8 +554,14 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
                 double sum = 0;
                 for (uint64_t p = 0; p < k; p++)
                     sum += (a_turned ? element(a, by, p, i) : element(a, by, i, p)) * (b_turned ? element(b, and_by, j, p) : element(b, and_by, p, j));
-                float *at = (float *)d + j * out.stride + i;
-                *at = (float)(scale * sum) + (keep ? keep * ((const float *)c)[j * out.stride + i] : 0) + (bias ? bias[i] : 0);
+                float value = (float)(scale * sum) + (keep ? keep * (float)element(c, out, i, j) : 0) + (bias ? (float)element(bias, out, i, 0) : 0);
+                if (!out.type) {
+                    ((float *)d)[j * out.stride + i] = value;
+                    continue;
+                }
+                uint32_t bits;
+                memcpy(&bits, &value, 4);
+                ((uint16_t *)d)[j * out.stride + i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // to the nearest, of two the even one
             }
         return OK;
     });

@@ -221,12 +221,16 @@ fn rows_are_copied_and_products_computed() {
         ((transposed, true), (x, true), false, [14.0, 32.0, 32.0, 77.0]),
     ] {
         let operands = [a, b].map(|(at, transposed)| Operand { at, transposed, bf16: false });
-        driver.product(stream, Product { mnk: [2, 2, 3], operands, c, accumulate, bias: None }).unwrap();
+        driver
+            .product(stream, Product { mnk: [2, 2, 3], operands, c, rounded: false, accumulate, bias: None })
+            .unwrap();
         assert_eq!(read(&driver, stream, c, 4), want);
     }
     let bias = write(&driver, stream, &[0.5, -1.0]);
     let operands = [(x, false), (x, true)].map(|(at, transposed)| Operand { at, transposed, bf16: false });
-    driver.product(stream, Product { mnk: [2, 2, 3], operands, c, accumulate: false, bias: Some(bias) }).unwrap();
+    driver
+        .product(stream, Product { mnk: [2, 2, 3], operands, c, rounded: false, accumulate: false, bias: Some(bias) })
+        .unwrap();
     assert_eq!(read(&driver, stream, c, 4), [14.5, 31.0, 32.5, 76.0]);
 }
 

@@ -6,6 +6,7 @@ use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::kernel::Gemm;
 use meshwork_testkit::halves::{CALLS, Operands};
 use meshwork_testkit::parity::norm;
 
@@ -39,13 +40,13 @@ pub fn operations_on_16_bits_are_those_of_the_cpu() {
     }
 }
 
-/// Attention on tensor cores reads and writes bf16 as it is, rotated and in groups too. It promises no order of sums.
+/// Attention on tensor cores and products of the library read and write bf16 as it is, attention rotated and in groups too. They promise no order of sums.
 #[test]
-pub fn attention_of_bf16_on_tensor_cores_is_near_the_cpus() {
+pub fn what_promises_no_order_of_sums_in_bf16_is_near_the_cpus() {
     let Some(driver) = driver(Order::Seeded(8)) else { return };
     let cuda = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
     let cpu = Cpu::new(Precision::Bf16);
-    for (name, call) in CALLS.iter().filter(|(name, _)| name.contains("attention")) {
+    for (name, call) in CALLS.iter().filter(|(name, _)| name.contains("attention") || *name == "products") {
         let [got, want] = [&cuda as &dyn Device, &cpu].map(|device| {
             let half = DType::Bf16;
             let results = call(&Operands { device, half, stored: half, dims: [21, 33] });
@@ -63,4 +64,40 @@ pub fn attention_of_bf16_on_tensor_cores_is_near_the_cpus() {
             assert!(off < 1e-2 * size, "{name}: result {at} is {:.1e} off", off / size);
         }
     }
+}
+
+/// The library writes results of bf16 itself. They are its results of f32, rounded once: what is added to, and a bias, are added before.
+#[test]
+pub fn products_of_the_library_are_rounded_once() {
+    let Some(driver) = driver(Order::Seeded(9)) else { return };
+    let cuda = CudaDevice::with_precision(driver, Products::OfTheLibrary, Precision::Bf16).unwrap();
+    let (pointwise, matmul) = (cuda.pointwise().unwrap(), cuda.matmul().unwrap());
+    let [m, n, k] = [21, 34, 50];
+    let of = |name: &str, count: usize| {
+        let mut values = vec![0.0_f32; count];
+        meshwork_tensor::random::fill_normal(meshwork_tensor::random::key(0, name), 0, &mut values);
+        pointwise.cast(&cuda.upload(&Buffer::from_vec(values)).unwrap(), DType::Bf16).unwrap()
+    };
+    let (x, w, dy, bias, before) =
+        (of("x", m * k), of("w", n * k), of("dy", m * n), of("b", n), of("c", 3 + m * n + n * k));
+    let bytes = |x: &Buffer| cuda.download(x).unwrap().as_bytes().unwrap().to_vec();
+    let wide = |x: &Buffer| pointwise.cast(x, DType::F32).unwrap();
+    for (name, spec, a, b) in [
+        ("forward", Gemm::linear(m, n, k), &x, &w),
+        ("input gradient", Gemm::linear_input_grad(m, n, k), &dy, &w),
+        ("weight gradient", Gemm::linear_weight_grad(m, n, k), &dy, &x),
+    ] {
+        for accumulate in [false, true] {
+            let spec = spec.accumulating(accumulate);
+            let (mut rounded, mut whole) = (pointwise.cast(&wide(&before), DType::Bf16).unwrap(), wide(&before));
+            matmul.gemm(spec, a, b, &mut rounded, 3).unwrap();
+            matmul.gemm(spec, a, b, &mut whole, 3).unwrap();
+            let want = bytes(&pointwise.cast(&whole, DType::Bf16).unwrap());
+            assert!(bytes(&rounded) == want, "{name}, accumulate {accumulate}");
+        }
+    }
+    let rounded = matmul.linear_bias([m, n, k], &x, &w, &bias).unwrap();
+    let whole = matmul.linear_bias([m, n, k], &x, &w, &wide(&bias)).unwrap();
+    assert_eq!(rounded.dtype(), DType::Bf16);
+    assert!(bytes(&rounded) == bytes(&pointwise.cast(&whole, DType::Bf16).unwrap()), "with a bias");
 }
