@@ -85,6 +85,23 @@ fn graphs_change_no_number_of_fast_steps() {
     }
 }
 
+/// Results of products in 16 bits are rounded as they are written, and updates are few: a kernel more for each layer would be seen here.
+#[test]
+fn launches_of_a_fast_step_are_as_documented() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("launches");
+    for (kind, documented) in [("gpt2", 262), ("llama", 253)] {
+        let line = format!(
+            "--set training.dtype=bf16 --set model.kind={kind} --set model.num_layers=4 --steps 3 --set cuda.graphs=true"
+        );
+        let run = metrics(&folder, "cuda-emulated", &line);
+        let launches = &events(&run, "end")[0]["launches"];
+        assert_eq!(launches["last_step"]["asked"].as_u64(), Some(documented), "{kind}: {launches}");
+    }
+}
+
 #[test]
 fn graphs_are_of_cuda_devices_alone() {
     let (code, out, err) = run(&format!("{SMALL} --steps 1 --set cuda.graphs=true"));

@@ -84,7 +84,7 @@ impl From<Address> for Argument {
 }
 
 /// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, all row-major and contiguous. Sums are in f32, in an order
-/// of the library's own, and what is added to them too: a C of bf16 is rounded once.
+/// of the library's own, and what is added to them too: a C of bf16 is rounded once, to the nearest, subnormal numbers kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of C, columns of C, and the length of the sums.

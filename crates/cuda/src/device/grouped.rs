@@ -62,20 +62,23 @@ impl CudaDevice {
         let GroupedGemm { rows, n, k, terms } = spec;
         self.meter().add_flops(Work::Matmul, spec.flops());
         let [from, to] = if transposed { [k, n] } else { [n, k] };
-        let y = self.alloc(DType::F32, rows.iter().sum::<usize>() * to)?;
-        if y.count() == 0 {
-            return Ok(y);
+        let (dtype, count) = (w.dtype(), rows.iter().sum::<usize>() * to);
+        if count == 0 {
+            return self.alloc(dtype, 0);
         }
+        let fast = self.products == Products::OfTheLibrary && terms == Terms::WHOLE;
+        let y = self.room(if fast { dtype } else { DType::F32 }, dtype, count)?;
         // They live until the products are queued.
         let operands = [self.operand(OP, x, self.precision)?, self.operand(OP, w, self.precision)?];
         let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
-        if self.products == Products::OfTheLibrary && terms == Terms::WHOLE {
+        if fast {
+            let rounded = dtype == DType::Bf16;
             let of = |at, first, transposed| self.part(at, first, transposed);
             self.each_group(rows, |group, first| Product {
                 mnk: [rows[group], to, from],
                 operands: [of(x, first * from, false), of(w, group * n * k, transposed)],
-                c: out.offset(4 * first * to),
-                rounded: false,
+                c: out.offset(dtype.size() * first * to),
+                rounded,
                 accumulate: false,
                 bias: None,
             })?;
@@ -102,7 +105,7 @@ impl CudaDevice {
             [y.count(), 0],
             &args,
         )?;
-        Ok(y)
+        self.settled(y, dtype)
     }
 }
 

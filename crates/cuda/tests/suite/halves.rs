@@ -6,7 +6,8 @@ use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::kernel::Gemm;
+use meshwork_tensor::kernel::{Gemm, GroupedGemm};
+use meshwork_tensor::tape::Terms;
 use meshwork_testkit::halves::{CALLS, Operands};
 use meshwork_testkit::parity::norm;
 
@@ -100,4 +101,35 @@ pub fn products_of_the_library_are_rounded_once() {
     let whole = matmul.linear_bias([m, n, k], &x, &w, &wide(&bias)).unwrap();
     assert_eq!(rounded.dtype(), DType::Bf16);
     assert!(bytes(&rounded) == bytes(&pointwise.cast(&whole, DType::Bf16).unwrap()), "with a bias");
+}
+
+/// Products of groups give the type of their matrices: those of bf16 the results of f32, rounded once.
+#[test]
+pub fn products_of_groups_have_the_16_bits_of_the_matrices() {
+    for products in [Products::OfTheCpu, Products::OfTheLibrary] {
+        let Some(driver) = driver(Order::Seeded(10)) else { return };
+        let cuda = CudaDevice::with_precision(driver, products, Precision::Bf16).unwrap();
+        let (pointwise, grouped) = (cuda.pointwise().unwrap(), cuda.grouped_matmul().unwrap());
+        let (rows, n, k) = ([3, 0, 17, 1], 34, 50);
+        let total: usize = rows.iter().sum();
+        let of = |name: &str, count: usize| {
+            let mut values = vec![0.0_f32; count];
+            meshwork_tensor::random::fill_normal(meshwork_tensor::random::key(0, name), 0, &mut values);
+            pointwise.cast(&cuda.upload(&Buffer::from_vec(values)).unwrap(), DType::Bf16).unwrap()
+        };
+        let (x, w, dy) = (of("x", total * k), of("w", rows.len() * n * k), of("dy", total * n));
+        let wide = pointwise.cast(&w, DType::F32).unwrap();
+        for terms in [Terms::WHOLE, Terms { segments: 1, blocks: 2 }] {
+            let spec = GroupedGemm { rows: &rows, n, k, terms };
+            for (name, got, want) in [
+                ("forward", grouped.grouped_linear(spec, &x, &w), grouped.grouped_linear(spec, &x, &wide)),
+                ("gradient", grouped.grouped_input_grad(spec, &dy, &w), grouped.grouped_input_grad(spec, &dy, &wide)),
+            ] {
+                let (got, want) = (got.unwrap(), pointwise.cast(&want.unwrap(), DType::Bf16).unwrap());
+                let [got, want] = [got, want].map(|x| cuda.download(&x).unwrap());
+                assert_eq!(got.dtype(), DType::Bf16);
+                assert!(got.as_bytes().unwrap() == want.as_bytes().unwrap(), "{name}, {products:?}, {terms:?}");
+            }
+        }
+    }
 }

@@ -1,7 +1,8 @@
 use super::kernels::matmul::{Epilogue, Update, gemm_blocks, gemm_runs, gemm_shared};
 use super::kernels::round::Stored;
 use super::kernels::{Float, pointwise};
-use super::{Cpu, for_float, row_piece};
+use super::matmul::in_blocks;
+use super::{Cpu, for_float, for_widened, row_piece};
 use crate::device::{Device, Work};
 use crate::error::Result;
 use crate::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
@@ -36,8 +37,20 @@ fn parts<T>(mut out: &mut [T], groups: usize, size: impl Fn(usize) -> usize) -> 
     (0..groups).map(move |group| out.split_off_mut(..size(group)).unwrap_or_default())
 }
 
+/// The same of these sizes, in memory of any type.
+fn stored_parts<'a, T>(
+    mut out: Stored<'a, T>,
+    sizes: impl Iterator<Item = usize>,
+) -> impl Iterator<Item = Stored<'a, T>> {
+    sizes.map(move |size| {
+        let (first, rest) = std::mem::replace(&mut out, Stored::Full(&mut [])).split_at(size);
+        out = rest;
+        first
+    })
+}
+
 impl Cpu {
-    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
+    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that, in the type of the matrices.
     fn of_groups<T: Float + Element>(
         &self,
         spec: GroupedGemm<'_>,
@@ -48,29 +61,37 @@ impl Cpu {
         let GroupedGemm { rows, n, k, terms } = spec;
         let ([from, to], strides) = if transposed { ([k, n], (1, k)) } else { ([n, k], (k, 1)) };
         self.meter().add_flops(Work::Matmul, spec.flops());
-        let mut y = self.alloc(T::DTYPE, rows.iter().sum::<usize>() * to)?;
+        let dtype = w.dtype();
         let (x, w) = (self.operand_of::<T>(x, (from, 1))?, self.operand_of::<T>(w, strides)?);
-        let outs = parts(y.as_mut_slice::<T>()?, rows.len(), |group| rows[group] * to);
-        each_group(
-            rows,
-            outs,
-            |group| rows[group] * n * k,
-            |group, first, y| {
-                // A matrix begins `n · k` elements after the one before it: `n` rows or columns of it.
-                let (dims, x, w) = ([rows[group], to, from], x.part(first * from), w.part(group * n * k));
-                match terms {
-                    Terms::WHOLE => gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Nothing),
-                    _ => gemm_blocks(self.precision, dims, x, w, y, terms),
-                }
-            },
-        );
-        Ok(y)
+        self.stored::<T>("grouped_linear", (T::DTYPE, dtype), rows.iter().sum::<usize>() * to, |y| {
+            let outs = stored_parts(y, rows.iter().map(|rows| rows * to));
+            each_group(
+                rows,
+                outs,
+                |group| rows[group] * n * k,
+                |group, first, y| {
+                    // A matrix begins `n · k` elements after the one before it: `n` rows or columns of it.
+                    let (x, w) = (x.part(first * from), w.part(group * n * k));
+                    in_blocks([rows[group], to], false, y, |[rows, columns], y| {
+                        let (dims, x, w) =
+                            ([rows.len(), columns.len(), from], x.from(rows.start, 0), w.from(0, columns.start));
+                        match terms {
+                            Terms::WHOLE => {
+                                gemm_shared(self.precision, dims, x, w, y, Update::Overwrite, Epilogue::Nothing);
+                            }
+                            _ => gemm_blocks(self.precision, dims, x, w, y, terms),
+                        }
+                    });
+                },
+            );
+            Ok(())
+        })
     }
 }
 
 impl Grouped for Cpu {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
-        for_float!(self, "grouped_linear", w, T => self.of_groups::<T>(spec, x, w, true))
+        for_widened!(self, "grouped_linear", w, T => self.of_groups::<T>(spec, x, w, true))
     }
 
     fn grouped_linear_swiglu(
@@ -88,12 +109,8 @@ impl Grouped for Cpu {
             let mut y = self.alloc(T::DTYPE, total * n)?;
             let (x, w) = (self.operand_of::<T>(x, (k, 1))?, self.operand_of::<T>(w, (1, k))?);
             let products = parts(y.as_mut_slice::<T>()?, rows.len(), |group| rows[group] * n);
-            let activated = self.stored::<T>("grouped_linear", (T::DTYPE, stored), total * n / 2, |mut out| {
-                let activated = rows.iter().map(|&rows| {
-                    let (first, rest) = std::mem::replace(&mut out, Stored::Full(&mut [])).split_at(rows * n / 2);
-                    out = rest;
-                    first
-                });
+            let activated = self.stored::<T>("grouped_linear", (T::DTYPE, stored), total * n / 2, |out| {
+                let activated = stored_parts(out, rows.iter().map(|rows| rows * n / 2));
                 each_group(rows, products.zip(activated), |group| rows[group] * n * k, |group, first, (y, out)| {
                     let (x, w) = (x.part(first * k), w.part(group * n * k));
                     let dims = [rows[group], n, k];
@@ -106,7 +123,7 @@ impl Grouped for Cpu {
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
-        for_float!(self, "grouped_linear", w, T => self.of_groups::<T>(spec, dy, w, false))
+        for_widened!(self, "grouped_linear", w, T => self.of_groups::<T>(spec, dy, w, false))
     }
 
     fn grouped_weight_grad(
@@ -331,5 +348,31 @@ mod tests {
             got.as_slice::<f32>().unwrap(),
             cpu.grouped_linear(spec, &x, &w).unwrap().as_slice::<f32>().unwrap()
         );
+    }
+
+    /// Matrices in 16 bits are read as they are, and each result is rounded once: of small groups and of one that threads share in blocks, of whole sums
+    /// and of cut ones.
+    #[test]
+    fn results_have_the_16_bits_of_the_matrices() {
+        use crate::kernel::Pointwise;
+        let cpu = Cpu::new(Precision::Bf16);
+        for (n, k, scale) in [(6, 4, 1), (800, 24, 150)] {
+            let rows = [3 * scale, 0, 17 * scale, 1];
+            let total: usize = rows.iter().sum();
+            let (x, dy) = (values("x", total * k), values("dy", total * n));
+            let w = cpu.cast(&values("w", rows.len() * n * k), DType::Bf16).unwrap();
+            let wide = cpu.cast(&w, DType::F32).unwrap();
+            for blocks in [1, 4] {
+                let spec = GroupedGemm { rows: &rows, n, k, terms: Terms { segments: 1, blocks } };
+                for (got, want) in [
+                    (cpu.grouped_linear(spec, &x, &w), cpu.grouped_linear(spec, &x, &wide)),
+                    (cpu.grouped_input_grad(spec, &dy, &w), cpu.grouped_input_grad(spec, &dy, &wide)),
+                ] {
+                    let (got, want) = (got.unwrap(), cpu.cast(&want.unwrap(), DType::Bf16).unwrap());
+                    assert_eq!(got.dtype(), DType::Bf16);
+                    assert!(got.as_bytes().unwrap() == want.as_bytes().unwrap(), "{n} {k} {blocks}");
+                }
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::kernels::matmul::{
 use super::kernels::round::{Stored, with_room};
 use super::{Cpu, PIECE, for_float, for_widened, loaded, stored};
 use crate::device::{Device, Work};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernel::{Gemm, Matmul};
 use crate::tape::Terms;
 use meshwork_core::pool::share;
@@ -25,12 +25,12 @@ const ROUNDED_COLUMNS: usize = 768;
 type Block = [Range<usize>; 2];
 
 /// Has `compute` write a row-major C of `[m, n]`, or add to it: whole, or in 16 bits by blocks that are rounded once.
-fn in_blocks<T: Float + Element>(
+pub(super) fn in_blocks<T: Float + Element>(
     [m, n]: [usize; 2],
     accumulate: bool,
     mut c: Stored<'_, T>,
-    mut compute: impl FnMut(Block, &mut [T]) -> Result<()>,
-) -> Result<()> {
+    mut compute: impl FnMut(Block, &mut [T]),
+) {
     if let Stored::Full(c) = c {
         return compute([0..m, 0..n], c);
     }
@@ -51,18 +51,16 @@ fn in_blocks<T: Float + Element>(
                         }
                     });
                 }
-                compute([rows.clone(), columns.clone()], block)?;
+                compute([rows.clone(), columns.clone()], block);
                 let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
                 share(block.chunks(at_once * width).zip(of_c), |(block, c)| {
                     for (from, c) in block.chunks(width).zip(c.chunks(n)) {
                         c.part(columns.clone()).round(from);
                     }
                 });
-                Ok::<(), Error>(())
-            })?;
+            });
         }
     }
-    Ok(())
 }
 
 impl Matmul for Cpu {
@@ -89,8 +87,8 @@ impl Matmul for Cpu {
                     .map(|of| Summand { a: of.a.from(rows.start, 0), b: of.b.from(0, columns.start), ..*of })
                     .collect();
                 gemm_sum(self.precision, [rows.len(), columns.len()], &summands, c);
-                Ok(())
-            })
+            });
+            Ok(())
         })
     }
 
@@ -158,8 +156,8 @@ impl Cpu {
                     gemm_blocks(precision, dims, a, b, c, terms);
                 }
             }
-            Ok(())
-        })
+        });
+        Ok(())
     }
 
     /// A product of sums of one block in its own type, and what follows it in the same pass.

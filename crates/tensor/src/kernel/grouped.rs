@@ -42,7 +42,7 @@ pub struct GroupedGrad<'a> {
 }
 
 /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
-/// operands may be stored as there. The threads share all groups, however uneven they are.
+/// operands may be stored as there; the result has the type of the matrices W. The threads share all groups, however uneven they are.
 pub trait Grouped: Debug {
     /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>;

@@ -586,7 +586,7 @@ impl Optim for Widened {
 
 impl Grouped for Widened {
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
-        let y = self.inner.grouped_matmul()?.grouped_linear(spec, &self.factor(x)?, &self.wide(w)?)?;
+        let y = self.inner.grouped_matmul()?.grouped_linear(spec, &self.factor(x)?, &self.factor(w)?)?;
         self.rounded(y, w.dtype())
     }
 
@@ -606,8 +606,8 @@ impl Grouped for Widened {
     }
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
-        let dx = self.inner.grouped_matmul()?.grouped_input_grad(spec, &self.factor(dy)?, &self.wide(w)?)?;
-        self.rounded(dx, dy.dtype())
+        let dx = self.inner.grouped_matmul()?.grouped_input_grad(spec, &self.factor(dy)?, &self.factor(w)?)?;
+        self.rounded(dx, w.dtype())
     }
 
     fn grouped_weight_grad(
