@@ -22,8 +22,9 @@ template <int DIM, int STEP, int STAGES>
 DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dq, i64 dq_row, i64 seq, i64 heads, i64 group,
                                        i64 first_kv, int head_dim, float scale, const int* firsts) {
     constexpr int DOUT = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, VALUES = STEP * DIM;
-    constexpr int BARRIERS = PAIRS + 2 * STAGES * STEP * DIM, OWN = BARRIERS + STAGES * BARRIER_SIZE;
-    TILES(tiles, OWN + BARRIER_SIZE);
+    constexpr int BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
+    using Pairs = Ring<STEP, DIM, STAGES>;
+    TILES(tiles, BARRIERS + Pairs::BARRIERS);
     Head head = head_of(heads, group, first_kv);
     int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
@@ -35,24 +36,20 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
     int begin = documents.of(first) / STEP * STEP;
     bool leads = threadIdx.x == 0;
 
-    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    Pairs ring = {PAIRS, BARRIERS, maps.k, maps.v};
     TileOf of = {static_cast<int>(head.kv_head), sample};
     if (leads) {
-        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v), map_is_written(maps.dout);
-        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
-        expect_bytes(tiles, OWN, 2 * bytes_of_tile<FLASH_ROWS, DIM>());
-        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.q, static_cast<int>(head.head), first, sample, OWN);
-        copy_tile<FLASH_ROWS, DIM>(tiles, DOUT, maps.dout, static_cast<int>(head.head), first, sample, OWN);
-        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, maps.k, maps.v, of, begin + n * STEP);
+        ring.begin(tiles, {maps.q, maps.dout}, {static_cast<int>(head.head), sample}, first);
+        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, of, begin + n * STEP);
     }
     __syncthreads();  // the barriers are shown
-    wait_for_bytes(tiles, OWN, 0);
+    wait_for_bytes(tiles, ring.own_barrier(), 0);
     float sum[DIM / 8][4];
     clear(sum);
     for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
         __syncthreads();  // the keys before these are read
         int ahead = keys + (STAGES - 1) * STEP;
-        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, maps.k, maps.v, of, ahead);
+        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
         if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
 
@@ -112,8 +109,9 @@ template <int DIM, int STEP, int STAGES>
 DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse, const float* dots, u16* dk, u16* dv, i64 dkv_row, i64 seq, i64 heads,
                                         i64 group, i64 first_kv, int head_dim, float scale, const int* firsts) {
     constexpr int VALUES = FLASH_ROWS * DIM, PAIRS = 2 * FLASH_ROWS * DIM, DOUT = STEP * DIM, NUMBERS = PAIRS + 2 * STAGES * STEP * DIM;
-    constexpr int OF_STAGE = 4 * STEP, BARRIERS = NUMBERS + 2 * OF_STAGE, OWN = BARRIERS + STAGES * BARRIER_SIZE;
-    TILES(tiles, OWN + BARRIER_SIZE);
+    constexpr int OF_STAGE = 4 * STEP, BARRIERS = NUMBERS + 2 * OF_STAGE;
+    using Pairs = Ring<STEP, DIM, STAGES>;
+    TILES(tiles, BARRIERS + Pairs::BARRIERS);
     i64 groups = heads / group, own_head = blockIdx.x % groups;
     int sample = static_cast<int>(blockIdx.x / groups), tokens = static_cast<int>(seq), first = static_cast<int>(blockIdx.y) * FLASH_ROWS;
     int group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
@@ -125,16 +123,10 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
     int head = static_cast<int>(own_head * group), kv_head = static_cast<int>(first_kv + own_head);
     bool leads = threadIdx.x == 0;
 
-    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    Pairs ring = {PAIRS, BARRIERS, maps.q, maps.dout};
     if (leads) {
-        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v), map_is_written(maps.dout);
-        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
-        expect_bytes(tiles, OWN, 2 * bytes_of_tile<FLASH_ROWS, DIM>());
-        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.k, kv_head, first, sample, OWN);
-        copy_tile<FLASH_ROWS, DIM>(tiles, VALUES, maps.v, kv_head, first, sample, OWN);
-        for (int n = 0; n < STAGES - 1 && n < count; n++) {
-            ring.copy(tiles, n, maps.q, maps.dout, {head + n / each, sample}, first + n % each * STEP);
-        }
+        ring.begin(tiles, {maps.k, maps.v}, {kv_head, sample}, first);
+        for (int n = 0; n < STAGES - 1 && n < count; n++) ring.copy(tiles, n, {head + n / each, sample}, first + n % each * STEP);
     }
     auto numbers_of = [&](int n) {
         i64 at = (static_cast<i64>(sample) * heads + head + n / each) * seq;
@@ -142,13 +134,13 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
     };
     numbers_of(0).write(tiles, NUMBERS);
     __syncthreads();  // the barriers are shown
-    wait_for_bytes(tiles, OWN, 0);
+    wait_for_bytes(tiles, ring.own_barrier(), 0);
     float k_sum[DIM / 8][4], v_sum[DIM / 8][4];
     clear(k_sum), clear(v_sum);
     for (int n = 0; n < count; n++) {
         __syncthreads();  // the queries before these are read, and the numbers of these are written
         int ahead = n + STAGES - 1, from = first + n % each * STEP, numbers = NUMBERS + n % 2 * OF_STAGE;
-        if (leads && ahead < count) ring.copy(tiles, ahead, maps.q, maps.dout, {head + ahead / each, sample}, first + ahead % each * STEP);
+        if (leads && ahead < count) ring.copy(tiles, ahead, {head + ahead / each, sample}, first + ahead % each * STEP);
         ColumnNumbers<STEP> next = numbers_of(smaller(n + 1, count - 1));  // on their way while this tile is multiplied
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
         if (from + STEP > first + group_row) {  // else they are all before the first key of this group

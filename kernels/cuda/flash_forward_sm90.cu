@@ -20,8 +20,9 @@
 template <int DIM, int STEP, int STAGES>
 DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim, float scale,
                                     const int* firsts) {
-    constexpr int PAIRS = FLASH_ROWS * DIM, VALUES = STEP * DIM, BARRIERS = PAIRS + 2 * STAGES * STEP * DIM, OWN = BARRIERS + STAGES * BARRIER_SIZE;
-    TILES(tiles, OWN + BARRIER_SIZE);
+    constexpr int PAIRS = FLASH_ROWS * DIM, VALUES = STEP * DIM, BARRIERS = PAIRS + 2 * STAGES * STEP * DIM;
+    using Pairs = Ring<STEP, DIM, STAGES>;
+    TILES(tiles, BARRIERS + Pairs::BARRIERS);
     Head head = head_of(heads, group, first_kv);
     int tokens = static_cast<int>(seq), first = static_cast<int>(gridDim.y - 1 - blockIdx.y) * FLASH_ROWS, end = smaller(tokens, first + FLASH_ROWS);
     int sample = static_cast<int>(head.sample), group_row = static_cast<int>(threadIdx.x) / (THREADS / 2) * GROUP_ROWS;
@@ -30,24 +31,21 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
     int begin = documents.of(first) / STEP * STEP;
     bool leads = threadIdx.x == 0;
 
-    Ring<STEP, DIM, STAGES> ring = {PAIRS, BARRIERS};
+    Pairs ring = {PAIRS, BARRIERS, maps.k, maps.v};
     TileOf of = {static_cast<int>(head.kv_head), sample};
     if (leads) {
-        map_is_written(maps.q), map_is_written(maps.k), map_is_written(maps.v);
-        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, BARRIERS + i * BARRIER_SIZE);
-        expect_bytes(tiles, OWN, bytes_of_tile<FLASH_ROWS, DIM>());
-        copy_tile<FLASH_ROWS, DIM>(tiles, 0, maps.q, static_cast<int>(head.head), first, sample, OWN);
-        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, maps.k, maps.v, of, begin + n * STEP);
+        ring.begin(tiles, {maps.q}, {static_cast<int>(head.head), sample}, first);
+        for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, of, begin + n * STEP);
     }
     __syncthreads();  // the barriers are shown
-    wait_for_bytes(tiles, OWN, 0);
+    wait_for_bytes(tiles, ring.own_barrier(), 0);
     OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
     float o[DIM / 8][4];
     clear(o);
     for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
         __syncthreads();  // the keys before these are read
         int ahead = keys + (STAGES - 1) * STEP;
-        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, maps.k, maps.v, of, ahead);
+        if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
         if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
 

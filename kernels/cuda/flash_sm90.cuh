@@ -17,17 +17,32 @@ struct TileOf {
     int head, sample;
 };
 
-// STAGES pairs of tiles of ROWS rows from place `pairs` on, each with a barrier. Pair n takes the places of pair n - STAGES.
+// STAGES pairs of tiles of ROWS rows by two maps from place `pairs` on, each with a barrier; behind those one for the block's own tiles. Pair n takes the
+// places of pair n - STAGES.
 template <int ROWS, int DIM, int STAGES> struct Ring {
-    static constexpr int SECOND = ROWS * DIM, PAIR = 2 * SECOND;
+    static constexpr int SECOND = ROWS * DIM, PAIR = 2 * SECOND, BARRIERS = (STAGES + 1) * BARRIER_SIZE;
     int pairs, barriers;
+    const u64 *first, *second;
 
     DEVICE int place(int n) const { return pairs + n % STAGES * PAIR; }
     DEVICE int barrier(int n) const { return barriers + n % STAGES * BARRIER_SIZE; }
     DEVICE int parity(int n) const { return n / STAGES & 1; }
+    DEVICE int own_barrier() const { return barriers + STAGES * BARRIER_SIZE; }
+
+    // Begins all barriers, and to copy the block's own tiles, from place 0 on, by one thread and before any pair.
+    template <int OWN> DEVICE void begin(Tiles tiles, const u64* const (&own)[OWN], TileOf of, int row) const {
+        map_is_written(first), map_is_written(second);
+        for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, barriers + i * BARRIER_SIZE);
+        expect_bytes(tiles, own_barrier(), OWN * bytes_of_tile<FLASH_ROWS, DIM>());
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            map_is_written(own[i]);
+            copy_tile<FLASH_ROWS, DIM>(tiles, i * FLASH_ROWS * DIM, own[i], of.head, row, of.sample, own_barrier());
+        }
+    }
 
     // Begins to copy pair n, by one thread.
-    DEVICE void copy(Tiles tiles, int n, const u64* first, const u64* second, TileOf of, int row) const {
+    DEVICE void copy(Tiles tiles, int n, TileOf of, int row) const {
         expect_bytes(tiles, barrier(n), 2 * bytes_of_tile<ROWS, DIM>());
         copy_tile<ROWS, DIM>(tiles, place(n), first, of.head, row, of.sample, barrier(n));
         copy_tile<ROWS, DIM>(tiles, place(n) + SECOND, second, of.head, row, of.sample, barrier(n));
