@@ -493,15 +493,21 @@ kernels! {
         Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
-        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I64 tokens;
+        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I32 normalise, Value F32 scale, Out F32 weights, Value I64 tokens;
+    route_parts in ROUTING, Geometry::Warps;
+        In F32 scores, In I32 ranked, Value I64 experts, Divisor I64 k, Value I32 draws, Value U32 key0, Value U32 key1, Value I64 first_token,
+        Value I64 part, Divisor I64 parts, Out I32 counts, Value I64 samples, Value I64 each;
     route_limit in ROUTING, Geometry::Warps;
-        In F32 scores, In I32 ranked, Divisor I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
-        Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
+        In F32 scores, Out I32 ranked, Value I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
+        Value I64 first_token, Value I64 part, Divisor I64 parts, In I32 counts, Out I32 taken, Out I32 kept, Value I32 normalise, Value F32 scale,
+        Out F32 weights, Value I64 samples, Value I64 each;
     route_reroute in ROUTING, ELEMENTS;
         In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 width, Value I64 capacity, Value I32 draws, Value U32 key0,
         Value U32 key1, Value I64 first_token, Out I32 taken, Out I32 kept, Value I64 samples, Value I64 each;
     route_first in ROUTING, ELEMENTS; In I32 ranked, In I32 kept, Value I64 width, Value I64 k, Out I32 chosen, Out I32 routed, Value I64 tokens;
-    route_sort in ROUTING, ELEMENTS; Out I32 routed, Out I32 kept, Value I64 k, Value I64 tokens;
+    route_sort in ROUTING, ELEMENTS;
+        In F32 scores, Value I64 experts, Out I32 routed, Out I32 kept, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 weights,
+        Value I64 tokens;
     route_tokens in ROUTING, ELEMENTS; In F32 scores, Divisor I64 experts, Value I64 capacity, Out I32 kept, Value I64 count, Divisor I64 each;
     route_pick in ROUTING, ELEMENTS;
         In F32 scores, In I32 choices, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 out, Value I64 tokens;
