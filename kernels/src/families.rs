@@ -405,10 +405,10 @@ kernels! {
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
     positions_backward_16 in EMBEDDING, ELEMENTS;
         In Bits16 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h, Value I32 f16;
-    cross_entropy_stats in CROSS_ENTROPY, Geometry::Rows;
+    cross_entropy_stats in CROSS_ENTROPY, Geometry::HeldRows { bytes: 4 };
         In F32 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
         Out F32 target, Value I64 rows;
-    cross_entropy_stats_16 in CROSS_ENTROPY, Geometry::Rows;
+    cross_entropy_stats_16 in CROSS_ENTROPY, Geometry::HeldRows { bytes: 2 };
         In Bits16 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
         Out F32 target, Value I64 rows, Value I32 f16;
     cross_entropy_larger in CROSS_ENTROPY, ELEMENTS; Out F32 max, In F32 other, Value I64 rows;
