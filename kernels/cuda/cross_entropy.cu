@@ -24,10 +24,7 @@
 #define HELD_THREADS 1024
 #define HELD_HALVES (HELD_THREADS / ROW_LANES)
 
-// Numbers as they are in memory: 16 bytes of them as words, and one out of its word.
-DEVICE const float* bits_of(const float* x) { return x; }
-DEVICE const u16* bits_of(const Halves& x) { return x.at; }
-
+// 16 bytes of numbers as words, and one out of its word.
 DEVICE u32 word_of(const Vector<float, FOUR>& bits, int word) { return __float_as_uint(bits.of[word]); }
 DEVICE u32 word_of(const Vector<u16, EIGHT>& bits, int word) { return bits.of[2 * word] | static_cast<u32>(bits.of[2 * word + 1]) << 16; }
 

@@ -6,7 +6,7 @@
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
 // Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
 //           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
-//           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
+//           what belongs to its rows in the order of the ids. Positions: a thread four elements of dtable.
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
 //           ids once for each 64 rows (or each row) and 256 columns, from the L2 cache.
 //           Half of what is read and written of x, out, dout and, in lookups, the table, where they have 16 bits (_16); gradients of tables are f32.
@@ -133,16 +133,25 @@ KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, 
 // `run`, each summed in order from zero, which are added up in the tree.
 template <class In>
 DEVICE void positions_backward_of(In dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
-    i64 at = global_thread();
-    if (at >= seq * h) return;
-    Tree tree;
+    i64 at = global_thread() * FOUR, count = seq * h;
+    if (at >= count) return;
+    Tree trees[FOUR];
     for (i64 begin = 0; begin < batch; begin += run) {
-        float sum = 0.0f;
-        for (i64 sample = begin; sample < smaller(batch, begin + run); sample++) sum += dout[sample * seq * h + at];
-        tree.push(sum);
+        Vector<float, FOUR> sum = {};
+        auto load = [=](i64 sample) { return load_vector<FOUR>(bits_of(dout + sample * count), at, count); };
+        in_order(begin, smaller(batch, begin + run), load, [&](i64, const auto& bits) {
+            Vector<float, FOUR> next = numbers_of(dout, bits);
+#pragma unroll
+            for (int j = 0; j < FOUR; j++) sum.of[j] += next.of[j];
+        });
+#pragma unroll
+        for (int j = 0; j < FOUR; j++) trees[j].push(sum.of[j]);
     }
-    float old = accumulate ? dtable[first * h + at] : 0.0f;
-    dtable[first * h + at] = old + tree.finish();
+    Vector<float, FOUR> total = {};
+    if (accumulate) total = load_vector<FOUR>(dtable + first * h, at, count);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) total.of[j] = total.of[j] + trees[j].finish();
+    store_vector(dtable + first * h, at, count, total);
 }
 
 KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {

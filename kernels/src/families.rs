@@ -189,6 +189,10 @@ const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
 const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
 
+/// The same for rows of which each begins anew.
+const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
+const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
+
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
@@ -219,10 +223,10 @@ kernels! {
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
     layer_norm_backward_wide_16 in LAYER_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
-    layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
-    layer_norm_backward_parts_16 in LAYER_NORM, Geometry::Columns;
-        In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n, Value I32 f16;
+    layer_norm_backward_parts in LAYER_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 n;
+    layer_norm_backward_parts_16 in LAYER_NORM, ROWS_BY_EIGHT;
+        In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 n, Value I32 f16;
     rms_norm_forward_f32 in RMS_NORM, Geometry::Rounds;
         In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
     rms_norm_forward_bf16 in RMS_NORM, Geometry::Rounds;
@@ -238,23 +242,23 @@ kernels! {
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
     rms_norm_backward_wide_16 in RMS_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
-    rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
-    rms_norm_backward_parts_16 in RMS_NORM, Geometry::Columns;
-        In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n, Value I32 f16;
+    rms_norm_backward_parts in RMS_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 parts, Divisor I64 n;
+    rms_norm_backward_parts_16 in RMS_NORM, ROWS_BY_EIGHT;
+        In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 parts, Divisor I64 n, Value I32 f16;
     add in BIAS, FOURS_OF_F32; In F32 a, In F32 b, Out F32 out, Value I64 count;
     add_f64 in BIAS, TWOS; In F64 a, In F64 b, Out F64 out, Value I64 count;
     add_assign in BIAS, FOURS_OF_F32; Out F32 a, In F32 b, Value I64 count;
     add_assign_f64 in BIAS, TWOS; Out F64 a, In F64 b, Value I64 count;
     bias in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
     bias_residual in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
-    sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
+    sum_parts in BIAS, ROWS_BY_FOUR; In F32 x, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n;
     add_16 in BIAS, EIGHT; In Bits16 a, In Bits16 b, Out Bits16 out, Value I64 count, Value I32 f16;
     add_assign_16 in BIAS, EIGHT; Out Bits16 a, In Bits16 b, Value I64 count, Value I32 f16;
     bias_16 in BIAS, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     bias_residual_16 in BIAS, EIGHT;
         In Bits16 x, In Bits16 bias, In Bits16 residual, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
-    sum_parts_16 in BIAS, Geometry::Columns; In Bits16 x, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
+    sum_parts_16 in BIAS, ROWS_BY_EIGHT; In Bits16 x, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n, Value I32 f16;
     scale_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
     scale_forward_f64 in ELEMENTWISE, TWOS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
     exp_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
@@ -305,8 +309,8 @@ kernels! {
     gelu_backward in GELU, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
     gelu_forward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     gelu_backward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 dy, Value I64 count, Divisor I64 n, Value I32 f16;
-    gelu_backward_parts_16 in GELU, Geometry::Columns;
-        In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
+    gelu_backward_parts_16 in GELU, ROWS_BY_EIGHT;
+        In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n, Value I32 f16;
     swiglu_forward_f32 in SWIGLU, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
     swiglu_forward_bf16 in SWIGLU, EIGHT; In F32 x, Out Bits16 out, Value I64 count;
     swiglu_backward in SWIGLU, FOURS_OF_F32; In F32 dy, Out F32 x, Value I64 count;
@@ -322,7 +326,7 @@ kernels! {
         Value F32 lr, Value F32 momentum;
     sum_of_squares in GRAD_NORM, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out F64 parts;
     sum_of_parts in GRAD_NORM, Geometry::Columns; In F64 parts, In I64 starts, Value I64 vectors, Out F64 totals, Out F64 sum;
-    unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
+    unscale in GRAD_NORM, FOURS_OF_F32; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
     exact_squares in EXACT_SQUARES, ELEMENTS; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
     exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits;
     product_f32 in PRODUCT, ELEMENTS;
@@ -367,22 +371,22 @@ kernels! {
     reduce_min_i32 in REDUCE_RANKS, FOURS_OF_F32; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
     reduce_min_i64 in REDUCE_RANKS, TWOS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
     reduce_min_u8 in REDUCE_RANKS, SIXTEEN; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
-    tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
+    tree_sum in REDUCE_RANKS, FOURS_OF_F32; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
     dropout in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
     dropout_16 in DROPOUT, EIGHT;
         In Bits16 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out Bits16 y, Value I64 count, Value I32 f16;
     jitter in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
-    rotary_forward in ROTARY, ELEMENTS;
+    rotary_forward in ROTARY, ROWS_BY_FOUR;
         In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim;
-    rotary_backward in ROTARY, ELEMENTS;
+    rotary_backward in ROTARY, ROWS_BY_FOUR;
         Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim;
-    rotary_forward_16 in ROTARY, ELEMENTS;
+    rotary_forward_16 in ROTARY, ROWS_BY_EIGHT;
         In Bits16 from, Value I64 from_row, In F32 angles, In I32 positions, Out Bits16 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
-    rotary_backward_16 in ROTARY, ELEMENTS;
+    rotary_backward_16 in ROTARY, ROWS_BY_EIGHT;
         Out Bits16 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
     embedding_forward in EMBEDDING, FOURS_OF_F32;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Divisor I64 h;
@@ -401,9 +405,9 @@ kernels! {
         In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
     positions_forward_16 in EMBEDDING, EIGHT;
         In Bits16 x, In Bits16 table, Value I64 first, Divisor I64 seq, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
-    positions_backward in EMBEDDING, ELEMENTS;
+    positions_backward in EMBEDDING, FOURS_OF_F32;
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
-    positions_backward_16 in EMBEDDING, ELEMENTS;
+    positions_backward_16 in EMBEDDING, FOURS_OF_F32;
         In Bits16 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h, Value I32 f16;
     cross_entropy_stats in CROSS_ENTROPY, Geometry::HeldRows { bytes: 4 };
         In F32 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
@@ -555,18 +559,18 @@ kernels! {
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
-    channel_squares_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
+    channel_squares_parts in CHANNEL_NORM, ROWS_BY_FOUR;
+        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
     channel_means in CHANNEL_NORM, ELEMENTS; In F32 sums, Value F32 members, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
-    channel_norm_forward in CHANNEL_NORM, ELEMENTS;
+    channel_norm_forward in CHANNEL_NORM, ROWS_BY_FOUR;
         In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 beta, Out F32 y, Value I64 count, Divisor I64 rows,
         Divisor I64 groups, Divisor I64 n;
-    channel_norm_backward_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Divisor I64 rows,
+    channel_norm_backward_parts in CHANNEL_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 rows,
         Divisor I64 groups, Divisor I64 n;
     channel_gradient_means in CHANNEL_NORM, ELEMENTS;
         In F32 sums, In F32 gamma, Value F32 scale, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
-    channel_norm_backward in CHANNEL_NORM, ELEMENTS;
+    channel_norm_backward in CHANNEL_NORM, ROWS_BY_FOUR;
         In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 g, In F32 gx, Out F32 dx, Value I64 count,
         Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
     squared_error in SQUARED_ERROR, ELEMENTS;

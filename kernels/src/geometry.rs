@@ -27,6 +27,11 @@ pub enum Geometry {
         /// Elements of a thread.
         each: u32,
     },
+    /// A thread for `each` neighbouring elements of `items` rows of `width`: none goes on in the next row.
+    RowVectors {
+        /// Elements of a thread.
+        each: u32,
+    },
     /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
     /// As `Rows`, but that rows of more than 16,384 elements have a block of 512 threads each, and of more than 32,768 of 1024; and with shared memory for the rows of a block, at most 100,608 bytes:
@@ -104,6 +109,7 @@ impl Geometry {
         };
         let (x, y) = match self {
             Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
+            Self::RowVectors { each } => ((items * width.div_ceil(u64::from(each))).div_ceil(u64::from(THREADS)), 1),
             Self::Rows | Self::HeldRows { .. } => (items.div_ceil(rows_per_block(width)), 1),
             Self::Rounds if block == THREADS && width > ROUND_EACH * u64::from(THREADS) => (items, 1),
             Self::Rounds => (items.div_ceil((ROUND_EACH * u64::from(block) / width.max(1)).clamp(1, ROUND_ROWS)), 1),
@@ -188,6 +194,8 @@ mod tests {
         let grid = |geometry: Geometry, items, width| geometry.launch(items, width).map(|launch| launch.grid);
         assert_eq!(grid(Geometry::Elements { each: 4 }, 1025, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Columns, 7, 257), Some([7, 2, 1]));
+        assert_eq!(grid(Geometry::RowVectors { each: 4 }, 7, 129), Some([1, 1, 1]));
+        assert_eq!(grid(Geometry::RowVectors { each: 8 }, 128, 17), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Warps, 9, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Tiles { rows: 32 }, 6, 33), Some([6, 2, 1]));
         let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };

@@ -101,12 +101,12 @@ where
         let cut = RowParts::new([rows as u32]);
         let parts = cut.rows.len() - 1;
         let (mut sums, mut want_sums, mut in_parts) = (vec![f32::NAN; parts * n], vec![f32::NAN; parts * n], y.clone());
-        launch!("gelu_backward_parts_16", [parts, n], &x, &bias, &mut in_parts, &cut.rows, &mut sums, n, H::F16);
-        launch!("sum_parts", [parts, n], &want, &cut.rows, &mut want_sums, n);
+        launch!("gelu_backward_parts_16", [parts, n], &x, &bias, &mut in_parts, &cut.rows, &mut sums, parts, n, H::F16);
+        launch!("sum_parts", [parts, n], &want, &cut.rows, &mut want_sums, parts, n);
         assert_rounded("gradient of gelu in parts", &in_parts, &want);
         assert_bits("gradient of the bias of gelu", &sums, &want_sums);
-        launch!("sum_parts_16", [parts, n], &x, &cut.rows, &mut sums, n, H::F16);
-        launch!("sum_parts", [parts, n], &x_wide, &cut.rows, &mut want_sums, n);
+        launch!("sum_parts_16", [parts, n], &x, &cut.rows, &mut sums, parts, n, H::F16);
+        launch!("sum_parts", [parts, n], &x_wide, &cut.rows, &mut want_sums, parts, n);
         assert_bits("sums of rows", &sums, &want_sums);
 
         let (pairs, pairs_wide) = operand::<H>("pairs", 2 * count);
@@ -184,11 +184,11 @@ where
                 let name = "layer_norm_backward_wide_16";
                 launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n, H::F16);
                 let name = "layer_norm_backward_parts_16";
-                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n, H::F16);
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, parts, n, H::F16);
                 let (name, of, to) = ("layer_norm_backward_wide", of_wide, to_wide);
                 launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n);
                 let name = "layer_norm_backward_parts";
-                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n);
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, parts, n);
             }
             assert_rounded("gradient of a layer norm", &dx, &dx_wide);
             assert_bits("gradient of gains", &dgamma, &want_dgamma);
@@ -202,10 +202,10 @@ where
                 launch!(name, sizes, of.0, of.1, of.2, &rstd, starts, to.0, add, to.1, n);
             } else {
                 launch!("rms_norm_backward_wide_16", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n, H::F16);
-                launch!("rms_norm_backward_parts_16", [parts, n], of.0, of.1, &rstd, starts, to.1, n, H::F16);
+                launch!("rms_norm_backward_parts_16", [parts, n], of.0, of.1, &rstd, starts, to.1, parts, n, H::F16);
                 let (of, to) = (of_wide, to_wide);
                 launch!("rms_norm_backward_wide", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n);
-                launch!("rms_norm_backward_parts", [parts, n], of.0, of.1, &rstd, starts, to.1, n);
+                launch!("rms_norm_backward_parts", [parts, n], of.0, of.1, &rstd, starts, to.1, parts, n);
             }
             assert_rounded("gradient of an RMS norm", &dx, &dx_wide);
             assert_bits("gradient of weights", &dgamma, &want_dgamma);

@@ -18,7 +18,7 @@ const EPS: f32 = 1e-5;
 fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
     let blocks = cut.parts.len() - 1;
     let mut sums = vec![f32::NAN; blocks * n];
-    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, n);
+    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, blocks, n);
     sums
 }
 
@@ -99,7 +99,7 @@ pub fn gradients_of_layer_norms_are_those_of_the_cpu() {
                 let name = "layer_norm_backward_wide";
                 launch!(name, [rows, n], &dy, &x, &gamma, &mean, &rstd, to.0, add, rows, n);
                 let name = "layer_norm_backward_parts";
-                launch!(name, [parts, n], &dy, &x, &mean, &rstd, starts, to.1, to.2, n);
+                launch!(name, [parts, n], &dy, &x, &mean, &rstd, starts, to.1, to.2, parts, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
             assert_bits(&format!("dgamma of {what}"), &finish(&dgamma, &cut, n), slice(&want.1));
@@ -153,7 +153,7 @@ fn gradients_of_rms_norms_are_those_of_the_cpu() {
                 }
             } else {
                 launch!("rms_norm_backward_wide", [rows, n], &dy, &x, &weight, &rstd, to.0, add, rows, n);
-                launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, starts, to.1, n);
+                launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, starts, to.1, parts, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
             assert_bits(&format!("dweight of {what}"), &finish(&dweight, &cut, n), slice(&want.1));

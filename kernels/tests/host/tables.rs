@@ -133,7 +133,7 @@ fn rotation_is_its_definition_and_turns_back() {
         .map(|(e, angle)| if e < 3 { angle.cos() } else { angle.sin() })
         .collect();
     let (x, mut turned) = (values("x", rows * from_row), vec![f32::NAN; rows * to_row]);
-    let pairs = [rows * heads * head_dim / 2, 0];
+    let pairs = [rows * heads, head_dim / 2];
     if !launch!("rotary_forward", pairs, &x, from_row, &angles, Null, &mut turned, to_row, rows, seq, heads, head_dim) {
         return;
     }
