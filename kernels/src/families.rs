@@ -163,7 +163,7 @@ macro_rules! kernels {
     };
 }
 
-/// Rows of a table that a block of threads of `embedding_backward` has: `items` of its geometry are the table's rows divided by this, rounded up.
+/// Ids of a bucket, by which `embedding_backward` has its ids sorted. `items` of its geometry are rows of the table, `width` is the vectors of a row: of four elements, eight for `embedding_backward_16`.
 pub const TABLE_ROWS: u64 = 64;
 
 /// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a multiple of this.
@@ -394,13 +394,15 @@ kernels! {
         In I32 ids, In Bits16 table, Value I64 first_row, Value I64 rows, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     check_ids in EMBEDDING, Geometry::Columns; In I32 ids, Value I64 vocab, Value I32 masked, Out I64 found, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
-        In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
+        In I32 ids, In I32 order, In I32 ends, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 h;
     embedding_backward_16 in EMBEDDING, Geometry::Columns;
-        In I32 ids, In Bits16 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h, Value I32 f16;
+        In I32 ids, In I32 order, In I32 ends, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 h, Value I32 f16;
     embedding_backward_tree in EMBEDDING, Geometry::Columns;
-        In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h;
+        In I32 ids, In I32 order, In I32 ends, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 runs, Divisor I64 run,
+        Value I64 h;
     embedding_backward_tree_16 in EMBEDDING, Geometry::Columns;
-        In I32 ids, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h, Value I32 f16;
+        In I32 ids, In I32 order, In I32 ends, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 runs, Divisor I64 run,
+        Value I64 h, Value I32 f16;
     positions_forward in EMBEDDING, FOURS_OF_F32;
         In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
     positions_forward_16 in EMBEDDING, EIGHT;

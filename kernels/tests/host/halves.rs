@@ -1,6 +1,7 @@
 //! Kernels that read and write 16 bits: the bits of those for f32 on the same values, rounded. That those have the CPU's bits is tested beside them.
 
 use crate::launch::Null;
+use crate::tables::bucketed;
 use crate::{assert_bits, launch, values};
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -223,7 +224,15 @@ fn tables<H: Half>() -> bool
 where
     for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
 {
-    let (count, h, held, batch) = (84, 37, 9, 2);
+    [37, 40].into_iter().all(|h| tables_of::<H>(h))
+}
+
+/// Rows of `h`: of whole 16 bytes, or not.
+fn tables_of<H: Half>(h: usize) -> bool
+where
+    for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
+{
+    let (count, held, batch) = (84, 9, 2);
     let ids: Vec<i32> = (0..count).map(|i| ((i * i * 7 + i / 3) % (held + 3)) as i32).collect();
     let ((table, table_wide), (dout, dout_wide)) = (operand::<H>("table", count * h), operand::<H>("dout", count * h));
     let (mut out, mut want) = (rounded::<H>(&vec![9.0; count * h]), vec![9.0; count * h]);
@@ -238,13 +247,17 @@ where
     launch!("positions_forward", size, &dout_wide, &table_wide, first, seq, &mut want, count * h, h);
     assert_rounded("positions", &out, &want);
     let [mut sums, mut want_sums] = [(); 2].map(|()| values("dtable", count * h));
+    let (order, ends) = bucketed(&ids, first, held);
     for add in [0, 1] {
-        let run = 7_usize;
-        launch!("embedding_backward_16", [1, h], &ids, &dout, first, held, &mut sums, add, count, h, H::F16);
-        launch!("embedding_backward", [1, h], &ids, &dout_wide, first, held, &mut want_sums, add, count, h);
+        let (run, runs, sizes) = (7_usize, count / 7, [held, h.div_ceil(4)]);
+        let (name, of) = ("embedding_backward_16", (&ids, &order, &ends));
+        launch!(name, [held, h.div_ceil(8)], of.0, of.1, of.2, &dout, first, &mut sums, add, h, H::F16);
+        launch!("embedding_backward", sizes, of.0, of.1, of.2, &dout_wide, first, &mut want_sums, add, h);
         assert_bits("gradient of a table", &sums, &want_sums);
-        launch!("embedding_backward_tree_16", [held, h], &ids, &dout, first, &mut sums, add, count, run, h, H::F16);
-        launch!("embedding_backward_tree", [held, h], &ids, &dout_wide, first, &mut want_sums, add, count, run, h);
+        let name = "embedding_backward_tree_16";
+        launch!(name, sizes, of.0, of.1, of.2, &dout, first, &mut sums, add, runs, run, h, H::F16);
+        let name = "embedding_backward_tree";
+        launch!(name, sizes, of.0, of.1, of.2, &dout_wide, first, &mut want_sums, add, runs, run, h);
         assert_bits("gradient of a table in blocks", &sums, &want_sums);
         let (one, size) = (1_usize, [seq * h, 0]);
         launch!("positions_backward_16", size, &dout, first, seq, &mut sums, add, batch, one, h, H::F16);
@@ -256,6 +269,21 @@ where
     launch!("dropout_16", [count * h, 0], &dout, &sizes, dims, key.0, key.1, p, kept, &mut out, count * h, H::F16);
     launch!("dropout", [count * h, 0], &dout_wide, &sizes, dims, key.0, key.1, p, kept, &mut want, count * h);
     assert_rounded("dropout", &out, &want);
+
+    // Heads of whole 16 bytes, and not; the rows of what is rotated are longer, and begin at any place.
+    for (heads, head_dim) in [(3, 10), (2, 16)] {
+        let (row, rows) = (heads * head_dim + 1, 5_usize);
+        let ((x, x_wide), angles) = (operand::<H>("x", rows * row), values("angles", rows * head_dim));
+        let (mut to, mut to_wide, sizes) = (x.clone(), x_wide.clone(), [rows * heads, head_dim / 2]);
+        let name = "rotary_forward_16";
+        launch!(name, sizes, &x, row, &angles, Null, &mut to, row, rows, rows, heads, head_dim, H::F16);
+        launch!("rotary_forward", sizes, &x_wide, row, &angles, Null, &mut to_wide, row, rows, rows, heads, head_dim);
+        assert_rounded("rotated", &to, &to_wide);
+        (to, to_wide) = (x.clone(), x_wide.clone());
+        launch!("rotary_backward_16", sizes, &mut to, row, &angles, Null, rows, rows, heads, head_dim, H::F16);
+        launch!("rotary_backward", sizes, &mut to_wide, row, &angles, Null, rows, rows, heads, head_dim);
+        assert_rounded("rotated back", &to, &to_wide);
+    }
     true
 }
 
