@@ -169,8 +169,8 @@ pub const TABLE_ROWS: u64 = 64;
 /// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a multiple of this.
 pub const UPDATE_PIECE: u64 = 4 * THREADS as u64;
 
-/// Elements that a thread of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
-pub const EXACT_PIECE: u64 = 4096;
+/// Elements that a warp of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
+pub const EXACT_PIECE: u64 = 16_384;
 
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
@@ -327,7 +327,7 @@ kernels! {
     sum_of_squares in GRAD_NORM, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out F64 parts;
     sum_of_parts in GRAD_NORM, Geometry::Columns; In F64 parts, In I64 starts, Value I64 vectors, Out F64 totals, Out F64 sum;
     unscale in GRAD_NORM, FOURS_OF_F32; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
-    exact_squares in EXACT_SQUARES, ELEMENTS; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
+    exact_squares in EXACT_SQUARES, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
     exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits;
     product_f32 in PRODUCT, ELEMENTS;
         In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
