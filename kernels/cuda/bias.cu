@@ -3,7 +3,7 @@
 //   out = a + b;  a += b;  out = x + bias;  out = (x + bias) + residual;  dbias = Σ_rows dy
 //
 // Shapes    a, b, out, x, residual, dy [rows, n]; bias, dbias [n]; parts [parts, n]; sums [blocks, n].
-// Geometry  a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread a column and part (of up to 64 rows), then a column and block of parts.
+// Geometry  a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread 16 bytes of the columns of a part (of up to 64 rows), then of those of a block of parts.
 // Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); of parts, 4 parts n more written and read.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/pointwise.rs, RowSums in crates/tensor/src/cpu/mod.rs.
 #include "halves.cuh"
@@ -54,14 +54,21 @@ KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16*
 
 // Sums of the rows starts[i] .. starts[i + 1], one after another, from zero. First of the rows of each part, then of the parts of
 // each block.
-template <class In> DEVICE void parts_of(In x, const i64* starts, float* sums, i64 n) {
-    i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
-    if (column >= n) return;
-    float sum = 0.0f;
-    for (i64 row = starts[part]; row < starts[part + 1]; row++) sum += x[row * n + column];
-    sums[part * n + column] = sum;
+template <int N, class In> DEVICE void parts_of(In x, const i64* starts, float* sums, i64 parts, i64 n) {
+    RowPlace at = row_place<N>(parts, n);
+    if (!at.there) return;
+    Vector<float, N> sum = {};
+    auto load = [=](i64 row) { return load_vector<N>(bits_of(x + row * n), at.column, n); };
+    in_order(starts[at.row], starts[at.row + 1], load, [&](i64, const auto& bits) {
+        Vector<float, N> next = numbers_of(x, bits);
+#pragma unroll
+        for (int j = 0; j < N; j++) sum.of[j] += next.of[j];
+    });
+    store_vector(sums + at.row * n, at.column, n, sum);
 }
 
-KERNEL sum_parts(const float* x, const i64* starts, float* sums, i64 n) { parts_of(x, starts, sums, n); }
+KERNEL sum_parts(const float* x, const i64* starts, float* sums, i64 parts, i64 n) { parts_of<FOUR>(x, starts, sums, parts, n); }
 
-KERNEL sum_parts_16(const u16* x, const i64* starts, float* sums, i64 n, int f16) { parts_of(halves(x, f16), starts, sums, n); }
+KERNEL sum_parts_16(const u16* x, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
+    parts_of<EIGHT>(halves(x, f16), starts, sums, parts, n);
+}

@@ -4,7 +4,8 @@
 //
 // Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes a part, of quant a minimum and a step; codes [count] (u8) as bytes, or as
 //           `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
-// Geometry  scales: a block of threads a part, of sign 16 threads; codes and values: a thread an element; planes: a thread a byte.
+// Geometry  scales: a block of threads a part, 16 bytes of f32 a thread at a time (neighbours.cuh), of sign 16 threads; codes and values: a thread 16 bytes of f32, or of bf16;
+//           planes: a thread a byte.
 // Bytes     4 read an element for its scale and 4 for its code; codes once more for planes.
 // Bits      those of the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.
 #include "message.cuh"
@@ -27,23 +28,43 @@ KERNEL message_check(const u8* header, u64 first, u64 second, i64* found) {
 }
 
 KERNEL f32_pack(const float* x, u8* to, i64 count) {
-    i64 i = global_thread();
-    if (i < count) put_float(to + 4 * i, x[i]);
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+    Vector<u8, 4 * FOUR> bytes;
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) put_float(bytes.of + 4 * j, four.of[j]);
+    store_vector(to, 4 * at, 4 * count, bytes);
 }
 
 KERNEL f32_unpack(const u8* from, float* out, int add, i64 count) {
-    i64 i = global_thread();
-    if (i < count) fold(out + i, get_float(from + 4 * i), add);
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<u8, 4 * FOUR> bytes = load_vector<4 * FOUR>(from, 4 * at, 4 * count);
+    Vector<float, FOUR> four;
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) four.of[j] = get_float(bytes.of + 4 * j);
+    fold_vector(out, at, count, four, add);
 }
 
 KERNEL bf16_pack(const float* x, u8* to, i64 count) {
-    i64 i = global_thread();
-    if (i < count) put_u16(to + 2 * i, to_bf16(x[i]));
+    i64 at = global_thread() * EIGHT;
+    if (at >= count) return;
+    Vector<float, EIGHT> eight = load_vector<EIGHT>(x, at, count);
+    Vector<u8, 2 * EIGHT> bytes;
+#pragma unroll
+    for (int j = 0; j < EIGHT; j++) put_u16(bytes.of + 2 * j, to_bf16(eight.of[j]));
+    store_vector(to, 2 * at, 2 * count, bytes);
 }
 
 KERNEL bf16_unpack(const u8* from, float* out, int add, i64 count) {
-    i64 i = global_thread();
-    if (i < count) fold(out + i, from_bf16(static_cast<u16>(get_u16(from + 2 * i))), add);
+    i64 at = global_thread() * EIGHT;
+    if (at >= count) return;
+    Vector<u8, 2 * EIGHT> bytes = load_vector<2 * EIGHT>(from, 2 * at, 2 * count);
+    Vector<float, EIGHT> eight;
+#pragma unroll
+    for (int j = 0; j < EIGHT; j++) eight.of[j] = from_bf16(static_cast<u16>(get_u16(bytes.of + 2 * j)));
+    fold_vector(out, at, count, eight, add);
 }
 
 // A format of 8 bits: e5m2 or e4m3.
@@ -58,13 +79,21 @@ DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<u32
 
 DEVICE float smallest_of(const Fp8& of) { return power_of_two(1 - static_cast<int>(of.bias + of.mantissa)); }
 
+DEVICE u32 larger_bits(u32 bits, float x) {
+    u32 of_x = __float_as_uint(x) & 0x7fffffffu;
+    return of_x > bits ? of_x : bits;
+}
+
 // Of a block of threads: the largest bits of |x| of part blockIdx.x.
 template <class Parts> DEVICE u32 largest_bits(const float* x, i64 count, i64 unit, Parts& parts) {
     i64 begin = static_cast<i64>(blockIdx.x) * unit, end = smaller(count, begin + unit);
     u32 largest = 0;
-    for (i64 i = begin + threadIdx.x; i < end; i += THREADS) {
-        u32 bits = __float_as_uint(x[i]) & 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
+    for (i64 i = begin + threadIdx.x * FOUR; i < end; i += THREADS * FOUR) {
+        Vector<float, FOUR> four = load_vector<FOUR>(x, i, end);
+#pragma unroll
+        for (int j = 0; j < FOUR; j++) {
+            largest = larger_bits(largest, four.of[j]);
+        }
     }
     return over_block(largest, parts, [](u32 a, u32 b) { return a > b ? a : b; });
 }
@@ -83,12 +112,8 @@ KERNEL fp8_scales(const float* x, i64 count, i64 unit, int e5m2, u8* scales) {
     put_float(scales + 4 * static_cast<i64>(blockIdx.x), scale);
 }
 
-KERNEL fp8_pack(const float* x, const u8* scales, i64 unit, int e5m2, u8* codes, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Fp8 of = fp8_of(e5m2);
-    float scale = get_float(scales + 4 * (i / unit));
-    float value = x[i] * (1.0f / scale);
+DEVICE u8 fp8_code(float x, float scale, const Fp8& of) {
+    float value = x * (1.0f / scale);
     u32 sign = __float_as_uint(value) >> 24 & 0x80u, bits = __float_as_uint(value) & 0x7fffffffu, shift = 23 - of.mantissa;
     u32 rounded = bits + (1u << (shift - 1)) - 1u + (bits >> shift & 1u);
     u32 normal = (rounded >> shift) - ((127u - of.bias) << of.mantissa);
@@ -96,33 +121,58 @@ KERNEL fp8_pack(const float* x, const u8* scales, i64 unit, int e5m2, u8* codes,
     float magic = smallest_of(of) * INTEGERS;
     u32 small = __float_as_uint(__uint_as_float(bits) + magic) - __float_as_uint(magic);
     bool is_small = bits < (128u - of.bias) << 23;
-    codes[i] = scale != scale ? static_cast<u8>(0) : static_cast<u8>(sign | (is_small ? small : normal));
+    return scale != scale ? static_cast<u8>(0) : static_cast<u8>(sign | (is_small ? small : normal));
 }
 
-KERNEL fp8_unpack(const u8* codes, const u8* scales, i64 unit, int e5m2, float* out, int add, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    Fp8 of = fp8_of(e5m2);
-    u32 magnitude = codes[i] & 0x7fu;
+DEVICE float fp8_value(u8 code, const Fp8& of) {
+    u32 magnitude = code & 0x7fu;
     float normal = __uint_as_float((magnitude << (23 - of.mantissa)) + ((127u - of.bias) << 23));
     float small = static_cast<float>(static_cast<int>(magnitude)) * smallest_of(of);
     float x = magnitude < 1u << of.mantissa ? small : normal;
     x = magnitude > of.last ? NOT_A_NUMBER : x;
-    x = __uint_as_float(__float_as_uint(x) | (codes[i] & 0x80u) << 24);
-    fold(out + i, x * get_float(scales + 4 * (i / unit)), add);
+    return __uint_as_float(__float_as_uint(x) | (code & 0x80u) << 24);
+}
+
+KERNEL fp8_pack(const float* x, const u8* scales, i64 unit, int e5m2, u8* codes, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Fp8 of = fp8_of(e5m2);
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+    Vector<u8, FOUR> to = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) { to.of[j] = fp8_code(four.of[j], scale, of); });
+    store_vector(codes, at, count, to);
+}
+
+KERNEL fp8_unpack(const u8* codes, const u8* scales, i64 unit, int e5m2, float* out, int add, i64 count) {
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Fp8 of = fp8_of(e5m2);
+    Vector<u8, FOUR> from = load_vector<FOUR>(codes, at, count);
+    Vector<float, FOUR> four = {};
+    auto scale_of = [=](i64 part) { return get_float(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, float scale) { four.of[j] = fp8_value(from.of[j], of) * scale; });
+    fold_vector(out, at, count, four, add);
 }
 
 // The minimum and the step of each part; NaN if one of its elements is not finite.
 KERNEL quant_pairs(const float* x, i64 count, i64 unit, float levels, u8* pairs) {
     SHARED(u32, parts, BLOCK_WARPS);
     SHARED(float, ends, BLOCK_WARPS);
-    u32 bits = largest_bits(x, count, unit, parts);
     i64 begin = static_cast<i64>(blockIdx.x) * unit, end = smaller(count, begin + unit);
     float infinite = __uint_as_float(INFINITE_BITS), least = infinite, most = -infinite;
-    for (i64 i = begin + threadIdx.x; i < end; i += THREADS) {
-        least = x[i] < least ? x[i] : least;
-        most = x[i] > most ? x[i] : most;
+    u32 bits = 0;
+    for (i64 i = begin + threadIdx.x * FOUR; i < end; i += THREADS * FOUR) {
+        Vector<float, FOUR> four = load_vector<FOUR>(x, i, end);
+#pragma unroll
+        for (int j = 0; j < FOUR; j++) {
+            if (i + j >= end) break;
+            least = four.of[j] < least ? four.of[j] : least;
+            most = four.of[j] > most ? four.of[j] : most;
+            bits = larger_bits(bits, four.of[j]);
+        }
     }
+    bits = over_block(bits, parts, [](u32 a, u32 b) { return a > b ? a : b; });
     least = over_block(least, ends, [](float a, float b) { return b < a ? b : a; });
     most = over_block(most, ends, [](float a, float b) { return b > a ? b : a; });
     if (threadIdx.x > 0) return;
@@ -134,20 +184,30 @@ KERNEL quant_pairs(const float* x, i64 count, i64 unit, float levels, u8* pairs)
     put_float(to + 4, finite ? range / levels : NOT_A_NUMBER);
 }
 
+// The minimum and the step of a part.
+struct Range {
+    float least, step;
+};
+
 // `draws` is not 0: rounded up with the probability of what is above the integer below, by the draw of element start + i.
 KERNEL quant_codes(const float* x, const u8* pairs, i64 unit, float levels, int draws, u32 key0, u32 key1, u64 start, u8* codes,
                    i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    const u8* pair = pairs + 8 * (i / unit);
-    float step = get_float(pair + 4), place = (x[i] - get_float(pair)) / step;
-    place = place > levels ? levels : place;
-    if (draws) {
-        u64 index = start + static_cast<u64>(i);
-        float whole = (place + INTEGERS) - INTEGERS, below = whole > place ? whole - 1.0f : whole;
-        place = below + (uniform(philox(index / 4, key0, key1), index) < place - below ? 1.0f : 0.0f);
-    }
-    codes[i] = step > 0.0f ? static_cast<u8>(__float_as_uint(place + INTEGERS)) : static_cast<u8>(0);
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+    Vector<u8, FOUR> to = {};
+    auto range_of_part = [=](i64 part) { return Range{get_float(pairs + 8 * part), get_float(pairs + 8 * part + 4)}; };
+    in_parts<FOUR>(at, count, unit, range_of_part, [&](int j, const Range& range) {
+        float place = (four.of[j] - range.least) / range.step;
+        place = place > levels ? levels : place;
+        if (draws) {
+            u64 index = start + static_cast<u64>(at + j);
+            float whole = (place + INTEGERS) - INTEGERS, below = whole > place ? whole - 1.0f : whole;
+            place = below + (uniform(philox(index / 4, key0, key1), index) < place - below ? 1.0f : 0.0f);
+        }
+        to.of[j] = range.step > 0.0f ? static_cast<u8>(__float_as_uint(place + INTEGERS)) : static_cast<u8>(0);
+    });
+    store_vector(codes, at, count, to);
 }
 
 // The mean of |x| of each part: lane l has every 16th element from l on, and the lanes are added one after another.
@@ -164,8 +224,7 @@ KERNEL sign_scales(const float* x, i64 count, i64 unit, u8* scales, i64 parts) {
 }
 
 KERNEL sign_codes(const float* x, u8* codes, i64 count) {
-    i64 i = global_thread();
-    if (i < count) codes[i] = static_cast<u8>(__float_as_uint(x[i]) >> 31);
+    map_vectors<FOUR>(x, codes, count, [](float number) { return static_cast<u8>(__float_as_uint(number) >> 31); });
 }
 
 // The tile of an element or a byte: where it begins, its elements, and the bytes of one of its planes.
@@ -202,16 +261,23 @@ DEVICE u32 code_of(const u8* planes, i64 bits, i64 i, i64 count) {
 }
 
 KERNEL quant_unpack(const u8* planes, const u8* pairs, i64 bits, i64 unit, float* out, int add, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    const u8* pair = pairs + 8 * (i / unit);
-    float code = static_cast<float>(static_cast<int>(code_of(planes, bits, i, count)));
-    fold(out + i, get_float(pair) + code * get_float(pair + 4), add);
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = {};
+    auto range_of_part = [=](i64 part) { return Range{get_float(pairs + 8 * part), get_float(pairs + 8 * part + 4)}; };
+    in_parts<FOUR>(at, count, unit, range_of_part, [&](int j, const Range& range) {
+        four.of[j] = range.least + static_cast<float>(static_cast<int>(code_of(planes, bits, at + j, count))) * range.step;
+    });
+    fold_vector(out, at, count, four, add);
 }
 
 KERNEL sign_unpack(const u8* planes, const u8* scales, i64 unit, float* out, int add, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    u32 scale = get_u32(scales + 4 * (i / unit));
-    fold(out + i, __uint_as_float(scale ^ code_of(planes, 1, i, count) << 31), add);
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = {};
+    auto scale_of = [=](i64 part) { return get_u32(scales + 4 * part); };
+    in_parts<FOUR>(at, count, unit, scale_of, [&](int j, u32 scale) {
+        four.of[j] = __uint_as_float(scale ^ code_of(planes, 1, at + j, count) << 31);
+    });
+    fold_vector(out, at, count, four, add);
 }

@@ -5,8 +5,11 @@
 // Shapes    logits [rows, pitch], of which columns skipped .. skipped + width are this shard's, the first `valid` of them words, from word `first`
 //           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
 //           negative target masks its row.
-// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh) but for the sums; rescaling and lse: a thread a row; the loss: a warp a sample.
-// Bytes     statistics 4 valid read an element (the second pass hits the cache), gradient 4 read and 4 written; half where logits have 16 bits (_16).
+// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh); for statistics of more than 16,384 words a block of 512 threads a row, of more than 32,768 of 1024.
+//           Rescaling and lse: a thread a row; the loss: a warp a sample.
+// Bytes     statistics 4 valid read an element, gradient 4 read and 4 written; half where logits have 16 bits (_16). Exponentials are of the differences from the largest of
+//           all, so a row is kept in shared memory from the search for that to the sum: its first 25,152 words, or 50,304 of 16 bits. What is beyond is read once more. Rows that
+//           are worked on at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second half comes from the L2 cache.
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
 //           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where
 //           the f64 lies within 1e-16 of the middle of two f32; the loss may differ by 1e-15 of itself. And if the maximum is zero, its
@@ -15,6 +18,21 @@
 #include "rows.cuh"
 
 #define WARP 32
+
+// Bytes of shared memory for rows, at most: with what the source takes there is room on every GPU that has 99 KiB; src/geometry.rs has the same.
+#define HELD_BYTES 100608
+#define HELD_THREADS 1024
+#define HELD_HALVES (HELD_THREADS / ROW_LANES)
+
+// 16 bytes of numbers as words, and one out of its word.
+DEVICE u32 word_of(const Vector<float, FOUR>& bits, int word) { return __float_as_uint(bits.of[word]); }
+DEVICE u32 word_of(const Vector<u16, EIGHT>& bits, int word) { return bits.of[2 * word] | static_cast<u32>(bits.of[2 * word + 1]) << 16; }
+
+DEVICE float number_of(const float*, u32 word, i64) { return __uint_as_float(word); }
+DEVICE float number_of(const Halves& x, u32 word, i64 i) {
+    u16 bits = static_cast<u16>(word >> (i % 2 * 16));
+    return x.f16 ? from_f16(bits) : from_bf16(bits);
+}
 
 // The column of a target, -1 if it is not held here.
 DEVICE i64 column_of(int target, i64 first, i64 valid) {
@@ -25,20 +43,43 @@ DEVICE i64 column_of(int target, i64 first, i64 valid) {
 template <int N, class In>
 DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                                    float* target, i64 rows) {
-    SHARED(float, partial, ROW_HALVES);
+    GIVEN(u32, held, HELD_BYTES / 4);
+    SHARED(float, partial, HELD_HALVES);
     Team team = team_of(rows, valid);
     In row = logits + (team.live ? team.row * pitch + skipped : 0);
-    float largest = row_max<N>(team, valid, partial, row);
+    // Elements that are kept, and where the 16 bytes around one are: in odd blocks of 1024, what half a warp reads changes places with its neighbour, so that the two halves
+    // of a warp meet in no bank.
+    i64 kept = smaller((valid + 31) / 32 * 32, HELD_BYTES / 16 * N), before = team.first / team.halves * (kept / N);
+    auto place = [=](i64 i) { return 4 * (before + (i / N ^ (i / ROW_BLOCK % 2 * (ROW_LANES / N)))); };
+    float largest = row_max_of<N>(team, valid, partial, [&](i64 i) {
+        auto bits = load_vector<N>(bits_of(row), i, valid);
+        Vector<float, N> of;
+        i64 at = place(i);
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+            if (i < kept) held[at + word] = word_of(bits, word);
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) of.of[j] = number_of(row, word_of(bits, j * 4 / N), j);
+        return of;
+    });
+    __syncthreads();  // the rows are held
     // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
     float from = largest > -INFINITE ? largest : 0.0f;
     float total[1];
-    row_sums<1>(team, valid, partial, total, [&](i64 i, float(&term)[1]) { term[0] = exp_bits(row[i] - from); });
+    row_sums<1>(team, valid, partial, total, [&](i64 i, float(&term)[1]) { 
+        float x = i < kept ? number_of(row, held[place(i) + i % N * 4 / N], i) : row[i];
+        term[0] = exp_bits(x - from);
+    });
     if (!team.live || team.half != 0 || team.lane != 0) return;
     i64 column = column_of(targets[team.row], first, valid);
     max[team.row] = largest;
     sum[team.row] = total[0];
     target[team.row] = column < 0 ? 0.0f : row[column];
 }
+
+#undef MOST_THREADS
+#define MOST_THREADS HELD_THREADS
 
 KERNEL cross_entropy_stats(const float* logits, const int* targets, i64 pitch, i64 skipped, i64 valid, i64 first, float* max, float* sum,
                            float* target, i64 rows) {
@@ -49,6 +90,9 @@ KERNEL cross_entropy_stats_16(const u16* logits, const int* targets, i64 pitch, 
                               float* target, i64 rows, int f16) {
     cross_entropy_stats_of<EIGHT>(halves(logits, f16), targets, pitch, skipped, valid, first, max, sum, target, rows);
 }
+
+#undef MOST_THREADS
+#define MOST_THREADS THREADS
 
 KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
     i64 i = global_thread();

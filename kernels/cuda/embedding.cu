@@ -4,17 +4,19 @@
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: a block of threads for 64 of its rows (`embedding_backward`) or for
-//           one (`embedding_backward_tree`) and 256 columns reads all ids, 256 at a time through shared memory; a thread has a column, and adds
-//           what belongs to its rows in the order of the ids. Positions: a thread an element of dtable.
-// Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 read and 4 written for each of a row that occurs, and the
-//           ids once for each 64 rows (or each row) and 256 columns, from the L2 cache.
+// Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: the places of the ids are
+//           sorted by buckets of 64 ids (`group_ids`, `choice_parts` and `choice_places` of permutation.cu), in order within each. A block of threads for a row of the table and 256
+//           vectors of columns finds those of its own id in its bucket, and adds them in that order. Positions: a thread four elements of dtable.
+// Launches  the gradient of a table four, with the sort.
+// Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 written for each of the table, or 4 read and 4 written for each of a row that occurs; an id is read twice by
+//           the sort, and a place with its id by each row of its bucket, from the caches.
 //           Half of what is read and written of x, out, dout and, in lookups, the table, where they have 16 bits (_16); gradients of tables are f32.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
 //           added in the balanced tree.
 #include "checked.cuh"
 #include "halves.cuh"
 #include "tree.cuh"
+#include "warp.cuh"
 
 #define TABLE_ROWS 64
 
@@ -43,72 +45,110 @@ KERNEL check_ids(const int* ids, i64 vocab, int masked, i64* found, i64 count) {
     find_first(ids, count, vocab, found, firsts, [&](i64 i) { return ids[i] >= vocab || (ids[i] < 0 && !masked); });
 }
 
+// Calls add(i, bits) for the places i at which `ids` has `id`, in order, with what dout has there from `column` on. `order` has the places of the id's bucket from begin to end.
+template <int N, class In, class Add>
+DEVICE void for_places(const int* ids, i64 id, const int* order, i64 begin, i64 end, const In& dout, i64 column, i64 h, Add add) {
+    SHARED(u32, masks, THREADS / WARP);
+    SHARED(int, places, THREADS);
+    int lane = lane_of_warp(), warp = static_cast<int>(threadIdx.x) / WARP;
+    for (i64 first = begin; first < end; first += THREADS) {
+        i64 at = first + threadIdx.x;
+        int place = at < end ? order[at] : -1;
+        bool mine = place >= 0 && ids[place] == id;
+        u32 mask = __ballot_sync(FULL_WARP, mine);
+        if (lane == 0) masks[warp] = mask;
+        __syncthreads();  // the masks are written, and the places before these are read
+        int before = 0, found = 0;
+        for (int other = 0; other < THREADS / WARP; other++) {
+            int of_warp = __popc(masks[other]);
+            before += other < warp ? of_warp : 0;
+            found += of_warp;
+        }
+        if (mine) places[before + __popc(mask & lanes_below(lane))] = place;
+        __syncthreads();  // the places are written, and the masks are read
+        if (column >= h) continue;
+        auto load = [&](i64 i) { return load_vector<N>(bits_of(dout + places[i] * h), column, h); };
+        in_order(0, found, load, [&](i64 i, const auto& bits) { add(static_cast<i64>(places[i]), numbers_of(dout, bits)); });
+    }
+}
+
+// The range of the bucket of row `row` in the order of all: `ends` has the end of each bucket.
+struct Bucket {
+    i64 begin, end;
+};
+
+DEVICE Bucket bucket_of(const int* ends, i64 first_row, i64 row) {
+    i64 bucket = (first_row + row) / TABLE_ROWS - first_row / TABLE_ROWS;
+    return {bucket > 0 ? ends[bucket - 1] : 0, ends[bucket]};
+}
+
 // dtable is overwritten, or added to if `accumulate` is not 0.
-template <class In>
-DEVICE void embedding_backward_of(const int* ids, In dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
-    SHARED(int, shared_ids, THREADS);
-    i64 begin = static_cast<i64>(blockIdx.x) * TABLE_ROWS, end = smaller(rows, begin + TABLE_ROWS);
-    i64 column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
-    if (!accumulate && column < h) {
-        for (i64 row = begin; row < end; row++) dtable[row * h + column] = 0.0f;
-    }
-    for (i64 first = 0; first < count; first += THREADS) {
-        __syncthreads();  // the ids before these are read
-        if (first + threadIdx.x < count) shared_ids[threadIdx.x] = ids[first + threadIdx.x];
-        __syncthreads();
-        for (i64 i = 0; column < h && i < smaller(THREADS, count - first); i++) {
-            i64 row = static_cast<i64>(shared_ids[i]) - first_row;
-            if (row >= begin && row < end) dtable[row * h + column] += dout[(first + i) * h + column];
-        }
-    }
-}
-
-KERNEL embedding_backward(const int* ids, const float* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h) {
-    embedding_backward_of(ids, dout, first_row, rows, dtable, accumulate, count, h);
-}
-
-KERNEL embedding_backward_16(const int* ids, const u16* dout, i64 first_row, i64 rows, float* dtable, int accumulate, i64 count, i64 h,
-                             int f16) {
-    embedding_backward_of(ids, halves(dout, f16), first_row, rows, dtable, accumulate, count, h);
-}
-
-// The same with the ids cut into runs of `run`, each summed from zero, which are added up in the tree, and the sum to dtable.
-template <class In>
-DEVICE void embedding_tree_of(const int* ids, In dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run, i64 h) {
-    SHARED(int, shared_ids, THREADS);
-    i64 row = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
-    Tree tree;
-    float sum = 0.0f;
+template <int N, class In>
+DEVICE void embedding_backward_of(const int* ids, const int* order, const int* ends, In dout, i64 first_row, float* dtable, int accumulate, i64 h) {
+    i64 row = blockIdx.x, column = (static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x) * N;
+    Bucket bucket = bucket_of(ends, first_row, row);
+    float* to = dtable + row * h;
+    Vector<float, N> sum = {};
     bool any = false;
-    for (i64 first = 0; first < count; first += THREADS) {
-        __syncthreads();  // the ids before these are read
-        if (first + threadIdx.x < count) shared_ids[threadIdx.x] = ids[first + threadIdx.x];
-        __syncthreads();
-        for (i64 i = first; i < smaller(first + THREADS, count); i++) {
-            if (static_cast<i64>(shared_ids[i - first]) - first_row == row && column < h) {
-                sum += dout[i * h + column];
-                any = true;
-            }
-            if ((i + 1) % run == 0) {
-                // A run without the word adds zeros, which changes no bits: no such sum is a negative zero.
-                tree.push(sum);
-                sum = 0.0f;
-            }
+    for_places<N>(ids, first_row + row, order, bucket.begin, bucket.end, dout, column, h, [&](i64, const Vector<float, N>& next) {
+        if (accumulate && !any) sum = load_vector<N>(to, column, h);
+        any = true;
+#pragma unroll
+        for (int j = 0; j < N; j++) sum.of[j] += next.of[j];
+    });
+    if (column < h && (any || !accumulate)) store_vector(to, column, h, sum);
+}
+
+KERNEL embedding_backward(const int* ids, const int* order, const int* ends, const float* dout, i64 first_row, float* dtable, int accumulate, i64 h) {
+    embedding_backward_of<FOUR>(ids, order, ends, dout, first_row, dtable, accumulate, h);
+}
+
+KERNEL embedding_backward_16(const int* ids, const int* order, const int* ends, const u16* dout, i64 first_row, float* dtable, int accumulate, i64 h,
+                             int f16) {
+    embedding_backward_of<EIGHT>(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, h);
+}
+
+// The same with the ids cut into `runs` runs of `run`, each summed from zero, which are added up in the tree, and the sum to dtable.
+template <class In>
+DEVICE void embedding_tree_of(const int* ids, const int* order, const int* ends, In dout, i64 first_row, float* dtable, int accumulate, i64 runs, i64 run,
+                              i64 h) {
+    i64 row = blockIdx.x, column = (static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x) * FOUR;
+    Bucket bucket = bucket_of(ends, first_row, row);
+    float* to = dtable + row * h;
+    Tree trees[FOUR];
+    Vector<float, FOUR> sum = {};
+    i64 at = 0;  // the run that is being summed
+    bool any = false;
+    // A run without the word adds zeros, which changes no bits: no such sum is a negative zero.
+    auto up_to = [&](i64 next) {
+        for (; at < next; at++) {
+#pragma unroll
+            for (int j = 0; j < FOUR; j++) trees[j].push(sum.of[j]), sum.of[j] = 0.0f;
         }
-    }
-    if (column >= h) return;
-    float old = accumulate ? dtable[row * h + column] : 0.0f;
-    dtable[row * h + column] = any ? old + tree.finish() : old;
+    };
+    for_places<FOUR>(ids, first_row + row, order, bucket.begin, bucket.end, dout, column, h, [&](i64 i, const Vector<float, FOUR>& next) {
+        up_to(i / run);
+        any = true;
+#pragma unroll
+        for (int j = 0; j < FOUR; j++) sum.of[j] += next.of[j];
+    });
+    if (column >= h || (accumulate && !any)) return;
+    up_to(any ? runs : 0);
+    Vector<float, FOUR> total = {};
+    if (accumulate) total = load_vector<FOUR>(to, column, h);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) total.of[j] = any ? total.of[j] + trees[j].finish() : 0.0f;
+    store_vector(to, column, h, total);
 }
 
-KERNEL embedding_backward_tree(const int* ids, const float* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run,
-                               i64 h) {
-    embedding_tree_of(ids, dout, first_row, dtable, accumulate, count, run, h);
+KERNEL embedding_backward_tree(const int* ids, const int* order, const int* ends, const float* dout, i64 first_row, float* dtable, int accumulate, i64 runs,
+                               i64 run, i64 h) {
+    embedding_tree_of(ids, order, ends, dout, first_row, dtable, accumulate, runs, run, h);
 }
 
-KERNEL embedding_backward_tree_16(const int* ids, const u16* dout, i64 first_row, float* dtable, int accumulate, i64 count, i64 run, i64 h,
-                                  int f16) {
-    embedding_tree_of(ids, halves(dout, f16), first_row, dtable, accumulate, count, run, h);
+KERNEL embedding_backward_tree_16(const int* ids, const int* order, const int* ends, const u16* dout, i64 first_row, float* dtable, int accumulate,
+                                  i64 runs, i64 run, i64 h, int f16) {
+    embedding_tree_of(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, runs, run, h);
 }
 
 template <int N, class In, class Out> DEVICE void positions_forward_of(In x, In table, i64 first, i64 seq, Out out, i64 count, i64 h) {
@@ -133,16 +173,25 @@ KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, 
 // `run`, each summed in order from zero, which are added up in the tree.
 template <class In>
 DEVICE void positions_backward_of(In dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
-    i64 at = global_thread();
-    if (at >= seq * h) return;
-    Tree tree;
+    i64 at = global_thread() * FOUR, count = seq * h;
+    if (at >= count) return;
+    Tree trees[FOUR];
     for (i64 begin = 0; begin < batch; begin += run) {
-        float sum = 0.0f;
-        for (i64 sample = begin; sample < smaller(batch, begin + run); sample++) sum += dout[sample * seq * h + at];
-        tree.push(sum);
+        Vector<float, FOUR> sum = {};
+        auto load = [=](i64 sample) { return load_vector<FOUR>(bits_of(dout + sample * count), at, count); };
+        in_order(begin, smaller(batch, begin + run), load, [&](i64, const auto& bits) {
+            Vector<float, FOUR> next = numbers_of(dout, bits);
+#pragma unroll
+            for (int j = 0; j < FOUR; j++) sum.of[j] += next.of[j];
+        });
+#pragma unroll
+        for (int j = 0; j < FOUR; j++) trees[j].push(sum.of[j]);
     }
-    float old = accumulate ? dtable[first * h + at] : 0.0f;
-    dtable[first * h + at] = old + tree.finish();
+    Vector<float, FOUR> total = {};
+    if (accumulate) total = load_vector<FOUR>(dtable + first * h, at, count);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) total.of[j] = total.of[j] + trees[j].finish();
+    store_vector(dtable + first * h, at, count, total);
 }
 
 KERNEL positions_backward(const float* dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {

@@ -4,11 +4,12 @@
 //
 // Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts, an f64 for
 //           each piece of 32768 elements of a vector; totals [vectors] (f64).
-// Geometry  squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a thread an element.
+// Geometry  squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a thread 16 bytes (neighbours.cuh).
 // Launches  two for all parameters.
 // Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
 // Bits      those of the CPU: crates/tensor/src/cpu/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
 //           after another, then the pieces one after another, then the vectors. The CPU has no unscale: each element is one product.
+#include "neighbours.cuh"
 #include "vectors.cuh"
 
 #define PIECE 32768
@@ -68,9 +69,13 @@ KERNEL sum_of_parts(const double* parts, const i64* starts, i64 vectors, double*
 
 // x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it write the same.
 KERNEL unscale(float* x, float inverse, int* overflow, i64 count) {
-    i64 i = global_thread();
-    if (i >= count) return;
-    float value = x[i] * inverse;
-    x[i] = value;
-    if ((__float_as_uint(value) & 0x7f800000u) == 0x7f800000u) *overflow = 1;
+    i64 at = global_thread() * FOUR;
+    if (at >= count) return;
+    Vector<float, FOUR> four = load_vector<FOUR>(x, at, count);
+#pragma unroll
+    for (int j = 0; j < FOUR; j++) {
+        four.of[j] = four.of[j] * inverse;
+        if (at + j < count && (__float_as_uint(four.of[j]) & 0x7f800000u) == 0x7f800000u) *overflow = 1;
+    }
+    store_vector(x, at, count, four);
 }

@@ -23,13 +23,30 @@ DEVICE void store(float* to, i64 i, float x) { to[i] = x; }
 DEVICE void store(u16* to, i64 i, float x) { to[i] = to_operand(x); }
 DEVICE void store(const Halves& to, i64 i, float x) { to.at[i] = narrow(x, to.f16); }
 
-// Neighbours, in f32 whatever they are in memory (neighbours.cuh).
-template <int N> DEVICE Vector<float, N> load_vector(const Halves& x, i64 at, i64 count) {
-    Vector<u16, N> from = load_vector<N>(x.at, at, count);
+// A tensor as it is in memory, and the numbers that neighbours in it are (neighbours.cuh).
+DEVICE const float* bits_of(const float* x) { return x; }
+DEVICE const u16* bits_of(const Halves& x) { return x.at; }
+
+template <int N> DEVICE const Vector<float, N>& numbers_of(const float*, const Vector<float, N>& bits) { return bits; }
+
+template <int N> DEVICE Vector<float, N> numbers_of(const Halves& x, const Vector<u16, N>& bits) {
     Vector<float, N> vector;
 #pragma unroll
-    for (int j = 0; j < N; j++) vector.of[j] = x.f16 ? from_f16(from.of[j]) : from_bf16(from.of[j]);
+    for (int j = 0; j < N; j++) vector.of[j] = x.f16 ? from_f16(bits.of[j]) : from_bf16(bits.of[j]);
     return vector;
+}
+
+// Neighbours, in f32 whatever they are in memory.
+template <int N> DEVICE Vector<float, N> load_vector(const Halves& x, i64 at, i64 count) { return numbers_of(x, load_vector<N>(x.at, at, count)); }
+
+// Neighbours of two tensors of one type, as they are in memory: what a step of in_order loads.
+template <class Bits> struct TwoOf {
+    Bits first, second;
+};
+
+template <int N, class In> DEVICE auto load_two(const In& first, const In& second, i64 at, i64 count) {
+    auto bits = load_vector<N>(bits_of(first), at, count);
+    return TwoOf<decltype(bits)>{bits, load_vector<N>(bits_of(second), at, count)};
 }
 
 template <int N> DEVICE void store_vector(const Halves& x, i64 at, i64 count, const Vector<float, N>& vector) {

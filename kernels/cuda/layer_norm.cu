@@ -5,7 +5,7 @@
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
 // Geometry  forward a block of threads for as many rows as it holds, backward, with the parts, for a part of up to 64 rows (norm.cuh). Rows of more than 8192: a team of half
-//           warps a row (rows.cuh), and for the parts a thread a column and part.
+//           warps a row (rows.cuh), and for the parts a thread 16 bytes of the columns of a part.
 // Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
 //           16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are read more than once, from the cache but for backward (_wide), and once more for the parts.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
@@ -69,7 +69,7 @@ KERNEL layer_norm_backward_16(const u16* dy, const u16* x, const u16* gamma, con
 #undef MOST_THREADS
 #define MOST_THREADS THREADS
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void layer_norm_backward_wide_of(In dy, In x, In gamma, const float* mean, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, 2 * ROW_HALVES);
     Team team = team_of(rows, n);
@@ -83,44 +83,55 @@ DEVICE void layer_norm_backward_wide_of(In dy, In x, In gamma, const float* mean
     });
     if (!team.live) return;
     float g_mean = sums[0] / count, gx_mean = sums[1] / count;
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) {
-        float normal = (x[at + i] - m) * r;
-        float share = r * (dy[at + i] * gamma[i] - g_mean - normal * gx_mean);
-        store(dx, at + i, accumulate ? dx[at + i] + share : share);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(x + at, i, n), share = load_vector<N>(dy + at, i, n), gain = load_vector<N>(gamma, i, n), old = {};
+        if (accumulate) old = load_vector<N>(dx + at, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float normal = (of.of[j] - m) * r;
+            share.of[j] = r * (share.of[j] * gain.of[j] - g_mean - normal * gx_mean);
+            if (accumulate) share.of[j] = old.of[j] + share.of[j];
+        }
+        store_vector(dx + at, i, n, share);
     }
 }
 
 KERNEL layer_norm_backward_wide(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, float* dx,
                                 int accumulate, i64 rows, i64 n) {
-    layer_norm_backward_wide_of(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
+    layer_norm_backward_wide_of<FOUR>(dy, x, gamma, mean, rstd, dx, accumulate, rows, n);
 }
 
 KERNEL layer_norm_backward_wide_16(const u16* dy, const u16* x, const u16* gamma, const float* mean, const float* rstd, u16* dx,
                                    int accumulate, i64 rows, i64 n, int f16) {
-    layer_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
+    layer_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.
-template <class In>
-DEVICE void layer_norm_parts(In dy, In x, const float* mean, const float* rstd, const i64* starts, float* dgamma, float* dbeta, i64 n) {
-    i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
-    if (column >= n) return;
-    float gamma_sum = 0.0f, beta_sum = 0.0f;
-    for (i64 row = starts[part]; row < starts[part + 1]; row++) {
-        float g = dy[row * n + column], normal = (x[row * n + column] - mean[row]) * rstd[row];
-        gamma_sum += g * normal;
-        beta_sum += g;
-    }
-    dgamma[part * n + column] = gamma_sum;
-    dbeta[part * n + column] = beta_sum;
+template <int N, class In>
+DEVICE void layer_norm_parts(In dy, In x, const float* mean, const float* rstd, const i64* starts, float* dgamma, float* dbeta, i64 parts, i64 n) {
+    RowPlace at = row_place<N>(parts, n);
+    if (!at.there) return;
+    Vector<float, N> gamma_sum = {}, beta_sum = {};
+    auto load = [=](i64 row) { return load_two<N>(dy + row * n, x + row * n, at.column, n); };
+    in_order(starts[at.row], starts[at.row + 1], load, [&](i64 row, const auto& bits) {
+        Vector<float, N> g = numbers_of(dy, bits.first), of = numbers_of(x, bits.second);
+        float m = mean[row], r = rstd[row];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            gamma_sum.of[j] += g.of[j] * ((of.of[j] - m) * r);
+            beta_sum.of[j] += g.of[j];
+        }
+    });
+    store_vector(dgamma + at.row * n, at.column, n, gamma_sum);
+    store_vector(dbeta + at.row * n, at.column, n, beta_sum);
 }
 
 KERNEL layer_norm_backward_parts(const float* dy, const float* x, const float* mean, const float* rstd, const i64* starts,
-                                 float* dgamma, float* dbeta, i64 n) {
-    layer_norm_parts(dy, x, mean, rstd, starts, dgamma, dbeta, n);
+                                 float* dgamma, float* dbeta, i64 parts, i64 n) {
+    layer_norm_parts<FOUR>(dy, x, mean, rstd, starts, dgamma, dbeta, parts, n);
 }
 
 KERNEL layer_norm_backward_parts_16(const u16* dy, const u16* x, const float* mean, const float* rstd, const i64* starts, float* dgamma,
-                                    float* dbeta, i64 n, int f16) {
-    layer_norm_parts(halves(dy, f16), halves(x, f16), mean, rstd, starts, dgamma, dbeta, n);
+                                    float* dbeta, i64 parts, i64 n, int f16) {
+    layer_norm_parts<EIGHT>(halves(dy, f16), halves(x, f16), mean, rstd, starts, dgamma, dbeta, parts, n);
 }

@@ -26,7 +26,7 @@ using u8 = unsigned char;
 #endif
 // Shared memory that the launch gives: `count` elements at most, once in a kernel.
 #ifndef GIVEN
-#define GIVEN(type, name, count) extern __shared__ type name[]
+#define GIVEN(type, name, count) extern __shared__ __align__(16) type name[]
 #endif
 
 // The number of this thread in the grid, of one dim.

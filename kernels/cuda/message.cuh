@@ -1,6 +1,7 @@
 // Bytes of messages, which begin anywhere, and sums over the threads of a block.
 #pragma once
 #include "float16.cuh"
+#include "neighbours.cuh"
 #include "warp.cuh"
 
 #define BLOCK_WARPS (THREADS / WARP)
@@ -18,6 +19,28 @@ DEVICE float get_float(const u8* from) { return __uint_as_float(get_u32(from)); 
 
 // Stores a value, or adds it.
 DEVICE void fold(float* to, float x, int add) { *to = add ? *to + x : x; }
+
+// The same for neighbours.
+template <int N> DEVICE void fold_vector(float* to, i64 at, i64 count, Vector<float, N> x, int add) {
+    Vector<float, N> old = {};
+    if (add) old = load_vector<N>(to, at, count);
+#pragma unroll
+    for (int j = 0; j < N; j++) x.of[j] = add ? old.of[j] + x.of[j] : x.of[j];
+    store_vector(to, at, count, x);
+}
+
+// Calls of(j, number) for the neighbours at + j of a thread that are below `count`, with number_of(part) of the part of `unit` elements that each lies in.
+template <int N, class Number, class Of> DEVICE void in_parts(i64 at, i64 count, i64 unit, Number number_of, Of of) {
+    i64 part = at / unit, within = at % unit;
+    auto number = number_of(part);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (at + j >= count) break;
+        if (within == unit) within = 0, number = number_of(++part);
+        within++;
+        of(j, number);
+    }
+}
 
 // op over all threads of the block, in all of them. `parts` is shared memory of BLOCK_WARPS.
 template <class T, class Parts, class Op> DEVICE T over_block(T x, Parts& parts, Op op) {

@@ -58,6 +58,30 @@ template <class Row> DEVICE Beside<Row> beside(Row row, i64 n) { return {row, n}
 
 template <int N, class Row> DEVICE auto load_vector(const Beside<Row>& x, i64 at, i64) { return load_around<N>(x.row, at % x.n, x.n); }
 
+// The N neighbours of a thread in a row of n elements, of `rows` rows: none goes on in the next row, and the last of a row may be fewer.
+struct RowPlace {
+    i64 row, column;
+    bool there;
+};
+
+template <int N> DEVICE RowPlace row_place(i64 rows, i64 n) {
+    i64 each = (n + N - 1) / N, at = global_thread();
+    return {at / each, at % each * N, at < rows * each};
+}
+
+// Calls use(i, load(i)) for the numbers begin .. end in order. AHEAD are loaded before the first of them is used: `load` gives what is in memory, and leaves to `use` what waits for it.
+template <int AHEAD = 4, class Load, class Use> DEVICE void in_order(i64 begin, i64 end, Load load, Use use) {
+    i64 next = begin;
+    for (; next + AHEAD <= end; next += AHEAD) {
+        decltype(load(next)) loaded[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) loaded[i] = load(next + i);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) use(next + i, loaded[i]);
+    }
+    for (; next < end; next++) use(next, load(next));
+}
+
 // Rows of n elements, of which row i is row source(i) of x: zeros where that is negative. The elements from `at` on of `count`.
 template <int N, class X, class Source> DEVICE auto load_rows(const X& x, i64 at, i64 count, i64 n, Source source) {
     i64 row = at / n, column = at % n, from = source(row);

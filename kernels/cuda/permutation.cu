@@ -18,26 +18,6 @@
 #include "neighbours.cuh"
 #include "warp.cuh"
 
-// The lanes that are `there` with the same number as this one, of numbers from 0 to end - 1. All lanes of a warp come here.
-DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
-    u32 lanes = __ballot_sync(FULL_WARP, there);
-    for (i64 bit = 1; bit < end; bit *= 2) {
-        u32 set = __ballot_sync(FULL_WARP, (number & bit) != 0);
-        lanes &= (number & bit) != 0 ? set : ~set;
-    }
-    return lanes;
-}
-
-// Calls `of(i, id, lanes)` for 32 choices at a time: ids from `first` on, the lanes with the same; none for a choice without one of these ids, and beyond the end.
-template <class F> DEVICE void for_choices(const int* choices, i64 begin, i64 end, i64 first, i64 ids, F of) {
-    for (i64 next = begin; next < end; next += WARP) {
-        i64 i = next + lane_of_warp(), id = i < end ? choices[i] - first : -1;
-        bool there = id >= 0 && id < ids;
-        u32 lanes = lanes_with(there, id, ids);
-        of(i, id, there ? lanes : 0u);
-    }
-}
-
 // How often a warp's choices have each id. A part has `part` choices of a sample of `each`, the last of it fewer. counts [samples, parts, ids].
 KERNEL choice_parts(const int* choices, i64 each, i64 part, i64 parts, i64 first, i64 ids, int* counts, i64 samples) {
     i64 at = global_thread() / WARP;
@@ -47,10 +27,7 @@ KERNEL choice_parts(const int* choices, i64 each, i64 part, i64 parts, i64 first
     for (i64 id = lane; id < ids; id += WARP) own[id] = 0;
     __syncwarp();
     i64 sample = at / parts, begin = sample * each + at % parts * part;
-    for_choices(choices, begin, smaller(begin + part, (sample + 1) * each), first, ids, [=](i64, i64 id, u32 lanes) {
-        if (lanes != 0 && (lanes & lanes_below(lane)) == 0) own[id] += __popc(lanes);
-        __syncwarp();
-    });
+    count_numbers(own, begin, smaller(begin + part, (sample + 1) * each), ids, [=](i64 i) { return choices[i] - first; }, [](i64, i64) {});
 }
 
 // The sum over the parts of a sample.
@@ -94,15 +71,11 @@ KERNEL choice_places(const int* choices, i64 count, i64 part, i64 parts, i64 fir
         if (id < ids) own[id] = static_cast<int>(place);
     }
     __syncwarp();
-    i64 end = smaller(count, (at + 1) * part);
-    for_choices(choices, at * part, end, first, ids, [=](i64 i, i64 id, u32 lanes) {
-        int slot = lanes != 0 ? own[id] + __popc(lanes & lanes_below(lane)) : -1;
-        __syncwarp();
-        if (lanes != 0 && (lanes & lanes_below(lane)) == 0) own[id] += __popc(lanes);
-        __syncwarp();
+    auto id_of = [=](i64 i) { return choices[i] - first; };
+    count_numbers(own, at * part, smaller(count, (at + 1) * part), ids, id_of, [=](i64 i, i64 slot) {
         if (slot >= total) slot = -1;
         if (slot >= 0) order[slot] = static_cast<int>(i);
-        if (i < end) slots[i] = slot;
+        slots[i] = static_cast<int>(slot);
     });
     if (at != 0 || before == total) return;
     for (i64 i = before + lane; i < total; i += WARP) order[i] = 0;

@@ -4,7 +4,7 @@
 //
 // Shapes    inputs [ranks], the addresses of buffers [count]; out [count], which may be one of them.
 // Geometry  a thread 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16 ranks, else one after another; the sums that wait are in
-//           registers. Sums of vectors that follow each other: a thread an element.
+//           registers. Sums of vectors that follow each other, in the place of ranks: the same.
 // Bytes     an element of each rank read and one written.
 // Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once,
 //           integers wrap around. A maximum or minimum is NaN if any is.
@@ -43,8 +43,9 @@ struct F16 {
 // Levels of the tree of fewer than 16 ranks.
 #define FEW_LEVELS 4
 
-template <class Join, class Of>
-DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename Of::Stored* out, i64 count) {
+// `input_of(rank)` is where a rank's buffer begins.
+template <class Join, class Of, class Inputs>
+DEVICE void reduce_inputs(Inputs input_of, i64 ranks, typename Of::Stored* out, i64 count) {
     using Stored = typename Of::Stored;
     constexpr int N = SIXTEEN_BYTES(Stored);
     i64 at = global_thread() * N;
@@ -52,7 +53,7 @@ DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename
     if (ranks < 1 << FEW_LEVELS) {
         TreeOf<Join, typename Of::Wide, FEW_LEVELS> trees[N];
         for (i64 rank = 0; rank < ranks; rank++) {
-            Vector<Stored, N> input = load_vector<N>(inputs[rank], at, count);
+            Vector<Stored, N> input = load_vector<N>(input_of(rank), at, count);
 #pragma unroll
             for (int j = 0; j < N; j++) trees[j].push(Of::load(input.of[j]));
         }
@@ -64,9 +65,14 @@ DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename
     }
     for (i64 i = at; i < smaller(at + N, count); i++) {
         TreeOf<Join, typename Of::Wide> tree;
-        for (i64 rank = 0; rank < ranks; rank++) tree.push(Of::load(inputs[rank][i]));
+        for (i64 rank = 0; rank < ranks; rank++) tree.push(Of::load(input_of(rank)[i]));
         out[i] = Of::store(tree.finish());
     }
+}
+
+template <class Join, class Of>
+DEVICE void reduce(const typename Of::Stored* const* inputs, i64 ranks, typename Of::Stored* out, i64 count) {
+    reduce_inputs<Join, Of>([=](i64 rank) { return inputs[rank]; }, ranks, out, count);
 }
 
 KERNEL reduce_sum_f32(const float* const* inputs, i64 ranks, float* out, i64 count) {
@@ -155,9 +161,5 @@ KERNEL reduce_min_u8(const u8* const* inputs, i64 ranks, u8* out, i64 count) {
 
 // The sum of `vectors` vectors of n elements that follow each other in x.
 KERNEL tree_sum(const float* x, i64 vectors, float* out, i64 n) {
-    i64 i = global_thread();
-    if (i >= n) return;
-    Tree tree;
-    for (i64 vector = 0; vector < vectors; vector++) tree.push(x[vector * n + i]);
-    out[i] = tree.finish();
+    reduce_inputs<Sum, F32>([=](i64 vector) { return x + vector * n; }, vectors, out, n);
 }

@@ -62,7 +62,7 @@ KERNEL rms_norm_backward_16(const u16* dy, const u16* x, const u16* weight, cons
 #undef MOST_THREADS
 #define MOST_THREADS THREADS
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void rms_norm_backward_wide_of(In dy, In x, In weight, const float* rstd, Out dx, int accumulate, i64 rows, i64 n) {
     SHARED(float, partial, ROW_HALVES);
     Team team = team_of(rows, n);
@@ -72,36 +72,49 @@ DEVICE void rms_norm_backward_wide_of(In dy, In x, In weight, const float* rstd,
                 [&](i64 i, float(&term)[1]) { term[0] = dy[at + i] * weight[i] * (x[at + i] * r); });
     if (!team.live) return;
     float gx_mean = sum[0] / static_cast<float>(n);
-    for (i64 i = first_of(team); i < n; i += stride_of(team)) {
-        float normal = x[at + i] * r;
-        float share = r * (dy[at + i] * weight[i] - normal * gx_mean);
-        store(dx, at + i, accumulate ? dx[at + i] + share : share);
+    for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
+        Vector<float, N> of = load_vector<N>(x + at, i, n), share = load_vector<N>(dy + at, i, n), gain = load_vector<N>(weight, i, n), old = {};
+        if (accumulate) old = load_vector<N>(dx + at, i, n);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float normal = of.of[j] * r;
+            share.of[j] = r * (share.of[j] * gain.of[j] - normal * gx_mean);
+            if (accumulate) share.of[j] = old.of[j] + share.of[j];
+        }
+        store_vector(dx + at, i, n, share);
     }
 }
 
 KERNEL rms_norm_backward_wide(const float* dy, const float* x, const float* weight, const float* rstd, float* dx, int accumulate,
                               i64 rows, i64 n) {
-    rms_norm_backward_wide_of(dy, x, weight, rstd, dx, accumulate, rows, n);
+    rms_norm_backward_wide_of<FOUR>(dy, x, weight, rstd, dx, accumulate, rows, n);
 }
 
 KERNEL rms_norm_backward_wide_16(const u16* dy, const u16* x, const u16* weight, const float* rstd, u16* dx, int accumulate, i64 rows,
                                  i64 n, int f16) {
-    rms_norm_backward_wide_of(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
+    rms_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
 }
 
 // For each part, of the rows starts[part] .. starts[part + 1], the sum of dy x̂, one row after another.
-template <class In> DEVICE void rms_norm_parts(In dy, In x, const float* rstd, const i64* starts, float* dweight, i64 n) {
-    i64 part = blockIdx.x, column = static_cast<i64>(blockIdx.y) * THREADS + threadIdx.x;
-    if (column >= n) return;
-    float sum = 0.0f;
-    for (i64 row = starts[part]; row < starts[part + 1]; row++) sum += dy[row * n + column] * (x[row * n + column] * rstd[row]);
-    dweight[part * n + column] = sum;
+template <int N, class In>
+DEVICE void rms_norm_parts(In dy, In x, const float* rstd, const i64* starts, float* dweight, i64 parts, i64 n) {
+    RowPlace at = row_place<N>(parts, n);
+    if (!at.there) return;
+    Vector<float, N> sum = {};
+    auto load = [=](i64 row) { return load_two<N>(dy + row * n, x + row * n, at.column, n); };
+    in_order(starts[at.row], starts[at.row + 1], load, [&](i64 row, const auto& bits) {
+        Vector<float, N> g = numbers_of(dy, bits.first), of = numbers_of(x, bits.second);
+        float r = rstd[row];
+#pragma unroll
+        for (int j = 0; j < N; j++) sum.of[j] += g.of[j] * (of.of[j] * r);
+    });
+    store_vector(dweight + at.row * n, at.column, n, sum);
 }
 
-KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rstd, const i64* starts, float* dweight, i64 n) {
-    rms_norm_parts(dy, x, rstd, starts, dweight, n);
+KERNEL rms_norm_backward_parts(const float* dy, const float* x, const float* rstd, const i64* starts, float* dweight, i64 parts, i64 n) {
+    rms_norm_parts<FOUR>(dy, x, rstd, starts, dweight, parts, n);
 }
 
-KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 n, int f16) {
-    rms_norm_parts(halves(dy, f16), halves(x, f16), rstd, starts, dweight, n);
+KERNEL rms_norm_backward_parts_16(const u16* dy, const u16* x, const float* rstd, const i64* starts, float* dweight, i64 parts, i64 n, int f16) {
+    rms_norm_parts<EIGHT>(halves(dy, f16), halves(x, f16), rstd, starts, dweight, parts, n);
 }

@@ -4,59 +4,72 @@
 //
 // Shapes    from, to: `rows` rows `from_row` and `to_row` elements apart, each of `heads` heads of head_dim; angles [positions, 2, head_dim/2]:
 //           cosines, then sines; row r is at positions[r], or without positions at r % seq. Backward: from may be to.
-// Geometry  a thread a pair of features.
+// Geometry  a thread 16 bytes of the first features of a head's pairs, and of the second ones (neighbours.cuh).
 // Bytes     16 read (half of them angles, which the heads of a row share in the cache) and 8 written a pair; in 16 bits (_16) 12 and 4.
 // Bits      those of the CPU: crates/tensor/src/cpu/kernels/attention/rotary.rs.
 #include "halves.cuh"
 
-struct Pair {
-    i64 from, to, angle, half;
+// Where the pairs of a thread are, and the angles of N of them.
+template <int N> struct Pairs {
+    i64 from, to, first, half;
+    Vector<float, N> cos, sin;
 };
 
-DEVICE Pair pair_of(i64 at, const int* positions, i64 seq, i64 heads, i64 head_dim, i64 from_row, i64 to_row) {
-    i64 half = head_dim / 2, i = at % half, head = at / half % heads, row = at / half / heads;
-    i64 position = positions ? positions[row] : row % seq;
-    return {row * from_row + head * head_dim + i, row * to_row + head * head_dim + i, position * head_dim + i, half};
+template <int N>
+DEVICE Pairs<N> pairs_of(const RowPlace& at, const float* angles, const int* positions, i64 seq, i64 heads, i64 head_dim, i64 from_row, i64 to_row) {
+    i64 half = head_dim / 2, head = at.row % heads, row = at.row / heads, position = positions ? positions[row] : row % seq;
+    const float* of = angles + position * head_dim;
+    return {row * from_row + head * head_dim, row * to_row + head * head_dim, at.column, half, load_vector<N>(of, at.column, half),
+            load_vector<N>(of + half, at.column, half)};
 }
 
-template <class In, class Out>
+template <int N, class In, class Out>
 DEVICE void rotary_forward_of(In from, i64 from_row, const float* angles, const int* positions, Out to, i64 to_row, i64 rows, i64 seq, i64 heads,
                               i64 head_dim) {
-    i64 at = global_thread();
-    if (at >= rows * heads * (head_dim / 2)) return;
-    Pair pair = pair_of(at, positions, seq, heads, head_dim, from_row, to_row);
-    float x = from[pair.from], y = from[pair.from + pair.half];
-    float cos = angles[pair.angle], sin = angles[pair.angle + pair.half];
-    store(to, pair.to, x * cos - y * sin);
-    store(to, pair.to + pair.half, y * cos + x * sin);
+    RowPlace at = row_place<N>(rows * heads, head_dim / 2);
+    if (!at.there) return;
+    Pairs<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, from_row, to_row);
+    Vector<float, N> x = load_vector<N>(from + of.from, of.first, of.half), y = load_vector<N>(from + of.from + of.half, of.first, of.half), a, b;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        a.of[j] = x.of[j] * of.cos.of[j] - y.of[j] * of.sin.of[j];
+        b.of[j] = y.of[j] * of.cos.of[j] + x.of[j] * of.sin.of[j];
+    }
+    store_vector(to + of.to, of.first, of.half, a);
+    store_vector(to + of.to + of.half, of.first, of.half, b);
 }
 
 KERNEL rotary_forward(const float* from, i64 from_row, const float* angles, const int* positions, float* to, i64 to_row, i64 rows, i64 seq,
                       i64 heads, i64 head_dim) {
-    rotary_forward_of(from, from_row, angles, positions, to, to_row, rows, seq, heads, head_dim);
+    rotary_forward_of<FOUR>(from, from_row, angles, positions, to, to_row, rows, seq, heads, head_dim);
 }
 
 KERNEL rotary_forward_16(const u16* from, i64 from_row, const float* angles, const int* positions, u16* to, i64 to_row, i64 rows, i64 seq,
                          i64 heads, i64 head_dim, int f16) {
-    rotary_forward_of(halves(from, f16), from_row, angles, positions, halves(to, f16), to_row, rows, seq, heads, head_dim);
+    rotary_forward_of<EIGHT>(halves(from, f16), from_row, angles, positions, halves(to, f16), to_row, rows, seq, heads, head_dim);
 }
 
 // In place: the gradient before the rotation from that after it.
-template <class X>
+template <int N, class X>
 DEVICE void rotary_backward_of(X x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim) {
-    i64 at = global_thread();
-    if (at >= rows * heads * (head_dim / 2)) return;
-    Pair pair = pair_of(at, positions, seq, heads, head_dim, row, row);
-    float a = x[pair.to], b = x[pair.to + pair.half];
-    float cos = angles[pair.angle], sin = angles[pair.angle + pair.half];
-    store(x, pair.to, a * cos + b * sin);
-    store(x, pair.to + pair.half, b * cos - a * sin);
+    RowPlace at = row_place<N>(rows * heads, head_dim / 2);
+    if (!at.there) return;
+    Pairs<N> of = pairs_of<N>(at, angles, positions, seq, heads, head_dim, row, row);
+    X first = x + of.to, second = x + of.to + of.half;
+    Vector<float, N> a = load_vector<N>(first, of.first, of.half), b = load_vector<N>(second, of.first, of.half), before, after;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        before.of[j] = a.of[j] * of.cos.of[j] + b.of[j] * of.sin.of[j];
+        after.of[j] = b.of[j] * of.cos.of[j] - a.of[j] * of.sin.of[j];
+    }
+    store_vector(first, of.first, of.half, before);
+    store_vector(second, of.first, of.half, after);
 }
 
 KERNEL rotary_backward(float* x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim) {
-    rotary_backward_of(x, row, angles, positions, rows, seq, heads, head_dim);
+    rotary_backward_of<FOUR>(x, row, angles, positions, rows, seq, heads, head_dim);
 }
 
 KERNEL rotary_backward_16(u16* x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim, int f16) {
-    rotary_backward_of(halves(x, f16), row, angles, positions, rows, seq, heads, head_dim);
+    rotary_backward_of<EIGHT>(halves(x, f16), row, angles, positions, rows, seq, heads, head_dim);
 }

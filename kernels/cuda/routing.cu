@@ -6,11 +6,13 @@
 //
 // Shapes    scores, logits [tokens, experts], the tokens of a sample one after another; ranked [tokens, width]; choices, kept, weights
 //           [tokens, k]; counts [samples, experts], or [experts] for all samples; losses and measures f64 [samples].
-// Launches  a choice without capacity and draws one, with a capacity three, where choices may go to other experts five with a fill.
+// Launches  a choice with its weights: without capacity and draws one, with a capacity three, where choices may go to other experts five with a fill.
 // Geometry  the choice: a warp a token, which takes the largest of what is free `width` times; a lane has every 32nd expert, so there are at most
-//           2048. Capacity: a warp an expert of a sample, which counts its choices in order. Where a choice may go to another expert one
-//           thread has a sample, because each choice depends on all before it: slow. The rest: a thread a token, an element or a sum.
-// Bytes     scores once, from the cache `width` times; with a capacity ranked once an expert of its sample.
+//           2048. Capacity: a warp a part of the tokens of a sample, which counts the choices of each expert (warp.cuh), and begins each behind those of the choices and parts
+//           before. Where a choice may go to another expert one thread has a sample, because each choice depends on all before it: slow. The rest: a thread a token, an
+//           element or a sum.
+// Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and of p parts a sample k p numbers an expert, of which each part reads
+//           k² p / 2 from the L2 cache.
 // Bits      those of the CPU (crates/tensor/src/cpu/kernels/routing.rs), where losses are summed in f64, but for two: z and its gradient need an
 //           exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and the host's C library round differently in the last
 //           bit; the gradient is rounded to f32 afterwards.
@@ -68,10 +70,33 @@ DEVICE int smallest(u64 numbers) {
     return first;
 }
 
+// The expert of a place; without choices a token has all experts.
+DEVICE i64 chosen_at(const int* choices, i64 token, i64 place, i64 k) { return choices ? choices[token * k + place] : place; }
+
+// What the weights of a token are divided by.
+DEVICE float divisor_of(const float* row, const int* choices, i64 token, i64 k, int normalise) {
+    if (!normalise) return 1.0f;
+    float sum = 1e-20f;
+    for (i64 place = 0; place < k; place++) {
+        i64 expert = chosen_at(choices, token, place, k);
+        sum += expert < 0 ? 0.0f : row[expert];
+    }
+    return sum;
+}
+
+// The weights of a token's places begin, begin + step, ..
+DEVICE void weigh(const float* row, const int* choices, i64 token, i64 k, int normalise, float scale, float* out, i64 begin, i64 step) {
+    float factor = scale / divisor_of(row, choices, token, k, normalise);
+    for (i64 place = begin; place < k; place += step) {
+        i64 expert = chosen_at(choices, token, place, k);
+        out[token * k + place] = (expert < 0 ? 0.0f : row[expert]) * factor;
+    }
+}
+
 // `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice. With `kept` all choices are used, and come in ascending
-// order, in both of the results; without, they come as the token prefers them.
+// order, in both of the results, and with their weights; without, they come as the token prefers them.
 KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 groups, i64 top_groups, i64 group_best, i64 width,
-                  float* group_scores, int* ranked, int* kept, i64 tokens) {
+                  float* group_scores, int* ranked, int* kept, int normalise, float scale, float* weights, i64 tokens) {
     i64 token = global_thread() / WARP;
     if (token >= tokens) return;
     int lane = lane_of_warp();
@@ -113,6 +138,9 @@ KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 group
         chosen &= ~bit_of(expert);
         if (lane == 0) ranked[token * width + place] = kept[token * width + place] = expert;
     }
+    if (!kept) return;
+    __syncwarp();
+    weigh(row, ranked, token, width, normalise, scale, weights, lane, WARP);
 }
 
 // Whether GShard uses the second choice of a token: with twice its share of both.
@@ -122,26 +150,76 @@ DEVICE bool second_is_used(const float* scores, const int* ranked, u32 key0, u32
     return !(uniform(philox(index / 4, key0, key1), index) >= share + share);
 }
 
-// Choices beyond the capacity are not used. `each`: tokens of a sample. `draws`: whether second choices are drawn, by the token's index from
-// `first_token` on.
-KERNEL route_limit(const float* scores, const int* ranked, i64 experts, i64 k, i64 capacity, int draws, u32 key0, u32 key1,
-                   i64 first_token, int* kept, i64 samples, i64 each) {
-    i64 at = global_thread() / WARP;
-    if (at >= samples * experts) return;
-    i64 first = at / experts * each, count = 0;
-    int lane = lane_of_warp(), expert = static_cast<int>(at % experts);
-    for (i64 choice = 0; choice < k; choice++) {
-        for (i64 begin = 0; begin < each; begin += WARP) {
-            i64 token = first + begin + lane;
-            bool mine = begin + lane < each && ranked[token * k + choice] == expert, used = mine;
-            if (mine && draws && choice == 1) {
-                used = second_is_used(scores + token * experts, ranked + token * k, key0, key1, static_cast<u64>(first_token + token));
-            }
-            u32 among = __ballot_sync(FULL_WARP, used);
-            i64 before = count + __popc(among & lanes_below(lane));
-            if (mine) kept[token * k + choice] = used && before < capacity ? expert : -1;
-            count += __popc(among);
+// Brings the choices of a token into ascending order of experts, by insertion: there are few.
+DEVICE void sort_choices(int* routed, int* kept, i64 k, i64 token) {
+    i64 begin = token * k;
+    for (i64 end = begin + 1; end < begin + k; end++) {
+        int expert = routed[end], used = kept[end];
+        i64 place = end;
+        for (; place > begin && routed[place - 1] > expert; place--) {
+            routed[place] = routed[place - 1];
+            kept[place] = kept[place - 1];
         }
+        routed[place] = expert;
+        kept[place] = used;
+    }
+}
+
+// The choices with this number of the tokens of a sample, of which a warp has a part: token i has its expert, or -1 if the draw passes over it. `draws`: whether second
+// choices are drawn, by the token's index from `first_token` on.
+struct Drawn {
+    const float* scores;
+    const int* ranked;
+    i64 experts, k, choice;
+    bool drawn;
+    u32 key0, key1;
+    i64 first_token;
+
+    DEVICE int operator()(i64 token) const {
+        const int* own = ranked + token * k;
+        bool used = !drawn || second_is_used(scores + token * experts, own, key0, key1, static_cast<u64>(first_token + token));
+        return used ? own[choice] : -1;
+    }
+};
+
+// How many choices with each number have each expert, by parts of `part` tokens of a sample of `each`, the last of it fewer: counts [samples, k, parts, experts].
+KERNEL route_parts(const float* scores, const int* ranked, i64 experts, i64 k, int draws, u32 key0, u32 key1, i64 first_token, i64 part, i64 parts,
+                   int* counts, i64 samples, i64 each) {
+    i64 at = global_thread() / WARP;
+    if (at >= samples * k * parts) return;
+    i64 choice = at / parts % k, sample = at / parts / k, begin = sample * each + at % parts * part;
+    int* own = counts + at * experts;
+    for (i64 expert = lane_of_warp(); expert < experts; expert += WARP) own[expert] = 0;
+    __syncwarp();
+    Drawn drawn = {scores, ranked, experts, k, choice, draws && choice == 1, key0, key1, first_token};
+    count_numbers(own, begin, smaller(begin + part, (sample + 1) * each), experts, drawn, [](i64, i64) {});
+}
+
+// Choices beyond the capacity are not used. Leaves the choices of a token in ascending order of experts, with their weights. A warp has a part and counts into
+// `taken` [samples, parts, experts], for each number of choices from the counts of those before it.
+KERNEL route_limit(const float* scores, int* ranked, i64 experts, i64 k, i64 capacity, int draws, u32 key0, u32 key1, i64 first_token, i64 part,
+                   i64 parts, const int* counts, int* taken, int* kept, int normalise, float scale, float* weights, i64 samples, i64 each) {
+    i64 at = global_thread() / WARP;
+    if (at >= samples * parts) return;
+    i64 sample = at / parts, begin = sample * each + at % parts * part, end = smaller(begin + part, (sample + 1) * each);
+    const int* of_sample = counts + sample * k * parts * experts;
+    int lane = lane_of_warp(), *own = taken + at * experts;
+    for (i64 choice = 0; choice < k; choice++) {
+        i64 before = choice * parts + at % parts;
+        for (i64 expert = lane; expert < experts; expert += WARP) {
+            int sum = 0;
+            for (i64 row = 0; row < before; row++) sum += of_sample[row * experts + expert];
+            own[expert] = sum;
+        }
+        __syncwarp();
+        Drawn drawn = {scores, ranked, experts, k, choice, draws && choice == 1, key0, key1, first_token};
+        count_numbers(own, begin, end, experts, drawn, [=](i64 token, i64 count) {
+            kept[token * k + choice] = count >= 0 && count < capacity ? ranked[token * k + choice] : -1;
+        });
+    }
+    for (i64 token = begin + lane; token < end; token += WARP) {
+        sort_choices(ranked, kept, k, token);
+        weigh(scores + token * experts, ranked, token, k, normalise, scale, weights, 0, 1);
     }
 }
 
@@ -185,21 +263,12 @@ KERNEL route_first(const int* ranked, const int* kept, i64 width, i64 k, int* ch
     }
 }
 
-// Brings the choices of a token into ascending order of experts, by insertion: there are few.
-KERNEL route_sort(int* routed, int* kept, i64 k, i64 tokens) {
+// Brings the choices of a token into ascending order of experts, with their weights.
+KERNEL route_sort(const float* scores, i64 experts, int* routed, int* kept, i64 k, int normalise, float scale, float* weights, i64 tokens) {
     i64 token = global_thread();
     if (token >= tokens) return;
-    i64 begin = token * k;
-    for (i64 end = begin + 1; end < begin + k; end++) {
-        int expert = routed[end], used = kept[end];
-        i64 place = end;
-        for (; place > begin && routed[place - 1] > expert; place--) {
-            routed[place] = routed[place - 1];
-            kept[place] = kept[place - 1];
-        }
-        routed[place] = expert;
-        kept[place] = used;
-    }
+    sort_choices(routed, kept, k, token);
+    weigh(scores + token * experts, routed, token, k, normalise, scale, weights, 0, 1);
 }
 
 // Expert choice: an expert takes a token if fewer than `capacity` tokens of the sample have larger scores, or equal ones and come before it.
@@ -215,29 +284,9 @@ KERNEL route_tokens(const float* scores, i64 experts, i64 capacity, int* kept, i
     kept[at] = before < capacity ? static_cast<int>(expert) : -1;
 }
 
-// The expert of a place; without choices a token has all experts.
-DEVICE i64 chosen_at(const int* choices, i64 token, i64 place, i64 k) { return choices ? choices[token * k + place] : place; }
-
-// What the weights of a token are divided by.
-DEVICE float divisor_of(const float* row, const int* choices, i64 token, i64 k, int normalise) {
-    if (!normalise) return 1.0f;
-    float sum = 1e-20f;
-    for (i64 place = 0; place < k; place++) {
-        i64 expert = chosen_at(choices, token, place, k);
-        sum += expert < 0 ? 0.0f : row[expert];
-    }
-    return sum;
-}
-
 KERNEL route_pick(const float* scores, const int* choices, i64 experts, i64 k, int normalise, float scale, float* out, i64 tokens) {
     i64 token = global_thread();
-    if (token >= tokens) return;
-    const float* row = scores + token * experts;
-    float factor = scale / divisor_of(row, choices, token, k, normalise);
-    for (i64 place = 0; place < k; place++) {
-        i64 expert = chosen_at(choices, token, place, k);
-        out[token * k + place] = (expert < 0 ? 0.0f : row[expert]) * factor;
-    }
+    if (token < tokens) weigh(scores + token * experts, choices, token, k, normalise, scale, out, 0, 1);
 }
 
 KERNEL route_pick_backward(const float* scores, const int* choices, const float* dout, i64 experts, i64 k, int normalise, float scale,

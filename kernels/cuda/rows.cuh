@@ -3,7 +3,7 @@
 // The CPU cuts a row into blocks of 1024 elements, adds element i of a block to lane i % 16, the lanes as a balanced tree (8, 4,
 // 2, 1 apart), and the blocks one after another in f64. Here half a warp is those 16 lanes: it reads 64 bytes at a time, and
 // shuffles are the tree. A team of `halves` half warps has a row, a power of two that grows with the row's blocks, so that a block of
-// threads has 16 rows of up to 1024 elements or one of more than 8192. Each half warp takes every halves-th block of the row, and all threads
+// 256 threads has 16 rows of up to 1024 elements or one of more than 8192. Each half warp takes every halves-th block of the row, and all threads
 // of the team add the sums of the blocks in order.
 //
 // The maximum is taken in another order, which can only be seen if it is zero: whether it is -0 or 0.
@@ -24,21 +24,22 @@ struct Team {
     int first;    // the team's first half warp, in the block of threads
 };
 
-// The number of half warps for rows of n elements; src/geometry.rs computes the same.
-DEVICE int team_halves(i64 n) {
+// The number of half warps for rows of n elements, of `most` in a block of threads; src/geometry.rs computes the same.
+DEVICE int team_halves(i64 n, int most) {
     int halves = 1;
-    while (halves < ROW_HALVES && static_cast<i64>(halves) * ROW_BLOCK < n) halves *= 2;
+    while (halves < most && static_cast<i64>(halves) * ROW_BLOCK < n) halves *= 2;
     return halves;
 }
 
 DEVICE Team team_of(i64 rows, i64 n) {
     Team team;
-    team.halves = team_halves(n);
+    int most = static_cast<int>(blockDim.x) / ROW_LANES;
+    team.halves = team_halves(n, most);
     int half = static_cast<int>(threadIdx.x) / ROW_LANES;
     team.lane = static_cast<int>(threadIdx.x) % ROW_LANES;
     team.half = half % team.halves;
     team.first = half - team.half;
-    team.row = static_cast<i64>(blockIdx.x) * (ROW_HALVES / team.halves) + half / team.halves;
+    team.row = static_cast<i64>(blockIdx.x) * (most / team.halves) + half / team.halves;
     team.live = team.row < rows;
     return team;
 }
@@ -48,7 +49,7 @@ DEVICE i64 first_of(const Team& team) { return static_cast<i64>(team.half) * ROW
 DEVICE i64 stride_of(const Team& team) { return static_cast<i64>(team.halves) * ROW_LANES; }
 
 // sums[k] of the terms that term(i, terms) gives for each element of the row, the same in all threads of the team. `partial` is shared
-// memory of K * ROW_HALVES floats. All threads of the block call it, also those without a row.
+// memory of K * ROW_HALVES floats; of one for each half warp for K = 1. All threads of the block call it, also those without a row.
 template <int K, class Partial, class Term>
 DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K], Term term) {
     i64 blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK;
@@ -84,12 +85,12 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
 }
 
-// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes N neighbours. Called as row_sums.
-template <int N, class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
+// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes the N neighbours that load(i) gives. Called as row_sums.
+template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& team, i64 n, Partial& partial, Load load) {
     float max = -INFINITE;
     if (team.live) {
         for (i64 i = first_of(team) * N; i < n; i += stride_of(team) * N) {
-            Vector<float, N> of = load_vector<N>(row, i, n);
+            Vector<float, N> of = load(i);
 #pragma unroll
             for (int j = 0; j < N; j++) max = i + j < n && of.of[j] > max ? of.of[j] : max;
         }
@@ -107,4 +108,9 @@ template <int N, class Partial, class Row> DEVICE float row_max(const Team& team
     }
     __syncthreads();  // they are read
     return max;
+}
+
+// That of a row in memory.
+template <int N, class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
+    return row_max_of<N>(team, n, partial, [=](i64 i) { return load_vector<N>(row, i, n); });
 }

@@ -163,14 +163,14 @@ macro_rules! kernels {
     };
 }
 
-/// Rows of a table that a block of threads of `embedding_backward` has: `items` of its geometry are the table's rows divided by this, rounded up.
+/// Ids of a bucket, by which `embedding_backward` has its ids sorted. `items` of its geometry are rows of the table, `width` is the vectors of a row: of four elements, eight for `embedding_backward_16`.
 pub const TABLE_ROWS: u64 = 64;
 
 /// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a multiple of this.
 pub const UPDATE_PIECE: u64 = 4 * THREADS as u64;
 
-/// Elements that a thread of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
-pub const EXACT_PIECE: u64 = 4096;
+/// Elements that a warp of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
+pub const EXACT_PIECE: u64 = 16_384;
 
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
@@ -188,6 +188,10 @@ const TWOS: Geometry = Geometry::Elements { each: 2 };
 const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
 const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
+
+/// The same for rows of which each begins anew.
+const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
+const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
@@ -219,10 +223,10 @@ kernels! {
         In F32 dy, In F32 x, In F32 gamma, In F32 mean, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
     layer_norm_backward_wide_16 in LAYER_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 gamma, In F32 mean, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
-    layer_norm_backward_parts in LAYER_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n;
-    layer_norm_backward_parts_16 in LAYER_NORM, Geometry::Columns;
-        In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 n, Value I32 f16;
+    layer_norm_backward_parts in LAYER_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 n;
+    layer_norm_backward_parts_16 in LAYER_NORM, ROWS_BY_EIGHT;
+        In Bits16 dy, In Bits16 x, In F32 mean, In F32 rstd, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 n, Value I32 f16;
     rms_norm_forward_f32 in RMS_NORM, Geometry::Rounds;
         In F32 x, In F32 weight, Value F32 eps, Out F32 y, Out F32 rstd, Value I64 rows, Divisor I64 n;
     rms_norm_forward_bf16 in RMS_NORM, Geometry::Rounds;
@@ -238,23 +242,23 @@ kernels! {
         In F32 dy, In F32 x, In F32 weight, In F32 rstd, Out F32 dx, Value I32 accumulate, Value I64 rows, Value I64 n;
     rms_norm_backward_wide_16 in RMS_NORM, Geometry::Rows;
         In Bits16 dy, In Bits16 x, In Bits16 weight, In F32 rstd, Out Bits16 dx, Value I32 accumulate, Value I64 rows, Value I64 n, Value I32 f16;
-    rms_norm_backward_parts in RMS_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n;
-    rms_norm_backward_parts_16 in RMS_NORM, Geometry::Columns;
-        In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 n, Value I32 f16;
+    rms_norm_backward_parts in RMS_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 parts, Divisor I64 n;
+    rms_norm_backward_parts_16 in RMS_NORM, ROWS_BY_EIGHT;
+        In Bits16 dy, In Bits16 x, In F32 rstd, In I64 starts, Out F32 dweight, Value I64 parts, Divisor I64 n, Value I32 f16;
     add in BIAS, FOURS_OF_F32; In F32 a, In F32 b, Out F32 out, Value I64 count;
     add_f64 in BIAS, TWOS; In F64 a, In F64 b, Out F64 out, Value I64 count;
     add_assign in BIAS, FOURS_OF_F32; Out F32 a, In F32 b, Value I64 count;
     add_assign_f64 in BIAS, TWOS; Out F64 a, In F64 b, Value I64 count;
     bias in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 out, Value I64 count, Divisor I64 n;
     bias_residual in BIAS, FOURS_OF_F32; In F32 x, In F32 bias, In F32 residual, Out F32 out, Value I64 count, Divisor I64 n;
-    sum_parts in BIAS, Geometry::Columns; In F32 x, In I64 starts, Out F32 sums, Value I64 n;
+    sum_parts in BIAS, ROWS_BY_FOUR; In F32 x, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n;
     add_16 in BIAS, EIGHT; In Bits16 a, In Bits16 b, Out Bits16 out, Value I64 count, Value I32 f16;
     add_assign_16 in BIAS, EIGHT; Out Bits16 a, In Bits16 b, Value I64 count, Value I32 f16;
     bias_16 in BIAS, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     bias_residual_16 in BIAS, EIGHT;
         In Bits16 x, In Bits16 bias, In Bits16 residual, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
-    sum_parts_16 in BIAS, Geometry::Columns; In Bits16 x, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
+    sum_parts_16 in BIAS, ROWS_BY_EIGHT; In Bits16 x, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n, Value I32 f16;
     scale_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count, Value F32 factor;
     scale_forward_f64 in ELEMENTWISE, TWOS; In F64 x, Out F64 out, Value I64 count, Value F64 factor;
     exp_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
@@ -305,8 +309,8 @@ kernels! {
     gelu_backward in GELU, FOURS_OF_F32; In F32 x, In F32 bias, Out F32 dy, Value I64 count, Divisor I64 n;
     gelu_forward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 out, Value I64 count, Divisor I64 n, Value I32 f16;
     gelu_backward_16 in GELU, EIGHT; In Bits16 x, In Bits16 bias, Out Bits16 dy, Value I64 count, Divisor I64 n, Value I32 f16;
-    gelu_backward_parts_16 in GELU, Geometry::Columns;
-        In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 n, Value I32 f16;
+    gelu_backward_parts_16 in GELU, ROWS_BY_EIGHT;
+        In Bits16 x, In Bits16 bias, Out Bits16 dy, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 n, Value I32 f16;
     swiglu_forward_f32 in SWIGLU, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
     swiglu_forward_bf16 in SWIGLU, EIGHT; In F32 x, Out Bits16 out, Value I64 count;
     swiglu_backward in SWIGLU, FOURS_OF_F32; In F32 dy, Out F32 x, Value I64 count;
@@ -322,8 +326,8 @@ kernels! {
         Value F32 lr, Value F32 momentum;
     sum_of_squares in GRAD_NORM, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out F64 parts;
     sum_of_parts in GRAD_NORM, Geometry::Columns; In F64 parts, In I64 starts, Value I64 vectors, Out F64 totals, Out F64 sum;
-    unscale in GRAD_NORM, ELEMENTS; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
-    exact_squares in EXACT_SQUARES, ELEMENTS; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
+    unscale in GRAD_NORM, FOURS_OF_F32; Out F32 x, Value F32 inverse, Out I32 overflow, Value I64 count;
+    exact_squares in EXACT_SQUARES, Geometry::Warps; Ins F32 x, In I64 starts, In I64 counts, Value I64 vectors, Out U64 parts;
     exact_squares_sum in EXACT_SQUARES, Geometry::OneWarp; In U64 parts, Value I64 pieces, Out F64 digits;
     product_f32 in PRODUCT, ELEMENTS;
         In F32 a, Value I64 a_row, Value I64 a_term, In F32 b, Value I64 b_term, Value I64 b_column, Out F32 c, Value I32 accumulate,
@@ -367,22 +371,22 @@ kernels! {
     reduce_min_i32 in REDUCE_RANKS, FOURS_OF_F32; Ins I32 inputs, Value I64 ranks, Out I32 out, Value I64 count;
     reduce_min_i64 in REDUCE_RANKS, TWOS; Ins I64 inputs, Value I64 ranks, Out I64 out, Value I64 count;
     reduce_min_u8 in REDUCE_RANKS, SIXTEEN; Ins U8 inputs, Value I64 ranks, Out U8 out, Value I64 count;
-    tree_sum in REDUCE_RANKS, ELEMENTS; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
+    tree_sum in REDUCE_RANKS, FOURS_OF_F32; In F32 x, Value I64 vectors, Out F32 out, Value I64 n;
     dropout in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out F32 y, Value I64 count;
     dropout_16 in DROPOUT, EIGHT;
         In Bits16 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 p, Value F32 kept, Out Bits16 y, Value I64 count, Value I32 f16;
     jitter in DROPOUT, FOURS_OF_F32;
         In F32 x, In I64 sizes, Value I32 dims, Value U32 key0, Value U32 key1, Value F32 low, Value F32 step, Out F32 y, Value I64 count;
-    rotary_forward in ROTARY, ELEMENTS;
+    rotary_forward in ROTARY, ROWS_BY_FOUR;
         In F32 from, Value I64 from_row, In F32 angles, In I32 positions, Out F32 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim;
-    rotary_backward in ROTARY, ELEMENTS;
+    rotary_backward in ROTARY, ROWS_BY_FOUR;
         Out F32 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim;
-    rotary_forward_16 in ROTARY, ELEMENTS;
+    rotary_forward_16 in ROTARY, ROWS_BY_EIGHT;
         In Bits16 from, Value I64 from_row, In F32 angles, In I32 positions, Out Bits16 to, Value I64 to_row, Value I64 rows, Divisor I64 seq,
         Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
-    rotary_backward_16 in ROTARY, ELEMENTS;
+    rotary_backward_16 in ROTARY, ROWS_BY_EIGHT;
         Out Bits16 x, Value I64 row, In F32 angles, In I32 positions, Value I64 rows, Divisor I64 seq, Divisor I64 heads, Divisor I64 head_dim, Value I32 f16;
     embedding_forward in EMBEDDING, FOURS_OF_F32;
         In I32 ids, In F32 table, Value I64 first_row, Value I64 rows, Out F32 out, Value I64 count, Divisor I64 h;
@@ -390,25 +394,27 @@ kernels! {
         In I32 ids, In Bits16 table, Value I64 first_row, Value I64 rows, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
     check_ids in EMBEDDING, Geometry::Columns; In I32 ids, Value I64 vocab, Value I32 masked, Out I64 found, Value I64 count;
     embedding_backward in EMBEDDING, Geometry::Columns;
-        In I32 ids, In F32 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h;
+        In I32 ids, In I32 order, In I32 ends, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 h;
     embedding_backward_16 in EMBEDDING, Geometry::Columns;
-        In I32 ids, In Bits16 dout, Value I64 first_row, Value I64 rows, Out F32 dtable, Value I32 accumulate, Value I64 count, Value I64 h, Value I32 f16;
+        In I32 ids, In I32 order, In I32 ends, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 h, Value I32 f16;
     embedding_backward_tree in EMBEDDING, Geometry::Columns;
-        In I32 ids, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h;
+        In I32 ids, In I32 order, In I32 ends, In F32 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 runs, Divisor I64 run,
+        Value I64 h;
     embedding_backward_tree_16 in EMBEDDING, Geometry::Columns;
-        In I32 ids, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 count, Divisor I64 run, Value I64 h, Value I32 f16;
+        In I32 ids, In I32 order, In I32 ends, In Bits16 dout, Value I64 first_row, Out F32 dtable, Value I32 accumulate, Value I64 runs, Divisor I64 run,
+        Value I64 h, Value I32 f16;
     positions_forward in EMBEDDING, FOURS_OF_F32;
         In F32 x, In F32 table, Value I64 first, Divisor I64 seq, Out F32 out, Value I64 count, Divisor I64 h;
     positions_forward_16 in EMBEDDING, EIGHT;
         In Bits16 x, In Bits16 table, Value I64 first, Divisor I64 seq, Out Bits16 out, Value I64 count, Divisor I64 h, Value I32 f16;
-    positions_backward in EMBEDDING, ELEMENTS;
+    positions_backward in EMBEDDING, FOURS_OF_F32;
         In F32 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h;
-    positions_backward_16 in EMBEDDING, ELEMENTS;
+    positions_backward_16 in EMBEDDING, FOURS_OF_F32;
         In Bits16 dout, Value I64 first, Value I64 seq, Out F32 dtable, Value I32 accumulate, Value I64 batch, Value I64 run, Value I64 h, Value I32 f16;
-    cross_entropy_stats in CROSS_ENTROPY, Geometry::Rows;
+    cross_entropy_stats in CROSS_ENTROPY, Geometry::HeldRows { bytes: 4 };
         In F32 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
         Out F32 target, Value I64 rows;
-    cross_entropy_stats_16 in CROSS_ENTROPY, Geometry::Rows;
+    cross_entropy_stats_16 in CROSS_ENTROPY, Geometry::HeldRows { bytes: 2 };
         In Bits16 logits, In I32 targets, Value I64 pitch, Value I64 skipped, Value I64 valid, Value I64 first, Out F32 max, Out F32 sum,
         Out F32 target, Value I64 rows, Value I32 f16;
     cross_entropy_larger in CROSS_ENTROPY, ELEMENTS; Out F32 max, In F32 other, Value I64 rows;
@@ -493,15 +499,21 @@ kernels! {
         Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
-        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I64 tokens;
+        Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I32 normalise, Value F32 scale, Out F32 weights, Value I64 tokens;
+    route_parts in ROUTING, Geometry::Warps;
+        In F32 scores, In I32 ranked, Value I64 experts, Divisor I64 k, Value I32 draws, Value U32 key0, Value U32 key1, Value I64 first_token,
+        Value I64 part, Divisor I64 parts, Out I32 counts, Value I64 samples, Value I64 each;
     route_limit in ROUTING, Geometry::Warps;
-        In F32 scores, In I32 ranked, Divisor I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
-        Value I64 first_token, Out I32 kept, Value I64 samples, Value I64 each;
+        In F32 scores, Out I32 ranked, Value I64 experts, Value I64 k, Value I64 capacity, Value I32 draws, Value U32 key0, Value U32 key1,
+        Value I64 first_token, Value I64 part, Divisor I64 parts, In I32 counts, Out I32 taken, Out I32 kept, Value I32 normalise, Value F32 scale,
+        Out F32 weights, Value I64 samples, Value I64 each;
     route_reroute in ROUTING, ELEMENTS;
         In F32 scores, In I32 ranked, Value I64 experts, Value I64 k, Value I64 width, Value I64 capacity, Value I32 draws, Value U32 key0,
         Value U32 key1, Value I64 first_token, Out I32 taken, Out I32 kept, Value I64 samples, Value I64 each;
     route_first in ROUTING, ELEMENTS; In I32 ranked, In I32 kept, Value I64 width, Value I64 k, Out I32 chosen, Out I32 routed, Value I64 tokens;
-    route_sort in ROUTING, ELEMENTS; Out I32 routed, Out I32 kept, Value I64 k, Value I64 tokens;
+    route_sort in ROUTING, ELEMENTS;
+        In F32 scores, Value I64 experts, Out I32 routed, Out I32 kept, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 weights,
+        Value I64 tokens;
     route_tokens in ROUTING, ELEMENTS; In F32 scores, Divisor I64 experts, Value I64 capacity, Out I32 kept, Value I64 count, Divisor I64 each;
     route_pick in ROUTING, ELEMENTS;
         In F32 scores, In I32 choices, Value I64 experts, Value I64 k, Value I32 normalise, Value F32 scale, Out F32 out, Value I64 tokens;
@@ -549,18 +561,18 @@ kernels! {
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
-    channel_squares_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
+    channel_squares_parts in CHANNEL_NORM, ROWS_BY_FOUR;
+        In F32 x, In F32 mean, In I64 starts, Out F32 sums, Value I64 parts, Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
     channel_means in CHANNEL_NORM, ELEMENTS; In F32 sums, Value F32 members, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
-    channel_norm_forward in CHANNEL_NORM, ELEMENTS;
+    channel_norm_forward in CHANNEL_NORM, ROWS_BY_FOUR;
         In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 beta, Out F32 y, Value I64 count, Divisor I64 rows,
         Divisor I64 groups, Divisor I64 n;
-    channel_norm_backward_parts in CHANNEL_NORM, Geometry::Columns;
-        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Divisor I64 rows,
+    channel_norm_backward_parts in CHANNEL_NORM, ROWS_BY_FOUR;
+        In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In I64 starts, Out F32 dgamma, Out F32 dbeta, Value I64 parts, Divisor I64 rows,
         Divisor I64 groups, Divisor I64 n;
     channel_gradient_means in CHANNEL_NORM, ELEMENTS;
         In F32 sums, In F32 gamma, Value F32 scale, Out F32 means, Value I64 count, Divisor I64 groups, Divisor I64 n;
-    channel_norm_backward in CHANNEL_NORM, ELEMENTS;
+    channel_norm_backward in CHANNEL_NORM, ROWS_BY_FOUR;
         In F32 dy, In F32 x, In F32 mean, In F32 variance, Value F32 eps, In F32 gamma, In F32 g, In F32 gx, Out F32 dx, Value I64 count,
         Divisor I64 rows, Divisor I64 groups, Divisor I64 n;
     squared_error in SQUARED_ERROR, ELEMENTS;
@@ -635,24 +647,24 @@ kernels! {
         Value I64 count;
     message_words in CODECS, ELEMENTS; Out U8 to, Value U64 first, Value U64 second;
     message_check in CODECS, ELEMENTS; In U8 header, Value U64 first, Value U64 second, Out I64 found;
-    f32_pack in CODECS, ELEMENTS; In F32 x, Out U8 to, Value I64 count;
-    f32_unpack in CODECS, ELEMENTS; In U8 from, Out F32 out, Value I32 add, Value I64 count;
-    bf16_pack in CODECS, ELEMENTS; In F32 x, Out U8 to, Value I64 count;
-    bf16_unpack in CODECS, ELEMENTS; In U8 from, Out F32 out, Value I32 add, Value I64 count;
+    f32_pack in CODECS, FOURS_OF_F32; In F32 x, Out U8 to, Value I64 count;
+    f32_unpack in CODECS, FOURS_OF_F32; In U8 from, Out F32 out, Value I32 add, Value I64 count;
+    bf16_pack in CODECS, EIGHT; In F32 x, Out U8 to, Value I64 count;
+    bf16_unpack in CODECS, EIGHT; In U8 from, Out F32 out, Value I32 add, Value I64 count;
     fp8_scales in CODECS, Geometry::Columns; In F32 x, Value I64 count, Value I64 unit, Value I32 e5m2, Out U8 scales;
-    fp8_pack in CODECS, ELEMENTS; In F32 x, In U8 scales, Divisor I64 unit, Value I32 e5m2, Out U8 codes, Value I64 count;
-    fp8_unpack in CODECS, ELEMENTS;
+    fp8_pack in CODECS, FOURS_OF_F32; In F32 x, In U8 scales, Divisor I64 unit, Value I32 e5m2, Out U8 codes, Value I64 count;
+    fp8_unpack in CODECS, FOURS_OF_F32;
         In U8 codes, In U8 scales, Divisor I64 unit, Value I32 e5m2, Out F32 out, Value I32 add, Value I64 count;
     quant_pairs in CODECS, Geometry::Columns; In F32 x, Value I64 count, Value I64 unit, Value F32 levels, Out U8 pairs;
-    quant_codes in CODECS, ELEMENTS;
+    quant_codes in CODECS, FOURS_OF_F32;
         In F32 x, In U8 pairs, Divisor I64 unit, Value F32 levels, Value I32 draws, Value U32 key0, Value U32 key1, Value U64 start, Out U8 codes,
         Value I64 count;
     sign_scales in CODECS, ELEMENTS; In F32 x, Value I64 count, Value I64 unit, Out U8 scales, Value I64 parts;
-    sign_codes in CODECS, ELEMENTS; In F32 x, Out U8 codes, Value I64 count;
+    sign_codes in CODECS, FOURS_OF_F32; In F32 x, Out U8 codes, Value I64 count;
     planes_pack in CODECS, ELEMENTS; In U8 codes, Divisor I64 bits, Out U8 planes, Value I64 bytes, Value I64 count;
-    quant_unpack in CODECS, ELEMENTS;
+    quant_unpack in CODECS, FOURS_OF_F32;
         In U8 planes, In U8 pairs, Divisor I64 bits, Divisor I64 unit, Out F32 out, Value I32 add, Value I64 count;
-    sign_unpack in CODECS, ELEMENTS; In U8 planes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add, Value I64 count;
+    sign_unpack in CODECS, FOURS_OF_F32; In U8 planes, In U8 scales, Divisor I64 unit, Out F32 out, Value I32 add, Value I64 count;
     topk_choose in SPARSE, Geometry::Columns; In F32 x, Value I64 len, Value I64 unit, Value I64 keep, Value I64 last_keep, Out U32 indices;
     draw_indices in SPARSE, ELEMENTS; In U8 draws, Value I64 count, Value I64 below, Out U64 taken;
     indices_bits in SPARSE, ELEMENTS; In U32 indices, Value I64 count, Value I32 width, Value I32 spread, Out U8 to, Value I64 bytes;

@@ -118,6 +118,7 @@ floors! {
     rotary_forward rotary_forward_16, "32768 × 16 × 128"; from X, angles 1024 * 128, positions T, to X; 0, 0;
     rotary_backward rotary_backward_16, "32768 × 16 × 128"; x 2 * X, angles 1024 * 128, positions T; 0, 0;
     embedding_forward embedding_forward_16, "32768 × 2048"; ids T, table X, out X; 0, 0;
+    embedding_backward embedding_backward_16 embedding_backward_tree embedding_backward_tree_16, "32768 × 2048 of 50304"; ids T, order T, ends V / 64, dout X, dtable V * H; 0, 0;
     positions_forward positions_forward_16, "32 × 1024 × 2048"; x X, table 1024 * H, out X; 0, 0;
     positions_backward positions_backward_16, "32 × 1024 × 2048"; dout X, dtable 1024 * H; 0, 0;
     cross_entropy_stats cross_entropy_stats_16, "8192 × 50304"; logits ROWS * V, targets ROWS, max ROWS, sum ROWS, target ROWS; 0, ROWS * V;
@@ -199,14 +200,13 @@ floors! {
 pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["product_f32", "product_bf16", "product_sum_f32", "product_sum_bf16", "grouped_product_f32", "grouped_product_bf16", "grouped_product_backward_f32", "grouped_product_backward_bf16"], "canonical numerics: an element is chains of 256 multiply-adds that wait for each other"),
     (&["attention_forward_64", "attention_forward_128", "attention_backward_q_64", "attention_backward_q_128", "attention_backward_kv_64", "attention_backward_kv_128"], "f32 in the CPU's order: multiply-adds outside the tensor cores, each behind the one before"),
-    (&["embedding_backward", "embedding_backward_16", "embedding_backward_tree", "embedding_backward_tree_16"], "each block of threads walks all ids, one after another, from the L2 cache"),
     (&["choice_parts", "choice_places"], "a warp counts its part of the choices, 32 at a time: ballots"),
     (&["choice_counts", "choice_loads"], "sums over parts, a few numbers for each id"),
     (&["exact_squares", "exact_squares_sum", "set_squares_exact", "exact_values"], "additions of integers of 64 bits to digits, several an element"),
     (&["cross_entropy_loss", "squared_error", "correct_counts", "sum_of_parts", "sample_means", "balance_sums", "adafactor_row_means"], "few sums, each in order: additions that wait for each other"),
     (&["check_ids", "check_positions", "nonzeros_starts", "indices_read", "draw_indices", "low_rank_orthonormal"], "one block, warp or thread: what it reads comes in turn"),
     (&["topk_choose"], "a block of threads passes over its part once for each bit of a key, from the caches"),
-    (&["route_rank", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
+    (&["route_rank", "route_parts", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
     (&["add_f64", "add_assign_f64", "scale_forward_f64", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
     (&["adafactor_vector_measure", "adafactor_vector_update", "adafactor_means", "adafactor_row_factors", "adafactor_column_factors", "adafactor_settle", "lamb_settle", "adam8bit_settle", "message_words", "message_check", "flash_maps"], "vectors of biases, factors of rows, or single numbers: less than a launch takes"),
     (&["decode_append", "decode_scores", "decode_weights", "decode_values"], "no part of a training step: a token at a time"),

@@ -10,6 +10,10 @@ const WARP: u64 = 32;
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
+/// For `HeldRows`: bytes of shared memory, and half warps of a block, at most: `cuda/cross_entropy.cu`.
+const HELD_BYTES: u64 = 100_608;
+const HELD_HALVES: u64 = 64;
+
 /// For `Rounds` and `Parts`: elements of a thread, most threads of a block, and most rows that a block holds: `cuda/norm.cuh`.
 const ROUND_EACH: u64 = 8;
 const ROUND_THREADS: u64 = 1024;
@@ -23,8 +27,19 @@ pub enum Geometry {
         /// Elements of a thread.
         each: u32,
     },
+    /// A thread for `each` neighbouring elements of `items` rows of `width`: none goes on in the next row.
+    RowVectors {
+        /// Elements of a thread.
+        each: u32,
+    },
     /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
+    /// As `Rows`, but that rows of more than 16,384 elements have a block of 512 threads each, and of more than 32,768 of 1024; and with shared memory for the rows of a block, at most 100,608 bytes:
+    /// `cuda/cross_entropy.cu`.
+    HeldRows {
+        /// Bytes of an element.
+        bytes: u32,
+    },
     /// `items` rows of `width` elements. A block of threads takes as many rows as make eight elements a thread, at most 64, and the launch gives it shared
     /// memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements go as in `Rows`.
     Rounds,
@@ -85,11 +100,17 @@ impl Geometry {
             }
             Self::Parts => return None,
             Self::Rounds => (THREADS, 0),
+            Self::HeldRows { bytes } => {
+                let held = rows_per_block(width) * width.next_multiple_of(32) * u64::from(bytes);
+                let halves = width.div_ceil(ROW_BLOCK).clamp(u64::from(THREADS) / ROW_LANES, HELD_HALVES);
+                ((ROW_LANES * halves.next_power_of_two()) as u32, held.min(HELD_BYTES) as u32)
+            }
             _ => (THREADS, self.shared()),
         };
         let (x, y) = match self {
             Self::Elements { each } => (items.div_ceil(u64::from(THREADS) * u64::from(each)), 1),
-            Self::Rows => (items.div_ceil(rows_per_block(width)), 1),
+            Self::RowVectors { each } => ((items * width.div_ceil(u64::from(each))).div_ceil(u64::from(THREADS)), 1),
+            Self::Rows | Self::HeldRows { .. } => (items.div_ceil(rows_per_block(width)), 1),
             Self::Rounds if block == THREADS && width > ROUND_EACH * u64::from(THREADS) => (items, 1),
             Self::Rounds => (items.div_ceil((ROUND_EACH * u64::from(block) / width.max(1)).clamp(1, ROUND_ROWS)), 1),
             Self::Columns => (items, width.div_ceil(u64::from(THREADS))),
@@ -106,6 +127,7 @@ impl Geometry {
     pub fn shared(self) -> u32 {
         match self {
             Self::TensorTiles { shared, .. } => shared,
+            Self::HeldRows { .. } => HELD_BYTES as u32,
             Self::Rounds => round_bytes(ROUND_THREADS as u32),
             Self::Parts => 2 * round_bytes(ROUND_THREADS as u32),
             _ => 0,
@@ -172,6 +194,8 @@ mod tests {
         let grid = |geometry: Geometry, items, width| geometry.launch(items, width).map(|launch| launch.grid);
         assert_eq!(grid(Geometry::Elements { each: 4 }, 1025, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Columns, 7, 257), Some([7, 2, 1]));
+        assert_eq!(grid(Geometry::RowVectors { each: 4 }, 7, 129), Some([1, 1, 1]));
+        assert_eq!(grid(Geometry::RowVectors { each: 8 }, 128, 17), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Warps, 9, 0), Some([2, 1, 1]));
         assert_eq!(grid(Geometry::Tiles { rows: 32 }, 6, 33), Some([6, 2, 1]));
         let tiles = Geometry::TensorTiles { rows: 128, shared: 98_304 };
@@ -184,6 +208,14 @@ mod tests {
         assert_eq!(rounds(2049), Some((100, 512, 16_896)));
         assert_eq!(rounds(8192), Some((100, 1024, 33_792)));
         assert_eq!(rounds(8193), Some((100, 256, 0)));
+        let held = |width| Geometry::HeldRows { bytes: 2 }.launch(100, width);
+        let held = |width| held(width).map(|launch| (launch.grid[0], launch.block[0], launch.shared));
+        assert_eq!(held(1), Some((7, 256, 1024)));
+        assert_eq!(held(8192), Some((50, 256, 32_768)));
+        assert_eq!(held(8193), Some((100, 256, 16_448)));
+        assert_eq!(held(16_385), Some((100, 512, 32_832)));
+        assert_eq!(held(50_257), Some((100, 1024, 100_544)));
+        assert_eq!(held(128_256), Some((100, 1024, 100_608)));
         let parts = |width| Geometry::Parts.launch(9, width).map(|launch| (launch.block[0], launch.shared));
         assert_eq!(
             [1, 4096, 4097, 8192, 8193].map(parts),

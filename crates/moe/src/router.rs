@@ -18,7 +18,7 @@ use crate::dispatch::Chosen;
 use crate::{AuxLossScope, MoeConfig, MoeError, RouterKind, capacity};
 use meshwork_core::rules::Operand;
 use meshwork_core::{Buffer, DType, SpmdError, Types};
-use meshwork_tensor::kernel::{Draw, Overflow, Pick, Selection};
+use meshwork_tensor::kernel::{Draw, Overflow, Pick, Selected, Selection};
 use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
@@ -96,8 +96,15 @@ impl Router {
             _ => logits.softmax()?,
         };
         whole_sequences("route", Operand::value("x", scores.types(), 3))?;
-        let [chosen, routed, kept] = tape.decide(|| self.choose(tape, &scores))?;
-        let weights = scores.tape().apply(self.weights_of(&scores, routed, config.places()), &[&scores])?;
+        let pick = self.pick();
+        let mut made = None;
+        let [chosen, routed, kept] = tape.decide(|| {
+            let (choices, weights) = self.choose(tape, &scores, pick)?;
+            made = weights;
+            Ok(choices)
+        })?;
+        let weights = Weights { choices: Some(routed), pick, shape: scores.shape(), made };
+        let weights = scores.tape().apply(weights, &[&scores])?;
         self.balance(tape, &logits, &scores, &chosen)?;
         let of_layer = 1.0 / config.layers as f64;
         tape.report(METRICS[2], &balance::entropy(&scores)?.scale(of_layer)?)?;
@@ -118,8 +125,9 @@ impl Router {
         Ok(Routed { chosen, weights })
     }
 
-    /// Choices, where they are routed, and those that are used: `[samples, seq, places]`.
-    fn choose(&self, tape: &Tape, scores: &Var) -> Result<[Tensor; 3]> {
+    /// Choices, where they are routed, and those that are used; and the weights where the device makes them with the choice: all
+    /// `[samples, seq, places]`.
+    fn choose(&self, tape: &Tape, scores: &Var, pick: Pick) -> Result<([Tensor; 3], Option<Tensor>)> {
         let (config, device) = (&self.config, tape.device());
         let &[samples, seq, experts] = &scores.shape()[..] else {
             return Err(meshwork_tensor::Error::Shape {
@@ -136,7 +144,7 @@ impl Router {
         if let (RouterKind::ExpertChoice, Some(capacity)) = (config.router, capacity) {
             let kept = device.routing()?.select_tokens(scores.tensor().buffer(), samples, experts, capacity)?;
             let kept = Tensor::from_buffer(device, kept, shape)?;
-            return Ok([kept.clone(), kept.clone(), kept]);
+            return Ok(([kept.clone(), kept.clone(), kept], None));
         }
         let second = match (config.router, tape.mode()) {
             (RouterKind::Gshard, Mode::Train) => {
@@ -159,20 +167,21 @@ impl Router {
         };
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.tensor().buffer());
-        let (chosen, routed, kept) = device.routing()?.select(scores.tensor().buffer(), bias, &selection)?;
-        let choices = |buffer| Tensor::from_buffer(device, buffer, shape);
-        Ok([choices(chosen)?, choices(routed)?, choices(kept)?])
+        let selected = device.routing()?.select(scores.tensor().buffer(), bias, &selection, pick)?;
+        let tensor = |buffer| Tensor::from_buffer(device, buffer, shape);
+        let Selected { chosen, routed, kept, weights } = selected;
+        Ok(([tensor(chosen)?, tensor(routed)?, tensor(kept)?], Some(tensor(weights)?)))
     }
 
-    fn weights_of(&self, scores: &Var, choices: Tensor, k: usize) -> Weights {
+    /// How weights are made of scores.
+    fn pick(&self) -> Pick {
         let config = &self.config;
         let normalise = match config.router {
             RouterKind::TopK => config.normalise,
             RouterKind::Gshard | RouterKind::Bias => true,
             RouterKind::Switch | RouterKind::ExpertChoice => false,
         };
-        let pick = Pick { experts: config.num_experts, k, normalise, scale: config.routed_scaling };
-        Weights { choices: Some(choices), pick, shape: scores.shape() }
+        Pick { experts: config.num_experts, k: config.places(), normalise, scale: config.routed_scaling }
     }
 
     fn balance(&self, tape: &Tape, logits: &Var, scores: &Var, chosen: &Tensor) -> Result<()> {
@@ -219,15 +228,16 @@ fn first_choices(scores: &Var) -> Result<Tensor> {
         overflow: Overflow::Drop,
         second: None,
     };
-    let (chosen, ..) = device.routing()?.select(scores.tensor().buffer(), None, &one)?;
-    Tensor::from_buffer(device, chosen, [samples, seq, 1])
+    let pick = Pick { experts, k: 1, normalise: false, scale: 1.0 };
+    let first = device.routing()?.select(scores.tensor().buffer(), None, &one, pick)?;
+    Tensor::from_buffer(device, first.chosen, [samples, seq, 1])
 }
 
 /// Scores over their sum.
 fn normalised(scores: &Var) -> Result<Var> {
     let (shape, experts) = (scores.shape(), scores.shape()[2]);
     let pick = Pick { experts, k: experts, normalise: true, scale: 1.0 };
-    scores.tape().apply(Weights { choices: None, pick, shape }, &[scores])
+    scores.tape().apply(Weights { choices: None, pick, shape, made: None }, &[scores])
 }
 
 /// The weights of choices, or of all experts, a function of the scores.
@@ -236,6 +246,8 @@ struct Weights {
     choices: Option<Tensor>,
     pick: Pick,
     shape: Shape,
+    /// They themselves, where the device made them with the choice: not in a forward that runs again, which repeats a choice.
+    made: Option<Tensor>,
 }
 
 impl Weights {
@@ -260,6 +272,9 @@ impl Op for Weights {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let scores = inputs[0];
         cx.save_input(0)?;
+        if let Some(made) = &self.made {
+            return Ok(made.clone());
+        }
         let weights = scores.device().routing()?.pick(scores.buffer(), self.choices(), self.pick)?;
         Tensor::from_buffer(scores.device(), weights, self.shape.with(2, self.pick.k))
     }

@@ -143,6 +143,12 @@ impl Written for (Buffer, Buffer, Buffer) {
     }
 }
 
+impl Written for Selected {
+    fn bytes(&self) -> u64 {
+        bytes(&[&self.chosen, &self.routed, &self.kept, &self.weights])
+    }
+}
+
 impl Device for Profiled {
     fn name(&self) -> &str {
         self.inner.name()
@@ -989,8 +995,8 @@ impl Permutation for Profiled {
 }
 
 impl Routing for Profiled {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
-        self.span(Class::Pointwise, "select", &[scores], |device| device.routing()?.select(scores, bias, of))
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
+        self.span(Class::Pointwise, "select", &[scores], |device| device.routing()?.select(scores, bias, of, pick))
     }
 
     fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {

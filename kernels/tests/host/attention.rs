@@ -103,7 +103,7 @@ pub fn attention_is_that_of_the_cpu() {
         // As a device does it: rotated copies of queries and keys, then the products.
         let (mut q_turned, mut kv_turned, kv_row) = (q.clone(), kv.clone(), 2 * kv_width);
         if rotated {
-            let pairs = |heads: usize| [rows * heads * head_dim / 2, 0];
+            let pairs = |heads: usize| [rows * heads, head_dim / 2];
             launch!(
                 "rotary_forward",
                 pairs(heads),
@@ -158,7 +158,7 @@ pub fn attention_is_that_of_the_cpu() {
             seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
         );
         if rotated {
-            let pairs = [rows * heads * head_dim / 2, 0];
+            let pairs = [rows * heads, head_dim / 2];
             launch!("rotary_backward", pairs, &mut dq, width, &angles, positions(), rows, seq, heads, head_dim);
             launch!("rotary_backward", pairs, &mut dk, width, &angles, positions(), rows, seq, heads, head_dim);
         }
@@ -219,7 +219,7 @@ fn attention_with_a_cache_is_that_of_the_cpu() {
         assert_bits(&format!("cache of {what}"), &cache, &want_cache);
         let (mut turned, width) = (q.clone(), heads * head_dim);
         if rotated {
-            let (pairs, from) = ([rows * head_dim / 2, 0], At(&angles, past * head_dim));
+            let (pairs, from) = ([rows, head_dim / 2], At(&angles, past * head_dim));
             let tokens = batch * seq;
             launch!("rotary_forward", pairs, &q, width, from, Null, &mut turned, width, tokens, seq, heads, head_dim);
         }

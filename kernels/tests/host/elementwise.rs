@@ -92,7 +92,7 @@ fn sums_over_a_dim_are_those_of_the_cpu() {
 }
 
 #[test]
-fn softmax_is_that_of_the_cpu() {
+pub fn softmax_is_that_of_the_cpu() {
     for [rows, n] in [[1, 1], [33, 7], [5, 1025], [2, 5000]] {
         let count = rows * n;
         let (mut x, dy) = (values("x", count), values("dy", count));

@@ -41,41 +41,45 @@ const ALL: Selection = Selection {
     second: None,
 };
 
-/// What `CudaDevice` queues for a selection: (chosen, routed, kept). `None` without a library.
-fn select(scores: &[f32], bias: Option<&Vec<f32>>, of: Selection) -> Option<[Vec<i32>; 3]> {
+/// What `CudaDevice` queues for a selection, with parts of 16 tokens: (chosen, routed, kept) and weights. `None` without a library.
+fn select(scores: &[f32], bias: Option<&Vec<f32>>, of: Selection, pick: Pick) -> Option<([Vec<i32>; 3], Vec<f32>)> {
     let Selection { samples, experts, k, groups, top_groups, group_best, capacity, second, .. } = of;
     let (scores, tokens, width) = (scores.to_vec(), scores.len() / experts, of.ranked());
     let (each, mut of_groups) = (tokens / samples, vec![f32::NAN; tokens * groups]);
-    let mut ranked = vec![-9_i32; tokens * width];
+    let (mut ranked, mut weights) = (vec![-9_i32; tokens * width], vec![f32::NAN; tokens * k]);
     let sizes = [tokens, 0];
     let (mut kept, all_used) = (vec![-9_i32; tokens * k], capacity.is_none() && second.is_none());
     let at_once = if all_used { Given::from(&mut kept) } else { Given::from(Null) };
-    let there = match bias {
-        #[rustfmt::skip]
-        None => launch!(
-            "route_rank", sizes, &scores, Null, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, at_once, tokens
-        ),
-        #[rustfmt::skip]
-        Some(bias) => launch!(
-            "route_rank", sizes, &scores, bias, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, at_once, tokens
-        ),
-    };
+    let (by, scale) = (i32::from(pick.normalise), pick.scale as f32);
+    let bias = bias.map_or(Given::from(Null), Given::from);
+    #[rustfmt::skip]
+    let there = launch!(
+        "route_rank", sizes, &scores, bias, experts, groups, top_groups, group_best, width, &mut of_groups, &mut ranked, at_once, by, scale,
+        &mut weights, tokens
+    );
     if !there {
         return None;
     }
     if all_used {
-        return Some([ranked.clone(), ranked, kept]);
+        return Some(([ranked.clone(), ranked, kept], weights));
     }
     let capacity = capacity.map_or(i64::MAX, |capacity| capacity as i64);
     let ([key0, key1], first) = second.map_or(([0; 2], 0), |Draw { key, first }| (key.words(), first as i64));
     let draws = i32::from(second.is_some());
     if width == k {
+        let (part, parts) = (16_usize, each.div_ceil(16));
+        let mut counts = vec![-9_i32; samples * k * parts * experts];
+        let mut taken = vec![-9_i32; samples * parts * experts];
         #[rustfmt::skip]
         launch!(
-            "route_limit", [samples * experts, 0], &scores, &ranked, experts, k, capacity, draws, key0, key1, first, &mut kept, samples, each
+            "route_parts", [samples * k * parts, 0], &scores, &ranked, experts, k, draws, key0, key1, first, part, parts, &mut counts, samples, each
         );
-        launch!("route_sort", sizes, &mut ranked, &mut kept, k, tokens);
-        return Some([ranked.clone(), ranked, kept]);
+        #[rustfmt::skip]
+        launch!(
+            "route_limit", [samples * parts, 0], &scores, &mut ranked, experts, k, capacity, draws, key0, key1, first, part, parts, &counts,
+            &mut taken, &mut kept, by, scale, &mut weights, samples, each
+        );
+        return Some(([ranked.clone(), ranked, kept], weights));
     }
     let mut taken = vec![0_i32; samples * experts];
     #[rustfmt::skip]
@@ -85,8 +89,8 @@ fn select(scores: &[f32], bias: Option<&Vec<f32>>, of: Selection) -> Option<[Vec
     );
     let [mut chosen, mut routed] = [(); 2].map(|()| vec![-9_i32; tokens * k]);
     launch!("route_first", sizes, &ranked, &kept, width, k, &mut chosen, &mut routed, tokens);
-    launch!("route_sort", sizes, &mut routed, &mut kept, k, tokens);
-    Some([chosen, routed, kept])
+    launch!("route_sort", sizes, &scores, experts, &mut routed, &mut kept, k, by, scale, &mut weights, tokens);
+    Some(([chosen, routed, kept], weights))
 }
 
 #[test]
@@ -109,11 +113,13 @@ fn choices_are_those_of_the_cpu() {
         scores[0] = f32::NAN;
         scores[1] = f32::NAN;
         scores[of.experts - 1] = f32::INFINITY;
-        for bias in [None, Some(&bias)] {
-            let Some(got) = select(&scores, bias, of) else { return };
+        for (bias, normalise) in [(None, true), (Some(&bias), false)] {
+            let pick = Pick { experts: of.experts, k: of.k, normalise, scale: 2.7 };
+            let Some((got, weights)) = select(&scores, bias, of, pick) else { return };
             let (scores, bias) = (buffer(&scores), bias.map(|bias| buffer(bias)));
-            let (chosen, routed, kept) = Cpu::default().select(&scores, bias.as_ref(), &of).unwrap();
-            for (what, got, want) in [("chosen", 0, chosen), ("routed", 1, routed), ("kept", 2, kept)]
+            let want = Cpu::default().select(&scores, bias.as_ref(), &of, pick).unwrap();
+            assert_bits(&format!("weights of {of:?}"), &weights, want.weights.as_slice().unwrap());
+            for (what, got, want) in [("chosen", 0, want.chosen), ("routed", 1, want.routed), ("kept", 2, want.kept)]
                 .map(|(what, i, want)| (what, &got[i], want))
             {
                 assert_eq!(got, &vec::<i32>(&want), "{what} of {of:?}");

@@ -1,7 +1,7 @@
 //! Faults on purpose: each must be found, or the checks of the other tests mean little.
 
 use crate::launch::{Given, try_launch};
-use crate::{attention, build, compression, loss, optimizer, rows, tables};
+use crate::{attention, build, compression, elementwise, loss, optimizer, rows, tables};
 use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -175,7 +175,7 @@ fn every_barrier_is_needed() {
     let mut found = 0;
     for source in SOURCES.iter().chain(HEADERS) {
         let tests: &[fn()] = match source.name {
-            "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, loss::cross_entropy_is_that_of_the_cpu],
+            "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, elementwise::softmax_is_that_of_the_cpu],
             name if name.starts_with("flash") || name == "tensor_core.cuh" => {
                 &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
             }
@@ -189,6 +189,7 @@ fn every_barrier_is_needed() {
             }
             // It is between words of global memory, where what is not written yet is NaN in the test.
             "grad_norm.cu" => &[optimizer::squares_are_summed_in_the_order_of_the_cpu],
+            "cross_entropy.cu" => &[loss::cross_entropy_is_that_of_the_cpu],
             "embedding.cu" => &[tables::embeddings_are_those_of_the_cpu],
             _ => &[attention::attention_is_that_of_the_cpu],
         };

@@ -1,6 +1,7 @@
 //! Kernels that read and write 16 bits: the bits of those for f32 on the same values, rounded. That those have the CPU's bits is tested beside them.
 
 use crate::launch::Null;
+use crate::tables::bucketed;
 use crate::{assert_bits, launch, values};
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -101,12 +102,12 @@ where
         let cut = RowParts::new([rows as u32]);
         let parts = cut.rows.len() - 1;
         let (mut sums, mut want_sums, mut in_parts) = (vec![f32::NAN; parts * n], vec![f32::NAN; parts * n], y.clone());
-        launch!("gelu_backward_parts_16", [parts, n], &x, &bias, &mut in_parts, &cut.rows, &mut sums, n, H::F16);
-        launch!("sum_parts", [parts, n], &want, &cut.rows, &mut want_sums, n);
+        launch!("gelu_backward_parts_16", [parts, n], &x, &bias, &mut in_parts, &cut.rows, &mut sums, parts, n, H::F16);
+        launch!("sum_parts", [parts, n], &want, &cut.rows, &mut want_sums, parts, n);
         assert_rounded("gradient of gelu in parts", &in_parts, &want);
         assert_bits("gradient of the bias of gelu", &sums, &want_sums);
-        launch!("sum_parts_16", [parts, n], &x, &cut.rows, &mut sums, n, H::F16);
-        launch!("sum_parts", [parts, n], &x_wide, &cut.rows, &mut want_sums, n);
+        launch!("sum_parts_16", [parts, n], &x, &cut.rows, &mut sums, parts, n, H::F16);
+        launch!("sum_parts", [parts, n], &x_wide, &cut.rows, &mut want_sums, parts, n);
         assert_bits("sums of rows", &sums, &want_sums);
 
         let (pairs, pairs_wide) = operand::<H>("pairs", 2 * count);
@@ -121,11 +122,36 @@ where
     true
 }
 
+fn logits<H: Half>(sizes: [usize; 2])
+where
+    for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
+{
+    let [rows, n] = sizes;
+    let (x, x_wide) = operand::<H>("x", rows * n);
+    let targets: Vec<i32> = (0..rows).map(|i| if i % 4 == 3 { -1 } else { (i * 7 % n) as i32 }).collect();
+    let [mut max, mut sum, mut target] = [(); 3].map(|()| vec![f32::NAN; rows]);
+    let (mut all, mut all_wide) = (vec![f32::NAN; rows], vec![f32::NAN; rows]);
+    let (to, none) = ((&mut max, &mut sum, &mut target), 0_usize);
+    launch!("cross_entropy_stats_16", sizes, &x, &targets, n, none, n, none, to.0, to.1, to.2, rows, H::F16);
+    all.copy_from_slice(&sum);
+    let to = (&mut max, &mut sum, &mut target);
+    launch!("cross_entropy_stats", sizes, &x_wide, &targets, n, none, n, none, to.0, to.1, to.2, rows);
+    all_wide.copy_from_slice(&sum);
+    assert_bits("sums of exponentials", &all, &all_wide);
+    let (mut logits, mut logits_wide, scale, one) = (x.clone(), x_wide.clone(), vec![0.25_f64], 1_usize);
+    let (name, of) = ("cross_entropy_backward_16", &mut logits);
+    launch!(name, sizes, of, &targets, &max, &scale, n, none, n, n, none, one, rows, H::F16);
+    let (name, of) = ("cross_entropy_backward", &mut logits_wide);
+    launch!(name, sizes, of, &targets, &max, &scale, n, none, n, n, none, one, rows);
+    assert_rounded("gradient of cross entropy", &logits, &logits_wide);
+}
+
 fn rows<H: Half>() -> bool
 where
     for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
 {
     for [rows, n] in [[1, 1], [17, 33], [3, 1025], [2, 9000]] {
+        logits::<H>([rows, n]);
         let (count, sizes, eps) = (rows * n, [rows, n], 1e-5_f32);
         let ((x, x_wide), (dy, dy_wide)) = (operand::<H>("x", count), operand::<H>("dy", count));
         let ((gamma, gamma_wide), (beta, beta_wide)) = (operand::<H>("gamma", n), operand::<H>("beta", n));
@@ -159,11 +185,11 @@ where
                 let name = "layer_norm_backward_wide_16";
                 launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n, H::F16);
                 let name = "layer_norm_backward_parts_16";
-                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n, H::F16);
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, parts, n, H::F16);
                 let (name, of, to) = ("layer_norm_backward_wide", of_wide, to_wide);
                 launch!(name, sizes, of.0, of.1, of.2, &mean, &rstd, to.0, add, rows, n);
                 let name = "layer_norm_backward_parts";
-                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, n);
+                launch!(name, [parts, n], of.0, of.1, &mean, &rstd, starts, to.1, to.2, parts, n);
             }
             assert_rounded("gradient of a layer norm", &dx, &dx_wide);
             assert_bits("gradient of gains", &dgamma, &want_dgamma);
@@ -177,10 +203,10 @@ where
                 launch!(name, sizes, of.0, of.1, of.2, &rstd, starts, to.0, add, to.1, n);
             } else {
                 launch!("rms_norm_backward_wide_16", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n, H::F16);
-                launch!("rms_norm_backward_parts_16", [parts, n], of.0, of.1, &rstd, starts, to.1, n, H::F16);
+                launch!("rms_norm_backward_parts_16", [parts, n], of.0, of.1, &rstd, starts, to.1, parts, n, H::F16);
                 let (of, to) = (of_wide, to_wide);
                 launch!("rms_norm_backward_wide", sizes, of.0, of.1, of.2, &rstd, to.0, add, rows, n);
-                launch!("rms_norm_backward_parts", [parts, n], of.0, of.1, &rstd, starts, to.1, n);
+                launch!("rms_norm_backward_parts", [parts, n], of.0, of.1, &rstd, starts, to.1, parts, n);
             }
             assert_rounded("gradient of an RMS norm", &dx, &dx_wide);
             assert_bits("gradient of weights", &dgamma, &want_dgamma);
@@ -189,24 +215,8 @@ where
         launch!("rms_norm_forward_f32", sizes, &x_wide, &gamma_wide, eps, &mut y_wide, &mut want_rstd, rows, n);
         assert_rounded("RMS norm", &y, &y_wide);
         assert_bits("rstd", &rstd, &want_rstd);
-
-        let targets: Vec<i32> = (0..rows).map(|i| if i % 4 == 3 { -1 } else { (i * 7 % n) as i32 }).collect();
-        let [mut max, mut sum, mut target] = [(); 3].map(|()| vec![f32::NAN; rows]);
-        let (mut all, mut all_wide) = (vec![f32::NAN; rows], vec![f32::NAN; rows]);
-        let (to, none) = ((&mut max, &mut sum, &mut target), 0_usize);
-        launch!("cross_entropy_stats_16", sizes, &x, &targets, n, none, n, none, to.0, to.1, to.2, rows, H::F16);
-        all.copy_from_slice(&sum);
-        let to = (&mut max, &mut sum, &mut target);
-        launch!("cross_entropy_stats", sizes, &x_wide, &targets, n, none, n, none, to.0, to.1, to.2, rows);
-        all_wide.copy_from_slice(&sum);
-        assert_bits("sums of exponentials", &all, &all_wide);
-        let (mut logits, mut logits_wide, scale, one) = (x.clone(), x_wide.clone(), vec![0.25_f64], 1_usize);
-        let (name, of) = ("cross_entropy_backward_16", &mut logits);
-        launch!(name, sizes, of, &targets, &max, &scale, n, none, n, n, none, one, rows, H::F16);
-        let (name, of) = ("cross_entropy_backward", &mut logits_wide);
-        launch!(name, sizes, of, &targets, &max, &scale, n, none, n, n, none, one, rows);
-        assert_rounded("gradient of cross entropy", &logits, &logits_wide);
     }
+    logits::<H>([1, 50_500]); // more than is kept
     true
 }
 
@@ -214,7 +224,15 @@ fn tables<H: Half>() -> bool
 where
     for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
 {
-    let (count, h, held, batch) = (84, 37, 9, 2);
+    [37, 40].into_iter().all(|h| tables_of::<H>(h))
+}
+
+/// Rows of `h`: of whole 16 bytes, or not.
+fn tables_of<H: Half>(h: usize) -> bool
+where
+    for<'a> crate::launch::Given<'a>: From<&'a Vec<H>> + From<&'a mut Vec<H>>,
+{
+    let (count, held, batch) = (84, 9, 2);
     let ids: Vec<i32> = (0..count).map(|i| ((i * i * 7 + i / 3) % (held + 3)) as i32).collect();
     let ((table, table_wide), (dout, dout_wide)) = (operand::<H>("table", count * h), operand::<H>("dout", count * h));
     let (mut out, mut want) = (rounded::<H>(&vec![9.0; count * h]), vec![9.0; count * h]);
@@ -229,13 +247,17 @@ where
     launch!("positions_forward", size, &dout_wide, &table_wide, first, seq, &mut want, count * h, h);
     assert_rounded("positions", &out, &want);
     let [mut sums, mut want_sums] = [(); 2].map(|()| values("dtable", count * h));
+    let (order, ends) = bucketed(&ids, first, held);
     for add in [0, 1] {
-        let run = 7_usize;
-        launch!("embedding_backward_16", [1, h], &ids, &dout, first, held, &mut sums, add, count, h, H::F16);
-        launch!("embedding_backward", [1, h], &ids, &dout_wide, first, held, &mut want_sums, add, count, h);
+        let (run, runs, sizes) = (7_usize, count / 7, [held, h.div_ceil(4)]);
+        let (name, of) = ("embedding_backward_16", (&ids, &order, &ends));
+        launch!(name, [held, h.div_ceil(8)], of.0, of.1, of.2, &dout, first, &mut sums, add, h, H::F16);
+        launch!("embedding_backward", sizes, of.0, of.1, of.2, &dout_wide, first, &mut want_sums, add, h);
         assert_bits("gradient of a table", &sums, &want_sums);
-        launch!("embedding_backward_tree_16", [held, h], &ids, &dout, first, &mut sums, add, count, run, h, H::F16);
-        launch!("embedding_backward_tree", [held, h], &ids, &dout_wide, first, &mut want_sums, add, count, run, h);
+        let name = "embedding_backward_tree_16";
+        launch!(name, sizes, of.0, of.1, of.2, &dout, first, &mut sums, add, runs, run, h, H::F16);
+        let name = "embedding_backward_tree";
+        launch!(name, sizes, of.0, of.1, of.2, &dout_wide, first, &mut want_sums, add, runs, run, h);
         assert_bits("gradient of a table in blocks", &sums, &want_sums);
         let (one, size) = (1_usize, [seq * h, 0]);
         launch!("positions_backward_16", size, &dout, first, seq, &mut sums, add, batch, one, h, H::F16);
@@ -247,6 +269,21 @@ where
     launch!("dropout_16", [count * h, 0], &dout, &sizes, dims, key.0, key.1, p, kept, &mut out, count * h, H::F16);
     launch!("dropout", [count * h, 0], &dout_wide, &sizes, dims, key.0, key.1, p, kept, &mut want, count * h);
     assert_rounded("dropout", &out, &want);
+
+    // Heads of whole 16 bytes, and not; the rows of what is rotated are longer, and begin at any place.
+    for (heads, head_dim) in [(3, 10), (2, 16)] {
+        let (row, rows) = (heads * head_dim + 1, 5_usize);
+        let ((x, x_wide), angles) = (operand::<H>("x", rows * row), values("angles", rows * head_dim));
+        let (mut to, mut to_wide, sizes) = (x.clone(), x_wide.clone(), [rows * heads, head_dim / 2]);
+        let name = "rotary_forward_16";
+        launch!(name, sizes, &x, row, &angles, Null, &mut to, row, rows, rows, heads, head_dim, H::F16);
+        launch!("rotary_forward", sizes, &x_wide, row, &angles, Null, &mut to_wide, row, rows, rows, heads, head_dim);
+        assert_rounded("rotated", &to, &to_wide);
+        (to, to_wide) = (x.clone(), x_wide.clone());
+        launch!("rotary_backward_16", sizes, &mut to, row, &angles, Null, rows, rows, heads, head_dim, H::F16);
+        launch!("rotary_backward", sizes, &mut to_wide, row, &angles, Null, rows, rows, heads, head_dim);
+        assert_rounded("rotated back", &to, &to_wide);
+    }
     true
 }
 

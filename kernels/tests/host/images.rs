@@ -11,7 +11,7 @@ use meshwork_tensor::tape::Terms;
 fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
     let blocks = cut.parts.len() - 1;
     let mut sums = vec![f32::NAN; blocks * n];
-    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, n);
+    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, blocks, n);
     sums
 }
 
@@ -29,7 +29,7 @@ fn channel_norms_are_those_of_the_cpu() {
         let (dy, gamma, beta) = (values("dy", count), values("gamma", n), values("beta", n));
         let (cpu, members, of_groups) = (Cpu::default(), of.members() as f32, blocks * groups);
         let mut sums = vec![f32::NAN; parts * n];
-        if !launch!("sum_parts", [parts, n], &x, &cut.rows, &mut sums, n) {
+        if !launch!("sum_parts", [parts, n], &x, &cut.rows, &mut sums, parts, n) {
             return;
         }
         let means = |sums: &Vec<f32>| {
@@ -38,7 +38,7 @@ fn channel_norms_are_those_of_the_cpu() {
             means
         };
         let mean = means(&finish(&sums, &cut, n));
-        launch!("channel_squares_parts", [parts, n], &x, &mean, &cut.rows, &mut sums, rows, groups, n);
+        launch!("channel_squares_parts", [parts, n], &x, &mean, &cut.rows, &mut sums, parts, rows, groups, n);
         let variance = means(&finish(&sums, &cut, n));
         let [x_, dy_, gamma_, beta_] = [&x, &dy, &gamma, &beta].map(|x| Buffer::from_slice(x));
         let (want_mean, want_variance) = cpu.moments(of, &x_).unwrap();
@@ -48,14 +48,14 @@ fn channel_norms_are_those_of_the_cpu() {
         let (by, eps) = (MeanVariance { mean: &want_mean, variance: &want_variance, eps: 1e-5 }, 1e-5_f32);
         let mut y = vec![f32::NAN; count];
         #[rustfmt::skip]
-        launch!("channel_norm_forward", [count, 0], &x, &mean, &variance, eps, &gamma, &beta, &mut y, count, rows, groups, n);
+        launch!("channel_norm_forward", [blocks * rows, n], &x, &mean, &variance, eps, &gamma, &beta, &mut y, count, rows, groups, n);
         assert_bits(&format!("y of {what}"), &y, slice(&cpu.normalise(of, &x_, by, [&gamma_, &beta_]).unwrap()));
 
         for statistics in [Statistics::OfInput, Statistics::Given] {
             let [mut gains, mut biases] = [(); 2].map(|()| vec![f32::NAN; parts * n]);
             #[rustfmt::skip]
             launch!(
-                "channel_norm_backward_parts", [parts, n], &dy, &x, &mean, &variance, eps, &cut.rows, &mut gains, &mut biases, rows, groups, n
+                "channel_norm_backward_parts", [parts, n], &dy, &x, &mean, &variance, eps, &cut.rows, &mut gains, &mut biases, parts, rows, groups, n
             );
             let (dgamma, dbeta) = (finish(&gains, &cut, n), finish(&biases, &cut, n));
             let scale = if statistics == Statistics::Given { 0.0 } else { (1.0 / of.members() as f64) as f32 };
@@ -68,7 +68,7 @@ fn channel_norms_are_those_of_the_cpu() {
             let (g, gx, mut dx) = (means(&dbeta), means(&dgamma), vec![f32::NAN; count]);
             #[rustfmt::skip]
             launch!(
-                "channel_norm_backward", [count, 0], &dy, &x, &mean, &variance, eps, &gamma, &g, &gx, &mut dx, count, rows, groups, n
+                "channel_norm_backward", [blocks * rows, n], &dy, &x, &mean, &variance, eps, &gamma, &g, &gx, &mut dx, count, rows, groups, n
             );
             let want = cpu.normalise_grad(of, &dy_, &x_, by, statistics, &gamma_).unwrap();
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));

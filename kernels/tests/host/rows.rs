@@ -1,5 +1,6 @@
 //! Norms, bit by bit against the CPU.
 
+use crate::launch::{At, AtMut};
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::{Buffer, DType};
@@ -18,7 +19,7 @@ const EPS: f32 = 1e-5;
 fn finish(parts: &Vec<f32>, cut: &RowParts, n: usize) -> Vec<f32> {
     let blocks = cut.parts.len() - 1;
     let mut sums = vec![f32::NAN; blocks * n];
-    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, n);
+    launch!("sum_parts", [blocks, n], parts, &cut.parts, &mut sums, blocks, n);
     sums
 }
 
@@ -99,7 +100,7 @@ pub fn gradients_of_layer_norms_are_those_of_the_cpu() {
                 let name = "layer_norm_backward_wide";
                 launch!(name, [rows, n], &dy, &x, &gamma, &mean, &rstd, to.0, add, rows, n);
                 let name = "layer_norm_backward_parts";
-                launch!(name, [parts, n], &dy, &x, &mean, &rstd, starts, to.1, to.2, n);
+                launch!(name, [parts, n], &dy, &x, &mean, &rstd, starts, to.1, to.2, parts, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
             assert_bits(&format!("dgamma of {what}"), &finish(&dgamma, &cut, n), slice(&want.1));
@@ -153,10 +154,30 @@ fn gradients_of_rms_norms_are_those_of_the_cpu() {
                 }
             } else {
                 launch!("rms_norm_backward_wide", [rows, n], &dy, &x, &weight, &rstd, to.0, add, rows, n);
-                launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, starts, to.1, n);
+                launch!("rms_norm_backward_parts", [parts, n], &dy, &x, &rstd, starts, to.1, parts, n);
             }
             assert_bits(&format!("dx of {what}"), &dx, slice(&want.0));
             assert_bits(&format!("dweight of {what}"), &finish(&dweight, &cut, n), slice(&want.1));
+        }
+    }
+}
+
+/// Rows of whole 16 bytes and of others, that begin at a multiple of 16 bytes and elsewhere; of more parts than a block of threads has.
+#[test]
+fn sums_of_rows_begin_anywhere() {
+    for (rows, n) in [(130, 8), (70, 7), (300, 1028)] {
+        for from in [0, 1, 2] {
+            let (x, cut) = (values("x", from + rows * n), RowParts::new(std::iter::repeat_n(10, rows / 10)));
+            let parts = cut.rows.len() - 1;
+            let mut sums = vec![f32::NAN; from + parts * n];
+            let to = AtMut(&mut sums, from);
+            if !launch!("sum_parts", [parts, n], At(&x, from), &cut.rows, to, parts, n) {
+                return;
+            }
+            let rows_of = |part: usize| cut.rows[part] as usize..cut.rows[part + 1] as usize;
+            let sum = |part, column| rows_of(part).fold(0.0, |sum, row| sum + x[from + row * n + column]);
+            let want: Vec<f32> = (0..parts * n).map(|at| sum(at / n, at % n)).collect();
+            assert_bits(&format!("sums of {rows} rows of {n} from {from} on"), &sums[from..], &want);
         }
     }
 }

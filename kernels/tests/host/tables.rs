@@ -15,10 +15,23 @@ fn ids(count: usize, vocab: usize) -> Vec<i32> {
     (0..count).map(|i| ((i * i * 7 + i / 3) % vocab) as i32).collect()
 }
 
+/// The places of ids in `first .. first + rows`, sorted by buckets, and the end of each bucket: what permutation.cu makes of them.
+pub fn bucketed(ids: &[i32], first: usize, rows: usize) -> (Vec<i32>, Vec<i32>) {
+    let size = TABLE_ROWS as usize;
+    let (mut order, mut ends) = (Vec::new(), Vec::new());
+    for bucket in first / size..(first + rows).div_ceil(size) {
+        order.extend((0..ids.len()).filter(|&i| ids[i] as usize / size == bucket).map(|i| i as i32));
+        ends.push(order.len() as i32);
+    }
+    (order, ends)
+}
+
 #[test]
 pub fn embeddings_are_those_of_the_cpu() {
-    // Ids beyond the shard on both sides; more ids than go through shared memory at once; more columns than a block has.
-    for (vocab, first, rows, count, h) in [(9, 0, 9, 5, 3), (300, 70, 150, 560, 5), (20, 3, 9, 28, 300)] {
+    // Ids beyond the shard on both sides; more ids of a bucket than go through shared memory at once; more columns than a block has.
+    for (vocab, first, rows, count, h) in
+        [(9, 0, 9, 5, 3), (300, 70, 150, 560, 5), (20, 3, 9, 600, 4), (20, 3, 9, 28, 1100)]
+    {
         let (ids, table, dout) = (ids(count, vocab), values("table", rows * h), values("dout", count * h));
         let (mut out, mut want) = (vec![f32::NAN; count * h], vec![0.0; count * h]);
         if !launch!("embedding_forward", [count * h, 0], &ids, &table, first, rows, &mut out, count, h) {
@@ -26,7 +39,7 @@ pub fn embeddings_are_those_of_the_cpu() {
         }
         embedding::lookup(&ids, Loaded::Full(&table), first, h, Stored::Full(&mut want));
         assert_bits("lookup", &out, &want);
-        let blocks_of_rows = rows.div_ceil(TABLE_ROWS as usize);
+        let (order, ends) = bucketed(&ids, first, rows);
         for (blocks, accumulate) in [(1, false), (1, true), (4, false), (4, true), (7, true)] {
             if count % blocks > 0 {
                 continue;
@@ -37,11 +50,11 @@ pub fn embeddings_are_those_of_the_cpu() {
             Cpu::default().lookup_grad(&ids_, &dout_, first..first + rows, h, grad).unwrap();
             let (mut dtable, add) = (table.clone(), i32::from(accumulate));
             if blocks == 1 {
-                let sizes = [blocks_of_rows, h];
-                launch!("embedding_backward", sizes, &ids, &dout, first, rows, &mut dtable, add, count, h);
+                let sizes = [rows, h.div_ceil(4)];
+                launch!("embedding_backward", sizes, &ids, &order, &ends, &dout, first, &mut dtable, add, h);
             } else {
-                let (sizes, run) = ([rows, h], count / blocks);
-                launch!("embedding_backward_tree", sizes, &ids, &dout, first, &mut dtable, add, count, run, h);
+                let (sizes, run, name) = ([rows, h.div_ceil(4)], count / blocks, "embedding_backward_tree");
+                launch!(name, sizes, &ids, &order, &ends, &dout, first, &mut dtable, add, blocks, run, h);
             }
             assert_bits(&format!("gradient of a table in {blocks} blocks"), &dtable, buffer.as_slice().unwrap());
         }
@@ -133,7 +146,7 @@ fn rotation_is_its_definition_and_turns_back() {
         .map(|(e, angle)| if e < 3 { angle.cos() } else { angle.sin() })
         .collect();
     let (x, mut turned) = (values("x", rows * from_row), vec![f32::NAN; rows * to_row]);
-    let pairs = [rows * heads * head_dim / 2, 0];
+    let pairs = [rows * heads, head_dim / 2];
     if !launch!("rotary_forward", pairs, &x, from_row, &angles, Null, &mut turned, to_row, rows, seq, heads, head_dim) {
         return;
     }

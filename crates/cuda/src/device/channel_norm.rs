@@ -47,7 +47,11 @@ impl ChannelNorm for CudaDevice {
         let mean = self.group_means(groups, &sums)?;
         drop(sums);
         let mut args = self.places(&[x, &mean])?;
-        args.extend::<[Argument; 2]>([self.starts(OP, &cut)?.into(), self.place(OP, &parts)?.into()]);
+        args.extend::<[Argument; 3]>([
+            self.starts(OP, &cut)?.into(),
+            self.place(OP, &parts)?.into(),
+            cut.parts().into(),
+        ]);
         args.extend(extents(groups));
         self.launch(OP, "channel_squares_parts", [cut.parts(), n], &args)?;
         let sums = self.sum_parts(OP, &parts, &cut, n)?;
@@ -64,7 +68,7 @@ impl ChannelNorm for CudaDevice {
         args.extend(self.places(&[gamma, beta, &y])?);
         args.push(count.into());
         args.extend(extents(groups));
-        self.launch(OP, "channel_norm_forward", [count, 0], &args)?;
+        self.launch(OP, "channel_norm_forward", [count / groups.channels.max(1), groups.channels], &args)?;
         Ok(y)
     }
 
@@ -85,6 +89,7 @@ impl ChannelNorm for CudaDevice {
         let mut args = stats.clone();
         args.push(self.starts(OP, &cut)?.into());
         args.extend(self.places(&[&dgammas, &dbetas])?);
+        args.push(cut.parts().into());
         args.extend(extents(groups));
         self.launch(OP, "channel_norm_backward_parts", [cut.parts(), n], &args)?;
         let [dgamma, dbeta] = [self.sum_parts(OP, &dgammas, &cut, n)?, self.sum_parts(OP, &dbetas, &cut, n)?];
@@ -106,7 +111,7 @@ impl ChannelNorm for CudaDevice {
         args.extend(self.places(&[gamma, &g, &gx, &dx])?);
         args.push(count.into());
         args.extend(extents(groups));
-        self.launch(OP, "channel_norm_backward", [count, 0], &args)?;
+        self.launch(OP, "channel_norm_backward", [count / n.max(1), n], &args)?;
         Ok((dx, dgamma, dbeta))
     }
 }

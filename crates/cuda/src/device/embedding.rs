@@ -1,10 +1,29 @@
 use super::CudaDevice;
 use super::checked::Checked;
-use meshwork_core::Buffer;
+use meshwork_core::{Buffer, DType};
 use meshwork_kernels::TABLE_ROWS;
-use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
+use meshwork_tensor::kernel::{Embedding, Optim, Permutation, TableGrad};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
+
+impl CudaDevice {
+    /// The places of ids of some rows, sorted by buckets of [`TABLE_ROWS`] ids and in order within each, and the end of each bucket.
+    fn bucketed(&self, ids: &Buffer, rows: &Range<usize>) -> Result<(Buffer, Buffer)> {
+        const OP: &str = "embedding";
+        let (size, count) = (TABLE_ROWS as usize, ids.count());
+        let buckets = rows.start / size..rows.end.div_ceil(size);
+        let of_places = self.group_ids(ids, 1, size, false)?;
+        let (of, each) = (self.parts_of(count, 1), buckets.len());
+        let [counts, ends] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * each));
+        let (counts, ends) = (counts?, ends?);
+        self.count_parts(OP, &of_places, of, &buckets, &counts)?;
+        // How many ids have these rows is not known here, and of no account: room for all, and a fault that nobody reads.
+        let [order, slots] = [(); 2].map(|()| self.scratch(DType::I32, count));
+        let (order, slots, fewer) = (order?, slots?, self.scratch(DType::I64, 1)?);
+        self.place_choices(OP, &of_places, of, &buckets, [&counts, &ends], (&order, &slots), self.place(OP, &fewer)?)?;
+        Ok((order, ends.slice((of.parts - 1) * each..of.parts * each)?))
+    }
+}
 
 impl Embedding for CudaDevice {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
@@ -45,16 +64,16 @@ impl Embedding for CudaDevice {
         if !accumulate {
             self.zero(buffer, start + held * width..start + table_rows * width)?;
         }
+        let (order, ends) = self.bucketed(ids, &rows)?;
         let to = self.place_mut(op, buffer)?.offset(4 * start);
-        let ids = [self.place(op, ids)?.into(), self.place(op, dout)?.into(), rows.start.into()];
-        let (into, size) = ([to.into(), i32::from(accumulate).into(), count.into()], width.into());
-        if blocks == 1 {
-            let args = [&ids[..], &[held.into()], &into, &[size], f16.as_slice()].concat();
-            self.launch(op, kernel, [held.div_ceil(TABLE_ROWS as usize), width], &args)
-        } else {
-            let args = [&ids[..], &into, &[(count / blocks).into(), size], f16.as_slice()].concat();
-            self.launch(op, kernel, [held, width], &args)
-        }
+        let (places, ends) = (self.place(op, &order)?.into(), self.place(op, &ends)?.into());
+        let of = [self.place(op, ids)?.into(), places, ends, self.place(op, dout)?.into(), rows.start.into()];
+        let into = [to.into(), i32::from(accumulate).into()];
+        let runs = [blocks.into(), (count / blocks).max(1).into()];
+        let runs = if blocks == 1 { &[][..] } else { &runs };
+        let vector = if blocks == 1 && f16.is_some() { 8 } else { 4 };
+        let args = [&of[..], &into, runs, &[width.into()], f16.as_slice()].concat();
+        self.launch(op, kernel, [held, width.div_ceil(vector)], &args)
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {

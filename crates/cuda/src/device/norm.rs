@@ -73,7 +73,11 @@ impl Norm for CudaDevice {
             |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
         if wide {
             launch(kernel, [rows, n], &[dy, x, gamma, mean, rstd, to, accumulate, rows.into(), n.into()])?;
-            launch(of_parts, [cut.parts(), n], &[dy, x, mean, rstd, starts, dgammas, dbetas, n.into()])?;
+            launch(
+                of_parts,
+                [cut.parts(), n],
+                &[dy, x, mean, rstd, starts, dgammas, dbetas, cut.parts().into(), n.into()],
+            )?;
         } else {
             let args = [dy, x, gamma, mean, rstd, starts, to, accumulate, dgammas, dbetas, n.into()];
             launch(kernel, [cut.parts(), n], &args)?;
@@ -132,7 +136,7 @@ impl Norm for CudaDevice {
             |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
         if wide {
             launch(kernel, [rows, n], &[dy, x, weight, rstd, to, accumulate, rows.into(), n.into()])?;
-            launch(of_parts, [cut.parts(), n], &[dy, x, rstd, starts, dweights, n.into()])?;
+            launch(of_parts, [cut.parts(), n], &[dy, x, rstd, starts, dweights, cut.parts().into(), n.into()])?;
         } else {
             launch(kernel, [cut.parts(), n], &[dy, x, weight, rstd, starts, to, accumulate, dweights, n.into()])?;
         }

@@ -57,6 +57,36 @@ impl CudaDevice {
         ];
         self.launch(op, "choice_parts", [samples * parts, 0], &args)
     }
+
+    /// Sorts the choices of some ids by the counts of their parts: the order, and the slots of all choices. Leaves in the last part of `next` where each id ends. `fault` is
+    /// written if they are not as many as the order has room for.
+    #[allow(clippy::too_many_arguments)] // what the kernel takes
+    pub(super) fn place_choices(
+        &self,
+        op: &'static str,
+        choices: &Buffer,
+        of: Parts,
+        ids: &Range<usize>,
+        [counts, next]: [&Buffer; 2],
+        (order, slots): (&Buffer, &Buffer),
+        fault: Address,
+    ) -> Result<()> {
+        let args = [
+            self.place(op, choices)?.into(),
+            choices.count().into(),
+            of.part.into(),
+            of.parts.into(),
+            ids.start.into(),
+            ids.len().into(),
+            self.place(op, counts)?.into(),
+            self.place(op, next)?.into(),
+            self.place(op, order)?.into(),
+            order.count().into(),
+            self.place(op, slots)?.into(),
+            fault.into(),
+        ];
+        self.launch(op, "choice_places", [of.parts, 0], &args)
+    }
 }
 
 impl Permutation for CudaDevice {
@@ -83,21 +113,8 @@ impl Permutation for CudaDevice {
         let [counts, next] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * ids.len()));
         let (counts, next) = (counts?, next?);
         self.count_parts(OP, choices, of, &ids, &counts)?;
-        let args = [
-            self.place(OP, choices)?.into(),
-            choices.count().into(),
-            of.part.into(),
-            of.parts.into(),
-            ids.start.into(),
-            ids.len().into(),
-            self.place(OP, &counts)?.into(),
-            self.place(OP, &next)?.into(),
-            self.place(OP, &order)?.into(),
-            total.into(),
-            self.place(OP, &slots)?.into(),
-            self.fault_of(Checked::Sort).into(),
-        ];
-        self.launch(OP, "choice_places", [of.parts, 0], &args)?;
+        let fault = self.fault_of(Checked::Sort);
+        self.place_choices(OP, choices, of, &ids, [&counts, &next], (&order, &slots), fault)?;
         Ok((order, slots))
     }
 

@@ -208,7 +208,12 @@ impl Pointwise for CudaDevice {
         let to = self.place_mut(op, dy)?;
         let place = |buffer| self.place(op, buffer);
         let args = [place(x)?, place(bias)?, to, self.starts(op, &cut)?, place(&parts)?].map(Argument::from);
-        self.launch(op, kernel, [cut.parts(), n], &[&args[..], &[n.into()], f16.as_slice()].concat())?;
+        self.launch(
+            op,
+            kernel,
+            [cut.parts(), n],
+            &[&args[..], &[cut.parts().into(), n.into()], f16.as_slice()].concat(),
+        )?;
         self.sum_parts(op, &parts, &cut, n)
     }
 

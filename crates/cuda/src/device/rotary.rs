@@ -69,7 +69,7 @@ impl CudaDevice {
             heads.into(),
             head_dim.into(),
         ];
-        self.launch(op, kernel, [rows * heads * (head_dim / 2), 0], &[&args[..], f16.as_slice()].concat())?;
+        self.launch(op, kernel, [rows * heads, head_dim / 2], &[&args[..], f16.as_slice()].concat())?;
         Ok(to)
     }
 
@@ -91,6 +91,6 @@ impl CudaDevice {
         let sizes = [rows, seq, heads, head_dim].map(Into::into);
         let of = [x.into(), row.into(), self.place(op, &angles)?.into(), self.place_or_none(op, positions)?];
         let args = [&of[..], &sizes, f16.as_slice()].concat();
-        self.launch(op, kernel, [rows * heads * (head_dim / 2), 0], &args)
+        self.launch(op, kernel, [rows * heads, head_dim / 2], &args)
     }
 }

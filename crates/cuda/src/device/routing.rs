@@ -1,11 +1,14 @@
 use super::CudaDevice;
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::{Draw, DropoutMask, Pick, Routing, Selection};
+use meshwork_tensor::kernel::{Draw, DropoutMask, Pick, Routing, Selected, Selection};
 use meshwork_tensor::{Device, Error, Result};
 
 /// Experts that a warp chooses among: bits of 64 for each of its lanes.
 const MAX_EXPERTS: usize = 2048;
+
+/// Tokens of a sample whose choices a warp counts.
+const PART: usize = 256;
 
 impl CudaDevice {
     fn few_experts(&self, op: &'static str, experts: usize) -> Result<()> {
@@ -46,7 +49,7 @@ fn pitch(counts: &Buffer, experts: usize) -> usize {
 }
 
 impl Routing for CudaDevice {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
         const OP: &str = "select";
         let Selection { samples, experts, k, groups, top_groups, group_best, capacity, second, .. } = *of;
         self.f32s(OP, &[scores])?;
@@ -59,8 +62,9 @@ impl Routing for CudaDevice {
         let from: Argument = self.place(OP, scores)?.into();
         let by_preference: Argument = self.place(OP, &ranked)?.into();
         // Where each choice is used whatever other tokens choose, one kernel does all.
-        let kept = self.alloc(DType::I32, tokens * k)?;
+        let (kept, weights) = (self.alloc(DType::I32, tokens * k)?, self.alloc(DType::F32, tokens * k)?);
         let used: Argument = self.place(OP, &kept)?.into();
+        let weighed = [i32::from(pick.normalise).into(), (pick.scale as f32).into(), self.place(OP, &weights)?.into()];
         let all_used = capacity.is_none() && second.is_none();
         let args = [
             from,
@@ -73,34 +77,40 @@ impl Routing for CudaDevice {
             self.place(OP, &of_groups)?.into(),
             by_preference,
             if all_used { used } else { Address::NULL.into() },
-            tokens.into(),
         ];
-        self.launch(OP, "route_rank", [tokens, 0], &args)?;
+        self.launch(OP, "route_rank", [tokens, 0], &[&args[..], &weighed, &[tokens.into()]].concat())?;
         if all_used {
-            return Ok((ranked.clone(), ranked, kept));
+            return Ok(Selected { chosen: ranked.clone(), routed: ranked, kept, weights });
         }
         let capacity = capacity.map_or(i64::MAX, |capacity| capacity as i64).into();
         let ([key0, key1], first) = second.map_or(([0; 2], 0), |Draw { key, first }| (key.words(), first as i64));
         let draw = [i32::from(second.is_some()).into(), key0.into(), key1.into(), first.into()];
         let chosen_of = [from, by_preference, experts.into(), k.into()];
-        let of_samples = [used, samples.into(), each.into()];
+        let of_samples = [samples.into(), each.into()];
         if width == k {
-            let args = [&chosen_of[..], &[capacity], &draw, &of_samples].concat();
-            self.launch(OP, "route_limit", [samples * experts, 0], &args)?;
-            self.launch(OP, "route_sort", [tokens, 0], &[by_preference, used, k.into(), tokens.into()])?;
-            return Ok((ranked.clone(), ranked, kept));
+            let parts = each.div_ceil(PART).max(1);
+            let counts = self.scratch(DType::I32, samples * k * parts * experts)?;
+            let taken = self.scratch(DType::I32, samples * parts * experts)?;
+            let cut = [PART.into(), parts.into(), self.place(OP, &counts)?.into()];
+            let args = [&chosen_of[..], &draw, &cut, &of_samples].concat();
+            self.launch(OP, "route_parts", [samples * k * parts, 0], &args)?;
+            let into = [self.place(OP, &taken)?.into(), used];
+            let args = [&chosen_of[..], &[capacity], &draw, &cut, &into, &weighed, &of_samples].concat();
+            self.launch(OP, "route_limit", [samples * parts, 0], &args)?;
+            return Ok(Selected { chosen: ranked.clone(), routed: ranked, kept, weights });
         }
         let taken = self.scratch(DType::I32, samples * experts)?;
         let at = self.place(OP, &taken)?;
         self.pool.driver.zero(self.pool.compute, at, 4 * samples * experts).map_err(self.failed(OP))?;
-        let args = [&chosen_of[..], &[width.into(), capacity], &draw, &[at.into()], &of_samples].concat();
+        let args = [&chosen_of[..], &[width.into(), capacity], &draw, &[at.into(), used], &of_samples].concat();
         self.launch(OP, "route_reroute", [samples, 0], &args)?;
         let (chosen, routed) = (self.alloc(DType::I32, tokens * k)?, self.alloc(DType::I32, tokens * k)?);
         let to: Argument = self.place(OP, &routed)?.into();
         let args = [by_preference, used, width.into(), k.into(), self.place(OP, &chosen)?.into(), to, tokens.into()];
         self.launch(OP, "route_first", [tokens, 0], &args)?;
-        self.launch(OP, "route_sort", [tokens, 0], &[to, used, k.into(), tokens.into()])?;
-        Ok((chosen, routed, kept))
+        let args = [from, experts.into(), to, used, k.into()];
+        self.launch(OP, "route_sort", [tokens, 0], &[&args[..], &weighed, &[tokens.into()]].concat())?;
+        Ok(Selected { chosen, routed, kept, weights })
     }
 
     fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {

@@ -53,8 +53,9 @@ impl CudaDevice {
     pub(super) fn sum_rows(&self, op: &'static str, x: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
         let (kernel, f16) = self.of_storage(op, &[x], ["sum_parts", "sum_parts_16"])?;
         let parts = self.alloc(DType::F32, n * cut.parts())?;
-        let args = [self.place(op, x)?.into(), self.starts(op, cut)?.into(), self.place(op, &parts)?.into(), n.into()];
-        self.launch(op, kernel, [cut.parts(), n], &[&args[..], f16.as_slice()].concat())?;
+        let args = [self.place(op, x)?.into(), self.starts(op, cut)?.into(), self.place(op, &parts)?.into()];
+        let sizes = [cut.parts().into(), n.into()];
+        self.launch(op, kernel, [cut.parts(), n], &[&args[..], &sizes, f16.as_slice()].concat())?;
         Ok(parts)
     }
 
@@ -63,7 +64,8 @@ impl CudaDevice {
         let blocks = cut.parts.count() - 1;
         let sums = self.buffer(DType::F32, n * blocks, Origin::Compute, true)?;
         let starts = self.place(op, &cut.parts)?;
-        let args = [self.place(op, parts)?.into(), starts.into(), self.place(op, &sums)?.into(), n.into()];
+        let args =
+            [self.place(op, parts)?.into(), starts.into(), self.place(op, &sums)?.into(), blocks.into(), n.into()];
         self.launch(op, "sum_parts", [blocks, n], &args)?;
         Ok(sums)
     }

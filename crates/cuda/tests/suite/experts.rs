@@ -39,13 +39,13 @@ fn routers_have_the_cpus_bits() {
     ] {
         same("select", |device, up| {
             let (routing, x, bias) = (device.routing()?, up(&x), up(&bias));
-            let (chosen, routed, kept) = routing.select(&x, Some(&bias), &of)?;
             let pick = Pick { experts, k, normalise: true, scale: 2.5 };
-            let weights = routing.pick(&x, Some(&kept), pick)?;
+            let Selected { chosen, routed, kept, weights } = routing.select(&x, Some(&bias), &of, pick)?;
+            let weights_of_kept = routing.pick(&x, Some(&kept), pick)?;
             let dx = routing.pick_grad(&x, Some(&kept), &up(&dw), pick)?;
             let [unused, loads] = [routing.unused(&kept, samples)?, routing.loads(&routed, experts)?];
-            let (chosen_alone, _, _) = routing.select(&x, None, &of)?;
-            Ok(vec![chosen, routed, kept, weights, dx, unused, loads, chosen_alone])
+            let alone = routing.select(&x, None, &of, Pick { normalise: false, ..pick })?;
+            Ok(vec![chosen, routed, kept, weights, weights_of_kept, dx, unused, loads, alone.chosen, alone.weights])
         });
     }
     let mut mask = DropoutMask {

@@ -1,7 +1,7 @@
 use super::kernels::{Float, dropout, permutation, routing};
 use super::{Cpu, PIECE, for_dtype, for_float, row_piece};
 use crate::error::Result;
-use crate::kernel::{DropoutMask, Pick, Routing, Selection};
+use crate::kernel::{DropoutMask, Pick, Routing, Selected, Selection};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};
 
@@ -28,7 +28,11 @@ impl Cpu {
 }
 
 impl Routing for Cpu {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
+        let weighed = |chosen: Buffer, routed: Buffer, kept: Buffer| {
+            let weights = self.pick(scores, Some(&routed), pick)?;
+            Ok(Selected { chosen, routed, kept, weights })
+        };
         for_float!(self, "select", scores, T => {
             let scores = scores.as_slice::<T>()?;
             let bias = bias.map_or(Ok(&[][..]), |bias| bias.as_slice::<T>())?;
@@ -48,7 +52,7 @@ impl Routing for Cpu {
             })?;
             if width == k {
                 routing::by_expert(k, ranked.as_mut_slice()?, kept.as_mut_slice()?);
-                return Ok((ranked.clone(), ranked, kept));
+                return weighed(ranked.clone(), ranked, kept);
             }
             let mut chosen = self.output::<i32>(all * k, |chosen| routing::first(by_preference, width, k, chosen))?;
             let used = kept.as_slice::<i32>()?;
@@ -57,7 +61,7 @@ impl Routing for Cpu {
             places.filter(|(_, used)| **used >= 0).for_each(|(routed, used)| *routed = *used);
             routing::by_expert(k, routed.as_mut_slice()?, kept.as_mut_slice()?);
             chosen.as_mut_slice::<i32>()?.chunks_exact_mut(k).for_each(<[i32]>::sort_unstable);
-            Ok((chosen, routed, kept))
+            weighed(chosen, routed, kept)
         })
     }
 

@@ -41,5 +41,5 @@ pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};
 pub use reduction::Reduction;
 pub use rotary::{Rotary, RotaryScaling};
-pub use routing::{Draw, Overflow, Pick, Routing, Selection};
+pub use routing::{Draw, Overflow, Pick, Routing, Selected, Selection};
 pub use windows::{Window, Windows};

@@ -62,14 +62,24 @@ pub struct Draw {
     pub first: u64,
 }
 
+/// What a [selection](Routing::select) makes, all `[tokens, k]`, the experts of a token in ascending order.
+#[derive(Clone, Debug)]
+pub struct Selected {
+    /// The experts with the largest `scores + bias`, in i32.
+    pub chosen: Buffer,
+    /// The same with other experts in place of those that [overflow](Overflow), in i32.
+    pub routed: Buffer,
+    /// Those of `routed` that are used, in i32: a choice that the draw passes over, or that finds no room, is -1.
+    pub kept: Buffer,
+    /// The weights of `routed`, in the type of the scores: what [`pick`](Routing::pick) makes of them.
+    pub weights: Buffer,
+}
+
 /// The kernels of routers. Of equal scores, that of the lower expert is larger.
 pub trait Routing: Debug {
-    /// (chosen, routed, kept), all `[tokens, k]` in i32. Chosen are the experts with the largest `scores + bias`, in ascending order.
-    /// Routed are the same with other experts in place of those that [overflow](Overflow), in ascending order. Kept are those of
-    /// them that are used: a choice that the draw passes over, or that finds no room, is -1. First choices come before second ones,
+    /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First choices come before second ones,
     /// and among them tokens in order (GShard, algorithm 1).
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection)
-    -> Result<(Buffer, Buffer, Buffer)>;
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>;
 
     /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
     /// the earlier. `[tokens, experts]`: expert or -1.

@@ -1,19 +1,20 @@
 use super::Meta;
 use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::{DropoutMask, Pick, Routing, Selection};
+use crate::kernel::{DropoutMask, Pick, Routing, Selected, Selection};
 use meshwork_core::{Buffer, DType};
 
 impl Routing for Meta {
-    fn select(&self, scores: &Buffer, _bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, _bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
         let tokens = scores.count() / of.experts;
         let choices = || self.alloc(DType::I32, tokens * of.k);
         let ranked = self.alloc(DType::I32, tokens * of.ranked())?;
-        let kept = choices()?;
-        match of.ranked() == of.k {
-            true => Ok((ranked.clone(), ranked, kept)),
-            false => Ok((choices()?, choices()?, kept)),
-        }
+        let (kept, weights) = (choices()?, self.pick(scores, None, pick)?);
+        let (chosen, routed) = match of.ranked() == of.k {
+            true => (ranked.clone(), ranked),
+            false => (choices()?, choices()?),
+        };
+        Ok(Selected { chosen, routed, kept, weights })
     }
 
     fn select_tokens(&self, scores: &Buffer, _samples: usize, _experts: usize, _capacity: usize) -> Result<Buffer> {

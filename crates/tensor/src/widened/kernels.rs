@@ -691,9 +691,10 @@ impl Permutation for Widened {
 }
 
 impl Routing for Widened {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
         let bias = bias.map(|bias| self.wide(bias)).transpose()?;
-        self.inner.routing()?.select(&self.wide(scores)?, bias.as_ref(), of)
+        let selected = self.inner.routing()?.select(&self.wide(scores)?, bias.as_ref(), of, pick)?;
+        Ok(Selected { weights: self.rounded(selected.weights, scores.dtype())?, ..selected })
     }
 
     fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {

@@ -50,6 +50,13 @@ impl Hide for (Buffer, Buffer, Buffer) {
     }
 }
 
+impl Hide for Selected {
+    fn hide(self) -> Self {
+        let Self { chosen, routed, kept, weights } = self;
+        Self { chosen: hide(chosen), routed: hide(routed), kept: hide(kept), weights: hide(weights) }
+    }
+}
+
 fn hidden<T: Hide>(result: Result<T>) -> Result<T> {
     Ok(result?.hide())
 }
@@ -748,9 +755,9 @@ impl Permutation for Opaque {
 }
 
 impl Routing for Opaque {
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection) -> Result<(Buffer, Buffer, Buffer)> {
+    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, of: &Selection, pick: Pick) -> Result<Selected> {
         self.selections.fetch_add(1, Ordering::Relaxed);
-        hidden(self.inner.routing()?.select(&host(scores), bias.map(host).as_ref(), of))
+        hidden(self.inner.routing()?.select(&host(scores), bias.map(host).as_ref(), of, pick))
     }
 
     fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer> {
