@@ -8,12 +8,6 @@
 #define FLASH_KEYS 64  // keys that meet the queries of a block at a time, in backward; src/variants.rs changes it
 #endif
 
-// Zeros.
-template <int N> DEVICE void clear(float (&c)[N][4]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
-}
-
 // c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
 template <int DIM, int N> DEVICE void add_product(float (&c)[N][4], Tiles tiles, int a_tile, int row, int b_tile) {
 #pragma unroll

@@ -100,6 +100,12 @@ template <int WIDTH> DEVICE void load_a(u32 (&a)[4], Tiles tiles, int tile, int 
     load_matrices(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
 }
 
+// The same from a tile whose rows are k: rows column .. column + 16 of A, k = row .. row + 16.
+template <int WIDTH> DEVICE void load_a_transposed(u32 (&a)[4], Tiles tiles, int tile, int row, int column) {
+    int lane = lane_of_warp();
+    load_matrices_transposed(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
+}
+
 // Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the 8 behind them. k = column .. column + 16.
 template <int WIDTH> DEVICE void load_b(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
@@ -110,6 +116,12 @@ template <int WIDTH> DEVICE void load_b(u32 (&b)[4], Tiles tiles, int tile, int 
 template <int WIDTH> DEVICE void load_b_transposed(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices_transposed(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
+}
+
+// Zeros.
+template <int N> DEVICE void clear(float (&c)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
 }
 
 // A of two neighbouring tiles of C.

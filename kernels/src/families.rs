@@ -62,6 +62,7 @@ sources! {
     ROUTING = "routing.cu";
     PERMUTATION = "permutation.cu";
     GROUPED = "grouped.cu";
+    GROUPED_TENSOR = "grouped_tensor.cu";
     DOCUMENTS = "documents.cu";
     ATTENTION_DECODE = "attention_decode.cu";
     SQUARED_ERROR = "squared_error.cu";
@@ -134,6 +135,7 @@ pub static SOURCES: &[&Source] = &[
     &ROUTING,
     &PERMUTATION,
     &GROUPED,
+    &GROUPED_TENSOR,
     &DOCUMENTS,
     &ATTENTION_DECODE,
     &SQUARED_ERROR,
@@ -175,6 +177,9 @@ pub const EXACT_PIECE: u64 = 16_384;
 /// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
+/// Rows of a result's tile in `grouped_tensor_*`: `items` of their geometry are the tiles of rows of all groups.
+pub const GROUP_ROWS: u64 = 128;
+
 /// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
 pub const NORM_WIDTH: u64 = 8192;
 
@@ -201,6 +206,11 @@ const fn flash(head_dim: u32, tiles: u32) -> Geometry {
 /// The same for the forms for sm_90a: beside tiles, barriers for their copies, and numbers of the columns: `cuda/flash_sm90.cuh`.
 const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
+}
+
+/// Columns of a tile of products of groups, and the tiles of both operands in shared memory, of 16 bits: `cuda/grouped_tensor.cu`.
+pub(crate) const fn grouped(columns: u32, stages: u32) -> Geometry {
+    Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUP_ROWS as u32 + columns) * stages }
 }
 
 /// A thread for the elements whose bits are one byte.
@@ -559,6 +569,12 @@ kernels! {
         In F32 dy, In F32 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
     grouped_product_backward_bf16 in GROUPED, ELEMENTS;
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
+    grouped_tensor_forward in GROUPED_TENSOR, grouped(256, 3);
+        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out F32 y, Value I32 rounded, Value I64 n, Value I64 k;
+    grouped_tensor_backward_x in GROUPED_TENSOR, grouped(256, 3);
+        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out F32 dx, Value I32 rounded, Value I64 n, Value I64 k;
+    grouped_tensor_backward_w in GROUPED_TENSOR, grouped(256, 3);
+        In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
     channel_squares_parts in CHANNEL_NORM, ROWS_BY_FOUR;

@@ -52,7 +52,7 @@ pub enum Geometry {
     Warps,
     /// One warp, whatever the sizes.
     OneWarp,
-    /// A block of threads for each of `items` heads and each `rows` of `width` positions.
+    /// A block of threads for each of `items` heads, or tiles, and each `rows` of `width` positions, or columns.
     Tiles {
         /// Positions of a block.
         rows: u32,

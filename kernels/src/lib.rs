@@ -11,7 +11,8 @@ mod kernel;
 mod variants;
 
 pub use families::{
-    EXACT_PIECE, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS, UPDATE_PIECE,
+    EXACT_PIECE, GROUP_ROWS, HEADERS, KERNELS, NONZERO_CHUNK, NORM_WIDTH, SOURCES, SQUARES_PIECE, TABLE_ROWS,
+    UPDATE_PIECE,
 };
 pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};

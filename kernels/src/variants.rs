@@ -3,7 +3,7 @@
 //!
 //! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
 
-use crate::families::KERNELS;
+use crate::families::{KERNELS, grouped};
 use crate::geometry::Geometry;
 use crate::kernel::{Arg, Kernel, Source};
 
@@ -50,6 +50,15 @@ variants! {
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
     flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
+    grouped_tensor_forward in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
+    grouped_tensor_forward in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
+    grouped_tensor_forward in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
+    grouped_tensor_backward_x in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
+    grouped_tensor_backward_x in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
+    grouped_tensor_backward_x in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
+    grouped_tensor_backward_w in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
+    grouped_tensor_backward_w in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
+    grouped_tensor_backward_w in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
     dropout in dropout, "each=8", Geometry::Elements { each: 8 }; EACH = 8;
     dropout in dropout, "each=16", Geometry::Elements { each: 16 }; EACH = 16;
 }

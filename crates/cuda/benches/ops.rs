@@ -10,22 +10,19 @@
 
 mod bench;
 
-use bench::{Asked, median, numbers};
+use bench::{Asked, GROUPS, median, numbers, uneven};
 use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::CudaDevice;
 use meshwork_cuda::device::Products;
 use meshwork_optim::{AdamW, Rule, Update};
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{
-    AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, TableGrad, VocabShard,
+    AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, GroupedGrad, TableGrad, VocabShard,
 };
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
 use std::slice;
-
-/// Groups of a grouped product.
-const GROUPS: usize = 8;
 
 /// What a call does at least, and the call.
 struct Work<'a> {
@@ -150,28 +147,43 @@ fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dty
     }
 }
 
-/// Rows of groups that are uneven, and as many in all as those of a product of the same name.
+/// Rows of groups that are uneven, and as many in all as those of a product of the same name: a linear layer's output, and the gradients of its input and its weight.
 fn groups<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {
     let &[m, n, k] = &sizes.groups;
+    let (rows, flops) = (uneven(m), 2 * (m * n * k) as u64);
+    let ends = rows.iter().scan(0, |end, rows| {
+        *end += rows;
+        Some(*end - rows..*end)
+    });
+    let blocks: Vec<_> = ends.map(|block| vec![block]).collect();
+    let name = |kind, [m, n, k]: [usize; 3]| format!("grouped {GROUPS} product {kind} {dtype} {m}x{n}x{k}");
+    for (kind, mnk, from) in [("nt", [m, n, k], k), ("nn", [m, k, n], n)] {
+        let rows = rows.clone();
+        let make = move || {
+            let (x, w, rows) =
+                (numbers(device, m * from, dtype)?, numbers(device, GROUPS * n * k, dtype)?, rows.clone());
+            let bytes = x.bytes() + w.bytes() + 4 * m * mnk[1];
+            let call = move || {
+                let (of, spec) = (device.grouped_matmul()?, GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE });
+                if kind == "nt" { of.grouped_linear(spec, &x, &w) } else { of.grouped_input_grad(spec, &x, &w) }
+                    .map(drop)
+            };
+            Ok(Work { bytes, flops, call: Box::new(call) })
+        };
+        works.push((name(kind, mnk), Box::new(make)));
+    }
     let make = move || {
-        let (x, w) = (numbers(device, m * k, dtype)?, numbers(device, GROUPS * n * k, dtype)?);
-        let bytes = x.bytes() + w.bytes() + 4 * m * n;
-        let rows = uneven(m);
-        let flops = 2 * (m * n * k) as u64;
+        let (dy, x, rows) = (numbers(device, m * n, dtype)?, numbers(device, m * k, dtype)?, rows.clone());
+        let (mut dw, blocks) = (device.alloc(DType::F32, GROUPS * n * k)?, blocks.clone());
+        let bytes = dy.bytes() + x.bytes() + dw.bytes();
         let call = move || {
             let spec = GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE };
-            device.grouped_matmul()?.grouped_linear(spec, &x, &w).map(drop)
+            let grad = GroupedGrad { buffer: &mut dw, start: 0, accumulate: false };
+            device.grouped_matmul()?.grouped_weight_grad(spec, &blocks, &dy, &x, grad)
         };
         Ok(Work { bytes, flops, call: Box::new(call) })
     };
-    works.push((format!("grouped {GROUPS} product nt {dtype} {m}x{n}x{k}"), Box::new(make)));
-}
-
-/// The sizes of [`GROUPS`] groups that share `m` rows, in ascending order: the uneven load of experts.
-fn uneven(m: usize) -> Vec<usize> {
-    let ends = (0..=GROUPS).map(|group| m * group * (group + 3) / (GROUPS * (GROUPS + 3)));
-    let ends: Vec<usize> = ends.collect();
-    ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
+    works.push((name("tn", [n, k, m]), Box::new(make)));
 }
 
 fn attention<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {

@@ -7,14 +7,15 @@
 
 mod bench;
 
-use bench::{Asked, median, numbers};
+use bench::{Asked, median, numbers, uneven};
 use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::tuning::{Tuning, USUAL};
+use meshwork_cuda::tuning::{LIBRARY, Tuning, USUAL, has_library};
 use meshwork_cuda::{CudaDevice, Driver};
-use meshwork_kernels::{VARIANTS, Variant, variants};
+use meshwork_kernels::{VARIANTS, variants};
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask};
+use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, GroupedGemm, GroupedGrad};
+use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Error};
 use std::error::Error as AnyError;
 use std::fmt::Write;
@@ -39,6 +40,7 @@ type Call = Box<dyn Fn(&CudaDevice) -> Result<Vec<Buffer>, Error>>;
 
 const TUNED: &[Tuned] = &[
     Tuned { family: "flash_", tolerance: 1e-2, sizes: &[1024, 4096], small: &[70], call: flash },
+    Tuned { family: "grouped_tensor_", tolerance: 1e-3, sizes: &[1024, 4096], small: &[16], call: groups },
     Tuned { family: "dropout", tolerance: 0.0, sizes: &[1 << 26], small: &[1000], call: dropout },
 ];
 
@@ -65,6 +67,39 @@ fn flash(device: &CudaDevice, kernel: &str, seq: usize) -> Result<Call, Error> {
     Ok(Box::new(move |device| Ok(vec![device.attention()?.causal_grad(shape, &dout, &qkv, &out, &lse, masks)?])))
 }
 
+fn squares(rows: &[usize], n: usize) -> GroupedGemm<'_> {
+    GroupedGemm { rows, n, k: n, terms: Terms::WHOLE }
+}
+
+/// Products of groups with squares of `n` features: eight large groups of uneven sizes.
+fn groups(device: &CudaDevice, kernel: &str, n: usize) -> Result<Call, Error> {
+    let rows = uneven(if n < 1024 { 20 } else { TOKENS });
+    let (total, matrices) = (rows.iter().sum::<usize>(), rows.len() * n * n);
+    let [x, w, dy] = [total * n, matrices, total * n].map(|count| numbers(device, count, DType::Bf16));
+    let (x, w, dy) = (x?, w?, dy?);
+    if kernel.ends_with("forward") {
+        return Ok(Box::new(move |device| {
+            Ok(vec![device.grouped_matmul()?.grouped_linear(squares(&rows, n), &x, &w)?])
+        }));
+    }
+    if kernel.ends_with("_x") {
+        return Ok(Box::new(move |device| {
+            Ok(vec![device.grouped_matmul()?.grouped_input_grad(squares(&rows, n), &dy, &w)?])
+        }));
+    }
+    let ends = rows.iter().scan(0, |end, rows| {
+        *end += rows;
+        Some(*end - rows..*end)
+    });
+    let blocks: Vec<_> = ends.map(|block| vec![block]).collect();
+    Ok(Box::new(move |device| {
+        let mut dw = device.alloc(DType::F32, matrices)?;
+        let grad = GroupedGrad { buffer: &mut dw, start: 0, accumulate: false };
+        device.grouped_matmul()?.grouped_weight_grad(squares(&rows, n), &blocks, &dy, &x, grad)?;
+        Ok(vec![dw])
+    }))
+}
+
 fn dropout(device: &CudaDevice, _: &str, count: usize) -> Result<Call, Error> {
     let (x, size) = (numbers(device, count, DType::F32)?, count as u64);
     let (local, global) = ([count, 1, 1, 1, 1, 1], [size, 1, 1, 1, 1, 1]);
@@ -74,14 +109,8 @@ fn dropout(device: &CudaDevice, _: &str, count: usize) -> Result<Call, Error> {
 
 /// One form of a kernel at a size.
 struct Measured {
-    variant: Option<&'static Variant>,
+    name: &'static str,
     ms: f64,
-}
-
-impl Measured {
-    fn name(&self) -> &'static str {
-        self.variant.map_or(USUAL, |variant| variant.name)
-    }
 }
 
 fn main() -> Result<(), Box<dyn AnyError>> {
@@ -104,7 +133,7 @@ fn main() -> Result<(), Box<dyn AnyError>> {
             wrong += faults;
             // Times of single calls mean nothing: then any form will do, so that there is a table to read.
             let best = if asked.small { &forms[forms.len() - 1] } else { fastest(&forms) };
-            chosen.push(best.name());
+            chosen.push(best.name);
         }
         rows(&mut table, &properties.architecture, kernel, sizes, &chosen)?;
     }
@@ -127,16 +156,17 @@ fn forms(
     let call = (tuned.call)(&usual, kernel, size)?;
     let want = downloaded(&usual, call(&usual)?)?;
     let (mut right, mut wrong) = (Vec::new(), 0);
-    for variant in [None].into_iter().chain(variants(kernel).map(Some)) {
+    let library = has_library(kernel).then_some(LIBRARY);
+    for name in [USUAL].into_iter().chain(variants(kernel).map(|variant| variant.name)).chain(library) {
         // The same device, so that its memory is that of the operands.
-        let device = usual.with_tuning(variant.map_or_else(Tuning::default, Tuning::only))?;
+        let tuning = Tuning::only(kernel, name).unwrap_or_default(); // of every kernel with variants there are these forms
+        let device = usual.with_tuning(tuning)?;
         let got = call(&device).and_then(|results| downloaded(&device, results));
         let error = got.map(|got| got.iter().zip(&want).map(|(got, want)| distance(got, want)).fold(0.0, f64::max));
-        let name = variant.map_or(USUAL, |variant| variant.name);
         let said = match error {
             Ok(error) if error <= tuned.tolerance => {
                 let ms = 1e3 * median(&device, &mut || call(&device).map(drop), once)?;
-                right.push(Measured { variant, ms });
+                right.push(Measured { name, ms });
                 format!(r#""ms":{ms:.4},"of_usual":{:.3},"differs":{error:.1e}"#, ms / right[0].ms)
             }
             Ok(error) => {

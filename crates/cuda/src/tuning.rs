@@ -3,12 +3,12 @@
 //! ```toml
 //! [[sm_90a]]
 //! kernel = "flash_forward_64"
-//! variant = "keys=64"    # of `meshwork_kernels::VARIANTS`, or "usual"
+//! variant = "keys=64"    # of `meshwork_kernels::VARIANTS`, or "usual"; of products of groups, or "library": a product of the library for each group
 //! up_to = 2048           # the longest rows or sequences of this row, without a width elements; without it: all
 //! ```
 //! The first row of a kernel that a call fits decides. Kernels without a row have their usual form.
 
-use meshwork_kernels::{Kernel, VARIANTS, Variant, kernel, variants};
+use meshwork_kernels::{Kernel, VARIANTS, kernel, variants};
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -18,6 +18,14 @@ const COMPILED_IN: &str = include_str!("tuning.toml");
 /// What a row says of a kernel's usual form.
 pub const USUAL: &str = "usual";
 
+/// What a row says where a product of the library for each group is used in place of a kernel.
+pub const LIBRARY: &str = "library";
+
+/// Whether a kernel is for products that the library has too.
+pub fn has_library(kernel: &str) -> bool {
+    kernel.starts_with("grouped_tensor_")
+}
+
 /// The rows of a table for one architecture.
 #[derive(Clone, Debug, Default)]
 pub struct Tuning(Vec<Row>);
@@ -26,7 +34,8 @@ pub struct Tuning(Vec<Row>);
 struct Row {
     kernel: String,
     up_to: u64,
-    form: &'static Kernel,
+    /// `None`: the library's product.
+    form: Option<&'static Kernel>,
 }
 
 /// What is wrong with a table.
@@ -107,15 +116,28 @@ impl Tuning {
         })
     }
 
-    /// One variant, whatever the sizes.
-    pub fn only(variant: &'static Variant) -> Self {
-        Self(vec![Row { kernel: variant.kernel.name.to_owned(), up_to: u64::MAX, form: &variant.kernel }])
+    /// One form of a kernel, whatever the sizes.
+    ///
+    /// # Errors
+    /// A kernel without variants, or a form that it does not have.
+    pub fn only(kernel: &str, form: &str) -> Result<Self, TuningError> {
+        let row = format!("[[any]]\nkernel = {kernel:?}\nvariant = {form:?}");
+        Self::parse(&row, "any")
     }
 
     /// The form of a kernel for a call of `[items, width]` of its geometry; `None`: the usual one.
-    pub(crate) fn form(&self, name: &str, [items, width]: [u64; 2]) -> Option<&'static Kernel> {
+    pub(crate) fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
+        self.row(name, sizes)?.form
+    }
+
+    /// Whether the library's product takes the place of a kernel for such a call.
+    pub(crate) fn is_of_library(&self, name: &str, sizes: [u64; 2]) -> bool {
+        self.row(name, sizes).is_some_and(|row| row.form.is_none())
+    }
+
+    fn row(&self, name: &str, [items, width]: [u64; 2]) -> Option<&Row> {
         let size = if width > 0 { width } else { items };
-        self.0.iter().find(|row| row.kernel == name && size <= row.up_to).map(|row| row.form)
+        self.0.iter().find(|row| row.kernel == name && size <= row.up_to)
     }
 }
 
@@ -138,9 +160,11 @@ impl Row {
         }
         let variant = variants(name).find(|variant| variant.name == wanted).map(|variant| &variant.kernel);
         let form = variant.or_else(|| kernel(name).filter(|_| wanted == USUAL));
-        let form = form.ok_or_else(|| {
-            (format!("variant = {wanted:?} is none of {name}"), format!("use {USUAL:?} or one of {names:?}"))
-        })?;
+        let library = has_library(name);
+        if form.is_none() && !(library && wanted == LIBRARY) {
+            let valid = if library { format!("use {USUAL:?}, {LIBRARY:?}") } else { format!("use {USUAL:?}") };
+            return Err((format!("variant = {wanted:?} is none of {name}"), format!("{valid} or one of {names:?}")));
+        }
         let up_to = match row.get("up_to") {
             None => u64::MAX,
             Some(size) => size.as_integer().and_then(|size| u64::try_from(size).ok()).ok_or_else(|| {
@@ -169,7 +193,9 @@ mod tests {
         let text = "[[sm_80]]\nkernel = 'dropout'\nvariant = 'each=8'\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'usual'\nup_to = 100\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
-                    [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'keys=64'\nup_to = 2048\n";
+                    [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'keys=64'\nup_to = 2048\n\
+                    [[sm_90a]]\nkernel = 'grouped_tensor_forward'\nvariant = 'library'\nup_to = 512\n\
+                    [[sm_90a]]\nkernel = 'grouped_tensor_forward'\nvariant = 'columns=128'\n";
         let tuning = Tuning::parse(text, "sm_90a").unwrap();
         let form = |name, sizes| tuning.form(name, sizes).map(|kernel| kernel.source.name);
         assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
@@ -179,6 +205,10 @@ mod tests {
         assert!(form("flash_forward_64", [1 << 20, 2048]).is_some());
         assert_eq!(form("flash_forward_64", [1, 2049]), None);
         assert_eq!(form("adamw", [1, 0]), None);
+        // A product of the library is no form of a kernel.
+        assert_eq!(form("grouped_tensor_forward", [9, 512]), None);
+        assert_eq!([512, 513].map(|n| tuning.is_of_library("grouped_tensor_forward", [9, n])), [true, false]);
+        assert!(form("grouped_tensor_forward", [9, 513]).is_some_and(|form| form.contains("columns=128")));
     }
 
     #[test]
@@ -198,6 +228,14 @@ mod tests {
             (
                 &row("kernel = 'dropout'"),
                 "row 1 of sm_90a: variant = \"\" is none of dropout; use \"usual\" or one of [\"each=8\", \"each=16\"]",
+            ),
+            (
+                &row("kernel = 'dropout'\nvariant = 'library'"),
+                "row 1 of sm_90a: variant = \"library\" is none of dropout; use \"usual\" or one of ",
+            ),
+            (
+                &row("kernel = 'grouped_tensor_forward'\nvariant = 'x'"),
+                "row 1 of sm_90a: variant = \"x\" is none of grouped_tensor_forward; use \"usual\", \"library\" or one of ",
             ),
             (
                 &row("kernel = 'dropout'\nvariant = 'each=8'\nup_to = -1"),

@@ -6,6 +6,7 @@ use crate::launch::{Given, Null};
 use crate::{assert_bits, launch, values};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
+use meshwork_kernels::GROUP_ROWS;
 use meshwork_tensor::MAX_DIMS;
 use meshwork_tensor::cpu::kernels::round::round;
 use meshwork_tensor::cpu::{Cpu, Precision};
@@ -469,5 +470,62 @@ fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>, pr
         let grad = GroupedGrad { buffer: &mut want_bias, start: 0, accumulate };
         cpu.grouped_bias_grad(&blocks, n, &buffer(dy), grad).unwrap();
         assert_bits("db", &db, want_bias.as_slice().unwrap());
+    }
+}
+
+/// Rows of groups in tensor cores' products, and features: groups without rows, of one row, of whole tiles and of a row more; more groups than a warp has lanes.
+#[test]
+pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
+    let many = (0..35).map(|group| group % 3).collect::<Vec<usize>>();
+    let cases: [(&[usize], usize, usize); 5] =
+        [(&[3, 0, 130, 1], 40, 72), (&[0, 129, 0], 264, 8), (&many, 8, 24), (&[67], 8, 264), (&[0, 0], 16, 24)];
+    for (rows, n, k) in cases {
+        let (total, groups, what) = (rows.iter().sum::<usize>(), rows.len(), format!("{rows:?}, {n} of {k}"));
+        let [x, w, dy] = [("x", total * k), ("w", groups * n * k), ("dy", total * n)]
+            .map(|(name, count)| values(name, count).iter().map(|x| half::bf16::from_f32(*x)).collect::<Vec<_>>());
+        let wide = |x: &[half::bf16]| buffer(&x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
+        let mut starts = vec![0_i64];
+        rows.iter().for_each(|rows| starts.push(starts[starts.len() - 1] + *rows as i64));
+        let near = |name: &str, got: &[f32], want: &Buffer| {
+            let want: &[f32] = want.as_slice().unwrap();
+            let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let error = norm(&mut got.iter().zip(want).map(|(a, b)| a - b));
+            assert!(error <= 1e-5 * norm(&mut want.iter().copied()), "{name} of {what}: {error:e}");
+        };
+        let (cpu, spec) = (Cpu::default(), GroupedGemm { rows, n, k, terms: Terms::WHOLE });
+        let tiles = rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum::<usize>();
+        let (mut y, mut dx) = (vec![f32::NAN; total * n], vec![f32::NAN; total * k]);
+        // More blocks than there are tiles: those behind the last have nothing to do.
+        if !launch!("grouped_tensor_forward", [tiles + 1, n], &x, &w, &starts, groups, &mut y, 0, n, k) {
+            return;
+        }
+        near("y", &y, &cpu.grouped_linear(spec, &wide(&x), &wide(&w)).unwrap());
+        launch!("grouped_tensor_backward_x", [tiles, k], &dy, &w, &starts, groups, &mut dx, 0, n, k);
+        near("dx", &dx, &cpu.grouped_input_grad(spec, &wide(&dy), &wide(&w)).unwrap());
+        // In bf16 the same, rounded once.
+        let rounded = |name: &str, got: &[f32], want: &[f32]| {
+            let mut halves = vec![half::bf16::ZERO; want.len()];
+            round(want, &mut halves);
+            assert!(bytemuck::cast_slice::<_, half::bf16>(got)[..want.len()] == halves, "{name} of {what}");
+        };
+        let (mut halves, mut of_dx) = (vec![f32::NAN; y.len()], vec![f32::NAN; dx.len()]);
+        launch!("grouped_tensor_forward", [tiles, n], &x, &w, &starts, groups, &mut halves, 1, n, k);
+        rounded("y", &halves, &y);
+        launch!("grouped_tensor_backward_x", [tiles, k], &dy, &w, &starts, groups, &mut of_dx, 1, n, k);
+        rounded("dx", &of_dx, &dx);
+
+        let blocks: Vec<_> =
+            starts.windows(2).map(|ends| ends[0] as usize..ends[1] as usize).map(|block| vec![block]).collect();
+        let bounds: Vec<i64> = starts.windows(2).flat_map(|ends| [ends[0], ends[1]]).collect();
+        let first: Vec<i64> = (0..=groups).map(|group| 2 * group as i64).collect();
+        for accumulate in [false, true] {
+            let (mut dw, sizes) = (values("dw", groups * n * k), [groups * n.div_ceil(GROUP_ROWS as usize), k]);
+            let mut want = buffer(&dw);
+            let add = i32::from(accumulate);
+            launch!("grouped_tensor_backward_w", sizes, &dy, &x, &first, &bounds, &mut dw, add, n, k);
+            let grad = GroupedGrad { buffer: &mut want, start: 0, accumulate };
+            cpu.grouped_weight_grad(spec, &blocks, &wide(&dy), &wide(&x), grad).unwrap();
+            near("dw", &dw, &want);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Faults on purpose: each must be found, or the checks of the other tests mean little.
 
 use crate::launch::{Given, try_launch};
-use crate::{attention, build, compression, elementwise, loss, optimizer, rows, tables};
+use crate::{attention, build, compression, elementwise, experts, loss, optimizer, rows, tables};
 use meshwork_kernels::{Arg, Geometry, HEADERS, Kernel, Pass, SOURCES, Source, Type};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -176,6 +176,7 @@ fn every_barrier_is_needed() {
     for source in SOURCES.iter().chain(HEADERS) {
         let tests: &[fn()] = match source.name {
             "rows.cuh" => &[rows::layer_norms_are_those_of_the_cpu, elementwise::softmax_is_that_of_the_cpu],
+            "grouped_tensor.cu" => &[experts::products_of_groups_on_tensor_cores_are_near_those_of_the_cpu],
             name if name.starts_with("flash") || name == "tensor_core.cuh" => {
                 &[attention::attention_on_tensor_cores_is_near_that_of_the_cpu]
             }

@@ -13,6 +13,9 @@ const BATCHES: usize = 9;
 const BATCH: Duration = Duration::from_millis(10);
 const BUDGET: Duration = Duration::from_secs(4);
 
+/// Groups of a grouped product.
+pub const GROUPS: usize = 8;
+
 /// What a benchmark was asked for.
 pub struct Asked {
     /// Everything once, on a few rows.
@@ -104,4 +107,11 @@ pub fn numbers(device: &CudaDevice, count: usize, dtype: DType) -> Result<Buffer
         device.layout()?.copy_into(&pattern, 0..PATTERN.min(count - at), &mut all, at)?;
     }
     Ok(all)
+}
+
+/// The sizes of [`GROUPS`] groups that share `m` rows, in ascending order: the uneven load of experts.
+pub fn uneven(m: usize) -> Vec<usize> {
+    let ends = (0..=GROUPS).map(|group| m * group * (group + 3) / (GROUPS * (GROUPS + 3)));
+    let ends: Vec<usize> = ends.collect();
+    ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
 }

@@ -1,6 +1,7 @@
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
+use meshwork_kernels::GROUP_ROWS;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
@@ -18,11 +19,6 @@ fn starts(rows: &[usize]) -> Vec<i64> {
 }
 
 impl CudaDevice {
-    /// Numbers that kernels read.
-    fn table(&self, numbers: Vec<i64>) -> Result<Buffer> {
-        self.uploaded(&Buffer::from_vec(numbers), false)
-    }
-
     /// The bounds of the blocks of all groups, and the first bound of each group with their number.
     fn bounds(&self, blocks: &GroupBlocks) -> Result<[Buffer; 2]> {
         let (mut first, mut bounds) = (vec![0], Vec::new());
@@ -31,7 +27,24 @@ impl CudaDevice {
             bounds.push(blocks.last().map_or(0, |block| block.end as i64));
             first.push(bounds.len() as i64);
         }
-        Ok([self.table(first)?, self.table(bounds)?])
+        Ok([self.kept(first)?, self.kept(bounds)?])
+    }
+
+    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads and writes several neighbours at a time. What it does not
+    /// take, or is slower at by the device's table, is the library's.
+    fn groups_on_tensor_cores(
+        &self,
+        kernel: &str,
+        sizes: [usize; 2],
+        features: [usize; 2],
+        operands: [Address; 2],
+        result: Address,
+    ) -> bool {
+        self.precision == Precision::Bf16
+            && features.iter().all(|features| features.is_multiple_of(8))
+            && operands.iter().all(|operand| operand.0.is_multiple_of(16))
+            && result.0.is_multiple_of(8)
+            && !self.tuning.is_of_library(kernel, sizes.map(|size| size as u64))
     }
 
     /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the result from a group's
@@ -73,6 +86,15 @@ impl CudaDevice {
         let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
         if fast {
             let rounded = dtype == DType::Bf16;
+            let kernel = if transposed { "grouped_tensor_forward" } else { "grouped_tensor_backward_x" };
+            let sizes = [rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum(), to];
+            if self.groups_on_tensor_cores(kernel, sizes, [n, k], [x, w], out) {
+                let starts = self.kept(starts(rows))?;
+                let mut args = vec![x.into(), w.into(), self.place(OP, &starts)?.into(), rows.len().into(), out.into()];
+                args.extend([i32::from(rounded).into(), n.into(), Argument::from(k)]);
+                self.launch(OP, kernel, sizes, &args)?;
+                return Ok(y);
+            }
             let of = |at, first, transposed| self.part(at, first, transposed);
             self.each_group(rows, |group, first| Product {
                 mnk: [rows[group], to, from],
@@ -84,7 +106,7 @@ impl CudaDevice {
             })?;
             return Ok(y);
         }
-        let (starts, strides) = (self.table(starts(rows))?, if transposed { [1, k] } else { [k, 1] });
+        let (starts, strides) = (self.kept(starts(rows))?, if transposed { [1, k] } else { [k, 1] });
         let args: [Argument; 12] = [
             x.into(),
             w.into(),
@@ -149,14 +171,18 @@ impl Grouped for CudaDevice {
         // They live until the products are queued.
         let operands = [self.operand(OP, dy, self.precision)?, self.operand(OP, x, self.precision)?];
         let (dy, x) = (self.place(OP, &operands[0])?, self.place(OP, &operands[1])?);
-        if self.products == Products::OfTheLibrary && whole {
+        let to = self.place_mut(OP, buffer)?.offset(4 * start);
+        let kernel = "grouped_tensor_backward_w";
+        let sizes = [blocks.len() * n.div_ceil(GROUP_ROWS as usize), k];
+        let of_library = self.products == Products::OfTheLibrary && whole;
+        let on_tensor_cores = of_library && self.groups_on_tensor_cores(kernel, sizes, [n, k], [dy, x], to);
+        if of_library && !on_tensor_cores {
             if !accumulate {
                 let empty = rows.iter().enumerate().filter(|(_, rows)| **rows == 0);
                 for at in empty.map(|(group, _)| start + group * n * k) {
                     meshwork_tensor::kernel::Optim::zero(self, buffer, at..at + n * k)?;
                 }
             }
-            let to = self.place_mut(OP, buffer)?.offset(4 * start);
             let of = |at, first, transposed| self.part(at, first, transposed);
             return self.each_group(&rows, |group, _| {
                 let first = blocks[group][0].start;
@@ -171,17 +197,13 @@ impl Grouped for CudaDevice {
             });
         }
         let [first, bounds] = self.bounds(blocks)?;
-        let args = [
-            dy.into(),
-            x.into(),
-            self.place(OP, &first)?.into(),
-            self.place(OP, &bounds)?.into(),
-            self.place_mut(OP, buffer)?.offset(4 * start).into(),
-            i32::from(accumulate).into(),
-            n.into(),
-            k.into(),
-            count.into(),
-        ];
+        let mut args = [dy, x, self.place(OP, &first)?, self.place(OP, &bounds)?, to].map(Argument::from).to_vec();
+        args.push(i32::from(accumulate).into());
+        args.extend([n, k].map(Argument::from));
+        if on_tensor_cores {
+            return self.launch(OP, kernel, sizes, &args);
+        }
+        args.push(count.into());
         let kernels = ["grouped_product_backward_f32", "grouped_product_backward_bf16"];
         self.launch(OP, self.of_precision(self.precision, kernels), [count, 0], &args)
     }
@@ -190,7 +212,7 @@ impl Grouped for CudaDevice {
         const OP: &str = "grouped_bias";
         self.f32s(OP, &[x, bias])?;
         let (n, y) = (bias.count() / rows.len().max(1), self.alloc(DType::F32, x.count())?);
-        let starts = self.table(starts(rows))?;
+        let starts = self.kept(starts(rows))?;
         let args = [
             self.place(OP, x)?.into(),
             self.place(OP, bias)?.into(),

@@ -31,8 +31,14 @@ fn ids(count: usize, vocab: usize) -> Buffer {
 
 /// Both devices.
 pub fn devices(products: Products) -> Option<[Box<dyn Device>; 2]> {
+    devices_of(products, Precision::F32)
+}
+
+/// The same, with products in a precision.
+pub fn devices_of(products: Products, precision: Precision) -> Option<[Box<dyn Device>; 2]> {
     let order = Order::Seeded(products as u64 + 11);
-    Some([Box::new(CudaDevice::new(driver(order)?, products).unwrap()), Box::new(Cpu::new(Precision::F32))])
+    let device = CudaDevice::with_precision(driver(order)?, products, precision).unwrap();
+    Some([Box::new(device), Box::new(Cpu::new(precision))])
 }
 
 fn bits(buffer: &Buffer) -> Vec<u8> {

@@ -1,0 +1,223 @@
+// Products of groups of rows on tensor cores, all groups in one launch: the linear layers of experts without capacity (Gale et al., MegaBlocks, arXiv:2211.15841).
+//
+//   y[r] = x[r] W_gᵀ,  dx[r] = dy[r] W_g  for the rows r of group g;  dW_g = dY_gᵀ X_g, the sum over the rows of g
+//
+// Shapes    x, dx [rows, k], y, dy [rows, n], W, dW [groups, n, k]. Operands of 16 bits at multiples of 16 bytes, n and k multiples of 8; results in f32, of
+//           rows in bf16 too, rounded once, at multiples of 8 bytes. Group g has the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in grouped.cu. Groups may be
+//           empty: their dW is zero, or stays.
+// Geometry  a block a tile of a result of one group, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not cross groups: of y there are Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉,
+//           of dW groups × ⌈n / 128⌉ × ⌈k / 256⌉. Each warp finds the group of its block from the starts, 32 groups at a time; blocks behind the last tile end at once, so
+//           that the launch need not know the rows. Tiles are in the order of groups, and in a group in bands of 8 tiles of rows, each column of a band behind the other: the
+//           108 or 132 blocks that run at a time are 8 tiles of rows and 16 of columns, which share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache.
+//           A warp whose rows or columns are all beyond the group's has copies alone to do.
+//           Sums run by 64 terms; STAGES = 3 tiles of both operands lie in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) = 144 KiB.
+// Registers of a lane: sums 128, A 16, B 4 and more in flight, addresses and places: kernels/report.md. 256 threads of more than 128: one block on an SM, 8 warps.
+// Banks     tiles lie as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts. Results go from registers to memory, 4 lanes to each
+//           32 bytes: whole sectors.
+// Work      64 terms of a tile are 128 · 256 · 64 = 2 Mi multiplications: 2048 clocks of an SM of an A100 (1024 a clock), 1024 of one of an H100 at its peak, which the
+//           products of sm_80 do not reach there. Meanwhile ldmatrix reads 8 · 4 · (64 + 64) · 32 bytes = 128 KiB, 1024 clocks of shared memory, and copies write 48 KiB, 384: so one ldmatrix
+//           feeds four products. There is no form with the products of sm_90a.
+// Bytes     of a tile 2 · 64 (128 + 256) = 48 KiB for 64 terms, from the L2 cache: 24 bytes a clock of an A100, 1/85 byte an operation; written once 4 bytes an element, or 2.
+//           From memory at least 2 rows (k + n) + 2 groups n k + the results: kernels/floors.md.
+// Bits      none are promised: the order of sums is that of the tensor cores. The same run to run, and a row's do not depend on the rows beside it. Tests hold 1e-5 of the norm
+//           against sums in f32 of the same operands.
+#include "halves.cuh"
+#include "products.cuh"
+#include "tensor_core.cuh"
+
+// What src/variants.rs changes: columns of a tile, tiles of each operand in shared memory, and blocks on an SM.
+#ifndef GROUPED_COLUMNS
+#define GROUPED_COLUMNS 256
+#endif
+#ifndef GROUPED_STAGES
+#define GROUPED_STAGES 3
+#endif
+#ifndef GROUPED_RESIDENT
+#define GROUPED_RESIDENT 1
+#endif
+
+#define TILE_ROWS 128
+#define TERMS 64  // of a sum in a tile
+#define BAND 8    // tiles of rows that follow each other
+// Of each of the 2 × 4 warps.
+#define WARP_ROWS 64
+#define WARP_COLUMNS (GROUPED_COLUMNS / 4)
+
+using Sums = float[WARP_ROWS / 16][WARP_COLUMNS / 8][4];
+
+// Where this warp's part of a tile begins.
+DEVICE int warp_row() { return static_cast<int>(threadIdx.x) / WARP / 4 * WARP_ROWS; }
+DEVICE int warp_column() { return static_cast<int>(threadIdx.x) / WARP % 4 * WARP_COLUMNS; }
+
+// A tile of a group's result, in tiles.
+struct Place {
+    i64 row, column;
+};
+
+// The tile with this number of `rows` × `columns`.
+DEVICE Place place_of(i64 number, i64 rows, i64 columns) {
+    i64 band = number / (BAND * columns), in_band = number - band * BAND * columns, height = smaller(BAND, rows - band * BAND);
+    return {band * BAND + in_band % height, in_band / height};
+}
+
+// A group's rows, and the tile of this block among those of their results. Of a block behind the last tile there are none.
+struct GroupRows {
+    i64 group, first, end;
+    Place tile;
+};
+
+DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
+    i64 columns = gridDim.y, number = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x, row = number / columns, before = 0;
+    int lane = lane_of_warp();
+    for (i64 base = 0; base < groups; base += WARP) {
+        i64 group = base + lane, first = group < groups ? starts[group] : 0, end = group < groups ? starts[group + 1] : 0;
+        i64 tiles = (end - first + TILE_ROWS - 1) / TILE_ROWS, until = before + tiles;  // of this group, and of those up to it
+        for (int width = 1; width < WARP; width *= 2) {
+            i64 lower = __shfl_sync(FULL_WARP, until, (lane + WARP - width) % WARP) - before;
+            if (lane >= width) until += lower;
+        }
+        int here = __popc(__ballot_sync(FULL_WARP, until <= row));
+        if (here < WARP) {
+            tiles = __shfl_sync(FULL_WARP, tiles, here), until = __shfl_sync(FULL_WARP, until, here);
+            first = __shfl_sync(FULL_WARP, first, here), end = __shfl_sync(FULL_WARP, end, here);
+            return {base + here, first, end, place_of(number - (until - tiles) * columns, tiles, columns)};
+        }
+        before = __shfl_sync(FULL_WARP, until, WARP - 1);
+    }
+    return {0, 0, 0, {0, 0}};
+}
+
+// An operand of a tile: where its first row or column begins, the elements from a stored row to the next, and the rows or columns that are left from there on.
+struct Side {
+    const u16* at;
+    i64 row;
+    int left;
+};
+
+// Of rows of `of`, `row` elements apart, those from `first` to `end`.
+DEVICE Side side_of_rows(const u16* of, i64 row, i64 first, i64 end) { return {of + first * row, row, static_cast<int>(end - first)}; }
+
+// Its columns from `first` to `end`: stored rows are the terms of the sum.
+DEVICE Side side_of_columns(const u16* of, i64 row, i64 first, i64 end) { return {of + first, row, static_cast<int>(smaller(row, end) - first)}; }
+
+// Begins to copy the terms from `term` on of COUNT rows or columns.
+template <bool OF_COLUMNS, int COUNT> DEVICE void copy_side(Tiles tiles, int tile, const Side& side, int term, int terms) {
+    if (OF_COLUMNS) copy_rows<TERMS, COUNT>(tiles, tile, side.at, side.row, term, terms, side.left);
+    else copy_rows<COUNT, TERMS>(tiles, tile, side.at + term, side.row, 0, side.left, terms - term);
+}
+
+// The tile's sums of `terms` products: A of rows or of columns of its operand, B likewise.
+template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, const Side& a, const Side& b, int terms) {
+    constexpr int B_TILE = TILE_ROWS * TERMS, STAGE = B_TILE + GROUPED_COLUMNS * TERMS;
+    TILES(tiles, GROUPED_STAGES * (TILE_ROWS + GROUPED_COLUMNS) * TERMS);
+    int steps = (terms + TERMS - 1) / TERMS;
+    bool works = warp_row() < a.left && warp_column() < b.left;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS / 16; i++) clear(c[i]);
+    for (int step = 1 - GROUPED_STAGES; step < steps; step++) {
+        if (step >= 0) {
+            copy_wait<GROUPED_STAGES - 2>();
+            __syncthreads();  // this step's tiles are here, and those before them are read
+        }
+        int ahead = step + GROUPED_STAGES - 1;
+        if (ahead < steps) {
+            int to = ahead % GROUPED_STAGES * STAGE;
+            copy_side<A_OF_COLUMNS, TILE_ROWS>(tiles, to, a, ahead * TERMS, terms);
+            copy_side<B_OF_COLUMNS, GROUPED_COLUMNS>(tiles, to + B_TILE, b, ahead * TERMS, terms);
+        }
+        copy_commit();
+        if (step < 0 || !works) continue;
+
+        int a_tile = step % GROUPED_STAGES * STAGE, b_tile = a_tile + B_TILE;
+#pragma unroll
+        for (int k = 0; k < TERMS; k += 16) {
+            u32 rows[WARP_ROWS / 16][4];
+#pragma unroll
+            for (int i = 0; i < WARP_ROWS / 16; i++) {
+                if (A_OF_COLUMNS) load_a_transposed<TILE_ROWS>(rows[i], tiles, a_tile, k, warp_row() + 16 * i);
+                else load_a<TERMS>(rows[i], tiles, a_tile, warp_row() + 16 * i, k);
+            }
+#pragma unroll
+            for (int j = 0; j < WARP_COLUMNS / 8; j += 2) {
+                u32 columns[4];
+                if (B_OF_COLUMNS) load_b_transposed<GROUPED_COLUMNS>(columns, tiles, b_tile, k, warp_column() + 8 * j);
+                else load_b<TERMS>(columns, tiles, b_tile, warp_column() + 8 * j, k);
+#pragma unroll
+                for (int i = 0; i < WARP_ROWS / 16; i++) {
+                    mma(c[i][j], rows[i], columns[0], columns[1]);
+                    mma(c[i][j + 1], rows[i], columns[2], columns[3]);
+                }
+            }
+        }
+    }
+}
+
+// Writes two neighbouring elements of a result, rounded once to the type that it is stored in, or adds to what is there.
+template <class T> DEVICE void store_two(T* to, float left, float right, bool accumulate) {
+    Vector<T, 2>* two = reinterpret_cast<Vector<T, 2>*>(to);
+    if (accumulate) left += term_of(two->of, 0), right += term_of(two->of, 1);
+    Vector<T, 2> sums;
+    store(sums.of, 0, left), store(sums.of, 1, right);
+    *two = sums;
+}
+
+// The sums, to rows that are `row` elements long: `rows` and `columns` of them are the group's.
+template <class T> DEVICE void store_sums(const Sums& c, T* to, i64 row, int rows, int columns, bool accumulate) {
+    int first_row = warp_row() + lane_of_warp() / 4, first_column = warp_column() + lane_of_warp() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < WARP_ROWS / 8; half++) {
+        int r = first_row + 8 * half;
+        if (r >= rows) continue;
+        T* at = to + r * row + first_column;
+#pragma unroll
+        for (int j = 0; j < WARP_COLUMNS / 8; j++) {
+            const float* sums = c[half / 2][j] + half % 2 * 2;
+            if (first_column + 8 * j < columns) store_two(at + 8 * j, sums[0], sums[1], accumulate);
+        }
+    }
+}
+
+// Rows of x times the matrix of their group: [to, from] as it is stored, or [from, to].
+template <bool OF_COLUMNS>
+DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, int rounded, i64 from, i64 to) {
+    GroupRows of = rows_of_block(starts, groups);
+    if (of.first == of.end) return;
+    i64 row = of.first + of.tile.row * TILE_ROWS, column = of.tile.column * GROUPED_COLUMNS;
+    const u16* matrix = w + of.group * from * to;
+    Side a = side_of_rows(x, from, row, of.end);
+    Side b = OF_COLUMNS ? side_of_columns(matrix, to, column, to) : side_of_rows(matrix, from, column, to);
+    Sums sums;
+    add_up<false, OF_COLUMNS>(sums, a, b, static_cast<int>(from));
+    i64 at = row * to + column;
+    if (rounded) store_sums(sums, reinterpret_cast<u16*>(y) + at, to, a.left, b.left, false);
+    else store_sums(sums, y + at, to, a.left, b.left, false);
+}
+
+#undef RESIDENT
+#define RESIDENT GROUPED_RESIDENT
+
+// Launched for the tiles of rows of all groups, or more, and n columns. `rounded`: y has bf16.
+KERNEL grouped_tensor_forward(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, int rounded, i64 n, i64 k) {
+    grouped_rows<false>(x, w, starts, groups, y, rounded, k, n);
+}
+
+// The same, and k columns.
+KERNEL grouped_tensor_backward_x(const u16* dy, const u16* w, const i64* starts, i64 groups, float* dx, int rounded, i64 n, i64 k) {
+    grouped_rows<true>(dy, w, starts, groups, dx, rounded, n, k);
+}
+
+// Launched for ⌈n / 128⌉ tiles of each group, and k columns. dw is overwritten, or added to if `accumulate` is not 0.
+KERNEL grouped_tensor_backward_w(const u16* dy, const u16* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n, i64 k) {
+    i64 rows = (n + TILE_ROWS - 1) / TILE_ROWS, columns = gridDim.y, number = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
+    i64 group = number / (rows * columns);
+    Place tile = place_of(number - group * rows * columns, rows, columns);
+    i64 row = tile.row * TILE_ROWS, column = tile.column * GROUPED_COLUMNS, begin = bounds[first[group]], end = bounds[first[group + 1] - 1];
+    if (accumulate && begin == end) return;
+    Side a = side_of_columns(dy + begin * n, n, row, n), b = side_of_columns(x + begin * k, k, column, k);
+    Sums sums;
+    add_up<true, true>(sums, a, b, static_cast<int>(end - begin));
+    store_sums(sums, dw + (group * n + row) * k + column, k, a.left, b.left, accumulate != 0);
+}
+
+#undef RESIDENT
+#define RESIDENT 1
