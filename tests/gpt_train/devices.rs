@@ -180,13 +180,14 @@ fn ranks_share_the_gpus_of_a_machine() {
     }
     let host = Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches/meshwork/kernels");
     let kernels = meshwork_kernels::host::Host::new(&host).unwrap();
-    let run = |line: &str, settings: &[(&str, &str)]| {
-        let mut command = command(&format!("{line} {SMALL} {UNSAMPLED} {CANONICAL}"));
+    let start = |line: &str, settings: &[(&str, &str)]| {
+        let mut command = command(&format!("{line} {SMALL} {UNSAMPLED}"));
         command.env("LD_LIBRARY_PATH", &folder).env("XDG_CACHE_HOME", &folder).env("STAND_IN_KERNELS", kernels.path());
         command.env("STAND_IN_REPORT", folder.join("report")).envs(settings.iter().copied());
         let ended = Running::start(command).end();
         (ended.code, ended.out, ended.err)
     };
+    let run = |line: &str, settings: &[(&str, &str)]| start(&format!("{line} {CANONICAL}"), settings);
     let path = folder.join("metrics.jsonl");
     let want = numbers_of(&metrics(&folder, "cpu", &format!("{CANONICAL} --steps 2")));
     for (more, settings) in [("", &[][..]), ("--set memory.offload=all", &[("STAND_IN_PEERS", "0")])] {
@@ -218,6 +219,16 @@ fn ranks_share_the_gpus_of_a_machine() {
     }
     let report = fs::read_to_string(folder.join("report")).unwrap();
     assert!(report.lines().filter(|line| line.starts_with("left: ")).all(|line| line == left), "{report}");
+
+    // Products of experts on a card without room for the tiles of their kernels are the library's: it has 99 KiB for a block.
+    let experts = "--steps 1 --device cuda --set model.num_experts=4 --set training.dtype=bf16";
+    for shared in ["101376", "232448"] {
+        let (code, out, err) = start(experts, &[("STAND_IN_SHARED", shared)]);
+        assert_eq!((code, &*err), (Some(0), ""), "{out}");
+        let report = fs::read_to_string(folder.join("report")).unwrap();
+        let compiled = report.lines().any(|line| line.starts_with("compiles grouped_tensor.cu "));
+        assert_eq!(compiled, shared == "232448", "{report}");
+    }
 
     let (code, out, err) = run("--steps 2 --device cuda:2", &[]);
     let told = "error: --device cuda:2: there is no GPU 2: this machine has 2, numbered from 0; use cpu\n";

@@ -42,6 +42,8 @@ pub struct Properties {
     pub ordinal: usize,
     /// Bytes of its memory.
     pub memory: u64,
+    /// Bytes of shared memory that a block of threads may have.
+    pub shared: u32,
     /// What kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
     pub architecture: String,
 }

@@ -21,7 +21,8 @@ impl Idle {
     #[must_use]
     pub fn new(name: &'static str) -> Self {
         let architecture = "none".to_owned();
-        let properties = Properties { name: "no device".to_owned(), ordinal: 0, memory: u64::MAX, architecture };
+        let (device, memory, shared) = ("no device".to_owned(), u64::MAX, u32::MAX);
+        let properties = Properties { name: device, ordinal: 0, memory, shared, architecture };
         Self { name, properties, next: AtomicU64::new(1 << 20), streams: AtomicUsize::new(0) }
     }
 }

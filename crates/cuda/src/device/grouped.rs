@@ -30,8 +30,8 @@ impl CudaDevice {
         Ok([self.kept(first)?, self.kept(bounds)?])
     }
 
-    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads and writes several neighbours at a time. What it does not
-    /// take, or is slower at by the device's table, is the library's.
+    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads and writes several neighbours at a time, and its tiles need
+    /// shared memory that not every card has. What it does not take, or is slower at by the device's table, is the library's.
     fn groups_on_tensor_cores(
         &self,
         kernel: &str,
@@ -40,11 +40,13 @@ impl CudaDevice {
         operands: [Address; 2],
         result: Address,
     ) -> bool {
+        let (sizes, most) = (sizes.map(|size| size as u64), self.pool.driver.properties().shared);
         self.precision == Precision::Bf16
+            && self.form(kernel, sizes).is_some_and(|form| form.geometry.shared() <= most)
             && features.iter().all(|features| features.is_multiple_of(8))
             && operands.iter().all(|operand| operand.0.is_multiple_of(16))
             && result.0.is_multiple_of(8)
-            && !self.tuning.is_of_library(kernel, sizes.map(|size| size as u64))
+            && !self.tuning.is_of_library(kernel, sizes)
     }
 
     /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the result from a group's

@@ -38,7 +38,7 @@ use crate::driver::{Address, Argument, Driver, DriverError};
 use crate::tuning::Tuning;
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
-use meshwork_kernels::kernel;
+use meshwork_kernels::{Kernel, kernel};
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
@@ -263,11 +263,16 @@ impl CudaDevice {
         }
     }
 
+    /// The form of a kernel for `[items, width]` of its geometry.
+    fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
+        self.tuning.form(name, sizes).or_else(|| kernel(name))
+    }
+
     /// Queues a kernel for `[items, width]` of its geometry.
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
         let [items, width] = sizes.map(|size| size as u64);
         let missing = || self.lacks(op, DType::F32);
-        let kernel = self.tuning.form(name, [items, width]).or_else(|| kernel(name)).ok_or_else(missing)?;
+        let kernel = self.form(name, [items, width]).ok_or_else(missing)?;
         if items == 0 {
             return Ok(());
         }

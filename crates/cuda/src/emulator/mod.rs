@@ -65,7 +65,8 @@ impl Emulator {
 
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
         let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
-        Self { properties: Properties { name, ordinal, memory, architecture }, machine }
+        let shared = 227 << 10; // an H100's
+        Self { properties: Properties { name, ordinal, memory, shared, architecture }, machine }
     }
 
     fn ordinal(&self) -> usize {

@@ -140,6 +140,8 @@ impl Gpu {
         };
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let shared = u32::try_from(shared).unwrap_or(0);
         // From 9.0 on, `a` is all that this one architecture has.
         let architecture = format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" });
         // SAFETY: the number is one of a GPU.
@@ -148,7 +150,7 @@ impl Gpu {
         // SAFETY: the number is one of a GPU; it is released when the context is dropped.
         let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let gpu = Self {
-            properties: Properties { name, ordinal, memory, architecture: architecture.clone() },
+            properties: Properties { name, ordinal, memory, shared, architecture: architecture.clone() },
             context: Context { device: number, handle },
             compiler: Compiler::new(kernels, &architecture, nvrtc),
             driver: libraries::version()?,
@@ -188,7 +190,8 @@ impl Gpu {
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
             // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
             let function = unsafe { module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
-            if kernel.geometry.shared() > 0 {
+            // What has no room is refused when it is launched.
+            if (1..=self.properties.shared).contains(&kernel.geometry.shared()) {
                 let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 // SAFETY: the function was found just now.
                 let set = unsafe { set_function_attribute(function, most, kernel.geometry.shared() as i32) };

@@ -138,8 +138,8 @@ C cuDeviceGet(int *out, int ordinal) { *out = ordinal; return OK; }
 C cuDeviceGetName(char *name, int length, int) { snprintf(name, length, "stand-in"); return OK; }
 C cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = total(); return OK; }
 C cuDeviceGetAttribute(int *value, int attribute, int) {
-    if (attribute != 75 && attribute != 76) return INVALID_VALUE;
-    *value = attribute == 75 ? 9 : 0; // compute capability 9.0
+    if (attribute != 75 && attribute != 76 && attribute != 97) return INVALID_VALUE;
+    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : setting("STAND_IN_SHARED", 227 << 10); // compute capability 9.0; shared memory of a block
     return OK;
 }
 C cuGetErrorName(Result code, const char **name) {
@@ -367,7 +367,7 @@ C cuModuleGetFunction(void **function, void *module, const char *name) {
 // The most shared memory that launches may give: attribute 8. sm_90 has 227 KiB.
 C cuFuncSetAttribute(void *function, int attribute, int value) {
     CONTEXT;
-    if (attribute != 8 || value < 0 || value > 227 << 10) return INVALID_VALUE;
+    if (attribute != 8 || value < 0 || value > setting("STAND_IN_SHARED", 227 << 10)) return INVALID_VALUE;
     ((Function *)function)->shared = std::max(48u << 10, (unsigned)value);
     return OK;
 }
