@@ -178,6 +178,7 @@ impl Row {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use meshwork_kernels::KERNELS;
 
     #[test]
     fn the_table_that_is_compiled_in_is_one() {
@@ -186,6 +187,18 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
+    }
+
+    /// Of the forms for every architecture alone.
+    #[test]
+    fn forms_have_room_where_shared_memory_is_small() {
+        for architecture in ["sm_86", "sm_89", "sm_120a", "sm_121a"] {
+            let tuning = Tuning::of(architecture);
+            for usual in KERNELS.iter().filter(|kernel| !kernel.name.contains("_sm90_")) {
+                let form = tuning.form(usual.name, [1, 1]).unwrap_or(usual);
+                assert!(form.geometry.shared() <= 99 << 10, "{} on {architecture}", usual.name);
+            }
+        }
     }
 
     #[test]
