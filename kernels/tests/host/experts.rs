@@ -473,12 +473,18 @@ fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>, pr
     }
 }
 
-/// Rows of groups in tensor cores' products, and features: groups without rows, of one row, of whole tiles and of a row more; more groups than a warp has lanes.
+/// Rows of groups in tensor cores' products, and features: groups without rows, of one row, of a row more than a tile; more tiles than a band has; more groups than a warp has lanes.
 #[test]
 pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
     let many = (0..35).map(|group| usize::from(group % 11 == 0)).collect::<Vec<usize>>();
-    let cases: [(&[usize], usize, usize); 5] =
-        [(&[3, 0, 130, 1], 40, 72), (&[0, 129, 0], 264, 8), (&many, 8, 24), (&[67], 8, 264), (&[0, 0], 16, 24)];
+    let cases: [(&[usize], usize, usize); 6] = [
+        (&[3, 0, 130, 1], 40, 72),
+        (&[0, 129, 0], 264, 8),
+        (&many, 8, 24),
+        (&[67], 8, 264),
+        (&[2], 1032, 264),
+        (&[0, 0], 16, 24),
+    ];
     for (rows, n, k) in cases {
         let (total, groups, what) = (rows.iter().sum::<usize>(), rows.len(), format!("{rows:?}, {n} of {k}"));
         let [x, w, dy] = [("x", total * k), ("w", groups * n * k), ("dy", total * n)]
