@@ -179,8 +179,8 @@ template <class T> DEVICE void store_sums(const Sums& c, T* to, i64 row, int row
 }
 
 // Rows of x times the matrix of their group: [to, from] as it is stored, or [from, to].
-template <bool OF_COLUMNS>
-DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, int rounded, i64 from, i64 to) {
+template <bool OF_COLUMNS, class T>
+DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 groups, T* y, i64 from, i64 to) {
     GroupRows of = rows_of_block(starts, groups);
     if (of.first == of.end) return;
     i64 row = of.first + of.tile.row * TILE_ROWS, column = of.tile.column * GROUPED_COLUMNS;
@@ -189,22 +189,28 @@ DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 grou
     Side b = OF_COLUMNS ? side_of_columns(matrix, to, column, to) : side_of_rows(matrix, from, column, to);
     Sums sums;
     add_up<false, OF_COLUMNS>(sums, a, b, static_cast<int>(from));
-    i64 at = row * to + column;
-    if (rounded) store_sums(sums, reinterpret_cast<u16*>(y) + at, to, a.left, b.left, false);
-    else store_sums(sums, y + at, to, a.left, b.left, false);
+    store_sums(sums, y + row * to + column, to, a.left, b.left, false);
 }
 
 #undef RESIDENT
 #define RESIDENT GROUPED_RESIDENT
 
-// Launched for the tiles of rows of all groups, or more, and n columns. `rounded`: y has bf16.
-KERNEL grouped_tensor_forward(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, int rounded, i64 n, i64 k) {
-    grouped_rows<false>(x, w, starts, groups, y, rounded, k, n);
+// Launched for the tiles of rows of all groups, or more, and n columns.
+KERNEL grouped_tensor_forward(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, i64 n, i64 k) {
+    grouped_rows<false>(x, w, starts, groups, y, k, n);
+}
+
+KERNEL grouped_tensor_forward_bf16(const u16* x, const u16* w, const i64* starts, i64 groups, u16* y, i64 n, i64 k) {
+    grouped_rows<false>(x, w, starts, groups, y, k, n);
 }
 
 // The same, and k columns.
-KERNEL grouped_tensor_backward_x(const u16* dy, const u16* w, const i64* starts, i64 groups, float* dx, int rounded, i64 n, i64 k) {
-    grouped_rows<true>(dy, w, starts, groups, dx, rounded, n, k);
+KERNEL grouped_tensor_backward_x(const u16* dy, const u16* w, const i64* starts, i64 groups, float* dx, i64 n, i64 k) {
+    grouped_rows<true>(dy, w, starts, groups, dx, n, k);
+}
+
+KERNEL grouped_tensor_backward_x_bf16(const u16* dy, const u16* w, const i64* starts, i64 groups, u16* dx, i64 n, i64 k) {
+    grouped_rows<true>(dy, w, starts, groups, dx, n, k);
 }
 
 // Launched for ⌈n / 128⌉ tiles of each group, and k columns. dw is overwritten, or added to if `accumulate` is not 0.

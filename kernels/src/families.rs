@@ -570,9 +570,13 @@ kernels! {
     grouped_product_backward_bf16 in GROUPED, ELEMENTS;
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
     grouped_tensor_forward in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out F32 y, Value I32 rounded, Value I64 n, Value I64 k;
+        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out F32 y, Value I64 n, Value I64 k;
+    grouped_tensor_forward_bf16 in GROUPED_TENSOR, grouped(256, 3);
+        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out Bits16 y, Value I64 n, Value I64 k;
     grouped_tensor_backward_x in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out F32 dx, Value I32 rounded, Value I64 n, Value I64 k;
+        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out F32 dx, Value I64 n, Value I64 k;
+    grouped_tensor_backward_x_bf16 in GROUPED_TENSOR, grouped(256, 3);
+        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out Bits16 dx, Value I64 n, Value I64 k;
     grouped_tensor_backward_w in GROUPED_TENSOR, grouped(256, 3);
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;

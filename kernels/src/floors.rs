@@ -147,8 +147,8 @@ floors! {
     combine_forward, "32768 × 2048 by 8"; rows 8 * X, ids CHOICES, slots CHOICES, weights CHOICES, out X; 0, 0;
     combine_backward_rows, "32768 × 2048 by 8"; dout X, order CHOICES, weights CHOICES, drows 8 * X; 0, 0;
     combine_backward_weights, "32768 × 2048 by 8"; dout X, rows 8 * X, slots CHOICES, dweights CHOICES; 0, 0;
-    grouped_tensor_forward, "262144 × 2048 × 2048 in 64"; x 8 * X, w EXPERTS * H * H, starts EXPERTS + 1, y 8 * X; 2 * CHOICES * H * H, 0;
-    grouped_tensor_backward_x, "262144 × 2048 × 2048 in 64"; dy 8 * X, w EXPERTS * H * H, starts EXPERTS + 1, dx 8 * X; 2 * CHOICES * H * H, 0;
+    grouped_tensor_forward grouped_tensor_forward_bf16, "262144 × 2048 × 2048 in 64"; x 8 * X, w EXPERTS * H * H, starts EXPERTS + 1, y 8 * X; 2 * CHOICES * H * H, 0;
+    grouped_tensor_backward_x grouped_tensor_backward_x_bf16, "262144 × 2048 × 2048 in 64"; dy 8 * X, w EXPERTS * H * H, starts EXPERTS + 1, dx 8 * X; 2 * CHOICES * H * H, 0;
     grouped_tensor_backward_w, "262144 × 2048 × 2048 in 64"; dy 8 * X, x 8 * X, first EXPERTS + 1, bounds 2 * EXPERTS, dw EXPERTS * H * H; 2 * CHOICES * H * H, 0;
     grouped_bias, "262144 × 2048 in 64"; x 8 * X, bias EXPERTS * H, starts EXPERTS + 1, y 8 * X; 0, 0;
     grouped_bias_backward, "262144 × 2048 in 64"; dy 8 * X, first EXPERTS + 1, bounds EXPERTS + 1, db EXPERTS * H; 0, 0;

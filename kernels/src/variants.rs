@@ -50,12 +50,14 @@ variants! {
     flash_forward_128 in flash_forward, "keys=32", flash(128, 128 + 4 * 32); FORWARD_128_KEYS = 32;
     flash_backward_q_64 in flash_backward, "keys=32", flash(64, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
     flash_backward_q_128 in flash_backward, "keys=32", flash(128, 2 * 128 + 4 * 32); FLASH_KEYS = 32;
-    grouped_tensor_forward in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
+    grouped_tensor_forward_bf16 in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
     grouped_tensor_forward in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
-    grouped_tensor_forward in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
-    grouped_tensor_backward_x in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
+    grouped_tensor_forward_bf16 in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
+    grouped_tensor_forward_bf16 in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
+    grouped_tensor_backward_x_bf16 in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
     grouped_tensor_backward_x in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
-    grouped_tensor_backward_x in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
+    grouped_tensor_backward_x_bf16 in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
+    grouped_tensor_backward_x_bf16 in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;
     grouped_tensor_backward_w in grouped_tensor, "stages=4", grouped(256, 4); GROUPED_STAGES = 4;
     grouped_tensor_backward_w in grouped_tensor, "stages=2", grouped(256, 2); GROUPED_STAGES = 2;
     grouped_tensor_backward_w in grouped_tensor, "columns=128", grouped(128, 3); GROUPED_COLUMNS = 128, GROUPED_RESIDENT = 2;

@@ -221,7 +221,7 @@ fn ranks_share_the_gpus_of_a_machine() {
     assert!(report.lines().filter(|line| line.starts_with("left: ")).all(|line| line == left), "{report}");
 
     // Products of experts on a card without room for the tiles of their kernels are the library's: it has 99 KiB for a block.
-    let experts = "--steps 1 --device cuda --set model.num_experts=4 --set training.dtype=bf16";
+    let experts = "--steps 1 --device cuda --set moe.num_experts=4 --set training.dtype=bf16";
     for shared in ["101376", "232448"] {
         let (code, out, err) = start(experts, &[("STAND_IN_SHARED", shared)]);
         assert_eq!((code, &*err), (Some(0), ""), "{out}");

@@ -75,14 +75,16 @@ fn squares(rows: &[usize], n: usize) -> GroupedGemm<'_> {
 fn groups(device: &CudaDevice, kernel: &str, n: usize) -> Result<Call, Error> {
     let rows = uneven(if n < 1024 { 20 } else { TOKENS });
     let (total, matrices) = (rows.iter().sum::<usize>(), rows.len() * n * n);
-    let [x, w, dy] = [total * n, matrices, total * n].map(|count| numbers(device, count, DType::Bf16));
-    let (x, w, dy) = (x?, w?, dy?);
-    if kernel.ends_with("forward") {
+    // Results have the type of both operands, or f32.
+    let of = if kernel.ends_with("_bf16") { DType::Bf16 } else { DType::F32 };
+    let (x, w) = (numbers(device, total * n, DType::Bf16)?, numbers(device, matrices, of)?);
+    let dy = numbers(device, total * n, DType::Bf16)?;
+    if kernel.contains("forward") {
         return Ok(Box::new(move |device| {
             Ok(vec![device.grouped_matmul()?.grouped_linear(squares(&rows, n), &x, &w)?])
         }));
     }
-    if kernel.ends_with("_x") {
+    if kernel.contains("backward_x") {
         return Ok(Box::new(move |device| {
             Ok(vec![device.grouped_matmul()?.grouped_input_grad(squares(&rows, n), &dy, &w)?])
         }));

@@ -207,8 +207,8 @@ mod tests {
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'usual'\nup_to = 100\n\
                     [[sm_90a]]\nkernel = 'dropout'\nvariant = 'each=16'\nup_to = 1000\n\
                     [[sm_90a]]\nkernel = 'flash_forward_64'\nvariant = 'keys=64'\nup_to = 2048\n\
-                    [[sm_90a]]\nkernel = 'grouped_tensor_forward'\nvariant = 'library'\nup_to = 512\n\
-                    [[sm_90a]]\nkernel = 'grouped_tensor_forward'\nvariant = 'columns=128'\n";
+                    [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'library'\nup_to = 512\n\
+                    [[sm_90a]]\nkernel = 'grouped_tensor_forward_bf16'\nvariant = 'columns=128'\n";
         let tuning = Tuning::parse(text, "sm_90a").unwrap();
         let form = |name, sizes| tuning.form(name, sizes).map(|kernel| kernel.source.name);
         assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
@@ -219,9 +219,9 @@ mod tests {
         assert_eq!(form("flash_forward_64", [1, 2049]), None);
         assert_eq!(form("adamw", [1, 0]), None);
         // A product of the library is no form of a kernel.
-        assert_eq!(form("grouped_tensor_forward", [9, 512]), None);
-        assert_eq!([512, 513].map(|n| tuning.is_of_library("grouped_tensor_forward", [9, n])), [true, false]);
-        assert!(form("grouped_tensor_forward", [9, 513]).is_some_and(|form| form.contains("columns=128")));
+        assert_eq!(form("grouped_tensor_forward_bf16", [9, 512]), None);
+        assert_eq!([512, 513].map(|n| tuning.is_of_library("grouped_tensor_forward_bf16", [9, n])), [true, false]);
+        assert!(form("grouped_tensor_forward_bf16", [9, 513]).is_some_and(|form| form.contains("columns=128")));
     }
 
     #[test]

@@ -502,23 +502,23 @@ pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
         let tiles = rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum::<usize>();
         let (mut y, mut dx) = (vec![f32::NAN; total * n], vec![f32::NAN; total * k]);
         // More blocks than there are tiles: those behind the last have nothing to do.
-        if !launch!("grouped_tensor_forward", [tiles + 1, n], &x, &w, &starts, groups, &mut y, 0, n, k) {
+        if !launch!("grouped_tensor_forward", [tiles + 1, n], &x, &w, &starts, groups, &mut y, n, k) {
             return;
         }
         near("y", &y, &cpu.grouped_linear(spec, &wide(&x), &wide(&w)).unwrap());
-        launch!("grouped_tensor_backward_x", [tiles, k], &dy, &w, &starts, groups, &mut dx, 0, n, k);
+        launch!("grouped_tensor_backward_x", [tiles, k], &dy, &w, &starts, groups, &mut dx, n, k);
         near("dx", &dx, &cpu.grouped_input_grad(spec, &wide(&dy), &wide(&w)).unwrap());
         // In bf16 the same, rounded once.
-        let rounded = |name: &str, got: &[f32], want: &[f32]| {
+        let rounded = |want: &[f32]| {
             let mut halves = vec![half::bf16::ZERO; want.len()];
             round(want, &mut halves);
-            assert!(bytemuck::cast_slice::<_, half::bf16>(got)[..want.len()] == halves, "{name} of {what}");
+            halves
         };
-        let (mut halves, mut of_dx) = (vec![f32::NAN; y.len()], vec![f32::NAN; dx.len()]);
-        launch!("grouped_tensor_forward", [tiles, n], &x, &w, &starts, groups, &mut halves, 1, n, k);
-        rounded("y", &halves, &y);
-        launch!("grouped_tensor_backward_x", [tiles, k], &dy, &w, &starts, groups, &mut of_dx, 1, n, k);
-        rounded("dx", &of_dx, &dx);
+        let [mut y16, mut dx16] = [&y, &dx].map(|x| vec![half::bf16::NAN; x.len()]);
+        launch!("grouped_tensor_forward_bf16", [tiles, n], &x, &w, &starts, groups, &mut y16, n, k);
+        assert!(y16 == rounded(&y), "y of {what}");
+        launch!("grouped_tensor_backward_x_bf16", [tiles, k], &dy, &w, &starts, groups, &mut dx16, n, k);
+        assert!(dx16 == rounded(&dx), "dx of {what}");
 
         let blocks: Vec<_> =
             starts.windows(2).map(|ends| ends[0] as usize..ends[1] as usize).map(|block| vec![block]).collect();

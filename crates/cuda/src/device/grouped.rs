@@ -77,7 +77,7 @@ impl CudaDevice {
         let GroupedGemm { rows, n, k, terms } = spec;
         self.meter().add_flops(Work::Matmul, spec.flops());
         let [from, to] = if transposed { [k, n] } else { [n, k] };
-        let (dtype, count) = (w.dtype(), rows.iter().sum::<usize>() * to);
+        let (dtype, count) = (GroupedGemm::result(x, w), rows.iter().sum::<usize>() * to);
         if count == 0 {
             return self.alloc(dtype, 0);
         }
@@ -88,12 +88,16 @@ impl CudaDevice {
         let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
         if fast {
             let rounded = dtype == DType::Bf16;
-            let kernel = if transposed { "grouped_tensor_forward" } else { "grouped_tensor_backward_x" };
+            let kernels = match transposed {
+                true => ["grouped_tensor_forward", "grouped_tensor_forward_bf16"],
+                false => ["grouped_tensor_backward_x", "grouped_tensor_backward_x_bf16"],
+            };
+            let kernel = kernels[usize::from(rounded)];
             let sizes = [rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum(), to];
             if self.groups_on_tensor_cores(kernel, sizes, [n, k], [x, w], out) {
                 let starts = self.kept(starts(rows))?;
                 let mut args = vec![x.into(), w.into(), self.place(OP, &starts)?.into(), rows.len().into(), out.into()];
-                args.extend([i32::from(rounded).into(), n.into(), Argument::from(k)]);
+                args.extend([n, k].map(Argument::from));
                 self.launch(OP, kernel, sizes, &args)?;
                 return Ok(y);
             }

@@ -103,9 +103,9 @@ pub fn products_of_the_library_are_rounded_once() {
     assert!(bytes(&rounded) == bytes(&pointwise.cast(&whole, DType::Bf16).unwrap()), "with a bias");
 }
 
-/// Products of groups give the type of their matrices: those of bf16 the results of f32, rounded once.
+/// Products of groups give the type of their operands: those of bf16 the results of f32, rounded once.
 #[test]
-pub fn products_of_groups_have_the_16_bits_of_the_matrices() {
+pub fn products_of_groups_have_the_16_bits_of_both_operands() {
     for products in [Products::OfTheCpu, Products::OfTheLibrary] {
         let Some(driver) = driver(Order::Seeded(10)) else { return };
         let cuda = CudaDevice::with_precision(driver, products, Precision::Bf16).unwrap();

@@ -50,7 +50,7 @@ fn stored_parts<'a, T>(
 }
 
 impl Cpu {
-    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that, in the type of the matrices.
+    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
     fn of_groups<T: Float + Element>(
         &self,
         spec: GroupedGemm<'_>,
@@ -61,7 +61,7 @@ impl Cpu {
         let GroupedGemm { rows, n, k, terms } = spec;
         let ([from, to], strides) = if transposed { ([k, n], (1, k)) } else { ([n, k], (k, 1)) };
         self.meter().add_flops(Work::Matmul, spec.flops());
-        let dtype = w.dtype();
+        let dtype = GroupedGemm::result(x, w);
         let (x, w) = (self.operand_of::<T>(x, (from, 1))?, self.operand_of::<T>(w, strides)?);
         self.stored::<T>("grouped_linear", (T::DTYPE, dtype), rows.iter().sum::<usize>() * to, |y| {
             let outs = stored_parts(y, rows.iter().map(|rows| rows * to));
@@ -350,16 +350,16 @@ mod tests {
         );
     }
 
-    /// Matrices in 16 bits are read as they are, and each result is rounded once: of small groups and of one that threads share in blocks, of whole sums
+    /// Operands of 16 bits are read as they are, and each result is rounded once: of small groups and of one that threads share in blocks, of whole sums
     /// and of cut ones.
     #[test]
-    fn results_have_the_16_bits_of_the_matrices() {
+    fn results_have_the_16_bits_of_both_operands() {
         use crate::kernel::Pointwise;
         let cpu = Cpu::new(Precision::Bf16);
         for (n, k, scale) in [(6, 4, 1), (800, 24, 150)] {
             let rows = [3 * scale, 0, 17 * scale, 1];
             let total: usize = rows.iter().sum();
-            let (x, dy) = (values("x", total * k), values("dy", total * n));
+            let [x, dy] = [values("x", total * k), values("dy", total * n)].map(|x| cpu.cast(&x, DType::Bf16).unwrap());
             let w = cpu.cast(&values("w", rows.len() * n * k), DType::Bf16).unwrap();
             let wide = cpu.cast(&w, DType::F32).unwrap();
             for blocks in [1, 4] {
@@ -368,8 +368,9 @@ mod tests {
                     (cpu.grouped_linear(spec, &x, &w), cpu.grouped_linear(spec, &x, &wide)),
                     (cpu.grouped_input_grad(spec, &dy, &w), cpu.grouped_input_grad(spec, &dy, &wide)),
                 ] {
-                    let (got, want) = (got.unwrap(), cpu.cast(&want.unwrap(), DType::Bf16).unwrap());
-                    assert_eq!(got.dtype(), DType::Bf16);
+                    let (got, want) = (got.unwrap(), want.unwrap());
+                    assert_eq!([got.dtype(), want.dtype()], [DType::Bf16, DType::F32]);
+                    let want = cpu.cast(&want, DType::Bf16).unwrap();
                     assert!(got.as_bytes().unwrap() == want.as_bytes().unwrap(), "{n} {k} {blocks}");
                 }
             }

@@ -24,6 +24,11 @@ impl GroupedGemm<'_> {
     pub fn flops(&self) -> u64 {
         2 * self.rows.iter().sum::<usize>() as u64 * self.n as u64 * self.k as u64
     }
+
+    /// The type of Y, of X and W, or of dX, of dY and W: theirs, or f32 if one of them has 16 bits.
+    pub fn result(x: &Buffer, w: &Buffer) -> DType {
+        if x.dtype() == w.dtype() { w.dtype() } else { w.dtype().widened() }
+    }
 }
 
 /// Per group, the rows that its gradient sums, in consecutive blocks, whose sums are added up in the
@@ -42,7 +47,8 @@ pub struct GroupedGrad<'a> {
 }
 
 /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
-/// operands may be stored as there; the result has the type of the matrices W. The threads share all groups, however uneven they are.
+/// operands may be stored as there. A result has the type of its operands where they have one type, and else that in which they are summed
+/// ([`GroupedGemm::result`]). The threads share all groups, however uneven they are.
 pub trait Grouped: Debug {
     /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
     fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>;

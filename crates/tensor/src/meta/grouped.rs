@@ -5,9 +5,9 @@ use crate::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_core::{Buffer, DType};
 
 impl Grouped for Meta {
-    fn grouped_linear(&self, spec: GroupedGemm<'_>, _x: &Buffer, w: &Buffer) -> Result<Buffer> {
+    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, spec.flops());
-        self.alloc(w.dtype(), spec.rows.iter().sum::<usize>() * spec.n)
+        self.alloc(GroupedGemm::result(x, w), spec.rows.iter().sum::<usize>() * spec.n)
     }
 
     fn grouped_linear_swiglu(
@@ -22,9 +22,9 @@ impl Grouped for Meta {
         Ok((product, activated))
     }
 
-    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, _dy: &Buffer, w: &Buffer) -> Result<Buffer> {
+    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
         self.meter().add_flops(Work::Matmul, spec.flops());
-        self.alloc(w.dtype(), spec.rows.iter().sum::<usize>() * spec.k)
+        self.alloc(GroupedGemm::result(dy, w), spec.rows.iter().sum::<usize>() * spec.k)
     }
 
     fn grouped_weight_grad(

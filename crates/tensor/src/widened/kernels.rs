@@ -607,7 +607,7 @@ impl Grouped for Widened {
 
     fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer> {
         let dx = self.inner.grouped_matmul()?.grouped_input_grad(spec, &self.factor(dy)?, &self.factor(w)?)?;
-        self.rounded(dx, w.dtype())
+        self.rounded(dx, dy.dtype())
     }
 
     fn grouped_weight_grad(
