@@ -67,7 +67,7 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
     // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
     float from = largest > -INFINITE ? largest : 0.0f;
     float total[1];
-    row_sums<1>(team, valid, partial, total, [&](i64 i, float(&term)[1]) { 
+    row_sums<1>(team, valid, partial, total, [&](i64 i, float(&term)[1]) {
         float x = i < kept ? number_of(row, held[place(i) + i % N * 4 / N], i) : row[i];
         term[0] = exp_bits(x - from);
     });

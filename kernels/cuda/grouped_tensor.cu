@@ -37,7 +37,7 @@
 #define GROUPED_RESIDENT 1
 #endif
 
-#define TILE_ROWS 128
+#define GROUPED_ROWS 128
 #define TERMS 64  // of a sum in a tile
 #define BAND 8    // tiles of rows that follow each other
 // Of each of the 2 × 4 warps.
@@ -72,7 +72,7 @@ DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
     int lane = lane_of_warp();
     for (i64 base = 0; base < groups; base += WARP) {
         i64 group = base + lane, first = group < groups ? starts[group] : 0, end = group < groups ? starts[group + 1] : 0;
-        i64 tiles = (end - first + TILE_ROWS - 1) / TILE_ROWS, until = before + tiles;  // of this group, and of those up to it
+        i64 tiles = (end - first + GROUPED_ROWS - 1) / GROUPED_ROWS, until = before + tiles;  // of this group, and of those up to it
         for (int width = 1; width < WARP; width *= 2) {
             i64 lower = __shfl_sync(FULL_WARP, until, (lane + WARP - width) % WARP) - before;
             if (lane >= width) until += lower;
@@ -109,8 +109,8 @@ template <bool OF_COLUMNS, int COUNT> DEVICE void copy_side(Tiles tiles, int til
 
 // The tile's sums of `terms` products: A of rows or of columns of its operand, B likewise.
 template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, const Side& a, const Side& b, int terms) {
-    constexpr int B_TILE = TILE_ROWS * TERMS, STAGE = B_TILE + GROUPED_COLUMNS * TERMS;
-    TILES(tiles, GROUPED_STAGES * (TILE_ROWS + GROUPED_COLUMNS) * TERMS);
+    constexpr int B_TILE = GROUPED_ROWS * TERMS, STAGE = B_TILE + GROUPED_COLUMNS * TERMS;
+    TILES(tiles, GROUPED_STAGES * (GROUPED_ROWS + GROUPED_COLUMNS) * TERMS);
     int steps = (terms + TERMS - 1) / TERMS;
     bool works = warp_row() < a.left && warp_column() < b.left;
 #pragma unroll
@@ -123,7 +123,7 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
         int ahead = step + GROUPED_STAGES - 1;
         if (ahead < steps) {
             int to = ahead % GROUPED_STAGES * STAGE;
-            copy_side<A_OF_COLUMNS, TILE_ROWS>(tiles, to, a, ahead * TERMS, terms);
+            copy_side<A_OF_COLUMNS, GROUPED_ROWS>(tiles, to, a, ahead * TERMS, terms);
             copy_side<B_OF_COLUMNS, GROUPED_COLUMNS>(tiles, to + B_TILE, b, ahead * TERMS, terms);
         }
         copy_commit();
@@ -135,7 +135,7 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
             u32 rows[WARP_ROWS / 16][4];
 #pragma unroll
             for (int i = 0; i < WARP_ROWS / 16; i++) {
-                if (A_OF_COLUMNS) load_a_transposed<TILE_ROWS>(rows[i], tiles, a_tile, k, warp_row() + 16 * i);
+                if (A_OF_COLUMNS) load_a_transposed<GROUPED_ROWS>(rows[i], tiles, a_tile, k, warp_row() + 16 * i);
                 else load_a<TERMS>(rows[i], tiles, a_tile, warp_row() + 16 * i, k);
             }
 #pragma unroll
@@ -183,7 +183,7 @@ template <bool OF_COLUMNS, class T>
 DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 groups, T* y, i64 from, i64 to) {
     GroupRows of = rows_of_block(starts, groups);
     if (of.first == of.end) return;
-    i64 row = of.first + of.tile.row * TILE_ROWS, column = of.tile.column * GROUPED_COLUMNS;
+    i64 row = of.first + of.tile.row * GROUPED_ROWS, column = of.tile.column * GROUPED_COLUMNS;
     const u16* matrix = w + of.group * from * to;
     Side a = side_of_rows(x, from, row, of.end);
     Side b = OF_COLUMNS ? side_of_columns(matrix, to, column, to) : side_of_rows(matrix, from, column, to);
@@ -215,10 +215,10 @@ KERNEL grouped_tensor_backward_x_bf16(const u16* dy, const u16* w, const i64* st
 
 // Launched for ⌈n / 128⌉ tiles of each group, and k columns. dw is overwritten, or added to if `accumulate` is not 0.
 KERNEL grouped_tensor_backward_w(const u16* dy, const u16* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n, i64 k) {
-    i64 rows = (n + TILE_ROWS - 1) / TILE_ROWS, columns = gridDim.y, number = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
+    i64 rows = (n + GROUPED_ROWS - 1) / GROUPED_ROWS, columns = gridDim.y, number = static_cast<i64>(blockIdx.y) * gridDim.x + blockIdx.x;
     i64 group = number / (rows * columns);
     Place tile = place_of(number - group * rows * columns, rows, columns);
-    i64 row = tile.row * TILE_ROWS, column = tile.column * GROUPED_COLUMNS, begin = bounds[first[group]], end = bounds[first[group + 1] - 1];
+    i64 row = tile.row * GROUPED_ROWS, column = tile.column * GROUPED_COLUMNS, begin = bounds[first[group]], end = bounds[first[group + 1] - 1];
     if (accumulate && begin == end) return;
     Side a = side_of_columns(dy + begin * n, n, row, n), b = side_of_columns(x + begin * k, k, column, k);
     Sums sums;

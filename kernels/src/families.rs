@@ -178,7 +178,7 @@ pub const EXACT_PIECE: u64 = 16_384;
 pub const SQUARES_PIECE: u64 = 32_768;
 
 /// Rows of a result's tile in `grouped_tensor_*`: `items` of their geometry are the tiles of rows of all groups.
-pub const GROUP_ROWS: u64 = 128;
+pub const GROUPED_ROWS: u64 = 128;
 
 /// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
 pub const NORM_WIDTH: u64 = 8192;
@@ -194,7 +194,7 @@ const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
 const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
 
-/// The same for rows of which each begins anew.
+/// A thread for four or eight neighbours in a row; no thread takes elements of two rows.
 const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 
@@ -210,7 +210,7 @@ const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geo
 
 /// Columns of a tile of products of groups, and the tiles of both operands in shared memory, of 16 bits: `cuda/grouped_tensor.cu`.
 pub(crate) const fn grouped(columns: u32, stages: u32) -> Geometry {
-    Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUP_ROWS as u32 + columns) * stages }
+    Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUPED_ROWS as u32 + columns) * stages }
 }
 
 /// A thread for the elements whose bits are one byte.

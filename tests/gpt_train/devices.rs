@@ -65,6 +65,28 @@ fn every_rank_has_an_emulated_device_with_the_cpus_numbers_and_the_predicted_mem
     assert!(run != cpu && run.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{run:?} and {cpu:?}");
 }
 
+/// Products of experts on tensor cores, with weights and activations in bf16: numbers near the CPU's on meshes, and the predicted memory.
+#[test]
+fn experts_in_bf16_are_near_the_cpus() {
+    if !emulates() {
+        return;
+    }
+    let folder = folder("experts_in_bf16");
+    let halves = "--steps 2 --set training.dtype=bf16 --set moe.num_experts=4 --set moe.top_k=2";
+    let cpu = numbers_of(&metrics(&folder, "cpu", halves));
+    for mesh in ["dp=1", "dp=2,ep=2", "dp=2,ep=2,tp=2", "pp=2"] {
+        let run = metrics(&folder, "cuda-emulated:3", &format!("{halves} --mesh {mesh}"));
+        let found = numbers_of(&run);
+        let near = |(a, b): (&f64, &f64)| (a / b - 1.0).abs() < 1e-2;
+        assert!(found.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{mesh}: {found:?} and {cpu:?}");
+        // Over `ep` what a rank is sent depends on the choices; the prediction assumes even ones.
+        if !mesh.contains("ep") {
+            let (start, end) = (events(&run, "start")[0], events(&run, "end")[0]);
+            assert_eq!(start["memory_predicted"], end["memory_measured"], "{mesh}");
+        }
+    }
+}
+
 #[test]
 fn a_checkpoint_goes_from_device_to_device() {
     if !emulates() {
@@ -108,7 +130,6 @@ fn the_device_writes_the_text_of_the_cpu() {
     }
 }
 
-/// What a configuration asks for runs on the device, or is refused before the first step by a message that names it.
 #[test]
 fn a_profile_of_a_device_has_its_own_ceilings() {
     if !emulates() {
@@ -124,6 +145,7 @@ fn a_profile_of_a_device_has_its_own_ceilings() {
     assert!(found("GB/s (copy by the device)") && found("  causal_grad"), "{out}{err}");
 }
 
+/// What a configuration asks for runs on the device, or is refused before the first step by a message that names it.
 #[test]
 fn what_the_device_has_runs_and_what_it_lacks_is_told_before_the_first_step() {
     if !emulates() {
@@ -220,14 +242,20 @@ fn ranks_share_the_gpus_of_a_machine() {
     let report = fs::read_to_string(folder.join("report")).unwrap();
     assert!(report.lines().filter(|line| line.starts_with("left: ")).all(|line| line == left), "{report}");
 
-    // Products of experts on a card without room for the tiles of their kernels are the library's: it has 99 KiB for a block.
+    // Products of experts run the form that has room: the usual one needs 144 KiB of shared memory, a variant 96. The library has what is left.
     let experts = "--steps 1 --device cuda --set moe.num_experts=4 --set training.dtype=bf16";
-    for shared in ["101376", "232448"] {
+    for (shared, form) in
+        [("65536", None), ("101376", Some(".grouped_tensor_forward_bf16.stages=2")), ("232448", Some(""))]
+    {
+        fs::remove_file(folder.join("report")).unwrap();
         let (code, out, err) = start(experts, &[("STAND_IN_SHARED", shared)]);
         assert_eq!((code, &*err), (Some(0), ""), "{out}");
         let report = fs::read_to_string(folder.join("report")).unwrap();
-        let compiled = report.lines().any(|line| line.starts_with("compiles grouped_tensor.cu "));
-        assert_eq!(compiled, shared == "232448", "{report}");
+        let compiled =
+            |form: &str| report.lines().any(|line| line.starts_with(&format!("compiles grouped_tensor{form}.cu ")));
+        for (other, of) in [("usual", ""), ("stages=2", ".grouped_tensor_forward_bf16.stages=2")] {
+            assert_eq!(compiled(of), form == Some(of), "{shared}, {other}: {report}");
+        }
     }
 
     let (code, out, err) = run("--steps 2 --device cuda:2", &[]);

@@ -162,7 +162,7 @@ fn groups<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype
         let make = move || {
             let (x, w, rows) =
                 (numbers(device, m * from, dtype)?, numbers(device, GROUPS * n * k, dtype)?, rows.clone());
-            let bytes = x.bytes() + w.bytes() + 4 * m * mnk[1];
+            let bytes = x.bytes() + w.bytes() + GroupedGemm::result(&x, &w).size() * m * mnk[1];
             let call = move || {
                 let (of, spec) = (device.grouped_matmul()?, GroupedGemm { rows: &rows, n, k, terms: Terms::WHOLE });
                 if kind == "nt" { of.grouped_linear(spec, &x, &w) } else { of.grouped_input_grad(spec, &x, &w) }

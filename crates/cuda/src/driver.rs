@@ -103,6 +103,13 @@ pub struct Product {
     pub bias: Option<Address>,
 }
 
+impl Product {
+    /// Bytes of a number of C.
+    pub fn size(&self) -> usize {
+        if self.rounded { 2 } else { 4 }
+    }
+}
+
 /// An operand of a [`Product`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {

@@ -246,7 +246,7 @@ struct Weights {
     choices: Option<Tensor>,
     pick: Pick,
     shape: Shape,
-    /// They themselves, where the device made them with the choice: not in a forward that runs again, which repeats a choice.
+    /// The weights, if the device computed them with the choice. A recomputed forward reuses the choice and computes them again.
     made: Option<Tensor>,
 }
 

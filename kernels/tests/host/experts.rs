@@ -6,7 +6,7 @@ use crate::launch::{Given, Null};
 use crate::{assert_bits, launch, values};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
-use meshwork_kernels::GROUP_ROWS;
+use meshwork_kernels::GROUPED_ROWS;
 use meshwork_tensor::MAX_DIMS;
 use meshwork_tensor::cpu::kernels::round::round;
 use meshwork_tensor::cpu::{Cpu, Precision};
@@ -247,7 +247,7 @@ fn choices(tokens: usize, k: usize, ids: usize) -> Vec<i32> {
     (0..tokens).flat_map(of).collect()
 }
 
-/// Choices in several parts, of which the last is shorter, and in one part.
+/// The choices are counted in one part, or in several parts of which the last is shorter.
 #[test]
 fn permutations_are_those_of_the_cpu() {
     let cpu = Cpu::default();
@@ -499,7 +499,7 @@ pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
             assert!(error <= 1e-5 * norm(&mut want.iter().copied()), "{name} of {what}: {error:e}");
         };
         let (cpu, spec) = (Cpu::default(), GroupedGemm { rows, n, k, terms: Terms::WHOLE });
-        let tiles = rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum::<usize>();
+        let tiles = rows.iter().map(|rows| rows.div_ceil(GROUPED_ROWS as usize)).sum::<usize>();
         let (mut y, mut dx) = (vec![f32::NAN; total * n], vec![f32::NAN; total * k]);
         // More blocks than there are tiles: those behind the last have nothing to do.
         if !launch!("grouped_tensor_forward", [tiles + 1, n], &x, &w, &starts, groups, &mut y, n, k) {
@@ -525,7 +525,7 @@ pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
         let bounds: Vec<i64> = starts.windows(2).flat_map(|ends| [ends[0], ends[1]]).collect();
         let first: Vec<i64> = (0..=groups).map(|group| 2 * group as i64).collect();
         for accumulate in [false, true] {
-            let (mut dw, sizes) = (values("dw", groups * n * k), [groups * n.div_ceil(GROUP_ROWS as usize), k]);
+            let (mut dw, sizes) = (values("dw", groups * n * k), [groups * n.div_ceil(GROUPED_ROWS as usize), k]);
             let mut want = buffer(&dw);
             let add = i32::from(accumulate);
             launch!("grouped_tensor_backward_w", sizes, &dy, &x, &first, &bounds, &mut dw, add, n, k);

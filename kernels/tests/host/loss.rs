@@ -5,7 +5,7 @@ use meshwork_core::Buffer;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::{Loss, VocabShard};
 
-/// Rows and words, of which a shard fits into a block of 256 threads, needs one of 512, and more than is kept; with padding inside and columns of others around, cut over three ranks.
+/// The words are cut over three ranks. A shard has a block of 256 threads, one of 512, or more words than shared memory keeps, with padding in it and the columns of other shards around it.
 #[test]
 pub fn cross_entropy_is_that_of_the_cpu() {
     for (samples, rows, words) in

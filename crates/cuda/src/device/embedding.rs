@@ -2,7 +2,7 @@ use super::CudaDevice;
 use super::checked::Checked;
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::TABLE_ROWS;
-use meshwork_tensor::kernel::{Embedding, Optim, Permutation, TableGrad};
+use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
@@ -12,7 +12,8 @@ impl CudaDevice {
         const OP: &str = "embedding";
         let (size, count) = (TABLE_ROWS as usize, ids.count());
         let buckets = rows.start / size..rows.end.div_ceil(size);
-        let of_places = self.group_ids(ids, 1, size, false)?;
+        let of_places = self.scratch(DType::I32, count)?;
+        self.write_group_ids(ids, 1, size, false, &of_places)?;
         let (of, each) = (self.parts_of(count, 1), buckets.len());
         let [counts, ends] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * each));
         let (counts, ends) = (counts?, ends?);

@@ -1,7 +1,7 @@
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
-use meshwork_kernels::GROUP_ROWS;
+use meshwork_kernels::GROUPED_ROWS;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
@@ -93,7 +93,7 @@ impl CudaDevice {
                 false => ["grouped_tensor_backward_x", "grouped_tensor_backward_x_bf16"],
             };
             let kernel = kernels[usize::from(rounded)];
-            let sizes = [rows.iter().map(|rows| rows.div_ceil(GROUP_ROWS as usize)).sum(), to];
+            let sizes = [rows.iter().map(|rows| rows.div_ceil(GROUPED_ROWS as usize)).sum(), to];
             if self.groups_on_tensor_cores(kernel, sizes, [n, k], [x, w], out) {
                 let starts = self.kept(starts(rows))?;
                 let mut args = vec![x.into(), w.into(), self.place(OP, &starts)?.into(), rows.len().into(), out.into()];
@@ -179,7 +179,7 @@ impl Grouped for CudaDevice {
         let (dy, x) = (self.place(OP, &operands[0])?, self.place(OP, &operands[1])?);
         let to = self.place_mut(OP, buffer)?.offset(4 * start);
         let kernel = "grouped_tensor_backward_w";
-        let sizes = [blocks.len() * n.div_ceil(GROUP_ROWS as usize), k];
+        let sizes = [blocks.len() * n.div_ceil(GROUPED_ROWS as usize), k];
         let of_library = self.products == Products::OfTheLibrary && whole;
         let on_tensor_cores = of_library && self.groups_on_tensor_cores(kernel, sizes, [n, k], [dy, x], to);
         if of_library && !on_tensor_cores {

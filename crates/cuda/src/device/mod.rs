@@ -35,10 +35,10 @@ mod whole;
 mod windows;
 
 use crate::driver::{Address, Argument, Driver, DriverError};
-use crate::tuning::Tuning;
+use crate::tuning::{Tuning, fitting};
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
-use meshwork_kernels::{Kernel, kernel};
+use meshwork_kernels::Kernel;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{
     Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
@@ -263,9 +263,9 @@ impl CudaDevice {
         }
     }
 
-    /// The form of a kernel for `[items, width]` of its geometry.
+    /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first variant that has room on the device.
     fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
-        self.tuning.form(name, sizes).or_else(|| kernel(name))
+        self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }
 
     /// Queues a kernel for `[items, width]` of its geometry.

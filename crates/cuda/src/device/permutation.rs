@@ -58,6 +58,28 @@ impl CudaDevice {
         self.launch(op, "choice_parts", [samples * parts, 0], &args)
     }
 
+    /// [`group_ids`](Permutation::group_ids) in given memory.
+    pub(super) fn write_group_ids(
+        &self,
+        choices: &Buffer,
+        k: usize,
+        size: usize,
+        once: bool,
+        groups: &Buffer,
+    ) -> Result<()> {
+        const OP: &str = "group_ids";
+        let tokens = choices.count() / k;
+        let args = [
+            self.place(OP, choices)?.into(),
+            k.into(),
+            size.into(),
+            i32::from(once).into(),
+            self.place(OP, groups)?.into(),
+            tokens.into(),
+        ];
+        self.launch(OP, "group_ids", [tokens, 0], &args)
+    }
+
     /// Sorts the choices of some ids by the counts of their parts: the order, and the slots of all choices. Leaves in the last part of `next` where each id ends. `fault` is
     /// written if they are not as many as the order has room for.
     #[allow(clippy::too_many_arguments)] // what the kernel takes
@@ -128,17 +150,8 @@ impl Permutation for CudaDevice {
     }
 
     fn group_ids(&self, choices: &Buffer, k: usize, size: usize, once: bool) -> Result<Buffer> {
-        const OP: &str = "group_ids";
-        let (tokens, groups) = (choices.count() / k, self.alloc(DType::I32, choices.count())?);
-        let args = [
-            self.place(OP, choices)?.into(),
-            k.into(),
-            size.into(),
-            i32::from(once).into(),
-            self.place(OP, &groups)?.into(),
-            tokens.into(),
-        ];
-        self.launch(OP, "group_ids", [tokens, 0], &args)?;
+        let groups = self.alloc(DType::I32, choices.count())?;
+        self.write_group_ids(choices, k, size, once, &groups)?;
         Ok(groups)
     }
 

@@ -281,7 +281,7 @@ impl State {
         let b_at = |p: usize, j: usize| if b.transposed { j * k + p } else { p * n + j };
         let (a, b) = (self.operand(by, a, m * k)?, self.operand(by, b, k * n)?);
         let bias = bias.map(|at| self.operand(by, Operand { at, transposed: false, bf16: rounded }, n)).transpose()?;
-        let size = size_of_numbers(rounded);
+        let size = product.size();
         let bytes = self.memory.write(by, c, m * n * size, "product")?;
         for (at, out) in bytes.chunks_exact_mut(size).enumerate() {
             let (i, j) = (at / n, at % n);
@@ -297,13 +297,9 @@ impl State {
     }
 
     fn operand(&self, by: usize, operand: Operand, count: usize) -> Result<Vec<f32>> {
-        let size = size_of_numbers(operand.bf16);
+        let size = if operand.bf16 { 2 } else { 4 };
         Ok(self.memory.read(by, operand.at, count * size, "product")?.chunks_exact(size).map(number).collect())
     }
-}
-
-fn size_of_numbers(bf16: bool) -> usize {
-    if bf16 { 2 } else { 4 }
 }
 
 /// A number of two bytes of bf16, or of four of f32.

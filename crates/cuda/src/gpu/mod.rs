@@ -453,11 +453,8 @@ impl Driver for Gpu {
         let [m, n, k] = product.mnk;
         if k == 0 {
             drop(state);
-            return if product.accumulate {
-                Ok(())
-            } else {
-                self.zero(stream, product.c, m * n * if product.rounded { 2 } else { 4 })
-            };
+            let bytes = m * n * product.size();
+            return if product.accumulate { Ok(()) } else { self.zero(stream, product.c, bytes) };
         }
         let closed =
             || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };

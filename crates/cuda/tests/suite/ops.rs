@@ -254,6 +254,20 @@ fn norms_have_the_cpus_bits() {
     }
 }
 
+/// The sort of the ids is the device's own business: the meter counts what it counts on the CPU, and so what `--steps 0` predicts.
+#[test]
+fn gradients_of_a_table_take_the_cpus_memory() {
+    let Some(devices) = devices(Products::OfTheCpu) else { return };
+    let [cuda, cpu] = devices.map(|device| {
+        let up = |host: &Buffer| device.upload(host).unwrap();
+        let (ids, dout, mut grad) = (up(&ids(600, 9)), up(&values("dout", 600)), up(&values("old", 9)));
+        let into = TableGrad { buffer: &mut grad, start: 0, rows: 9, accumulate: true, blocks: 1 };
+        device.embedding().unwrap().lookup_grad(&ids, &dout, 0..9, 1, into).unwrap();
+        device.meter().peak_bytes()
+    });
+    assert_eq!(cuda, cpu);
+}
+
 #[test]
 fn embeddings_have_the_cpus_bits() {
     for (vocab, rows, count, h) in [(9, 0..9, 5, 3), (300, 70..220, 560, 5), (20, 3..12, 28, 300)] {
