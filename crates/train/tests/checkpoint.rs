@@ -1,4 +1,6 @@
 //! A run that is saved, and goes on from its files on another mesh.
+//!
+//! More than 400 lines: one program, because each costs a link, and one test for each promise of `docs/checkpoints.md`.
 
 use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name, threads};
 use meshwork_compress::Feedback;
