@@ -423,7 +423,7 @@ fn degrees_must_fit_the_tree_of_canonical_numerics() {
     ));
     assert_eq!(
         config("--set numerics.leaves=6").notices, // its former name
-        ["numerics.reduction_blocks = 6 has no effect: training.numerics is fast"]
+        ["numerics.reduction_blocks = 6 has no effect without training.numerics = canonical"]
     );
 }
 

@@ -1,9 +1,10 @@
-//! The keys of the configuration as plain data: name, default, type, range and meaning.
+//! The keys of the configuration as plain data: name, default, type, range, effect and meaning.
 //!
 //! Each key is declared once, in [`sections`](super::sections). From that declaration come the fields of
 //! [`Config`](super::Config) and the table [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an
-//! unknown key, `--help` and the [reference](super::reference()).
+//! unknown key, the notice of a key that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
 
+use super::Config;
 pub use super::sections::SECTIONS;
 use Fallback::Is;
 
@@ -25,10 +26,57 @@ pub struct Key {
     pub kind: Kind,
     /// Value where none is given.
     pub default: Fallback,
+    /// What it changes.
+    pub effect: Effect,
+    /// On what it depends whether the key is read: all of these.
+    pub conditions: &'static [Condition],
     /// What it means.
     pub doc: &'static str,
     /// The planned feature that the key belongs to, if it is not implemented yet: the key takes only its default.
     pub awaits: Option<&'static str>,
+}
+
+/// What a key changes, and so whether it may differ in a run that is resumed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// The model: which weights it has, or what it computes of them.
+    Model,
+    /// The numbers of a step: its loss, gradients and weights.
+    Numbers,
+    /// The data, and with them the numbers. Resumed runs compare a hash of the data and not where they lie.
+    Data,
+    /// The order of sums: rounding in fast numerics, and no bit in canonical ones.
+    Rounding,
+    /// Time, memory and traffic, and no bit of any number.
+    Speed,
+    /// What a run reports and saves, and when it ends. No bit of a step.
+    Output,
+}
+
+impl Effect {
+    /// The effect in a word, as the reference has it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::Numbers => "numbers",
+            Self::Data => "data",
+            Self::Rounding => "rounding",
+            Self::Speed => "speed",
+            Self::Output => "output",
+        }
+    }
+}
+
+/// On what it depends whether a key is read.
+#[derive(Debug, Clone, Copy)]
+pub struct Condition {
+    /// What the key needs in words, to follow "no effect without".
+    pub with: &'static str,
+    /// The keys that decide.
+    pub by: &'static [&'static str],
+    /// Whether a configuration reads the key.
+    pub holds: fn(&Config) -> bool,
 }
 
 /// Type and range of a key's value.
@@ -171,9 +219,9 @@ pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
 
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
-/// A key is `name: type = default, kind;` under its meaning, with `, awaits "a feature"` before the semicolon if that
-/// feature is not implemented yet. `beside { .. }` adds fields to a section that are not keys; they start with the
-/// default of their type.
+/// A key is `name: type = default, kind, effect;` under its meaning. Before the semicolon stands `, if A && B` if the key is read on
+/// [conditions](super::conditions) alone, and `, awaits "a feature"` if that feature is not implemented yet. `beside { .. }` adds fields to
+/// a section that are not keys; they start with the default of their type.
 macro_rules! sections {
     (
         $(#[$config_doc:meta])*
@@ -181,7 +229,8 @@ macro_rules! sections {
         $(
             $(#[$section_doc:meta])*
             [$section:ident] $Section:ident {
-                $($(#[doc = $doc:literal])+ $key:ident: $type:ty = $default:expr, $kind:expr $(, awaits $feature:literal)?;)+
+                $($(#[doc = $doc:literal])+ $key:ident: $type:ty = $default:expr, $kind:expr, $effect:ident
+                    $(, if $($condition:ident)&&+)? $(, awaits $feature:literal)?;)+
             } $(beside {
                 $($(#[doc = $beside_doc:literal])+ $beside:ident: $beside_type:ty,)+
             })?
@@ -229,6 +278,8 @@ macro_rules! sections {
                     name: stringify!($key),
                     kind: $kind,
                     default: $default,
+                    effect: Effect::$effect,
+                    conditions: &[$($(conditions::$condition),+)?],
                     doc: concat!($($doc),+).trim_ascii_start(),
                     awaits: None,
                 }$(.awaits($feature))?,

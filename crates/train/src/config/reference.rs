@@ -7,16 +7,20 @@ use super::cli::command;
 use super::keys::{Fallback, Key, Kind, SECTIONS};
 use super::settings::show_literal;
 
-/// All keys as Markdown: a section each, with default, valid values and meaning.
+/// All keys as Markdown: a section each, with default, valid values, effect and meaning.
 #[must_use]
 pub fn reference() -> String {
     let mut out = String::new();
     for section in SECTIONS {
         // Writing to a string cannot fail.
-        _ = write!(out, "## `[{}]`\n\n| key | default | values | meaning |\n|---|---|---|---|\n", section.name);
+        _ = write!(
+            out,
+            "## `[{}]`\n\n| key | default | values | changes | meaning |\n|---|---|---|---|---|\n",
+            section.name
+        );
         for key in section.keys {
-            let (default, values, doc) = (default(key), values(key), meaning(key));
-            _ = writeln!(out, "| `{}` | {default} | {values} | {doc} |", key.name);
+            let (default, values, effect, doc) = (default(key), values(key), key.effect.name(), meaning(key));
+            _ = writeln!(out, "| `{}` | {default} | {values} | {effect} | {doc} |", key.name);
         }
         out.push('\n');
     }
@@ -31,7 +35,8 @@ pub fn usage(program: &str) -> String {
         _ = writeln!(keys, "\n[{}]", section.name);
         for key in section.keys {
             let (default, doc) = (default(key), meaning(key));
-            _ = writeln!(keys, "  {:<29} {doc} Default: {default}; {}.", key.name, values(key));
+            let effect = key.effect.name();
+            _ = writeln!(keys, "  {:<29} {doc} Default: {default}; {}. Changes: {effect}.", key.name, values(key));
         }
     }
     help(command().after_help(keys), program)
@@ -61,8 +66,13 @@ fn values(key: &Key) -> String {
 }
 
 fn meaning(key: &Key) -> String {
-    match key.awaits {
-        Some(_) => format!("{} Not yet: takes only its default.", key.doc),
-        None => key.doc.to_string(),
+    let mut doc = key.doc.to_owned();
+    if !key.conditions.is_empty() {
+        let with: Vec<&str> = key.conditions.iter().map(|condition| condition.with).collect();
+        _ = write!(doc, " Only with {}.", with.join(", and "));
     }
+    if key.awaits.is_some() {
+        doc += " Not yet: takes only its default.";
+    }
+    doc
 }
