@@ -5,7 +5,9 @@
 mod output;
 
 use clap::Parser;
-use meshwork::checkpoint::{Checkpoint, Damage, Summary, diff, folder_name, json_differences, steps};
+use meshwork::checkpoint::{
+    Checkpoint, Damage, DiffError, ReadError, Summary, Unread, Unreadable, diff, folder_name, json_differences, steps,
+};
 use output::{BAD_INPUT, fail, show};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -16,7 +18,7 @@ const DAMAGED: u8 = 1;
 
 /// Says what is in a checkpoint, and verifies every byte of it.
 #[derive(Parser)]
-#[command(after_help = "Exit code: 2 on bad input, 1 if the checkpoint is damaged, else 0.")]
+#[command(after_help = "Exit code: 2 on bad input or what cannot be read now, 1 if the checkpoint is damaged, else 0.")]
 struct Options {
     /// A checkpoint (DIR/step-00000010), or the folder of a run, whose newest one is taken
     #[arg(value_name = "DIR")]
@@ -34,7 +36,10 @@ fn main() -> ExitCode {
         Err(code) => return code,
     };
     let Some(other) = options.diff else {
-        let summary = Summary::of(&first);
+        let summary = match Summary::of(&first) {
+            Ok(summary) => summary,
+            Err(error) => return fail(BAD_INPUT, &error),
+        };
         let shown = show(&summary);
         return if summary.damage.is_empty() { shown } else { ExitCode::from(DAMAGED) };
     };
@@ -44,6 +49,7 @@ fn main() -> ExitCode {
     };
     let tensors = match diff(&first, &second) {
         Ok(tensors) => tensors,
+        Err(DiffError(ReadError::Unread(unread))) => return not_read(&unread),
         Err(error) => return fail(DAMAGED, &error),
     };
     let (a, b) = (first.index(), second.index());
@@ -62,11 +68,27 @@ fn main() -> ExitCode {
 fn open(dir: &Path) -> Result<Checkpoint, ExitCode> {
     let newest = steps(dir).map_err(|error| fail(BAD_INPUT, &format_args!("{}: {error}", dir.display())))?;
     let path = newest.first().map_or(dir.to_path_buf(), |&step| dir.join(folder_name(step)));
-    Checkpoint::open(&path).map_err(|damage| match &damage {
-        Damage::Io { path: missing, source } if !missing.exists() && source.kind() == ErrorKind::NotFound => {
-            let advice = "give a checkpoint, such as DIR/step-00000010, or a folder that holds some";
-            fail(BAD_INPUT, &format_args!("{damage}; {advice}"))
+    Checkpoint::open(&path).map_err(|unread| {
+        let missing = match &unread {
+            Unread::Damage(damage) => matches!(damage, Damage::Missing { .. }),
+            Unread::Unreadable(error) => {
+                matches!(error, Unreadable::Io { source, .. } if source.kind() == ErrorKind::NotFound)
+            }
+        };
+        match missing && newest.is_empty() {
+            true => {
+                let advice = "give a checkpoint, such as DIR/step-00000010, or a folder that holds some";
+                fail(BAD_INPUT, &format_args!("{unread}; {advice}"))
+            }
+            false => not_read(&unread),
         }
-        _ => fail(DAMAGED, &damage),
     })
+}
+
+/// Ends with the code of damage, or with that of what cannot be read now.
+fn not_read(unread: &Unread) -> ExitCode {
+    match unread {
+        Unread::Damage(damage) => fail(DAMAGED, damage),
+        Unread::Unreadable(error) => fail(BAD_INPUT, error),
+    }
 }

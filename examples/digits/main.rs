@@ -16,6 +16,7 @@ use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Steps that `--compare` compares.
 const COMPARED: u64 = 2;
@@ -49,7 +50,7 @@ fn run(options: &Options) -> Result<bool, Box<dyn Error>> {
         return Ok(report.holds());
     }
     if let Some(path) = &options.layer_profile {
-        write_layers(&layers(&model, &plan, &images, Cpu::device())?, path)?;
+        write_layers(&layers(&model, &plan, &images, Cpu::device(), &AtomicBool::new(false))?, path)?;
     }
     show(&format_args!("{} on {} images, {} held out; {options}\n", options.model, images.len(), held_out.len()))?;
     let profile = train::train(&model, &plan, options.epochs, options.profile, [&images, &held_out])?;

@@ -13,6 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+/// The exit code of a program ended by Ctrl-C in a shell.
+const INTERRUPTED: i32 = 130;
+
 fn main() -> ExitCode {
     let options = Options::parse(std::env::args_os().skip(1));
     if options.help {
@@ -29,8 +32,12 @@ fn main() -> ExitCode {
     };
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
-    // Without a handler Ctrl-C ends the program at once, which is no loss.
-    _ = ctrlc::set_handler(move || asked.store(true, Ordering::Relaxed));
+    // Without a handler Ctrl-C ends the program at once, which is no loss. The second one does.
+    _ = ctrlc::set_handler(move || {
+        if asked.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+    });
 
     let mut shown = show(&options.prompt);
     let mut stream = TextStream::new(&trained, &prompt);

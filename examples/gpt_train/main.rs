@@ -58,6 +58,7 @@ fn main() -> ExitCode {
         Err(error) => return fail(FAILED, &error),
     };
     let ending = match outcome.stopped {
+        true if outcome.loss.is_none() => show(&"stopped before the first step as asked\n"),
         true => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
         false if outcome.sample.is_empty() => ExitCode::SUCCESS,
         false => show(&format_args!("\nA sample of the trained model:\n{}\n", outcome.sample)),
@@ -82,7 +83,7 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     }
 }
 
-/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step under way, the second one at once.
+/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step or the batch of a validation under way, the second one at once.
 fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if stop.swap(true, Ordering::Relaxed) {

@@ -13,6 +13,7 @@ use meshwork::train::diff::{Place, Side, compare};
 use meshwork::train::profile::layers;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Losses and gradient norms of some steps, and the weights after them.
 type Trained = (Vec<[f64; 2]>, BTreeMap<StateKey, Vec<f32>>);
@@ -100,7 +101,7 @@ fn its_meshes_are_compared_and_a_fault_is_found() {
 #[test]
 fn its_layers_are_profiled() {
     let (model, data) = parallel();
-    let profile = layers(&model, &Plan::default(), &data, Cpu::device()).unwrap();
+    let profile = layers(&model, &Plan::default(), &data, Cpu::device(), &AtomicBool::new(false)).unwrap();
     let names: Vec<&str> = profile.layers().iter().map(|layer| &*layer.name).collect();
     assert_eq!(names, ["tokens, positions", "block.0", "block.1", "block.2", "block.3", "norm, head"]);
     assert!(profile.layers().iter().all(|layer| layer.forward_ms > 0.0 && layer.backward_ms > 0.0), "{profile}");

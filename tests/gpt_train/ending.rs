@@ -80,6 +80,32 @@ fn ctrl_c_cuts_the_sample_short() {
     assert!(sample.starts_with("Non eram nescius") && sample.chars().count() < 100, "{sample}");
 }
 
+/// A validation of many batches, which would take half a minute: it ends at the next batch, says so, and no further step is trained.
+#[cfg(unix)]
+#[test]
+fn a_stop_cuts_a_validation_short_and_saves_the_step_before_it() {
+    let folder = folder("interrupt_validation");
+    let (path, dir) = (folder.join("run.jsonl"), folder.join("run"));
+    let sizes = "--set training.global_batch_size=2 --set model.seq_len=512 --set validation.fraction=0.9 --set validation.steps=100000";
+    for mesh in ["dp=2", "tp=2", "pp=2"] {
+        _ = std::fs::remove_dir_all(&dir);
+        let saved = format!("--set checkpoint.dir={} --metrics {}", dir.display(), path.display());
+        let line = format!("{sizes} {saved} --mesh {mesh} --steps 5 --set validation.every=2");
+        let running = Running::start(command(&line));
+        wait_for("step 2", || (numbers(&lines(&path), "step", "step").last() == Some(&2.0)).then_some(()));
+        let kill = Command::new("kill").args(["-TERM", &running.child.id().to_string()]).status().unwrap();
+        assert!(kill.success());
+        let ended = running.end();
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        let run = lines(&path);
+        assert_eq!((numbers(&run, "step", "step"), events(&run, "validation").len()), (vec![1.0, 2.0], 0), "{mesh}");
+        assert!(ended.out.contains("step 2  validation left out: the run was asked to stop\n"), "{}", ended.out);
+        assert!(ended.out.ends_with("stopped after step 2 as asked\n"), "{}", ended.out);
+        assert!(dir.join("step-00000002/index.json").exists() && !dir.join("step-00000002.partial").exists());
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
 #[test]
 fn a_reader_that_leaves_ends_the_run_quietly() {
     let path = folder("reader").join("run.jsonl");

@@ -44,7 +44,11 @@ pub enum Difference {
 /// Why two checkpoints cannot be compared.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
-pub struct DiffError(#[from] ReadError);
+pub struct DiffError(
+    /// Why one of them cannot be read.
+    #[from]
+    pub ReadError,
+);
 
 /// The tensors that differ, in the order of the first checkpoint. It reads both, piece by piece.
 ///

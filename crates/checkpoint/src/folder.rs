@@ -8,6 +8,7 @@
 //! DIR/step-00000010.removed/   being removed
 //! ```
 
+use crate::room;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -35,7 +36,8 @@ pub fn steps(dir: &Path) -> io::Result<Vec<u64>> {
 
 fn names(dir: &Path) -> io::Result<Vec<String>> {
     match fs::read_dir(dir) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        // A link that leads nowhere has what it leads to when that is mounted.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(dir).is_err() => Ok(Vec::new()),
         entries => entries?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
     }
 }
@@ -48,6 +50,11 @@ const REMOVED: &str = "removed";
 /// The folder in which a step is written.
 pub(crate) fn partial(dir: &Path, step: u64) -> PathBuf {
     marked(dir, step, PARTIAL)
+}
+
+/// The name of a checkpoint that is being removed.
+pub(crate) fn marked_removed(dir: &Path, step: u64) -> PathBuf {
+    marked(dir, step, REMOVED)
 }
 
 fn marked(dir: &Path, step: u64, mark: &str) -> PathBuf {
@@ -78,15 +85,7 @@ pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
 /// Removes all but `keep` of the checkpoints up to `step`, the oldest first. Never that of `step` or of a later one.
 pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBuf>> {
     let older = steps(dir)?.into_iter().filter(|&other| other < step).skip(keep.saturating_sub(1));
-    let mut removed = Vec::new();
-    for step in older {
-        // Under another name first, so that half a checkpoint is never taken for one.
-        let (complete, going) = (dir.join(folder_name(step)), marked(dir, step, REMOVED));
-        fs::rename(&complete, &going)?;
-        fs::remove_dir_all(&going)?;
-        removed.push(complete);
-    }
-    Ok(removed)
+    older.map(|step| room::remove(dir, step)).collect()
 }
 
 /// Removes what a run that was killed left over. A complete checkpoint that was about to be replaced gets its name back.
@@ -130,6 +129,11 @@ mod tests {
         make(dir.path(), &["step-00000010", "step-123456789", "step-10", "step-00000020.partial", "step-", "other"]);
         assert_eq!(steps(dir.path()).unwrap(), [123_456_789, 10]);
         assert!(steps(&dir.path().join("none")).unwrap().is_empty());
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("not/mounted", dir.path().join("link")).unwrap();
+            assert!(steps(&dir.path().join("link")).is_err(), "what it leads to may have some");
+        }
     }
 
     #[test]

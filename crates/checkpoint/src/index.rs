@@ -8,7 +8,8 @@
 //! ```
 //! The checksum at its head is that of all bytes that follow its comma.
 
-use crate::{Checksum, Slice, Tensor};
+use crate::piece_file::file_name;
+use crate::{Checksum, Damage, SavePlan, Slice, Tensor, Unread, Unreadable};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -77,7 +78,35 @@ const HEAD: &[u8] = b"{\"checksum\":\"";
 const NECK: &[u8] = b"\",";
 const DIGITS: usize = 16;
 
+/// What a rank tells the others when its file is on disk.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Written {
+    pub header_bytes: u64,
+    pub header_checksum: Checksum,
+    /// Of each piece, in the order of the file.
+    pub checksums: Vec<Checksum>,
+}
+
 impl Index {
+    /// The index of a checkpoint of which each rank has written its file.
+    pub(crate) fn of(plan: &SavePlan, step: u64, metadata: Value, written: impl IntoIterator<Item = Written>) -> Self {
+        let mut files = Vec::new();
+        let tensors = plan.tensors().iter();
+        let mut tensors: Vec<_> =
+            tensors.map(|tensor| StoredTensor { tensor: tensor.clone(), pieces: Vec::new() }).collect();
+        for (rank, Written { header_bytes, header_checksum, checksums }) in written.into_iter().enumerate() {
+            for (piece, checksum) in plan.pieces(rank).iter().zip(checksums) {
+                let bytes = (header_bytes + piece.bytes.start, header_bytes + piece.bytes.end);
+                let piece_of_index = Piece { slice: piece.slice.clone(), file: rank, bytes, checksum };
+                tensors[piece.tensor].pieces.push(piece_of_index);
+            }
+            let bytes = header_bytes + plan.bytes(rank);
+            files.push(File { name: file_name(rank), bytes, header_bytes, header_checksum });
+        }
+        tensors.iter_mut().for_each(|of| of.pieces.sort_by(|a, b| a.slice.cmp(&b.slice)));
+        Self { format: FORMAT, step, metadata, files, tensors }
+    }
+
     /// The bytes of the file.
     pub(crate) fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let mut body = serde_json::to_vec(self)?;
@@ -86,8 +115,17 @@ impl Index {
         Ok([HEAD, Checksum::of(body).to_string().as_bytes(), NECK, body].concat())
     }
 
-    /// Reads the bytes of the file. Says what is wrong with them.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+    /// Reads the bytes of the file at `path`.
+    pub(crate) fn decode(path: &Path, bytes: &[u8]) -> Result<Self, Unread> {
+        match Self::decode_sound(bytes) {
+            Ok(Ok(index)) => Ok(index),
+            Ok(Err(found)) => Err(Unreadable::Format { path: path.to_path_buf(), found }.into()),
+            Err(problem) => Err(Damage::Index { path: path.to_path_buf(), problem }.into()),
+        }
+    }
+
+    /// The index, or the version of another format. Says what is wrong with the bytes.
+    fn decode_sound(bytes: &[u8]) -> Result<Result<Self, u64>, String> {
         /// The one field that every version of the format has.
         #[derive(Deserialize)]
         struct Version {
@@ -107,11 +145,11 @@ impl Index {
         let problem = |error: serde_json::Error| error.to_string();
         match serde_json::from_slice::<Version>(&text).map_err(problem)?.format {
             format if format == u64::from(FORMAT) => {}
-            format => return Err(format!("it has format {format}, and this program reads {FORMAT}")),
+            format => return Ok(Err(format)),
         }
         let index: Self = serde_json::from_slice(&text).map_err(problem)?;
         index.require_sound()?;
-        Ok(index)
+        Ok(Ok(index))
     }
 
     /// The tensor of a name.

@@ -1,7 +1,6 @@
 //! Finds the newest checkpoint that is whole.
 
-use crate::{Checkpoint, Damage, folder_name, steps};
-use std::io;
+use crate::{Checkpoint, Damage, Unread, Unreadable, folder_name, steps};
 use std::path::{Path, PathBuf};
 
 /// The newest checkpoint of a folder that is whole.
@@ -26,14 +25,15 @@ pub struct PassedOver {
 /// there has none.
 ///
 /// # Errors
-/// A folder that cannot be read.
-pub fn latest_complete(dir: &Path) -> io::Result<Latest> {
+/// A folder or a checkpoint that cannot be read now: an older one is not taken for the newest.
+pub fn latest_complete(dir: &Path) -> Result<Latest, Unreadable> {
     let mut passed_over = Vec::new();
-    for step in steps(dir)? {
+    for step in steps(dir).map_err(|source| Unreadable::Io { path: dir.to_path_buf(), source })? {
         let path = dir.join(folder_name(step));
         let damage = match Checkpoint::open_step(dir, step) {
-            Err(damage) => vec![damage],
-            Ok(checkpoint) => match checkpoint.verify(&checkpoint.units()) {
+            Err(Unread::Unreadable(error)) => return Err(error),
+            Err(Unread::Damage(damage)) => vec![damage],
+            Ok(checkpoint) => match checkpoint.verify(&checkpoint.units())? {
                 damage if damage.is_empty() => return Ok(Latest { checkpoint: Some(checkpoint), passed_over }),
                 damage => damage,
             },
@@ -48,11 +48,11 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`open`](Self::open), and a checkpoint of another step.
-    pub fn open_step(dir: &Path, step: u64) -> Result<Self, Damage> {
+    pub fn open_step(dir: &Path, step: u64) -> Result<Self, Unread> {
         let checkpoint = Self::open(&dir.join(folder_name(step)))?;
         match checkpoint.index().step {
             found if found == step => Ok(checkpoint),
-            found => Err(Damage::Step { path: checkpoint.path().to_path_buf(), step: found }),
+            found => Err(Damage::Step { path: checkpoint.path().to_path_buf(), step: found }.into()),
         }
     }
 }

@@ -3,7 +3,10 @@
 //! Ranks that hold the same elements share the work of writing them: large slices are cut, and each part goes to the holder with the
 //! fewest bytes so far. Slices with few holders come first, because they leave no choice; then the largest.
 
-use crate::{Dtype, Slice, Tensor};
+use crate::index::{Index, Written};
+use crate::piece_file::header;
+use crate::{Checksum, Dtype, Slice, Tensor};
+use serde_json::Value;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -173,6 +176,19 @@ impl SavePlan {
     /// Whether a rank writes any part of a tensor.
     pub fn writes(&self, rank: usize, name: &str) -> bool {
         self.tensor(name).is_some_and(|tensor| self.writers[tensor].contains(&rank))
+    }
+
+    /// The bytes of all files of a checkpoint of this plan, with such `metadata`: what it takes on a disk.
+    pub fn file_bytes(&self, metadata: &Value) -> u64 {
+        let nothing = Checksum::of(&[]);
+        let written = |rank| Written {
+            header_bytes: header(self, rank, u64::MAX).len() as u64,
+            header_checksum: nothing,
+            checksums: vec![nothing; self.pieces(rank).len()],
+        };
+        let index = Index::of(self, u64::MAX, metadata.clone(), (0..self.world()).map(written));
+        let files: u64 = index.files.iter().map(|file| file.bytes).sum();
+        files + index.encode().map_or(0, |text| text.len() as u64)
     }
 
     /// The bytes that a rank writes, which are also those of its snapshot.

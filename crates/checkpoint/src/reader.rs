@@ -6,7 +6,8 @@
 use crate::checksum::Summing;
 use crate::index::{self, FORMAT};
 use crate::slice::for_each_run;
-use crate::{Block, Checksum, Damage, Index, Piece, Slice, Tensor};
+use crate::unread::failed;
+use crate::{Block, Checksum, Damage, Index, Piece, Slice, Tensor, Unread};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
@@ -51,9 +52,9 @@ pub enum ReadError {
         /// The bytes of the memory.
         given: usize,
     },
-    /// A file that is not as it was written.
+    /// A file that is not as it was written, or that cannot be read now.
     #[error(transparent)]
-    Damage(#[from] Damage),
+    Unread(#[from] Unread),
 }
 
 impl Checkpoint {
@@ -61,17 +62,18 @@ impl Checkpoint {
     /// bytes, times a small factor.
     ///
     /// # Errors
-    /// An index that is missing, damaged or contradicts itself; files that are missing or have another size.
-    pub fn open(path: &Path) -> Result<Self, Damage> {
+    /// [`Damage`]: an index that is missing, damaged or contradicts itself; files that are missing or have another size. Else what cannot be
+    /// read now, or has another format.
+    pub fn open(path: &Path) -> Result<Self, Unread> {
         let file = path.join(index::FILE);
-        let bytes = fs::read(&file).map_err(|source| Damage::Io { path: file.clone(), source })?;
-        let index = Index::decode(&bytes).map_err(|problem| Damage::Index { path: file, problem })?;
+        let bytes = fs::read(&file).map_err(failed(&file))?;
+        let index = Index::decode(&file, &bytes)?;
         debug_assert_eq!(index.format, FORMAT);
         for of in &index.files {
             let path = path.join(&of.name);
-            let found = fs::metadata(&path).map_err(|source| Damage::Io { path: path.clone(), source })?;
+            let found = fs::metadata(&path).map_err(failed(&path))?;
             if !found.is_file() || found.len() != of.bytes {
-                return Err(Damage::Size { path, found: found.len(), written: of.bytes });
+                return Err(Damage::Size { path, found: found.len(), written: of.bytes }.into());
             }
         }
         let names = index.tensors.iter().enumerate().map(|(at, stored)| (stored.tensor.name.clone(), at)).collect();
@@ -145,30 +147,29 @@ impl Checkpoint {
                 let mut checksum = Summing::default();
                 let length = piece.bytes.1 - piece.bytes.0;
                 self.bytes_read.fetch_add(length, Ordering::Relaxed);
-                let path = self.file_path(piece.file);
-                let damaged = |source| Damage::Io { path: path.clone(), source };
-                let mut file = File::open(&path).map_err(damaged)?;
-                file.seek(SeekFrom::Start(piece.bytes.0)).map_err(damaged)?;
+                let failed = |source| self.failed(piece.file, source);
+                let mut file = File::open(self.file_path(piece.file)).map_err(failed)?;
+                file.seek(SeekFrom::Start(piece.bytes.0)).map_err(failed)?;
                 // Runs may be short; blocks go past the buffer.
                 let mut file = BufReader::with_capacity(length.min(BLOCK as u64) as usize, file.take(length));
                 // The runs follow each other in the file, because the slice is all of the piece.
                 for_each_run(&both, &stored, &wanted, |_, to, run| {
                     for block in into[bytes(to, run)].chunks_mut(BLOCK) {
-                        file.read_exact(block).map_err(damaged)?;
+                        file.read_exact(block).map_err(failed)?;
                         checksum.add(block);
                     }
-                    Ok::<_, Damage>(())
+                    Ok::<_, Unread>(())
                 })?;
-                self.require_written(tensor, piece, checksum.checksum())?;
+                self.require_written(tensor, piece, checksum.checksum()).map_err(Unread::from)?;
             } else {
-                let path = self.file_path(piece.file);
-                let mut file = File::open(&path).map_err(|source| Damage::Io { path: path.clone(), source })?;
+                let failed = |source| self.failed(piece.file, source);
+                let mut file = File::open(self.file_path(piece.file)).map_err(failed)?;
                 for_each_run(&both, &stored, &wanted, |from, to, run| {
                     let taken = &mut into[bytes(to, run)];
                     self.bytes_read.fetch_add(taken.len() as u64, Ordering::Relaxed);
                     let read =
                         file.seek(SeekFrom::Start(piece.bytes.0 + from * size)).and_then(|_| file.read_exact(taken));
-                    read.map_err(|source| ReadError::from(Damage::Io { path: path.clone(), source }))
+                    read.map_err(failed)
                 })?;
             }
         }
@@ -183,12 +184,24 @@ impl Checkpoint {
         Err(Damage::Piece { path, tensor, slice, found, written: piece.checksum })
     }
 
+    /// The error of a read of a file, which had the right size when the checkpoint was opened.
+    fn failed(&self, file: usize, source: io::Error) -> Unread {
+        let path = self.file_path(file);
+        match source.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                let found = fs::metadata(&path).map_or(0, |found| found.len());
+                Damage::Size { path, found, written: self.index.files[file].bytes }.into()
+            }
+            _ => failed(&path)(source),
+        }
+    }
+
     pub(crate) fn file_path(&self, file: usize) -> PathBuf {
         self.path.join(&self.index.files[file].name)
     }
 
     /// The checksum of some bytes of a file.
-    pub(crate) fn file_checksum(&self, file: usize, (start, end): (u64, u64)) -> Result<Checksum, Damage> {
+    pub(crate) fn file_checksum(&self, file: usize, (start, end): (u64, u64)) -> Result<Checksum, Unread> {
         let path = self.file_path(file);
         let sum = || -> io::Result<Checksum> {
             let (mut checksum, mut left) = (Summing::default(), end - start);
@@ -203,11 +216,11 @@ impl Checkpoint {
             }
             Ok(checksum.checksum())
         };
-        sum().map_err(|source| Damage::Io { path: path.clone(), source })
+        sum().map_err(|source| self.failed(file, source))
     }
 
     /// Some bytes of a file. The index is sound, so there are no more of them than the file had when it was opened.
-    pub(crate) fn file_bytes(&self, file: usize, (start, end): (u64, u64)) -> Result<Vec<u8>, Damage> {
+    pub(crate) fn file_bytes(&self, file: usize, (start, end): (u64, u64)) -> Result<Vec<u8>, Unread> {
         let path = self.file_path(file);
         let mut bytes = vec![0; (end - start) as usize];
         let read = |into: &mut [u8]| -> io::Result<()> {
@@ -217,7 +230,7 @@ impl Checkpoint {
         };
         match read(&mut bytes) {
             Ok(()) => Ok(bytes),
-            Err(source) => Err(Damage::Io { path, source }),
+            Err(source) => Err(self.failed(file, source)),
         }
     }
 }

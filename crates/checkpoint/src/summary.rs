@@ -1,7 +1,7 @@
 //! A checkpoint in words.
 
 use crate::index::StoredTensor;
-use crate::{Checkpoint, Damage};
+use crate::{Checkpoint, Damage, Unreadable};
 use std::fmt;
 
 /// What is in a checkpoint, and whether it is as it was written. Displays as a page of text.
@@ -16,9 +16,12 @@ pub struct Summary<'a> {
 
 impl<'a> Summary<'a> {
     /// Reads all of a checkpoint.
-    pub fn of(checkpoint: &'a Checkpoint) -> Self {
+    ///
+    /// # Errors
+    /// A file that cannot be read now.
+    pub fn of(checkpoint: &'a Checkpoint) -> Result<Self, Unreadable> {
         let units = checkpoint.units();
-        Self { checkpoint, verified: units.len(), damage: checkpoint.verify(&units) }
+        Ok(Self { checkpoint, verified: units.len(), damage: checkpoint.verify(&units)? })
     }
 }
 

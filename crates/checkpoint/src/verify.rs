@@ -1,21 +1,18 @@
 //! Checks that files are as they were written. The work is a list of units, which ranks can share.
 
 use crate::index::StoredTensor;
-use crate::{Checkpoint, Checksum, Slice, piece_file};
-use std::io;
+use crate::{Checkpoint, Checksum, Slice, Unread, Unreadable, piece_file};
 use std::path::PathBuf;
 
-/// A file of a checkpoint that is not as it was written.
+/// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
-    /// A file that is missing or cannot be read.
-    #[error("{}: {source}", path.display())]
-    Io {
+    /// A name that its folder does not have, or that is not that of a file.
+    #[error("{}: there is no such file", path.display())]
+    Missing {
         /// The file.
         path: PathBuf,
-        /// The error of the system.
-        source: io::Error,
     },
     /// An index that cannot be trusted.
     #[error("{}: {problem}", path.display())]
@@ -116,11 +113,22 @@ impl Checkpoint {
     }
 
     /// The damage among these units.
-    pub fn verify(&self, units: &[Unit]) -> Vec<Damage> {
-        units.iter().filter_map(|&unit| self.verify_one(unit).err()).collect()
+    ///
+    /// # Errors
+    /// A file that cannot be read now.
+    pub fn verify(&self, units: &[Unit]) -> Result<Vec<Damage>, Unreadable> {
+        let mut damage = Vec::new();
+        for &unit in units {
+            match self.verify_one(unit) {
+                Ok(()) => {}
+                Err(Unread::Damage(found)) => damage.push(found),
+                Err(Unread::Unreadable(error)) => return Err(error),
+            }
+        }
+        Ok(damage)
     }
 
-    fn verify_one(&self, unit: Unit) -> Result<(), Damage> {
+    fn verify_one(&self, unit: Unit) -> Result<(), Unread> {
         match unit {
             Unit::Header { file } => {
                 let of = &self.index().files[file];
@@ -132,12 +140,12 @@ impl Checkpoint {
                 let length = header.first_chunk::<8>().map_or(0, |length| u64::from_le_bytes(*length));
                 let end = length.saturating_add(8).min(of.bytes);
                 let problem = piece_file::describe(&self.file_bytes(file, (0, end))?);
-                Err(Damage::Header { path: self.file_path(file), problem })
+                Err(Damage::Header { path: self.file_path(file), problem }.into())
             }
             Unit::Piece { tensor, piece } => {
                 let StoredTensor { tensor, pieces } = &self.index().tensors[tensor];
                 let piece = &pieces[piece];
-                self.require_written(tensor, piece, self.file_checksum(piece.file, piece.bytes)?)
+                Ok(self.require_written(tensor, piece, self.file_checksum(piece.file, piece.bytes)?)?)
             }
         }
     }

@@ -5,12 +5,13 @@
 //! writer's thread             └ write, sync ─ all done? ─ commit ┘
 //! ```
 //! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an older checkpoint is
-//! touched before.
+//! touched before, unless the disk lacks room: then older ones go first, but never the newest whole one.
 
 use crate::checksum::Summing;
 use crate::exchange::{Exchange, ExchangeError};
-use crate::index::{self, FORMAT, File as IndexFile, Index, Piece, StoredTensor};
+use crate::index::{self, File as IndexFile, Index, Written};
 use crate::piece_file::{file_name, header};
+use crate::room::{self, free_bytes, is_full};
 use crate::{Checksum, Lock, SavePlan, Snapshot, SnapshotError, folder};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -33,6 +34,8 @@ pub struct Writer {
     /// The memory of the last snapshot, for the next one.
     memory: Vec<u8>,
     saving: bool,
+    /// The newest checkpoint that is known to be whole.
+    whole: Option<u64>,
     jobs: Option<SyncSender<Job>>,
     results: Receiver<(Vec<u8>, Result<Saved, SaveError>)>,
     thread: Option<JoinHandle<()>>,
@@ -51,6 +54,8 @@ pub struct Saved {
     pub seconds: f64,
     /// Older checkpoints that were removed.
     pub removed: Vec<PathBuf>,
+    /// Those that were removed before this one was written, because there was no room for one more.
+    pub made_room: Vec<PathBuf>,
     /// Why older ones could not be removed.
     pub not_removed: Option<String>,
 }
@@ -69,6 +74,21 @@ pub enum SaveError {
         /// What it could not do.
         problem: String,
     },
+    /// A rank had no room to write, and no older checkpoint could go but the newest whole one.
+    #[error(
+        "no checkpoint of step {step}: rank {rank} failed: {problem}; it takes {bytes} bytes, and the newest whole checkpoint stays: make \
+         room, or use a larger disk"
+    )]
+    Full {
+        /// The step.
+        step: u64,
+        /// The rank.
+        rank: usize,
+        /// What it could not do.
+        problem: String,
+        /// What the checkpoint takes.
+        bytes: u64,
+    },
     /// The ranks lost each other.
     #[error("no checkpoint of step {step}: {source}")]
     Exchange {
@@ -86,6 +106,7 @@ struct Job {
     step: u64,
     metadata: Value,
     snapshot: Result<Vec<u8>, SnapshotError>,
+    whole: Option<u64>,
     began: Instant,
 }
 
@@ -96,13 +117,18 @@ struct Leader {
     keep: usize,
 }
 
-/// What a rank tells the others when its file is on disk.
+/// Why a rank could not do its part.
 #[derive(Serialize, Deserialize)]
-struct Written {
-    header_bytes: u64,
-    header_checksum: Checksum,
-    /// Of each piece, in the order of the file.
-    checksums: Vec<Checksum>,
+struct Failure {
+    /// Whether there was no room.
+    full: bool,
+    problem: String,
+}
+
+impl From<String> for Failure {
+    fn from(problem: String) -> Self {
+        Self { full: false, problem }
+    }
 }
 
 /// What the leader tells the others at the end.
@@ -110,6 +136,7 @@ struct Written {
 struct Committed {
     path: PathBuf,
     removed: Vec<PathBuf>,
+    made_room: Vec<PathBuf>,
     not_removed: Option<String>,
 }
 
@@ -136,17 +163,21 @@ impl Writer {
         let (done, results) = sync_channel(1);
         let task = Task { dir, rank, leader, plan: plan.clone() };
         let thread = std::thread::spawn(move || {
-            // Until all are here, rank 0 may still be removing what a killed run left over.
-            let mut met = false;
             for job in todo {
-                let result = task.meet(&mut met, &job, &mut exchange).and_then(|()| task.save(&job, &mut exchange));
+                let result = task.save(&job, &mut exchange);
                 if done.send((job.snapshot.unwrap_or_default(), result)).is_err() {
                     return;
                 }
             }
         });
         let (memory, saving, jobs, thread) = (Vec::new(), false, Some(jobs), Some(thread));
-        Self { plan, rank, memory, saving, jobs, results, thread }
+        Self { plan, rank, memory, saving, whole: None, jobs, results, thread }
+    }
+
+    /// Says that the checkpoint of a step is whole, because the run goes on from it: where room is short, all others may go before the first
+    /// one of this writer is complete.
+    pub fn goes_on_from(&mut self, step: u64) {
+        self.whole = Some(step);
     }
 
     /// The plan of who writes what.
@@ -164,7 +195,7 @@ impl Writer {
     /// Starts to save a snapshot, and returns. All ranks save the same steps; of their `metadata`, that of rank 0 is kept. Where a snapshot
     /// lacks elements that its rank writes, all ranks are told, and there is no checkpoint of that step.
     pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
-        let job = Job { step, metadata, snapshot: snapshot.into_data(), began: Instant::now() };
+        let job = Job { step, metadata, snapshot: snapshot.into_data(), whole: self.whole, began: Instant::now() };
         if let Some(jobs) = &self.jobs {
             // A thread that ended takes no job and gives no result, which is what the caller is told.
             _ = jobs.send(job);
@@ -197,6 +228,7 @@ impl Writer {
         self.saving = false;
         let (memory, result) = received.unwrap_or_else(|| (Vec::new(), Err(SaveError::Ended)));
         self.memory = memory;
+        self.whole = result.as_ref().map(|saved| saved.step).ok().or(self.whole);
         result
     }
 }
@@ -221,42 +253,74 @@ struct Task {
 }
 
 impl Task {
-    /// Waits once until every rank has its writer: then rank 0 has the lock.
-    fn meet(&self, met: &mut bool, job: &Job, exchange: &mut impl Exchange) -> Result<(), SaveError> {
-        if !*met {
-            exchange.all_gather(Vec::new()).map_err(|source| SaveError::Exchange { step: job.step, source })?;
-            *met = true;
-        }
-        Ok(())
-    }
-
+    /// Saves, and where there is no room once more after each older checkpoint that can go.
     fn save(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
-        let result = self.write_and_commit(job, exchange);
-        if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. })) {
-            // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at the next start.
-            _ = fs::remove_dir_all(folder::partial(&self.dir, job.step));
+        let (step, mut made_room) = (job.step, Vec::new());
+        if self.leader.is_some() {
+            self.make_room(job, &mut made_room);
         }
-        result
+        loop {
+            // Until all are here, rank 0 may still be removing what a killed run left over, or what makes room.
+            exchange.all_gather(Vec::new()).map_err(|source| SaveError::Exchange { step, source })?;
+            let result = self.write_and_commit(job, &made_room, exchange);
+            if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. } | SaveError::Full { .. })) {
+                // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at the next start.
+                _ = fs::remove_dir_all(folder::partial(&self.dir, step));
+            }
+            if !matches!(result, Err(SaveError::Full { .. })) {
+                return result;
+            }
+            let freed = self.leader.as_ref().and_then(|_| self.remove_one(job));
+            let told = exchange.all_gather(vec![1; usize::from(freed.is_some())]);
+            if told.map_err(|source| SaveError::Exchange { step, source })?.iter().all(Vec::is_empty) {
+                return result;
+            }
+            made_room.extend(freed);
+        }
     }
 
-    fn write_and_commit(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
+    /// Removes what can go until the checkpoint fits, as far as the system says how much is free.
+    fn make_room(&self, job: &Job, removed: &mut Vec<PathBuf>) {
+        let needed = self.plan.file_bytes(&job.metadata);
+        while free_bytes(&self.dir).is_some_and(|free| free < needed) {
+            match self.remove_one(job) {
+                Some(path) => removed.push(path),
+                None => return,
+            }
+        }
+    }
+
+    /// Removes the next checkpoint that can go, if there is one.
+    fn remove_one(&self, job: &Job) -> Option<PathBuf> {
+        let step = *room::spare(&self.dir, job.whole).ok()?.first()?;
+        room::remove(&self.dir, step).ok()
+    }
+
+    fn write_and_commit(
+        &self,
+        job: &Job,
+        made_room: &[PathBuf],
+        exchange: &mut impl Exchange,
+    ) -> Result<Saved, SaveError> {
         let step = job.step;
-        let written = agree(step, &self.write(job), exchange)?;
+        let bytes = || self.plan.file_bytes(&job.metadata);
+        let written = agree(step, bytes, &self.write(job), exchange)?;
         let committed = match &self.leader {
             None => Ok(None),
-            Some(leader) => self.commit(job, leader, written).map(Some),
+            Some(leader) => self.commit(job, leader, written, made_room).map(Some),
         };
-        let committed = agree(step, &committed, exchange)?.into_iter().flatten().next();
-        let Some(Committed { path, removed, not_removed }) = committed else {
+        let committed = agree(step, bytes, &committed, exchange)?.into_iter().flatten().next();
+        let Some(Committed { path, removed, made_room, not_removed }) = committed else {
             let problem = "no rank leads the others: the writer of rank 0 is made with Writer::lead".to_owned();
             return Err(SaveError::Write { step, rank: 0, problem });
         };
         let bytes = self.plan.bytes(self.rank);
-        Ok(Saved { step, path, bytes, seconds: job.began.elapsed().as_secs_f64(), removed, not_removed })
+        let seconds = job.began.elapsed().as_secs_f64();
+        Ok(Saved { step, path, bytes, seconds, removed, made_room, not_removed })
     }
 
     /// Writes this rank's file, through to the disk.
-    fn write(&self, job: &Job) -> Result<Written, String> {
+    fn write(&self, job: &Job) -> Result<Written, Failure> {
         let data = job.snapshot.as_ref().map_err(SnapshotError::to_string)?;
         let header = header(&self.plan, self.rank, job.step);
         let mut checksums = Vec::new();
@@ -286,15 +350,21 @@ impl Task {
     }
 
     /// Writes the index, and makes the folder a checkpoint.
-    fn commit(&self, job: &Job, leader: &Leader, written: Vec<Written>) -> Result<Committed, String> {
+    fn commit(
+        &self,
+        job: &Job,
+        leader: &Leader,
+        written: Vec<Written>,
+        made_room: &[PathBuf],
+    ) -> Result<Committed, Failure> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
-        let index = self.index(job, written);
+        let index = Index::of(&self.plan, job.step, job.metadata.clone(), written);
         for IndexFile { name, bytes, .. } in &index.files {
             let path = partial.join(name);
             let found = fs::metadata(&path).map_err(told(&path))?.len();
             if found != *bytes {
-                return Err(format!("{}: has {found} bytes, and {bytes} were written", path.display()));
+                return Err(format!("{}: has {found} bytes, and {bytes} were written", path.display()).into());
             }
         }
         let index = index.encode().map_err(|error| format!("{}: {error}", path.display()))?;
@@ -307,45 +377,29 @@ impl Task {
         let path = folder::commit(&self.dir, job.step).map_err(told(&partial))?;
         let (removed, not_removed) = match folder::prune(&self.dir, job.step, leader.keep) {
             Ok(removed) => (removed, None),
-            Err(error) => (Vec::new(), Some(told(&self.dir)(error))),
+            Err(error) => (Vec::new(), Some(told(&self.dir)(error).problem)),
         };
-        Ok(Committed { path, removed, not_removed })
-    }
-
-    fn index(&self, job: &Job, written: Vec<Written>) -> Index {
-        let mut files = Vec::new();
-        let tensors = self.plan.tensors().iter();
-        let mut tensors: Vec<_> =
-            tensors.map(|tensor| StoredTensor { tensor: tensor.clone(), pieces: Vec::new() }).collect();
-        for (rank, Written { header_bytes, header_checksum, checksums }) in written.into_iter().enumerate() {
-            for (piece, checksum) in self.plan.pieces(rank).iter().zip(checksums) {
-                let bytes = (header_bytes + piece.bytes.start, header_bytes + piece.bytes.end);
-                let piece_of_index = Piece { slice: piece.slice.clone(), file: rank, bytes, checksum };
-                tensors[piece.tensor].pieces.push(piece_of_index);
-            }
-            let bytes = header_bytes + self.plan.bytes(rank);
-            files.push(IndexFile { name: file_name(rank), bytes, header_bytes, header_checksum });
-        }
-        tensors.iter_mut().for_each(|of| of.pieces.sort_by(|a, b| a.slice.cmp(&b.slice)));
-        Index { format: FORMAT, step: job.step, metadata: job.metadata.clone(), files, tensors }
+        Ok(Committed { path, removed, made_room: made_room.to_vec(), not_removed })
     }
 }
 
 /// The error of the system, with the file.
-fn told(path: &Path) -> impl Fn(io::Error) -> String + '_ {
-    move |error| format!("{}: {error}", path.display())
+fn told(path: &Path) -> impl Fn(io::Error) -> Failure + '_ {
+    move |error| Failure { full: is_full(&error), problem: format!("{}: {error}", path.display()) }
 }
 
 /// What each rank has done, if all could; else the failure of the first that could not.
 fn agree<T: Serialize + for<'de> Deserialize<'de>>(
     step: u64,
-    mine: &Result<T, String>,
+    bytes: impl Fn() -> u64,
+    mine: &Result<T, Failure>,
     exchange: &mut impl Exchange,
 ) -> Result<Vec<T>, SaveError> {
     let message = serde_json::to_vec(mine).unwrap_or_default();
     let all = exchange.all_gather(message).map_err(|source| SaveError::Exchange { step, source })?;
-    let read = |(rank, message): (usize, &Vec<u8>)| match serde_json::from_slice::<Result<T, String>>(message) {
-        Ok(result) => result.map_err(|problem| SaveError::Write { step, rank, problem }),
+    let read = |(rank, message): (usize, &Vec<u8>)| match serde_json::from_slice::<Result<T, Failure>>(message) {
+        Ok(Err(Failure { full: true, problem })) => Err(SaveError::Full { step, rank, problem, bytes: bytes() }),
+        Ok(result) => result.map_err(|Failure { problem, .. }| SaveError::Write { step, rank, problem }),
         Err(error) => Err(SaveError::Write { step, rank, problem: format!("its message is not one: {error}") }),
     };
     all.iter().enumerate().map(read).collect()

@@ -41,6 +41,9 @@ pub enum RunError {
     /// The last state of the run could not be saved.
     #[error("the run ended, and its last state was not saved: {0}")]
     Unsaved(Box<SaveError>),
+    /// The run was asked to stop before its first step, on this rank first. Nothing was trained, and nothing is lost.
+    #[error("stopped as asked, before the first step")]
+    Stopped,
     /// A model that gives no probabilities.
     #[error("the logits after {token} tokens are not all numbers: the weights are damaged, or training has diverged")]
     Logits {
@@ -96,6 +99,7 @@ impl From<CheckpointError> for RunError {
     fn from(error: CheckpointError) -> Self {
         match error {
             CheckpointError::Train(error) => Self::Train(error),
+            CheckpointError::Stopped => Self::Stopped,
             error => Self::Checkpoint(Box::new(error)),
         }
     }

@@ -10,6 +10,7 @@ use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
+use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
 use meshwork_checkpoint::{Exchange, threads};
@@ -18,7 +19,8 @@ use meshwork_core::profile::Class;
 use meshwork_core::{Communicator, Rank};
 use meshwork_engine::{AtCuts, ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
-use meshwork_tensor::{Device, MemoryUse};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Device, MemoryUse, ParamSpec};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,8 +41,8 @@ pub struct Outcome {
     pub profile: Option<Profile>,
 }
 
-/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step
-/// under way. Metrics go to a file if `metrics` is given. Progress goes to standard output; closing it ends the run.
+/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step under way,
+/// and a validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given. Progress goes to standard output; closing it ends the run.
 pub fn train(
     config: &Config,
     data: &Data,
@@ -64,12 +66,16 @@ pub fn train_on(
 ) -> Result<Outcome, WorldError<RunError>> {
     let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
     let options = Options { timeout: config.comm.timeout() };
+    let stopped = || Outcome { stopped: true, ..Outcome::default() };
     // Both measure while no rank is there to disturb them.
     if let Some(path) = &config.metrics.layer_profile {
-        thread::run(1, options, |_| {
-            let layers = layers(&config.model(), &config.plan()?, data, devices.alone()?)?;
+        let ended = thread::run(1, options, |_| {
+            let layers = layers(&config.model(), &config.plan()?, data, devices.alone()?, stop)?;
             Ok::<_, RunError>(write_layers(&layers, Path::new(path))?)
-        })?;
+        });
+        if stop::unless_stopped(ended, Vec::new)?.is_empty() {
+            return Ok(stopped());
+        }
     }
     let (steps, profiled) = (config.training.steps, config.metrics.profile_steps);
     let profiler = match config.metrics.profile {
@@ -79,12 +85,13 @@ pub fn train_on(
         false => None,
     };
     let writers: Vec<_> = threads(world_size).into_iter().map(|end| Mutex::new(Some(end))).collect();
-    let ends = thread::run(world_size, options, |world| {
+    let ended = thread::run(world_size, options, |world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
         let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
         run_probed(config, data, metrics, stop, devices, world.communicator().clone(), writers, &probe)
-    })?;
+    });
+    let ends = stop::unless_stopped(ended, || vec![(stopped(), None)])?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
     let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
     // Every rank ends with the same outcome.
@@ -98,7 +105,8 @@ pub fn train_on(
 /// are saved.
 ///
 /// # Errors
-/// A world of another size than the mesh, and any error of training.
+/// A world of another size than the mesh, any error of training, and [`RunError::Stopped`] on a rank that is asked to stop before its first
+/// step: the others then fail, because it has left.
 pub fn run_rank(
     config: &Config,
     data: &Data,
@@ -146,7 +154,9 @@ fn run(
     let mut reporter = None;
     let (plan, number) = (config.plan()?, rank.world_rank());
     device.meter().set_limit(config.memory.limit());
+    require_unasked(stop)?;
     let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
+    require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
     if let (Some(dir), Some(writers)) = (&config.checkpoint.dir, writers) {
         // What rank 0 says of the run is kept, and compared.
@@ -154,21 +164,31 @@ fn run(
         let dir = Path::new(dir);
         saver = Some(Saver::new(config, &plan, dir, number, run.clone(), writers)?);
         if config.checkpoint.resume {
-            resumed = resume_run(&mut trainer, config, &plan, dir, &run)?;
+            resumed = resume_run(&mut trainer, config, &plan, dir, &run, stop)?;
+            if let (Some(saver), Some(Resumed { step, .. })) = (&mut saver, &resumed) {
+                saver.goes_on_from(*step);
+            }
         }
     }
     if let (Some(folder), None) = (&config.model.init_from, &resumed) {
         let pretrained = Pretrained::open(Path::new(folder))?;
-        trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
+        let read = |spec: &ParamSpec, slice: &LocalSlice| match is_asked(stop) {
+            true => Err("the run was asked to stop".to_owned()),
+            false => pretrained.read(spec, slice).map_err(|error| error.to_string()),
+        };
+        let loaded = trainer.load_weights(read);
+        require_unasked(stop)?;
+        loaded?;
     }
     if number == 0 {
         reporter = Some(Reporter::new(config, data, metrics, resumed.as_ref())?);
     }
+    require_unasked(stop)?;
     let mut begun = trainer.steps_done();
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
-        let asked = || stop.load(Ordering::Relaxed);
+        let asked = || is_asked(stop);
         let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
         let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
@@ -200,14 +220,28 @@ fn run(
             let told = if saves { saver.save(&trainer)? } else { saver.poll() };
             reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
         }
-        if validates {
+        if validates && stopped {
+            reporter.iter_mut().for_each(|reporter| reporter.notes([not_validated(begun)]));
+        } else if validates {
             let compression = config.validation.compression;
             let cuts = if compression == ValidationCompression::Off { AtCuts::Exact } else { AtCuts::AsTrained };
-            let loss = validate(config, data, &mut trainer, cuts)?;
             let both = compression == ValidationCompression::Both;
-            let exact = both.then(|| validate(config, data, &mut trainer, AtCuts::Exact)).transpose()?;
-            if let Some(reporter) = &mut reporter {
-                reporter.validation(begun, loss, exact)?;
+            let mut validate = |cuts| validate(config, data, &mut trainer, cuts, stop);
+            let losses = match validate(cuts)? {
+                Some(loss) if both => validate(AtCuts::Exact)?.map(|exact| (loss, Some(exact))),
+                loss => loss.map(|loss| (loss, None)),
+            };
+            match (losses, &mut reporter) {
+                (Some((loss, exact)), Some(reporter)) => reporter.validation(begun, loss, exact)?,
+                (Some(_), None) => {}
+                (None, reporter) => {
+                    outcome.stopped = true;
+                    let mut told = vec![not_validated(begun).into()];
+                    if let (Some(saver), false) = (&mut saver, saves) {
+                        told.extend(saver.save(&trainer)?);
+                    }
+                    reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
+                }
             }
         }
     }
@@ -217,28 +251,56 @@ fn run(
         reporter.end(&outcome, started, launches)?;
     }
     saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
+    if outcome.steps > 0 && !outcome.stopped {
+        outcome.sample = generate(config, data, &mut trainer, stop)?;
+    }
+    // The last of all, because rank 0 alone does it, and no rank waits for it.
     if let (Some(dir), Some(out), 0) = (&config.checkpoint.dir, &config.checkpoint.export, number)
         && trainer.steps_done() == steps
     {
-        export(config, Path::new(dir), steps, Path::new(out))?;
-        reporter.iter_mut().for_each(|reporter| reporter.notes([format!("step {steps}  exported to {out}")]));
-    }
-    if outcome.steps > 0 && !outcome.stopped {
-        outcome.sample = generate(config, data, &mut trainer, stop)?;
+        let told = match is_asked(stop) {
+            true => format!("step {steps}  not exported: the run was asked to stop. Resume it to export"),
+            false => {
+                export(config, Path::new(dir), steps, Path::new(out))?;
+                format!("step {steps}  exported to {out}")
+            }
+        };
+        reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
     }
     Ok(outcome)
 }
 
-fn validate(config: &Config, data: &Data, trainer: &mut Trainer, cuts: AtCuts) -> Result<f64, RunError> {
+fn not_validated(step: u64) -> String {
+    format!("step {step}  validation left out: the run was asked to stop")
+}
+
+/// The loss on what is held out; `None` if some rank is asked to stop before the last batch. A loss of some of the batches is none.
+fn validate(
+    config: &Config,
+    data: &Data,
+    trainer: &mut Trainer,
+    cuts: AtCuts,
+    stop: &AtomicBool,
+) -> Result<Option<f64>, RunError> {
     let global = config.training.global_batch_size;
-    let rows = trainer.samples();
+    let (rows, world) = (trainer.samples(), trainer.rank().world().clone());
     let batches = 0..data.validation_batches(config.validation.steps, global);
-    let mut unread = None;
-    let read = |index| data.validation_batch(index, global, rows.clone()).map_err(|error| unread = Some(error)).ok();
-    let report = trainer.evaluate_at(cuts, batches.map_while(read));
+    let (mut stopped, mut unread) = (false, None);
+    // Every rank asks for its next batch at the same place.
+    let mut read = |index| -> Result<_, RunError> {
+        stopped = agreed(&world, stop)?;
+        Ok(if stopped { None } else { Some(data.validation_batch(index, global, rows.clone())?) })
+    };
+    let batches = batches.map_while(|index| {
+        read(index).unwrap_or_else(|error| {
+            unread = Some(error);
+            None
+        })
+    });
+    let report = trainer.evaluate_at(cuts, batches);
     // A rank that cannot read its data says so, and not that its peers went on without it.
     unread.map_or(Ok(()), Err)?;
-    Ok(report?.loss)
+    Ok(if stopped { None } else { Some(report?.loss) })
 }
 
 /// The output of rank 0: metrics and progress.

@@ -18,6 +18,7 @@ pub mod plan_memory;
 pub mod profile;
 pub mod progress;
 pub mod report;
+mod stop;
 mod tensorboard;
 
 pub use data::Data;

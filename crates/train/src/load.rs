@@ -1,5 +1,6 @@
 //! From the command line to the configuration and data of a run, with all faults in one report.
 
+use crate::checkpoint::room::Room;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
 use crate::{devices, metrics, plan, plan_memory};
@@ -57,6 +58,13 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
     if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
         settings.faults.extend(devices::missing(&config).or_else(|| devices::lacking(&config)));
+    }
+    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
+        match Room::of(&config).map(|room| room.map_or(Ok(None), |room| room.check(&config))) {
+            Ok(Ok(notice)) => config.notices.extend(notice),
+            Ok(Err(fault)) => settings.faults.push(fault),
+            Err(_) => {} // the run says what does not fit, on the rank where
+        }
     }
     match data {
         Some(data) if settings.faults.is_empty() => {

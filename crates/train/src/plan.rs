@@ -1,5 +1,6 @@
 //! The cost of a run before it runs: the report of `--steps 0`.
 
+use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::cost;
@@ -78,6 +79,7 @@ pub fn report(config: &Config) -> Result<String, RunError> {
         let bytes: Vec<u64> = (0..files.world()).map(|rank| files.bytes(rank)).collect();
         let (all, most) = (bytes.iter().sum::<u64>() as f64, bytes.iter().max().copied().unwrap_or(0) as f64);
         text += &format!("checkpoints of {}; to save one, up to {} of host memory on a rank\n", size(all), size(most));
+        text.extend(Room::of(config)?.map(|room| room.report(config)));
     }
     Ok(text)
 }

@@ -159,7 +159,7 @@ fn logits(config: &Config, dir: &Path, tokens: &[i32]) -> Vec<Vec<f32>> {
     let plan = config.plan().unwrap();
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(config.model(), &plan, rank, Cpu::device())?;
-        resume(&mut trainer, &plan, dir, |_| Ok::<_, CheckpointError>(()))?;
+        resume(&mut trainer, &plan, dir, &AtomicBool::new(false), |_| Ok::<_, CheckpointError>(()))?;
         let batch = language::batch(tokens.to_vec(), vec![-1; tokens.len()], small::SEQ).expect("whole samples");
         let rows = (0..tokens.len()).map(|row| trainer.predict(&batch, row, 61));
         Ok::<_, CheckpointError>(rows.collect::<Result<_, _>>()?)

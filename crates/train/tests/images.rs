@@ -19,6 +19,7 @@ use meshwork_tensor::{Tensor, random};
 use meshwork_train::data::Images;
 use meshwork_train::diff::{Between, Place, Report, Side, Vector, compare};
 use meshwork_train::profile::{Profiler, Rows, layers, schedule_timelines};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -261,7 +262,7 @@ fn layers_of_images_are_profiled_in_the_planners_format() {
         ),
     ] {
         // The plan of a pipeline says nothing about one rank but the size of its micro-batches.
-        let profile = layers(&model, &plan("dp=2,pp=2"), &images(), Cpu::device()).unwrap();
+        let profile = layers(&model, &plan("dp=2,pp=2"), &images(), Cpu::device(), &AtomicBool::new(false)).unwrap();
         assert_eq!(profile, profile.to_string().parse().unwrap());
         assert_eq!(profile.layers().iter().map(|layer| &*layer.name).collect::<Vec<_>>(), names);
         let ids: Vec<&str> = profile.layers().iter().map(|layer| &*layer.id).collect();
@@ -287,7 +288,9 @@ fn layers_of_images_are_profiled_in_the_planners_format() {
 /// A plan or a program that cannot be is an error, with its reason.
 #[test]
 fn layers_that_cannot_be_trained_are_refused() {
-    let refused = |plan: Plan| layers(&resnet(Norm::Batch), &plan, &images(), Cpu::device()).unwrap_err().to_string();
+    let refused = |plan: Plan| {
+        layers(&resnet(Norm::Batch), &plan, &images(), Cpu::device(), &AtomicBool::new(false)).unwrap_err().to_string()
+    };
     let uneven = refused(Plan { num_microbatches: Some(3), ..plan("dp=1") });
     assert!(
         uneven.contains("16 samples cannot be cut into dp=1 times 3 micro-batches: use a multiple of 3"),

@@ -329,7 +329,7 @@ fn layers_of_any_pipeline_are_profiled() {
         ("pp=2", [&pipedream[..], &["pipeline.vertical_sync=true"]].concat()),
     ] {
         let (config, data) = loaded(mesh, &more);
-        let profile = layers(&config.model(), &config.plan().unwrap(), &data, Cpu::device());
+        let profile = layers(&config.model(), &config.plan().unwrap(), &data, Cpu::device(), &AtomicBool::new(false));
         let profile = profile.unwrap_or_else(|error| panic!("{more:?}: {error}"));
         assert_eq!(profile.layers().len(), config.model.num_layers + 2, "{more:?}");
     }

@@ -1,7 +1,9 @@
 //! Damage of every kind is found and named, and the checkpoint before is used.
 
 use crate::world::{index_of, save, signed};
-use meshwork_checkpoint::{Damage, Latest, folder_name, latest_complete};
+use meshwork_checkpoint::{
+    Checkpoint, Damage, Latest, ReadError, Slice, Unread, Unreadable, folder_name, latest_complete,
+};
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -86,12 +88,81 @@ fn a_missing_file_is_found() {
         let away = path.with_extension("away");
         fs::rename(&path, &away).unwrap();
         let told = told(&dir);
-        assert!(told.contains(path.to_str().unwrap()) && told.contains("No such file"), "{told}");
+        assert!(told.contains(path.to_str().unwrap()) && told.contains("there is no such file"), "{told}");
         fs::create_dir(&path).unwrap();
-        assert!(matches!(damage(dir.path())[0], Damage::Size { .. } | Damage::Io { .. }), "a folder in its place");
+        assert!(matches!(damage(dir.path())[0], Damage::Size { .. } | Damage::Missing { .. }), "a folder in its place");
         fs::remove_dir(&path).unwrap();
         fs::rename(&away, &path).unwrap();
     }
+}
+
+/// What the system cannot read is not damage, for no reader and whatever it was about to read. Root may read what has no permissions, so the
+/// test needs a file that nobody can read: a link to itself (ELOOP), which stands for EACCES, EIO and EMFILE.
+#[cfg(unix)]
+#[test]
+fn a_file_that_cannot_be_read_now_is_no_damage_and_no_older_checkpoint_is_used() {
+    let dir = two();
+    for path in files(&dir) {
+        let away = path.with_extension("away");
+        fs::rename(&path, &away).unwrap();
+        // A link that leads nowhere: the disk that it leads to may come back.
+        for target in [path.clone(), dir.path().join("not/mounted")] {
+            std::os::unix::fs::symlink(&target, &path).unwrap();
+            let error = latest_complete(dir.path()).unwrap_err();
+            assert!(matches!(&error, Unreadable::Io { path: named, .. } if *named == path), "{error}");
+            let told = error.to_string();
+            assert!(told.contains(path.to_str().unwrap()) && told.contains(" cannot be read: "), "{told}");
+            fs::remove_file(&path).unwrap();
+        }
+        fs::rename(&away, &path).unwrap();
+    }
+    // A whole folder that leads nowhere.
+    let folder = dir.path().join(folder_name(20));
+    fs::rename(&folder, dir.path().join("away")).unwrap();
+    std::os::unix::fs::symlink(dir.path().join("not/mounted"), &folder).unwrap();
+    assert!(matches!(latest_complete(dir.path()), Err(Unreadable::Io { .. })));
+    fs::remove_file(&folder).unwrap();
+    fs::rename(dir.path().join("away"), &folder).unwrap();
+
+    // A file that becomes unreadable after the checkpoint was opened.
+    let checkpoint = Checkpoint::open(&folder).unwrap();
+    let path = file(&dir, 20, "rank-00001.safetensors");
+    fs::remove_file(&path).unwrap();
+    std::os::unix::fs::symlink(&path, &path).unwrap();
+    assert!(checkpoint.verify(&checkpoint.units()).is_err());
+    let read = |of: &meshwork_checkpoint::StoredTensor| {
+        let whole = Slice::whole(&of.tensor.dims);
+        checkpoint.read(&of.tensor.name, &whole).err()
+    };
+    let errors: Vec<_> = checkpoint.index().tensors.iter().filter_map(read).collect();
+    assert!(!errors.is_empty());
+    for error in errors {
+        assert!(matches!(error, ReadError::Unread(Unread::Unreadable(Unreadable::Io { .. }))), "{error}");
+    }
+}
+
+/// A file that is cut while it is read is damage.
+#[test]
+fn a_file_that_is_cut_after_the_checkpoint_was_opened_is_damage() {
+    let dir = two();
+    let checkpoint = Checkpoint::open(&dir.path().join(folder_name(20))).unwrap();
+    let path = file(&dir, 20, "rank-00002.safetensors");
+    fs::File::options().write(true).open(path).unwrap().set_len(4).unwrap();
+    let damage = checkpoint.verify(&checkpoint.units()).unwrap();
+    assert!(damage.iter().all(|damage| matches!(damage, Damage::Size { found: 4, .. })), "{damage:?}");
+}
+
+/// A checkpoint of a newer version of this program is as it was written: a run must not go on from an older one and replace it.
+#[test]
+fn a_sound_index_of_another_format_is_no_damage() {
+    let dir = two();
+    let path = file(&dir, 20, "index.json");
+    let mut index = index_of(&path);
+    index["format"] = json!(2);
+    fs::write(&path, signed(&index)).unwrap();
+    let error = latest_complete(dir.path()).unwrap_err();
+    assert!(matches!(error, Unreadable::Format { found: 2, .. }), "{error}");
+    assert!(error.to_string().ends_with("has format 2, and this program reads 1: use the version that wrote it"));
 }
 
 #[test]
@@ -152,7 +223,6 @@ fn an_index_that_contradicts_itself_is_refused() {
     let path = file(&dir, 20, "index.json");
     let sound = index_of(&path);
     for (at, value, problem) in [
-        ("/format", json!(2), "it has format 2, and this program reads 1"),
         ("/files/0/name", json!("../lock"), "\"../lock\" is no name of one file in its folder"),
         ("/files/0/name", json!("rank-00001.safetensors"), "is no name of one file"),
         ("/files/1/header_bytes", json!(1u64 << 40), "and a header of 1099511627776"),

@@ -3,18 +3,19 @@
 
 use crate::world::{WORLD, left, plan, save, start_save};
 use meshwork_checkpoint::{
-    Exchange, ExchangeError, Lock, LockError, SaveError, ThreadExchange, Writer, latest_complete, threads,
+    Exchange, ExchangeError, Lock, LockError, SaveError, ThreadExchange, Writer, folder_name, latest_complete,
+    stored_bytes, threads,
 };
 use serde_json::json;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Writers of all ranks on this thread.
-fn writers(dir: &Path) -> Vec<Writer> {
+/// Writers of all ranks on this thread, of which the newest `keep` checkpoints stay.
+fn writers(dir: &Path, keep: usize) -> Vec<Writer> {
     let (plan, lock) = (Arc::new(plan()), Lock::take(dir).unwrap());
     let mut ends = threads(WORLD).into_iter();
-    let mut writers = vec![Writer::lead(lock, 2, plan.clone(), ends.next().unwrap())];
+    let mut writers = vec![Writer::lead(lock, keep, plan.clone(), ends.next().unwrap())];
     writers.extend(ends.zip(1..).map(|(end, rank)| Writer::follow(dir, rank, plan.clone(), end)));
     writers
 }
@@ -38,7 +39,7 @@ fn newest(dir: &Path) -> u64 {
 #[test]
 fn a_full_disk_costs_one_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let mut writers = writers(dir.path());
+    let mut writers = writers(dir.path(), 2);
     assert_eq!(try_save(&mut writers, 10), None);
     // Rank 2 finds its file on a device that is full.
     let partial = dir.path().join("step-00000020.partial");
@@ -46,18 +47,65 @@ fn a_full_disk_costs_one_checkpoint() {
     std::os::unix::fs::symlink("/dev/full", partial.join("rank-00002.safetensors")).unwrap();
     let told = try_save(&mut writers, 20).unwrap();
     assert!(told.starts_with("no checkpoint of step 20: rank 2 failed: "), "{told}");
-    assert!(told.ends_with("rank-00002.safetensors: No space left on device (os error 28)"), "{told}");
+    let full = "rank-00002.safetensors: No space left on device (os error 28); it takes ";
+    assert!(told.contains(full) && told.contains("the newest whole checkpoint stays"), "{told}");
     assert_eq!(left(dir.path()), ["lock", "step-00000010"], "what was written is removed");
     assert_eq!(try_save(&mut writers, 30), None);
     assert_eq!(left(dir.path()), ["lock", "step-00000010", "step-00000030"]);
     assert_eq!(newest(dir.path()), 30);
 }
 
+/// Where a write finds no room, older checkpoints go one by one, the newest whole one never, and all ranks try again.
+#[cfg(target_os = "linux")]
+#[test]
+fn where_room_is_short_older_checkpoints_go_before_the_new_one_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut writers = writers(dir.path(), 3);
+    for step in [10, 20, 30] {
+        assert_eq!(try_save(&mut writers, step), None);
+    }
+    // The link, and so the lack of room, goes with what was written in vain.
+    let full = |step: u64| {
+        let partial = dir.path().join(format!("{}.partial", folder_name(step)));
+        fs::create_dir(&partial).unwrap();
+        std::os::unix::fs::symlink("/dev/full", partial.join("rank-00002.safetensors")).unwrap();
+    };
+    full(40);
+    for (rank, writer) in writers.iter_mut().enumerate() {
+        start_save(writer, rank, 40, json!({}), true);
+    }
+    let gone = vec![dir.path().join(folder_name(10))];
+    assert!(writers.iter_mut().all(|writer| writer.wait().unwrap().unwrap().made_room == gone), "every rank is told");
+    assert_eq!(left(dir.path()), ["lock", "step-00000020", "step-00000030", "step-00000040"]);
+    drop(writers);
+
+    // A run that went on from 20, because those after it are damaged: they go, and not what it went on from.
+    let mut writers = self::writers(dir.path(), 9);
+    writers[0].goes_on_from(20);
+    full(25);
+    assert_eq!(try_save(&mut writers, 25), None);
+    assert_eq!(left(dir.path()), ["lock", "step-00000020", "step-00000025", "step-00000040"]);
+}
+
+/// What is said of the size before a run is the size, but for the digits of the step.
+#[test]
+fn the_bytes_of_a_checkpoint_are_known_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let metadata = json!({"a": [1, 2, 3]});
+    let mut writers = writers(dir.path(), 1);
+    for (rank, writer) in writers.iter_mut().enumerate() {
+        start_save(writer, rank, 10, metadata.clone(), true);
+    }
+    writers.iter_mut().for_each(|writer| _ = writer.wait().unwrap().unwrap());
+    let (found, said) = (stored_bytes(dir.path(), 10).unwrap(), plan().file_bytes(&metadata));
+    assert!((found..found + 200).contains(&said), "{said} bytes were said of {found}");
+}
+
 #[test]
 fn a_folder_that_is_gone_is_told_at_every_save() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run");
-    let mut writers = writers(&path);
+    let mut writers = writers(&path, 2);
     assert_eq!(try_save(&mut writers, 10), None);
     fs::rename(&path, dir.path().join("away")).unwrap();
     for step in [20, 30] {
@@ -73,7 +121,7 @@ fn a_folder_that_is_gone_is_told_at_every_save() {
 #[test]
 fn an_index_that_cannot_be_written_fails_the_save_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
-    let mut writers = writers(dir.path());
+    let mut writers = writers(dir.path(), 2);
     fs::create_dir_all(dir.path().join("step-00000010.partial/index.json")).unwrap();
     let told = try_save(&mut writers, 10).unwrap();
     assert!(told.starts_with("no checkpoint of step 10: rank 0 failed: ") && told.contains("index.json: "), "{told}");
@@ -148,7 +196,7 @@ fn a_file_that_went_away_fails_the_save() {
 #[test]
 fn a_rank_that_ends_fails_the_save_of_the_others() {
     let dir = tempfile::tempdir().unwrap();
-    let mut writers = writers(dir.path());
+    let mut writers = writers(dir.path(), 2);
     assert_eq!(try_save(&mut writers, 10), None);
     drop(writers.pop());
     for (rank, writer) in writers.iter_mut().enumerate() {
@@ -168,7 +216,7 @@ fn a_rank_that_ends_fails_the_save_of_the_others() {
 #[test]
 fn a_second_run_on_the_folder_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let writers = writers(dir.path());
+    let writers = writers(dir.path(), 2);
     let error = Lock::take(dir.path()).unwrap_err();
     assert!(matches!(error, LockError::Held { .. }), "{error}");
     let pid = std::process::id();

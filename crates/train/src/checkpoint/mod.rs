@@ -8,6 +8,7 @@
 
 mod export;
 mod resume;
+pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
@@ -16,7 +17,7 @@ pub(crate) use resume::read_weights;
 pub use resume::{Resumed, resume};
 pub use save::{save, save_plan};
 
-use meshwork_checkpoint::{Damage, Dtype, LockError, PlanError, SaveError, Slice, SnapshotError};
+use meshwork_checkpoint::{Dtype, LockError, PlanError, SaveError, Slice, SnapshotError, Unread};
 use meshwork_core::{CommError, DType};
 use meshwork_engine::{StateKey, TrainError};
 use meshwork_models::huggingface;
@@ -89,9 +90,26 @@ pub enum CheckpointError {
     /// A model that could not be written for Hugging Face.
     #[error("checkpoint.export: {0}")]
     Export(#[source] Box<huggingface::Error>),
-    /// A file that is not as it was written.
+    /// This rank was asked to stop while it read.
+    #[error("stopped as asked, while a checkpoint was read")]
+    Stopped,
+    /// A checkpoint that some rank cannot read now. An older one is not used in its place: the run would write over the newer.
+    #[error(
+        "rank {rank}: {problem}\nThis does not mean that {} is damaged, so the run does not go on from an older checkpoint. Make it readable, \
+         or move it away to go on from the one before",
+        path.display()
+    )]
+    Unreadable {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The first rank that cannot read it.
+        rank: usize,
+        /// Its error.
+        problem: String,
+    },
+    /// A file that is not as it was written, or that cannot be read now.
     #[error(transparent)]
-    Damage(#[from] Damage),
+    Unread(#[from] Unread),
 }
 
 impl From<CommError> for CheckpointError {

@@ -1,11 +1,12 @@
 //! Resumes a trainer from the newest checkpoint that is whole, on any mesh.
 //!
 //! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share. Then they agree: if
-//! any of them found damage, all go on to the checkpoint before.
+//! any of them found damage, all go on to the checkpoint before; if any of them could not read, all end with its error.
 
 use super::save::little_endian;
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
-use meshwork_checkpoint::{Checkpoint, Damage, Dtype, Index, Kind, ReadError, share, steps};
+use crate::stop::is_asked;
+use meshwork_checkpoint::{Checkpoint, Dtype, Index, Kind, ReadError, Unread, folder_name, share, steps};
 use meshwork_core::{Group, ReduceOp};
 use meshwork_engine::{Plan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer, state_layout};
 use meshwork_tensor::param::LocalSlice;
@@ -14,6 +15,7 @@ use serde_json::Value;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 /// What a run goes on from.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,24 +33,28 @@ pub struct Resumed {
 }
 
 /// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the trainer. The checkpoint
-/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its `run` before anything is loaded, and may refuse it.
+/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its `run` before anything is loaded, and may refuse it. `stop`
+/// ends it between two reads.
 ///
 /// Collective: every rank of the trainer's mesh calls it.
 ///
 /// # Errors
-/// A state that does not fit, with everything that does not; checkpoints that are all damaged. The trainer cannot be used any more.
+/// A state that does not fit, with everything that does not; a checkpoint that some rank cannot read now; checkpoints that are all damaged.
+/// [`CheckpointError::Stopped`] on a rank that was asked to stop. The trainer cannot be used any more.
 pub fn resume<E: From<CheckpointError>>(
     trainer: &mut Trainer,
     plan: &Plan,
     dir: &Path,
+    stop: &AtomicBool,
     accept: impl Fn(&Value) -> Result<(), E>,
 ) -> Result<Option<Resumed>, E> {
     let world = trainer.rank().world().clone();
     let layout = state_layout(trainer.plan().model(), plan).map_err(CheckpointError::from)?;
     let mut passed_over = Vec::new();
     for step in agreed_steps(&world, dir)? {
+        let path = dir.join(folder_name(step));
         let opened = Checkpoint::open_step(dir, step);
-        if let Some(damage) = agree(&world, opened.as_ref().err())? {
+        if let Some(damage) = agree(&world, &path, opened.as_ref().err())? {
             passed_over.push(damage);
             continue;
         }
@@ -61,8 +67,8 @@ pub fn resume<E: From<CheckpointError>>(
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
-        let loaded = load(trainer, &layout, &checkpoint)?;
-        match agree(&world, loaded.as_ref().err())? {
+        let loaded = load(trainer, &layout, &checkpoint, stop)?;
+        match agree(&world, &path, loaded.as_ref().err())? {
             Some(damage) => passed_over.push(damage),
             None => {
                 let run = checkpoint.index().metadata.get(RUN).cloned().unwrap_or_default();
@@ -118,12 +124,14 @@ fn fit(index: &Index, layout: &[StateSlice]) -> Fit {
     fit
 }
 
-/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner error is damage.
+/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner error is that
+/// of this rank's reads, on which all ranks have to agree.
 fn load(
     trainer: &mut Trainer,
     layout: &[StateSlice],
     checkpoint: &Checkpoint,
-) -> Result<Result<(), Damage>, CheckpointError> {
+    stop: &AtomicBool,
+) -> Result<Result<(), Unread>, CheckpointError> {
     let stored = checkpoint.index().tensors.iter().map(|of| (&*of.tensor.name, &*of.tensor.dims));
     let stored: BTreeMap<&str, &[u64]> = stored.collect();
     let is_read = |of: &&StateSlice| stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims));
@@ -132,16 +140,26 @@ fn load(
     let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
     let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());
-    if let Some(damage) = checkpoint.verify(&share(checkpoint, &units, rank, ranks)).into_iter().next() {
-        return Ok(Err(damage));
+    for unit in share(checkpoint, &units, rank, ranks) {
+        if is_asked(stop) {
+            return Err(CheckpointError::Stopped);
+        }
+        match checkpoint.verify(&[unit]).map(|damage| damage.into_iter().next()) {
+            Ok(None) => {}
+            Ok(Some(damage)) => return Ok(Err(damage.into())),
+            Err(error) => return Ok(Err(error.into())),
+        }
     }
     let Some(updates) = checkpoint.index().metadata.get(UPDATES).and_then(Value::as_u64) else {
         return Err(CheckpointError::Foreign { path: checkpoint.path().to_path_buf(), key: UPDATES });
     };
-    let source = Source { checkpoint, updates, damage: RefCell::default() };
+    let source = Source { checkpoint, updates, unread: RefCell::default(), stop };
     let loaded = trainer.load_state(&source);
-    match source.damage.into_inner() {
-        Some(damage) => Ok(Err(damage)),
+    if is_asked(stop) {
+        return Err(CheckpointError::Stopped);
+    }
+    match source.unread.into_inner() {
+        Some(unread) => Ok(Err(unread)),
         None => Ok(Ok(loaded?)),
     }
 }
@@ -151,7 +169,8 @@ struct Source<'a> {
     checkpoint: &'a Checkpoint,
     updates: u64,
     /// What reading found, for which the engine's errors have no place.
-    damage: RefCell<Option<Damage>>,
+    unread: RefCell<Option<Unread>>,
+    stop: &'a AtomicBool,
 }
 
 impl StateSource for Source<'_> {
@@ -170,6 +189,9 @@ impl StateSource for Source<'_> {
     }
 
     fn read(&self, key: &StateKey, _: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+        if is_asked(self.stop) {
+            return Err(TrainError::State { name: key.to_string(), problem: "the run was asked to stop".to_owned() });
+        }
         let (name, count) = (name_of(key), slice.stored.count());
         let (mut values, mut codes) = (vec![0f32; count], vec![0u8; count]);
         let in_bytes =
@@ -180,8 +202,8 @@ impl StateSource for Source<'_> {
             Ok(()) => Ok(little_endian(values.into()).into_owned()),
             Err(error) => {
                 let (name, problem) = (key.to_string(), error.to_string());
-                if let ReadError::Damage(damage) = error {
-                    self.damage.replace(Some(damage));
+                if let ReadError::Unread(unread) = error {
+                    self.unread.replace(Some(unread));
                 }
                 Err(TrainError::State { name, problem })
             }
@@ -217,19 +239,32 @@ fn agreed_steps(world: &Group, dir: &Path) -> Result<Vec<u64>, CheckpointError> 
     Ok(found.into_iter().map(|step| step as u64).collect())
 }
 
-/// What the first rank says that has something to say; the same on every rank.
-fn agree(world: &Group, mine: Option<&Damage>) -> Result<Option<String>, CheckpointError> {
+/// The damage that the first rank found that found any, if all ranks could read. Every rank gets the same.
+///
+/// # Errors
+/// A rank that could not read: that some other rank found damage does not count then, because the same cause may be behind both.
+fn agree(world: &Group, path: &Path, mine: Option<&Unread>) -> Result<Option<String>, CheckpointError> {
     let (rank, ranks) = (world.rank() as i64, world.size() as i64);
-    let mut first = [if mine.is_some() { ranks - rank } else { 0 }];
+    // The gravest first, of these the first rank's.
+    let grave = match mine {
+        None => 0,
+        Some(Unread::Damage(_)) => 1,
+        Some(Unread::Unreadable(_)) => 2,
+    };
+    let mut first = [grave * ranks + (ranks - 1 - rank)];
     world.all_reduce_slice(&mut first, ReduceOp::Max)?;
-    if first[0] == 0 {
+    let (grave, root) = (first[0] / ranks, (ranks - 1 - first[0] % ranks) as usize);
+    if grave == 0 {
         return Ok(None);
     }
-    let root = (ranks - first[0]) as usize;
-    let mut text = mine.map(|damage| damage.to_string().into_bytes()).unwrap_or_default();
+    let mut text = mine.map(|unread| unread.to_string().into_bytes()).unwrap_or_default();
     let mut length = [text.len() as i64];
     world.broadcast_slice(&mut length, root)?;
     text.resize(length[0] as usize, 0);
     world.broadcast_slice(&mut text, root)?;
-    Ok(Some(String::from_utf8_lossy(&text).into_owned()))
+    let problem = String::from_utf8_lossy(&text).into_owned();
+    match grave {
+        1 => Ok(Some(problem)),
+        _ => Err(CheckpointError::Unreadable { path: path.to_path_buf(), rank: root, problem }),
+    }
 }

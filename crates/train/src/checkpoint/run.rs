@@ -9,6 +9,7 @@ use meshwork_engine::{Plan, Trainer};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// What a resumed run may change if `checkpoint.permit` has the word, with the values that it is about.
 pub(crate) const PERMITS: [(&str, &[&str]); 5] = [
@@ -57,6 +58,11 @@ impl Saver {
         Ok(Self { writer, every: config.checkpoint.every, run, failed: None })
     }
 
+    /// Says from which checkpoint the run goes on.
+    pub fn goes_on_from(&mut self, step: u64) {
+        self.writer.goes_on_from(step);
+    }
+
     /// Whether there is a checkpoint after `step` steps of `steps`.
     pub fn is_due(&self, step: u64, steps: u64) -> bool {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
@@ -89,6 +95,15 @@ impl Saver {
                 self.failed = None;
                 let text = format!("step {}  saved in {} ({:.2} s)", saved.step, saved.path.display(), saved.seconds);
                 told.push(Note::Saved { step: saved.step, text });
+                told.extend((!saved.made_room.is_empty()).then(|| {
+                    let names: Vec<_> = saved.made_room.iter().map(|path| path.display().to_string()).collect();
+                    let names = names.join(", ");
+                    format!(
+                        "warning: step {} had no room on the disk beside {names}: removed before it was written",
+                        saved.step
+                    )
+                    .into()
+                }));
                 let old = |problem| format!("warning: an old checkpoint could not be removed: {problem}").into();
                 told.extend(saved.not_removed.map(old));
             }
@@ -113,9 +128,10 @@ pub(crate) fn resume_run(
     plan: &Plan,
     dir: &Path,
     run: &Value,
+    stop: &AtomicBool,
 ) -> Result<Option<Resumed>, CheckpointError> {
     let compares = trainer.rank().world_rank() == 0;
-    resume(trainer, plan, dir, |saved| match differences(saved, run, &config.checkpoint.permit) {
+    resume(trainer, plan, dir, stop, |saved| match differences(saved, run, &config.checkpoint.permit) {
         differences if compares && !differences.is_empty() => {
             Err(CheckpointError::Different { dir: dir.to_path_buf(), differences })
         }

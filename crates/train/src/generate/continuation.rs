@@ -1,12 +1,15 @@
 //! Continues a prompt on a mesh, with a cache of keys and values.
 
-use super::{Sampling, Trained, agree_to_stop};
+use super::{Sampling, Trained};
 use crate::devices::{Devices, Place};
 use crate::error::RunError;
+use crate::stop;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_engine::{Decoder, TrainError};
 use meshwork_models::language;
+use meshwork_tensor::ParamSpec;
+use meshwork_tensor::param::LocalSlice;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -27,7 +30,7 @@ pub struct Continued {
 }
 
 /// Draws up to `tokens` tokens after `prompt`, with every rank of the model's mesh as a thread of this process. `each` is called with each
-/// of them, in order. A token that ends a text is not shown and ends this one; so does `stop`.
+/// of them, in order. A token that ends a text is not shown and ends this one; so does `asked`, a request to stop.
 ///
 /// A model has a largest number of positions. Where a text gets longer, the model goes on from its last half: its first tokens no longer
 /// count.
@@ -39,7 +42,7 @@ pub fn continue_text(
     prompt: &[u32],
     tokens: usize,
     sampling: Sampling,
-    stop: &AtomicBool,
+    asked: &AtomicBool,
     each: impl FnMut(u32) + Send,
 ) -> Result<Continued, WorldError<RunError>> {
     let config = &trained.config;
@@ -47,12 +50,18 @@ pub fn continue_text(
     let each = Mutex::new(each);
     let options = Options { timeout: config.comm.timeout() };
     let devices = Devices::open_for_world(config, options)?;
-    let done = thread::run(ranks, options, |world| {
+    let ended = thread::run(ranks, options, |world| {
         let plan = config.plan()?;
         let Place { device, world } = devices.rank(world.communicator().clone())?;
         let (model, rank) = (config.model(), Arc::new(Rank::new(&plan.mesh, world)?));
         let capacity = config.model.seq_len;
-        let mut decoder = Decoder::new(model, &plan, rank, device, capacity, |spec, slice| trained.read(spec, slice))?;
+        let read = |spec: &ParamSpec, slice: &LocalSlice| match stop::is_asked(asked) {
+            true => Err(String::from("the program was asked to stop")),
+            false => trained.read(spec, slice),
+        };
+        let decoder = Decoder::new(model, &plan, rank, device, capacity, read);
+        stop::require_unasked(asked)?;
+        let mut decoder = decoder?;
         let leads = decoder.rank().world_rank() == 0;
         let mut text: Vec<i32> = prompt.iter().map(|&id| id as i32).collect();
         let mut done = Continued { prompt: text.len(), ..Continued::default() };
@@ -62,7 +71,7 @@ pub fn continue_text(
         done.prompt_time = begun.elapsed();
         let begun = Instant::now();
         for place in 0..tokens as u64 {
-            if agree_to_stop(decoder.rank(), stop)? {
+            if stop::agreed(decoder.rank().world(), asked)? {
                 break;
             }
             let token = sampling.pick(&logits, place).ok_or(RunError::Logits { token: text.len() })?;
@@ -88,7 +97,8 @@ pub fn continue_text(
         done.time = begun.elapsed();
         done.cache_bytes = decoder.cache_bytes();
         Ok::<_, RunError>(done)
-    })?;
+    });
+    let done = stop::unless_stopped(ended, Vec::new)?;
     Ok(done.into_iter().next().unwrap_or_default())
 }
 

@@ -13,18 +13,19 @@ pub use trained::{BY_DEFAULT, Trained};
 
 use crate::config::Config;
 use crate::data::Data;
-use meshwork_core::{Axis, Rank, ReduceOp};
+use crate::stop;
+use meshwork_core::Axis;
 use meshwork_engine::{TrainError, Trainer};
 use meshwork_models::language;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
 
-/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or until `stop`; empty if that is 0. Each token costs a
+/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or until `asked` to stop; empty if that is 0. Each token costs a
 /// forward pass over all of them, or over the last of a sequence. Collective: every rank takes part and gets the same text, since the
 /// randomness is a function of the seed and the place of the token.
-pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &AtomicBool) -> Result<String, TrainError> {
+pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, asked: &AtomicBool) -> Result<String, TrainError> {
     let length = config.metrics.sample_tokens;
     if length == 0 {
         return Ok(String::new());
@@ -32,7 +33,7 @@ pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, stop: &Atom
     let sampling = Sampling { seed: config.training.seed, ..Sampling::default() };
     let mut tokens = data.prompt(PROMPT).to_vec();
     for place in 0..length {
-        if agree_to_stop(trainer.rank(), stop)? {
+        if stop::agreed(trainer.rank().world(), asked)? {
             break;
         }
         let logits = next_token_logits(trainer, &tokens, config.model.vocab_size)?;
@@ -67,13 +68,6 @@ pub fn next_token_logits(trainer: &mut Trainer, tokens: &[i32], vocab: usize) ->
         false => batch,
     };
     trainer.predict(&batch, position, vocab)
-}
-
-/// Whether some rank was asked to stop the run. Collective: all ranks get the same answer at the same place.
-fn agree_to_stop(rank: &Rank, stop: &AtomicBool) -> Result<bool, TrainError> {
-    let mut asked = [i32::from(stop.load(Ordering::Relaxed))];
-    rank.world().all_reduce_slice(&mut asked, ReduceOp::Max)?;
-    Ok(asked[0] > 0)
 }
 
 /// Replaces control characters, which an untrained model also writes, by the replacement character, so that the text is

@@ -5,6 +5,7 @@
 //! one layer.
 
 use crate::error::{OutputError, RunError};
+use crate::stop;
 use meshwork_core::Rank;
 use meshwork_engine::{Plan, TrainError, Trainer, dry_run};
 use meshwork_nn::{Batch, BatchSource, Model, StageSpec};
@@ -14,6 +15,7 @@ use meshwork_tensor::{Declarations, Device, ParamSpec};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// Steps that are timed, after one untimed step that fills the caches.
@@ -32,23 +34,24 @@ const STEPS: usize = 5;
 /// use meshwork_nn::Model;
 /// use meshwork_tensor::cpu::Cpu;
 /// use meshwork_train::{data::Images, profile::layers};
-/// use std::sync::Arc;
+/// use std::sync::{Arc, atomic::AtomicBool};
 ///
 /// let model: Arc<dyn Model> = Arc::new(VggConfig::digits().network());
 /// let images = Images::new([8, 8, 1], vec![0.5; 16 * 64], (0..16).map(|image| image % 10).collect());
-/// let profile = layers(&model, &Plan::default(), &images, Cpu::device())?;
+/// let profile = layers(&model, &Plan::default(), &images, Cpu::device(), &AtomicBool::new(false))?;
 /// assert_eq!((&*profile.layers()[1].id, &*profile.layers()[1].name), ("layer.0", "group.0.conv.0"));
 /// println!("{profile}"); // in the planner's format
 /// # Ok::<(), meshwork_train::RunError>(())
 /// ```
 ///
 /// # Errors
-/// A step that fails, and a name that the planner's format cannot hold.
+/// A step that fails, a name that the planner's format cannot hold, and `asked`, a request to stop.
 pub fn layers(
     model: &Arc<dyn Model>,
     plan: &Plan,
     data: &dyn BatchSource,
     device: Arc<dyn Device>,
+    asked: &AtomicBool,
 ) -> Result<Profile, RunError> {
     let micro_batch = plan.micro_batch_size().map_err(TrainError::from)?;
     let plan = dry_run::one_layer_a_stage(&**model, plan, micro_batch)?;
@@ -57,7 +60,8 @@ pub fn layers(
     let stages = trainer.plan().clone();
     let activations = stages.activations(&Batch::blank(&model.fields(), micro_batch))?;
     let mut layers = Vec::new();
-    for (stage, [forward_ms, backward_ms]) in times(data, trainer, plan.partition.len())?.into_iter().enumerate() {
+    for (stage, [forward_ms, backward_ms]) in times(data, trainer, plan.partition.len(), asked)?.into_iter().enumerate()
+    {
         let mut declared = Declarations::new();
         model.stage(&mut declared, stages.mesh(), &stages.stages()[stage])?;
         // Frozen ones have no gradients to exchange.
@@ -86,10 +90,16 @@ pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), OutputError> {
 }
 
 /// Milliseconds of forward and backward of each stage.
-fn times(data: &dyn BatchSource, mut trainer: Trainer, stages: usize) -> Result<Vec<[f64; 2]>, TrainError> {
+fn times(
+    data: &dyn BatchSource,
+    mut trainer: Trainer,
+    stages: usize,
+    asked: &AtomicBool,
+) -> Result<Vec<[f64; 2]>, RunError> {
     let mut all = vec![[const { Vec::new() }; 2]; stages];
     for step in 0..=STEPS {
-        let batch = data.batch(step as u64, trainer.samples().len(), trainer.samples())?;
+        stop::require_unasked(asked)?;
+        let batch = data.batch(step as u64, trainer.samples().len(), trainer.samples()).map_err(TrainError::from)?;
         let mut began = Instant::now();
         trainer.observed_step(&batch, |event| {
             let way = match event.action.kind {

@@ -177,3 +177,34 @@ fn a_parameter_is_loaded_by_its_name_and_whole_size_only() {
         assert_eq!(table.map(|piece| &piece.weights.values), (rank < 2).then_some(&ramp), "rank {rank}");
     }
 }
+
+/// Before the first step there is nothing to save: the ranks end wherever they are, also in what comes before they are threads, and that is
+/// no failure.
+#[test]
+fn a_run_that_is_asked_to_stop_before_its_first_step_trains_none() {
+    let folder = tempfile::tempdir().unwrap();
+    for more in ["dp=2", "tp=2", "pp=2", "dp=2,pp=2"] {
+        let mut config = meshwork_train::config::Config::from_args(&meshwork_train::config::Args::parse([
+            "--mesh",
+            more,
+            "--steps",
+            "2",
+            "--set",
+            "model.hidden_size=16",
+            "--set",
+            "model.seq_len=8",
+        ]))
+        .unwrap();
+        let data = meshwork_train::Data::open(&config).unwrap();
+        let stop = AtomicBool::new(true);
+        let layers = folder.path().join("layers.txt");
+        for profile in [None, Some(layers.display().to_string())] {
+            config.metrics.layer_profile = profile;
+            config.checkpoint.dir = Some(folder.path().join("run").display().to_string());
+            let outcome = meshwork_train::train(&config, &data, None, &stop).unwrap();
+            assert_eq!((outcome.stopped, outcome.steps, outcome.loss), (true, 0, None), "{more}");
+        }
+        assert!(!layers.exists(), "a profile of some layers is none");
+        assert!(meshwork_checkpoint::steps(&folder.path().join("run")).unwrap().is_empty());
+    }
+}

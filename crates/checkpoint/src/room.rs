@@ -1,0 +1,82 @@
+//! Room on a disk: what is free, and which old checkpoints may go before the next one is written.
+
+use crate::folder::{folder_name, marked_removed, steps};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Bytes that this process may still write to the file system of a folder, or of its nearest parent that exists. `None` where the system does
+/// not say; quotas do not count.
+pub fn free_bytes(dir: &Path) -> Option<u64> {
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    let mut parents = dir.ancestors().map(|at| if at.as_os_str().is_empty() { Path::new(".") } else { at });
+    free(parents.find(|at| at.exists())?)
+}
+
+#[cfg(unix)]
+fn free(dir: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(dir).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+#[cfg(not(unix))]
+fn free(_: &Path) -> Option<u64> {
+    None
+}
+
+/// The bytes of the files of a complete checkpoint.
+///
+/// # Errors
+/// A folder that cannot be read.
+pub fn stored_bytes(dir: &Path, step: u64) -> io::Result<u64> {
+    fs::read_dir(dir.join(folder_name(step)))?.map(|entry| Ok(entry?.metadata()?.len())).sum()
+}
+
+/// The checkpoints that may go before the next one is written, in this order: all but the newest whole one. Later ones than that are damaged,
+/// or the run would have gone on from them, and go first; then the oldest. Where no checkpoint is known to be whole, none may go.
+pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
+    let Some(whole) = whole else { return Ok(Vec::new()) };
+    let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole).collect();
+    steps.sort_unstable_by_key(|&step| (step < whole, step));
+    Ok(steps)
+}
+
+/// Removes a complete checkpoint: under another name first, so that half of one is never taken for one.
+pub(crate) fn remove(dir: &Path, step: u64) -> io::Result<PathBuf> {
+    let (complete, going) = (dir.join(folder_name(step)), marked_removed(dir, step));
+    fs::rename(&complete, &going)?;
+    fs::remove_dir_all(&going)?;
+    Ok(complete)
+}
+
+/// Whether a write failed because there was no room.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_whole_checkpoint_is_never_spare() {
+        let dir = tempfile::tempdir().unwrap();
+        for step in [10, 20, 30, 40] {
+            fs::create_dir(dir.path().join(folder_name(step))).unwrap();
+        }
+        assert_eq!(spare(dir.path(), Some(40)).unwrap(), [10, 20, 30]);
+        assert_eq!(
+            spare(dir.path(), Some(20)).unwrap(),
+            [30, 40, 10],
+            "the run went on from 20: later ones are damaged"
+        );
+        assert!(spare(dir.path(), None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_yet_has_the_room_of_its_parent() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(free_bytes(&dir.path().join("a/b")).is_some(), cfg!(unix));
+        assert_eq!(free_bytes(Path::new("no-such-folder")).is_some(), cfg!(unix));
+    }
+}
