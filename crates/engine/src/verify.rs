@@ -15,9 +15,10 @@
 
 use crate::{At, TrainError};
 use meshwork_core::hash::{combine, hash};
-use meshwork_core::{Axis, Buffer, Group, Mesh, Ty, Types};
+use meshwork_core::{Axis, Buffer, Group, Mesh, ReduceOp, Ty, Types};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
@@ -144,19 +145,25 @@ impl Claims {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(claim);
     }
 
-    /// Compares the claims about the ranks of `group` with theirs. Collective over the group.
+    /// Compares the claims about the ranks of `group` with theirs. Collective over the group. A rank takes memory for its own claims, however
+    /// many ranks there are: it gets the least and the largest hash of each, and those of all ranks only of a claim that does not hold.
     ///
     /// # Errors
     /// The first claim that does not hold.
     pub fn compare(&self, group: &Group, over: &Over, step: u64) -> Result<(), TrainError> {
         let claims = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let claims: Vec<&Claim> = claims.iter().filter(|claim| claim.over == *over).collect();
-        // As many on every rank: the communicator refuses ranks that ran other programs.
-        let own: Vec<i64> = claims.iter().map(|claim| claim.hash as i64).collect();
-        let mut all = vec![0; own.len() * group.size()];
-        group.all_gather_slice(&own, &mut all)?;
-        for (at, claim) in claims.into_iter().enumerate() {
-            let hashes: Vec<i64> = (0..group.size()).map(|rank| all[rank * own.len() + at]).collect();
+        // As many on every rank: the communicator refuses ranks that ran other programs. The largest `!hash` is that of the least hash.
+        let mut ends: Vec<i64> = claims.iter().flat_map(|claim| [claim.hash as i64, !claim.hash as i64]).collect();
+        group.all_reduce_slice(&mut ends, ReduceOp::Max)?;
+        for (claim, &[largest, least]) in claims.into_iter().zip(ends.as_chunks().0) {
+            // The same question, and answer, on every rank.
+            let holds = if claim.same { largest == !least } else { largest != !least || largest == 0 };
+            if holds {
+                continue;
+            }
+            let mut hashes = vec![0; group.size()];
+            group.all_gather_slice(&[claim.hash as i64], &mut hashes)?;
             if let Some(broken) = claim.broken(&hashes, group.world_ranks()) {
                 let (claim, valid) = (format!("{} {over}", claim.what), claim.what.advice());
                 return Err(TrainError::Claim { step, claim, broken, valid });
@@ -169,13 +176,14 @@ impl Claims {
 impl Claim {
     /// How the hashes of all ranks contradict the claim, if they do.
     fn broken(&self, hashes: &[i64], ranks: &[usize]) -> Option<String> {
-        let alike = |hash: i64| hashes.iter().filter(|&&other| other == hash).count();
-        let most = hashes.iter().copied().max_by_key(|&hash| alike(hash))?;
+        let mut counts: BTreeMap<i64, usize> = BTreeMap::new();
+        hashes.iter().for_each(|&hash| *counts.entry(hash).or_default() += 1);
+        let (most, alike) = counts.into_iter().max_by_key(|&(_, count)| count)?;
         let others = hashes.iter().zip(ranks).filter(|(hash, _)| **hash != most).map(|(_, rank)| rank.to_string());
         let others: Vec<String> = others.collect();
         match (self.same, others.is_empty()) {
             // With as many ranks on either side nobody can tell which are right.
-            (true, false) if 2 * alike(most) <= hashes.len() => {
+            (true, false) if 2 * alike <= hashes.len() => {
                 let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
                 Some(format!("ranks {} have different bits", ranks.join(", ")))
             }

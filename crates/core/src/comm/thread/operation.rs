@@ -65,8 +65,10 @@ enum Slot {
 pub(super) struct Operation {
     /// World rank of each slot. Collectives have one slot per member, messages one for the sender and one for the
     /// receiver.
-    pub(super) ranks: Vec<usize>,
+    pub(super) ranks: Arc<[usize]>,
     slots: Vec<Slot>,
+    /// Members that have taken their post, or will not.
+    over: usize,
     /// The slot that posted first, with which the others are compared.
     first: usize,
     missing: usize,
@@ -78,16 +80,17 @@ pub(super) struct Operation {
 }
 
 impl Operation {
-    pub(super) fn new(ranks: Vec<usize>, first: usize) -> Operation {
+    pub(super) fn new(ranks: Arc<[usize]>, first: usize) -> Operation {
         let missing = ranks.len();
         let slots = ranks.iter().map(|_| Slot::Missing).collect();
-        Operation { ranks, slots, first, missing, plan: None, claimed: 0, done: 0, active: 0 }
+        Operation { ranks, slots, over: 0, first, missing, plan: None, claimed: 0, done: 0, active: 0 }
     }
 
     /// World ranks of the members that have not posted.
     pub(super) fn missing(&self) -> impl Iterator<Item = usize> {
-        let slots = self.slots.iter().zip(&self.ranks);
-        slots.filter(|(slot, _)| matches!(slot, Slot::Missing)).map(|(_, &rank)| rank)
+        let slots = self.slots.iter().zip(&*self.ranks);
+        let missing = if self.is_full() { 0 } else { self.slots.len() };
+        slots.take(missing).filter(|(slot, _)| matches!(slot, Slot::Missing)).map(|(_, &rank)| rank)
     }
 
     /// Whether every member has posted.
@@ -217,7 +220,10 @@ impl Operation {
     pub(super) fn take(&mut self, slot: usize) -> Option<Post> {
         debug_assert!(self.idle() && self.is_done());
         match std::mem::replace(&mut self.slots[slot], Slot::Taken) {
-            Slot::Posted { post, .. } => Some(*post),
+            Slot::Posted { post, detached, .. } => {
+                self.over += usize::from(!detached);
+                Some(*post)
+            }
             Slot::Missing | Slot::Taken => None,
         }
     }
@@ -225,13 +231,13 @@ impl Operation {
     /// Records that a member will not take its post back.
     pub(super) fn detach(&mut self, slot: usize) {
         if let Slot::Posted { detached, .. } = &mut self.slots[slot] {
-            *detached = true;
+            self.over += usize::from(!std::mem::replace(detached, true));
         }
     }
 
     /// Whether every member has taken its post, or will not. Then an operation that is done can be removed.
     pub(super) fn is_over(&self) -> bool {
-        self.slots.iter().all(|slot| matches!(slot, Slot::Taken | Slot::Posted { detached: true, .. }))
+        self.over == self.slots.len()
     }
 }
 

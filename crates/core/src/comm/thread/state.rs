@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::operation::{Claim, Key, Operation};
+use super::watch::Progress;
 use super::work::Post;
 use crate::comm::device::Moment;
 use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport, Site};
@@ -16,13 +17,16 @@ use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport,
 pub(super) struct State {
     pub(super) groups: Vec<GroupState>,
     /// Splits of a group, by its number and the number of earlier splits.
-    splits: HashMap<(usize, u64), Vec<Part>>,
+    splits: HashMap<(usize, u64), Split>,
     ops: HashMap<Key, Operation>,
     pub(super) ranks: Vec<RankState>,
+    /// The number of ranks that have ended.
+    ended: usize,
     pub(super) fault: Option<Arc<Fault>>,
     /// The rank that failed first and the cause: a fault, or an error of its own.
     pub(super) first_failure: Option<(usize, String)>,
     pub(super) errands: Errands,
+    pub(super) progress: Progress,
 }
 
 /// Work to be done after the lock is released: a woken rank needs the lock, and dropping memory may take long or call
@@ -44,13 +48,21 @@ impl Errands {
 pub(super) struct GroupState {
     name: Arc<str>,
     /// World ranks of the members.
-    ranks: Arc<[usize]>,
+    pub(super) ranks: Arc<[usize]>,
     /// Collectives that each member has started.
     collectives: Vec<u64>,
     /// Messages that each sender and receiver have started.
     messages: HashMap<(usize, usize), [u64; 2]>,
     /// Number of splits that each member has made.
     splits: Vec<u64>,
+}
+
+/// The parts of a split so far.
+#[derive(Debug, Default)]
+struct Split {
+    parts: Vec<Part>,
+    /// The part of each rank that is in one.
+    part_of: HashMap<usize, usize>,
 }
 
 /// One part of a split, as named by the members that have arrived.
@@ -94,9 +106,11 @@ impl State {
             splits: HashMap::new(),
             ops: HashMap::new(),
             ranks: (0..ranks).map(|_| RankState::default()).collect(),
+            ended: 0,
             fault: None,
             first_failure: None,
             errands: Errands::default(),
+            progress: Progress::default(),
         };
         state.add_group("world", (0..ranks).collect());
         state
@@ -113,14 +127,14 @@ impl State {
         self.groups.len() - 1
     }
 
-    /// The member's group after a split, whose parts are added as their members arrive. `ranks` are world ranks.
+    /// The member's group after a split, whose parts are added as their members arrive, and its ranks. `ranks` are world ranks.
     pub(super) fn split(
         &mut self,
         parent: usize,
         member: usize,
         name: &str,
         ranks: &[usize],
-    ) -> Result<usize, CommError> {
+    ) -> Result<(usize, Arc<[usize]>), CommError> {
         let group = &mut self.groups[parent];
         let (rank, cut) = (group.ranks[member], group.splits[member]);
         group.splits[member] += 1;
@@ -128,16 +142,19 @@ impl State {
         if let Some(fault) = &self.fault {
             return Err(CommError::Stopped { site, fault: Arc::clone(fault) });
         }
-        let parts = self.splits.entry((parent, cut)).or_default();
-        let Some(part) = parts.iter().find(|part| part.ranks.iter().any(|r| ranks.contains(r))) else {
+        let split = self.splits.entry((parent, cut)).or_default();
+        // Others have named the part of this rank, or it names the first part of all of its ranks, unless one of these is in another.
+        let found = split.part_of.get(&rank).or_else(|| ranks.iter().find_map(|other| split.part_of.get(other)));
+        let Some(part) = found.map(|&part| &split.parts[part]) else {
             let ranks: Arc<[usize]> = ranks.into();
             let group = self.add_group(name, Arc::clone(&ranks));
-            let part = Part { name: name.to_owned(), ranks, group, named_by: rank };
-            self.splits.entry((parent, cut)).or_default().push(part);
-            return Ok(group);
+            let split = self.splits.entry((parent, cut)).or_default();
+            split.part_of.extend(ranks.iter().map(|&member| (member, split.parts.len())));
+            split.parts.push(Part { name: name.to_owned(), ranks: Arc::clone(&ranks), group, named_by: rank });
+            return Ok((group, ranks));
         };
         if part.name == name && *part.ranks == *ranks {
-            return Ok(part.group);
+            return Ok((part.group, Arc::clone(&part.ranks)));
         }
         let first = (part.named_by, part.name.clone(), part.ranks.to_vec());
         let second = (rank, name.to_owned(), ranks.to_vec());
@@ -175,8 +192,7 @@ impl State {
             return Err(self.stop(FaultKind::Disagreement { first, second }, site));
         }
         op.accept(slot, post, info);
-        let gone = op.missing().find(|&rank| self.ranks[rank].ended.is_some());
-        if let Some(gone) = gone {
+        if let Some(gone) = ended_of(&self.ranks, self.ended, op) {
             return Err(self.gone(gone, site));
         }
         let wake = if op.is_done() { usize::MAX } else { op.helpers() };
@@ -228,8 +244,7 @@ impl State {
         if op.is_full() {
             return op.claim(key).map_or(Step::Park, Step::Work);
         }
-        let gone = op.missing().find(|&rank| self.ranks[rank].ended.is_some());
-        if let Some(gone) = gone {
+        if let Some(gone) = ended_of(&self.ranks, self.ended, op) {
             return Step::Failed(self.gone(gone, site.clone()));
         }
         match self.cycle(site.world_rank) {
@@ -270,6 +285,7 @@ impl State {
             return;
         }
         self.ranks[rank].ended = Some(how.clone());
+        self.ended += 1;
         if self.fault.is_some() {
             return;
         }
@@ -356,11 +372,21 @@ impl State {
         RankReport { rank, activity, site }
     }
 
+    /// Whether some operation in flight lacks `rank`.
+    pub(super) fn is_awaited(&self, rank: usize) -> bool {
+        self.ops.values().any(|op| op.missing().any(|missing| missing == rank))
+    }
+
     /// Ranks without which `rank` cannot continue: it waits for operations that they have not posted.
     pub(super) fn awaited(&self, rank: usize) -> impl Iterator<Item = usize> {
         let ops = self.ranks[rank].waiting.iter().filter_map(|key| self.ops.get(key));
         ops.flat_map(Operation::missing)
     }
+}
+
+/// A rank that has ended without its part of an operation. Looks for one only if `ended` ranks, at least one, have.
+fn ended_of(ranks: &[RankState], ended: usize, op: &Operation) -> Option<usize> {
+    if ended == 0 { None } else { op.missing().find(|&rank| ranks[rank].ended.is_some()) }
 }
 
 impl GroupState {
@@ -385,10 +411,10 @@ impl GroupState {
     }
 
     /// World rank of each slot of an operation.
-    fn slot_ranks(&self, key: Key) -> Vec<usize> {
+    fn slot_ranks(&self, key: Key) -> Arc<[usize]> {
         match key.message {
-            Some((from, to)) => vec![self.ranks[from], self.ranks[to]],
-            None => self.ranks.to_vec(),
+            Some((from, to)) => [self.ranks[from], self.ranks[to]].into(),
+            None => Arc::clone(&self.ranks),
         }
     }
 }

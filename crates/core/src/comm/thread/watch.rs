@@ -13,8 +13,8 @@ use crate::sync::Instant;
 impl State {
     /// The cycle of waits that contains `start`, if there is one.
     pub(super) fn cycle(&self, start: usize) -> Option<Vec<usize>> {
-        // In most cases no awaited rank waits itself: then there is nothing to search.
-        if !self.awaited(start).any(|rank| self.awaited(rank).next().is_some()) {
+        // In most cases nobody waits for this rank, or no awaited rank waits itself: then there is nothing to search.
+        if !self.is_awaited(start) || !self.awaited(start).any(|rank| self.awaited(rank).next().is_some()) {
             return None;
         }
         let (mut seen, mut path) = (vec![false; self.ranks.len()], vec![start]);
@@ -64,16 +64,39 @@ impl State {
     }
 }
 
-/// For one wait, the ranks that it depends on, and since when each of them has made no progress.
+/// Since when each rank has made no progress, as the waits of all ranks saw it. One table for the world: with one for each wait, a look of
+/// all ranks at all others would grow with the square of their number.
 #[derive(Debug, Default)]
-pub(super) struct Watch(Vec<Still>);
+pub(super) struct Progress {
+    looked: Option<Instant>,
+    still: Vec<Still>,
+}
 
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Still {
-    rank: usize,
     beats: u64,
     since: Instant,
 }
+
+impl Progress {
+    /// Looks at all ranks, unless another wait did so a short time ago. Whether some rank has made no progress for `timeout`.
+    fn look(&mut self, ranks: usize, beats: impl Fn(usize) -> u64, timeout: Duration) -> bool {
+        let now = Instant::now();
+        if self.looked.is_none_or(|looked| now.duration_since(looked) >= timeout / 16) {
+            self.looked = Some(now);
+            let still = |rank: usize| {
+                let (beats, before) = (beats(rank), self.still.get(rank));
+                before.copied().filter(|before| before.beats == beats).unwrap_or(Still { beats, since: now })
+            };
+            self.still = (0..ranks).map(still).collect();
+        }
+        self.still.iter().any(|still| now.duration_since(still.since) >= timeout)
+    }
+}
+
+/// When a wait first looked: what a rank did not do before others waited for it does not count.
+#[derive(Debug, Default)]
+pub(super) struct Watch(Option<Instant>);
 
 impl Watch {
     /// Stops the world if a rank that `site`'s rank depends on made no progress for `timeout`.
@@ -85,18 +108,14 @@ impl Watch {
         timeout: Duration,
     ) -> Option<CommError> {
         let now = Instant::now();
-        let chains = state.chains(site.world_rank);
-        let looked_at = chains.iter().filter(|chain| chain.len() > 1).filter_map(|chain| {
-            let rank = *chain.last()?;
-            let beats = beats(rank);
-            let before = self.0.iter().find(|still| still.rank == rank && still.beats == beats);
-            let since = before.map_or(now, |still| still.since);
-            Some((Still { rank, beats, since }, chain))
-        });
-        let (still, chains): (Vec<_>, Vec<_>) = looked_at.unzip();
-        self.0 = still;
-        let late = self.0.iter().position(|still| now.duration_since(still.since) >= timeout)?;
-        let kind = FaultKind::Timeout { rank: self.0[late].rank, after: timeout, chain: chains[late].clone() };
-        Some(state.stop(kind, site.clone()))
+        let waits = now.duration_since(*self.0.get_or_insert(now)) >= timeout;
+        let is_late = state.progress.look(state.ranks.len(), beats, timeout);
+        if !(waits && is_late) {
+            return None;
+        }
+        let late = |rank: usize| now.duration_since(state.progress.still[rank].since) >= timeout;
+        let chains = state.chains(site.world_rank).into_iter().filter(|chain| chain.len() > 1);
+        let (rank, chain) = chains.filter_map(|chain| Some((*chain.last()?, chain))).find(|(rank, _)| late(*rank))?;
+        Some(state.stop(FaultKind::Timeout { rank, after: timeout, chain }, site.clone()))
     }
 }

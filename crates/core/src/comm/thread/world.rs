@@ -170,13 +170,14 @@ pub(super) struct ThreadComm {
     group: usize,
     member: usize,
     name: Arc<str>,
-    ranks: Vec<usize>,
+    /// Shared by the members: worlds of thousands of ranks have as many ends of groups of as many.
+    ranks: Arc<[usize]>,
 }
 
 impl ThreadComm {
     /// A rank's end of the whole world.
     pub(super) fn of_world(life: Arc<RankLife>) -> ThreadComm {
-        let (member, ranks) = (life.rank, (0..life.world.ranks.len()).collect());
+        let (member, ranks) = (life.rank, life.world.with(|state| Arc::clone(&state.groups[0].ranks)));
         ThreadComm { life, group: 0, member, name: "world".into(), ranks }
     }
 }
@@ -229,7 +230,7 @@ impl Communicator for ThreadComm {
         let ranks = check_members(self, name, members)?;
         let life = Arc::clone(&self.life);
         life.world.beat(life.rank);
-        let group = life.world.with(|state| state.split(self.group, self.member, name, &ranks))?;
+        let (group, ranks) = life.world.with(|state| state.split(self.group, self.member, name, &ranks))?;
         // `check_members` found this rank among the members.
         let member = members.iter().position(|&rank| rank == self.member).unwrap_or_default();
         Ok(Arc::new(ThreadComm { life, group, member, name: name.into(), ranks }))
