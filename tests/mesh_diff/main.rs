@@ -85,6 +85,16 @@ fn canonical_numerics_are_a_promise_and_the_exit_code_tells() {
     assert!(!out.contains("median"), "no table: {out}");
 }
 
+/// Four ranks that share two heads of keys and values gather them, which one rank does not.
+#[test]
+fn a_ready_model_is_compared_on_a_mesh_that_gathers_keys_and_values() {
+    let line = "--mesh dp=1 --mesh tp=4 --numerics canonical --set model.preset=llama-tiny --steps 1 \
+                --set training.global_batch_size=2 --set model.seq_len=16";
+    let (code, out, err) = run(line);
+    assert_eq!((code, &*err), (Some(0), ""), "{out}");
+    assert!(out.contains("\nidentical: 1 step, "), "{out}");
+}
+
 /// Each (command line, parts of the faults, in their order).
 #[test]
 fn bad_input_is_told_at_once() {

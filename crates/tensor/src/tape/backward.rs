@@ -210,7 +210,7 @@ impl Tape {
             number: *number,
             part: *part,
             operand: op.operands().get(slot).copied(),
-            maker: maker.op.is_some().then_some(maker.number),
+            makers: &[maker.op.is_some().then_some(maker.number)],
             params: &self.param_names(sources.iter().copied()),
             inputs: &[],
             position: self.inner.position,

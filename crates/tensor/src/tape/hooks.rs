@@ -178,8 +178,8 @@ pub struct Seen<'a> {
     pub part: usize,
     /// `None` for the output; in backward the operand whose gradient this is.
     pub operand: Option<&'static str>,
-    /// In backward the number of the operation that made the operand; `None` if it came from outside.
-    pub maker: Option<usize>,
+    /// Of each input, in backward of the operand alone: the number of the operation that made it, and `None` if it came from outside.
+    pub makers: &'a [Option<usize>],
     /// Names of the parameters that the operation reads.
     pub params: &'a [&'a str],
     /// Its inputs; empty in backward.

@@ -117,6 +117,8 @@ pub struct Var {
     types: Types,
     padding: Padding,
     source: Source,
+    /// Number of the operation that made it; `None` if it came from outside.
+    maker: Option<usize>,
     /// How it is recomputed in backward, if it need not be kept.
     recipe: Option<Rc<Recipe>>,
 }
@@ -290,7 +292,7 @@ impl Tape {
 
     /// A value from outside.
     fn value(&self, tensor: Tensor, types: Types, source: Source) -> Var {
-        Var { tape: self.clone(), tensor, types, padding: Padding::default(), source, recipe: None }
+        Var { tape: self.clone(), tensor, types, padding: Padding::default(), source, maker: None, recipe: None }
     }
 
     /// Reads a parameter. A [frozen](crate::param::ParamGroup::frozen) one gets no gradient.
@@ -369,13 +371,14 @@ impl Tape {
             None => tensor,
             Some(observer) => {
                 let params = self.param_names(inputs.iter().map(|var| var.source));
+                let makers: Vec<Option<usize>> = inputs.iter().map(|var| var.maker).collect();
                 let position = inner.position;
                 let seen = Seen {
                     op: op.name(),
                     number,
                     part: inner.part.get(),
                     operand: None,
-                    maker: None,
+                    makers: &makers,
                     params: &params,
                     inputs: &tensors,
                     position,
@@ -402,7 +405,7 @@ impl Tape {
         } else {
             Source::Constant
         };
-        Ok(Var { padding, recipe, ..self.value(tensor, types, source) })
+        Ok(Var { padding, recipe, maker: Some(number), ..self.value(tensor, types, source) })
     }
 
     fn push(&self, node: Node) -> usize {

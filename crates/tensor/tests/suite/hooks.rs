@@ -309,11 +309,15 @@ struct Looker {
 
 impl Observer for Looker {
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>> {
-        let &Seen { op, number, operand, maker, params, inputs, tensor, position, .. } = seen;
+        let &Seen { op, number, operand, makers, params, inputs, tensor, position, .. } = seen;
         assert_eq!(position, POSITION);
         let line = match operand {
-            None => format!("#{number} {op} of {} reads {}", inputs.len(), params.join(" ")),
-            Some(operand) => format!("#{number} d{operand} of {maker:?}"),
+            None => {
+                assert_eq!(makers.len(), inputs.len());
+                let of: Vec<_> = makers.iter().map(|maker| maker.map_or("-".to_owned(), |by| by.to_string())).collect();
+                format!("#{number} {op} of {} reads {}", of.join(" "), params.join(" "))
+            }
+            Some(operand) => format!("#{number} d{operand} of {:?}", makers[0]),
         };
         self.seen.borrow_mut().push(line.trim_end().trim_end_matches(" reads").to_owned());
         match self.replace == Some((number, operand)) {
@@ -351,17 +355,17 @@ fn an_observer_sees_every_output_and_every_gradient_of_a_value() {
     assert_eq!(
         seen,
         [
-            "#0 embedding of 2 reads table",
-            "#1 add of 2",
+            "#0 embedding of - - reads table",
+            "#1 add of 0 -",
             "#2 dropout of 1",
-            "#3 layer_norm of 3 reads gamma beta",
-            "#4 linear_bias_gelu of 3 reads up up_bias",
-            "#5 gelu of 1",
-            "#6 linear of 2 reads down",
-            "#7 bias_residual of 3 reads down_bias",
-            "#8 linear of 2 reads nowhere",
-            "#9 linear of 2 reads table",
-            "#10 cross_entropy of 2",
+            "#3 layer_norm of 2 - - reads gamma beta",
+            "#4 linear_bias_gelu of 3 - - reads up up_bias",
+            "#5 gelu of 4",
+            "#6 linear of 5 - reads down",
+            "#7 bias_residual of 6 - 2 reads down_bias",
+            "#8 linear of 7 - reads nowhere",
+            "#9 linear of 7 - reads table",
+            "#10 cross_entropy of 9 -",
             // Back: the branch that leads nowhere has no gradient, token ids and targets have none either.
             "#10 dlogits of Some(9)",
             "#9 dx of Some(7)",

@@ -1,15 +1,19 @@
 //! Compares a step of one run with the same step of the other, in the order of computation.
 
 use super::Error;
+use super::align::{At, Like, align};
 use super::divergence::{Between, Divergence, Place, Vector};
-use super::global::{Piece, Replicas, Unit, assemble, unravel, whole};
-use super::program::Program;
+use super::global::{Part, Piece, Replicas, Unit, assemble, replicas, unravel, whole};
+use super::program::{Program, Value};
 use super::report::Report;
 use super::ulps::{Float, Spread, Values};
-use super::world::{Held, Record, Stepped};
-use meshwork_core::{Axis, Ty, Types};
+use super::world::{Held, Stepped};
+use meshwork_core::{Axis, Ty};
 use meshwork_tensor::param;
 use std::collections::BTreeMap;
+
+/// A gradient smaller than this share of the largest gradient is nearly nothing: it counts as this share.
+const NOTHING: f64 = 1e-4;
 
 /// The difference of two values.
 #[derive(Debug, Default)]
@@ -20,6 +24,8 @@ struct Delta {
     /// Largest difference, and largest magnitude on side A.
     apart: f64,
     scale: f64,
+    /// Of a gradient: [`NOTHING`] of the largest one. A gradient may be zero but for rounding.
+    floor: f64,
     spread: Spread,
 }
 
@@ -52,7 +58,7 @@ impl Delta {
 
     /// The largest difference, as a share of the largest value.
     fn error(&self) -> f64 {
-        if self.apart == 0.0 { 0.0 } else { self.apart / self.scale }
+        if self.apart == 0.0 { 0.0 } else { self.apart / self.scale.max(self.floor) }
     }
 
     /// The divergence whose first difference is `found`.
@@ -91,19 +97,25 @@ struct Found {
 /// Two programs whose operations correspond.
 pub(super) struct Pair<'a> {
     programs: [&'a Program; 2],
+    /// Of each operation, in the order of forward: its output, then the gradients that it returns.
+    ops: Vec<Vec<Like>>,
 }
 
 impl<'a> Pair<'a> {
     pub(super) fn new(programs: [&'a Program; 2]) -> Result<Self, Error> {
         programs[0].require_same(programs[1])?;
-        Ok(Self { programs })
+        Ok(Self { programs, ops: align(programs)? })
+    }
+
+    /// The values of side B, each with its place, in the order of forward.
+    pub(super) fn of_b(&self) -> impl Iterator<Item = (&Program, At, &Place)> {
+        self.ops.iter().flatten().filter_map(|like| Some((self.programs[1], like.of[1]?, &like.place)))
     }
 
     /// Compares all of a step: forward, loss, backward, gradients and their norm, weights, optimizer states.
-    pub(super) fn step(&self, step: u64, mut sides: [Stepped; 2], report: &mut Report) -> Result<(), Error> {
-        let ops = self.programs[0].ops.len();
-        for op in 0..ops {
-            self.value(step, (op, 0), &mut sides, report)?;
+    pub(super) fn step(&self, step: u64, sides: [Stepped; 2], report: &mut Report) -> Result<(), Error> {
+        for like in self.ops.iter().flatten().filter(|like| !like.is_gradient()) {
+            self.value(step, like, &sides, 0.0, report)?;
         }
         let reports = [&sides[0].report, &sides[1].report];
         let scalars = match reports {
@@ -113,48 +125,67 @@ impl<'a> Pair<'a> {
         if let Some((loss, _)) = scalars {
             scalar(step, Place::Loss, loss, report);
         }
-        for op in (0..ops).rev() {
-            for value in 1..self.programs[0].ops[op].values.len() {
-                self.value(step, (op, value), &mut sides, report)?;
-            }
+        let mut largest: f64 = 0.0;
+        for like in self.ops.iter().rev().flatten().filter(|like| like.is_gradient()) {
+            largest = largest.max(self.value(step, like, &sides, NOTHING * largest, report)?);
         }
         let Some((_, norm)) = scalars else { return Ok(()) };
-        self.vectors(step, 0, &sides, report)?;
+        self.vectors(step, 0, &sides, NOTHING * norm[0], report)?;
         scalar(step, Place::GradNorm, norm, report);
-        let vectors = sides[0].held.values().flatten().map(Vec::len).max().unwrap_or(0);
-        (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, report))
+        let vectors = sides[0].held.values().flatten().map(|held| held.vectors.len()).max().unwrap_or(0);
+        (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, 0.0, report))?;
+        self.sets(step, &sides, report);
+        Ok(())
     }
 
-    /// Compares a value of an operation.
+    /// The pieces of a value of a side. Replicas that differ are reported at `place`.
+    fn pieces(
+        &self,
+        step: u64,
+        (side, at): (usize, At),
+        stepped: &Stepped,
+        place: Option<&Place>,
+        report: &mut Report,
+    ) -> BTreeMap<Unit, Piece> {
+        let records = stepped.records.get(&self.programs[side].key(at)).map_or(&[][..], |records| records);
+        let (pieces, differ) = assemble(self.programs[side], at, records);
+        if let (Some(differ), Some(place)) = (differ, place) {
+            report.diverged(self.of_replicas(step, place.clone(), side, differ));
+        }
+        pieces
+    }
+
+    /// Compares a value of an operation, and returns the largest magnitude on A.
     fn value(
         &self,
         step: u64,
-        (op, value): (usize, usize),
-        sides: &mut [Stepped; 2],
+        like: &Like,
+        sides: &[Stepped; 2],
+        floor: f64,
         report: &mut Report,
-    ) -> Result<(), Error> {
-        let [a, b] = self.programs;
-        let (this, other) = (&a.ops[op], &b.ops[op]);
-        let name =
-            if this.name == other.name { this.name.to_owned() } else { format!("{} | {}", this.name, other.name) };
-        let operand = this.values[value].operand;
-        let place = Place::Op { number: op, name, layer: this.layer.clone(), operand };
-
-        if !comparable([&this.values[value].types, &other.values[value].types], self.programs) {
-            report.skip("values of each rank's own, on meshes of other degrees");
-            return Ok(());
-        }
-        let mut records: Vec<Vec<Record>> = Vec::new();
-        for (program, side) in self.programs.iter().zip(sides) {
-            records.push(side.records.remove(&program.key(op, value)).unwrap_or_default());
-        }
-        let mut pieces: Vec<BTreeMap<Unit, Piece>> = Vec::new();
-        for (side, records) in records.iter().enumerate() {
-            let (assembled, differ) = assemble(self.programs[side], (op, value), records);
-            if let Some(differ) = differ {
-                report.diverged(self.of_replicas(step, place.clone(), side, differ));
+    ) -> Result<f64, Error> {
+        let place = &like.place;
+        let with = match like.with {
+            Ok(with) => with,
+            Err(why) => {
+                // Without a like, but perhaps not the same on ranks that should hold the same.
+                for (side, at) in like.of.into_iter().enumerate() {
+                    at.map(|at| self.pieces(step, (side, at), &sides[side], Some(place), report));
+                }
+                report.skip(why);
+                return Ok(0.0);
             }
-            pieces.push(assembled);
+        };
+        let own = [0, 1].map(|side| like.of[side] == Some(with[side]));
+        let mut pieces = [0, 1].map(|side| {
+            let place = own[side].then_some(place);
+            self.pieces(step, (side, with[side]), &sides[side], place, report)
+        });
+        let [a, b] = [0, 1].map(|side| self.value_of(side, with[side]));
+        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums what another has whole.
+        if a.dtype != b.dtype && self.programs[0].stored == self.programs[1].stored {
+            let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
+            pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));
         }
         let units = |side: usize| pieces[side].keys().copied().collect::<Vec<_>>();
         let by_sample = |units: &[Unit]| units.iter().all(|unit| matches!(unit, Unit::Sample(_)));
@@ -163,12 +194,16 @@ impl<'a> Pair<'a> {
                 return Err(Error::Structure(format!("{place}: A and B saw it for other samples")));
             }
             report.skip("sums over a micro-batch, where the micro-batches differ");
-            return Ok(());
+            return Ok(0.0);
         }
 
-        let (mut delta, mut found, mut dims) = (Delta::default(), None, Vec::new());
+        let (mut delta, mut found, mut dims) = (Delta { floor, ..Delta::default() }, None, Vec::new());
         for ((unit, a), b) in pieces[0].iter().zip(pieces[1].values()) {
             if a.dims != b.dims {
+                if [0, 1].iter().any(|&side| self.value_of(side, with[side]).is_varying()) {
+                    report.skip("rows of each rank's own, of which it has other numbers");
+                    return Ok(0.0);
+                }
                 let problem = format!("{place}: {:?} of {unit:?} on A and {:?} on B", a.dims, b.dims);
                 return Err(Error::Structure(problem));
             }
@@ -190,17 +225,21 @@ impl<'a> Pair<'a> {
                 }
                 Unit::Micro(first, samples) => (first, samples),
             };
-            let ranks = [(0, a), (1, b)].map(|(side, piece)| self.ranks_holding(side, (op, value), &index, piece));
+            let ranks = [(0, a), (1, b)].map(|(side, piece)| self.ranks_holding(side, with[side], &index, piece));
             let micros = [Some(a.micro), Some(b.micro)];
             found = Some(Found { index, values, ulps, micros, samples: Some(samples), ranks });
         }
         let divergence = found.map(|found| delta.divergence(step, place.clone(), dims, found));
-        report.compared(&place, step, &delta.spread, delta.error(), divergence);
-        Ok(())
+        report.compared(place, step, &delta.spread, delta.error(), divergence);
+        Ok(delta.scale)
+    }
+
+    fn value_of(&self, side: usize, (op, value): At) -> &Value {
+        &self.programs[side].ops[op].values[value]
     }
 
     /// The ranks of a side that hold an element of an operation's value, or a share of it.
-    fn ranks_holding(&self, side: usize, (op, value): (usize, usize), index: &[usize], piece: &Piece) -> Vec<usize> {
+    fn ranks_holding(&self, side: usize, (op, value): At, index: &[usize], piece: &Piece) -> Vec<usize> {
         let Program { mesh, ops, .. } = self.programs[side];
         let value = &ops[op].values[value];
         let holds = |&rank: &usize| {
@@ -221,7 +260,14 @@ impl<'a> Pair<'a> {
     }
 
     /// Compares a vector of every parameter: gradients, weights, or optimizer states.
-    fn vectors(&self, step: u64, vector: usize, sides: &[Stepped; 2], report: &mut Report) -> Result<(), Error> {
+    fn vectors(
+        &self,
+        step: u64,
+        vector: usize,
+        sides: &[Stepped; 2],
+        floor: f64,
+        report: &mut Report,
+    ) -> Result<(), Error> {
         for spec in &self.programs[0].parameters {
             let held = [0, 1].map(|side| sides[side].held.get(&spec.name).map_or(&[][..], |held| &held[..]));
             let place = Place::Parameter { name: spec.name.clone(), vector: Vector::at(vector) };
@@ -245,9 +291,13 @@ impl<'a> Pair<'a> {
             let (a, b) = match &wholes[..] {
                 [] => continue, // frozen
                 [a, b] => (a, b),
-                _ => return Err(Error::Structure(format!("{place}: only one side has it"))),
+                _ => {
+                    // Such as gradients, whose memory some schedules give back with the update.
+                    report.skip("gradients and optimizer states that one side alone keeps");
+                    continue;
+                }
             };
-            let mut delta = Delta::default();
+            let mut delta = Delta { floor, ..Delta::default() };
             let first = delta.add(a, b);
             let divergence = first.map(|(at, values, ulps)| {
                 let ranks = held.map(|held| holders_of(held, vector, at));
@@ -257,6 +307,43 @@ impl<'a> Pair<'a> {
             report.compared(&place, step, &delta.spread, delta.error(), divergence);
         }
         Ok(())
+    }
+
+    /// Compares the optimizer's states of sets of a parameter's elements, which every rank that holds some of it keeps whole.
+    fn sets(&self, step: u64, sides: &[Stepped; 2], report: &mut Report) {
+        for spec in &self.programs[0].parameters {
+            let held = [0, 1].map(|side| sides[side].held.get(&spec.name).map_or(&[][..], |held| &held[..]));
+            let before = held[0].first().map_or(0, |held| held.vectors.len());
+            let sets = held.map(|held| held.iter().map(|held| held.sets.len()).max().unwrap_or(0));
+            for set in 0..sets[0].max(sets[1]) {
+                let place = Place::Parameter { name: spec.name.clone(), vector: Vector::at(before + set) };
+                let parts = held.map(|held| {
+                    let mut parts: Vec<_> = held.iter().filter_map(|held| Part::of_set(held, set)).collect();
+                    parts.sort_by_key(|part| part.rank);
+                    parts
+                });
+                for (side, parts) in parts.iter().enumerate() {
+                    if let Some(differ) = replicas(parts) {
+                        report.diverged(self.of_replicas(step, place.clone(), side, differ));
+                    }
+                }
+                let [Some(a), Some(b)] = parts.each_ref().map(|parts| parts.first()) else {
+                    report.skip("gradients and optimizer states that one side alone keeps");
+                    continue;
+                };
+                if a.values.len() != b.values.len() {
+                    report.skip("optimizer states of sets that each mesh has of its own");
+                    continue;
+                }
+                let mut delta = Delta::default();
+                let divergence = delta.add(&a.values, &b.values).map(|(at, values, ulps)| {
+                    let ranks = parts.each_ref().map(|parts| parts.iter().map(|part| part.rank).collect());
+                    let found = Found { index: vec![at], values, ulps, ranks, ..Found::default() };
+                    delta.divergence(step, place.clone(), a.dims.clone(), found)
+                });
+                report.compared(&place, step, &delta.spread, delta.error(), divergence);
+            }
+        }
     }
 
     /// The divergence of two replicas on one side.
@@ -292,20 +379,11 @@ impl<'a> Pair<'a> {
 /// The names of the two sides.
 pub const SIDES: [char; 2] = ['A', 'B'];
 
-/// Whether values of these types can be assembled to the same global value.
-fn comparable(types: [&Types; 2], programs: [&Program; 2]) -> bool {
-    Axis::ALL.into_iter().all(|axis| {
-        let varies = types.map(|types| types.get(axis) == Some(Ty::Varying));
-        let degrees = programs.map(|program| program.mesh.degree(axis));
-        varies == [false; 2] || degrees[0] == degrees[1] && varies[0] == varies[1]
-    })
-}
-
 /// The ranks that hold an element of a vector of a parameter.
 fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
     let holds =
         |piece: &&param::Piece| piece.runs().iter().any(|(start, run)| (*start..start + run.len()).contains(&at));
-    let pieces = held.iter().filter_map(|held| held.get(vector)).flatten();
+    let pieces = held.iter().filter_map(|held| held.vectors.get(vector)).flatten();
     let mut ranks: Vec<usize> = pieces.filter(holds).map(|piece| piece.rank).collect();
     ranks.sort_unstable();
     ranks
@@ -332,9 +410,9 @@ mod tests {
         let mut report = Report::new(Default::default(), true, 1e-3);
         let stepped = sides.map(|(program, micros)| {
             let records = records(program, micros, |_, first, _| first as f32);
-            Stepped { records: [(program.key(0, 0), records)].into(), ..Stepped::default() }
+            Stepped { records: [(program.key((0, 0)), records)].into(), ..Stepped::default() }
         });
-        let pair = Pair { programs: sides.map(|(program, _)| program) };
+        let pair = Pair::new(sides.map(|(program, _)| program)).unwrap();
         pair.step(1, stepped, &mut report).unwrap();
         report
     }
@@ -366,5 +444,9 @@ mod tests {
         delta.add(&[1.0f32], &[f32::NAN]);
         assert_eq!((delta.max_ulps, delta.error()), (u64::MAX, f64::INFINITY));
         assert_eq!(Delta::default().error(), 0.0);
+        // A gradient that is zero but for rounding.
+        let mut nothing = Delta { floor: 1e-4, ..Delta::default() };
+        nothing.add(&[1e-11f32], &[0.0]);
+        assert!(nothing.error() < 2e-7, "{}", nothing.error());
     }
 }

@@ -1,7 +1,9 @@
 //! A comparison of two configurations, with an injected fault on request.
 
+use super::compare::Pair;
 use super::fault::Break;
-use super::{Error, Program, Report, SIDES, Side, compare_programs};
+use super::program::Program;
+use super::{Error, Report, SIDES, Side, compare_pair};
 use crate::config::{Config, Fault};
 use crate::data::Data;
 
@@ -23,13 +25,16 @@ impl Comparison {
         let mut comparison = Self { sides, steps, fault: None };
         let meshes =
             || comparison.sides.iter().filter_map(|(config, _)| config.mesh().ok()).map(|mesh| mesh.to_string());
-        match comparison.programs() {
-            Ok([_, b]) => comparison.fault = fault.map(|asked| Break::find(&b, asked)).transpose()?,
-            Err(error) => {
-                let meshes = meshes().collect::<Vec<_>>().join(" ");
-                return Err(Fault::new("--mesh", meshes, error.to_string(), "use one model on both sides"));
-            }
-        }
+        let refuse = |error: Error| {
+            let valid = match error {
+                Error::Structure(_) => "use one model on both sides",
+                _ => "use meshes and settings that gpt_train --steps 0 takes",
+            };
+            Fault::new("--mesh", meshes().collect::<Vec<_>>().join(" "), error.to_string(), valid)
+        };
+        let programs = comparison.programs().map_err(refuse)?;
+        let pair = Pair::new(programs.each_ref()).map_err(refuse)?;
+        comparison.fault = fault.map(|asked| Break::find(&pair, asked)).transpose()?;
         Ok(comparison)
     }
 
@@ -48,7 +53,7 @@ impl Comparison {
     pub fn run(&self) -> Result<Report, Error> {
         let ([a, mut b], programs) = (self.both()?, self.programs()?);
         b.hook = self.fault.as_ref().map(Break::hook);
-        let mut report = compare_programs([&a, &b], [&programs[0], &programs[1]], self.steps)?;
+        let mut report = compare_pair([&a, &b], &Pair::new(programs.each_ref())?, self.steps)?;
         report.broken = self.fault.as_ref().and_then(Break::told);
         Ok(report)
     }
@@ -60,8 +65,6 @@ impl Comparison {
 
     fn programs(&self) -> Result<[Program; 2], Error> {
         let [a, b] = self.both()?;
-        let programs = [Program::new(&a)?, Program::new(&b)?];
-        programs[0].require_same(&programs[1])?;
-        Ok(programs)
+        Ok([Program::new(&a)?, Program::new(&b)?])
     }
 }

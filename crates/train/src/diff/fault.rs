@@ -1,8 +1,9 @@
 //! A fault of one ulp, injected to show that a comparison finds it.
 
+use super::compare::Pair;
 use super::program::{Op, Program, Value};
 use super::ulps::Stored;
-use super::{Broken, Hook, Place, Site};
+use super::{Broken, Hook, Key, Place, Site};
 use crate::config::{Fault, choose_from};
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
 use meshwork_tensor::tape::Seen;
@@ -11,10 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// One element of one value of the first step's first micro-batch, to be changed: see [`Break::find`].
 #[derive(Clone, Debug)]
-pub struct Break {
-    stage: usize,
-    number: usize,
-    operand: Option<&'static str>,
+pub(super) struct Break {
+    key: Key,
     /// Size of the change in ulps.
     ulps: u32,
     place: Place,
@@ -28,7 +27,7 @@ impl Break {
     ///
     /// # Errors
     /// An unknown name, with the known ones.
-    pub fn find(program: &Program, asked: &str) -> Result<Self, Fault> {
+    pub(super) fn find(pair: &Pair<'_>, asked: &str) -> Result<Self, Fault> {
         let (name, backward) = match asked.split_once(':') {
             None => (asked, false),
             Some((name, "backward")) => (name, true),
@@ -38,15 +37,17 @@ impl Break {
                 return Err(Fault::new("--break", asked, problem, "use OP or OP:backward"));
             }
         };
-        let wanted = |value: &&Value| value.operand.is_some() == backward;
         let mut known: Vec<&str> = Vec::new();
-        for (number, op) in program.ops.iter().enumerate() {
-            let Some(value) = op.values.iter().find(wanted) else { continue };
-            if op.name == name {
-                return Ok(Self::of(program, number, op, value));
+        for (program, (op, at), place) in pair.of_b() {
+            let (Op { name: op_name, values, .. }, key) = (&program.ops[op], program.key((op, at)));
+            if values[at].operand.is_some() != backward {
+                continue;
             }
-            if !known.contains(&op.name) {
-                known.push(op.name);
+            if *op_name == name {
+                return Ok(Self::of(program, key, &values[at], place.clone()));
+            }
+            if !known.contains(op_name) {
+                known.push(op_name);
             }
         }
         let problem = match backward {
@@ -56,7 +57,7 @@ impl Break {
         Err(Fault::new("--break", asked, problem, choose_from(name, &known)))
     }
 
-    fn of(program: &Program, number: usize, op: &Op, value: &Value) -> Self {
+    fn of(program: &Program, key: Key, value: &Value, place: Place) -> Self {
         // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
         // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
         let shares = value.types.partial_axes().filter(|&axis| !axis.is_data()).map(|axis| program.mesh.degree(axis));
@@ -64,23 +65,20 @@ impl Break {
             1 => 1,
             shares => 2 * shares as u32,
         };
-        let (name, layer) = (op.name.to_owned(), op.layer.clone());
-        let place = Place::Op { number, name, layer, operand: value.operand };
-        let (stage, number, operand) = (op.stage, op.number, value.operand);
-        Self { stage, number, operand, ulps, place, done: Arc::default() }
+        Self { key, ulps, place, done: Arc::default() }
     }
 
     /// The change that was made.
-    pub fn told(&self) -> Option<Broken> {
+    pub(super) fn told(&self) -> Option<Broken> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The hook that injects the fault.
-    pub fn hook(&self) -> Arc<Hook> {
+    pub(super) fn hook(&self) -> Arc<Hook> {
         let fault = self.clone();
         Arc::new(move |site: Site, seen: &Seen<'_>| {
-            let place = (site.stage, site.micro, seen.number, seen.operand, seen.position.step);
-            if place != (fault.stage, 0, fault.number, fault.operand, 0) || !changed_at(&seen.types, site) {
+            let key = (site.stage, seen.number, seen.part, seen.operand);
+            if (key, site.micro, seen.position.step) != (fault.key, 0, 0) || !changed_at(&seen.types, site) {
                 return Ok(None);
             }
             let changed = match seen.tensor.dtype() {

@@ -54,11 +54,19 @@ pub(super) struct Replicas {
 }
 
 /// A value of one rank, or assembled from several.
-struct Part<T> {
-    rank: usize,
+pub(super) struct Part<T> {
+    pub(super) rank: usize,
     coords: Coords,
-    dims: Vec<usize>,
-    values: Vec<T>,
+    pub(super) dims: Vec<usize>,
+    pub(super) values: Vec<T>,
+}
+
+impl Part<f32> {
+    /// An optimizer's state of a set of a parameter's elements, as a rank keeps it.
+    pub(super) fn of_set(held: &Held, set: usize) -> Option<Self> {
+        let values = held.sets.get(set)?.clone();
+        Some(Self { rank: held.rank, coords: Coords::default(), dims: vec![values.len()], values })
+    }
 }
 
 /// The pieces of value `value` of operation `op`, and the first replicas that differ.
@@ -103,10 +111,11 @@ fn assemble_of<T: Float>(
             .iter()
             .filter_map(|record| {
                 let values = T::of(&record.values)?.to_vec();
-                Some(Part { rank: record.rank, coords: record.coords, dims: shape.to_vec(), values })
+                Some(Part { rank: record.rank, coords: record.coords, dims: record.shape.to_vec(), values })
             })
             .collect();
-        let by_sample = !whole_over_dp && shape.first() == Some(&program.samples);
+        let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
+        let by_sample = cut_by_sample && shape.first() == Some(&program.samples);
         let unit = Unit::Micro(first, program.samples);
         for &(axis, ty) in &axes {
             let mut joined: BTreeMap<usize, Vec<Part<T>>> = BTreeMap::new();
@@ -148,7 +157,10 @@ fn join<T: Float>(parts: Vec<Part<T>>, ty: Ty, coords: Coords) -> Option<Part<T>
         Ty::Invariant | Ty::Replicate => parts.into_iter().next()?.values,
         Ty::Partial => sum(&parts.iter().map(|part| &part.values[..]).collect::<Vec<_>>()),
         Ty::Varying => {
-            dims.insert(0, degree);
+            match parts.iter().all(|part| part.dims == dims) {
+                true => dims.insert(0, degree),
+                false => dims[0] = parts.iter().map(|part| part.dims[0]).sum(), // rows, of which each rank has its own number
+            }
             parts.into_iter().flat_map(|part| part.values).collect()
         }
         Ty::Shard(dim) => {
@@ -178,7 +190,7 @@ fn sum<T: Float>(parts: &[&[T]]) -> Vec<T> {
 }
 
 /// The first two of these that differ.
-fn replicas<T: Float>(parts: &[Part<T>]) -> Option<Replicas> {
+pub(super) fn replicas<T: Float>(parts: &[Part<T>]) -> Option<Replicas> {
     let (one, others) = parts.split_first()?;
     others.iter().find_map(|other| {
         let pairs = || one.values.iter().zip(&other.values).map(|(&a, &b)| (a, b, a.ulps(b)));
@@ -226,7 +238,7 @@ fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<
 /// Assembles a whole parameter, or a vector that goes with it, from the parts of the ranks: `None` for elements that no
 /// rank holds, and `None` in all for a vector that no rank has. Also returns the first replicas that differ.
 pub(super) fn whole(held: &[Held], vector: usize, dims: Shape) -> Option<(Vec<Option<f32>>, Option<Replicas>)> {
-    let pieces: Vec<_> = held.iter().filter_map(|held| held.get(vector)).flatten().collect();
+    let pieces: Vec<_> = held.iter().filter_map(|held| held.vectors.get(vector)).flatten().collect();
     if pieces.is_empty() {
         return None;
     }

@@ -25,6 +25,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod align;
 mod compare;
 mod comparison;
 mod divergence;
@@ -36,7 +37,6 @@ mod ulps;
 mod world;
 
 pub use divergence::{Between, Broken, Divergence, Place, Vector};
-pub use fault::Break;
 pub use report::{Report, Row};
 pub use ulps::Spread;
 
@@ -51,7 +51,8 @@ use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::Tensor;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::tape::Seen;
-pub use program::Program;
+use program::Program;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use world::World;
@@ -86,6 +87,8 @@ pub struct Side<'a> {
     pub model: Arc<dyn Model>,
     /// The plan of its training.
     pub plan: Plan,
+    /// The folder of the Hugging Face model from whose weights it starts; without one, values are drawn.
+    pub init_from: Option<PathBuf>,
     /// Its data.
     pub data: &'a dyn BatchSource,
     /// Text to print after its mesh, such as `, sequence parallel`.
@@ -111,7 +114,8 @@ impl<'a> Side<'a> {
         let note = if config.parallelism.sequence_parallel { ", sequence parallel" } else { "" };
         let (note, timeout) = (note.to_owned(), config.comm.timeout());
         let devices = Devices::open(config)?;
-        Ok(Self { note, timeout, devices, ..Self::of(config.model(), config.plan()?, data) })
+        let init_from = config.model.init_from.as_ref().map(PathBuf::from);
+        Ok(Self { note, timeout, devices, init_from, ..Self::of(config.model(), config.plan()?, data) })
     }
 
     /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the report.
@@ -119,8 +123,8 @@ impl<'a> Side<'a> {
         let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;
         let devices = Devices::cpu(plan.precision);
-        let note = String::new();
-        Self { model, plan, data, note, timeout, hook: None, before_step: None, devices, communicator: None }
+        let (note, init_from) = (String::new(), None);
+        Self { model, plan, init_from, data, note, timeout, hook: None, before_step: None, devices, communicator: None }
     }
 
     /// The same with a hook on every value.
@@ -178,8 +182,8 @@ pub enum Error {
     Train(#[from] TrainError),
 }
 
-/// A value of a side: its stage, its operation's number there, and for a gradient the operand.
-type Key = (usize, usize, Option<&'static str>);
+/// A value of a side: its stage, its operation's number there, the part of the samples, and for a gradient the operand.
+type Key = (usize, usize, usize, Option<&'static str>);
 
 /// Runs `steps` steps on both sides, and compares each. In canonical numerics the first step with a divergence is the
 /// last.
@@ -189,18 +193,14 @@ type Key = (usize, usize, Option<&'static str>);
 /// norm that is not finite is compared up to that point, and the report says so.
 pub fn compare(sides: [&Side<'_>; 2], steps: u64) -> Result<Report, Error> {
     let programs = [Program::new(sides[0])?, Program::new(sides[1])?];
-    compare_programs(sides, [&programs[0], &programs[1]], steps)
+    compare_pair(sides, &Pair::new(programs.each_ref())?, steps)
 }
 
 /// The same for sides whose programs are known.
-///
-/// # Errors
-/// As [`compare`].
-pub fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u64) -> Result<Report, Error> {
-    let pair = Pair::new(programs)?;
+fn compare_pair(sides: [&Side<'_>; 2], pair: &Pair<'_>, steps: u64) -> Result<Report, Error> {
     let canonical = sides.iter().all(|side| side.plan.blocks().is_some());
-    let bf16 = sides.iter().any(|side| side.plan.precision == Precision::Bf16);
-    let rounding = if bf16 { ROUNDING_BF16 } else { ROUNDING };
+    let half = sides.iter().any(|side| side.plan.precision == Precision::Bf16 || side.plan.mixed.is_some());
+    let rounding = if half { ROUNDING_HALF } else { ROUNDING };
     let mut report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
     std::thread::scope(|scope| {
         let mut worlds = [World::start(scope, SIDES[0], sides[0])?, World::start(scope, SIDES[1], sides[1])?];
@@ -233,5 +233,5 @@ pub fn compare_programs(sides: [&Side<'_>; 2], programs: [&Program; 2], steps: u
 /// difference between meshes.
 const ROUNDING: f64 = 1e-3;
 
-/// The same with products in bf16, whose operands are rounded to 8 bits.
-const ROUNDING_BF16: f64 = 5e-2;
+/// The same with products in bf16, whose operands are rounded to 8 bits, and with values stored in 16 bits.
+const ROUNDING_HALF: f64 = 5e-2;

@@ -1,16 +1,17 @@
-//! The operations of a step as one list, the same for any mesh. A pass on the meta device finds them, without computing
-//! anything.
+//! The operations of a step as one list, nearly the same for any mesh ([`align`](super::align)). A pass on the meta device finds them,
+//! without computing anything.
 
 use super::{Error, Key, Side};
-use meshwork_core::{Axis, Mesh, Ty, Types};
+use meshwork_core::{Axis, DType, Mesh, Ty, Types};
 use meshwork_engine::{At, ModelPlan, TrainError, Watch, dry_run};
 use meshwork_tensor::tape::{Padding, Seen};
 use meshwork_tensor::{ParamSpec, Shape, Tensor};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place on any mesh.
 #[derive(Clone, Debug)]
-pub struct Program {
+pub(super) struct Program {
     pub(super) mesh: Mesh,
     pub(super) ops: Vec<Op>,
     /// Every parameter of the model.
@@ -19,6 +20,8 @@ pub struct Program {
     pub(super) samples: usize,
     /// Samples of a step.
     pub(super) batch: usize,
+    /// The type in which the model stores its values.
+    pub(super) stored: DType,
 }
 
 /// One of them.
@@ -31,6 +34,8 @@ pub(super) struct Op {
     pub(super) stage: usize,
     pub(super) number: usize,
     pub(super) params: Vec<String>,
+    /// Of each input: the operation that made it, by its place in the program; `None` for one from outside.
+    pub(super) makers: Vec<Option<usize>>,
     /// Its output, then the gradients that it returns for its inputs.
     pub(super) values: Vec<Value>,
 }
@@ -40,9 +45,14 @@ pub(super) struct Op {
 pub(super) struct Value {
     /// `None` for the output, else the operand whose gradient this is.
     pub(super) operand: Option<&'static str>,
+    /// The part of the samples, of an operation that is applied to each of several; else 0.
+    pub(super) part: usize,
+    /// Of a gradient: the operation that made the operand.
+    pub(super) maker: Option<usize>,
     pub(super) types: Types,
     pub(super) padding: Padding,
     pub(super) shape: Shape,
+    pub(super) dtype: DType,
 }
 
 impl Program {
@@ -50,7 +60,7 @@ impl Program {
     ///
     /// # Errors
     /// A plan that does not fit its model.
-    pub fn new(side: &Side<'_>) -> Result<Self, Error> {
+    pub(super) fn new(side: &Side<'_>) -> Result<Self, Error> {
         let (model, plan) = (&side.model, &side.plan);
         let stages = ModelPlan::new(model.clone(), plan)?;
         let mesh = &plan.mesh;
@@ -60,6 +70,7 @@ impl Program {
         }
         let mut ops = std::mem::take(&mut *list.0.lock().unwrap_or_else(PoisonError::into_inner));
         ops.sort_by_key(|op| (op.stage, op.number));
+        name_makers(&mut ops);
         let mut layer: Option<String> = None;
         for op in &mut ops {
             if let Some(name) = op.params.first() {
@@ -77,13 +88,14 @@ impl Program {
             parameters: stages.parameters().map_err(TrainError::from)?,
             samples: plan.micro_batch_size().map_err(TrainError::from)?,
             batch: plan.global_batch_size,
+            stored: plan.mixed.map_or(DType::F32, |mixed| mixed.dtype.dtype()),
         })
     }
 
     /// The key of the records of a value.
-    pub(super) fn key(&self, op: usize, value: usize) -> Key {
+    pub(super) fn key(&self, (op, value): (usize, usize)) -> Key {
         let op = &self.ops[op];
-        (op.stage, op.number, op.values[value].operand)
+        (op.stage, op.number, op.values[value].part, op.values[value].operand)
     }
 
     /// Per dim of an assembled value: its true extent, where ranks store padding at its end.
@@ -93,11 +105,11 @@ impl Program {
         (0..shape.len()).map(|dim| extent(dim).map(|(_, extent)| extent)).collect()
     }
 
-    /// Refuses two programs whose operations do not correspond.
+    /// Refuses two programs of other parameters or batches.
     ///
     /// # Errors
-    /// The first operation or parameter that differs.
-    pub fn require_same(&self, other: &Program) -> Result<(), Error> {
+    /// The first parameter that differs.
+    pub(super) fn require_same(&self, other: &Program) -> Result<(), Error> {
         let refuse = |problem: String| Err(Error::Structure(problem));
         let names = |program: &Program| -> Vec<String> {
             program.parameters.iter().map(|spec| format!("{} {:?}", spec.name, spec.dims)).collect()
@@ -110,33 +122,43 @@ impl Program {
             let sizes = |program: &Program| (program.parameters.len(), program.batch);
             return refuse(format!("A has (parameters, samples a step) {:?}, B {:?}", sizes(self), sizes(other)));
         }
-        for (at, (a, b)) in self.ops.iter().zip(&other.ops).enumerate() {
-            let operands = |op: &Op| op.values.iter().map(|value| value.operand).collect::<Vec<_>>();
-            if kind(a.name) != kind(b.name) || a.layer != b.layer || operands(a) != operands(b) {
-                return refuse(format!("operation #{at} is {} on A and {} on B", a.describe(), b.describe()));
-            }
-        }
-        match (self.ops.len(), other.ops.len()) {
-            (a, b) if a == b => Ok(()),
-            (a, b) => refuse(format!("A has {a} operations, B {b}")),
-        }
+        Ok(())
     }
 }
 
-/// Operations of one kind produce the same value, cut over the ranks differently: region boundaries with and without
-/// sequence parallelism.
-fn kind(op: &'static str) -> &'static str {
-    match op {
-        "all_gather" => "copy",
-        "reduce_scatter" => "all_reduce",
-        other => other,
+impl Value {
+    /// Whether another one is the output too, or the gradient of the same operand, of the same part of the samples.
+    pub(super) fn is_like(&self, other: &Value) -> bool {
+        (self.operand, self.part) == (other.operand, other.part)
+    }
+
+    /// Whether each rank of some axis has its own.
+    pub(super) fn is_varying(&self) -> bool {
+        self.types.iter().any(|(_, ty)| ty == Ty::Varying)
     }
 }
 
 impl Op {
-    fn describe(&self) -> String {
-        let gradients: Vec<&str> = self.values.iter().filter_map(|value| value.operand).collect();
-        format!("{} ({}, gradients of {gradients:?})", self.name, self.layer)
+    pub(super) fn describe(&self) -> String {
+        format!("{} ({})", self.name, self.layer)
+    }
+}
+
+/// Turns numbers within a stage into places in the program. What the first operation of a later stage reads from outside came from the last one of
+/// the stage before.
+fn name_makers(ops: &mut [Op]) {
+    let places: HashMap<(usize, usize), usize> =
+        ops.iter().enumerate().map(|(place, op)| ((op.stage, op.number), place)).collect();
+    for place in 0..ops.len() {
+        let begins = place > 0 && ops[place - 1].stage != ops[place].stage;
+        let op = &mut ops[place];
+        let values = op.values.iter_mut().map(|value| &mut value.maker);
+        for maker in op.makers.iter_mut().chain(values) {
+            *maker = maker.and_then(|number| places.get(&(op.stage, number)).copied());
+        }
+        if let (true, Some(first)) = (begins, op.makers.first_mut()) {
+            *first = first.or(Some(place - 1));
+        }
     }
 }
 
@@ -147,17 +169,20 @@ struct List(Mutex<Vec<Op>>);
 impl Watch for List {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let At { stage, micro, recomputed } = at;
-        let &Seen { op: name, number, part, operand, params, types, padding, tensor, .. } = seen;
-        if micro > 0 || part > 0 || recomputed && operand.is_none() {
+        let &Seen { op: name, number, part, operand, makers, params, types, padding, tensor, .. } = seen;
+        if micro > 0 || recomputed && operand.is_none() {
             return Ok(None);
         }
         let mut ops = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let value = Value { operand, types, padding: padding.clone(), shape: tensor.shape() };
+        let maker = operand.and(makers.first().copied().flatten());
+        let (padding, shape, dtype) = (padding.clone(), tensor.shape(), tensor.dtype());
+        let value = Value { operand, part, maker, types, padding, shape, dtype };
         match ops.iter_mut().find(|op| (op.stage, op.number) == (stage, number)) {
             Some(op) => op.values.push(value),
             None => {
                 let params = params.iter().map(|&name| name.to_owned()).collect();
-                ops.push(Op { name, layer: String::new(), stage, number, params, values: vec![value] });
+                let makers = makers.to_vec();
+                ops.push(Op { name, layer: String::new(), stage, number, params, makers, values: vec![value] });
             }
         }
         Ok(None)

@@ -1,6 +1,6 @@
 //! The distance of two numbers in ulps, and the distribution of such distances.
 
-use meshwork_core::{bf16, f16};
+use meshwork_core::{DType, bf16, f16};
 use std::fmt::Debug;
 use std::ops::Add;
 
@@ -9,6 +9,18 @@ use std::ops::Add;
 pub(super) enum Values {
     F32(Vec<f32>),
     F64(Vec<f64>),
+}
+
+impl Values {
+    /// Rounds each to a type of 16 bits.
+    pub(super) fn round_to(&mut self, half: DType) {
+        let Self::F32(values) = self else { return };
+        match half {
+            DType::Bf16 => values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).into()),
+            DType::F16 => values.iter_mut().for_each(|value| *value = f16::from_f32(*value).into()),
+            _ => {}
+        }
+    }
 }
 
 /// A type of values.

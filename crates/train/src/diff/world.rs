@@ -6,9 +6,10 @@ use crate::devices::Place;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
+use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
-use meshwork_tensor::{ParamId, Tensor};
+use meshwork_tensor::{ParamId, Shape, Tensor};
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -23,13 +24,21 @@ pub(super) struct Record {
     pub(super) micro: usize,
     /// Global index of the micro-batch's first sample.
     pub(super) first_sample: u64,
+    /// Its extents there; of rows that are sent to their experts each rank has its own number.
+    pub(super) shape: Shape,
     pub(super) values: Values,
 }
 
-/// A rank's part of a parameter after a step: the reduced gradient, the weights, and the optimizer's states. A frozen
-/// parameter has only weights, and no elements in place of the gradient.
-/// Of what ranks share out, a rank has several slices or none.
-pub(super) type Held = Vec<Vec<Piece>>;
+/// A rank's part of a parameter after a step.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    pub(super) rank: usize,
+    /// The reduced gradient, the weights, and the optimizer's states. A frozen parameter has only weights, and no elements in place of the
+    /// gradient. Of what ranks share out, a rank has several slices or none.
+    pub(super) vectors: Vec<Vec<Piece>>,
+    /// The optimizer's states of rows, columns and other sets of its elements, each whole.
+    pub(super) sets: Vec<Vec<f32>>,
+}
 
 /// All values that the ranks of a run saw in a step.
 #[derive(Debug, Default)]
@@ -140,11 +149,19 @@ impl Drop for Teller {
 
 /// Runs one rank: a step for each request.
 fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
-    let Side { model, plan, data, hook, before_step, devices, communicator, .. } = side;
+    let Side { model, plan, init_from, data, hook, before_step, devices, communicator, .. } = side;
     let Place { device, world } = devices.rank(world.communicator().clone())?;
     let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
     let rank = Arc::new(Rank::new(&plan.mesh, world)?);
     let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), device)?;
+    if let Some(folder) = init_from {
+        let refuse = |error: huggingface::Error| TrainError::Parameter {
+            name: "model.init_from".to_owned(),
+            problem: error.to_string(),
+        };
+        let pretrained = Pretrained::open(folder).map_err(refuse)?;
+        trainer.load_weights(|spec, slice| pretrained.read(spec, slice))?;
+    }
     let recorder = Arc::new(Recorder {
         rank: rank.world_rank(),
         coords: rank.coords(),
@@ -191,7 +208,8 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
             };
             slices.into_iter().map(piece).collect()
         };
-        Ok((spec.name.clone(), vectors.into_iter().map(pieces).collect()))
+        let (vectors, sets) = (vectors.into_iter().map(pieces).collect(), trainer.set_states(id)?);
+        Ok((spec.name.clone(), Held { rank: rank.world_rank(), vectors, sets }))
     };
     declarations.ids().map(of).collect()
 }
@@ -212,9 +230,8 @@ impl Watch for Recorder {
             Some(hook) => hook(site, seen)?,
             None => None,
         };
-        // A forward that runs again for its backward was recorded the first time. Of an operation on several parts of the samples, the
-        // first part stands for all: meshes differ in their number.
-        if at.recomputed && seen.operand.is_none() || seen.part > 0 {
+        // A forward that runs again for its backward was recorded the first time.
+        if at.recomputed && seen.operand.is_none() {
             return Ok(replaced);
         }
         let tensor = replaced.as_ref().unwrap_or(seen.tensor);
@@ -225,8 +242,9 @@ impl Watch for Recorder {
             DType::F16 => Values::F32(tensor.to_vec::<f16>()?.into_iter().map(f32::from).collect()),
             _ => Values::F32(tensor.to_vec()?),
         };
-        let record = Record { rank, coords, micro: at.micro, first_sample: seen.position.first_sample, values };
-        let key = (at.stage, seen.number, seen.operand);
+        let (micro, first_sample, shape) = (at.micro, seen.position.first_sample, tensor.shape());
+        let record = Record { rank, coords, micro, first_sample, shape, values };
+        let key = (at.stage, seen.number, seen.part, seen.operand);
         self.records.lock().unwrap_or_else(PoisonError::into_inner).push((key, record));
         Ok(replaced)
     }

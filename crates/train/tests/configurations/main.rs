@@ -10,6 +10,7 @@
 //! again with its seed and a number of 1.
 
 mod draw;
+mod meshes;
 mod pairs;
 mod rules;
 mod steps;

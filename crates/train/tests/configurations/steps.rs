@@ -29,7 +29,7 @@ struct Numbers {
 }
 
 /// What a configuration must have in common with one rank.
-enum Same {
+pub enum Same {
     /// Every bit.
     Bits,
     /// Numbers up to rounding.
@@ -77,17 +77,21 @@ const ALONE: [(&str, Option<&str>); 32] = [
     ("checkpoint.resume", None),
 ];
 
+/// The same on one rank.
+pub fn alone(case: &Case, config: &Config) -> Result<(Config, Data), String> {
+    // In canonical numerics one rank loses what every mesh does.
+    let loses = config.training.numerics == "canonical";
+    let alone: Vec<_> = ALONE.into_iter().filter(|(key, _)| !(loses && key.starts_with("compress."))).collect();
+    load(&Args::parse(case.with(&alone).flags())).map_err(|error| format!("refused on one rank:\n{error}"))
+}
+
 /// Trains a configuration that was accepted.
 pub fn run(case: &Case, config: &Config, data: Data) -> Result<(), String> {
     if config.training.steps == 0 {
         let predicted = config.plan().and_then(|plan| dry_run::predict(&config.model(), &plan, 0));
         return predicted.map(drop).map_err(|error| format!("not predicted: {error}"));
     }
-    // In canonical numerics one rank loses what every mesh does.
-    let loses = config.training.numerics == "canonical";
-    let alone: Vec<_> = ALONE.into_iter().filter(|(key, _)| !(loses && key.starts_with("compress."))).collect();
-    let alone = load(&Args::parse(case.with(&alone).flags()));
-    let (alone, data_alone) = alone.map_err(|error| format!("refused on one rank:\n{error}"))?;
+    let (alone, data_alone) = alone(case, config)?;
     if config.metrics.profile {
         let run = |config: &Config, data: &Data| {
             let outcome = meshwork_train::train(config, data, None, &AtomicBool::new(false));
@@ -110,13 +114,13 @@ pub fn run(case: &Case, config: &Config, data: Data) -> Result<(), String> {
 }
 
 /// Whether something is rounded to 16 bits: an error in the last bit may then be one of 16 bits.
-fn rounds(config: &Config) -> bool {
+pub fn rounds(config: &Config) -> bool {
     config.training.dtype != Dtype::F32
         || config.training.matmul_dtype == MatmulDtype::Bf16
         || config.memory.saved_dtype != SavedDtype::F32
 }
 
-fn same(config: &Config) -> Same {
+pub fn same(config: &Config) -> Same {
     let lossy = config.plan().is_ok_and(|plan| plan.compress.is_some());
     match config.pipeline.spec() {
         _ if lossy && config.training.numerics != "canonical" => Same::Nothing,
@@ -130,12 +134,16 @@ fn same(config: &Config) -> Same {
     }
 }
 
+/// The first targets of a sample masked, a number of them that differs from sample to sample.
+pub fn masked(case: &Case, data: Data, seq_len: usize) -> Data {
+    data.masked(|at| case.masked && at % seq_len < at / seq_len % 5)
+}
+
 /// Trains on a mesh of threads; every rank must report the same.
 fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let mesh = config.mesh().map_err(|error| error.to_string())?;
     let seq_len = config.model.seq_len;
-    // The first targets of a sample, a number of them that differs from sample to sample.
-    let data = data.masked(|at| case.masked && at % seq_len < at / seq_len % 5);
+    let data = masked(case, data, seq_len);
     let options = Options { timeout: config.comm.timeout() };
     let ranks = thread::run(mesh.world_size(), options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);

@@ -2,7 +2,7 @@
 
 use super::super::program::Op;
 use super::*;
-use meshwork_core::{Mesh, Types};
+use meshwork_core::{DType, Mesh, Types};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Padding;
@@ -11,17 +11,20 @@ use meshwork_tensor::tape::Padding;
 /// shards are padded.
 pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize], extent: Option<usize>) -> Program {
     let padding = Padding::new(extent.map(|extent| (Axis::Tp, extent)));
-    let value = Value { operand: None, types: Types::of(types), padding, shape: Shape::new(local) };
+    let types = Types::of(types);
+    let (shape, dtype) = (Shape::new(local), DType::F32);
+    let value = Value { operand: None, part: 0, maker: None, types, padding, shape, dtype };
     let op = Op {
         name: "op",
         layer: "layer".to_owned(),
         stage: 0,
         number: 0,
         params: vec!["w".to_owned()],
+        makers: Vec::new(),
         values: vec![value],
     };
     let mesh: Mesh = mesh.parse().unwrap();
-    Program { mesh, ops: vec![op], parameters: Vec::new(), samples: 2, batch: 8 }
+    Program { mesh, ops: vec![op], parameters: Vec::new(), samples: 2, batch: 8, stored: DType::F32 }
 }
 
 /// The records of all ranks in each micro-batch, with the elements `value(coords, first sample, place)`.
@@ -30,12 +33,13 @@ pub(in super::super) fn records(
     micros: usize,
     value: impl Fn(Coords, u64, usize) -> f32,
 ) -> Vec<Record> {
-    let count = program.ops[0].values[0].shape.count();
+    let shape = program.ops[0].values[0].shape;
+    let count = shape.count();
     let on = |rank: usize, micro: usize| {
         let coords = program.mesh.coords(rank);
         let first_sample = (coords.get(Axis::Dp) * micros + micro) as u64 * 2;
         let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
-        Record { rank, coords, micro, first_sample, values: Values::F32(values) }
+        Record { rank, coords, micro, first_sample, shape, values: Values::F32(values) }
     };
     // Not in the order of the ranks.
     let ranks = (0..program.mesh.world_size()).rev();
@@ -152,7 +156,8 @@ fn a_parameter_is_put_together_from_pieces() {
     let dims = Shape::new(&[2, 3]);
     let held = |rank: usize, columns: std::ops::Range<usize>, values: &[f32]| -> Held {
         let slice = LocalSlice { stored: Shape::new(&[2, 2]), ranges: vec![0..2, columns] };
-        vec![Vec::new(), vec![param::Piece { rank, dims, slice, values: values.to_vec() }]]
+        let vectors = vec![Vec::new(), vec![param::Piece { rank, dims, slice, values: values.to_vec() }]];
+        Held { rank, vectors, sets: Vec::new() }
     };
     let all = [
         held(0, 0..2, &[0.0, 1.0, 3.0, 4.0]),
