@@ -3,7 +3,8 @@
 
     scripts/check_export.py FOLDER LOGITS
 
-LOGITS is a JSON file with `tokens` `[batch, seq]` and `logits` `[batch, seq, vocab]`. `cargo test -p meshwork-train --test huggingface` writes
+LOGITS is a JSON file, of which each part may be missing: `tokens` `[batch, seq]` with `logits` `[batch, seq, vocab]`; a `text` with the `ids`
+that the folder's tokenizer must give, and which a pipeline must continue; `ends`, the tokens that must end a text. `cargo test -p meshwork-train --test huggingface` writes
 one and calls this, if MESHWORK_PEER_PYTHON names a Python that has torch and transformers.
 """
 
@@ -14,16 +15,9 @@ from pathlib import Path
 TOLERANCE = 1e-4  # of logits around 1, in f32
 
 
-def main():
+def check_logits(model, wanted):
     import torch
-    from transformers import AutoModelForCausalLM
 
-    folder, path = sys.argv[1:]
-    wanted = json.loads(Path(path).read_text())
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    for what, names in loading.items():
-        if names:
-            sys.exit(f"error: {what}: {names}")
     with torch.no_grad():
         logits = model.eval()(torch.tensor(wanted["tokens"])).logits
     ours = torch.tensor(wanted["logits"])
@@ -33,6 +27,33 @@ def main():
     if not apart <= TOLERANCE:  # NaN fails too
         sys.exit(f"error: logits are {apart:.1e} apart, more than {TOLERANCE}")
     print(f"{type(model).__name__}: {ours.numel()} logits of {ours.min():.3f} to {ours.max():.3f}, at most {apart:.1e} apart")
+
+
+def main():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    folder, path = sys.argv[1:]
+    wanted = json.loads(Path(path).read_text())
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for what, names in loading.items():
+        if names:
+            sys.exit(f"error: {what}: {names}")
+    if "logits" in wanted:
+        check_logits(model, wanted)
+    if "ends" in wanted:
+        ends = model.generation_config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        if ends != wanted["ends"]:
+            sys.exit(f"error: texts end at {ends} in transformers, at {wanted['ends']} in meshwork")
+    if "text" in wanted:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(wanted["text"])["input_ids"]
+        if ids != wanted["ids"] or len(tokenizer) > model.config.vocab_size:
+            sys.exit(f"error: {wanted['text']!r} is {ids} of {len(tokenizer)} tokens in transformers, {wanted['ids']} in meshwork")
+        text = pipeline("text-generation", model=folder, tokenizer=folder)(wanted["text"], max_new_tokens=4, do_sample=False)
+        if not text[0]["generated_text"].startswith(wanted["text"]):
+            sys.exit(f"error: a pipeline continues {wanted['text']!r} as {text}")
 
 
 if __name__ == "__main__":

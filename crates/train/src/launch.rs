@@ -1,7 +1,8 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
+use crate::checkpoint::Resumed;
+use crate::checkpoint::export::{Planned, export};
 use crate::checkpoint::run::{Saver, described, resume_run};
-use crate::checkpoint::{Resumed, export};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, Place};
@@ -155,6 +156,8 @@ fn run(
     let (plan, number) = (config.plan()?, rank.world_rank());
     device.meter().set_limit(config.memory.limit());
     require_unasked(stop)?;
+    // What it has beside the weights is read before training, and missed before too.
+    let planned = if number == 0 { Planned::new(config, data)? } else { None };
     let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
     require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
@@ -250,23 +253,21 @@ fn run(
         reporter.notes(told);
         reporter.end(&outcome, started, launches)?;
     }
-    saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
     if outcome.steps > 0 && !outcome.stopped {
         outcome.sample = generate(config, data, &mut trainer, stop)?;
     }
-    // The last of all, because rank 0 alone does it, and no rank waits for it.
-    if let (Some(dir), Some(out), 0) = (&config.checkpoint.dir, &config.checkpoint.export, number)
-        && trainer.steps_done() == steps
-    {
-        let told = match is_asked(stop) {
-            true => format!("step {steps}  not exported: the run was asked to stop. Resume it to export"),
-            false => {
-                export(config, Path::new(dir), steps, Path::new(out))?;
-                format!("step {steps}  exported to {out}")
-            }
+    // Also where the last state could not be saved: the model is then nowhere else.
+    if let Some(out) = config.checkpoint.export.as_ref().filter(|_| trainer.steps_done() >= steps) {
+        let (step, later) = (trainer.steps_done(), config.checkpoint.dir.is_some());
+        let told = if agreed(trainer.rank().world(), stop)? && later {
+            format!("step {step}  not exported: the run was asked to stop. Resume it to export")
+        } else {
+            export(config, &plan, &trainer, planned)?;
+            format!("step {step}  exported to {out}")
         };
         reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
     }
+    saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
     Ok(outcome)
 }
 

@@ -1,5 +1,6 @@
 //! From the command line to the configuration and data of a run, with all faults in one report.
 
+use crate::checkpoint::export;
 use crate::checkpoint::room::Room;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
@@ -49,9 +50,11 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     }
     settings.faults.extend(folder_of_checkpoints(&config));
     settings.faults.extend(folder_of_offload(&config));
+    settings.faults.extend(if settings.sound(&["model.init_from"]) { export::fault(&config) } else { None });
     let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
     if let Some(data) = &data {
         count_samples(&mut config, data, &mut settings);
+        settings.faults.extend(if settings.faults.is_empty() { export::fault_of_files(&config, data) } else { None });
     }
     if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
         settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));

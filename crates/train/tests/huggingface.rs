@@ -5,12 +5,14 @@ mod small;
 use meshwork_checkpoint::{Checkpoint, Slice};
 use meshwork_core::comm::thread;
 use meshwork_engine::Trainer;
-use meshwork_models::huggingface::Pretrained;
+use meshwork_models::huggingface::{Dtype, Pretrained};
 use meshwork_models::language;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::checkpoint::{CheckpointError, resume};
 use meshwork_train::config::{Args, Config};
-use meshwork_train::{Data, train};
+use meshwork_train::generate::Trained;
+use meshwork_train::{Data, load, train};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -150,8 +152,248 @@ fn the_last_step_is_exported_bit_by_bit() {
         let refused = Config::from_args(&Args::parse(text.split_whitespace())).unwrap_err().to_string();
         assert!(refused.starts_with("checkpoint.export = out: ") && refused.contains(problem), "{refused}");
     }
-    let alone = parse("gpt2", "--set checkpoint.export=somewhere").unwrap_err();
-    assert!(alone.starts_with("checkpoint.export = somewhere: ") && alone.ends_with("set checkpoint.dir"), "{alone}");
+}
+
+fn bytes_of(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries
+        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(path).unwrap()))
+        .collect()
+}
+
+/// The weights of a run come from the trainer: from every mesh the same bytes, without a checkpoint. In canonical numerics each mesh has the same
+/// weights.
+#[test]
+fn every_mesh_exports_the_same_bytes_without_a_checkpoint() {
+    for (kind, meshes) in [
+        (
+            "gpt2",
+            &[
+                "dp=2 --set parallelism.zero_stage=1",
+                "dp=4 --set parallelism.zero_stage=3",
+                "dp=2,tp=2,pp=2 --set parallelism.zero_stage=2",
+            ][..],
+        ),
+        (
+            "llama --set model.num_kv_heads=2",
+            &[
+                "tp=4",
+                "dp=2,pp=2 --set parallelism.zero_stage=3",
+                "dp=2,tp=2 --set parallelism.zero_stage=3 --set parallelism.sequence_parallel=true",
+            ],
+        ),
+        (
+            "llama --set moe.num_experts=4",
+            &["dp=2,ep=2,tp=2", "dp=4,ep=2 --set parallelism.zero_stage=3 --set parallelism.zero_group=2", "pp=2"],
+        ),
+    ] {
+        for dtype in ["f32", "bf16", "f16"] {
+            let run = |mesh: &str| {
+                let folder = tempfile::tempdir().unwrap();
+                let out = folder.path().join("out");
+                let config = small::config(&format!(
+                    "{mesh} --set model.kind={kind} --set training.steps=2 --set training.numerics=canonical \
+                     --set checkpoint.export_dtype={dtype} --set checkpoint.export={}",
+                    out.display()
+                ));
+                train(&config, &small::data(), None, &AtomicBool::new(false))
+                    .unwrap_or_else(|error| panic!("{mesh}: {error}"));
+                assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is written");
+                bytes_of(&out)
+            };
+            let one = run("dp=1");
+            let header = String::from_utf8_lossy(&one["model.safetensors"][..1000]).into_owned();
+            assert!(header.contains(&format!("{{\"dtype\":\"{}\"", dtype.to_uppercase())), "{header}");
+            // One pass over the meshes shows where weights lie; the other types round what rank 0 has.
+            for mesh in meshes.iter().take(if dtype == "f32" { 3 } else { 1 }) {
+                assert!(run(mesh) == one, "{kind} in {dtype} on {mesh}");
+            }
+        }
+    }
+}
+
+/// Masters in f32 of a run in 16 bits, and memory that the host cannot read.
+#[test]
+fn mixed_precision_and_offloaded_weights_are_exported_as_a_checkpoint_has_them() {
+    for more in [
+        "--set training.dtype=bf16",
+        "--set training.dtype=f16 --set parallelism.zero_stage=3",
+        "--set memory.offload=all",
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, out, disk) = (folder.path().join("run"), folder.path().join("out"), folder.path().join("disk"));
+        std::fs::create_dir(&disk).unwrap();
+        let offload = if more.contains("offload") {
+            format!("--set memory.offload_dir={}", disk.display())
+        } else {
+            String::new()
+        };
+        let config = small::config(&format!(
+            "dp=2 --set training.steps=2 {more} {offload} --set checkpoint.dir={} --set checkpoint.export={}",
+            dir.display(),
+            out.display()
+        ));
+        train(&config, &small::data(), None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{more}: {error}"));
+        let (saved, written) = (Checkpoint::open_step(&dir, 2).unwrap(), Pretrained::open(&out).unwrap());
+        assert_eq!(written.dtype(), Some(Dtype::F32), "the type of a model that comes from no folder");
+        for spec in written.architecture().parameters().unwrap() {
+            let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
+            let values = written.read(&spec, &spec.local(&"dp=1".parse().unwrap(), Default::default())).unwrap();
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            assert!(bytes == saved.read(&spec.name, &Slice::whole(&dims)).unwrap(), "{more}: {}", spec.name);
+        }
+    }
+}
+
+/// A weight that the type of the export does not have ends the run on every rank, and nothing is written.
+#[test]
+fn weights_that_are_no_numbers_are_not_exported() {
+    for mesh in ["tp=2", "dp=2,pp=2"] {
+        let folder = tempfile::tempdir().unwrap();
+        let config = small::config(&format!(
+            "{mesh} --set training.steps=1 --set training.max_norm=0 --set metrics.sample_tokens=0 --set optimizer.name=sgd \
+             --set optimizer.lr=1e9 --set checkpoint.export_dtype=f16 --set checkpoint.export={}",
+            folder.path().join("out").display()
+        ));
+        let error = train(&config, &small::data(), None, &AtomicBool::new(false)).unwrap_err().to_string();
+        let told = error.contains("checkpoint.export: the weights of ") && error.contains("is no number in f16");
+        assert!(told, "{error}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
+
+/// A copy of a fixture with these files beside it.
+fn copy(name: &str, files: &[(&str, &str)]) -> tempfile::TempDir {
+    let copied = tempfile::tempdir().unwrap();
+    bytes_of(&folder(name)).iter().for_each(|(name, bytes)| std::fs::write(copied.path().join(name), bytes).unwrap());
+    files.iter().for_each(|(name, text)| std::fs::write(copied.path().join(name), text).unwrap());
+    copied
+}
+
+fn set(path: &Path, change: impl Fn(&mut serde_json::Value)) {
+    let mut value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    change(&mut value);
+    std::fs::write(path, value.to_string()).unwrap();
+}
+
+/// A fine-tuned model has the type, the tokens, the positions and the tokenizer of the folder that it comes from; so has one that comes from it.
+#[test]
+fn an_export_keeps_what_its_folder_had() {
+    let files = [
+        ("merges.txt", "#version: 0.2\n"),
+        ("vocab.json", "{\"a\": 0}"),
+        ("special_tokens_map.json", "{}"),
+        ("chat_template.jinja", "{{ x }}"),
+    ];
+    let from = copy("gpt2_untied_bf16", &files);
+    set(&from.path().join("config.json"), |config| {
+        config["eos_token_id"] = vec![3, 7].into();
+        config["bos_token_id"] = 4.into();
+        config["ours"] = "kept".into();
+    });
+    set(&from.path().join("generation_config.json"), |config| config["eos_token_id"] = vec![3, 7].into());
+    let rounds = tempfile::tempdir().unwrap();
+    let outs = ["one", "two"].map(|name| rounds.path().join(name));
+    for (from, out) in [(from.path(), &outs[0]), (&*outs[0], &outs[1])] {
+        let text = format!(
+            "--set model.init_from={} --set checkpoint.export={} --mesh tp=2 --set training.global_batch_size=2 --set training.steps=1",
+            from.display(),
+            out.display()
+        );
+        let config = Config::from_args(&Args::parse(text.split_whitespace())).unwrap();
+        let data = Data::from_tokens((0..100).map(|id| id % 29).collect(), 12);
+        train(&config, &data, None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
+        let written = Pretrained::open(out).unwrap();
+        assert_eq!((written.dtype(), written.ends_of_text()), (Some(Dtype::Bf16), &[3, 7][..]));
+        let (before, after) = (bytes_of(from), bytes_of(out));
+        let json = |of: &BTreeMap<String, Vec<u8>>, name: &str| {
+            serde_json::from_slice::<serde_json::Value>(&of[name]).unwrap()
+        };
+        assert_eq!(json(&after, "config.json"), json(&before, "config.json"));
+        assert_eq!(json(&after, "generation_config.json"), json(&before, "generation_config.json"));
+        for (name, _) in files {
+            assert_eq!(after[name], before[name], "{name}");
+        }
+        assert_ne!(after["model.safetensors"], before["model.safetensors"], "it was trained");
+    }
+}
+
+/// Found before training, with all other faults, and nothing is written.
+#[test]
+fn folders_that_an_export_cannot_have_are_refused_before_training() {
+    let from = copy("gpt2", &[]);
+    let work = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(work.path().join("runs/one")).unwrap();
+    std::fs::write(work.path().join("file"), "").unwrap();
+    let refused = |set: &str| {
+        let text = format!("--set training.steps=1 {set}").replace("FROM", &from.path().display().to_string());
+        let text = text.replace("WORK", &work.path().display().to_string());
+        load(&Args::parse(text.split_whitespace())).map(drop).unwrap_err().to_string()
+    };
+    let other = refused("--set checkpoint.export=FROM");
+    assert!(
+        other.contains("has files of a model already: config.json, generation_config.json, model.safetensors"),
+        "{other}"
+    );
+    assert!(
+        other.ends_with("set checkpoint.export_overwrite = true to replace that model, or use another folder"),
+        "{other}"
+    );
+    for (set, told) in [
+        (
+            "--set model.init_from=FROM/. --set checkpoint.export=FROM --set checkpoint.export_overwrite=true",
+            "is the folder of model.init_from",
+        ),
+        (
+            "--set checkpoint.dir=WORK/new --set checkpoint.export=WORK/new/../new",
+            "has the folder of checkpoint.dir in it, or is it",
+        ),
+        (
+            "--set metrics.tensorboard=WORK/new/board --set checkpoint.export=WORK/new",
+            "has the folder of metrics.tensorboard in it",
+        ),
+        ("--set checkpoint.export=WORK/runs", "has folders in it (one), and the whole folder is replaced"),
+        ("--set checkpoint.export=WORK/file", "is a file, not a folder"),
+        ("--set checkpoint.export=WORK/file/inside", "Not a directory"),
+        ("--set checkpoint.export=/proc", "is where a file system begins"),
+        ("--set checkpoint.export=/proc/self/out", "/proc/"),
+    ] {
+        let refused = refused(set);
+        assert!(
+            refused.lines().any(|line| line.starts_with("checkpoint.export = ") && line.contains(told)),
+            "{set}: {refused}"
+        );
+    }
+    let both = refused("--set checkpoint.export=WORK/file --set optimizer.beta1=2");
+    assert_eq!(both.lines().count(), 2, "{both}");
+    assert_eq!(bytes_of(from.path()), bytes_of(&folder("gpt2")));
+}
+
+/// The tokenizer of a run lies beside its model in the form that other programs read.
+#[test]
+fn the_tokenizer_of_the_run_is_exported() {
+    let work = tempfile::tempdir().unwrap();
+    let run = |name: &str, more: &str| {
+        let out = work.path().join(name);
+        let text = format!(
+            "--set model.hidden_size=16 --set model.num_heads=2 --set model.num_layers=1 --set model.seq_len=16 --set training.steps=1 \
+             --set training.global_batch_size=2 --set checkpoint.export={} {more}",
+            out.display()
+        );
+        let (config, data) = load(&Args::parse(text.split_whitespace())).unwrap();
+        train(&config, &data, None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
+        bytes_of(&out)
+    };
+    let json =
+        |of: &BTreeMap<String, Vec<u8>>, name: &str| serde_json::from_slice::<serde_json::Value>(&of[name]).unwrap();
+    let bytes = run("bytes", "");
+    assert_eq!(json(&bytes, "tokenizer.json")["model"]["vocab"].as_object().unwrap().len(), 256);
+    assert_eq!(json(&bytes, "tokenizer_config.json")["tokenizer_class"], "PreTrainedTokenizerFast");
+    assert_eq!(json(&bytes, "config.json")["eos_token_id"], serde_json::Value::Null);
+    let ended = run("ended", "--set data.end_of_text=300 --set model.vocab_size=301");
+    assert_eq!(json(&ended, "config.json")["eos_token_id"], 300);
+    assert_eq!(json(&ended, "tokenizer_config.json")["eos_token"], "<|endoftext|>");
+    assert_eq!(json(&ended, "tokenizer.json")["added_tokens"][0]["id"], 300);
 }
 
 /// The logits of these samples by the model in the newest checkpoint, `[sample · position][vocab]`.
@@ -199,5 +441,46 @@ fn transformers_has_the_logits_of_the_checkpoint_that_was_exported() {
         let said = String::from_utf8_lossy(&checked.stdout);
         assert!(checked.status.success(), "{more}: {said}{}", String::from_utf8_lossy(&checked.stderr));
         print!("{more}: {said}");
+    }
+}
+
+/// `AutoTokenizer` and a pipeline of `transformers` have the tokens of the run, and its end of text.
+#[test]
+fn transformers_has_the_tokenizer_of_the_run() {
+    let Some(python) = std::env::var_os("MESHWORK_PEER_PYTHON") else {
+        eprintln!("skipped: set MESHWORK_PEER_PYTHON to a Python that has torch and transformers");
+        return;
+    };
+    let sizes = "--set model.hidden_size=16 --set model.num_heads=2 --set model.num_layers=1 --set model.seq_len=32";
+    for (more, text, ids, ends) in [
+        ("--set model.kind=gpt2", "Cicero é", vec![67, 105, 99, 101, 114, 111, 32, 195, 169], vec![]),
+        (
+            "--set model.kind=llama --set model.vocab_size=257 --set data.end_of_text=256",
+            "a b",
+            vec![97, 32, 98],
+            vec![256],
+        ),
+        #[cfg(feature = "tokenizers")]
+        ("--set data.tokenizer=gpt2 --set model.vocab_size=50257", "Hello world", vec![15496, 995], vec![50256]),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (dir, out) = (folder.path().join("run"), folder.path().join("model"));
+        let args = format!(
+            "{sizes} {more} --set training.steps=1 --set training.global_batch_size=2 --set checkpoint.dir={} --set checkpoint.export={}",
+            dir.display(),
+            out.display()
+        );
+        let (config, data) = load(&Args::parse(args.split_whitespace())).unwrap();
+        train(&config, &data, None, &AtomicBool::new(false)).unwrap_or_else(|error| panic!("{error}"));
+        let trained = Trained::open(&dir, None, Args::parse([""; 0])).unwrap();
+        assert_eq!((trained.ends_of_text, trained.tokenizer.encode(text).unwrap()), (ends.clone(), ids.clone()));
+        let path = folder.path().join("logits.json");
+        // No logits: the model has some of its own.
+        let wanted = serde_json::json!({"text": text, "ids": ids, "ends": ends});
+        std::fs::write(&path, wanted.to_string()).unwrap();
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/check_export.py");
+        let checked = std::process::Command::new(&python).arg(script).args([&out, &path]).output().unwrap();
+        let said = String::from_utf8_lossy(&checked.stdout);
+        assert!(checked.status.success(), "{more}: {said}{}", String::from_utf8_lossy(&checked.stderr));
     }
 }

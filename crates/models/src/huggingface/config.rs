@@ -1,4 +1,5 @@
-//! `config.json`: from a Hugging Face model's settings to the sizes of ours, and back.
+//! `config.json`: from a Hugging Face model's settings to the sizes of ours. What changes the numbers of a model and is not supported is refused;
+//! what does not is not looked at.
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
@@ -8,12 +9,12 @@ use meshwork_tensor::op::{Rotary, RotaryScaling};
 use serde_json::{Map, Value, json};
 
 /// `eos_token_id`: one token, or several. None where it is not given.
-pub(super) fn ends_of_text(text: &str) -> Vec<u32> {
-    let settings: Value = serde_json::from_str(text).unwrap_or_default();
+pub(super) fn ends_of_text(settings: &Map<String, Value>) -> Vec<u32> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
-    match &settings["eos_token_id"] {
-        Value::Array(ids) => ids.iter().filter_map(id).collect(),
-        one => id(one).into_iter().collect(),
+    match settings.get("eos_token_id") {
+        Some(Value::Array(ids)) => ids.iter().filter_map(id).collect(),
+        Some(one) => id(one).into_iter().collect(),
+        None => Vec::new(),
     }
 }
 
@@ -56,6 +57,14 @@ impl Settings<'_> {
         }
     }
 
+    /// A number that must be there.
+    fn number(&mut self, key: &str) -> f64 {
+        if self.value(key).is_none() {
+            self.problems.push(format!("{key} is missing"));
+        }
+        self.number_or(key, 1.0)
+    }
+
     fn flag_or(&mut self, key: &str, default: bool) -> bool {
         match self.value(key).map(Value::as_bool) {
             None => default,
@@ -75,7 +84,7 @@ impl Settings<'_> {
 
     /// A setting that this library has in one form only. A missing one has that form.
     fn only(&mut self, key: &str, valid: &[Value]) {
-        if let Some(value) = self.value(key).filter(|value| !valid.contains(value)) {
+        if let Some(value) = self.value(key).filter(|value| !valid.iter().any(|valid| same(valid, value))) {
             let valid: Vec<String> = valid.iter().map(Value::to_string).collect();
             let valid = if valid.is_empty() { "none".to_owned() } else { valid.join(" or ") };
             self.problems.push(format!("{key} is {value}: supported is {valid}"));
@@ -83,31 +92,124 @@ impl Settings<'_> {
     }
 }
 
+/// Whether two values are equal: 1 is 1.0.
+fn same(one: &Value, other: &Value) -> bool {
+    one == other || one.as_f64().is_some_and(|number| other.as_f64() == Some(number))
+}
+
+/// A supported class of `transformers`, with the `model_type` that it has.
+const CLASSES: [(&str, &str); 3] =
+    [("GPT2LMHeadModel", "gpt2"), ("LlamaForCausalLM", "llama"), ("MixtralForCausalLM", "mixtral")];
+
+/// Keys of models that are variants of these, with the values at which they change nothing.
+fn neutral() -> Vec<(&'static str, Vec<Value>)> {
+    let (off, one) = (vec![json!(false)], vec![json!(1)]);
+    vec![
+        ("pruned_heads", vec![json!({}), json!([])]),
+        ("partial_rotary_factor", one.clone()),
+        ("rotary_pct", one.clone()),
+        ("rope_interleave", off.clone()),
+        ("rope_local_base_freq", vec![]),
+        ("no_rope_layers", vec![json!([])]),
+        ("alibi", off.clone()),
+        ("position_embedding_type", vec![json!("absolute"), json!("rope"), json!("rotary")]),
+        ("use_sliding_window", off.clone()),
+        ("attention_multiplier", vec![]),
+        ("embedding_multiplier", one.clone()),
+        ("residual_multiplier", one.clone()),
+        ("logits_scaling", one.clone()),
+        ("logit_scale", one.clone()),
+        ("scale_emb", one.clone()),
+        ("scale_depth", one),
+        ("dim_model_base", vec![]),
+        ("query_pre_attn_scalar", vec![]),
+        ("attn_logit_softcapping", vec![]),
+        ("final_logit_softcapping", vec![]),
+        ("clip_qkv", vec![]),
+        ("qk_layernorm", off.clone()),
+        ("use_qk_norm", off.clone()),
+        ("qk_norm", off.clone()),
+        ("qkv_bias", off.clone()),
+        ("bias", off.clone()),
+        ("parallel_attn", off.clone()),
+        ("use_parallel_residual", off.clone()),
+        ("n_shared_experts", vec![json!(0)]),
+        ("is_encoder_decoder", off),
+        ("is_causal", vec![json!(true)]),
+    ]
+}
+
 /// The architecture that a `config.json` describes.
 ///
 /// # Errors
 /// Everything that is missing, misshapen or not supported, together.
-pub(super) fn read(text: &str) -> Result<Architecture, Error> {
-    let value: Value = serde_json::from_str(text).map_err(|error| problem(format!("it is not JSON: {error}")))?;
+pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
     let values = value.as_object().ok_or_else(|| problem("it is not an object".to_owned()))?;
     let mut settings = Settings { values, problems: Vec::new() };
+    let quantized = ["quantization_config", "compression_config"].into_iter().find(|key| settings.value(key).is_some());
+    settings.problems.extend(quantized.map(|key| quantization(key, &values[key])));
     let names: Vec<&str> =
         values.get("architectures").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
-    let kind =
-        names.first().copied().or_else(|| settings.value("model_type").and_then(Value::as_str)).unwrap_or_default();
-    let architecture = match kind {
-        "GPT2LMHeadModel" | "gpt2" => Architecture::Gpt2(gpt2(&mut settings)),
-        "LlamaForCausalLM" | "llama" => Architecture::Llama(llama(&mut settings)),
-        "MixtralForCausalLM" | "mixtral" => mixtral(&mut settings),
-        other => {
-            let valid = "GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM are supported";
-            return Err(problem(format!("architectures names {other:?}: {valid}")));
-        }
+    let model_type = settings.value("model_type").and_then(Value::as_str);
+    let supported = || {
+        let classes: Vec<&str> = CLASSES.iter().map(|(class, _)| *class).collect();
+        format!("{} are supported", classes.join(", "))
+    };
+    let class = match (names.first(), model_type) {
+        (Some(&name), _) => CLASSES.iter().find(|(class, _)| *class == name),
+        (None, model_type) => CLASSES.iter().find(|(_, of)| Some(*of) == model_type),
+    };
+    let Some(&(class, of_class)) = class else {
+        settings.problems.push(match (names.first(), model_type) {
+            (Some(name), _) => format!("architectures names {name:?}: {}", supported()),
+            (None, Some(model_type)) => {
+                format!("architectures is missing, and model_type is {model_type:?}: {}", supported())
+            }
+            (None, None) => format!("it has neither architectures nor model_type: {}", supported()),
+        });
+        return Err(Error::Config(settings.problems));
+    };
+    // transformers goes by the type, others by the class.
+    if let Some(other) = model_type.filter(|model_type| *model_type != of_class) {
+        settings
+            .problems
+            .push(format!("model_type is {other:?}, and that of the architectures entry {class:?} is {of_class:?}"));
+    }
+    for (key, valid) in neutral() {
+        settings.only(key, &valid);
+    }
+    if let Some(layers) = settings
+        .value("layer_types")
+        .filter(|layers| !layers.as_array().is_some_and(|layers| layers.iter().all(|layer| layer == "full_attention")))
+    {
+        settings.problems.push(format!("layer_types is {layers}: supported is \"full_attention\" for each"));
+    }
+    let architecture = match of_class {
+        "gpt2" => Architecture::Gpt2(gpt2(&mut settings)),
+        "llama" => Architecture::Llama(llama(&mut settings)),
+        _ => mixtral(&mut settings),
     };
     match settings.problems.is_empty() {
         true => Ok(architecture),
         false => Err(Error::Config(settings.problems)),
     }
+}
+
+/// What a folder of quantized weights is told.
+fn quantization(key: &str, config: &Value) -> String {
+    let text = |key: &str| config[key].as_str();
+    let bits = ["bits", "w_bit"].into_iter().find_map(|key| config[key].as_u64());
+    let bits = match (config["load_in_4bit"].as_bool(), config["load_in_8bit"].as_bool()) {
+        (Some(true), _) => Some(4),
+        (_, Some(true)) => Some(8),
+        _ => bits,
+    };
+    let method = text("quant_method").or(text("quant_algo")).or(text("format")).unwrap_or("unknown");
+    let bits = bits.map_or_else(String::new, |bits| format!(" of {bits} bits"));
+    format!(
+        "{key} names the method {method:?}{bits}: quantized weights are not supported; use the folder in f32, bf16 or f16 that they were made \
+         from, or `dequantize()` the model in transformers and `save_pretrained` it"
+    )
 }
 
 fn problem(problem: String) -> Error {
@@ -159,7 +261,7 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
     settings.only("hidden_act", &["silu".into()]);
     settings.only("attention_bias", &[false.into()]);
     settings.only("mlp_bias", &[false.into()]);
-    settings.only("attention_dropout", &[json!(0), json!(0.0)]);
+    settings.only("attention_dropout", &[json!(0)]);
     settings.only("sliding_window", &[]);
     let rotary = rotary(settings);
     LlamaConfig {
@@ -180,7 +282,7 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
 /// (`output_router_logits`) does not matter here: a run sets their factors.
 fn mixtral(settings: &mut Settings<'_>) -> Architecture {
     // There it multiplies the input of the experts too.
-    settings.only("router_jitter_noise", &[json!(0), json!(0.0)]);
+    settings.only("router_jitter_noise", &[json!(0)]);
     let llama = llama(settings);
     let (num_experts, top_k) = (settings.size_or("num_local_experts", 8), settings.size_or("num_experts_per_tok", 2));
     if top_k > num_experts {
@@ -224,21 +326,52 @@ fn heads_divide(settings: &mut Settings<'_>, hidden: usize, heads: usize, hidden
 
 /// The rotary embedding: `rope_theta` and `rope_scaling`, or both in `rope_parameters` of newer files.
 fn rotary(settings: &mut Settings<'_>) -> Rotary {
-    let key = if settings.value("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
-    let empty = Map::new();
-    let given = settings.value(key).cloned().unwrap_or_default();
-    let scaling = given.as_object().unwrap_or(&empty);
-    let mut inner = Settings { values: scaling, problems: Vec::new() };
+    let given: Vec<&str> =
+        ["rope_parameters", "rope_scaling"].into_iter().filter(|key| settings.value(key).is_some()).collect();
     let theta = settings.number_or("rope_theta", 10_000.0);
+    let mut read = given.iter().map(|key| (*key, rotary_of(settings, key, theta))).collect::<Vec<_>>().into_iter();
+    let (first, second) = (read.next(), read.next());
+    if let (Some((key, one)), Some((other_key, other))) = (&first, &second)
+        && one != other
+    {
+        settings.problems.push(format!("{key} and {other_key} say different things: keep one of them"));
+    }
+    first.map_or(Rotary { theta, scaling: None }, |(_, rotary)| rotary)
+}
+
+fn rotary_of(settings: &mut Settings<'_>, key: &str, theta: f64) -> Rotary {
+    let given = settings.value(key).cloned().unwrap_or_default();
+    let Some(scaling) = given.as_object() else {
+        settings.refuse(key, "an object");
+        return Rotary { theta, scaling: None };
+    };
+    let mut inner = Settings { values: scaling, problems: Vec::new() };
     let theta = inner.number_or("rope_theta", theta);
-    let kind = inner.value("rope_type").or(inner.value("type")).and_then(Value::as_str).unwrap_or("default").to_owned();
+    let kinds: Vec<&Value> = ["rope_type", "type"].into_iter().filter_map(|key| inner.value(key)).collect();
+    let kind = match &*kinds {
+        [one, other] if one != other => {
+            inner.problems.push(format!("rope_type is {one} and type {other}: keep one of them"));
+            "default".to_owned()
+        }
+        [] if inner.value("factor").is_some() => {
+            inner.problems.push("it has a factor and no rope_type: supported is \"default\" or \"llama3\"".to_owned());
+            "default".to_owned()
+        }
+        [] if scaling.values().any(Value::is_object) => {
+            inner.problems.push("it has settings for each kind of layer: supported is one for all".to_owned());
+            "default".to_owned()
+        }
+        [] => "default".to_owned(),
+        [kind, ..] => kind.as_str().map_or_else(|| kind.to_string(), str::to_owned),
+    };
+    inner.only("partial_rotary_factor", &[json!(1)]);
     let scaling = match &*kind {
         "default" => None,
         "llama3" => Some(RotaryScaling {
-            factor: inner.number_or("factor", 8.0),
-            low_frequency_factor: inner.number_or("low_freq_factor", 1.0),
-            high_frequency_factor: inner.number_or("high_freq_factor", 4.0),
-            original_positions: inner.size_or("original_max_position_embeddings", 8192),
+            factor: inner.number("factor"),
+            low_frequency_factor: inner.number("low_freq_factor"),
+            high_frequency_factor: inner.number("high_freq_factor"),
+            original_positions: inner.size("original_max_position_embeddings"),
         }),
         other => {
             inner.problems.push(format!("rope_type is {other:?}: supported is \"default\" or \"llama3\""));
@@ -247,73 +380,4 @@ fn rotary(settings: &mut Settings<'_>) -> Rotary {
     };
     settings.problems.extend(inner.problems.into_iter().map(|problem| format!("{key}: {problem}")));
     Rotary { theta, scaling }
-}
-
-/// The `config.json` of an architecture, whose weights are of this dtype.
-pub(super) fn write(architecture: &Architecture, dtype: &str) -> Value {
-    match architecture {
-        Architecture::Gpt2(config) => json!({
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": config.vocab_size,
-            "n_positions": config.seq_len,
-            "n_ctx": config.seq_len,
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": config.ffn_hidden_size,
-            "activation_function": "gelu_new",
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": config.dropout,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": config.tie_embeddings,
-            "torch_dtype": dtype,
-        }),
-        Architecture::Llama(config) => write_llama(config, "LlamaForCausalLM", "llama", dtype),
-        Architecture::Mixtral(config, experts) => {
-            let mut settings = write_llama(config, "MixtralForCausalLM", "mixtral", dtype);
-            settings["intermediate_size"] = json!(experts.expert_hidden_size);
-            settings["num_local_experts"] = json!(experts.moe.num_experts);
-            settings["num_experts_per_tok"] = json!(experts.moe.top_k);
-            settings["router_jitter_noise"] = json!(0.0);
-            settings["sliding_window"] = Value::Null;
-            // There the loss counts every one of a token's experts, here their mean.
-            settings["router_aux_loss_coef"] = json!(experts.moe.aux_loss_coeff / experts.moe.top_k as f64);
-            settings
-        }
-    }
-}
-
-fn write_llama(config: &LlamaConfig, architecture: &str, model_type: &str, dtype: &str) -> Value {
-    let rope = match config.rotary.scaling {
-        None => Value::Null,
-        Some(scaling) => json!({
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }),
-    };
-    json!({
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.seq_len,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.hidden_size / config.num_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rotary.theta,
-        "rope_scaling": rope,
-        "attention_bias": false,
-        "mlp_bias": false,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": dtype,
-    })
 }

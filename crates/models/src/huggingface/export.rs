@@ -1,16 +1,20 @@
 //! Writes a model into a folder that `transformers` loads.
 
 use super::layout::{self, Part};
-use super::{Architecture, Dtype, Error, config};
+use super::staged::{self, Staged};
+use super::written::{self, Settings};
+use super::{Architecture, Dtype, Error};
 use meshwork_tensor::ParamSpec;
-use serde_json::{Map, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The largest shard, in bytes of tensors.
 const SHARD: u64 = 5_000_000_000;
+/// Bytes that are written before they must be on the disk, so that the last wait for it is short.
+const SYNC: usize = 1 << 28;
 
 /// A tensor of the folder, and the parameters that it is made of.
 struct Written {
@@ -20,97 +24,173 @@ struct Written {
     spec: ParamSpec,
 }
 
-/// Writes `config.json`, `generation_config.json` and the weights, rounded to `dtype`; above 5 GB in shards with an index.
-/// `weights` gives a whole parameter, row-major; it is asked for each of them once, or again in the next shard where its tensors lie in
-/// several, and one is in memory at a time. Files are complete when their names appear.
+/// The caller's weights, or why it cannot give them.
+type Given = Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>;
+
+/// A folder to be written: what it has beside the weights.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The model.
+    pub architecture: Architecture,
+    /// The type that weights are rounded to.
+    pub dtype: Dtype,
+    /// Texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for. Programs that do not know them
+    /// pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them back.
+    pub metadata: BTreeMap<String, String>,
+    /// The settings of the folder that the model comes from, which are kept: tokens, positions, generation, and what is not known here.
+    pub from: Option<Settings>,
+    /// Tokens that end a text, beside those that `from` names.
+    pub ends_of_text: Vec<u32>,
+    /// Other files of the folder by name: the tokenizer.
+    pub files: BTreeMap<String, Vec<u8>>,
+    /// Whether a model that lies in the folder is replaced.
+    pub overwrite: bool,
+}
+
+/// Writes a model with nothing beside it into a folder that has none yet: [`Export::write`].
 ///
 /// # Errors
-/// A folder that cannot be written, weights that the caller cannot give or of another size.
+/// As [`Export::write`].
 pub fn export(
     folder: &Path,
     architecture: &Architecture,
     dtype: Dtype,
-    weights: impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
+    weights: impl FnMut(&ParamSpec) -> Given,
 ) -> Result<(), Error> {
-    export_with(folder, architecture, dtype, &BTreeMap::new(), weights)
+    Export::new(*architecture, dtype).write(folder, weights)
 }
 
-/// As [`export`], with texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for. Programs that do
-/// not know them pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them back.
-///
-/// # Errors
-/// As [`export`].
-pub fn export_with(
-    folder: &Path,
-    architecture: &Architecture,
-    dtype: Dtype,
-    metadata: &BTreeMap<String, String>,
-    mut weights: impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
-) -> Result<(), Error> {
-    std::fs::create_dir_all(folder).map_err(|source| Error::File { path: folder.to_owned(), source })?;
-    let mut tensors = Vec::new();
-    for spec in architecture.parameters()? {
-        for part in layout::parts(architecture, &spec.name, spec.dims) {
-            let name = match &*part.tensor {
-                "lm_head.weight" => part.tensor.clone(),
-                tensor => format!("{}{tensor}", layout::prefix(architecture)),
+impl Export {
+    /// A model with nothing beside it.
+    #[must_use]
+    pub fn new(architecture: Architecture, dtype: Dtype) -> Self {
+        let (metadata, files) = (BTreeMap::new(), BTreeMap::new());
+        Self { architecture, dtype, metadata, from: None, ends_of_text: Vec::new(), files, overwrite: false }
+    }
+
+    /// Whether the folder could be written now. Nothing stays of the attempt.
+    ///
+    /// # Errors
+    /// A folder that cannot be made there, files of another model in it unless they are to be replaced, folders in it, a disk without the room.
+    pub fn check(&self, folder: &Path) -> Result<(), Error> {
+        let weights = self.tensors()?.iter().map(|tensor| self.bytes(tensor)).sum::<u64>();
+        let files = self.files.values().map(|file| file.len() as u64).sum::<u64>();
+        staged::check(folder, self.overwrite, weights + files)
+    }
+
+    /// Writes `config.json`, `generation_config.json`, the weights, above 5 GB in shards with an index, and the other files. `weights` gives a
+    /// whole parameter, row-major; it is asked for each of them once, or again in the next shard where its tensors lie in several, and
+    /// one is in memory at a time.
+    ///
+    /// The folder appears whole: a process that is killed leaves the one that was there before, or this one. Files in it that are of no model
+    /// stay.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); weights that the caller cannot give, of another size, or that are no numbers in this type.
+    pub fn write(&self, folder: &Path, mut weights: impl FnMut(&ParamSpec) -> Given) -> Result<(), Error> {
+        let staged = Staged::begin(folder, self.overwrite)?;
+        let dir = staged.dir();
+        let shards = self.shards()?;
+        let (total, count) = (shards.iter().map(|(size, _)| size).sum::<u64>(), shards.len());
+        let mut weight_map = BTreeMap::new();
+        for (number, (_, shard)) in shards.iter().enumerate() {
+            let name = match count {
+                1 => "model.safetensors".to_owned(),
+                _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
             };
-            tensors.push(Written { name, shape: part.shape.clone(), part, spec: spec.clone() });
+            weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone())));
+            self.write_shard(&dir.join(name), shard, &mut weights)?;
         }
-    }
-    let bytes = |tensor: &Written| (tensor.shape.iter().product::<usize>() * dtype.bytes()) as u64;
-    let mut shards: Vec<(u64, Vec<Written>)> = Vec::new();
-    for tensor in tensors {
-        let size = bytes(&tensor);
-        match shards.last_mut().filter(|(held, _)| held + size <= SHARD) {
-            Some((held, shard)) => {
-                *held += size;
-                shard.push(tensor);
+        let mut files = Vec::new();
+        if count > 1 {
+            let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            files.push(("model.safetensors.index.json", index));
+        }
+        let Settings { config, generation } =
+            written::settings(&self.architecture, self.dtype, &self.ends_of_text, self.from.as_ref());
+        files.extend(generation.map(|generation| ("generation_config.json", Value::Object(generation))));
+        files.push(("config.json", Value::Object(config)));
+        for (name, value) in files {
+            write_file(&dir.join(name), format!("{value:#}\n").as_bytes())?;
+        }
+        for (name, bytes) in &self.files {
+            let path = dir.join(name);
+            if let Some(parent) = path.parent() {
+                std::fs::create_dir_all(parent).map_err(|source| Error::File { path: parent.to_owned(), source })?;
             }
-            None => shards.push((size, vec![tensor])),
+            write_file(&path, bytes)?;
         }
+        staged.commit()
     }
-    let (total, count) = (shards.iter().map(|(size, _)| size).sum::<u64>(), shards.len());
-    let mut weight_map = BTreeMap::new();
-    for (number, (_, shard)) in shards.iter().enumerate() {
-        let name = match count {
-            1 => "model.safetensors".to_owned(),
-            _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
-        };
-        weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), name.clone())));
-        write_shard(&folder.join(name), shard, (dtype, metadata), &mut weights)?;
-    }
-    if count > 1 {
-        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-        write_json(&folder.join("model.safetensors.index.json"), &index)?;
-    }
-    write_json(&folder.join("generation_config.json"), &json!({"_from_model_config": true}))?;
-    write_json(&folder.join("config.json"), &config::write(architecture, dtype.torch_name()))
-}
 
-fn write_shard(
-    path: &Path,
-    tensors: &[Written],
-    (dtype, metadata): (Dtype, &BTreeMap<String, String>),
-    weights: &mut impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>>,
-) -> Result<(), Error> {
-    let (mut header, mut at) = (Map::new(), 0);
-    let mut texts = metadata.clone();
-    texts.insert("format".to_owned(), "pt".to_owned());
-    header.insert("__metadata__".to_owned(), json!(texts));
-    for Written { name, shape, .. } in tensors {
-        let end = at + shape.iter().product::<usize>() * dtype.bytes();
-        header.insert(name.clone(), json!({"dtype": dtype.header_name(), "shape": shape, "data_offsets": [at, end]}));
-        at = end;
+    /// The parameters in the order in which [`write`](Self::write) asks for them.
+    ///
+    /// # Errors
+    /// Sizes that no model has.
+    pub fn order(&self) -> Result<Vec<ParamSpec>, Error> {
+        let parameters =
+            |shard: &[Written]| of_parameters(shard).map(|tensors| tensors[0].spec.clone()).collect::<Vec<_>>();
+        Ok(self.shards()?.iter().flat_map(|(_, shard)| parameters(shard)).collect())
     }
-    let mut header = serde_json::Value::Object(header).to_string().into_bytes();
-    header.resize(header.len().next_multiple_of(8), b' ');
-    into_place(path, |file| {
+
+    /// The tensors of each file, and their bytes.
+    fn shards(&self) -> Result<Vec<(u64, Vec<Written>)>, Error> {
+        let mut shards: Vec<(u64, Vec<Written>)> = Vec::new();
+        for tensor in self.tensors()? {
+            let size = self.bytes(&tensor);
+            match shards.last_mut().filter(|(held, _)| held + size <= SHARD) {
+                Some((held, shard)) => {
+                    *held += size;
+                    shard.push(tensor);
+                }
+                None => shards.push((size, vec![tensor])),
+            }
+        }
+        Ok(shards)
+    }
+
+    fn tensors(&self) -> Result<Vec<Written>, Error> {
+        let mut tensors = Vec::new();
+        for spec in self.architecture.parameters()? {
+            for part in layout::parts(&self.architecture, &spec.name, spec.dims) {
+                let name = match &*part.tensor {
+                    "lm_head.weight" => part.tensor.clone(),
+                    tensor => format!("{}{tensor}", layout::prefix(&self.architecture)),
+                };
+                tensors.push(Written { name, shape: part.shape.clone(), part, spec: spec.clone() });
+            }
+        }
+        Ok(tensors)
+    }
+
+    fn bytes(&self, tensor: &Written) -> u64 {
+        (tensor.shape.iter().product::<usize>() * self.dtype.bytes()) as u64
+    }
+
+    fn write_shard(
+        &self,
+        path: &Path,
+        tensors: &[Written],
+        weights: &mut impl FnMut(&ParamSpec) -> Given,
+    ) -> Result<(), Error> {
+        let (mut header, mut at) = (Map::new(), 0);
+        let mut texts = self.metadata.clone();
+        texts.insert("format".to_owned(), "pt".to_owned());
+        header.insert("__metadata__".to_owned(), json!(texts));
+        for tensor in tensors {
+            let (end, dtype) = (at + self.bytes(tensor), self.dtype.header_name());
+            let entry = json!({"dtype": dtype, "shape": tensor.shape, "data_offsets": [at, end]});
+            header.insert(tensor.name.clone(), entry);
+            at = end;
+        }
+        let mut header = Value::Object(header).to_string().into_bytes();
+        header.resize(header.len().next_multiple_of(8), b' ');
         let failed = |source| Error::File { path: path.to_owned(), source };
+        let mut file = BufWriter::new(File::create(path).map_err(failed)?);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
-        // The tensors of a parameter follow each other.
-        for tensors in tensors.chunk_by(|one, next| one.spec.name == next.spec.name) {
+        let mut unsynced = 0;
+        for tensors in of_parameters(tensors) {
             let spec = &tensors[0].spec;
             let given = |source| Error::Weights { name: spec.name.clone(), source };
             let values = weights(spec).map_err(given)?;
@@ -118,14 +198,28 @@ fn write_shard(
                 let problem = format!("{} elements, and there are {}", values.len(), spec.dims.count());
                 return Err(given(problem.into()));
             }
+            if let Some(&value) = values.iter().find(|&&value| !self.dtype.holds(value)) {
+                return Err(Error::NotFinite { name: spec.name.clone(), value, dtype: self.dtype });
+            }
             for Written { part, shape, .. } in tensors {
                 let mut bytes = Vec::new();
-                dtype.encode(&gather(part, &spec.dims, shape.iter().product(), &values), &mut bytes);
+                self.dtype.encode(&gather(part, &spec.dims, shape.iter().product(), &values), &mut bytes);
                 file.write_all(&bytes).map_err(failed)?;
+                unsynced += bytes.len();
+            }
+            if unsynced >= SYNC {
+                file.flush().and_then(|()| file.get_ref().sync_data()).map_err(failed)?;
+                unsynced = 0;
             }
         }
-        Ok(())
-    })
+        let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
+        file.sync_all().map_err(failed)
+    }
+}
+
+/// The tensors of each parameter, which follow each other.
+fn of_parameters(tensors: &[Written]) -> impl Iterator<Item = &[Written]> {
+    tensors.chunk_by(|one, next| one.spec.name == next.spec.name)
 }
 
 /// The elements of one tensor, in its order.
@@ -147,22 +241,7 @@ fn gather(part: &Part, dims: &[usize], count: usize, values: &[f32]) -> Vec<f32>
     tensor
 }
 
-fn write_json(path: &Path, value: &serde_json::Value) -> Result<(), Error> {
-    into_place(path, |file| {
-        let written = writeln!(file, "{value:#}");
-        written.map_err(|source| Error::File { path: path.to_owned(), source })
-    })
-}
-
-/// Writes a file under another name, and gives it its own once it is complete.
-fn into_place(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> Result<(), Error>) -> Result<(), Error> {
-    let failed = |source| Error::File { path: path.to_owned(), source };
-    let mut unfinished = path.as_os_str().to_owned();
-    unfinished.push(".part");
-    let unfinished = PathBuf::from(unfinished);
-    let mut file = BufWriter::new(File::create(&unfinished).map_err(failed)?);
-    write(&mut file)?;
-    let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-    file.sync_all().map_err(failed)?;
-    std::fs::rename(&unfinished, path).map_err(failed)
+fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let written = File::create(path).and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()));
+    written.map_err(|source| Error::File { path: path.to_owned(), source })
 }

@@ -21,13 +21,20 @@
 //! ```
 
 mod config;
+mod content;
 mod export;
 mod layout;
+mod staged;
 mod tensors;
+mod tokenizer;
+mod written;
 
 pub use config::not_of_mixtral;
-pub use export::{export, export_with};
+pub use content::foreign;
+pub use export::{Export, export};
 pub use tensors::Dtype;
+pub use tokenizer::tokenizer_files;
+pub use written::Settings;
 
 use crate::experts::ExpertsConfig;
 use crate::gpt2::{Gpt2, Gpt2Config};
@@ -37,6 +44,7 @@ use meshwork_core::Mesh;
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Declarations, ParamSpec, Role};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -63,11 +71,52 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// Files that are not what their names say, or that cannot be read: all of them.
+    #[error("{}", .0.iter().map(Error::to_string).collect::<Vec<_>>().join("; "))]
+    Several(Vec<Error>),
+    /// A folder that has files of another model.
+    #[error("{}: has files of a model already: {files}", path.display())]
+    Occupied {
+        /// The folder.
+        path: PathBuf,
+        /// The first of its files.
+        files: String,
+    },
+    /// A disk with too little room for a folder.
+    #[error("{}: needs {needed} bytes, and the disk has {free}", path.display())]
+    Room {
+        /// The folder.
+        path: PathBuf,
+        /// Bytes of the folder.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
+    /// A folder that was written and could not be put in its place.
+    #[error("{source}; the model is whole in {}: rename that folder to {}", written.display(), target.display())]
+    Unplaced {
+        /// Where it is.
+        written: PathBuf,
+        /// Where it belongs.
+        target: PathBuf,
+        /// The reason.
+        source: Box<Error>,
+    },
+    /// Weights that the type of an export does not have.
+    #[error("the weights of {name}: {value} is no number in {}: nothing is written", dtype.name())]
+    NotFinite {
+        /// The parameter.
+        name: String,
+        /// The first such weight.
+        value: f32,
+        /// The type.
+        dtype: Dtype,
+    },
     /// Settings of `config.json` that are missing or not supported: all of them.
     #[error("config.json: {}", .0.join("; "))]
     Config(Vec<String>),
     /// Tensors that are missing, misshapen or not of this model: all of them.
-    #[error("model.safetensors: {}", .0.join("; "))]
+    #[error("model.safetensors: {}", tensors::listed(.0))]
     Tensors(Vec<String>),
     /// A model that cannot be declared.
     #[error(transparent)]
@@ -80,6 +129,16 @@ pub enum Error {
         /// The caller's error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+}
+
+impl Error {
+    /// One error of several, if there are any.
+    fn of(mut errors: Vec<Self>) -> Option<Self> {
+        match errors.len() {
+            0 | 1 => errors.pop(),
+            _ => Some(Self::Several(errors)),
+        }
+    }
 }
 
 /// A model that can be read and written, with its sizes.
@@ -131,6 +190,7 @@ pub struct Pretrained {
     tensors: Tensors,
     /// What the names of the tensors begin with in these files.
     prefix: &'static str,
+    settings: Settings,
     ends_of_text: Vec<u32>,
 }
 
@@ -141,19 +201,37 @@ impl Pretrained {
     /// Files that are missing or damaged; settings that are not supported; tensors that are missing, misshapen, of another type
     /// than f32, bf16 and f16, or that the model does not have.
     pub fn open(folder: &Path) -> Result<Self, Error> {
+        content::require_config(folder)?;
         let path = folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|source| Error::File { path, source })?;
-        let architecture = config::read(&text)?;
-        let tensors = Tensors::open(folder)?;
+        let config = content::json(&path)?;
+        // Written beside the sizes by every recent version; a folder without it is whole.
+        let generation = content::json_if_there(&folder.join("generation_config.json"))?;
+        let (architecture, tensors) = match (config::read(&config), Tensors::open(folder)) {
+            (Ok(architecture), Ok(tensors)) => (architecture, tensors),
+            (architecture, tensors) => {
+                let errors = architecture.err().into_iter().chain(tensors.err()).collect();
+                return Err(Error::of(errors).unwrap_or(Error::Config(Vec::new())));
+            }
+        };
         let prefix = layout::prefix(&architecture);
         let prefixed = tensors.names().any(|name| name.starts_with(prefix));
-        // Written beside the sizes by every recent version; a folder without it is whole.
-        let generation = std::fs::read_to_string(folder.join("generation_config.json")).unwrap_or_default();
-        let ends_of_text = [&generation, &text].into_iter().map(|text| config::ends_of_text(text));
-        let ends_of_text = ends_of_text.into_iter().find(|ends| !ends.is_empty()).unwrap_or_default();
-        let read = Self { architecture, tensors, prefix: if prefixed { prefix } else { "" }, ends_of_text };
+        let object = |value: Value| value.as_object().cloned();
+        let settings = Settings { config: object(config).unwrap_or_default(), generation: generation.and_then(object) };
+        let ends_of_text = written::ends_of_text(&settings);
+        let prefix = if prefixed { prefix } else { "" };
+        let read = Self { architecture, tensors, prefix, settings, ends_of_text };
         read.require_tensors()?;
         Ok(read)
+    }
+
+    /// What `config.json` and `generation_config.json` say, for an [`Export`] to keep.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The type of the weights, if it is that of all of them.
+    pub fn dtype(&self) -> Option<Dtype> {
+        self.tensors.dtype(|name| !self.is_beside(name))
     }
 
     /// The model.
@@ -215,6 +293,10 @@ impl Pretrained {
         }
     }
 
+    fn is_beside(&self, name: &str) -> bool {
+        layout::is_beside(&self.architecture, name.strip_prefix(self.prefix).unwrap_or(name))
+    }
+
     /// Refuses files that do not have exactly the tensors of the model.
     fn require_tensors(&self) -> Result<(), Error> {
         let (mut problems, mut known) = (Vec::new(), BTreeSet::new());
@@ -226,16 +308,14 @@ impl Pretrained {
                     Some(tensor) if tensor.shape != part.shape => {
                         problems.push(format!("{name} is {:?}, and the model's is {:?}", tensor.shape, part.shape));
                     }
-                    Some(tensor) if tensor.dtype.is_none() => {
-                        problems.push(format!("{name} is of a type that is not supported: F32, BF16 and F16 are"));
-                    }
-                    Some(_) => {}
+                    Some(tensor) => problems.extend(tensor.dtype.as_ref().err().map(|dtype| {
+                        format!("{name} is of the type {dtype}, which is not supported: F32, BF16 and F16 are")
+                    })),
                 }
                 known.insert(name);
             }
         }
-        let beside = |name: &str| layout::is_beside(&self.architecture, name.strip_prefix(self.prefix).unwrap_or(name));
-        let extra = self.tensors.names().filter(|&name| !known.contains(name) && !beside(name));
+        let extra = self.tensors.names().filter(|&name| !known.contains(name) && !self.is_beside(name));
         problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
         match problems.is_empty() {
             true => Ok(()),

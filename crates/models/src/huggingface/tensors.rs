@@ -1,6 +1,6 @@
 //! The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names: read slice by slice.
 
-use super::Error;
+use super::{Error, content};
 use half::{bf16, f16};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,6 +32,15 @@ impl Dtype {
         }
     }
 
+    /// Its name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+        }
+    }
+
     /// Its name in `config.json`.
     pub(super) fn torch_name(self) -> &'static str {
         match self {
@@ -47,6 +56,15 @@ impl Dtype {
             Self::F32 => "F32",
             Self::Bf16 => "BF16",
             Self::F16 => "F16",
+        }
+    }
+
+    /// Whether a value is a number in this type.
+    pub(super) fn holds(self, value: f32) -> bool {
+        match self {
+            Self::F32 => value.is_finite(),
+            Self::Bf16 => bf16::from_f32(value).is_finite(),
+            Self::F16 => f16::from_f32(value).is_finite(),
         }
     }
 
@@ -73,8 +91,8 @@ impl Dtype {
 #[derive(Clone, Debug)]
 pub(super) struct Tensor {
     file: usize,
-    /// `None` for a type that weights do not have.
-    pub(super) dtype: Option<Dtype>,
+    /// Its type, or the name of one that weights do not have.
+    pub(super) dtype: Result<Dtype, String>,
     pub(super) shape: Vec<usize>,
     /// Its first byte in the file.
     start: u64,
@@ -100,37 +118,83 @@ struct Entry {
 /// A header is refused above this: the format's own limit.
 const MAX_HEADER: u64 = 100_000_000;
 
+/// The file of a model in one file.
+const SINGLE: &str = "model.safetensors";
+/// The file that names the shards of a larger one.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The files that have the weights of a folder: as in `transformers`, [`SINGLE`] before the shards that [`INDEX`] names.
+///
+/// Other programs read the shards first. So a folder that has both is refused: whichever was meant, some program reads the other without a word.
+fn files_of(folder: &Path) -> Result<BTreeSet<String>, Error> {
+    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+    let refuse = |path: &Path, problem: String| Err(Error::Format { path: path.to_owned(), problem });
+    if content::is_there(&single) {
+        // An index that cannot be read, or whose shards are gone, is nothing that another program could read.
+        let shards = if content::is_there(&index) { shards_of(&index).unwrap_or_default() } else { BTreeSet::new() };
+        let other = shards.iter().find(|name| *name != SINGLE && content::is_there(&folder.join(name)));
+        return match other {
+            None => Ok([SINGLE.to_owned()].into()),
+            Some(other) => refuse(
+                &single,
+                format!(
+                    "lies beside {other} and other shards that {INDEX} names: these are two sets of weights, of which some programs read one \
+                     and some the other; remove {SINGLE}, or {INDEX} with its shards"
+                ),
+            ),
+        };
+    }
+    if !content::is_there(&index) {
+        return Err(content::no_weights(folder));
+    }
+    let shards = shards_of(&index)?;
+    // A name in an index must not lead out of the folder.
+    if let Some(name) = shards.iter().find(|name| Path::new(name).components().count() != 1) {
+        return refuse(&index, format!("{name:?} is not the name of a file beside it"));
+    }
+    let missing: Vec<&str> =
+        shards.iter().filter(|name| !content::is_there(&folder.join(name))).map(|name| &**name).collect();
+    match (&*missing, shards.len()) {
+        (_, 0) => refuse(&index, "names no shards".to_owned()),
+        ([], _) => Ok(shards),
+        (missing, count) => {
+            refuse(&index, format!("of its {count} shards {} missing: {}", one_or_more(missing), listed(missing)))
+        }
+    }
+}
+
+fn one_or_more(of: &[&str]) -> &'static str {
+    if of.len() == 1 { "one is" } else { "some are" }
+}
+
+/// Names, the first of them if they are many.
+pub(super) fn listed<T: AsRef<str>>(names: &[T]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(AsRef::as_ref).collect();
+    let more = names.len().saturating_sub(SHOWN);
+    if more > 0 { format!("{} and {more} more", shown.join("; ")) } else { shown.join("; ") }
+}
+
+fn shards_of(index: &Path) -> Result<BTreeSet<String>, Error> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let parsed: Index = serde_json::from_value(content::json(index)?)
+        .map_err(|error| Error::Format { path: index.to_owned(), problem: error.to_string() })?;
+    Ok(parsed.weight_map.into_values().collect())
+}
+
 impl Tensors {
     /// Opens the files of a folder, and reads their headers.
     pub(super) fn open(folder: &Path) -> Result<Self, Error> {
-        let index = folder.join("model.safetensors.index.json");
-        let names: BTreeSet<String> = match index.exists() {
-            false => ["model.safetensors".to_owned()].into(),
-            true => {
-                #[derive(Deserialize)]
-                struct Index {
-                    weight_map: BTreeMap<String, String>,
-                }
-                let text = std::fs::read(&index).map_err(|source| Error::File { path: index.clone(), source })?;
-                let parsed: Index = serde_json::from_slice(&text)
-                    .map_err(|error| Error::Format { path: index.clone(), problem: error.to_string() })?;
-                parsed.weight_map.into_values().collect()
-            }
-        };
         let (files, by_name, metadata) = Default::default();
         let mut tensors = Self { files, by_name, metadata, bytes_read: AtomicU64::new(0) };
-        for name in names {
-            // A name in an index must not lead out of the folder.
-            let path = folder.join(&name);
-            if Path::new(&name).components().count() != 1 {
-                return Err(Error::Format {
-                    path: index,
-                    problem: format!("{name:?} is not the name of a file beside it"),
-                });
-            }
-            tensors.add(path)?;
+        let opened = files_of(folder)?.into_iter().filter_map(|name| tensors.add(folder.join(name)).err());
+        match Error::of(opened.collect()) {
+            None => Ok(tensors),
+            Some(error) => Err(error),
         }
-        Ok(tensors)
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), Error> {
@@ -138,14 +202,21 @@ impl Tensors {
         let failed = |source| Error::File { path: path.clone(), source };
         let mut file = File::open(&path).map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
-        let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(failed)?;
+        let mut first = Vec::new();
+        Read::by_ref(&mut file).take(64).read_to_end(&mut first).map_err(failed)?;
+        if let Some(what) = content::foreign(&first) {
+            return refuse(format!("is {what}"));
+        }
+        let Some(&length) = first.first_chunk() else {
+            return refuse(format!("has {size} bytes: it is cut short, or was not downloaded whole"));
+        };
         let length = u64::from_le_bytes(length);
         if length > MAX_HEADER || length.saturating_add(8) > size {
-            return refuse(format!("its header has {length} bytes, in a file of {size}"));
+            let problem = "it is cut short, or no file of safetensors";
+            return refuse(format!("its header has {length} bytes, in a file of {size}: {problem}"));
         }
         let mut header = vec![0; length as usize];
-        file.read_exact(&mut header).map_err(failed)?;
+        file.seek(SeekFrom::Start(8)).and_then(|_| file.read_exact(&mut header)).map_err(failed)?;
         let entries: BTreeMap<String, serde_json::Value> = match serde_json::from_slice(&header) {
             Ok(entries) => entries,
             Err(error) => return refuse(format!("its header is not JSON: {error}")),
@@ -161,13 +232,15 @@ impl Tensors {
                 Ok(entry) => entry,
                 Err(error) => return refuse(format!("the entry of {name}: {error}")),
             };
-            let dtype = [Dtype::F32, Dtype::Bf16, Dtype::F16].into_iter().find(|known| known.header_name() == dtype);
+            let known = [Dtype::F32, Dtype::Bf16, Dtype::F16].into_iter().find(|known| known.header_name() == dtype);
             let count = shape.iter().try_fold(1_u64, |count, &extent| count.checked_mul(extent as u64));
-            let bytes = dtype.and_then(|dtype| count?.checked_mul(dtype.bytes() as u64));
+            let bytes = known.and_then(|dtype| count?.checked_mul(dtype.bytes() as u64));
             let inside = from <= to && to.checked_add(8 + length).is_some_and(|end| end <= size);
-            if !inside || dtype.is_some() && bytes != Some(to - from) {
-                return refuse(format!("{name} of {shape:?} lies in bytes {from}..{to} of {}", size - 8 - length));
+            if !inside || known.is_some() && bytes != Some(to - from) {
+                let cut = if from <= to && to > size - 8 - length { ": the file is cut short" } else { "" };
+                return refuse(format!("{name} of {shape:?} lies in bytes {from}..{to} of {}{cut}", size - 8 - length));
             }
+            let dtype = known.ok_or(dtype);
             let tensor = Tensor { file: self.files.len(), dtype, shape, start: 8 + length + from };
             if self.by_name.insert(name.clone(), tensor).is_some() {
                 return refuse(format!("{name} lies in another file too"));
@@ -185,6 +258,14 @@ impl Tensors {
     /// All names.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(|name| &**name)
+    }
+
+    /// The type of all tensors of these names, if it is one.
+    pub(super) fn dtype(&self, of: impl Fn(&str) -> bool) -> Option<Dtype> {
+        let tensors = self.by_name.iter().filter(|(name, _)| of(name));
+        let mut dtypes = tensors.map(|(_, tensor)| tensor.dtype.as_ref().ok().copied());
+        let first = dtypes.next()??;
+        dtypes.all(|dtype| dtype == Some(first)).then_some(first)
     }
 
     /// The texts beside the tensors.
@@ -205,7 +286,7 @@ impl Tensors {
         bytes: &mut Vec<u8>,
         out: &mut Vec<f32>,
     ) -> Result<(), Error> {
-        let dtype = tensor.dtype.unwrap_or(Dtype::F32);
+        let dtype = *tensor.dtype.as_ref().unwrap_or(&Dtype::F32);
         let (path, file) = &self.files[tensor.file];
         let failed = |source| Error::File { path: path.clone(), source };
         bytes.resize(elements.len() * dtype.bytes(), 0);

@@ -1,22 +1,299 @@
-//! The model of a checkpoint as a Hugging Face folder.
+//! The model of a run as a Hugging Face folder: `checkpoint.export`.
+//!
+//! The weights come from the trainer, parameter by parameter: each rank sends rank 0 the slices that it is the first to hold, and rank 0 has one
+//! whole parameter in memory at a time. So the folder has the same bytes on every mesh, and needs no checkpoint.
 
 use super::CheckpointError;
-use crate::config::Config;
+use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault};
+use crate::data::{Data, END, byte_level};
 use crate::generate::Compressed;
-use meshwork_checkpoint::{Checkpoint, Slice};
-use meshwork_models::huggingface::{self, Dtype};
+use meshwork_core::{CommError, Group};
+use meshwork_engine::{Plan, StateKind, StateView, TrainError, Trainer, state_layout};
+use meshwork_models::huggingface::{self, Export, Pretrained, tokenizer_files};
+use meshwork_tensor::{ParamSpec, Role};
+use serde_json::json;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs;
+use std::ops::Range;
+use std::path::{Component, Path, PathBuf};
 
-/// Writes the weights of the checkpoint after `step` in `dir` into the folder `out`, in f32: one parameter in memory at a time, whatever
-/// mesh has trained it. What the run compressed is said in the metadata of the weights.
-pub(crate) fn export(config: &Config, dir: &Path, step: u64, out: &Path) -> Result<(), CheckpointError> {
-    let checkpoint = Checkpoint::open_step(dir, step)?;
-    let said = Compressed::of_checkpoint(checkpoint.index()).map_or_else(BTreeMap::new, |run| run.metadata());
-    huggingface::export_with(out, &config.architecture(), Dtype::F32, &said, |spec| {
-        let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
-        let bytes = checkpoint.read(&spec.name, &Slice::whole(&dims))?;
-        Ok(bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
-    })
-    .map_err(|source| CheckpointError::Export(Box::new(source)))
+const KEY: &str = "checkpoint.export";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+
+/// What the export of a run has beside the weights, and where it goes: known before training begins.
+pub(crate) struct Planned {
+    export: Export,
+    out: PathBuf,
+}
+
+impl Planned {
+    /// The export of a run, if it has one.
+    ///
+    /// # Errors
+    /// A folder to start from, or files of a tokenizer, that cannot be read.
+    pub(crate) fn new(config: &Config, data: &Data) -> Result<Option<Self>, huggingface::Error> {
+        let Some(out) = &config.checkpoint.export else { return Ok(None) };
+        let from = config.model.init_from.as_deref().map(Path::new);
+        let pretrained = from.map(Pretrained::open).transpose()?;
+        let export = Export {
+            from: pretrained.map(|pretrained| pretrained.settings().clone()),
+            ends_of_text: end_of_text(config, data).into_iter().collect(),
+            files: tokenizer(config, data, from)?,
+            ..bare(config)
+        };
+        Ok(Some(Self { export, out: out.into() }))
+    }
+}
+
+/// The export without what other files say.
+fn bare(config: &Config) -> Export {
+    let dtype = match config.checkpoint.export_dtype {
+        Dtype::F32 => huggingface::Dtype::F32,
+        Dtype::Bf16 => huggingface::Dtype::Bf16,
+        Dtype::F16 => huggingface::Dtype::F16,
+    };
+    Export { overwrite: config.checkpoint.export_overwrite, ..Export::new(config.architecture(), dtype) }
+}
+
+/// The fault of a folder that could not be written at the end of the run, or that the run reads or writes to otherwise.
+pub(crate) fn fault(config: &Config) -> Option<Fault> {
+    let out = config.checkpoint.export.as_deref()?;
+    let full = resolved(Path::new(out));
+    let valid = "use a folder of its own";
+    if let Some(from) = &config.model.init_from
+        && resolved(Path::new(from)) == full
+    {
+        let problem = "is the folder of model.init_from, which a run that goes on reads again";
+        return Some(Fault::new(KEY, out, problem, valid));
+    }
+    let folders = [
+        ("checkpoint.dir", &config.checkpoint.dir),
+        ("metrics.tensorboard", &config.metrics.tensorboard),
+        ("memory.offload_dir", &config.memory.offload_dir),
+        ("data.cache_dir", &config.data.cache_dir),
+    ];
+    let inside = |path: &Option<String>| path.as_ref().is_some_and(|path| resolved(Path::new(path)).starts_with(&full));
+    if let Some((key, _)) = folders.into_iter().find(|(_, path)| inside(path)) {
+        let problem = format!("has the folder of {key} in it, or is it, and the whole folder is replaced");
+        return Some(Fault::new(KEY, out, problem, valid));
+    }
+    match bare(config).check(Path::new(out)) {
+        // Sizes that no model has are faults of their own.
+        Ok(()) | Err(huggingface::Error::Model(_)) => None,
+        Err(error @ huggingface::Error::Occupied { .. }) => {
+            let valid = "set checkpoint.export_overwrite = true to replace that model, or use another folder";
+            Some(Fault::new(KEY, out, error.to_string(), valid))
+        }
+        Err(error) => Some(Fault::new(KEY, out, error.to_string(), valid)),
+    }
+}
+
+/// The fault of files that belong beside the model and cannot be read.
+pub(crate) fn fault_of_files(config: &Config, data: &Data) -> Option<Fault> {
+    let error = Planned::new(config, data).err()?;
+    let out = config.checkpoint.export.as_deref().unwrap_or_default();
+    Some(Fault::new(KEY, out, error.to_string(), "use files that can be read, or leave it out"))
+}
+
+/// A path with its links resolved, as far as it exists.
+fn resolved(path: &Path) -> PathBuf {
+    let full = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let there = full.ancestors().find_map(|part| Some((fs::canonicalize(part).ok()?, full.strip_prefix(part).ok()?)));
+    let Some((mut there, rest)) = there else { return full };
+    for part in rest.components() {
+        match part {
+            Component::ParentDir => _ = there.pop(),
+            part => there.push(part),
+        }
+    }
+    there
+}
+
+/// The token that ended documents in training.
+pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
+    match config.data.end_of_text {
+        EndOfText::Word(EndOfTextWord::Auto) => data.tokenizer().end_of_text(),
+        EndOfText::Word(EndOfTextWord::None) => None,
+        EndOfText::Id(id) => Some(id),
+    }
+}
+
+/// The tokens that end a text of the model that this run trains: those of the folder that it starts from, and the one that ended documents.
+pub(crate) fn ends_of_text(config: &Config, data: &Data) -> Vec<u32> {
+    let from = config.model.init_from.as_deref().and_then(|folder| Pretrained::open(Path::new(folder)).ok());
+    let mut ends = from.map(|from| from.ends_of_text().to_vec()).unwrap_or_default();
+    ends.extend(end_of_text(config, data).filter(|end| !ends.contains(end)));
+    ends
+}
+
+/// The files of the tokenizer of the run, by name.
+fn tokenizer(
+    config: &Config,
+    data: &Data,
+    from: Option<&Path>,
+) -> Result<BTreeMap<String, Vec<u8>>, huggingface::Error> {
+    let name = &*config.data.tokenizer;
+    let path = Path::new(name);
+    let beside = path.parent().filter(|beside| !beside.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let of_folder = from.map(tokenizer_files).transpose()?.unwrap_or_default();
+    let mut files = match name {
+        // The form of a folder without a tokenizer.json is not read here: its tokens come in files of tokens.
+        "bytes" if !of_folder.is_empty() && !of_folder.contains_key(TOKENIZER) => return Ok(of_folder),
+        "bytes" if !data.is_from_text() => return Ok(of_folder),
+        "bytes" | "gpt2" => {
+            let json = data.tokenizer().byte_level().map(|tokens| byte_level(&tokens, end_of_text(config, data)));
+            json.map(|json| (TOKENIZER.to_owned(), json.into_bytes())).into_iter().collect()
+        }
+        _ if from.is_some_and(|from| resolved(from) == resolved(beside)) => return Ok(of_folder),
+        _ if path.file_name().is_some_and(|file| file == TOKENIZER) => tokenizer_files(beside)?,
+        _ => {
+            let read = fs::read(path).map_err(|source| huggingface::Error::File { path: path.to_owned(), source })?;
+            BTreeMap::from([(TOKENIZER.to_owned(), read)])
+        }
+    };
+    if files.contains_key(TOKENIZER) && !files.contains_key(TOKENIZER_CONFIG) {
+        // Without it transformers takes the class of the architecture, which adds tokens of its own.
+        let end = match (name, end_of_text(config, data)) {
+            ("bytes", Some(end)) => (end >= 256).then(|| END.to_owned()),
+            ("gpt2", Some(_)) => Some(END.to_owned()),
+            // Another token has no text of its own there.
+            (_, end) => end
+                .filter(|end| data.tokenizer().end_of_text() == Some(*end))
+                .map(|end| data.tokenizer().decode(&[end])),
+        };
+        let said = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": false,
+            "eos_token": end,
+            "model_max_length": config.model.seq_len,
+        });
+        files.insert(TOKENIZER_CONFIG.to_owned(), format!("{said:#}\n").into_bytes());
+    }
+    Ok(files)
+}
+
+/// Writes the model after the last step. Collective: every rank calls it; rank 0 has the [`Planned`] and writes.
+pub(crate) fn export(
+    config: &Config,
+    plan: &Plan,
+    trainer: &Trainer,
+    planned: Option<Planned>,
+) -> Result<(), CheckpointError> {
+    let failed = |error| CheckpointError::Export(Box::new(error));
+    let weights = Weights::of(trainer, plan)?;
+    let Some(Planned { mut export, out }) = planned else {
+        let order = bare(config).order().map_err(failed)?;
+        return order.iter().try_for_each(|spec| weights.send(spec));
+    };
+    let cuts: Vec<usize> = trainer.plan().boundaries().iter().map(|cut| cut.layer).collect();
+    let compressed = Compressed::of_run(config, &cuts, trainer.steps_done());
+    export.metadata = compressed.map_or_else(BTreeMap::new, |run| run.metadata());
+    export.write(&out, |spec| Ok(weights.receive(spec)?)).map_err(failed)
+}
+
+/// A part of a parameter: a range of each dim.
+type Ranges = Vec<Range<usize>>;
+/// A slice of a parameter, and the first rank that holds it.
+type Slice = (Ranges, usize);
+/// Slices of a parameter with their elements, without padding.
+type Held = Vec<(Ranges, Vec<f32>)>;
+
+/// The weights of a trainer. What this rank is the first to hold is copied.
+struct Weights<'a> {
+    world: &'a Group,
+    slices: BTreeMap<String, Vec<Slice>>,
+    mine: BTreeMap<String, Held>,
+}
+
+impl<'a> Weights<'a> {
+    fn of(trainer: &'a Trainer, plan: &Plan) -> Result<Self, CheckpointError> {
+        let world = trainer.rank().world();
+        let mut slices: BTreeMap<String, Vec<Slice>> = BTreeMap::new();
+        let layout = state_layout(trainer.plan().model(), plan)?;
+        let is_weight = |kind| matches!(kind, StateKind::Parameter(role) if role != Role::Buffer);
+        for of in layout.into_iter().filter(|of| of.key.state.is_none() && is_weight(of.kind)) {
+            let held = slices.entry(of.key.parameter).or_default();
+            match held.iter_mut().find(|(ranges, _)| *ranges == of.slice.ranges) {
+                Some((_, first)) => *first = of.rank.min(*first),
+                None if of.slice.elements() > 0 => held.push((of.slice.ranges, of.rank)),
+                None => {}
+            }
+        }
+        let mut mine: BTreeMap<String, Held> = BTreeMap::new();
+        trainer.visit_state(
+            |key| key.state.is_none() && slices.contains_key(&key.parameter),
+            |StateView { key, slice, values, .. }| {
+                let first = |(ranges, rank): &Slice| *ranges == slice.ranges && *rank == world.rank();
+                if slices[&key.parameter].iter().any(first) {
+                    let extents: Vec<usize> = slice.ranges.iter().map(Range::len).collect();
+                    let mut dense = vec![0.0; slice.elements()];
+                    let stored: Vec<usize> = slice.stored.iter().copied().collect();
+                    each_row(&extents, &stored, |to, from| dense[to].copy_from_slice(&values[from]));
+                    mine.entry(key.parameter).or_default().push((slice.ranges, dense));
+                }
+                Ok::<_, TrainError>(())
+            },
+        )?;
+        Ok(Self { world, slices, mine })
+    }
+
+    /// Sends what rank 0 needs of a parameter.
+    fn send(&self, spec: &ParamSpec) -> Result<(), CheckpointError> {
+        for (ranges, _) in self.of_spec(spec).iter().filter(|(_, first)| *first == self.world.rank()) {
+            let values = self.own(spec, ranges);
+            self.world.send_slice(values, 0, values.len() as u64)?;
+        }
+        Ok(())
+    }
+
+    /// The whole parameter, on rank 0.
+    fn receive(&self, spec: &ParamSpec) -> Result<Vec<f32>, CommError> {
+        self.world.heartbeat();
+        let mut whole = vec![0.0; spec.dims.count()];
+        let mut received = Vec::new();
+        for (ranges, first) in self.of_spec(spec) {
+            let values = if *first == self.world.rank() {
+                self.own(spec, ranges)
+            } else {
+                let count = ranges.iter().map(Range::len).product();
+                received.resize(count, 0.0);
+                self.world.recv_slice(&mut received, *first, count as u64)?;
+                &received
+            };
+            let extents: Vec<usize> = ranges.iter().map(Range::len).collect();
+            let dims: Vec<usize> = spec.dims.iter().copied().collect();
+            let strides = |dim: usize| dims[dim + 1..].iter().product::<usize>();
+            let start: usize = ranges.iter().enumerate().map(|(dim, range)| range.start * strides(dim)).sum();
+            each_row(&extents, &dims, |from, to| {
+                whole[start + to.start..start + to.end].copy_from_slice(&values[from])
+            });
+        }
+        Ok(whole)
+    }
+
+    fn of_spec(&self, spec: &ParamSpec) -> &[Slice] {
+        self.slices.get(&spec.name).map_or(&[], Vec::as_slice)
+    }
+
+    fn own(&self, spec: &ParamSpec, ranges: &[Range<usize>]) -> &[f32] {
+        let own = self.mine.get(&spec.name).into_iter().flatten();
+        own.into_iter().find(|(of, _)| of == ranges).map_or(&[], |(_, values)| values)
+    }
+}
+
+/// Calls `visit(elements of a dense block of these extents, elements of the memory of these extents that it is the first corner of)` for each
+/// row along the last dim.
+fn each_row(extents: &[usize], memory: &[usize], mut visit: impl FnMut(Range<usize>, Range<usize>)) {
+    let width = extents.last().copied().unwrap_or(1);
+    let rows: usize = extents.iter().rev().skip(1).product();
+    for row in 0..rows {
+        let (mut rest, mut at, mut step) = (row, 0, memory.last().copied().unwrap_or(1));
+        for dim in (0..extents.len().saturating_sub(1)).rev() {
+            at += rest % extents[dim] * step;
+            rest /= extents[dim];
+            step *= memory[dim];
+        }
+        visit(row * width..(row + 1) * width, at..at + width);
+    }
 }

@@ -6,13 +6,12 @@
 //! ```
 //! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and resharded.
 
-mod export;
+pub(crate) mod export;
 mod resume;
 pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
-pub(crate) use export::export;
 pub(crate) use resume::read_weights;
 pub use resume::{Resumed, resume};
 pub use save::{save, save_plan};

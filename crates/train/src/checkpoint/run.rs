@@ -1,5 +1,6 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
+use super::export::ends_of_text;
 use super::{CheckpointError, Resumed, resume, save, save_plan};
 use crate::config::Config;
 use crate::data::Data;
@@ -116,9 +117,17 @@ impl Saver {
     }
 }
 
+/// The tokens at which texts of the model end, among what a run keeps.
+pub(crate) const ENDS_OF_TEXT: &str = "ends_of_text";
+
 /// What a run keeps beside its state, to compare with when it is resumed.
 pub(crate) fn described(config: &Config, data: &Data) -> Value {
-    json!({"version": env!("CARGO_PKG_VERSION"), "data_hash": data.hash(), "config": config})
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "data_hash": data.hash(),
+        ENDS_OF_TEXT: ends_of_text(config, data),
+        "config": config,
+    })
 }
 
 /// Resumes from the newest checkpoint in `dir`. Rank 0 compares what was saved with `run`.

@@ -137,11 +137,6 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {
         fail(Fault::new("checkpoint.resume", true, "there is no folder to resume from", "set checkpoint.dir"));
     }
-    if let (Some(folder), None) = (&checkpoint.export, &checkpoint.dir) {
-        let problem = "the model is written from the checkpoint of the last step, and none is saved";
-        fail(Fault::new("checkpoint.export", folder, problem, "set checkpoint.dir"));
-    }
-
     let key = "cuda.graphs";
     if settings.sound(&[key]) && config.cuda.graphs && config.device == Device::Cpu {
         let problem = "--device cpu has no graphs: its kernels are done when they return";

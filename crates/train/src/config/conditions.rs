@@ -73,6 +73,8 @@ pub(super) const OFFLOADS: Condition =
 
 // What a run writes.
 pub(super) const SAVES: Condition = when("checkpoint.dir", &["checkpoint.dir"], |c| c.checkpoint.dir.is_some());
+pub(super) const EXPORTS: Condition =
+    when("checkpoint.export", &["checkpoint.export"], |c| c.checkpoint.export.is_some());
 pub(super) const RESUMES: Condition = when("checkpoint.resume = true", &["checkpoint.resume"], |c| c.checkpoint.resume);
 pub(super) const PROFILES: Condition = when("metrics.profile = true", &["metrics.profile"], |c| c.metrics.profile);
 

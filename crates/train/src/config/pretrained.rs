@@ -24,6 +24,9 @@ pub(crate) fn derive(settings: &mut Settings) {
             return settings.fault(KEY, &folder, error.to_string(), valid);
         }
     };
+    if let Some(dtype) = pretrained.dtype() {
+        settings.derive("checkpoint.export_dtype", &[KEY], dtype.name());
+    }
     for (key, value) in sizes(pretrained.architecture()) {
         let learned_positions = matches!(pretrained.architecture(), Architecture::Gpt2(_));
         let free =

@@ -22,7 +22,7 @@ use super::pretrained;
 use super::schedule;
 use super::settings::Settings;
 use super::size;
-use super::words::{ModelKind, MoeRouter};
+use super::words::{Dtype, ModelKind, MoeRouter};
 use super::zero;
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
@@ -141,6 +141,7 @@ fn derive(settings: &mut Settings) {
     settings.derive("model.rope_theta", PRESET, llama.map_or(preset::ROPE_THETA, |llama| llama.rope_theta));
 
     derive_experts(settings, preset.moe);
+    settings.derive("checkpoint.export_dtype", &[], Dtype::F32.name());
     pretrained::derive(settings);
     mixed::derive(settings);
 

@@ -346,8 +346,13 @@ sections! {
         permit: String = is(""), Text, Output, if RESUMES;
         /// Whether SIGTERM ends the run as Ctrl-C does: after the step under way, saved, with exit code 0. Otherwise it ends the run at once.
         on_sigterm: bool = ON, Switch, Output, if SAVES;
-        /// Folder for the model in Hugging Face format, written from the checkpoint of the last step.
+        /// Folder for the model in Hugging Face format, written after the last step; no other key of the section is needed. It appears whole, or
+        /// not at all.
         export: Option<String> = Unset, Text, Output;
+        /// Type of the weights there.
+        export_dtype: Dtype = Derived("that of model.init_from, else f32"), one_of(Dtype::WORDS), Output, if EXPORTS;
+        /// Whether a model that lies in that folder is replaced. Otherwise a folder with one is refused.
+        export_overwrite: bool = OFF, Switch, Output, if EXPORTS;
     }
 
     /// What a run measures, and where it writes it.

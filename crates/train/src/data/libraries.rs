@@ -45,12 +45,20 @@ impl Library for Gpt2 {
         Some(50256)
     }
 
+    fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
+        (0..50256).map(|id| self.0.decode_bytes(&[id]).ok()).collect()
+    }
+
     fn fingerprint(&self) -> u64 {
         hash(b"gpt2")
     }
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(self.0.encode_ordinary(text))
+    }
+
+    fn encode_prompt(&self, text: &str, spelled: bool) -> Result<Vec<u32>, String> {
+        if spelled { Ok(self.0.encode_with_special_tokens(text)) } else { self.encode(text) }
     }
 
     fn decode(&self, ids: &[u32]) -> String {
@@ -92,6 +100,12 @@ impl Library for Json {
 
     fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         Ok(self.tokenizer.encode_fast(text, false).map_err(|error| error.to_string())?.get_ids().to_vec())
+    }
+
+    fn encode_prompt(&self, text: &str, spelled: bool) -> Result<Vec<u32>, String> {
+        let mut tokenizer = self.tokenizer.clone();
+        tokenizer.set_encode_special_tokens(!spelled);
+        Ok(tokenizer.encode_fast(text, true).map_err(|error| error.to_string())?.get_ids().to_vec())
     }
 
     fn decode(&self, ids: &[u32]) -> String {

@@ -12,6 +12,7 @@
 //!
 //! More than 400 lines: one type, its construction from every kind of source, and its faults.
 
+mod byte_level;
 mod cache;
 mod check;
 mod documents;
@@ -32,10 +33,11 @@ mod tokens;
 use std::fmt;
 use std::ops::Range;
 
+pub(crate) use byte_level::{END, byte_level};
 pub use error::{DataError, Problem};
 pub use images::Images;
 pub(crate) use source::{Sources, read, split};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{PromptTokens, Tokenizer};
 
 use crate::config::{Config, ConfigError, Fault};
 use documents::Documents;
@@ -104,6 +106,8 @@ pub struct Data {
     seq_len: usize,
     shuffle: Option<u64>,
     tokenizer: Tokenizer,
+    /// Whether some of the tokens are the tokenizer's.
+    from_text: bool,
     prompt: Vec<i32>,
     notices: Vec<String>,
 }
@@ -139,8 +143,9 @@ impl Data {
         let mut faults = check::vocabulary(&sources, &tokenizer, config);
         faults.extend(check::documents(&sources, config));
         let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
+        let from_text = sources.iter().any(|source| source.from_text);
         let streams = sources.into_iter().map(|source| source.stream).collect();
-        let mut data = Self { tokenizer, notices, ..Self::of(streams, mixture, config.model.seq_len) };
+        let mut data = Self { tokenizer, from_text, notices, ..Self::of(streams, mixture, config.model.seq_len) };
         if config.validation.every > 0 {
             data = data.hold_out(config.validation.fraction);
         }
@@ -173,6 +178,7 @@ impl Data {
             seq_len,
             shuffle: None,
             tokenizer: Tokenizer::BYTES,
+            from_text: false,
             prompt: Vec::new(),
             notices: Vec::new(),
         }
@@ -383,6 +389,16 @@ impl Data {
     pub fn decode(&self, tokens: &[i32]) -> String {
         let ids: Vec<u32> = tokens.iter().filter_map(|&token| u32::try_from(token).ok()).collect();
         self.tokenizer.decode(&ids)
+    }
+
+    /// How text becomes tokens.
+    pub(crate) fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Whether some of the tokens were made of text, by [`tokenizer`](Self::tokenizer).
+    pub(crate) fn is_from_text(&self) -> bool {
+        self.from_text
     }
 
     /// Notices for the user about how the data was read.

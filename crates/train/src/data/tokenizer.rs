@@ -3,12 +3,25 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use super::byte_level;
 #[cfg(feature = "tokenizers")]
 use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
 use crate::config::Fault;
+
+/// Which special tokens a prompt has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum PromptTokens {
+    /// None: it is text and nothing else.
+    None,
+    /// Those that the tokenizer itself puts around a text, as a beginning token.
+    #[default]
+    Add,
+    /// Also those that the text spells, as `<|user|>`.
+    Parse,
+}
 
 /// How text becomes tokens: `data.tokenizer`.
 #[derive(Debug, Clone)]
@@ -36,6 +49,7 @@ impl Tokenizer {
                 "is neither a known tokenizer nor a file".to_owned(),
                 "use bytes, gpt2 or the path of a tokenizer.json",
             )),
+            path if byte_level::is_of_bytes(Path::new(path)) => return Ok(Self::BYTES),
             path => json(path),
         };
         let fault = |(problem, valid)| Fault::new("data.tokenizer", format!("{name:?}"), problem, valid);
@@ -49,6 +63,14 @@ impl Tokenizer {
         match &self.0 {
             Kind::Bytes => None,
             Kind::Library(library) => library.end_of_text(),
+        }
+    }
+
+    /// The tokens by id, if they are byte strings: of `bytes` and `gpt2`.
+    pub(crate) fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
+        match &self.0 {
+            Kind::Bytes => Some(byte_level::bytes()),
+            Kind::Library(library) => library.byte_level(),
         }
     }
 
@@ -88,6 +110,18 @@ impl Tokenizer {
         match &self.0 {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Kind::Library(library) => library.encode(text),
+        }
+    }
+
+    /// The ids of a text that a model is to continue.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_prompt(&self, text: &str, special: PromptTokens) -> Result<Vec<u32>, String> {
+        match (&self.0, special) {
+            (Kind::Library(library), PromptTokens::Add) => library.encode_prompt(text, false),
+            (Kind::Library(library), PromptTokens::Parse) => library.encode_prompt(text, true),
+            _ => self.encode(text),
         }
     }
 

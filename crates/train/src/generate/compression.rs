@@ -1,6 +1,7 @@
 //! What a trained model compressed between its stages, and so may need where it is used: models that were trained with TopK do well only with it
 //! (docs/compression.md).
 
+use crate::config::Config;
 use meshwork_checkpoint::Index;
 use meshwork_compress::{Scheme, Shape};
 use meshwork_models::huggingface::Pretrained;
@@ -22,9 +23,18 @@ impl Compressed {
     pub fn of_checkpoint(index: &Index) -> Option<Self> {
         let of = |name: &str| index.metadata.get(name);
         let compress = of("run")?.get("config")?.get("compress")?;
-        // A run that ended before it compressed.
+        Self::after(index.step, compress, of(crate::checkpoint::CUTS)?)
+    }
+
+    /// What a run with these layers before its cuts has compressed after `step` steps.
+    pub fn of_run(config: &Config, cuts: &[usize], step: u64) -> Option<Self> {
+        Self::after(step, &json!(config.compress), &json!(cuts))
+    }
+
+    /// None of a run that ended before it compressed.
+    fn after(step: u64, compress: &Value, cuts: &Value) -> Option<Self> {
         let begins = compress.get("start_step").and_then(Value::as_u64).unwrap_or(1);
-        Self::new(compress, of(crate::checkpoint::CUTS)?).filter(|_| begins <= index.step)
+        Self::new(compress, cuts).filter(|_| begins <= step)
     }
 
     /// What the run compressed that an export is of.

@@ -701,6 +701,8 @@ impl Frame {
             "checkpoint.export" => {
                 rarely(rng, 12).then(|| path(&format!("exported/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }
+            "checkpoint.export_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
+            "checkpoint.export_overwrite" => one_of(rng, &["true", "false"]),
             "compress.activations" | "compress.activation_gradients" | "compress.gradients" => match rng.below(200) {
                 0 => some(&"quant:9"),
                 1 => some(&"powersgd:2"),

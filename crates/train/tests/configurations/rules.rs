@@ -28,8 +28,6 @@ pub fn broken(case: &Case) -> Vec<String> {
     files(case, &mut rule);
     let resumes = case.read("checkpoint.resume").unwrap_or(false);
     rule(resumes && case.get("checkpoint.dir").is_none(), "no folder to resume from");
-    let exports = case.get("checkpoint.export").is_some();
-    rule(exports && case.get("checkpoint.dir").is_none(), "no checkpoint to export");
     rule(case.get("checkpoint.permit") == Some("weights"), "no such difference can be permitted");
     rule(case.get("cuda.graphs") == Some("true"), "the CPU has no graphs");
     rule(case.get("cuda.tuning").is_some(), "the CPU has no kernels of CUDA");

@@ -1,45 +1,12 @@
-//! Hugging Face folders that are damaged, incomplete or of a model that is not supported: each is refused with everything that is
+//! Folders that are damaged, incomplete or of a model that is not supported: each is refused with everything that is
 //! wrong, and nothing panics.
 
+use crate::{copy, edit, edit_header, refused};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
-use meshwork_models::huggingface::{Error, Pretrained, not_of_mixtral};
+use meshwork_models::huggingface::{Pretrained, not_of_mixtral};
 use meshwork_testkit::Rng;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::fs;
-use std::path::Path;
-
-/// A copy of a fixture.
-fn copy(name: &str) -> tempfile::TempDir {
-    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/huggingface").join(name);
-    let folder = tempfile::tempdir().unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let entry = entry.unwrap();
-        fs::write(folder.path().join(entry.file_name()), fs::read(entry.path()).unwrap()).unwrap();
-    }
-    folder
-}
-
-/// Changes an object of JSON in a file.
-fn edit(path: &Path, change: impl Fn(&mut Value)) {
-    let mut value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
-    change(&mut value);
-    fs::write(path, value.to_string()).unwrap();
-}
-
-/// Changes the header of a file of tensors; the bytes of the tensors stay.
-fn edit_header(path: &Path, change: impl Fn(&mut Value)) {
-    let bytes = fs::read(path).unwrap();
-    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut header = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-    change(&mut header);
-    let header = header.to_string().into_bytes();
-    let all = [&(header.len() as u64).to_le_bytes()[..], &header, &bytes[8 + length..]].concat();
-    fs::write(path, all).unwrap();
-}
-
-fn refused(folder: &tempfile::TempDir) -> String {
-    Pretrained::open(folder.path()).map(drop).unwrap_err().to_string()
-}
 
 #[test]
 fn settings_that_are_not_supported_are_listed_together() {
@@ -71,7 +38,7 @@ fn settings_that_are_not_supported_are_listed_together() {
     edit(&gpt2.path().join("config.json"), |config| config["architectures"] = json!(["MambaForCausalLM"]));
     assert_eq!(
         refused(&gpt2),
-        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM and MixtralForCausalLM are supported"
+        "config.json: architectures names \"MambaForCausalLM\": GPT2LMHeadModel, LlamaForCausalLM, MixtralForCausalLM are supported"
     );
 }
 
@@ -85,7 +52,7 @@ fn a_mixtral_with_more_than_experts_in_each_layer_is_refused() {
     });
     assert_eq!(
         refused(&mixtral),
-        "config.json: router_jitter_noise is 0.1: supported is 0 or 0.0; sliding_window is 4096: supported is none; num_experts_per_tok \
+        "config.json: router_jitter_noise is 0.1: supported is 0; sliding_window is 4096: supported is none; num_experts_per_tok \
          is 5: it must be at most num_local_experts, 4"
     );
     let lost = copy("mixtral");
@@ -131,7 +98,7 @@ fn missing_extra_and_misshapen_tensors_are_listed_together() {
     });
     assert!(
         refused(&integers)
-            .contains("transformer.ln_f.weight is of a type that is not supported: F32, BF16 and F16 are")
+            .contains("transformer.ln_f.weight is of the type I32, which is not supported: F32, BF16 and F16 are")
     );
 }
 
@@ -153,8 +120,12 @@ fn files_that_lie_about_themselves_are_refused() {
     let lost = copy("llama_tied_f16_shards");
     fs::remove_file(lost.path().join("model-00002-of-00003.safetensors")).unwrap();
     assert!(
-        matches!(Pretrained::open(lost.path()), Err(Error::File { path, .. }) if path.ends_with("model-00002-of-00003.safetensors"))
+        refused(&lost).ends_with("of its 3 shards one is missing: model-00002-of-00003.safetensors"),
+        "{}",
+        refused(&lost)
     );
+    fs::remove_file(lost.path().join("model-00001-of-00003.safetensors")).unwrap();
+    assert!(refused(&lost).contains("some are missing: model-00001-of-00003.safetensors; model-00002"));
 }
 
 /// Random damage: an error or, where it hits numbers, a model; never a panic.

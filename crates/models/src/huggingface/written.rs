@@ -1,0 +1,156 @@
+//! `config.json` and `generation_config.json` of an export. What the folder said that the model comes from is kept, but for what the run changed.
+
+use super::{Architecture, Dtype, config};
+use crate::llama::LlamaConfig;
+use serde_json::{Map, Value, json};
+
+/// The settings of the folder that a model comes from: `config.json` and `generation_config.json`, as they are there.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Settings {
+    /// `config.json`.
+    pub config: Map<String, Value>,
+    /// `generation_config.json`, if the folder has one.
+    pub generation: Option<Map<String, Value>>,
+}
+
+/// The key of the tokens that end a text.
+const ENDS: &str = "eos_token_id";
+
+/// The tokens that end a text, as `generation_config.json` says, or else `config.json`.
+pub(super) fn ends_of_text(settings: &Settings) -> Vec<u32> {
+    let said = [settings.generation.as_ref(), Some(&settings.config)].into_iter().flatten();
+    said.map(config::ends_of_text).find(|ends| !ends.is_empty()).unwrap_or_default()
+}
+
+/// The settings of an export, whose weights are of this dtype. `from` are those of the folder that the model comes from. The
+/// tokens in `ends` end a text beside those that `from` names.
+pub(super) fn settings(architecture: &Architecture, dtype: Dtype, ends: &[u32], from: Option<&Settings>) -> Settings {
+    let mut now = of_architecture(architecture);
+    let Some(from) = from else {
+        // Without these keys transformers takes ids of its own, which are other tokens here.
+        let ends = one_or_all(ends);
+        for key in ["bos_token_id", ENDS, "pad_token_id"] {
+            now.insert(key.to_owned(), if key == ENDS { ends.clone() } else { Value::Null });
+        }
+        now.insert("torch_dtype".to_owned(), dtype.torch_name().into());
+        let mut generation = Map::from_iter([("_from_model_config".to_owned(), true.into())]);
+        if !ends.is_null() {
+            generation.insert(ENDS.to_owned(), ends);
+        }
+        return Settings { config: now, generation: Some(generation) };
+    };
+    let Settings { mut config, mut generation } = from.clone();
+    // What we would write of the folder's own model: a key of another value now is one that the run changed.
+    let before =
+        config::read(&Value::Object(config.clone())).map(|before| of_architecture(&before)).unwrap_or_default();
+    let rotary = ["rope_theta", "rope_scaling"].into_iter().any(|key| before.get(key) != now.get(key));
+    if rotary {
+        config.remove("rope_parameters");
+    }
+    for (key, value) in now {
+        // A folder of more positions than the run's sequences keeps them.
+        let fewer = key == "max_position_embeddings" && before.get(&key).and_then(Value::as_u64) > value.as_u64();
+        let rewritten = rotary && key.starts_with("rope_");
+        // Training alone reads it, and a run does not take it from the folder.
+        let kept = key == "router_aux_loss_coef" && config.contains_key(&key);
+        if (before.get(&key) != Some(&value) || rewritten) && !fewer && !kept {
+            config.insert(key, value);
+        }
+    }
+    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    config.retain(|name, _| name != "auto_map" && (name == key || !["dtype", "torch_dtype"].contains(&&**name)));
+    config.insert(key.to_owned(), dtype.torch_name().into());
+
+    let named = ends_of_text(from);
+    let all: Vec<u32> = named.iter().copied().chain(ends.iter().copied().filter(|end| !named.contains(end))).collect();
+    if all.len() > named.len() {
+        config.insert(ENDS.to_owned(), one_or_all(&all));
+        generation
+            .get_or_insert_with(|| Map::from_iter([("_from_model_config".to_owned(), true.into())]))
+            .insert(ENDS.to_owned(), one_or_all(&all));
+    }
+    Settings { config, generation }
+}
+
+/// One id as a number, several as a list, none as null.
+fn one_or_all(ids: &[u32]) -> Value {
+    match ids {
+        [] => Value::Null,
+        [one] => json!(one),
+        all => json!(all),
+    }
+}
+
+fn of_architecture(architecture: &Architecture) -> Map<String, Value> {
+    match sizes(architecture) {
+        Value::Object(sizes) => sizes,
+        _ => Map::new(),
+    }
+}
+
+/// What `config.json` says of an architecture.
+fn sizes(architecture: &Architecture) -> Value {
+    match architecture {
+        Architecture::Gpt2(config) => json!({
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": config.vocab_size,
+            "n_positions": config.seq_len,
+            "n_ctx": config.seq_len,
+            "n_embd": config.hidden_size,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_inner": config.ffn_hidden_size,
+            "activation_function": "gelu_new",
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": config.tie_embeddings,
+        }),
+        Architecture::Llama(config) => write_llama(config, "LlamaForCausalLM", "llama"),
+        Architecture::Mixtral(config, experts) => {
+            let mut settings = write_llama(config, "MixtralForCausalLM", "mixtral");
+            settings["intermediate_size"] = json!(experts.expert_hidden_size);
+            settings["num_local_experts"] = json!(experts.moe.num_experts);
+            settings["num_experts_per_tok"] = json!(experts.moe.top_k);
+            settings["router_jitter_noise"] = json!(0.0);
+            settings["sliding_window"] = Value::Null;
+            // There the loss counts every one of a token's experts, here their mean.
+            settings["router_aux_loss_coef"] = json!(experts.moe.aux_loss_coeff / experts.moe.top_k as f64);
+            settings
+        }
+    }
+}
+
+fn write_llama(config: &LlamaConfig, architecture: &str, model_type: &str) -> Value {
+    let rope = match config.rotary.scaling {
+        None => Value::Null,
+        Some(scaling) => json!({
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }),
+    };
+    json!({
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.seq_len,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.hidden_size / config.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rotary.theta,
+        "rope_scaling": rope,
+        "attention_bias": false,
+        "mlp_bias": false,
+        "tie_word_embeddings": config.tie_embeddings,
+    })
+}

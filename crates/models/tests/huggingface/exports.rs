@@ -1,0 +1,254 @@
+//! What an export keeps of the folder that its model comes from, and how it takes the place of a folder.
+
+use crate::{copy, edit};
+use meshwork_models::gpt2::Gpt2Config;
+use meshwork_models::huggingface::{Architecture, Dtype, Error, Export, Pretrained, tokenizer_files};
+use meshwork_tensor::ParamSpec;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+/// Elements 0, 1, 2, ... of each parameter, times `factor`.
+fn weights(factor: f32) -> impl FnMut(&ParamSpec) -> Result<Vec<f32>, Box<dyn std::error::Error + Send + Sync>> {
+    move |spec| Ok((0..spec.dims.count()).map(|at| at as f32 * factor).collect())
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// The export of a model that comes from a folder, changed or not, read again: its settings.
+fn exported(from: &Path, change: impl Fn(&mut Architecture), ends: &[u32], dtype: Dtype) -> (Value, Option<Value>) {
+    let source = Pretrained::open(from).unwrap();
+    let mut architecture = *source.architecture();
+    change(&mut architecture);
+    let export = Export {
+        from: Some(source.settings().clone()),
+        ends_of_text: ends.to_vec(),
+        ..Export::new(architecture, dtype)
+    };
+    let out = tempfile::tempdir().unwrap();
+    export.write(out.path(), weights(0.25)).unwrap();
+    Pretrained::open(out.path()).unwrap();
+    let generation = out.path().join("generation_config.json");
+    (json(&out.path().join("config.json")), generation.exists().then(|| json(&generation)))
+}
+
+#[test]
+fn what_the_folder_said_is_kept() {
+    for (name, dtype) in [("gpt2", Dtype::F32), ("llama_scaled", Dtype::F32), ("mixtral", Dtype::F32)] {
+        let folder = copy(name);
+        edit(&folder.path().join("config.json"), |config| {
+            config["eos_token_id"] = json!([2, 5, 7]);
+            config["bos_token_id"] = json!(1);
+            config["pad_token_id"] = json!(3);
+            config["use_cache"] = json!(false);
+            config["unknown_of_tomorrow"] = json!({"a": [1, null]});
+        });
+        edit(&folder.path().join("generation_config.json"), |generation| {
+            generation["eos_token_id"] = json!([2, 5]);
+            generation["temperature"] = json!(0.6);
+        });
+        let before = json(&folder.path().join("config.json"));
+        let (config, generation) = exported(folder.path(), |_| {}, &[5], dtype);
+        assert_eq!(config, before, "{name}: nothing changed, in {dtype:?}");
+        assert_eq!(generation.unwrap(), json(&folder.path().join("generation_config.json")));
+    }
+    // The folder of a Llama that trains on shorter sequences keeps its positions, in the form that it had; a longer one does not.
+    let llama = copy("llama_scaled");
+    let shorten = |architecture: &mut Architecture| match architecture {
+        Architecture::Llama(config) => config.seq_len = 8,
+        _ => unreachable!(),
+    };
+    let (config, _) = exported(llama.path(), shorten, &[], Dtype::Bf16);
+    assert_eq!((&config["max_position_embeddings"], &config["dtype"]), (&json!(12), &json!("bfloat16")));
+    assert_eq!(config["rope_parameters"], json(&llama.path().join("config.json"))["rope_parameters"]);
+    let lengthen = |architecture: &mut Architecture| match architecture {
+        Architecture::Llama(config) => {
+            config.seq_len = 64;
+            config.rotary.scaling.as_mut().unwrap().factor = 16.0;
+        }
+        _ => unreachable!(),
+    };
+    let (config, _) = exported(llama.path(), lengthen, &[], Dtype::F32);
+    assert_eq!(config["max_position_embeddings"], json!(64));
+    assert_eq!((&config["rope_scaling"]["factor"], &config["rope_theta"]), (&json!(16.0), &json!(100.0)));
+    assert!(config.get("rope_parameters").is_none(), "one form of two that differ");
+    // Code of the folder that is not carried over is not named, and an older folder keeps its key of the type.
+    let older = copy("gpt2");
+    edit(&older.path().join("config.json"), |config| {
+        let config = config.as_object_mut().unwrap();
+        config.remove("dtype");
+        config.insert("torch_dtype".to_owned(), json!("float32"));
+        config.insert("auto_map".to_owned(), json!({"AutoModelForCausalLM": "modeling_own.Model"}));
+    });
+    let (config, _) = exported(older.path(), |_| {}, &[], Dtype::F16);
+    assert_eq!((&config["torch_dtype"], config.get("dtype"), config.get("auto_map")), (&json!("float16"), None, None));
+}
+
+/// Without the keys transformers takes 50256 for the end of a GPT-2's text and 2 for that of a Llama's.
+#[test]
+fn ends_of_text_are_always_said() {
+    let llama = copy("llama_scaled");
+    let (config, generation) = exported(llama.path(), |_| {}, &[2, 9], Dtype::F32);
+    assert_eq!((&config["eos_token_id"], &generation.unwrap()["eos_token_id"]), (&json!([2, 9]), &json!([2, 9])));
+    for (ends, told) in [(vec![], Value::Null), (vec![4], json!(4)), (vec![4, 6], json!([4, 6]))] {
+        let out = tempfile::tempdir().unwrap();
+        let tiny = *Pretrained::open(copy("gpt2").path()).unwrap().architecture();
+        let export = Export { ends_of_text: ends.clone(), ..Export::new(tiny, Dtype::F32) };
+        export.write(out.path(), weights(1.0)).unwrap();
+        let config = json(&out.path().join("config.json"));
+        assert_eq!(config.as_object().unwrap().get("eos_token_id"), Some(&told));
+        assert_eq!(config.as_object().unwrap().get("bos_token_id"), Some(&Value::Null));
+        assert_eq!(Pretrained::open(out.path()).unwrap().ends_of_text(), ends);
+    }
+}
+
+#[test]
+fn a_folder_of_another_model_is_replaced_only_when_asked_and_whole() {
+    let shards = copy("llama_tied_f16_shards");
+    let out = shards.path();
+    fs::write(out.join("README.md"), "mine").unwrap();
+    fs::write(out.join("pytorch_model.bin"), "old").unwrap();
+    fs::write(out.join("tokenizer.model"), "old").unwrap();
+    let tiny = *Pretrained::open(copy("gpt2").path()).unwrap().architecture();
+    let mut export = Export::new(tiny, Dtype::F32);
+    export.files.insert("tokenizer.json".to_owned(), b"{}".to_vec());
+    export.files.insert("additional_chat_templates/tool.jinja".to_owned(), b"{{ x }}".to_vec());
+    let before = names(out);
+    let refused = export.write(out, weights(1.0)).unwrap_err();
+    assert!(matches!(&refused, Error::Occupied { path, .. } if path.ends_with(out.file_name().unwrap())), "{refused}");
+    assert!(
+        refused.to_string().contains("has files of a model already: config.json, generation_config.json"),
+        "{refused}"
+    );
+    assert_eq!((export.check(out).unwrap_err().to_string(), names(out)), (refused.to_string(), before.clone()));
+
+    export.overwrite = true;
+    export.check(out).unwrap();
+    // At any time of the write the old model is there, whole, and a write that fails leaves it so.
+    let is_old =
+        || matches!(Pretrained::open(out).unwrap().architecture(), Architecture::Llama(_)) && names(out) == before;
+    let mut asked = 0;
+    let failing = export.write(out, |spec| {
+        assert!(is_old());
+        asked += 1;
+        if asked == 5 { Err("the disk is gone".into()) } else { weights(1.0)(spec) }
+    });
+    assert!(failing.unwrap_err().to_string().ends_with("the disk is gone"));
+    assert!(is_old());
+    let beside = out.parent().unwrap().join(format!(".{}.unfinished", out.file_name().unwrap().to_string_lossy()));
+    assert!(!beside.exists(), "nothing is left of it");
+
+    // What a killed process left is removed.
+    fs::create_dir(&beside).unwrap();
+    fs::write(beside.join("model-00001-of-00009.safetensors"), "half").unwrap();
+    export.write(out, weights(2.0)).unwrap();
+    assert!(!beside.exists());
+    let after = [
+        "README.md",
+        "additional_chat_templates",
+        "config.json",
+        "generation_config.json",
+        "logits.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
+    assert_eq!(names(out), after, "no shard, index or tokenizer of the old model is left");
+    assert_eq!(fs::read_to_string(out.join("README.md")).unwrap(), "mine");
+    assert_eq!(Pretrained::open(out).unwrap().architecture(), &tiny);
+    assert_eq!(tokenizer_files(out).unwrap(), export.files);
+    export.write(out, weights(3.0)).unwrap(); // its own folder of templates is replaced too
+    assert_eq!(names(out), after);
+}
+
+#[test]
+fn folders_that_cannot_be_written_are_found_before() {
+    let tiny = *Pretrained::open(copy("gpt2").path()).unwrap().architecture();
+    let export = Export { overwrite: true, ..Export::new(tiny, Dtype::F32) };
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |path: &Path| export.check(path).unwrap_err().to_string();
+    fs::write(folder.path().join("file"), "").unwrap();
+    assert!(refused(&folder.path().join("file")).contains("is a file, not a folder"));
+    assert!(
+        refused(&folder.path().join("file/inside")).contains("Not a directory"),
+        "{}",
+        refused(&folder.path().join("file/inside"))
+    );
+    assert!(refused("/".as_ref()).contains("is where a file system begins"));
+    assert!(refused("/proc".as_ref()).contains("is where a file system begins"));
+    fs::create_dir_all(folder.path().join("parent/runs")).unwrap();
+    let told = refused(&folder.path().join("parent"));
+    assert!(told.contains("has folders in it (runs), and the whole folder is replaced"), "{told}");
+    // No folder is made by the question, and none is left.
+    export.check(&folder.path().join("deep/er/out")).unwrap();
+    assert_eq!(names(folder.path()), ["file", "parent"]);
+    let huge = Architecture::Gpt2(Gpt2Config { vocab_size: 1 << 42, ..Gpt2Config::default() });
+    let told = Export::new(huge, Dtype::F32).check(&folder.path().join("out")).unwrap_err();
+    assert!(matches!(told, Error::Room { needed, .. } if needed > 1 << 50), "{told}");
+    // One process writes a folder at a time.
+    let out = folder.path().join("out");
+    export
+        .write(&out, |spec| {
+            let other = export.write(&out, weights(1.0)).unwrap_err().to_string();
+            assert!(other.contains("another process writes"), "{other}");
+            weights(1.0)(spec)
+        })
+        .unwrap();
+}
+
+/// What appears in the folder meanwhile is not lost, and neither is the model.
+#[test]
+fn a_place_that_is_taken_meanwhile_leaves_the_model_beside_it() {
+    let tiny = *Pretrained::open(copy("gpt2").path()).unwrap().architecture();
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let export = Export::new(tiny, Dtype::F32);
+    let error = export.write(&out, |spec| {
+        fs::create_dir_all(&out).unwrap();
+        fs::write(out.join("config.json"), "{}").unwrap();
+        weights(1.0)(spec)
+    });
+    let error = error.unwrap_err();
+    assert!(error.to_string().contains("; the model is whole in "), "{error}");
+    let Error::Unplaced { written, .. } = error else { panic!("{error}") };
+    assert_eq!(Pretrained::open(&written).unwrap().architecture(), &tiny);
+    assert_eq!(fs::read_to_string(out.join("config.json")).unwrap(), "{}");
+}
+
+#[test]
+fn weights_that_a_type_does_not_have_are_not_written() {
+    let tiny = *Pretrained::open(copy("gpt2").path()).unwrap().architecture();
+    for (dtype, value, held) in [
+        (Dtype::F32, f32::NAN, false),
+        (Dtype::F32, f32::INFINITY, false),
+        (Dtype::F32, f32::MAX, true),
+        (Dtype::Bf16, f32::MAX, false),
+        (Dtype::Bf16, 1e38, true),
+        (Dtype::F16, 65520.0, false),
+        (Dtype::F16, 65504.0, true),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out");
+        let written = Export::new(tiny, dtype).write(&out, |spec| {
+            let mut values = weights(0.0)(spec)?;
+            if spec.name == "h.1.mlp.up.weight" {
+                values[7] = value;
+            }
+            Ok(values)
+        });
+        assert_eq!(written.is_ok(), held, "{value} in {dtype:?}");
+        if let Err(error) = written {
+            let told = format!("the weights of h.1.mlp.up.weight: {value} is no number in {}", dtype.name());
+            assert!(error.to_string().starts_with(&told), "{error}");
+            assert!(names(folder.path()).is_empty());
+        }
+    }
+}

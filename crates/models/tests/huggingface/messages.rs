@@ -1,0 +1,224 @@
+//! What a person is told who gives a folder that is not what it seems: what it is, and what would be valid.
+
+use crate::{copy, edit, edit_header, refused};
+use meshwork_models::huggingface::{Pretrained, tokenizer_files};
+use serde_json::{Value, json};
+use std::fs;
+
+const POINTER: &str =
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 5312\n";
+
+#[test]
+fn a_git_lfs_pointer_is_named_in_every_file() {
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        let folder = copy("gpt2");
+        fs::write(folder.path().join(name), POINTER).unwrap();
+        let told = refused(&folder);
+        assert!(told.contains(&format!("{name}: is a Git LFS pointer")) && told.contains("git lfs pull"), "{told}");
+    }
+    let shards = copy("llama_tied_f16_shards");
+    for shard in ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"] {
+        fs::write(shards.path().join(shard), POINTER).unwrap();
+    }
+    let told = refused(&shards);
+    assert_eq!(told.matches("is a Git LFS pointer").count(), 2, "all at once: {told}");
+    fs::write(shards.path().join("tokenizer.json"), POINTER).unwrap();
+    let told = tokenizer_files(shards.path()).unwrap_err().to_string();
+    assert!(told.contains("tokenizer.json: is a Git LFS pointer"), "{told}");
+}
+
+#[test]
+fn quantized_folders_are_refused_with_their_method() {
+    for (config, told) in [
+        (
+            json!({"quant_method": "fp8", "weight_block_size": [128, 128]}),
+            "quantization_config names the method \"fp8\": ",
+        ),
+        (json!({"quant_method": "gptq", "bits": 4}), "quantization_config names the method \"gptq\" of 4 bits: "),
+        (json!({"quant_method": "awq", "bits": 4}), "quantization_config names the method \"awq\" of 4 bits: "),
+        (json!({"quant_method": "bitsandbytes", "load_in_4bit": true}), "the method \"bitsandbytes\" of 4 bits: "),
+        (json!({"load_in_8bit": true}), "the method \"unknown\" of 8 bits: "),
+        (
+            json!({"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+            "the method \"compressed-tensors\": ",
+        ),
+    ] {
+        let folder = copy("llama_scaled");
+        edit(&folder.path().join("config.json"), |all| all["quantization_config"] = config.clone());
+        let refused = refused(&folder);
+        assert!(refused.contains(told) && refused.contains("use the folder in f32, bf16 or f16"), "{refused}");
+    }
+    // Of a folder whose config.json is silent, the types of its tensors say it.
+    let silent = copy("llama_scaled");
+    edit_header(&silent.path().join("model.safetensors"), |header| {
+        header["model.norm.weight"]["dtype"] = json!("F8_E4M3");
+    });
+    assert!(refused(&silent).contains("model.norm.weight is of the type F8_E4M3"), "{}", refused(&silent));
+}
+
+#[test]
+fn other_forms_of_weights_are_named() {
+    let with = |name: &str, content: &[u8]| {
+        let folder = copy("gpt2");
+        fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+        fs::write(folder.path().join(name), content).unwrap();
+        refused(&folder)
+    };
+    for (name, told) in [
+        ("pytorch_model.bin", "has its weights in pytorch_model.bin, in the form of PyTorch, and no model.safetensors"),
+        ("pytorch_model.bin.index.json", "has its weights in pytorch_model.bin.index.json"),
+        ("model.q4.gguf", "has its weights in model.q4.gguf, a GGUF file of llama.cpp"),
+        ("tf_model.h5", "has its weights in tf_model.h5"),
+        (
+            "model-00001-of-00002.safetensors",
+            "neither model.safetensors nor model.safetensors.index.json, which names the shards",
+        ),
+        ("notes.txt", "has neither model.safetensors nor model.safetensors.index.json with its shards"),
+    ] {
+        let refused = with(name, b"");
+        assert!(refused.contains(told), "{name}: {refused}");
+    }
+    assert!(with("pytorch_model.bin", b"").contains("`save_pretrained` it"));
+    for (content, told) in [
+        (&b"PK\x03\x04more"[..], "model.safetensors: is a file of PyTorch, not of safetensors"),
+        (b"\x80\x02}q\x00more", "model.safetensors: is a pickle"),
+        (b"GGUF\x03\0\0\0", "model.safetensors: is a GGUF file"),
+        (b"<!DOCTYPE html>", "model.safetensors: is a web page"),
+        (b"", "model.safetensors: has 0 bytes: it is cut short"),
+        (b"1234", "model.safetensors: has 4 bytes: it is cut short"),
+        (b"\xff\x01\0\0\0\0\0\0{", "its header has 511 bytes, in a file of 9: it is cut short"),
+    ] {
+        let refused = with("model.safetensors", content);
+        assert!(refused.contains(told), "{refused}");
+    }
+    let cut = copy("gpt2");
+    let path = cut.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 100]).unwrap();
+    assert!(refused(&cut).ends_with("the file is cut short"), "{}", refused(&cut));
+}
+
+#[test]
+fn what_is_no_folder_of_a_model_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let told = |name: &str, content: &str| {
+        _ = fs::remove_dir_all(folder.path());
+        fs::create_dir_all(folder.path()).unwrap();
+        fs::write(folder.path().join(name), content).unwrap();
+        refused(&folder)
+    };
+    let adapter = json!({"peft_type": "LORA", "base_model_name_or_path": "some/base"}).to_string();
+    let lora = told("adapter_config.json", &adapter);
+    assert!(lora.contains("adapter_config.json: a LORA adapter, whose weights are changes of some/base"), "{lora}");
+    assert!(lora.contains("merge_and_unload"), "{lora}");
+    assert!(told("model.gguf", "").contains("has model.gguf, a GGUF file of llama.cpp, and no config.json"));
+    assert!(told("params.json", "{}").contains("the original form of a Llama"));
+    assert!(told("step-00000010", "").contains("a folder of checkpoints"));
+    assert!(told("notes.txt", "").ends_with("has no config.json"));
+    let file = folder.path().join("notes.txt");
+    let told = Pretrained::open(&file).map(drop).unwrap_err().to_string();
+    assert!(told.contains("is a file, not a folder"), "{told}");
+    let hub = Pretrained::open("openai-community/gpt2".as_ref()).map(drop).unwrap_err().to_string();
+    assert!(hub.contains("there is no such folder") && hub.contains("hf download"), "{hub}");
+    // transformers loads another model from there, and the adapter onto it.
+    let both = copy("gpt2");
+    fs::write(both.path().join("adapter_config.json"), &adapter).unwrap();
+    assert!(refused(&both).contains("a LORA adapter"), "{}", refused(&both));
+}
+
+#[test]
+fn settings_that_change_the_numbers_are_refused() {
+    let refused_with = |name: &str, change: &dyn Fn(&mut Value)| {
+        let folder = copy(name);
+        edit(&folder.path().join("config.json"), change);
+        Pretrained::open(folder.path()).map(drop).map_err(|error| error.to_string())
+    };
+    let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 48});
+    type Change = Box<dyn Fn(&mut Value)>;
+    let set = |key: &'static str, value: Value| -> Change { Box::new(move |config| config[key] = value.clone()) };
+    let cases: Vec<(&str, Change, &str)> = vec![
+        (
+            "llama_scaled",
+            set("model_type", json!("mistral")),
+            "model_type is \"mistral\", and that of the architectures entry",
+        ),
+        ("llama_scaled", set("attention_multiplier", json!(0.01)), "attention_multiplier is 0.01"),
+        ("llama_scaled", set("residual_multiplier", json!(0.5)), "residual_multiplier is 0.5: supported is 1"),
+        ("llama_scaled", set("final_logit_softcapping", json!(30.0)), "final_logit_softcapping is 30.0"),
+        ("llama_scaled", set("qk_norm", json!(true)), "qk_norm is true"),
+        ("llama_scaled", set("clip_qkv", json!(8.0)), "clip_qkv is 8.0"),
+        ("llama_scaled", set("partial_rotary_factor", json!(0.5)), "partial_rotary_factor is 0.5"),
+        ("llama_scaled", set("layer_types", json!(["full_attention", "sliding_attention"])), "layer_types is "),
+        ("llama_scaled", set("mlp_bias", json!(true)), "mlp_bias is true"),
+        ("llama_scaled", set("head_dim", json!(8)), "head_dim is 8: supported is 4"),
+        (
+            "llama_scaled",
+            set("rope_parameters", json!("llama3")),
+            "rope_parameters is \"llama3\": it must be an object",
+        ),
+        ("llama_scaled", set("rope_parameters", json!({"factor": 8.0})), "it has a factor and no rope_type"),
+        ("llama_scaled", set("rope_parameters", json!({"rope_type": 3})), "rope_type is \"3\""),
+        ("llama_scaled", set("rope_parameters", json!({"rope_type": "llama3"})), "factor is missing"),
+        (
+            "llama_scaled",
+            set("rope_parameters", json!({"full_attention": {"rope_type": "default"}})),
+            "for each kind of layer",
+        ),
+        ("llama_scaled", set("rope_parameters", json!({"rope_type": "default", "type": "linear"})), "keep one of them"),
+        ("llama_scaled", set("rope_scaling", scaling), "rope_parameters and rope_scaling say different things"),
+        ("gpt2", set("scale_attn_by_inverse_layer_idx", json!(true)), "scale_attn_by_inverse_layer_idx is true"),
+        ("gpt2", set("scale_attn_weights", json!(false)), "scale_attn_weights is false"),
+        ("gpt2", set("pruned_heads", json!({"0": [1]})), "pruned_heads is {\"0\":[1]}"),
+        ("gpt2", set("layer_norm_epsilon", json!(1e-6)), "layer_norm_epsilon is 1e-6: supported is 0.00001"),
+        ("mixtral", set("sliding_window", json!(4096)), "sliding_window is 4096"),
+    ];
+    for (name, change, told) in cases {
+        let refused = refused_with(name, &change).expect_err(told);
+        assert!(refused.contains(told), "{refused}");
+    }
+    // What changes nothing is accepted, in either spelling of a number, and what is not known.
+    let neutral = |config: &mut Value| {
+        config["pruned_heads"] = json!({});
+        config["residual_multiplier"] = json!(1);
+        config["partial_rotary_factor"] = json!(1.0);
+        config["attention_dropout"] = json!(0);
+        config["layer_types"] = json!(["full_attention", "full_attention"]);
+        config["some_tag_of_ours"] = json!({"a": [1, 2]});
+        config["sliding_window"] = Value::Null;
+    };
+    refused_with("llama_scaled", &neutral).unwrap();
+    // All that is wrong with a folder is told at once, its files too.
+    let folder = copy("llama_tied_f16_shards");
+    edit(&folder.path().join("config.json"), |config| config["hidden_act"] = json!("gelu"));
+    fs::remove_file(folder.path().join("model-00002-of-00003.safetensors")).unwrap();
+    let both = refused(&folder);
+    assert!(both.contains("hidden_act is \"gelu\"") && both.contains("one is missing: model-00002"), "{both}");
+}
+
+/// A single file is read before an index, as transformers does; other programs read the index first, so that both with weights of their own are
+/// refused.
+#[test]
+fn two_sets_of_weights_in_a_folder_are_refused() {
+    let both = copy("llama_tied_f16_shards");
+    let shard = |number: usize| both.path().join(format!("model-{number:05}-of-00003.safetensors"));
+    fs::write(both.path().join("model.safetensors"), fs::read(copy("gpt2").path().join("model.safetensors")).unwrap())
+        .unwrap();
+    let told = refused(&both);
+    assert!(told.contains("lies beside model-00001-of-00003.safetensors and other shards"), "{told}");
+    assert!(told.contains("remove model.safetensors, or model.safetensors.index.json with its shards"), "{told}");
+
+    // A stale index whose shards are gone names nothing that anyone could read.
+    let gpt2 = copy("gpt2");
+    let index = both.path().join("model.safetensors.index.json");
+    fs::copy(&index, gpt2.path().join("model.safetensors.index.json")).unwrap();
+    assert!(Pretrained::open(gpt2.path()).is_ok());
+    fs::copy(shard(2), gpt2.path().join("model-00002-of-00003.safetensors")).unwrap();
+    assert!(refused(&gpt2).contains("two sets of weights"), "one shard of another model is enough");
+    // An index of the one file says the same as none.
+    fs::remove_file(gpt2.path().join("model-00002-of-00003.safetensors")).unwrap();
+    edit(&gpt2.path().join("model.safetensors.index.json"), |index| {
+        index["weight_map"] = json!({"transformer.wte.weight": "model.safetensors"});
+    });
+    assert!(Pretrained::open(gpt2.path()).is_ok());
+}
