@@ -26,7 +26,7 @@ fn main() -> ExitCode {
             Ok(trained) => trained,
             Err(error) => return fail(BAD_INPUT, &error),
         };
-    let prompt = match trained.encode(&options.prompt) {
+    let prompt = match trained.encode_with(&options.prompt, options.special_tokens) {
         Ok(prompt) => prompt,
         Err(fault) => return fail(BAD_INPUT, &fault),
     };

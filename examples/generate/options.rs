@@ -3,7 +3,7 @@
 use clap::{Arg, ArgAction, Command};
 use meshwork::engine::AtCuts;
 use meshwork::train::config::{self, Args, Fault};
-use meshwork::train::generate::{BY_DEFAULT, Sampling};
+use meshwork::train::generate::{BY_DEFAULT, PromptTokens, Sampling};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -22,6 +22,8 @@ pub struct Options {
     pub sampling: Sampling,
     /// A tokenizer other than that of the folder.
     pub tokenizer: Option<String>,
+    /// Which special tokens the prompt has.
+    pub special_tokens: PromptTokens,
     /// What happens where the model compressed activations in training.
     pub compression: AtCuts,
     /// Mesh and settings, as gpt_train takes them.
@@ -51,6 +53,11 @@ fn command() -> Command {
         )
         .arg(flag("seed", "N", "Seed of the draws").default_value("0").value_parser(clap::value_parser!(u64)))
         .arg(flag("tokenizer", "NAME", "bytes, gpt2 or a tokenizer.json; without it that of the folder"))
+        .arg(
+            flag("special-tokens", "none|add|parse", "Special tokens of the prompt: none, those that the tokenizer adds, also those it spells")
+                .default_value("add")
+                .value_parser(["none", "add", "parse"]),
+        )
         .arg(
             flag("compression", "as_trained|off", "Whether activations are compressed where they were in training")
                 .default_value("as_trained")
@@ -101,6 +108,11 @@ impl Options {
             tokens: count("tokens"),
             sampling,
             tokenizer: text("tokenizer"),
+            special_tokens: match text("special-tokens").as_deref() {
+                Some("none") => PromptTokens::None,
+                Some("parse") => PromptTokens::Parse,
+                _ => PromptTokens::Add,
+            },
             compression: if text("compression").as_deref() == Some("off") { AtCuts::Exact } else { AtCuts::AsTrained },
             settings,
         }

@@ -2,6 +2,8 @@
 
 use meshwork_engine::AtCuts;
 use meshwork_train::config::{Args, ConfigError};
+#[cfg(feature = "tokenizers")]
+use meshwork_train::generate::PromptTokens;
 use meshwork_train::generate::{BY_DEFAULT, Continued, Sampling, TextStream, Trained, continue_text};
 use meshwork_train::{load, train};
 use std::path::{Path, PathBuf};
@@ -92,6 +94,79 @@ fn text_ends(folder: &Path) {
     };
     continue_text(&trained, &prompt, 20, SAMPLING, &stop, each).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(drawn.into_inner().unwrap(), whole[..5]);
+}
+
+/// What ended documents in training ends a text, from a checkpoint and from an export.
+#[test]
+fn a_text_ends_where_documents_ended_in_training() {
+    let [checkpoints, export] = trained_with("ends", "llama", "data.end_of_text=105");
+    let mut all = Vec::new();
+    for folder in [&checkpoints, &export] {
+        let mut trained = open(folder, "").unwrap();
+        assert_eq!(trained.ends_of_text, [105], "{}", folder.display());
+        // Of some seeds one draws it soon.
+        let texts = |trained: &Trained| -> Vec<Vec<u32>> {
+            let drawn = |seed| tokens(trained, "ab", 40, Sampling { seed, temperature: 3.0, top_k: 0, top_p: 1.0 }).0;
+            (0..40).map(drawn).collect()
+        };
+        let ended = texts(&trained);
+        trained.ends_of_text.clear();
+        let whole = texts(&trained);
+        assert!(whole.iter().any(|text| text.contains(&105)), "else this shows nothing");
+        for (ended, whole) in ended.iter().zip(&whole) {
+            let end = whole.iter().position(|&token| token == 105).unwrap_or(whole.len());
+            assert_eq!(ended[..], whole[..end]);
+        }
+        all.push(ended);
+    }
+    assert_eq!(all[0], all[1]);
+    // Two models in one folder: the export would be taken, however old it is.
+    for entry in std::fs::read_dir(&export).unwrap().map(|entry| entry.unwrap()) {
+        std::fs::copy(entry.path(), checkpoints.join(entry.file_name())).unwrap();
+    }
+    let both = open(&checkpoints, "").unwrap_err().to_string();
+    assert!(
+        both.contains("has a model of Hugging Face and checkpoints, which are two models; name one checkpoint"),
+        "{both}"
+    );
+    assert!(open(&checkpoints.join("step-00000002"), "").is_ok());
+}
+
+/// A prompt begins as the tokenizer begins a text, and a special token that it spells is that token where this is asked for.
+#[test]
+#[cfg(feature = "tokenizers")]
+fn prompts_have_the_special_tokens_of_the_tokenizer() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tests/fixtures/huggingface/llama_scaled");
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(|entry| entry.unwrap()) {
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    let added = |id: u32, text: &str| {
+        serde_json::json!({"id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true})
+    };
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "decoder": null,
+        "added_tokens": [added(1, "<s>"), added(2, "</s>"), added(3, "<|user|>")],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "model": {"type": "WordLevel", "unk_token": "?",
+            "vocab": {"?": 0, "<s>": 1, "</s>": 2, "<|user|>": 3, "arma": 4, "cano": 5, "user": 6}},
+    });
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let trained = open(folder.path(), "").unwrap();
+    assert_eq!(trained.ends_of_text, [2]);
+    let prompt = "<|user|> arma cano";
+    let encoded = |special| trained.encode_with(prompt, special).unwrap();
+    assert_eq!(encoded(PromptTokens::None), [0, 6, 0, 4, 5]);
+    assert_eq!(encoded(PromptTokens::Add), [1, 0, 6, 0, 4, 5]);
+    assert_eq!(encoded(PromptTokens::Parse), [1, 3, 4, 5]);
+    assert_eq!(trained.encode("cano").unwrap(), [1, 5]);
+    // transformers takes what a pipeline is given likewise, and an empty prompt is then its beginning alone.
+    assert_eq!(trained.encode("").unwrap(), [1]);
 }
 
 #[test]

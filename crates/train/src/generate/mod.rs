@@ -11,6 +11,9 @@ pub use continuation::{Continued, TextStream, continue_text};
 pub use sampling::Sampling;
 pub use trained::{BY_DEFAULT, Trained};
 
+pub use crate::data::PromptTokens;
+
+use crate::checkpoint::export::end_of_text;
 use crate::config::Config;
 use crate::data::Data;
 use crate::stop;
@@ -22,7 +25,7 @@ use std::sync::atomic::AtomicBool;
 /// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
 
-/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or until `asked` to stop; empty if that is 0. Each token costs a
+/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or to the end of a document, or until `asked` to stop; empty if that is 0. Each token costs a
 /// forward pass over all of them, or over the last of a sequence. Collective: every rank takes part and gets the same text, since the
 /// randomness is a function of the seed and the place of the token.
 pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, asked: &AtomicBool) -> Result<String, TrainError> {
@@ -31,13 +34,17 @@ pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, asked: &Ato
         return Ok(String::new());
     }
     let sampling = Sampling { seed: config.training.seed, ..Sampling::default() };
-    let mut tokens = data.prompt(PROMPT).to_vec();
+    let (mut tokens, end) = (data.prompt(PROMPT).to_vec(), end_of_text(config, data));
     for place in 0..length {
         if stop::agreed(trainer.rank().world(), asked)? {
             break;
         }
         let logits = next_token_logits(trainer, &tokens, config.model.vocab_size)?;
-        tokens.push(sampling.pick(&logits, place).unwrap_or(0) as i32);
+        let token = sampling.pick(&logits, place).unwrap_or(0);
+        if end == Some(token as u32) {
+            break;
+        }
+        tokens.push(token as i32);
     }
     Ok(printable(&data.decode(&tokens)))
 }

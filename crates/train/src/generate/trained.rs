@@ -2,8 +2,9 @@
 
 use super::compression::Compressed;
 use crate::checkpoint::read_weights;
+use crate::checkpoint::run::ENDS_OF_TEXT;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
-use crate::data::Tokenizer;
+use crate::data::{PromptTokens, Tokenizer};
 use crate::devices;
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
 use meshwork_engine::AtCuts;
@@ -56,7 +57,15 @@ impl Trained {
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
         let given: Vec<String> = args.assignments.iter().map(|(key, ..)| key.clone()).collect();
         let mut set = |key: String, value: String| args.assignments.push((key, value, MODEL));
-        let (weights, of_run, features) = if folder.join("config.json").is_file() {
+        let checkpoints = steps(folder).is_ok_and(|steps| !steps.is_empty());
+        if checkpoints && folder.join("config.json").is_file() {
+            let problem = "has a model of Hugging Face and checkpoints, which are two models";
+            let valid = format!("name one checkpoint, as {}/step-00000010, or move one of them", folder.display());
+            return Err(one(Fault::new(MODEL, folder.display(), problem, valid)));
+        }
+        // What an adapter is, the reader of models says.
+        let of_hugging_face = ["config.json", "adapter_config.json"].iter().any(|name| folder.join(name).is_file());
+        let (weights, of_run, features) = if of_hugging_face || folder.is_file() {
             let pretrained = Pretrained::open(folder).map_err(|error| {
                 one(Fault::new(MODEL, folder.display(), error.to_string(), "give a folder with a model"))
             })?;
@@ -109,23 +118,28 @@ impl Trained {
         let tokenizer = tokenizer.map_err(|fault| settings.faults.push(fault)).ok();
         match tokenizer {
             Some(tokenizer) if settings.faults.is_empty() => {
-                let ends_of_text = match &weights {
-                    Weights::HuggingFace(pretrained) => pretrained.ends_of_text().to_vec(),
-                    Weights::Checkpoint(_) => Vec::new(),
-                };
+                let ends_of_text = ends_of_text(&weights, &tokenizer);
                 Ok(Self { config, tokenizer, ends_of_text, weights })
             }
             _ => Err(ConfigError { faults: settings.faults }),
         }
     }
 
-    /// The tokens of a prompt.
+    /// The tokens of a prompt, with those that the tokenizer adds.
     ///
     /// # Errors
     /// A text of no tokens, or one that the tokenizer cannot encode.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, Fault> {
+        self.encode_with(prompt, PromptTokens::Add)
+    }
+
+    /// As [`encode`](Self::encode), with a choice of special tokens.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_with(&self, prompt: &str, special: PromptTokens) -> Result<Vec<u32>, Fault> {
         let fault = |problem: String| Fault::new("--prompt", format!("{prompt:?}"), problem, "give a text to continue");
-        match self.tokenizer.encode(prompt).map_err(fault)? {
+        match self.tokenizer.encode_prompt(prompt, special).map_err(fault)? {
             tokens if tokens.is_empty() => Err(fault("has no tokens".to_owned())),
             tokens => Ok(tokens),
         }
@@ -136,6 +150,19 @@ impl Trained {
         match &self.weights {
             Weights::HuggingFace(pretrained) => pretrained.read(spec, slice).map_err(|error| error.to_string()),
             Weights::Checkpoint(checkpoint) => read_weights(checkpoint, spec, slice).map_err(|error| error.to_string()),
+        }
+    }
+}
+
+/// The tokens that end a text: as the folder says, or the run of a checkpoint; of an older one, as its tokenizer says.
+fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
+    match weights {
+        Weights::HuggingFace(pretrained) => pretrained.ends_of_text().to_vec(),
+        Weights::Checkpoint(checkpoint) => {
+            let said = checkpoint.index().metadata.get("run").and_then(|run| run.get(ENDS_OF_TEXT)?.as_array());
+            let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+            let said = said.map(|said| said.iter().filter_map(id).collect());
+            said.unwrap_or_else(|| tokenizer.end_of_text().into_iter().collect())
         }
     }
 }
