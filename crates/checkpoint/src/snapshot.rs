@@ -41,6 +41,14 @@ pub enum SnapshotError {
         /// Bytes that were given.
         given: usize,
     },
+    /// The system has no memory for the copy.
+    #[error("rank {rank} has no memory for the {bytes} bytes that it writes")]
+    Memory {
+        /// The rank.
+        rank: usize,
+        /// The bytes of the copy.
+        bytes: u64,
+    },
     /// Elements that this rank is to write and was not given.
     #[error("rank {rank} was not given {missing} elements of slice {slice} of {name}, which it writes")]
     Missing {
@@ -56,9 +64,14 @@ pub enum SnapshotError {
 }
 
 impl Snapshot {
-    /// An empty snapshot in the memory of an older one.
+    /// An empty snapshot in the memory of an older one. Without memory it takes nothing, and the save fails on every rank.
     pub(crate) fn new(plan: Arc<SavePlan>, rank: usize, mut memory: Vec<u8>) -> Self {
-        memory.resize(plan.bytes(rank) as usize, 0);
+        let bytes = plan.bytes(rank) as usize;
+        if memory.try_reserve_exact(bytes.saturating_sub(memory.len())).is_ok() {
+            memory.resize(bytes, 0);
+        } else {
+            memory = Vec::new();
+        }
         let mut of_tensor: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (at, piece) in plan.pieces(rank).iter().enumerate() {
             of_tensor.entry(piece.tensor).or_default().push(at);
@@ -91,7 +104,7 @@ impl Snapshot {
         for &at in self.of_tensor.get(&tensor).into_iter().flatten() {
             let piece = &self.plan.pieces(self.rank)[at];
             let Some(both) = slice.overlap(&piece.slice) else { continue };
-            let into = &mut self.data[piece.bytes.start as usize..piece.bytes.end as usize];
+            let Some(into) = self.data.get_mut(piece.bytes.start as usize..piece.bytes.end as usize) else { continue };
             let range = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
             let copied = for_each_run(&both, &held, &Block::of(&piece.slice), |from, to, run| {
                 into[range(to, run)].copy_from_slice(&bytes[range(from, run)]);
@@ -105,10 +118,14 @@ impl Snapshot {
 
     /// The bytes of the snapshot, if it is complete.
     pub(crate) fn into_data(self) -> Result<Vec<u8>, SnapshotError> {
+        let (rank, bytes) = (self.rank, self.plan.bytes(self.rank));
+        if self.data.len() as u64 != bytes {
+            return Err(SnapshotError::Memory { rank, bytes });
+        }
         let Some(at) = self.missing.iter().position(|&missing| missing > 0) else { return Ok(self.data) };
         let piece = &self.plan.pieces(self.rank)[at];
         let name = self.plan.tensors()[piece.tensor].name.clone();
-        let (rank, missing) = (self.rank, self.missing[at]);
+        let missing = self.missing[at];
         Err(SnapshotError::Missing { rank, name, slice: piece.slice.clone(), missing })
     }
 }

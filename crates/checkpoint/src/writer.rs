@@ -20,7 +20,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 /// Bytes that are added to a checksum and written at once.
@@ -97,8 +97,8 @@ pub enum SaveError {
         /// What is known.
         source: ExchangeError,
     },
-    /// The thread of the writer ended.
-    #[error("the writer of checkpoints ended")]
+    /// The thread of the writer ended, or could not be started.
+    #[error("the thread that writes checkpoints has ended, or could not be started")]
     Ended,
 }
 
@@ -162,15 +162,17 @@ impl Writer {
         let (jobs, todo) = sync_channel::<Job>(1);
         let (done, results) = sync_channel(1);
         let task = Task { dir, rank, leader, plan: plan.clone() };
-        let thread = std::thread::spawn(move || {
+        // Without the thread each save ends with an error, here and on the ranks that would wait for this one.
+        let work = move || {
             for job in todo {
                 let result = task.save(&job, &mut exchange);
                 if done.send((job.snapshot.unwrap_or_default(), result)).is_err() {
                     return;
                 }
             }
-        });
-        let (memory, saving, jobs, thread) = (Vec::new(), false, Some(jobs), Some(thread));
+        };
+        let thread = Builder::new().name(format!("checkpoint {rank}")).spawn(work).ok();
+        let (memory, saving, jobs) = (Vec::new(), false, Some(jobs));
         Self { plan, rank, memory, saving, whole: None, jobs, results, thread }
     }
 

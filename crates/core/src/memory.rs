@@ -102,27 +102,37 @@ impl Drop for Part {
 
 impl Block {
     /// At least `bytes` bytes, all zero. Large blocks come from the system already zeroed, so this touches nothing.
+    ///
+    /// # Panics
+    /// If the system has no memory. [`try_zeroed`](Self::try_zeroed) says so.
     pub fn zeroed(bytes: usize) -> Block {
+        Block::try_zeroed(bytes).unwrap_or_else(|| panic!("the system has no memory for {bytes} bytes more"))
+    }
+
+    /// As [`zeroed`](Self::zeroed); `None` if the system has no memory: a limit on the process or on its address space.
+    pub fn try_zeroed(bytes: usize) -> Option<Block> {
         let lines = bytes.div_ceil(64);
+        let plain = || bytemuck::allocation::try_zeroed_vec(lines).ok().map(|lines| Block(Bytes::Lines(lines)));
         if PLAIN {
-            return Block(Bytes::Lines(bytemuck::allocation::zeroed_vec(lines)));
+            return plain();
         }
         if bytes >= HUGE
             // Whole huge pages are mapped where a huge page begins.
-            && let Ok(pages) = MmapMut::map_anon((lines * 64).next_multiple_of(HUGE))
+            && let Some(whole) = lines.checked_mul(64).and_then(|bytes| bytes.checked_next_multiple_of(HUGE))
+            && let Ok(pages) = MmapMut::map_anon(whole)
         {
             // The end uses small pages, so that its unused part costs nothing. A system without huge pages, or
             // with huge pages turned off, gives small ones.
             #[cfg(target_os = "linux")]
             let _ = pages.advise_range(memmap2::Advice::HugePage, 0, lines * 64 / HUGE * HUGE);
-            return Block(Bytes::Pages(pages, lines * 64));
+            return Some(Block(Bytes::Pages(pages, lines * 64)));
         }
         if (PAGE..HUGE).contains(&bytes)
             && let Some(part) = SLABS.lock().unwrap_or_else(PoisonError::into_inner).take(lines * 64)
         {
-            return Block(Bytes::Part(part));
+            return Some(Block(Bytes::Part(part)));
         }
-        Block(Bytes::Lines(bytemuck::allocation::zeroed_vec(lines)))
+        plain()
     }
 
     /// Size in bytes.
@@ -272,6 +282,12 @@ mod tests {
             block.as_mut_slice().fill(7);
             assert!(block.as_slice().iter().all(|&byte| byte == 7));
         }
+    }
+
+    #[test]
+    fn a_block_that_the_system_has_no_memory_for_is_none() {
+        assert!(Block::try_zeroed(usize::MAX / 4).is_none());
+        assert!(Block::try_zeroed(usize::MAX).is_none());
     }
 
     /// Parts of slabs never overlap, whatever was taken and dropped before, on any thread, and with more than one slab.

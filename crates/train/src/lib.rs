@@ -11,6 +11,7 @@ mod error;
 pub mod generate;
 mod launch;
 mod load;
+mod machine;
 pub mod metrics;
 pub mod plan;
 pub mod plan_compression;

@@ -4,6 +4,7 @@ use crate::checkpoint::export;
 use crate::checkpoint::room::Room;
 use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
+use crate::machine::{Left, Machine};
 use crate::{devices, metrics, plan, plan_memory};
 use meshwork_engine::offload::OffloadError;
 use std::fs;
@@ -124,35 +125,38 @@ fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
     }
 }
 
-/// The fault of a run that needs more memory than the machine has.
+/// Bytes of a rank beside its tensors: its thread's stack, its plans and its ends of groups, as `benches/README.md` measures them.
+const RANK_BYTES: u128 = 384 << 10;
+/// Bytes that each rank has of every other one: what a step reports of each rank's memory and input, sent and received.
+const PEER_BYTES: u128 = 160;
+/// Address space of the stack of a thread, which takes memory only as far as it is used.
+const STACK_BYTES: u128 = 2 << 20;
+
+/// The fault of a run that needs more threads or memory than this process may take.
 fn too_large(config: &Config) -> Option<Fault> {
     let mesh = &config.parallelism;
     let mesh = format!("dp={},tp={},pp={}", mesh.dp, mesh.tp, mesh.pp);
-    let needed = match plan::world_bytes(config) {
-        Ok(needed) => needed,
-        Err(error) => {
-            return Some(Fault::new("parallelism", mesh, format!("no such step: {error}"), "use another mesh"));
-        }
+    let fault = |problem: String, valid: &str| Some(Fault::new("parallelism", &mesh, problem, valid));
+    let machine = Machine::here();
+    let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()) as u128;
+    // Where checkpoints are written, each rank has a second thread for it.
+    let threads = ranks * if config.checkpoint.dir.is_some() { 2 } else { 1 };
+    if let Some(Left { amount, whose }) = machine.threads().filter(|left| threads > left.amount) {
+        let problem = format!("{ranks} ranks take {threads} threads, and {whose} {amount}");
+        return fault(problem, "use fewer ranks, or raise the limit; --steps 0 reports on any mesh");
+    }
+    let tensors = match plan::world_bytes(config) {
+        Ok(tensors) => tensors,
+        Err(error) => return fault(format!("no such step: {error}"), "use another mesh"),
     };
-    let memory = machine_memory().filter(|memory| needed > *memory)?;
-    let (needed, memory) = (plan::size(needed as f64), plan::size(memory as f64));
-    let problem = format!("all ranks together need {needed}, this machine has {memory}");
-    Some(Fault::new(
-        "parallelism",
-        mesh,
-        problem,
-        "use a smaller model or micro_batch_size; --steps 0 reports on any size",
-    ))
-}
-
-/// Bytes of memory, swap included, if the system reports them.
-fn machine_memory() -> Option<u128> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kibibytes = |key: &str| -> Option<u128> {
-        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
-    Some((kibibytes("MemTotal:")? + kibibytes("SwapTotal:").unwrap_or(0)) * 1024)
+    let needed = tensors.saturating_add(ranks * RANK_BYTES).saturating_add(ranks * ranks * PEER_BYTES);
+    let space = needed.saturating_add(threads * STACK_BYTES);
+    let memory = machine.memory().filter(|left| needed > left.amount).map(|left| (needed, left));
+    let (needed, Left { amount, whose }) =
+        memory.or_else(|| machine.address_space().filter(|left| space > left.amount).map(|left| (space, left)))?;
+    let (needed, amount) = (plan::size(needed as f64), plan::size(amount as f64));
+    let problem = format!("all ranks together need {needed}, {whose} {amount}");
+    fault(problem, "use a smaller model or micro_batch_size, or fewer ranks; --steps 0 reports on any size")
 }
 
 /// Opens the data, and checks it against the model only if the keys that this reads are sound.

@@ -1,7 +1,7 @@
 //! A caching arena: blocks of dead buffers are reused for buffers of about the same size.
 
 use crate::device::Meter;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::Category;
 use meshwork_core::{Block, HostMemory, Memory, Recycle};
 use std::collections::BTreeMap;
@@ -20,16 +20,21 @@ impl Arena {
         self.system_allocations.load(Ordering::Relaxed)
     }
 
-    /// A block of at least `bytes`, and whether it is known to be zero. Takes the smallest free block that fits and is
-    /// not more than a quarter too large; larger ones are left for larger requests.
-    fn take(&self, bytes: usize) -> (Block, bool) {
+    /// A block of at least `bytes`, and whether it is known to be zero; `None` if the system has no memory, also after the free blocks of
+    /// other sizes went back to it. Takes the smallest free block that fits and is not more than a quarter too large; larger ones are left
+    /// for larger requests.
+    fn take(&self, bytes: usize) -> Option<(Block, bool)> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.range_mut(bytes..=bytes + bytes / 4 + 64).find_map(|(_, blocks)| blocks.pop());
         match fitting {
-            Some(block) => (block, false),
+            Some(block) => Some((block, false)),
             None => {
                 self.system_allocations.fetch_add(1, Ordering::Relaxed);
-                (Block::zeroed(bytes), true)
+                let new = Block::try_zeroed(bytes).or_else(|| {
+                    free.clear();
+                    Block::try_zeroed(bytes)
+                });
+                Some((new?, true))
             }
         }
     }
@@ -54,7 +59,12 @@ pub(super) struct Metered {
 /// Memory of at least `bytes` from the arena, zeroed if asked.
 pub(super) fn memory(arena: &Arc<Arena>, meter: &Arc<Meter>, bytes: usize, zeroed: bool) -> Result<Metered> {
     let category = meter.grow(bytes)?;
-    let (mut block, is_zero) = arena.take(bytes);
+    let Some((mut block, is_zero)) = arena.take(bytes) else {
+        meter.shrink(bytes, category);
+        let (device, held) = ("cpu".to_owned(), Box::new(meter.live()));
+        let fault = "the system has no memory for it (a limit on this process, or on its control group)".into();
+        return Err(Error::OutOfMemory { device, bytes: bytes as u64, category, fault, held });
+    };
     if zeroed && !is_zero {
         block.as_mut_slice().fill(0);
     }
@@ -84,6 +94,18 @@ impl Drop for Metered {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The error says what the memory was for and what holds it, and nothing is counted for what was not given.
+    #[test]
+    fn memory_that_the_system_lacks_is_an_error_that_says_what_holds_it() {
+        let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());
+        let _held = memory(&arena, &meter, 4096, false).unwrap();
+        let error = memory(&arena, &meter, usize::MAX / 4, false).unwrap_err();
+        assert!(matches!(&error, Error::OutOfMemory { bytes, .. } if *bytes == (usize::MAX / 4) as u64), "{error}");
+        assert!(error.to_string().contains("device cpu: the system has no memory for it"), "{error}");
+        assert!(error.to_string().contains("this rank's buffers hold 4.0 KiB"), "{error}");
+        assert_eq!(meter.live_bytes(), 4096);
+    }
 
     #[test]
     fn a_dead_block_is_handed_out_again_and_zeroed_when_asked() {
