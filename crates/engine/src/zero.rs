@@ -119,6 +119,9 @@ impl Zero {
 
     /// The world ranks that share out with this one what is the same along `axes`, itself included; the same number for all of them.
     fn sharers(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Vec<usize> {
+        if self.group.is_none() {
+            return mesh.group(world_rank, axes);
+        }
         let own = self.number(mesh, world_rank);
         mesh.group(world_rank, axes).into_iter().filter(|&rank| self.number(mesh, rank) == own).collect()
     }
@@ -145,8 +148,11 @@ impl Zero {
         })
     }
 
-    /// The index of a rank's group among those that have all of it each, and the number of these.
+    /// The index of a rank's group among those that have all of it each, and the number of these. Asked for each parameter.
     pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+        if self.group.is_none() {
+            return (0, 1); // all share out
+        }
         let ranks = mesh.group(world_rank, &Self::batch_axes(axes));
         // Ascending, because data-parallel ranks are numbered as the ranks of the world are.
         let mut numbers: Vec<usize> = ranks.into_iter().map(|rank| self.number(mesh, rank)).collect();

@@ -213,9 +213,8 @@ impl Trainer {
         }
         let (mesh, own) = (self.rank.mesh(), self.rank.world_rank());
         let hash = |rank: usize, at: usize| &hashes[rank * HASHES + at..rank * HASHES + at + 2];
-        let dp = |rank: usize| mesh.data_rank(mesh.coords(rank));
         let mut others = (0..mesh.world_size()).filter(|&other| other != own);
-        if let Some(other) = others.clone().find(|&other| hash(other, 0) != hash(own, 0)) {
+        if let Some(other) = others.find(|&other| hash(other, 0) != hash(own, 0)) {
             return Err(TrainError::Disagreement {
                 step,
                 rank: own,
@@ -224,7 +223,9 @@ impl Trainer {
                 valid: "make every rank's Trainer of the same model and plan, and call step() as often on each",
             });
         }
-        match others.find(|&other| dp(other) == dp(own) && hash(other, 2) != hash(own, 2)) {
+        // The ranks of one dp rank are those that differ along the other axes.
+        let axes: Vec<Axis> = mesh.axes().filter(|axis| !Axis::DATA.contains(axis)).collect();
+        match mesh.group(own, &axes).into_iter().find(|&other| hash(other, 2) != hash(own, 2)) {
             None => Ok(()),
             Some(other) => Err(TrainError::Disagreement {
                 step,
