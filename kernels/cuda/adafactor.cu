@@ -5,8 +5,9 @@
 //   size = step size / max(1, rms u / clip),  w = w keep - size u
 //
 // Shapes    weights, grads, variance: flat vectors, of which runs.cuh has the elements; numbers [count], by the numbers of elements. row and col_var
-//           f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of squares become the factors √(mean R / R) and 1 / √C.
-// Geometry  a thread an element, a row or a column; means of rows: a thread a matrix; the size: one thread.
+//           f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of squares become the factors √(mean R / R) and 1 / √C; size f64
+//           [matrices], of `each` elements.
+// Geometry  a thread an element, a row or a column; means of rows, and the size: a thread a matrix.
 // Bytes     8 read and 8 written an element, then 8 and 4.
 // Bits      those of the CPU: crates/optim/src/adafactor.rs.
 #include "runs.cuh"
@@ -40,7 +41,7 @@ KERNEL adafactor_update(const i64* runs, i64 run_count, float* weights, const fl
     if (at >= count) return;
     Spot spot = LocalRuns{runs, run_count}.spot(at);
     float step = step_of(spot, grads, grad_scale, row_factors, column_factors, rows, columns);
-    weights[spot.place] = weights[spot.place] * keep - static_cast<float>(*size) * step;
+    weights[spot.place] = weights[spot.place] * keep - static_cast<float>(size[spot.element / (rows * columns)]) * step;
 }
 
 // What is no matrix.
@@ -57,12 +58,13 @@ KERNEL adafactor_vector_measure(const i64* runs, i64 run_count, const float* wei
 }
 
 KERNEL adafactor_vector_update(const i64* runs, i64 run_count, float* weights, const float* grads, const float* variance,
-                               float grad_scale, const double* size, float keep, i64 count) {
+                               float grad_scale, const double* size, i64 each, float keep, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
-    i64 place = LocalRuns{runs, run_count}.spot(at).place;
+    Spot spot = LocalRuns{runs, run_count}.spot(at);
+    i64 place = spot.place;
     float step = grad_scale * grads[place] / sqrtf(variance[place]);
-    weights[place] = weights[place] * keep - static_cast<float>(*size) * step;
+    weights[place] = weights[place] * keep - static_cast<float>(size[spot.element / each]) * step;
 }
 
 // Running means of the squares of rows or columns, each of `terms` elements; they take the places of the sums too.
@@ -94,10 +96,11 @@ KERNEL adafactor_column_factors(double* totals, i64 count) {
     if (i < count) totals[i] = 1.0 / sqrt(totals[i]);
 }
 
-// Sums of the squares of u and of w: the size of the step takes the place of the first. `lr`: of relative steps the largest share of the root mean
-// square of w, else the size itself.
-KERNEL adafactor_settle(double* totals, double elements, int relative, double lr, double eps_scale, double clip) {
-    if (global_thread() > 0) return;
-    double size = relative ? fmax(sqrt(totals[1] / elements), eps_scale) * lr : lr;
-    totals[0] = size / fmax(sqrt(totals[0] / elements) / clip, 1.0);
+// Sums of the squares of u and of w, each of `matrices` matrices or vectors of `elements` elements: the size of the step takes the place of the
+// first. `lr`: of relative steps the largest share of the root mean square of w, else the size itself.
+KERNEL adafactor_settle(double* totals, double elements, int relative, double lr, double eps_scale, double clip, i64 matrices) {
+    i64 i = global_thread();
+    if (i >= matrices) return;
+    double size = relative ? fmax(sqrt(totals[matrices + i] / elements), eps_scale) * lr : lr;
+    totals[i] = size / fmax(sqrt(totals[i] / elements) / clip, 1.0);
 }

@@ -4,7 +4,7 @@
 //   w = w keep - lr_hat m / (√v / root_hat + ε);  codes = the nearest to m, v / the new largest of their block
 //
 // Shapes    weights, grads (f32), means, squares (codes): flat vectors, of which runs.cuh has the elements; of_means, of_squares [count]; largest
-//           values f32 and, before the step, f64 [blocks of `block` elements of the whole parameter]. code: 256 numbers for means, their 255 middles,
+//           values f32 and, before the step, f64 [blocks of `block` elements of a matrix of `each`]. code: 256 numbers for means, their 255 middles,
 //           and the same for squares.
 // Geometry  a thread an element, or a block that settles.
 // Bytes     6 read and 8 written an element, then 10 and 6; codes from the cache.
@@ -35,13 +35,18 @@ DEVICE u8 nearest(const float* middles, float x, float largest, int zero) {
     return static_cast<u8>(low);
 }
 
+// The block of an element: matrices of `each` elements have blocks of their own, the last of which is shorter.
+DEVICE i64 block_of(i64 element, i64 block, i64 each) {
+    return element / each * ((each + block - 1) / block) + element % each / block;
+}
+
 KERNEL adam8bit_measure(const i64* runs, i64 run_count, const float* grads, const u8* means, const u8* squares, const float* mean_largest,
-                        const float* square_largest, const float* code, i64 block, float grad_scale, float mean_new, float square_old,
+                        const float* square_largest, const float* code, i64 block, i64 each, float grad_scale, float mean_new, float square_old,
                         float square_new, float* of_means, float* of_squares, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
     Spot spot = LocalRuns{runs, run_count}.spot(at);
-    i64 set = spot.element / block;
+    i64 set = block_of(spot.element, block, each);
     float mean = code[means[spot.place]] * mean_largest[set];
     float square = code[CODES + MIDDLES + squares[spot.place]] * square_largest[set];
     Moments now = moments(grad_scale * grads[spot.place], mean, square, mean_new, square_old, square_new);
@@ -60,12 +65,12 @@ KERNEL adam8bit_settle(float* largest, double* totals, i64 count) {
 
 KERNEL adam8bit_update(const i64* runs, i64 run_count, float* weights, const float* grads, u8* means, u8* squares,
                        const float* mean_largest, const float* square_largest, const double* mean_before, const double* square_before,
-                       const float* code, int mean_zero, int square_zero, i64 block, float grad_scale, float mean_new,
+                       const float* code, int mean_zero, int square_zero, i64 block, i64 each, float grad_scale, float mean_new,
                        float square_old, float square_new, float keep, float lr_hat, float root_hat, float eps, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
     Spot spot = LocalRuns{runs, run_count}.spot(at);
-    i64 set = spot.element / block, place = spot.place;
+    i64 set = block_of(spot.element, block, each), place = spot.place;
     const float* squares_code = code + CODES + MIDDLES;
     float mean = code[means[place]] * static_cast<float>(mean_before[set]);
     float square = squares_code[squares[place]] * static_cast<float>(square_before[set]);

@@ -1,11 +1,11 @@
-// LAMB: Adam whose step is scaled to the norm of each parameter (You et al., arXiv:1904.00962).
+// LAMB: Adam whose step is scaled to the norm of each matrix (You et al., arXiv:1904.00962).
 //
 //   g = grad_scale grad,  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  u = m mean_hat / (√v / root_hat + ε) + decay w
 //   ratio = ‖w‖ / ‖u‖, 1 if either is zero;  w -= lr ratio u
 //
 // Shapes    weights, grads, mean, square: flat vectors, of which runs.cuh has the elements; of_weights (w) and of_steps (u) [count], by the numbers of
-//           elements; totals f64: ‖w‖² and ‖u‖² become the ratio in the place of the first. Scalars are computed on the host in f64 and rounded once.
-// Geometry  a thread an element; the ratio: one thread.
+//           elements; totals f64 [2, matrices]: ‖w‖² and ‖u‖² become the ratio in the place of the first; ratio [matrices], of `each` elements. Scalars are computed on the host in f64 and rounded once.
+// Geometry  a thread an element; the ratio: a thread a matrix.
 // Bytes     16 read and 16 written an element, then 12 and 4.
 // Bits      those of the CPU: crates/optim/src/lamb.rs.
 #include "runs.cuh"
@@ -29,17 +29,19 @@ KERNEL lamb_measure(const i64* runs, i64 run_count, const float* weights, const 
     of_steps[at] = direction(w, m, v, mean_hat, root_hat, eps, decay);
 }
 
-KERNEL lamb_settle(double* totals) {
-    if (global_thread() > 0) return;
-    double weights = sqrt(totals[0]), steps = sqrt(totals[1]);
-    totals[0] = weights > 0.0 && steps > 0.0 ? weights / steps : 1.0;
+KERNEL lamb_settle(double* totals, i64 matrices) {
+    i64 i = global_thread();
+    if (i >= matrices) return;
+    double weights = sqrt(totals[i]), steps = sqrt(totals[matrices + i]);
+    totals[i] = weights > 0.0 && steps > 0.0 ? weights / steps : 1.0;
 }
 
-KERNEL lamb_update(const i64* runs, i64 run_count, float* weights, const float* mean, const float* square, const double* ratio, double lr,
-                   float mean_hat, float root_hat, float eps, float decay, i64 count) {
+KERNEL lamb_update(const i64* runs, i64 run_count, float* weights, const float* mean, const float* square, const double* ratio, i64 each,
+                   double lr, float mean_hat, float root_hat, float eps, float decay, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
-    i64 place = LocalRuns{runs, run_count}.spot(at).place;
-    float w = weights[place], size = static_cast<float>(lr * *ratio);
+    Spot spot = LocalRuns{runs, run_count}.spot(at);
+    i64 place = spot.place;
+    float w = weights[place], size = static_cast<float>(lr * ratio[spot.element / each]);
     weights[place] = w - size * direction(w, mean[place], square[place], mean_hat, root_hat, eps, decay);
 }

@@ -3,7 +3,7 @@
 //   sums[s] += Σ x²  or  sums[s] = max(sums[s], |x|)  over the numbers x of the elements of set s that lie here
 //
 // Shapes    x [numbers], by the numbers of elements (runs.cuh); sums f64 [sets], of exact sums `LIMBS` digits each (exact.cuh). A set is `length`
-//           consecutive elements of the whole parameter; or with rows > 0 a column of one of its matrices [rows, length].
+//           consecutive elements of a matrix of `each` elements, whose last set is shorter; or with rows > 0 a column of a matrix [rows, length].
 // Geometry  a warp a set, whose lanes take every 32nd element; exact values of digits: a thread a sum; quotients: a thread an element.
 // Bytes     4 read an element; of columns, each in a line of its own.
 // Bits      exact sums and largest values are the CPU's (crates/tensor/src/cpu/whole.rs); sums in f64 are added in another order, and not exact.
@@ -13,7 +13,8 @@
 #include "warp.cuh"
 
 // Calls visit(x) for this lane's share of a set.
-template <class Visit> DEVICE void for_set(const float* x, const LocalRuns& runs, i64 set, i64 length, i64 rows, Visit visit) {
+template <class Visit>
+DEVICE void for_set(const float* x, const LocalRuns& runs, i64 set, i64 length, i64 rows, i64 each, Visit visit) {
     int lane = lane_of_warp();
     if (rows > 0) {
         i64 matrix = set / length, column = set % length;
@@ -23,7 +24,8 @@ template <class Visit> DEVICE void for_set(const float* x, const LocalRuns& runs
         }
         return;
     }
-    i64 begin = set * length, end = begin + length;
+    i64 sets = (each + length - 1) / length, matrix = set / sets;
+    i64 begin = matrix * each + set % sets * length, end = smaller(begin + length, (matrix + 1) * each);
     for (i64 run = runs.run_up_to(begin); run < runs.count && runs.first(run) < end; run++) {
         i64 first = runs.first(run), last = smaller(end, first + runs.length(run));
         for (i64 element = (first > begin ? first : begin) + lane; element < last; element += WARP) {
@@ -32,21 +34,21 @@ template <class Visit> DEVICE void for_set(const float* x, const LocalRuns& runs
     }
 }
 
-KERNEL set_squares(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, double* sums, i64 sets) {
+KERNEL set_squares(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, i64 each, double* sums, i64 sets) {
     i64 set = global_thread() / WARP;
     if (set >= sets) return;
     double sum = 0.0;
-    for_set(x, {runs, run_count}, set, length, rows, [&](float x) { sum += static_cast<double>(x) * static_cast<double>(x); });
+    for_set(x, {runs, run_count}, set, length, rows, each, [&](float x) { sum += static_cast<double>(x) * static_cast<double>(x); });
     for (int width = WARP / 2; width > 0; width /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, width);
     if (lane_of_warp() == 0) sums[set] += sum;
 }
 
-KERNEL set_squares_exact(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, double* digits, i64 sets) {
+KERNEL set_squares_exact(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, i64 each, double* digits, i64 sets) {
     i64 set = global_thread() / WARP;
     if (set >= sets) return;
     Digits own;
     own.clear();
-    for_set(x, {runs, run_count}, set, length, rows, [&](float x) { own.add_square(x); });
+    for_set(x, {runs, run_count}, set, length, rows, each, [&](float x) { own.add_square(x); });
 #pragma unroll
     for (int i = 0; i < LIMBS; i++) {
         for (int width = WARP / 2; width > 0; width /= 2) own.of[i] += __shfl_xor_sync(FULL_WARP, own.of[i], width);
@@ -58,11 +60,11 @@ KERNEL set_squares_exact(const float* x, const i64* runs, i64 run_count, i64 len
 // The larger of two, NaN if one is.
 DEVICE double larger(double most, double x) { return x > most || x != x ? x : most; }
 
-KERNEL set_largest(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, double* sums, i64 sets) {
+KERNEL set_largest(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, i64 each, double* sums, i64 sets) {
     i64 set = global_thread() / WARP;
     if (set >= sets) return;
     double most = 0.0;
-    for_set(x, {runs, run_count}, set, length, rows, [&](float x) { most = larger(most, static_cast<double>(fabsf(x))); });
+    for_set(x, {runs, run_count}, set, length, rows, each, [&](float x) { most = larger(most, static_cast<double>(fabsf(x))); });
     for (int width = WARP / 2; width > 0; width /= 2) most = larger(most, __shfl_xor_sync(FULL_WARP, most, width));
     if (lane_of_warp() == 0) sums[set] = larger(sums[set], most);
 }

@@ -2,7 +2,8 @@
 //
 //   g = grad_scale grad,  m += (1 - μ)(g - m),  u = g + μ (m - g);  w = w keep - size X, X the orthogonal matrix near u
 //
-// Shapes    weights, grads, mean: flat vectors, of which runs.cuh has the elements; values and matrices: whole parameters.
+// Shapes    weights, grads, mean: flat vectors, of which runs.cuh has the elements; values and matrices: whole matrices, one
+//           after the other.
 // Geometry  a thread an element.
 // Bytes     8 read and 8 written an element, then 8 and 4.
 // Bits      those of the CPU: crates/optim/src/muon.rs.

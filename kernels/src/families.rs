@@ -614,20 +614,20 @@ kernels! {
     check_positions in DOCUMENTS, Geometry::Columns; In I32 positions, Out I64 found, Value I64 count, Divisor I64 seq;
     document_starts in DOCUMENTS, ELEMENTS; In I32 positions, Out I32 checked, Out I32 first, Value I64 count, Divisor I64 seq;
     set_squares in MEASURES, Geometry::Warps;
-        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 sums, Value I64 sets;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Divisor I64 each, Out F64 sums, Value I64 sets;
     set_squares_exact in MEASURES, Geometry::Warps;
-        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 digits, Value I64 sets;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Divisor I64 each, Out F64 digits, Value I64 sets;
     set_largest in MEASURES, Geometry::Warps;
-        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Out F64 sums, Value I64 sets;
+        In F32 x, In I64 runs, Value I64 run_count, Divisor I64 length, Value I64 rows, Divisor I64 each, Out F64 sums, Value I64 sets;
     exact_values in MEASURES, ELEMENTS; In F64 digits, Out F64 sums, Value I64 count;
     divide_by_root in MEASURES, ELEMENTS; Out F32 x, In F64 square, Value F64 least, Value I64 count;
     lamb_measure in LAMB, ELEMENTS;
         In I64 runs, Value I64 run_count, In F32 weights, In F32 grads, Out F32 mean, Out F32 square, Value F32 grad_scale, Value F32 mean_new,
         Value F32 square_old, Value F32 square_new, Value F32 mean_hat, Value F32 root_hat, Value F32 eps, Value F32 decay, Out F32 of_weights,
         Out F32 of_steps, Value I64 count;
-    lamb_settle in LAMB, ELEMENTS; Out F64 totals;
+    lamb_settle in LAMB, ELEMENTS; Out F64 totals, Value I64 matrices;
     lamb_update in LAMB, ELEMENTS;
-        In I64 runs, Value I64 run_count, Out F32 weights, In F32 mean, In F32 square, In F64 ratio, Value F64 lr, Value F32 mean_hat,
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 mean, In F32 square, In F64 ratio, Divisor I64 each, Value F64 lr, Value F32 mean_hat,
         Value F32 root_hat, Value F32 eps, Value F32 decay, Value I64 count;
     adafactor_scaled in ADAFACTOR, ELEMENTS;
         In I64 runs, Value I64 run_count, In F32 grads, Value F32 grad_scale, Out F32 numbers, Value I64 count;
@@ -641,15 +641,15 @@ kernels! {
         In I64 runs, Value I64 run_count, In F32 weights, In F32 grads, Out F32 variance, Value F32 grad_scale, Value F32 share, Value F32 eps,
         Out F32 of_steps, Out F32 of_weights, Value I64 count;
     adafactor_vector_update in ADAFACTOR, ELEMENTS;
-        In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, In F32 variance, Value F32 grad_scale, In F64 size, Value F32 keep,
-        Value I64 count;
+        In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, In F32 variance, Value F32 grad_scale, In F64 size, Divisor I64 each,
+        Value F32 keep, Value I64 count;
     adafactor_means in ADAFACTOR, ELEMENTS;
         Out F32 variance, Out F64 totals, Value F64 terms, Value F64 share, Value F64 eps, Value I64 count;
     adafactor_row_means in ADAFACTOR, ELEMENTS; In F64 totals, Value I64 rows, Out F64 means, Value I64 matrices;
     adafactor_row_factors in ADAFACTOR, ELEMENTS; Out F64 totals, In F64 means, Divisor I64 rows, Value I64 count;
     adafactor_column_factors in ADAFACTOR, ELEMENTS; Out F64 totals, Value I64 count;
     adafactor_settle in ADAFACTOR, ELEMENTS;
-        Out F64 totals, Value F64 elements, Value I32 relative, Value F64 lr, Value F64 eps_scale, Value F64 clip;
+        Out F64 totals, Value F64 elements, Value I32 relative, Value F64 lr, Value F64 eps_scale, Value F64 clip, Value I64 matrices;
     muon_measure in MUON, ELEMENTS;
         In I64 runs, Value I64 run_count, In F32 grads, Out F32 mean, Value F32 grad_scale, Value F32 old, Value F32 now, Out F32 values,
         Value I64 count;
@@ -657,12 +657,12 @@ kernels! {
         In I64 runs, Value I64 run_count, Out F32 weights, In F32 matrices, Value F32 keep, Value F32 size, Value I64 count;
     adam8bit_measure in ADAM8BIT, ELEMENTS;
         In I64 runs, Value I64 run_count, In F32 grads, In U8 means, In U8 squares, In F32 mean_largest, In F32 square_largest, In F32 code,
-        Divisor I64 block, Value F32 grad_scale, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Out F32 of_means,
+        Divisor I64 block, Divisor I64 each, Value F32 grad_scale, Value F32 mean_new, Value F32 square_old, Value F32 square_new, Out F32 of_means,
         Out F32 of_squares, Value I64 count;
     adam8bit_settle in ADAM8BIT, ELEMENTS; Out F32 largest, Out F64 totals, Value I64 count;
     adam8bit_update in ADAM8BIT, ELEMENTS;
         In I64 runs, Value I64 run_count, Out F32 weights, In F32 grads, Out U8 means, Out U8 squares, In F32 mean_largest, In F32 square_largest,
-        In F64 mean_before, In F64 square_before, In F32 code, Value I32 mean_zero, Value I32 square_zero, Divisor I64 block, Value F32 grad_scale,
+        In F64 mean_before, In F64 square_before, In F32 code, Value I32 mean_zero, Value I32 square_zero, Divisor I64 block, Divisor I64 each, Value F32 grad_scale,
         Value F32 mean_new, Value F32 square_old, Value F32 square_new, Value F32 keep, Value F32 lr_hat, Value F32 root_hat, Value F32 eps,
         Value I64 count;
     message_words in CODECS, ELEMENTS; Out U8 to, Value U64 first, Value U64 second;

@@ -6,8 +6,8 @@
 //! finish:  P̂ = orthogonal columns of P,  Q = Mᵀ P̂   all-reduce Q;  sum = P̂ Qᵀ,  residual = M − sum / ranks
 //! ```
 //!
-//! A matrix is what a rank holds of a parameter, its dims taken together where factors are smallest. Parameters whose factors would be no
-//! smaller, as all vectors, go with the P as they are. Q is kept from one sum to the next (warm start). Every rank gets the whole sum; with
+//! A matrix is what a rank holds of one of the matrices of a parameter. Parameters whose factors would be no smaller, as all vectors, go with
+//! the P as they are. Q is kept from one sum to the next (warm start). Every rank gets the whole sum; with
 //! ZeRO it keeps its slice.
 
 use crate::lossy_sum::{Own, SumPlan, SumState, of_replica};
@@ -16,8 +16,8 @@ use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, PowerSgd, Scheme, Shape};
 use meshwork_core::{Buffer, Coords, DType, FlatSlice, Group, Mesh, Pending, ReduceOp};
 use meshwork_data_parallel::{Sum, VectorError};
-use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Category, Device, Error, ParamSpec, Shape as Dims};
+use meshwork_tensor::param::{LocalSlice, Matrices};
+use meshwork_tensor::{Category, Device, Error, ParamSpec, Role, Shape as Dims};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -25,36 +25,85 @@ const RESIDUAL: &str = "gradient_residual";
 /// The name of the state of all Q, one after the other.
 const FACTOR: &str = "gradient_factor";
 
-/// A parameter in a bucket: its elements there, and what it is as a matrix, if its factors are smaller.
+/// A parameter in a bucket: its elements there, and what it is as matrices, if their factors are smaller.
 #[derive(Clone, Debug)]
 pub struct Factored {
     pub range: Range<usize>,
-    pub matrix: Option<Shape>,
+    pub matrices: Option<Parts>,
+}
+
+/// The matrices of a parameter that lie here, all of one shape.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts {
+    count: usize,
+    shape: Shape,
+    /// How many of them take turns, row by row.
+    interleaved: usize,
 }
 
 impl Factored {
     /// Elements of P, or of the parameter where it goes as it is, and of Q.
     fn lengths(&self, of: PowerSgd) -> [usize; 2] {
-        self.matrix.map_or([self.range.len(), 0], |shape| of.factors(shape))
+        self.matrices.map_or([self.range.len(), 0], |parts| of.factors(parts.shape).map(|each| parts.count * each))
     }
 }
 
-/// Where the dims of a parameter are divided into rows and columns: where they are fewest, of the whole parameter, so that every mesh divides
-/// it there.
-fn split(dims: &Dims) -> usize {
-    let both = |at: &usize| dims[..*at].iter().product::<usize>() + dims[*at..].iter().product::<usize>();
-    (1..dims.len()).min_by_key(both).unwrap_or(0)
+impl Parts {
+    /// Each matrix with its elements among those of all, and with those of its P and of its Q.
+    fn each(
+        self,
+        of: PowerSgd,
+        of_p: &Range<usize>,
+        of_q: &Range<usize>,
+    ) -> impl Iterator<Item = [Range<usize>; 3]> + use<> {
+        let ([p, q], [at_p, at_q], each) = (of.factors(self.shape), [of_p.start, of_q.start], self.shape.len());
+        let place = move |at: usize, start: usize, each: usize| start + at * each..start + (at + 1) * each;
+        (0..self.count).map(move |at| [place(at, 0, each), place(at, at_p, p), place(at, at_q, q)])
+    }
+
+    /// The elements of a parameter, matrix by matrix, or back in their turns.
+    fn turned(self, device: &dyn Device, x: Buffer, back: bool) -> Result<Buffer, Error> {
+        if self.interleaved == 1 {
+            return Ok(x);
+        }
+        let (turns, each) = ([self.shape.rows(), self.interleaved], self.interleaved * self.shape.len());
+        let [a, b] = if back { [turns[1], turns[0]] } else { turns };
+        let mut all = device.alloc(DType::F32, x.count())?;
+        for start in (0..x.count()).step_by(each) {
+            let stack = device.layout()?.swap_blocks(&x.slice(start..start + each)?, a, b, self.shape.cols())?;
+            device.layout()?.copy_into(&stack, 0..each, &mut all, start)?;
+        }
+        Ok(all)
+    }
 }
 
-/// What a rank holds of a parameter as a matrix; nothing if its factors would not be smaller.
+/// The [matrices](Matrices) of a weight. What declares none is one, divided into rows and columns where both together are fewest, of the whole
+/// parameter, so that every mesh divides it there.
+fn matrices(spec: &ParamSpec) -> Option<Matrices> {
+    let dims = &spec.dims;
+    let both = |at: &usize| dims[..*at].iter().product::<usize>() + dims[*at..].iter().product::<usize>();
+    let fewest = || Some(Matrices::new(0, dims.len() - (1..dims.len()).min_by_key(both)?));
+    if spec.role == Role::Weight { spec.group.matrices.or_else(fewest) } else { None }
+}
+
+/// Elements that go by the dims of matrices: `[stacked, rows, interleaved, columns]`.
+fn extents(of: Matrices, dims: &[usize]) -> [usize; 4] {
+    let (rest, columns) = dims.split_at(dims.len() - of.columns);
+    let (rest, turns) = rest.split_at(rest.len() - of.interleaved);
+    let (stacked, rows) = rest.split_at(of.stacked);
+    [stacked, rows, turns, columns].map(|dims| dims.iter().product())
+}
+
+/// What a rank holds of a parameter as matrices; nothing if their factors would not be smaller.
 pub fn factored(of: PowerSgd, spec: &ParamSpec, (mesh, coords): (&Mesh, Coords), range: Range<usize>) -> Factored {
-    let (stored, at) = (spec.local(mesh, coords).stored, split(&spec.dims));
-    let extents = [&stored[..at], &stored[at..]].map(|dims| dims.iter().product::<usize>());
-    let matrix = Shape::matrix(extents[0], extents[1]).ok().filter(|&shape| {
+    let held = |declared: Matrices| {
+        let [stacked, rows, interleaved, columns] = extents(declared, &spec.local(mesh, coords).stored);
+        let shape = Shape::matrix(rows, columns).ok()?;
         let thin = of.rank > 0 && of.rank <= shape.rows().min(shape.cols());
-        at > 0 && thin && of.factors(shape).iter().sum::<usize>() < shape.len()
-    });
-    Factored { range, matrix }
+        let smaller = thin && of.factors(shape).iter().sum::<usize>() < shape.len();
+        smaller.then_some(Parts { count: stacked * interleaved, shape, interleaved })
+    };
+    Factored { range, matrices: matrices(spec).and_then(held) }
 }
 
 /// Refuses factors that are smaller than no parameter.
@@ -65,11 +114,10 @@ pub fn require_matrices(compress: &Compress, parameters: &[ParamSpec]) -> Result
     let Scheme::PowerSgd(of) = compress.gradients else { return Ok(()) };
     // (rows + columns) · rank < rows · columns
     let most = |spec: &ParamSpec| {
-        let (rows, columns) = spec.dims.split_at(split(&spec.dims));
-        let [rows, columns] = [rows, columns].map(|dims| dims.iter().product::<usize>());
-        (rows * columns).saturating_sub(1) / (rows + columns)
+        let [_, rows, _, columns] = extents(matrices(spec)?, &spec.dims);
+        Some((rows * columns).saturating_sub(1) / (rows + columns))
     };
-    let most = parameters.iter().filter(|spec| !spec.group.frozen && spec.dims.len() > 1).map(most).max().unwrap_or(0);
+    let most = parameters.iter().filter(|spec| !spec.group.frozen).filter_map(most).max().unwrap_or(0);
     if of.rank <= most {
         return Ok(());
     }
@@ -91,15 +139,23 @@ pub fn kept_factors<'a>(
         if count == 0 {
             continue;
         }
-        let (at, LocalSlice { stored, ranges }) = (split(&spec.dims), spec.local(mesh, coords));
+        let Some(declared) = matrices(spec) else { continue };
+        let LocalSlice { stored, ranges } = spec.local(mesh, coords);
+        let (numbering, columns) = (declared.numbering(spec.dims.len()), spec.dims.len() - declared.columns);
         let mut place = replica(Own::EachSum);
-        for &(axis, _) in spec.placement.shards().iter().filter(|(_, dim)| *dim < at) {
+        let of_rows = |dim: usize| dim < columns && !numbering.clone().any(|numbers| numbers == dim);
+        for &(axis, _) in spec.placement.shards().iter().filter(|(_, dim)| of_rows(*dim)) {
             place = [place[0] * mesh.degree(axis) + coords.get(axis), place[1] * mesh.degree(axis)];
         }
-        let of_columns = |dims: &[usize]| Dims::new(&[&[of.rank], dims].concat());
-        let columns = std::iter::once(0..of.rank).chain(ranges[at..].iter().cloned()).collect();
-        let slice = LocalSlice { stored: of_columns(&stored[at..]), ranges: columns };
-        let (dims, slice) = of_replica(of_columns(&spec.dims[at..]), slice, place);
+        // A Q for each matrix.
+        let of_columns = |dims: &[usize]| {
+            let numbers: Vec<usize> = numbering.clone().map(|dim| dims[dim]).collect();
+            Dims::new(&[&numbers, &[of.rank][..], &dims[columns..]].concat())
+        };
+        let held = numbering.clone().map(|dim| ranges[dim].clone()).chain(std::iter::once(0..of.rank));
+        let held = held.chain(ranges[columns..].iter().cloned()).collect();
+        let slice = LocalSlice { stored: of_columns(&stored), ranges: held };
+        let (dims, slice) = of_replica(of_columns(&spec.dims), slice, place);
         let key = StateKey { parameter: spec.name.clone(), state: Some(FACTOR.to_owned()) };
         all.push(SumState { key, dims, slice, state: FACTOR, range: start..start + count });
         start += count;
@@ -166,14 +222,27 @@ impl FactorSum {
     ) -> Result<(), VectorError> {
         let device = &self.device;
         for (part, of_p, of_q) in self.places() {
-            let Some(shape) = part.matrix else {
+            let Some(parts) = part.matrices else {
                 let (from, range) = whole(&part, &of_p)?;
                 device.layout()?.copy_into(&from, range, out, part.range.start)?;
                 continue;
             };
-            let factors = [p.slice(of_p)?, self.q.slice(of_q)?];
-            let mut part = out.window(part.range)?;
-            device.compression()?.join(self.of, shape, &factors, among, &mut part)?;
+            let mut restored = match parts.interleaved {
+                1 => Buffer::empty(),
+                _ => self.alloc(part.range.len())?,
+            };
+            for [elements, of_p, of_q] in parts.each(self.of, &of_p, &of_q) {
+                let factors = [p.slice(of_p)?, self.q.slice(of_q)?];
+                let mut matrix = match parts.interleaved {
+                    1 => out.window(part.range.start + elements.start..part.range.start + elements.end)?,
+                    _ => restored.window(elements)?,
+                };
+                device.compression()?.join(self.of, parts.shape, &factors, among, &mut matrix)?;
+            }
+            if parts.interleaved > 1 {
+                let restored = parts.turned(&**device, restored, true)?;
+                device.layout()?.copy_into(&restored, 0..restored.count(), out, part.range.start)?;
+            }
         }
         Ok(())
     }
@@ -202,13 +271,16 @@ impl Sum for FactorSum {
         let places = self.places();
         let mut first = self.alloc(places.last().map_or(0, |(_, of_p, _)| of_p.end))?;
         for (part, of_p, of_q) in places {
-            let Some(shape) = part.matrix else {
+            let Some(parts) = part.matrices else {
                 device.layout()?.copy_into(x, part.range, &mut first, of_p.start)?;
                 continue;
             };
-            let (of, m, draws) = (self.of, x.slice(part.range)?, draws.skip(of_q.start));
-            let (mut q, mut p) = (self.q.window(of_q)?, first.window(of_p)?);
-            kernels.left_factor(of, shape, draws, &m, &mut q, &mut p)?;
+            let all = parts.turned(&*device, x.slice(part.range)?, false)?;
+            for [elements, of_p, of_q] in parts.each(self.of, &of_p, &of_q) {
+                let (m, draws) = (all.slice(elements)?, draws.skip(of_q.start));
+                let (mut q, mut p) = (self.q.window(of_q)?, first.window(of_p)?);
+                kernels.left_factor(self.of, parts.shape, draws, &m, &mut q, &mut p)?;
+            }
         }
         drop(whole);
         self.under_way = Some((gradients, target));
@@ -220,10 +292,13 @@ impl Sum for FactorSum {
         let kernels = device.compression()?;
         let (room, target) = self.under_way.take().ok_or("a sum was finished that was not started")?;
         for (part, of_p, of_q) in self.places() {
-            if let Some(shape) = part.matrix {
-                let (of, m) = (self.of, target.as_ref().unwrap_or(&room).slice(part.range)?);
-                let (mut q, mut p) = (self.q.window(of_q)?, received.window(of_p)?);
-                kernels.right_factor(of, shape, &m, &mut p, &mut q)?;
+            if let Some(parts) = part.matrices {
+                let all = parts.turned(&*device, target.as_ref().unwrap_or(&room).slice(part.range)?, false)?;
+                for [elements, of_p, of_q] in parts.each(self.of, &of_p, &of_q) {
+                    let m = all.slice(elements)?;
+                    let (mut q, mut p) = (self.q.window(of_q)?, received.window(of_p)?);
+                    kernels.right_factor(self.of, parts.shape, &m, &mut p, &mut q)?;
+                }
             }
         }
         if self.q.count() > 0 {

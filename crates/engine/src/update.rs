@@ -424,8 +424,8 @@ impl Updates {
         for (id, Member { shape, .. }, _) in &members {
             let place = |_| {
                 let owner = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
-                loads[owner] += shape.rows * shape.columns;
-                (owner, loads[owner] - shape.rows * shape.columns)
+                loads[owner] += shape.each();
+                (owner, loads[owner] - shape.each())
             };
             places.insert(*id, (0..shape.matrices).map(place).collect());
         }
@@ -437,7 +437,7 @@ impl Updates {
                 continue;
             }
             let Some(page) = states.elements.cover(flat, &part.window()).next() else { continue };
-            let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.matrix());
+            let (mut values, count) = (self.device.zeros(DType::F32, member.shape.elements())?, member.shape.each());
             let done = member.totals(totals)?;
             let (part, weights, grads) = part.on_page(states.elements.page(page), &weights, &grads)?;
             let (elements, masters) = self.split(states.elements.get(page)?);
@@ -512,7 +512,7 @@ impl Updates {
                 {
                     None => None,
                     Some((all, places)) => {
-                        let count = member.matrix();
+                        let count = member.shape.each();
                         let mut matrices = self.device.alloc(DType::F32, member.shape.elements())?;
                         for (matrix, &at) in places.iter().enumerate() {
                             self.device.layout()?.copy_into(all, at..at + count, &mut matrices, matrix * count)?;
@@ -614,11 +614,6 @@ impl Open<'_> {
 }
 
 impl Member {
-    /// Elements of a matrix.
-    fn matrix(&self) -> usize {
-        self.shape.rows * self.shape.columns
-    }
-
     /// Its totals of the passes so far.
     fn totals(&self, totals: &Totals) -> Result<Vec<Buffer>, TrainError> {
         let mut own = Vec::new();

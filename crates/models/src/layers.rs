@@ -2,7 +2,7 @@
 
 use crate::network::{Layer, Module};
 use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm, Linear};
-use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Var};
 
 /// How a convolution's result is normalised.
@@ -140,7 +140,8 @@ impl Dense {
         let whole = Placement::replicated;
         let dims = [&[features], &input[..]].concat();
         // The last layer is a head.
-        let group = if rectified { ParamGroup::hidden(0, input.len()) } else { ParamGroup::of(Role::Weight) };
+        let group =
+            if rectified { ParamGroup::hidden(Matrices::new(0, input.len())) } else { ParamGroup::of(Role::Weight) };
         let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
         let bias = params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?;
         Ok(Box::new(Self { weight, bias, dims: input.len(), rectified }))

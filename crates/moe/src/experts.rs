@@ -7,7 +7,7 @@
 use crate::MoeError;
 use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::op::RowGroups;
-use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 use std::fmt::Debug;
 use std::rc::Rc;
@@ -91,7 +91,8 @@ impl GroupedMlp {
         shape.check(mesh)?;
         let ExpertShape { experts, hidden, ffn, .. } = shape;
         let mut declare = |part: &str, dims: &[usize], cut, role, init| {
-            let group = if role == Role::Weight { ParamGroup::hidden(1, 1) } else { ParamGroup::of(role) };
+            let of_each = Matrices::new(1, 1);
+            let group = if role == Role::Weight { ParamGroup::hidden(of_each) } else { ParamGroup::bias(of_each) };
             params.declare_in(format!("{name}.{part}"), dims, shape.placement(cut), role, init, group)
         };
         let [up, down] = [
@@ -145,14 +146,15 @@ impl GroupedSwiGlu {
     ) -> Result<Self> {
         shape.check(mesh)?;
         let ExpertShape { experts, hidden, ffn, .. } = shape;
-        let mut declare = |part: &str, dims: &[usize], cut, init| {
-            let (placement, group) = (shape.placement(Some(cut)), ParamGroup::hidden(1, 1));
+        let mut declare = |part: &str, dims: &[usize], cut, interleaved, init| {
+            let of_each = Matrices::new(1, 1).interleaved(interleaved);
+            let (placement, group) = (shape.placement(Some(cut)), ParamGroup::hidden(of_each));
             params.declare_in(format!("{name}.{part}.weight"), dims, placement, Role::Weight, init, group)
         };
         Ok(Self {
             shape,
-            gate_up: declare("gate_up", &[experts, ffn, 2, hidden], 1, gate_up)?,
-            down: declare("down", &[experts, hidden, ffn], 2, down)?,
+            gate_up: declare("gate_up", &[experts, ffn, 2, hidden], 1, 1, gate_up)?,
+            down: declare("down", &[experts, hidden, ffn], 2, 0, down)?,
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Two-dimensional convolution.
 
-use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `y[n, i, j, o] = Σ_{k, l, c} x[n, i·stride + k - padding, j·stride + l - padding, c] · W[o, k, l, c] (+ b[o])`: a square
@@ -28,7 +28,7 @@ impl Conv2d {
     ) -> Result<Self> {
         let init = Init::Normal { std: (2.0 / (kernel * kernel * channels) as f32).sqrt() };
         let (whole, dims) = (Placement::replicated, [features, kernel, kernel, channels]);
-        let group = ParamGroup::hidden(0, 3);
+        let group = ParamGroup::hidden(Matrices::new(0, 3));
         let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
         let bias = match bias {
             true => Some(params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?),

@@ -1,6 +1,6 @@
 //! `y = x · Wᵀ + b`, the bias optional.
 
-use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `y[.., out] = x[.., in] · W[out, in]ᵀ + b[out]`, the bias optional.
@@ -33,7 +33,8 @@ impl Linear {
         bias: bool,
         std: f32,
     ) -> Result<Self> {
-        Self::declare(params, name, &[input], &[output], bias, std, ParamGroup::of(Role::Weight))
+        let [group, of_bias] = [Role::Weight, Role::Bias].map(ParamGroup::of);
+        Self::declare(params, name, &[input], &[output], bias.then_some(of_bias), std, group)
     }
 
     /// The same over structural dims: `{name}.weight` `[output.., input..]`, `{name}.bias` `[output..]`.
@@ -45,7 +46,21 @@ impl Linear {
         bias: bool,
         std: f32,
     ) -> Result<Self> {
-        Self::declare(params, name, input, output, bias, std, ParamGroup::hidden(0, input.len()))
+        Self::of_matrices(params, name, input, output, bias, std, Matrices::new(0, input.len()))
+    }
+
+    /// The same for several projections in one: `matrices` says which dims of `{name}.weight` number them.
+    pub fn of_matrices(
+        params: &mut Declarations,
+        name: &str,
+        input: &[usize],
+        output: &[usize],
+        bias: bool,
+        std: f32,
+        matrices: Matrices,
+    ) -> Result<Self> {
+        let bias = bias.then_some(ParamGroup::bias(matrices));
+        Self::declare(params, name, input, output, bias, std, ParamGroup::hidden(matrices))
     }
 
     fn declare(
@@ -53,17 +68,16 @@ impl Linear {
         name: &str,
         input: &[usize],
         output: &[usize],
-        bias: bool,
+        bias: Option<ParamGroup>,
         std: f32,
         group: ParamGroup,
     ) -> Result<Self> {
         let (whole, dims) = (Placement::replicated, [output, input].concat());
         let init = Init::Normal { std };
         let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
-        let bias = match bias {
-            true => Some(params.declare(format!("{name}.bias"), output, whole(), Role::Bias, Init::Zeros)?),
-            false => None,
-        };
+        let declare =
+            |group| params.declare_in(format!("{name}.bias"), output, whole(), Role::Bias, Init::Zeros, group);
+        let bias = bias.map(declare).transpose()?;
         Ok(Self { weight, bias, contract: input.len() })
     }
 

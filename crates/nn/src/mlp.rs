@@ -1,6 +1,7 @@
 //! Feed-forward blocks on one rank: with GELU, and gated.
 
 use crate::Linear;
+use meshwork_tensor::param::Matrices;
 use meshwork_tensor::{Declarations, Result, Tape, Var};
 
 /// `y = gelu(x · Wupᵀ + bup) · Wdownᵀ + bdown`, the biases optional.
@@ -52,8 +53,9 @@ impl SwiGlu {
         std: f32,
         down_std: f32,
     ) -> Result<Self> {
+        let pairs = Matrices::new(0, 1).interleaved(1);
         Ok(Self {
-            gate_up: Linear::structural(params, &format!("{name}.gate_up"), &[hidden], &[ffn, 2], bias, std)?,
+            gate_up: Linear::of_matrices(params, &format!("{name}.gate_up"), &[hidden], &[ffn, 2], bias, std, pairs)?,
             down: Linear::new(params, &format!("{name}.down"), ffn, hidden, bias, down_std)?,
         })
     }

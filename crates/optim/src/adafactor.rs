@@ -9,23 +9,24 @@
 //! α = max(ε₂, RMS(w))·min(lr, 1/√t)       with relative steps, else α = lr
 //! ```
 //! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), algorithms 4 and 5, with means for sums, the
-//! decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of the whole parameter.
+//! decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of a whole matrix or vector: queries, keys and values have one each, and so
+//! has each expert.
 
 use meshwork_core::simd::wide;
 
-use crate::{OptimError, Over, ParamShape, Pass, Run, State, Update, WholeOptimizer};
+use crate::{OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
 
 /// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of what is none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adafactor {
-    /// Whether the step is relative to the size of the parameter and falls as 1/√t, with the learning rate as its ceiling. Otherwise the
+    /// Whether the step is relative to the size of the matrix or vector and falls as 1/√t, with the learning rate as its ceiling. Otherwise the
     /// learning rate is the step.
     pub relative_step: bool,
     /// The mean of earlier squared gradients decays by 1 - t^-decay_rate, above 0.
     pub decay_rate: f64,
     /// Added to squared gradients.
     pub eps: f64,
-    /// The least size of a parameter, for relative steps.
+    /// The least size of a matrix or vector, for relative steps.
     pub eps_scale: f64,
     /// The root mean square of a step above which it is scaled down, above 0.
     pub clip_threshold: f64,
@@ -70,13 +71,11 @@ impl Adafactor {
         }
         // Row by row: of each the factor is one number, of the columns a vector.
         let ParamShape { rows, columns, .. } = run.shape;
-        let (mut at, mut element) = (0, run.first);
-        while at < steps.len() {
-            let (row, column) = (element / columns, element % columns);
-            let count = (columns - column).min(steps.len() - at);
+        for SetPart { range, set: row, .. } in Over::Rows.sets(&run.shape, run.first, steps.len()) {
+            let column = (run.first + range.start) % columns;
             let of_row = scale * run.totals[0][row] as f32;
-            let of_columns = &run.totals[1][row / rows * columns + column..][..count];
-            let (u, grads) = (&mut steps[at..at + count], &grads[at..at + count]);
+            let of_columns = &run.totals[1][row / rows * columns + column..][..range.len()];
+            let (u, grads) = (&mut steps[range.clone()], &grads[range]);
             wide(
                 #[inline(always)]
                 || {
@@ -85,7 +84,6 @@ impl Adafactor {
                     }
                 },
             );
-            (at, element) = (at + count, element + count);
         }
     }
 }
@@ -103,7 +101,7 @@ impl WholeOptimizer for Adafactor {
     }
 
     fn passes(&self, shape: &ParamShape) -> Vec<Pass> {
-        let last = Pass::Squares(vec![Over::Parameter, Over::Parameter]); // of u and of w
+        let last = Pass::Squares(vec![Over::Matrix, Over::Matrix]); // of u and of w
         match shape.is_matrix() {
             true => vec![Pass::Squares(vec![Over::Rows, Over::Columns]), last], // of g, by rows and by columns
             false => vec![last],
@@ -168,21 +166,26 @@ impl WholeOptimizer for Adafactor {
             second.iter_mut().for_each(|column| *column = 1.0 / column.sqrt());
             return Ok(());
         }
-        let rms = |squares: f64| (squares / shape.elements() as f64).sqrt();
-        let size = match self.relative_step {
-            true => rms(second[0]).max(self.eps_scale) * self.largest_step(update),
-            false => self.largest_step(update),
-        };
-        first[0] = size / (rms(first[0]) / self.clip_threshold).max(1.0);
+        let rms = |squares: f64| (squares / shape.each() as f64).sqrt();
+        for (of_steps, of_weights) in first.iter_mut().zip(second.iter()) {
+            let size = match self.relative_step {
+                true => rms(*of_weights).max(self.eps_scale) * self.largest_step(update),
+                false => self.largest_step(update),
+            };
+            *of_steps = size / (rms(*of_steps) / self.clip_threshold).max(1.0);
+        }
         Ok(())
     }
 
     fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
         let mut steps = vec![0.0; weights.len()];
         self.steps(update, run, &mut steps);
-        let size = run.totals[if run.shape.is_matrix() { 2 } else { 0 }][0] as f32;
+        let sizes = run.totals[if run.shape.is_matrix() { 2 } else { 0 }];
         let keep = (1.0 - update.lr * (self.weight_decay * update.decay_factor)) as f32;
-        weights.iter_mut().zip(steps).for_each(|(w, u)| *w = *w * keep - size * u);
+        for SetPart { range, set, .. } in Over::Matrix.sets(&run.shape, run.first, weights.len()) {
+            let size = sizes[set] as f32;
+            weights[range.clone()].iter_mut().zip(&steps[range]).for_each(|(w, u)| *w = *w * keep - size * u);
+        }
         Ok(())
     }
 }

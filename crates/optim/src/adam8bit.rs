@@ -7,13 +7,13 @@
 //! i = argmin |code[i] - x / largest |x| of its block|   of m and of v
 //! ```
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): the dynamic tree code, with a sign for m and an extra bit of
-//! fraction for v. Blocks are consecutive elements of the whole parameter, on whichever ranks they lie: an all-reduce takes the largest value
+//! fraction for v. Blocks are consecutive elements of a whole matrix, on whichever ranks they lie: an all-reduce takes the largest value
 //! of each block, which rounds nothing. So the numbers do not depend on the mesh.
 
 use std::sync::OnceLock;
 
 use crate::adamw::power;
-use crate::{AdamW, OptimError, Over, ParamShape, Pass, Run, State, Update, WholeOptimizer};
+use crate::{AdamW, OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
 
 /// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the paper keeps in 32 bits,
 /// embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and `exp_avg_sq`, and for each block the largest value
@@ -141,10 +141,12 @@ impl WholeOptimizer for Adam8bit {
     ) -> Result<(), OptimError> {
         let [mean, square] = self.codes(run.codes)?;
         let [of_mean, of_square] = Run::out(self.name(), out)?;
-        for (at, &grad) in run.grads.iter().enumerate() {
-            let block = (run.first + at) / self.block;
-            let largest = [run.sets[0][block], run.sets[1][block]];
-            [of_mean[at], of_square[at]] = self.moments(update.grad_scale * grad, [mean[at], square[at]], largest);
+        for SetPart { range, set, .. } in Over::Blocks(self.block).sets(&run.shape, run.first, run.grads.len()) {
+            let largest = [run.sets[0][set], run.sets[1][set]];
+            for at in range {
+                let (g, codes) = (update.grad_scale * run.grads[at], [mean[at], square[at]]);
+                [of_mean[at], of_square[at]] = self.moments(g, codes, largest);
+            }
         }
         Ok(())
     }
@@ -172,13 +174,16 @@ impl WholeOptimizer for Adam8bit {
         let lr_hat = (update.lr / (1.0 - power(beta1, update.step))) as f32;
         let root_hat = (1.0 - power(beta2, update.step)).sqrt() as f32;
         let [mean, square] = self.codes(run.codes)?;
-        for (at, (w, &grad)) in weights.iter_mut().zip(run.grads).enumerate() {
-            let block = (run.first + at) / self.block;
-            let before = [run.totals[0][block] as f32, run.totals[1][block] as f32];
-            let [m, v] = self.moments(update.grad_scale * grad, [mean[at], square[at]], before);
-            *w = *w * keep - lr_hat * (m / (v.sqrt() / root_hat + eps as f32));
-            mean[at] = Code::signed().nearest(m, run.sets[0][block]);
-            square[at] = Code::unsigned().nearest(v, run.sets[1][block]);
+        for SetPart { range, set, .. } in Over::Blocks(self.block).sets(&run.shape, run.first, weights.len()) {
+            let before = [run.totals[0][set] as f32, run.totals[1][set] as f32];
+            let now = [run.sets[0][set], run.sets[1][set]];
+            for at in range {
+                let w = &mut weights[at];
+                let [m, v] = self.moments(update.grad_scale * run.grads[at], [mean[at], square[at]], before);
+                *w = *w * keep - lr_hat * (m / (v.sqrt() / root_hat + eps as f32));
+                mean[at] = Code::signed().nearest(m, now[0]);
+                square[at] = Code::unsigned().nearest(v, now[1]);
+            }
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! LAMB: Adam whose step is scaled to the norm of each parameter.
+//! LAMB: Adam whose step is scaled to the norm of each matrix.
 //!
 //! ```text
 //! g = scale·grad
@@ -8,12 +8,12 @@
 //! w = w - lr·‖w‖/‖u‖·u
 //! ```
 //! You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019), algorithm 2 with φ(x) = x. The norms are
-//! those of the whole parameter. Where one of them is 0, the ratio is 1.
+//! those of a whole matrix or vector: queries, keys and values have one each, and so has each expert. Where one of them is 0, the ratio is 1.
 
 use meshwork_core::simd::wide;
 
 use crate::adamw::power;
-use crate::{OptimError, Over, ParamShape, Pass, Run, State, Update, WholeOptimizer};
+use crate::{OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
 
 /// LAMB (You et al.). States: `exp_avg` and `exp_avg_sq`, as in [`AdamW`](crate::AdamW).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -86,7 +86,7 @@ impl WholeOptimizer for Lamb {
     }
 
     fn passes(&self, _shape: &ParamShape) -> Vec<Pass> {
-        vec![Pass::Squares(vec![Over::Parameter, Over::Parameter])] // of w and of u
+        vec![Pass::Squares(vec![Over::Matrix, Over::Matrix])] // of w and of u
     }
 
     fn measure(
@@ -127,22 +127,30 @@ impl WholeOptimizer for Lamb {
         totals: &mut [&mut [f64]],
         _sets: &mut [&mut [f32]],
     ) -> Result<(), OptimError> {
-        let (weights, steps) = (totals[0][0].sqrt(), totals[1][0].sqrt());
-        totals[0][0] = if weights > 0.0 && steps > 0.0 { weights / steps } else { 1.0 };
+        let [weights, steps] = totals else { return Err(Run::wrong(self.name(), "measures", totals.len(), 2)) };
+        for (weights, steps) in weights.iter_mut().zip(steps.iter()) {
+            let [of_weights, of_steps] = [weights.sqrt(), steps.sqrt()];
+            *weights = if of_weights > 0.0 && of_steps > 0.0 { of_weights / of_steps } else { 1.0 };
+        }
         Ok(())
     }
 
     fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
-        let (lr, factors) = ((update.lr * run.totals[0][0]) as f32, self.factors(update));
+        let (factors, ratios) = (self.factors(update), run.totals[0]);
+        let parts = Over::Matrix.sets(&run.shape, run.first, weights.len());
         let [mean, square] = run.states(self.name(), weights.len())?;
-        wide(
-            #[inline(always)]
-            || {
-                for ((w, &m), &v) in weights.iter_mut().zip(mean.iter()).zip(square.iter()) {
-                    *w -= lr * factors.direction(*w, m, v);
-                }
-            },
-        );
+        for SetPart { range, set, .. } in parts {
+            let lr = (update.lr * ratios[set]) as f32;
+            let (weights, mean, square) = (&mut weights[range.clone()], &mean[range.clone()], &square[range]);
+            wide(
+                #[inline(always)]
+                || {
+                    for ((w, &m), &v) in weights.iter_mut().zip(mean).zip(square) {
+                        *w -= lr * factors.direction(*w, m, v);
+                    }
+                },
+            );
+        }
         Ok(())
     }
 }

@@ -24,5 +24,5 @@ pub use optimizer::{OptimError, Optimizer, Update};
 pub use rule::{OnHost, Rule};
 pub use schedule::{Decay, LrSchedule};
 pub use sgd::Sgd;
-pub use shape::{Kept, Over, ParamShape, Pass, State};
+pub use shape::{Kept, Over, ParamShape, Pass, SetPart, State};
 pub use whole::{Run, Transform, WholeOptimizer};

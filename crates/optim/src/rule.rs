@@ -118,7 +118,7 @@ impl Rule {
     /// ```
     /// use meshwork_optim::{Adafactor, AdamW, ParamShape, Rule};
     ///
-    /// let matrix = ParamShape { matrices: 1, rows: 1024, columns: 4096, hidden: true };
+    /// let matrix = ParamShape::matrix(1024, 4096);
     /// assert_eq!(Rule::from(AdamW::default()).state_bytes(&matrix), 8 * 1024 * 4096);
     /// assert_eq!(Rule::from(Adafactor::default()).state_bytes(&matrix), 4 * (1024 + 4096));
     /// ```

@@ -1,10 +1,18 @@
 //! A parameter as an update rule sees it, and what a rule keeps and measures of it.
 
-/// The extents of a parameter: a stack of matrices, each `[rows, columns]`, row-major. What is no matrix is one row.
+use std::ops::Range;
+
+/// The extents of a parameter: matrices, each `[rows, columns]`, row-major. A vector is one row.
+///
+/// A parameter may hold several projections: queries, keys and values; gate and up; those of each expert. Each is a matrix (or a vector) of
+/// its own to every rule, as if it were a parameter by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ParamShape {
-    /// Matrices: 1, or one for each expert, or one each for queries, keys and values.
+    /// Matrices: 1, or one for each projection of each expert.
     pub matrices: usize,
+    /// Matrices whose rows take turns in memory, as those of gate and up do; 1 where each lies behind the one before. Rules do not see this:
+    /// [`Run::first`](crate::Run::first) counts elements matrix by matrix.
+    pub interleaved: usize,
     /// Rows of each: output features.
     pub rows: usize,
     /// Columns of each: input features.
@@ -14,16 +22,28 @@ pub struct ParamShape {
 }
 
 impl ParamShape {
-    /// A parameter that is no matrix.
+    /// One vector.
     #[must_use]
     pub const fn vector(elements: usize) -> Self {
-        Self { matrices: 1, rows: 1, columns: elements, hidden: false }
+        Self { matrices: 1, interleaved: 1, rows: 1, columns: elements, hidden: false }
+    }
+
+    /// One matrix of a hidden layer.
+    #[must_use]
+    pub const fn matrix(rows: usize, columns: usize) -> Self {
+        Self { matrices: 1, interleaved: 1, rows, columns, hidden: true }
     }
 
     /// Number of elements.
     #[must_use]
     pub const fn elements(&self) -> usize {
-        self.matrices * self.rows * self.columns
+        self.matrices * self.each()
+    }
+
+    /// Number of elements of each matrix.
+    #[must_use]
+    pub const fn each(&self) -> usize {
+        self.rows * self.columns
     }
 
     /// Whether there are several rows and columns.
@@ -31,37 +51,98 @@ impl ParamShape {
     pub const fn is_matrix(&self) -> bool {
         self.rows > 1 && self.columns > 1
     }
+
+    /// The number, counted matrix by matrix, of the element that is number `stored` in memory.
+    ///
+    /// ```
+    /// use meshwork_optim::ParamShape;
+    ///
+    /// // Gate and up [2, 3], stored as gate row 0, up row 0, gate row 1, up row 1.
+    /// let gate_up = ParamShape { matrices: 2, interleaved: 2, ..ParamShape::matrix(2, 3) };
+    /// assert_eq!([0, 3, 6, 10].map(|stored| gate_up.counted(stored)), [0, 6, 3, 10]);
+    /// ```
+    #[must_use]
+    pub const fn counted(&self, stored: usize) -> usize {
+        let (line, column) = (stored / self.columns, stored % self.columns);
+        let (of_turn, turn) = (line / self.interleaved, line % self.interleaved);
+        let (stack, row) = (of_turn / self.rows, of_turn % self.rows);
+        ((stack * self.interleaved + turn) * self.rows + row) * self.columns + column
+    }
 }
 
-/// A division of the elements of a parameter into sets.
+/// A division of the elements of each matrix of a parameter into sets. No set has elements of two matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Over {
-    /// One set of all elements.
-    Parameter,
+    /// A set for each matrix.
+    Matrix,
     /// A set for each row of each matrix.
     Rows,
     /// A set for each column of each matrix.
     Columns,
-    /// A set for each so many consecutive elements, the last one shorter.
+    /// A set for each so many consecutive elements of each matrix, its last one shorter.
     Blocks(usize),
 }
 
+/// Consecutive elements that are in one set, or in one each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SetPart {
+    /// The elements, counted from the first of those that were asked for.
+    pub range: Range<usize>,
+    /// The set of the first of them.
+    pub set: usize,
+    /// Whether each of them is in the set behind that of the one before; otherwise all are in one.
+    pub each: bool,
+}
+
 impl Over {
-    /// The number of sets, as `[matrices, sets of each]` for rows and columns.
+    /// The number of sets, as `[matrices, sets of each]`.
     #[must_use]
     pub fn extents(self, shape: &ParamShape) -> [usize; 2] {
-        match self {
-            Self::Parameter => [1, 1],
-            Self::Rows => [shape.matrices, shape.rows],
-            Self::Columns => [shape.matrices, shape.columns],
-            Self::Blocks(length) => [1, shape.elements().div_ceil(length.max(1))],
-        }
+        let each = match self {
+            Self::Matrix => 1,
+            Self::Rows => shape.rows,
+            Self::Columns => shape.columns,
+            Self::Blocks(length) => shape.each().div_ceil(length.max(1)),
+        };
+        [shape.matrices, each]
     }
 
     /// The number of sets.
     #[must_use]
     pub fn count(self, shape: &ParamShape) -> usize {
         self.extents(shape).iter().product()
+    }
+
+    /// The sets of `count` elements from `first` on, counted matrix by matrix.
+    ///
+    /// ```
+    /// use meshwork_optim::{Over, ParamShape};
+    ///
+    /// let two = ParamShape { matrices: 2, ..ParamShape::matrix(2, 3) };
+    /// let sets = |over: Over| over.sets(&two, 4, 5).map(|part| (part.range, part.set)).collect::<Vec<_>>();
+    /// assert_eq!(sets(Over::Matrix), [(0..2, 0), (2..5, 1)]);
+    /// assert_eq!(sets(Over::Rows), [(0..2, 1), (2..5, 2)]);
+    /// assert_eq!(sets(Over::Columns), [(0..2, 1), (2..5, 3)]); // each in a set of its own
+    /// assert_eq!(sets(Over::Blocks(4)), [(0..2, 1), (2..5, 2)]);
+    /// ```
+    pub fn sets(self, shape: &ParamShape, first: usize, count: usize) -> impl Iterator<Item = SetPart> + use<> {
+        let (shape, mut at) = (*shape, 0);
+        std::iter::from_fn(move || {
+            if at >= count {
+                return None;
+            }
+            let (matrix, element) = ((first + at) / shape.each(), (first + at) % shape.each());
+            let (length, set) = match self {
+                Self::Matrix => (shape.each(), 0),
+                Self::Rows => (shape.columns, element / shape.columns),
+                Self::Columns => (shape.columns, element % shape.columns),
+                Self::Blocks(length) => (length.max(1), element / length.max(1)),
+            };
+            let held = (length - element % length).min(shape.each() - element).min(count - at);
+            let [_, each] = self.extents(&shape);
+            at += held;
+            Some(SetPart { range: at - held..at, set: matrix * each + set, each: self == Self::Columns })
+        })
     }
 }
 
@@ -105,7 +186,7 @@ impl State {
     }
 }
 
-/// What a rule has measured over whole parameters before it goes on. Ranks that hold parts of a parameter bring their measures together, for
+/// What a rule has measured over whole matrices before it goes on. Ranks that hold parts of a parameter bring their measures together, for
 /// all parameters at once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Pass {

@@ -4,12 +4,12 @@ use std::fmt::Debug;
 
 use crate::{OptimError, ParamShape, Pass, State, Update};
 
-/// Consecutive elements of a parameter, and what goes with them.
+/// Consecutive elements of a parameter, counted matrix by matrix, and what goes with them.
 #[derive(Debug)]
 pub struct Run<'r, 'a> {
     /// The parameter.
     pub shape: ParamShape,
-    /// The first element, counted row-major in the whole parameter.
+    /// The first element, counted in the whole parameter: one matrix after the other, each row-major.
     pub first: usize,
     /// Gradients, not yet scaled.
     pub grads: &'r [f32],
@@ -41,8 +41,8 @@ pub enum Transform {
     },
 }
 
-/// An update rule whose step of an element depends on the whole parameter: on sums or maxima over its elements, rows, columns or blocks, or
-/// on whole matrices. A parameter may be cut over ranks in any way. A rule of your own implements this and becomes a
+/// An update rule whose step of an element depends on the whole matrix: on sums or maxima over its elements, rows, columns or blocks, or on
+/// the matrix itself. A parameter that holds several matrices ([`ParamShape`]) is as many to the rule, and may be cut over ranks in any way. A rule of your own implements this and becomes a
 /// [`Rule::Whole`](crate::Rule::Whole).
 ///
 /// A step takes the [passes](Self::passes) in order. In each, [`measure`](Self::measure) gives numbers for the elements, which are summed

@@ -2,7 +2,7 @@
 
 use crate::Region;
 use meshwork_core::{Axis, Mesh};
-use meshwork_tensor::param::ParamGroup;
+use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
@@ -17,7 +17,8 @@ pub struct ColumnLinear {
 }
 
 impl ColumnLinear {
-    /// Declares `{name}.weight` `[out.., input]` and, with a bias, `{name}.bias` `[out..]`, cut along dim `cut` of `out` over tp.
+    /// Declares `{name}.weight` `[out.., input]` and, with a bias, `{name}.bias` `[out..]`, cut along dim `cut` of `out` over tp. Dims of
+    /// `out` before the cut number projections: queries, keys and values. Each is a [matrix](Matrices) of its own.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -27,14 +28,42 @@ impl ColumnLinear {
         bias: bool,
         init: Init,
     ) -> Result<Self> {
+        Self::of_matrices(params, mesh, name, input, (out, cut, Matrices::new(cut, 1)), bias, init)
+    }
+
+    /// The same for pairs `out = [features, 2]`, of which [`forward_swiglu`](Self::forward_swiglu) takes the SwiGLU: gate and up are a matrix
+    /// each, whose rows lie next to each other.
+    pub fn pairs(
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        input: usize,
+        features: usize,
+        bias: bool,
+        init: Init,
+    ) -> Result<Self> {
+        let matrices = Matrices::new(0, 1).interleaved(1);
+        Self::of_matrices(params, mesh, name, input, (&[features, 2], 0, matrices), bias, init)
+    }
+
+    fn of_matrices(
+        params: &mut Declarations,
+        mesh: &Mesh,
+        name: &str,
+        input: usize,
+        (out, cut, matrices): (&[usize], usize, Matrices),
+        bias: bool,
+        init: Init,
+    ) -> Result<Self> {
         require_even_blocks(params, mesh, name, out, cut)?;
         let placement = || Placement::replicated().shard(Axis::Tp, cut);
         let dims = [out, &[input]].concat();
-        // Dims before the cut are parts side by side: queries, keys and values.
-        let group = ParamGroup::hidden(cut, 1);
-        let weight = params.declare_in(format!("{name}.weight"), &dims, placement(), Role::Weight, init, group)?;
+        let mut declare = |part: &str, dims: &[usize], role, init, group| {
+            params.declare_in(format!("{name}.{part}"), dims, placement(), role, init, group)
+        };
+        let weight = declare("weight", &dims, Role::Weight, init, ParamGroup::hidden(matrices))?;
         let bias = match bias {
-            true => Some(params.declare(format!("{name}.bias"), out, placement(), Role::Bias, Init::Zeros)?),
+            true => Some(declare("bias", out, Role::Bias, Init::Zeros, ParamGroup::bias(matrices))?),
             false => None,
         };
         Ok(Self { weight, bias })
@@ -100,7 +129,7 @@ impl RowLinear {
         require_even_blocks(params, mesh, name, input, cut)?;
         let dims = [&[output], input].concat();
         let placement = Placement::replicated().shard(Axis::Tp, cut + 1);
-        let group = ParamGroup::hidden(0, input.len());
+        let group = ParamGroup::hidden(Matrices::new(0, input.len()));
         let weight = params.declare_in(format!("{name}.weight"), &dims, placement, Role::Weight, init, group)?;
         let whole = Placement::replicated();
         let bias = match bias {

@@ -67,7 +67,7 @@ impl ParallelSwiGlu {
     ) -> Result<Self> {
         let (up_name, down_name) = (format!("{name}.gate_up"), format!("{name}.down"));
         Ok(Self {
-            gate_up: ColumnLinear::new(params, mesh, &up_name, hidden, (&[ffn, 2], 0), bias, gate_up)?,
+            gate_up: ColumnLinear::pairs(params, mesh, &up_name, hidden, ffn, bias, gate_up)?,
             down: RowLinear::new(params, mesh, &down_name, (&[ffn], 0), hidden, bias, down)?,
         })
     }

@@ -1,4 +1,4 @@
-//! Update rules that read whole parameters, bit by bit against the CPU: their elements in runs, as of a parameter that is cut, and what is measured.
+//! Update rules that read whole matrices, bit by bit against the CPU: their elements in runs, as of a parameter that is cut, and what is measured.
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::exact::{self, LIMBS};
@@ -14,7 +14,7 @@ fn runs() -> (Vec<i64>, Vec<(usize, usize)>) {
     (starts.chain(firsts).chain(places).collect(), numbers.collect())
 }
 
-const SHAPE: ParamShape = ParamShape { matrices: 1, rows: 6, columns: 9, hidden: true };
+const SHAPE: ParamShape = ParamShape::matrix(6, 9);
 const RUNS: usize = 6;
 const COUNT: usize = 30;
 const HELD: usize = COUNT + 3;
@@ -51,17 +51,34 @@ fn measured(
 #[test]
 pub fn what_is_measured_is_summed_over_each_set() {
     let ((table, numbers), x) = (runs(), values("x", COUNT));
-    for (length, rows, sets) in [(9_usize, 0_usize, 6_usize), (9, 6, 9), (4, 0, 14), (100, 0, 1)] {
-        let set = |element: usize| if rows > 0 { element % length } else { element / length };
+    // Of one matrix [6, 9], and of two [3, 9], whose sets do not go on from one into the other.
+    for (length, rows, each, sets) in [
+        (9_usize, 0_usize, 54_usize, 6_usize),
+        (9, 6, 54, 9),
+        (4, 0, 54, 14),
+        (100, 0, 54, 1),
+        (9, 0, 27, 6),
+        (9, 3, 27, 18),
+        (4, 0, 27, 14),
+        (27, 0, 27, 2),
+    ] {
+        let set = |element: usize| {
+            let (matrix, element) = (element / each, element % each);
+            if rows > 0 {
+                matrix * length + element % length
+            } else {
+                matrix * each.div_ceil(length) + element / length
+            }
+        };
         let of = |wanted: usize| {
             numbers.iter().zip(&x).filter(move |((element, _), _)| set(*element) == wanted).map(|(_, x)| *x)
         };
         let (mut sums, mut most, mut digits) = (vec![0.5; sets], vec![0.0; sets], vec![0.0; LIMBS * sets]);
-        if !launch!("set_squares", [sets, 0], &x, &table, RUNS, length, rows, &mut sums, sets) {
+        if !launch!("set_squares", [sets, 0], &x, &table, RUNS, length, rows, each, &mut sums, sets) {
             return;
         }
-        launch!("set_largest", [sets, 0], &x, &table, RUNS, length, rows, &mut most, sets);
-        launch!("set_squares_exact", [sets, 0], &x, &table, RUNS, length, rows, &mut digits, sets);
+        launch!("set_largest", [sets, 0], &x, &table, RUNS, length, rows, each, &mut most, sets);
+        launch!("set_squares_exact", [sets, 0], &x, &table, RUNS, length, rows, each, &mut digits, sets);
         let mut exact_sums = vec![f64::NAN; sets];
         launch!("exact_values", [sets, 0], &digits, &mut exact_sums, sets);
         for at in 0..sets {
@@ -134,12 +151,15 @@ fn lamb_is_that_of_the_cpu() {
     assert_bits("squares", &v, &states[1]);
 
     let mut totals = vec![3.0, 7.0];
-    launch!("lamb_settle", [1, 0], &mut totals);
+    launch!("lamb_settle", [1, 0], &mut totals, 1_usize);
     let ratio = 3_f64.sqrt() / 7_f64.sqrt();
     assert_eq!(totals[0], ratio);
     let mut none = vec![3.0, 0.0];
-    launch!("lamb_settle", [1, 0], &mut none);
+    launch!("lamb_settle", [1, 0], &mut none, 1_usize);
     assert_eq!(none[0], 1.0);
+    let mut two = vec![3.0, 5.0, 7.0, 0.0];
+    launch!("lamb_settle", [2, 0], &mut two, 2_usize);
+    assert_eq!(two[..2], [ratio, 1.0]);
     let (mut got, lr) = (w.clone(), update().lr);
     launch!(
         "lamb_update",
@@ -150,6 +170,7 @@ fn lamb_is_that_of_the_cpu() {
         &m,
         &v,
         &totals,
+        SHAPE.each(),
         lr,
         mean_hat,
         root_hat,
@@ -214,7 +235,17 @@ fn adafactor_is_that_of_the_cpu() {
         rule.settle(1, &update(), &SHAPE, &mut [&mut first[..], &mut second], &mut []).unwrap();
         let (elements, lr) = (SHAPE.elements() as f64, rule.largest_step(&update()));
         let relative = i32::from(relative_step);
-        launch!("adafactor_settle", [1, 0], &mut settled, elements, relative, lr, rule.eps_scale, rule.clip_threshold);
+        launch!(
+            "adafactor_settle",
+            [1, 0],
+            &mut settled,
+            elements,
+            relative,
+            lr,
+            rule.eps_scale,
+            rule.clip_threshold,
+            1_usize
+        );
         assert_eq!(settled[0], first[0]);
         let (keep, size) = ((1.0 - update().lr * 0.1) as f32, first[0] as f32);
         let mut updated = w.clone();
@@ -251,7 +282,7 @@ fn adafactor_of_vectors_is_that_of_the_cpu() {
     rule.measure(0, &update(), &w, &mut run, &mut [&mut want_u[..], &mut want_w]).unwrap();
     assert_bits("steps", &of_u, &want_u);
     assert_bits("weights", &of_w, &want_w);
-    let (mut updated, size) = (w.clone(), vec![0.03_f64]);
+    let (mut updated, size) = (w.clone(), vec![0.03_f64, 0.05]); // of two vectors
     launch!(
         "adafactor_vector_update",
         [count, 0],
@@ -262,10 +293,12 @@ fn adafactor_of_vectors_is_that_of_the_cpu() {
         &got,
         scale,
         &size,
+        count / 2,
         0.9_f32,
         count
     );
-    let expected: Vec<f32> = w.iter().zip(&want_u).map(|(w, u)| w * 0.9 - 0.03_f64 as f32 * u).collect();
+    let of = |at: usize| size[2 * at / count] as f32;
+    let expected: Vec<f32> = (0..count).map(|at| w[at] * 0.9 - of(at) * want_u[at]).collect();
     assert_bits("updated weights", &updated, &expected);
     assert_bits("variances", &got, &variance);
 }
@@ -307,7 +340,7 @@ fn adam_of_8_bits_is_that_of_the_cpu() {
     let (mut of_m, mut of_v) = (vec![f32::NAN; COUNT], vec![f32::NAN; COUNT]);
     #[rustfmt::skip]
     let there = launch!(
-        "adam8bit_measure", [COUNT, 0], &table, RUNS, &g, &codes[0], &codes[1], &sets[0], &sets[1], &code, rule.block, scale, of.mean_new,
+        "adam8bit_measure", [COUNT, 0], &table, RUNS, &g, &codes[0], &codes[1], &sets[0], &sets[1], &code, rule.block, SHAPE.each(), scale, of.mean_new,
         of.square_old, of.square_new, &mut of_m, &mut of_v, COUNT
     );
     if !there {
@@ -330,7 +363,7 @@ fn adam_of_8_bits_is_that_of_the_cpu() {
     #[rustfmt::skip]
     launch!(
         "adam8bit_update", [COUNT, 0], &table, RUNS, &mut updated, &g, got_m, got_v, &now[0], &now[1], &totals[0], &totals[1], &code, zeros[0],
-        zeros[1], rule.block, scale, of.mean_new, of.square_old, of.square_new, of.keep, of.lr_hat, of.root_hat, of.eps, COUNT
+        zeros[1], rule.block, SHAPE.each(), scale, of.mean_new, of.square_old, of.square_new, of.keep, of.lr_hat, of.root_hat, of.eps, COUNT
     );
     let mut expected = w.clone();
     for (first, at) in numbers {

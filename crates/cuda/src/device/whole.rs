@@ -1,4 +1,4 @@
-//! Update rules that read whole parameters, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
+//! Update rules that read whole matrices, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
 //!
 //! Elements are numbered run by run; a table on the device says where each lies. What a rule measures of each element is written to scratch memory, and
 //! then added up for each set. More than 400 lines: four rules, each with all arguments of its kernels.
@@ -18,30 +18,41 @@ const OP: &str = "update";
 #[derive(Debug, Default)]
 pub(super) struct Codes(Mutex<Option<Buffer>>);
 
-/// The elements of a part, on the device.
+/// The elements of a part, on the device, counted matrix by matrix.
 struct Elements {
     table: Buffer,
     runs: usize,
-    count: usize,
+    /// How many lie in front of each matrix, and after the last how many there are.
+    ends: Vec<usize>,
+}
+
+impl Elements {
+    fn count(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
 }
 
 impl CudaDevice {
     /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in none.
     fn elements_of(&self, part: &WholePart<'_>) -> Result<Elements> {
-        let (mut starts, mut firsts, mut places, mut count) = (vec![], vec![], vec![], 0);
-        for (inner, place) in part.slice.boxes(part.part.clone()) {
-            let origin = part.at + place.start - part.part.start;
-            inner.for_each_run(part.dims, |first, range| {
-                starts.push(count as i64);
-                firsts.push(first as i64);
-                places.push((origin + range.start) as i64);
-                count += range.len();
-            });
+        let (mut runs, shape) = (Vec::new(), &part.shape);
+        part.for_each_run(|first, range| runs.push((first, range)));
+        runs.sort_unstable_by_key(|(first, _)| *first); // of matrices whose rows take turns
+        let (mut starts, mut ends, mut count) = (vec![], vec![0], 0);
+        for (first, range) in &runs {
+            starts.push(count as i64);
+            while first + range.len() > ends.len() * shape.each() {
+                ends.push(count + (ends.len() * shape.each()).saturating_sub(*first));
+            }
+            count += range.len();
         }
-        let runs = starts.len();
         starts.push(count as i64);
-        let numbers = [starts, firsts, places].concat();
-        Ok(Elements { table: self.kept(numbers)?, runs, count })
+        ends.resize(shape.matrices, count);
+        ends.push(count);
+        let firsts = runs.iter().map(|(first, _)| *first as i64);
+        let places = runs.iter().map(|(_, range)| range.start as i64);
+        let numbers = starts.into_iter().chain(firsts).chain(places).collect();
+        Ok(Elements { table: self.kept(numbers)?, runs: runs.len(), ends })
     }
 
     /// The table of elements, as every kernel takes it.
@@ -101,20 +112,23 @@ impl CudaDevice {
         for (&over, &x) in over.over().iter().zip(of) {
             let sets = over.count(shape);
             let (length, rows) = match over {
-                Over::Parameter => (shape.elements(), 0),
+                Over::Matrix => (shape.each(), 0),
                 Over::Rows => (shape.columns, 0),
                 Over::Columns => (shape.columns, shape.rows),
                 Over::Blocks(length) => (length.max(1), 0),
             };
-            if over == Over::Parameter && !largest {
-                self.add_squares(OP, vec![(vec![x], elements.count)], to, exact)?;
+            if over == Over::Matrix && !largest {
+                for (matrix, held) in elements.ends.windows(2).enumerate() {
+                    let (x, to) = (x.offset(4 * held[0]), to.offset(8 * width * matrix));
+                    self.add_squares(OP, vec![(vec![x], held[1] - held[0])], to, exact)?;
+                }
             } else {
                 let kernel = match (largest, exact) {
                     (true, _) => "set_largest",
                     (false, true) => "set_squares_exact",
                     (false, false) => "set_squares",
                 };
-                let rest = [length.into(), rows.into(), to.into(), sets.into()];
+                let rest = [length.into(), rows.into(), shape.each().into(), to.into(), sets.into()];
                 self.launch(OP, kernel, [sets, 0], &[&[x.into()][..], &self.runs(elements)?, &rest].concat())?;
             }
             to = to.offset(8 * width * sets);
@@ -132,16 +146,16 @@ impl CudaDevice {
     ) -> Result<()> {
         let WholeVectors { grads, states, sets, totals, .. } = vectors;
         let (shape, elements) = (&part.shape, self.elements_of(part)?);
-        if elements.count == 0 {
+        if elements.count() == 0 {
             return Ok(());
         }
         self.f32s(OP, &[weights, grads])?;
         let runs = self.runs(&elements)?;
-        let (count, scale): (Argument, Argument) = (elements.count.into(), part.update.grad_scale.into());
+        let (count, scale): (Argument, Argument) = (elements.count().into(), part.update.grad_scale.into());
         let (w, g) = (self.place(OP, weights)?.into(), self.place(OP, grads)?.into());
-        let scratch = self.scratch(DType::F32, 2 * elements.count)?;
+        let scratch = self.scratch(DType::F32, 2 * elements.count())?;
         let first = self.place(OP, &scratch)?;
-        let numbers = [first, first.offset(4 * elements.count)];
+        let numbers = [first, first.offset(4 * elements.count())];
         let [to, second] = numbers.map(Argument::from);
         let rule = part.rule.of(shape);
         let passes = rule.passes(shape);
@@ -154,18 +168,18 @@ impl CudaDevice {
                 let moments = [mean_new, square_old, square_new].map(Argument::from);
                 let args =
                     [&runs[..], &[w, g], &states, &rest[..1], &moments, &steps_of(rule, part), &rest[1..]].concat();
-                self.launch(OP, "lamb_measure", [elements.count, 0], &args)?;
+                self.launch(OP, "lamb_measure", [elements.count(), 0], &args)?;
                 numbers
             }
             Rule::Adafactor(_) if shape.is_matrix() && pass == 0 => {
                 let args = [&runs[..], &[g, scale, to, count]].concat();
-                self.launch(OP, "adafactor_scaled", [elements.count, 0], &args)?;
+                self.launch(OP, "adafactor_scaled", [elements.count(), 0], &args)?;
                 [first; 2]
             }
             Rule::Adafactor(_) if shape.is_matrix() => {
                 let factors = self.factors(shape, passes[0].over(), totals)?;
                 let args = [&runs[..], &[w, g, scale], &factors, &[to, second, count]].concat();
-                self.launch(OP, "adafactor_measure", [elements.count, 0], &args)?;
+                self.launch(OP, "adafactor_measure", [elements.count(), 0], &args)?;
                 numbers
             }
             Rule::Adafactor(rule) => {
@@ -173,7 +187,7 @@ impl CudaDevice {
                 let (share, eps) = (rule.new_share(&part.update) as f32, rule.eps as f32);
                 let rest = [variance.into(), scale, share.into(), eps.into(), to, second, count];
                 let args = [&runs[..], &[w, g], &rest].concat();
-                self.launch(OP, "adafactor_vector_measure", [elements.count, 0], &args)?;
+                self.launch(OP, "adafactor_vector_measure", [elements.count(), 0], &args)?;
                 numbers
             }
             Rule::Muon(rule) => {
@@ -184,14 +198,14 @@ impl CudaDevice {
                 };
                 let [old, now] = [rule.momentum as f32, (1.0 - rule.momentum) as f32].map(Argument::from);
                 let args = [&runs[..], &[g, mean.into(), scale, old, now, values.into(), count]].concat();
-                return self.launch(OP, "muon_measure", [elements.count, 0], &args);
+                return self.launch(OP, "muon_measure", [elements.count(), 0], &args);
             }
             Rule::Adam8bit(rule) => {
                 let codes = self.states::<2>(part, states)?.map(Argument::from);
                 let largest = self.largest(part, sets)?;
-                let block = [self.codes()?.into(), rule.block.into(), scale];
+                let block = [self.codes()?.into(), rule.block.into(), shape.each().into(), scale];
                 let args = [&runs[..], &[g], &codes, &largest, &block, &moments_of(rule, part), &[to, second, count]];
-                self.launch(OP, "adam8bit_measure", [elements.count, 0], &args.concat())?;
+                self.launch(OP, "adam8bit_measure", [elements.count(), 0], &args.concat())?;
                 numbers
             }
             other => return Err(self.no_rule(other)),
@@ -228,7 +242,7 @@ impl CudaDevice {
         let (shape, rule) = (&part.shape, part.rule.of(&part.shape));
         let to = self.place_mut(OP, totals)?.offset(8 * at);
         match rule {
-            Rule::Lamb(_) => self.launch(OP, "lamb_settle", [1, 0], &[to.into()]),
+            Rule::Lamb(_) => self.launch(OP, "lamb_settle", [shape.matrices, 0], &[to.into(), shape.matrices.into()]),
             Rule::Adafactor(rule) if shape.is_matrix() && pass == 0 => {
                 let [rows, columns] = self.states::<2>(part, sets)?;
                 let [of_rows, of_columns] = [Over::Rows, Over::Columns].map(|over| over.count(shape));
@@ -253,13 +267,14 @@ impl CudaDevice {
                 let lr = rule.largest_step(&part.update);
                 let args = [
                     to.into(),
-                    (shape.elements() as f64).into(),
+                    (shape.each() as f64).into(),
                     i32::from(rule.relative_step).into(),
                     lr.into(),
                     rule.eps_scale.into(),
                     rule.clip_threshold.into(),
+                    shape.matrices.into(),
                 ];
-                self.launch(OP, "adafactor_settle", [1, 0], &args)
+                self.launch(OP, "adafactor_settle", [shape.matrices, 0], &args)
             }
             Rule::Adam8bit(rule) => {
                 let blocks = Over::Blocks(rule.block).count(shape);
@@ -282,12 +297,12 @@ impl CudaDevice {
     ) -> Result<()> {
         let WholeVectors { grads, states, sets, totals, gathered } = vectors;
         let (shape, elements) = (&part.shape, self.elements_of(part)?);
-        if elements.count == 0 {
+        if elements.count() == 0 {
             return Ok(());
         }
         self.f32s(OP, &[weights, grads])?;
         let runs = self.runs(&elements)?;
-        let (count, scale): (Argument, Argument) = (elements.count.into(), part.update.grad_scale.into());
+        let (count, scale): (Argument, Argument) = (elements.count().into(), part.update.grad_scale.into());
         let (w, g) = (self.place_mut(OP, weights)?.into(), self.place(OP, grads)?.into());
         let rule = part.rule.of(shape);
         let passes = rule.passes(shape);
@@ -295,11 +310,11 @@ impl CudaDevice {
             let over = passes.get(pass).map_or(&[][..], Pass::over);
             Ok::<Argument, meshwork_tensor::Error>(self.total(shape, over, totals, pass, 0)?.into())
         };
-        let sizes = [elements.count, 0];
+        let sizes = [elements.count(), 0];
         match rule {
             Rule::Lamb(rule) => {
                 let states = self.states::<2>(part, states)?.map(Argument::from);
-                let ratio = [first(0)?, part.update.lr.into()];
+                let ratio = [first(0)?, shape.each().into(), part.update.lr.into()];
                 let args = [&runs[..], &[w], &states, &ratio, &steps_of(rule, part), &[count]].concat();
                 self.launch(OP, "lamb_update", sizes, &args)
             }
@@ -311,7 +326,8 @@ impl CudaDevice {
                     return self.launch(OP, "adafactor_update", sizes, &args);
                 }
                 let [variance] = self.states::<1>(part, states)?;
-                let args = [&runs[..], &[w, g, variance.into(), scale, first(0)?, keep, count]].concat();
+                let args =
+                    [&runs[..], &[w, g, variance.into(), scale, first(0)?, shape.each().into(), keep, count]].concat();
                 self.launch(OP, "adafactor_vector_update", sizes, &args)
             }
             Rule::Muon(rule) => {
@@ -336,7 +352,7 @@ impl CudaDevice {
                     &self.largest(part, sets)?,
                     &[mean?.into(), square?.into(), self.codes()?.into()],
                     &zeros,
-                    &[rule.block.into(), scale],
+                    &[rule.block.into(), shape.each().into(), scale],
                     &moments_of(rule, part),
                     &[keep, lr_hat, root_hat, eps].map(Argument::from),
                     &[count],

@@ -1,6 +1,8 @@
 //! Update rules that read whole parameters: on any mesh, at any stage of ZeRO, with tied weights, experts and schedules that roll back or
 //! update while they run.
 
+mod projections;
+
 use super::{batch, go_on_with, llama, model, on};
 use meshwork_core::comm::thread;
 use meshwork_core::exact::LIMBS;
@@ -13,7 +15,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_moe::{MoeConfig, RouterKind};
 use meshwork_nn::Model;
 use meshwork_optim::{
-    Adafactor, Adam8bit, AdamW, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, State, Update,
+    Adafactor, Adam8bit, AdamW, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
     WholeOptimizer,
 };
 use meshwork_tensor::cpu::Cpu;
@@ -64,8 +66,9 @@ impl WholeOptimizer for Largest {
     }
 
     fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
-        for (at, (w, &grad)) in weights.iter_mut().zip(run.grads).enumerate() {
-            *w -= update.lr as f32 * run.sets[0][(run.first + at) / 5] * grad.signum();
+        for SetPart { range, set, .. } in Over::Blocks(5).sets(&run.shape, run.first, weights.len()) {
+            let size = update.lr as f32 * run.sets[0][set];
+            weights[range.clone()].iter_mut().zip(&run.grads[range]).for_each(|(w, grad)| *w -= size * grad.signum());
         }
         Ok(())
     }
@@ -112,7 +115,9 @@ fn cut(mesh: &str, schedule: &str, stage: usize, numerics: Numerics, optimizer: 
 fn rules_that_read_whole_parameters_have_the_bits_of_one_rank() {
     let dense = [("dp=4", "1f1b", 3), ("tp=4", "1f1b", 0), ("dp=2,tp=2,pp=2", "1f1b", 2), ("dp=2,pp=2", "zb_v", 1)];
     let spread = [("dp=4,ep=2", "1f1b", 3), ("dp=2,ep=2,tp=2", "1f1b", 0), ("dp=4,ep=4", "1f1b", 2)];
-    for (model, chain) in [(model(), &dense[..]), (llama(), &dense), (experts(), &spread)] {
+    for (model, chain) in
+        [(model(), &dense[..]), (llama(), &dense), (experts(), &spread), (projections::mixtral(), &spread)]
+    {
         for rule in rules() {
             let steps = 2 * chain.len() as u64;
             let plan = cut("dp=1", "gpipe", 0, CANONICAL, &rule);
@@ -274,12 +279,12 @@ fn all_parameters_bring_their_measures_together_at_once() {
     let sum = |of: &dyn Fn(&ParamShape) -> usize| shapes.iter().map(of).sum::<usize>();
     let rows_and_columns = |shape: &ParamShape| match shape.is_matrix() {
         true => shape.matrices * (shape.rows + shape.columns),
-        false => 2,
+        false => 2 * shape.matrices,
     };
-    let blocks = |shape: &ParamShape| if shape.hidden { 2 * shape.elements().div_ceil(48) } else { 0 };
-    let matrices = |shape: &ParamShape| if shape.is_matrix() { 2 } else { 0 };
+    let blocks = |shape: &ParamShape| if shape.hidden { 2 * shape.matrices * shape.each().div_ceil(48) } else { 0 };
+    let matrices = |shape: &ParamShape| if shape.is_matrix() { 2 * shape.matrices } else { 0 };
     let [lamb, adafactor, adam8bit] =
-        [vec![2 * shapes.len()], vec![sum(&rows_and_columns), sum(&matrices)], vec![sum(&blocks)]];
+        [vec![2 * sum(&|shape| shape.matrices)], vec![sum(&rows_and_columns), sum(&matrices)], vec![sum(&blocks)]];
     for numerics in [Numerics::Fast, CANONICAL] {
         let digits = if numerics == CANONICAL { LIMBS } else { 1 };
         let rules = rules();

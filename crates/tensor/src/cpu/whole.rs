@@ -1,5 +1,5 @@
-//! Update rules that read whole parameters, on the elements that lie here. Elements are given to a rule in runs that lie one after the other
-//! in the whole parameter too; runs are put together to jobs that threads share. Jobs depend on extents alone, so that results do not
+//! Update rules that read whole matrices, on the elements that lie here. Elements are given to a rule in runs that lie one after the other in
+//! their matrix too; runs are put together to jobs that threads share. Jobs depend on extents alone, so that results do not
 //! depend on threads; the measures of jobs are added up in their order.
 
 use super::PIECE;
@@ -9,7 +9,7 @@ use crate::kernel::{Measured, WholePart, WholeVectors};
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, WholeOptimizer};
+use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, SetPart, WholeOptimizer};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -21,30 +21,26 @@ const JOBS: usize = 16;
 /// Some runs, and the range of the flat vectors that they lie in.
 struct Job {
     range: Range<usize>,
-    /// The first element of each in the whole parameter, and its range in the flat vectors.
+    /// The first element of each, counted matrix by matrix, and its range in the flat vectors.
     runs: Vec<(usize, Range<usize>)>,
 }
 
 /// Cuts the elements of a part into jobs of about `elements`. Padding is in no run.
 fn jobs(part: &WholePart<'_>, elements: usize) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
-    for (inner, place) in part.slice.boxes(part.part.clone()) {
-        let origin = part.at + place.start - part.part.start;
-        inner.for_each_run(part.dims, |first, range| {
-            for start in range.clone().step_by(RUN) {
-                let end = range.end.min(start + RUN);
-                let first = first as usize + start - range.start;
-                let (start, end) = (origin + start, origin + end);
-                match jobs.last_mut() {
-                    Some(job) if end - job.range.start <= elements => {
-                        job.range.end = end;
-                        job.runs.push((first, start..end));
-                    }
-                    _ => jobs.push(Job { range: start..end, runs: vec![(first, start..end)] }),
+    part.for_each_run(|first, range| {
+        for start in range.clone().step_by(RUN) {
+            let end = range.end.min(start + RUN);
+            let first = first + start - range.start;
+            match jobs.last_mut() {
+                Some(job) if end - job.range.start <= elements => {
+                    job.range.end = end;
+                    job.runs.push((first, start..end));
                 }
+                _ => jobs.push(Job { range: start..end, runs: vec![(first, start..end)] }),
             }
-        });
-    }
+        }
+    });
     jobs
 }
 
@@ -113,7 +109,7 @@ enum Measures {
 impl Measures {
     /// Adds the numbers of a run, one for each set of `over`, whose numbers begin at `base`.
     fn add(&mut self, over: Over, shape: &ParamShape, base: usize, first: usize, x: &[f32]) {
-        for_sets(over, shape, first, x.len(), |range, set, each| {
+        for SetPart { range, set, each } in over.sets(shape, first, x.len()) {
             let (x, at) = (&x[range], base + set);
             match (&mut *self, each) {
                 (Self::Nothing, _) => {}
@@ -128,7 +124,7 @@ impl Measures {
                     most[at..].iter_mut().zip(x).for_each(|(most, &x)| *most = larger(*most, x));
                 }
             }
-        });
+        }
     }
 }
 
@@ -154,34 +150,6 @@ impl Measures {
 fn larger(most: f64, x: f32) -> f64 {
     let x = f64::from(x.abs());
     if x > most || x.is_nan() { x } else { most }
-}
-
-/// Calls `visit(range of the run, set, whether each element has a set of its own)` for a run of elements.
-fn for_sets(
-    over: Over,
-    shape: &ParamShape,
-    first: usize,
-    count: usize,
-    mut visit: impl FnMut(Range<usize>, usize, bool),
-) {
-    let length = match over {
-        Over::Parameter => return visit(0..count, 0, false),
-        Over::Rows | Over::Columns => shape.columns,
-        Over::Blocks(length) => length.max(1),
-    };
-    let mut at = 0;
-    while at < count {
-        let element = first + at;
-        let end = count.min(at + length - element % length);
-        match over {
-            Over::Columns => {
-                let matrix = element / (shape.rows * shape.columns);
-                visit(at..end, matrix * shape.columns + element % shape.columns, true);
-            }
-            _ => visit(at..end, element / length, false),
-        }
-        at = end;
-    }
 }
 
 /// Runs `work` on each job, with its item of `extra` and its states in f32 and in bytes.
@@ -240,23 +208,12 @@ pub(super) fn measure(
     };
     // Sums of jobs, which are added up in their order; where the order does not matter, each job adds its own at once.
     let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
-    // Runs ascend in the whole parameter too.
-    let mut values = match values {
-        Some(values) => Some(values.as_mut_slice::<f32>()?),
-        None => None,
-    };
-    let mut begun = 0;
-    let values = jobs.iter().map(|job| {
-        let (first, (last, range)) = (job.runs.first()?.0, job.runs.last()?);
-        let rest = values.as_mut()?;
-        _ = rest.split_off_mut(..first - begun);
-        begun = last + range.len();
-        rest.split_off_mut(..begun - first)
-    });
-    let values: Vec<Option<&mut [f32]>> = values.collect();
-    let extra = ordered.iter().zip(values);
-    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (ordered, mut values), floats, codes| {
-        let (mut measured, mut room) = (room(), vec![0.0; measures * RUN]);
+    // The numbers of each job, which go to their places in the matrices once all are there.
+    let written: Vec<Mutex<Vec<f32>>> = jobs.iter().map(|_| Mutex::default()).collect();
+    let writes = values.is_some();
+    let extra = ordered.iter().zip(&written);
+    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (ordered, written), floats, codes| {
+        let (mut measured, mut room, mut numbers) = (room(), vec![0.0; measures * RUN], Vec::new());
         for (first, range) in &job.runs {
             let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
             let inner = range.start - job.range.start..range.end - job.range.start;
@@ -276,11 +233,11 @@ pub(super) fn measure(
                 measured.add(*over, &shape, base, *first, x);
                 base += over.count(&shape);
             }
-            if let Some(values) = &mut values {
-                let at = first - job.runs[0].0;
-                values[at..at + range.len()].copy_from_slice(out[0]);
+            if writes {
+                numbers.extend_from_slice(out[0]);
             }
         }
+        *written.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
         if let Some(sums) = &sums {
             match measured {
                 Measures::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
@@ -293,6 +250,18 @@ pub(super) fn measure(
         let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
         for own in ordered {
             Measures::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
+        }
+    }
+    if let Some(values) = values {
+        let values = values.as_mut_slice::<f32>()?;
+        for (job, numbers) in jobs.iter().zip(written) {
+            let numbers = numbers.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let mut rest = &numbers[..];
+            for (first, range) in &job.runs {
+                let (run, behind) = rest.split_at(range.len());
+                values[*first..first + run.len()].copy_from_slice(run);
+                rest = behind;
+            }
         }
     }
     Ok(())

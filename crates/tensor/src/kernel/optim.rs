@@ -78,7 +78,7 @@ pub struct WholePart<'a> {
     pub rule: &'a Rule,
     /// The step.
     pub update: Update,
-    /// The whole parameter, as the rule sees it.
+    /// The whole parameter, as the rule sees it: its matrices.
     pub shape: ParamShape,
     /// Its extents.
     pub dims: Shape,
@@ -88,6 +88,30 @@ pub struct WholePart<'a> {
     pub part: Range<usize>,
     /// Where they begin in weights, gradients and states.
     pub at: usize,
+}
+
+impl WholePart<'_> {
+    /// Calls `visit(first element, range of the flat vectors)` for each run of elements that lie one after the other there, and in one
+    /// matrix or in several that lie one behind the other; in the order of the vectors. Elements are
+    /// [counted](meshwork_optim::ParamShape::counted) matrix by matrix. Padding is in no run.
+    pub fn for_each_run(&self, mut visit: impl FnMut(usize, Range<usize>)) {
+        let ParamShape { interleaved, columns, .. } = self.shape;
+        for (inner, place) in self.slice.boxes(self.part.clone()) {
+            let origin = self.at + place.start - self.part.start;
+            inner.for_each_run(self.dims, |first, range| {
+                let (first, mut start, end) = (first as usize, origin + range.start, origin + range.end);
+                if interleaved == 1 {
+                    return visit(first, start..end);
+                }
+                while start < end {
+                    let stored = first + start - origin - range.start;
+                    let row = (columns - stored % columns).min(end - start);
+                    visit(self.shape.counted(stored), start..start + row);
+                    start += row;
+                }
+            });
+        }
+    }
 }
 
 /// The vectors that go with elements of a parameter.
@@ -101,7 +125,7 @@ pub struct WholeVectors<'a> {
     pub sets: &'a [Buffer],
     /// The totals of the passes so far.
     pub totals: &'a [Buffer],
-    /// The transformed matrices, whole, once they are gathered.
+    /// The transformed matrices, whole, one after the other, once they are gathered.
     pub gathered: Option<&'a Buffer>,
 }
 
@@ -112,6 +136,6 @@ pub enum Measured<'a> {
     Sums(&'a mut Buffer, usize),
     /// To the digits of exact sums, from this element on.
     Digits(&'a mut Buffer, usize),
-    /// As the elements of whole matrices.
+    /// As the elements of whole matrices, one matrix after the other.
     Values(&'a mut Buffer),
 }

@@ -329,19 +329,25 @@ impl ParamSpec {
                 format!("{axis} cuts dim {first} and dim {second}: a rank would hold the blocks of a diagonal alone");
             return refuse(problem, format!("cut one dim over {axis}, and the other over another axis"));
         }
-        if let Some(Matrices { stacked, columns }) = self.group.matrices
-            && (columns == 0 || stacked + columns >= dims)
-        {
-            let problem = format!("{stacked} dims number its matrices and {columns} are columns, of {dims} dims");
-            return refuse(
-                problem,
-                "leave a dim or more for the rows, and have one or more for the columns".to_owned(),
-            );
+        if let Some(Matrices { stacked, interleaved, columns }) = self.group.matrices {
+            let taken = stacked + interleaved + columns;
+            let vectors = self.role != Role::Weight;
+            if taken > dims
+                || !vectors && (columns == 0 || taken == dims)
+                || vectors && interleaved > 0 && taken == dims
+            {
+                let problem = format!(
+                    "{} dims number its matrices and {columns} are columns, of {dims} dims",
+                    stacked + interleaved
+                );
+                let valid = "leave a dim or more for the rows, and of a weight have one or more for the columns";
+                return refuse(problem, valid.to_owned());
+            }
         }
         Ok(())
     }
 
-    /// Refuses another declaration of the same name that differs in dims, placement, role or initial values.
+    /// Refuses another declaration of the same name that differs in dims, placement, role, initial values or group.
     pub fn require_tied(&self, other: &ParamSpec) -> Result<()> {
         if self == other {
             return Ok(());
@@ -398,13 +404,13 @@ mod tests {
     #[test]
     fn matrices_have_rows_and_columns() {
         let refused = |stacked, columns| {
-            let (whole, group) = (Placement::replicated(), ParamGroup::hidden(stacked, columns));
+            let (whole, group) = (Placement::replicated(), ParamGroup::hidden(Matrices::new(stacked, columns)));
             Declarations::new().declare_in("w", &[2, 4, 4], whole, Role::Weight, INIT, group).unwrap_err().to_string()
         };
         assert_eq!(
             refused(1, 2),
-            "parameter w: 1 dims number its matrices and 2 are columns, of 3 dims; leave a dim or more for the rows, and have one or \
-             more for the columns"
+            "parameter w: 1 dims number its matrices and 2 are columns, of 3 dims; leave a dim or more for the rows, and of a weight \
+             have one or more for the columns"
         );
         assert!(refused(1, 0).contains("0 are columns"));
     }

@@ -1,9 +1,9 @@
-//! Update rules that read whole parameters: against recorded steps, and cut over ranks in every way.
+//! Update rules that read whole matrices: against recorded steps, and cut over ranks in every way.
 
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{
-    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, State, Update,
+    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
 };
 use meshwork_optim::{WholeOptimizer, clip_factor};
 use meshwork_tensor::cpu::Cpu;
@@ -179,9 +179,15 @@ fn cuttings(dims: Shape) -> Vec<Vec<Cutting>> {
 fn shape_of(dims: Shape) -> ParamShape {
     match dims.len() {
         1 => ParamShape::vector(dims[0]),
-        2 => ParamShape { matrices: 1, rows: dims[0], columns: dims[1], hidden: true },
-        _ => ParamShape { matrices: dims[0], rows: dims[1], columns: dims[2], hidden: true },
+        2 => ParamShape::matrix(dims[0], dims[1]),
+        3 => ParamShape { matrices: dims[0], ..ParamShape::matrix(dims[1], dims[2]) },
+        _ => pairs(dims),
     }
+}
+
+/// Experts `[experts, rows, 2, columns]` with gate and up each.
+fn pairs(dims: Shape) -> ParamShape {
+    ParamShape { matrices: dims[0] * dims[2], interleaved: dims[2], ..ParamShape::matrix(dims[1], dims[3]) }
 }
 
 fn devices() -> [Arc<dyn Device>; 2] {
@@ -285,39 +291,103 @@ impl WholeOptimizer for Blocks {
         weights: &mut [f32],
         run: &mut Run<'_, '_>,
     ) -> std::result::Result<(), OptimError> {
-        for (at, w) in weights.iter_mut().enumerate() {
-            let block = (run.first + at) / 7;
-            run.states[0][at] += run.totals[0][block] as f32;
-            assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (update.step, run.sets[0][block]));
-            *w -= update.lr as f32 * run.states[0][at];
+        for SetPart { range, set, .. } in Over::Blocks(7).sets(&run.shape, run.first, weights.len()) {
+            for at in range {
+                run.states[0][at] += run.totals[0][set] as f32;
+                assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (update.step, run.sets[0][set]));
+                weights[at] -= update.lr as f32 * run.states[0][at];
+            }
         }
         Ok(())
     }
 }
 
-/// Ranks may cut a parameter in any way: with exact sums the bits are those of one rank, on every device.
-#[test]
-fn bits_do_not_depend_on_who_holds_which_elements() {
-    let rules = [
+fn whole_rules() -> [Rule; 6] {
+    [
         Rule::from(Lamb::default()),
         Adafactor::default().into(),
         Adafactor { relative_step: false, ..Adafactor::default() }.into(),
         Muon::default().into(),
         Adam8bit { block: 9, ..Adam8bit::default() }.into(),
         Rule::whole(Blocks),
-    ];
-    let key = meshwork_tensor::random::key(3, "values");
-    for (rule, dims) in
-        rules.iter().flat_map(|rule| [&[13][..], &[6, 10], &[2, 5, 7]].map(|dims| (rule, Shape::new(dims))))
+    ]
+}
+
+fn normal(dims: Shape, step: u64) -> Vec<f32> {
+    let mut values = vec![0.0; dims.count()];
+    meshwork_tensor::random::fill_normal(meshwork_tensor::random::key(3, "values"), 1000 * step, &mut values);
+    values
+}
+
+/// A parameter that holds several matrices, or several vectors, is updated as if each were a parameter by itself, bit by bit: stacked as
+/// queries, keys and values are, with rows that take turns as those of gate and up do, and both, as in experts.
+#[test]
+fn matrices_of_one_parameter_are_updated_as_parameters_of_their_own() {
+    let vectors = ParamShape { matrices: 2, ..ParamShape::vector(9) };
+    let turns = ParamShape { matrices: 2, interleaved: 2, hidden: false, ..ParamShape::matrix(9, 1) };
+    for (dims, shape) in [
+        (&[3, 5, 7][..], ParamShape { matrices: 3, ..ParamShape::matrix(5, 7) }),
+        (&[5, 2, 7], ParamShape { matrices: 2, interleaved: 2, ..ParamShape::matrix(5, 7) }),
+        (&[2, 5, 2, 7], pairs(Shape::new(&[2, 5, 2, 7]))),
+        (&[2, 9], vectors),
+        (&[9, 2], turns),
+    ] {
+        let dims = Shape::new(dims);
+        // What matrix an element belongs to, and where it lies there: by the extents alone.
+        let turns = shape.interleaved;
+        let place = |stored: usize| {
+            let (line, column) = (stored / shape.columns, stored % shape.columns);
+            let (row, turn) = (line / turns % shape.rows, line % turns);
+            let matrix = line / (shape.rows * turns) * turns + turn;
+            (matrix, row * shape.columns + column)
+        };
+        let apart = |whole: &[f32]| {
+            let mut all = vec![vec![f32::NAN; shape.rows * shape.columns]; shape.matrices];
+            whole.iter().enumerate().for_each(|(stored, value)| all[place(stored).0][place(stored).1] = *value);
+            all
+        };
+        let one = ParamShape { matrices: 1, interleaved: 1, ..shape };
+        let one = if one.is_matrix() { one } else { ParamShape::vector(one.elements()) };
+        let own = if one.is_matrix() { Shape::new(&[one.rows, one.columns]) } else { Shape::new(&[one.elements()]) };
+        for rule in whole_rules() {
+            if !one.is_matrix() && rule.name() == "muon" {
+                continue; // it is for matrices
+            }
+            for device in devices().iter().filter(|device| !rule.is_users() || device.name() != "opaque") {
+                let start = normal(dims, 0);
+                let mut whole = Cut::new(device, &rule, shape, dims, &start, &cuttings(dims)[1]);
+                let of_matrix = |start: &Vec<f32>| Cut::new(device, &rule, one, own, start, &cuttings(own)[0]);
+                let mut parts: Vec<Cut> = apart(&start).iter().map(of_matrix).collect();
+                for step in 1..4 {
+                    // Of one parameter all gradients are of one size; of the matrices each has another.
+                    let size = |stored: usize| 10f32.powi(place(stored).0 as i32 - 1);
+                    let grads = normal(dims, step).into_iter().enumerate().map(|(stored, grad)| grad * size(stored));
+                    let (grads, update) =
+                        (grads.collect::<Vec<_>>(), Update { step, lr: 0.1, grad_scale: 0.5, decay_factor: 0.5 });
+                    whole.step(update, &grads).unwrap();
+                    for (part, grads) in parts.iter_mut().zip(apart(&grads)) {
+                        part.step(update, &grads).unwrap();
+                    }
+                }
+                let wanted: Vec<Vec<f32>> = parts.iter().map(Cut::weights).collect();
+                assert_eq!(apart(&whole.weights()), wanted, "{rule:?} of {dims:?} on {}", device.name());
+            }
+        }
+    }
+}
+
+/// Ranks may cut a parameter in any way: with exact sums the bits are those of one rank, on every device.
+#[test]
+fn bits_do_not_depend_on_who_holds_which_elements() {
+    let rules = whole_rules();
+    for (rule, dims) in rules
+        .iter()
+        .flat_map(|rule| [&[13][..], &[6, 10], &[2, 5, 7], &[2, 3, 2, 7]].map(|dims| (rule, Shape::new(dims))))
     {
         if dims.len() == 1 && rule.name() == "muon" {
             continue; // it is for matrices
         }
-        let normal = |step: u64| {
-            let mut values = vec![0.0; dims.count()];
-            meshwork_tensor::random::fill_normal(key, 1000 * step, &mut values);
-            values
-        };
+        let normal = |step: u64| normal(dims, step);
         let mut bits: Option<Vec<u32>> = None;
         let users = matches!(rule, Rule::Whole(_));
         for (device, way) in
