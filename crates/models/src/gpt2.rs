@@ -10,7 +10,7 @@
 //! parallel, `Shard(1)`.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, HiddenModule, LanguageSpec, LanguageStage};
+use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedMlp;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, Stage, StageSpec};
@@ -52,11 +52,12 @@ pub struct Gpt2Config {
 /// let gpt2 = Gpt2::new(Gpt2Config::default());
 /// assert_eq!((gpt2.num_layers(), gpt2.fields()[0].name, &gpt2.fields()[0].dims[..]), (4, "tokens", &[128][..]));
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Gpt2 {
     config: Gpt2Config,
     language: LanguageSpec,
     experts: Option<ExpertsConfig>,
+    frozen: Frozen,
 }
 
 #[derive(Clone, Debug)]
@@ -94,7 +95,7 @@ impl Default for Gpt2Config {
 impl Gpt2 {
     /// A model of these sizes.
     pub fn new(config: Gpt2Config) -> Self {
-        Self { config, language: LanguageSpec::default(), experts: None }
+        Self { config, language: LanguageSpec::default(), experts: None, frozen: Frozen::default() }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none.
@@ -116,6 +117,12 @@ impl Gpt2 {
     /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: those of all.
     pub fn loss_chunk(self, loss_chunk: usize) -> Self {
         Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
+    }
+
+    /// The same with these parts frozen. With tied embeddings the head is the token table, and frozen with it.
+    pub fn freeze(self, frozen: Frozen) -> Self {
+        let head = frozen.head || self.config.tie_embeddings && frozen.embedding;
+        Self { frozen: Frozen { head, ..frozen }, ..self }
     }
 
     /// Its sizes.
@@ -141,20 +148,17 @@ impl Model for Gpt2 {
         let stage = LanguageStage::declare(
             params,
             part,
-            self.language,
+            (self.language, &self.frozen),
             |params| {
                 let tokens = table(params, "wte")?;
                 let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
                 Ok(Embedding { tokens, positions, dropout })
             },
             |params, layer| Block::new(params, mesh, self, layer),
-            |params| {
-                let norm = LayerNorm::new(params, "ln_f", hidden_size, true)?;
-                let head = match tie_embeddings {
-                    true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, init)?,
-                    false => table(params, "lm_head")?,
-                };
-                Ok((norm, head))
+            |params| LayerNorm::new(params, "ln_f", hidden_size, true),
+            |params| match tie_embeddings {
+                true => VocabParallelEmbedding::tied(params, "wte", vocab_size, hidden_size, init),
+                false => table(params, "lm_head"),
             },
         )?;
         Ok(Box::new(stage))

@@ -11,7 +11,8 @@ use meshwork_tensor::op::Documents;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::fmt::Debug;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
+use std::str::FromStr;
 
 /// The field of token ids, `[seq]` for each sample.
 pub const TOKENS: &str = "tokens";
@@ -128,6 +129,79 @@ impl Default for LanguageSpec {
     }
 }
 
+/// The parts of a language model that training does not change. They have no gradients and no optimizer states, and backward ends at the
+/// first part that is trained.
+///
+/// ```
+/// use meshwork_models::language::Frozen;
+///
+/// let frozen: Frozen = "embedding, layers.0-3".parse()?;
+/// assert!(frozen.embedding && frozen.has_layer(3) && !frozen.has_layer(4) && !frozen.head);
+/// let error = "layer.0".parse::<Frozen>().unwrap_err().to_string();
+/// assert_eq!(error, "layer.0 is no part of a model: use embedding, layers.N, layers.A-B, norm or head, with commas");
+/// # Ok::<(), meshwork_models::language::FrozenError>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Frozen {
+    /// The token table, and learned positions. With tied embeddings the head too.
+    pub embedding: bool,
+    /// Blocks, in ranges that may overlap.
+    pub layers: Vec<RangeInclusive<usize>>,
+    /// The norm in front of the head.
+    pub norm: bool,
+    /// The output head.
+    pub head: bool,
+}
+
+/// A word that names no part of a model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} is no part of a model: use embedding, layers.N, layers.A-B, norm or head, with commas")]
+pub struct FrozenError(pub String);
+
+impl Frozen {
+    /// Whether a block is frozen.
+    pub fn has_layer(&self, layer: usize) -> bool {
+        self.layers.iter().any(|layers| layers.contains(&layer))
+    }
+
+    /// Whether anything is frozen.
+    pub fn is_some(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// Whether nothing is left to train in a model of so many layers.
+    pub fn is_all(&self, num_layers: usize) -> bool {
+        self.embedding && self.norm && self.head && (0..num_layers).all(|layer| self.has_layer(layer))
+    }
+}
+
+impl FromStr for Frozen {
+    type Err = FrozenError;
+
+    fn from_str(text: &str) -> std::result::Result<Self, FrozenError> {
+        let mut frozen = Self::default();
+        for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+            let unknown = || FrozenError(word.to_owned());
+            match word {
+                "embedding" => frozen.embedding = true,
+                "norm" => frozen.norm = true,
+                "head" => frozen.head = true,
+                _ => {
+                    let layers = word.strip_prefix("layers.").ok_or_else(unknown)?;
+                    let (first, last) = layers.split_once('-').unwrap_or((layers, layers));
+                    let [first, last] = [first, last].map(str::parse::<usize>);
+                    let (Ok(first), Ok(last)) = (first, last) else { return Err(unknown()) };
+                    if first > last {
+                        return Err(unknown());
+                    }
+                    frozen.layers.push(first..=last);
+                }
+            }
+        }
+        Ok(frozen)
+    }
+}
+
 /// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and the output
 /// head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets; predictions are the whole
 /// logits `[samples, seq, vocab]`.
@@ -143,21 +217,24 @@ impl<E, B, N> LanguageStage<E, B, N> {
     /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and head.
     ///
     /// # Errors
-    /// Those of the three declarations.
+    /// Those of the four declarations.
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,
-        spec: LanguageSpec,
+        (spec, frozen): (LanguageSpec, &Frozen),
         embedding: impl FnOnce(&mut Declarations) -> Result<E>,
         mut block: impl FnMut(&mut Declarations, usize) -> Result<B>,
-        head: impl FnOnce(&mut Declarations) -> Result<(N, VocabParallelEmbedding)>,
+        norm: impl FnOnce(&mut Declarations) -> Result<N>,
+        head: impl FnOnce(&mut Declarations) -> Result<VocabParallelEmbedding>,
     ) -> Result<Self> {
-        Ok(Self {
-            spec,
-            embedding: part.first.then(|| embedding(params)).transpose()?,
-            blocks: part.layers.clone().map(|layer| block(params, layer)).collect::<Result<_>>()?,
-            head: part.last.then(|| head(params)).transpose()?,
-        })
+        let embedding = part.first.then(|| params.freezing(frozen.embedding, embedding)).transpose()?;
+        let mut declare = |layer| params.freezing(frozen.has_layer(layer), |params| block(params, layer));
+        let blocks = part.layers.clone().map(&mut declare).collect::<Result<_>>()?;
+        let head = match part.last {
+            true => Some((params.freezing(frozen.norm, norm)?, params.freezing(frozen.head, head)?)),
+            false => None,
+        };
+        Ok(Self { spec, embedding, blocks, head })
     }
 }
 

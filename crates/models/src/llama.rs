@@ -26,7 +26,7 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, HiddenModule, LanguageSpec, LanguageStage};
+use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage};
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedSwiGlu;
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
@@ -107,11 +107,12 @@ const fn llama3(
 }
 
 /// A Llama.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Llama {
     config: LlamaConfig,
     language: LanguageSpec,
     experts: Option<ExpertsConfig>,
+    frozen: Frozen,
 }
 
 #[derive(Clone, Debug)]
@@ -125,7 +126,7 @@ struct Block {
 impl Llama {
     /// A model of these sizes.
     pub fn new(config: LlamaConfig) -> Self {
-        Self { config, language: LanguageSpec::default(), experts: None }
+        Self { config, language: LanguageSpec::default(), experts: None, frozen: Frozen::default() }
     }
 
     /// The same with experts in place of the MLPs of some layers, or of none: in all of them, it is a Mixtral.
@@ -147,6 +148,12 @@ impl Llama {
     /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: those of all.
     pub fn loss_chunk(self, loss_chunk: usize) -> Self {
         Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
+    }
+
+    /// The same with these parts frozen. With tied embeddings the head is the token table, and frozen with it.
+    pub fn freeze(self, frozen: Frozen) -> Self {
+        let head = frozen.head || self.config.tie_embeddings && frozen.embedding;
+        Self { frozen: Frozen { head, ..frozen }, ..self }
     }
 
     /// Its sizes.
@@ -172,16 +179,13 @@ impl Model for Llama {
         let stage = LanguageStage::declare(
             params,
             part,
-            self.language,
+            (self.language, &self.frozen),
             |params| table(params, "embed_tokens"),
             |params, layer| Block::new(params, mesh, self, layer),
-            |params| {
-                let norm = RmsNorm::new(params, "norm", hidden_size, norm_eps)?;
-                let head = match tie_embeddings {
-                    true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, init)?,
-                    false => table(params, "lm_head")?,
-                };
-                Ok((norm, head))
+            |params| RmsNorm::new(params, "norm", hidden_size, norm_eps),
+            |params| match tie_embeddings {
+                true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, init),
+                false => table(params, "lm_head"),
             },
         )?;
         Ok(Box::new(stage))

@@ -65,7 +65,9 @@ impl Router {
             |part: &str| params.declare(format!("{name}.{part}"), &[experts], whole(), Role::Buffer, Init::Zeros);
         let tokens = buffer("tokens")?;
         let bias = if config.router == RouterKind::Bias { Some(buffer("bias")?) } else { None };
-        let rule = BiasUpdate { rate: config.bias_update_rate as f32 };
+        // The bias of a frozen router stays, whatever the load.
+        let rate = if params.is_freezing() { 0.0 } else { config.bias_update_rate as f32 };
+        let rule = BiasUpdate { rate };
         let load = params.declare_statistic(std::iter::once(tokens).chain(bias).collect(), rule);
         Ok(Self { name: name.to_owned(), config, weight, bias, tokens, load })
     }

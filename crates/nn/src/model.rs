@@ -29,7 +29,8 @@ pub trait Model: Debug + Send + Sync {
     fn fields(&self) -> Vec<Field>;
 
     /// Declares the parameters of one stage on `mesh`. It is called for every stage on every rank, so it must be cheap
-    /// and return the same each time. Two stages that declare one name tie it: one parameter, held by both.
+    /// and return the same each time. A name is [declared](Declarations::declare) once in the model; layers of the same stage or of
+    /// another that share the parameter [tie](Declarations::tie) it: one parameter, held by all of their stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>>;
 
     /// The activation that is sent over a cut before layer `at`, for a micro-batch like `batch`, which has the fields

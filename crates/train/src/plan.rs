@@ -87,12 +87,17 @@ pub fn report(config: &Config) -> Result<String, RunError> {
 fn report_steps(config: &Config) -> Result<String, TrainError> {
     let plan = config.plan()?;
     let mesh = &plan.mesh;
-    let parameters: usize =
-        ModelPlan::new(config.model(), &plan)?.parameters()?.iter().map(ParamSpec::global_elements).sum();
+    let specs = ModelPlan::new(config.model(), &plan)?.parameters()?;
+    let parameters: usize = specs.iter().map(ParamSpec::global_elements).sum();
+    let frozen: usize = match config.model.frozen().is_some() {
+        true => specs.iter().filter(|spec| spec.group.frozen).map(ParamSpec::global_elements).sum(),
+        false => 0,
+    };
     let mut text = format!(
-        "mesh {mesh}: {}\n{}\n{}{}; {}products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
+        "mesh {mesh}: {}\n{}{}\n{}{}; {}products in {}\n{} of {} a step: {} of {} on each dp rank\n\n",
         count(mesh.world_size(), "rank"),
         count(parameters, "parameter"),
+        if frozen > 0 { format!(", of which {} are frozen", grouped(frozen as u64)) } else { String::new() },
         count(config.model.num_layers, "layer"),
         by_stage(&config.pipeline.partition),
         match config.training.dtype {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
+use meshwork_train::plan::report;
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())
@@ -629,4 +630,35 @@ fn experts_that_do_not_fit() {
         assert!(refusal.starts_with(expected), "{more}:\n{refusal}\nexpected {expected}");
         assert_eq!(refusal.lines().count(), 1, "{refusal}");
     }
+}
+
+#[test]
+fn parts_that_are_not_there_cannot_be_frozen() {
+    let parts = "use embedding, layers.N, layers.A-B, norm or head, with commas";
+    refused(&[
+        ("--set model.freeze=encoder", &format!("model.freeze = encoder: \"encoder\" is no part of a model; {parts}")),
+        (
+            "--set model.freeze=layers.2-1",
+            &format!("model.freeze = layers.2-1: \"layers.2-1\" is no part of a model; {parts}"),
+        ),
+        (
+            "--set model.freeze=layers.2-4",
+            "model.freeze = layers.2-4: there is no layer 4: model.num_layers is 4; use 0 to 3",
+        ),
+        (
+            "--set model.freeze=head",
+            "model.freeze = head: the head is the token table, because model.tie_embeddings is true, and the embedding would train it; \
+             freeze embedding, which includes the head, or use model.tie_embeddings = false",
+        ),
+        (
+            "--set model.freeze=embedding,layers.0-3,norm",
+            "model.freeze = embedding,layers.0-3,norm: nothing is left to train; leave a part out",
+        ),
+    ]);
+    let frozen =
+        config("--set model.preset=llama-tiny --set model.freeze=embedding,layers.0-1,layers.3,head").model.frozen();
+    assert!(frozen.embedding && frozen.head && !frozen.norm);
+    assert_eq!([0, 1, 2, 3].map(|layer| frozen.has_layer(layer)), [true, true, false, true]);
+    let text = report(&config("--set model.freeze=embedding")).unwrap();
+    assert!(text.contains("\n842,496 parameters, of which 49,152 are frozen\n"), "{text}");
 }

@@ -7,6 +7,7 @@ use meshwork_core::comm::thread;
 use meshwork_engine::Trainer;
 use meshwork_models::huggingface::{Dtype, Pretrained};
 use meshwork_models::language;
+use meshwork_tensor::Role;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_train::checkpoint::{CheckpointError, resume};
 use meshwork_train::config::{Args, Config};
@@ -394,6 +395,40 @@ fn the_tokenizer_of_the_run_is_exported() {
     assert_eq!(json(&ended, "config.json")["eos_token_id"], 300);
     assert_eq!(json(&ended, "tokenizer_config.json")["eos_token"], "<|endoftext|>");
     assert_eq!(json(&ended, "tokenizer.json")["added_tokens"][0]["id"], 300);
+}
+
+/// What is frozen leaves as it came, bit by bit, on another mesh after a resume too; the rest is trained.
+#[test]
+fn frozen_parts_are_exported_as_they_came() {
+    for (name, freeze) in
+        [("gpt2", "embedding,layers.0"), ("llama_scaled", "layers.0,norm,head"), ("mixtral", "layers.1")]
+    {
+        let temporary = tempfile::tempdir().unwrap();
+        let (dir, out) = (temporary.path().join("run"), temporary.path().join("model"));
+        let (tokens, _) = wanted(name);
+        let data = Data::from_tokens(tokens[..13].to_vec(), 12);
+        for (mesh, steps) in [("dp=1", 1), ("tp=2,pp=2", 2)] {
+            let paths = format!("--set checkpoint.dir={} --set checkpoint.export={}", dir.display(), out.display());
+            let more = "--set training.global_batch_size=1 --set optimizer.lr=0.01 --set checkpoint.resume=true";
+            let line = format!("--mesh {mesh} {more} {paths} --set model.freeze={freeze} --set training.steps={steps}");
+            train(&parse(name, &line).unwrap(), &data, None, &AtomicBool::new(false))
+                .unwrap_or_else(|error| panic!("{name} on {mesh}: {error}"));
+        }
+        let [came, left] = [folder(name), out].map(|folder| Pretrained::open(&folder).unwrap());
+        let frozen: language::Frozen = freeze.parse().unwrap();
+        for spec in came.architecture().parameters().unwrap() {
+            let mut parts = spec.name.split('.');
+            let stays = match parts.next().unwrap() {
+                "wte" | "wpe" | "embed_tokens" => frozen.embedding,
+                "ln_f" | "norm" => frozen.norm,
+                "lm_head" => frozen.head,
+                _ => frozen.has_layer(parts.next().unwrap().parse().unwrap()),
+            };
+            let slice = spec.local(&"dp=1".parse().unwrap(), Default::default());
+            let [came, left] = [&came, &left].map(|of| of.read(&spec, &slice).unwrap());
+            assert!(spec.role == Role::Buffer || (came == left) == stays, "{name}: {}", spec.name);
+        }
+    }
 }
 
 /// The logits of these samples by the model in the newest checkpoint, `[sample · position][vocab]`.

@@ -112,15 +112,15 @@ fn declare_param(param: &Param, params: &mut Declarations) -> Result<ParamId> {
     if *padded {
         placement = placement.in_multiples_of(params.reduction_blocks().unwrap_or(1));
     }
-    if *tied {
-        return params.tie(name, dims, placement, *role, *init);
-    }
     let group = match group {
         Group::Usual => ParamGroup::of(*role),
         Group::Slow => ParamGroup { learning_rate: SLOW, ..ParamGroup::of(*role) },
         Group::Frozen => ParamGroup::FROZEN,
     };
-    params.declare_in(name, dims, placement, *role, *init, group)
+    match tied {
+        true => params.tie_in(name, dims, placement, *role, *init, group),
+        false => params.declare_in(name, dims, placement, *role, *init, group),
+    }
 }
 
 /// How often each feature is positive: counts, which add up exactly in any order, and their moving average.

@@ -116,6 +116,8 @@ impl ParamSpec {
 pub struct Declarations {
     blocks: Option<usize>,
     half: Option<HalfType>,
+    /// Whether what is declared now is frozen.
+    freezing: bool,
     registry: Registry,
     specs: Vec<ParamSpec>,
     /// Per parameter, whether a layer declared it: others only tie it.
@@ -150,6 +152,32 @@ impl Declarations {
     /// The type in which a parameter is stored.
     pub fn stored_dtype(&self, id: ParamId) -> DType {
         if self.spec(id).role == Role::Buffer { DType::F32 } else { self.dtype() }
+    }
+
+    /// What `declare` declares or ties is [frozen](ParamGroup::frozen), if `frozen` says so: training does not change it. Layers need not
+    /// know of it.
+    ///
+    /// ```
+    /// # use meshwork_tensor::{Declarations, Init, Placement, Role};
+    /// let mut params = Declarations::new();
+    /// let table = |params: &mut Declarations| {
+    ///     params.declare("wte.weight", &[256, 128], Placement::replicated(), Role::Weight, Init::Zeros)
+    /// };
+    /// let id = params.freezing(true, table)?;
+    /// assert!(params.spec(id).group.frozen);
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    pub fn freezing<T>(&mut self, frozen: bool, declare: impl FnOnce(&mut Self) -> T) -> T {
+        let around = self.freezing;
+        self.freezing |= frozen;
+        let declared = declare(self);
+        self.freezing = around;
+        declared
+    }
+
+    /// Whether what is declared now is frozen.
+    pub fn is_freezing(&self) -> bool {
+        self.freezing
     }
 
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
@@ -233,7 +261,33 @@ impl Declarations {
         role: Role,
         init: Init,
     ) -> Result<ParamId> {
-        let group = ParamGroup::of(role);
+        self.tie_in(name, dims, placement, role, init, ParamGroup::of(role))
+    }
+
+    /// The same for a parameter that is [declared in](Self::declare_in) another group than that of its role: frozen, or with another
+    /// learning rate.
+    ///
+    /// ```
+    /// # use meshwork_tensor::{Declarations, Init, Placement, Role, param::ParamGroup};
+    /// let mut params = Declarations::new();
+    /// let (dims, whole, init, frozen) = ([256, 128], Placement::replicated(), Init::Zeros, ParamGroup::FROZEN);
+    /// let table = params.declare_in("wte.weight", &dims, whole.clone(), Role::Weight, init, frozen)?;
+    /// assert_eq!(params.tie_in("wte.weight", &dims, whole.clone(), Role::Weight, init, frozen)?, table);
+    /// assert!(params.tie("wte.weight", &dims, whole, Role::Weight, init).is_err()); // one of them would be trained
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`tie`](Self::tie).
+    pub fn tie_in(
+        &mut self,
+        name: impl Into<String>,
+        dims: &[usize],
+        placement: Placement,
+        role: Role,
+        init: Init,
+        group: ParamGroup,
+    ) -> Result<ParamId> {
         self.enter(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
     }
 
@@ -243,7 +297,8 @@ impl Declarations {
     }
 
     /// The id of a parameter, new or of that name.
-    fn enter(&mut self, spec: ParamSpec) -> Result<ParamId> {
+    fn enter(&mut self, mut spec: ParamSpec) -> Result<ParamId> {
+        spec.group.frozen |= self.freezing;
         spec.require_placement()?;
         if let Some(&id) = self.by_name.get(&spec.name) {
             self.specs[id.index].require_tied(&spec)?;

@@ -5,12 +5,44 @@ use super::fault::Fault;
 use super::sections::Model;
 use super::settings::Settings;
 use super::words::ModelKind;
+use meshwork_models::language::{Frozen, FrozenError};
 
 /// Reports to `fail` what no model of this kind can have, and what cannot be split over `tp`.
 pub(crate) fn check(model: &Model, tp: usize, settings: &Settings, fail: &mut impl FnMut(Fault)) {
     match model.kind {
         ModelKind::Gpt2 => check_gpt2(model, settings, fail),
         ModelKind::Llama => check_llama(model, tp, settings, fail),
+    }
+    check_frozen(model, settings, fail);
+}
+
+fn check_frozen(model: &Model, settings: &Settings, fail: &mut impl FnMut(Fault)) {
+    let (key, layers, tied) = ("model.freeze", "model.num_layers", "model.tie_embeddings");
+    let mut refuse = |problem: String, valid: String| fail(Fault::new(key, &model.freeze, problem, valid));
+    let frozen = match model.freeze.parse::<Frozen>() {
+        Ok(frozen) => frozen,
+        Err(FrozenError(word)) => {
+            let valid = "use embedding, layers.N, layers.A-B, norm or head, with commas";
+            return refuse(format!("{word:?} is no part of a model"), valid.to_owned());
+        }
+    };
+    if !settings.sound(&[key, layers, tied, "model.kind"]) || !frozen.is_some() {
+        return;
+    }
+    if let Some(layer) = frozen.layers.iter().map(|layers| *layers.end()).find(|&layer| layer >= model.num_layers) {
+        let last = model.num_layers - 1;
+        return refuse(
+            format!("there is no layer {layer}: {layers} is {}", model.num_layers),
+            format!("use 0 to {last}"),
+        );
+    }
+    if model.tie_embeddings && frozen.head && !frozen.embedding {
+        let problem = format!("the head is the token table, because {tied} is true, and the embedding would train it");
+        return refuse(problem, format!("freeze embedding, which includes the head, or use {tied} = false"));
+    }
+    let head = frozen.head || model.tie_embeddings;
+    if (Frozen { head, ..frozen }).is_all(model.num_layers) {
+        refuse("nothing is left to train".to_owned(), "leave a part out".to_owned());
     }
 }
 

@@ -1,6 +1,6 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
-use super::sections::{Comm, LrScheduler, Memory, Optimizer, Parallelism, Pipeline};
+use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline};
 use super::words::{MoeRouter, OffloadWord};
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
@@ -8,9 +8,9 @@ use meshwork_engine::offload::{Backing, Folder, Offload};
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
-use meshwork_models::language::Boundary;
+use meshwork_models::language::{Boundary, Frozen};
 use meshwork_models::llama::{Llama, LlamaConfig};
-use meshwork_nn::Model;
+use meshwork_nn::Model as AnyModel;
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
@@ -28,15 +28,16 @@ impl Config {
     }
 
     /// The model.
-    pub fn model(&self) -> Arc<dyn Model> {
+    pub fn model(&self) -> Arc<dyn AnyModel> {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
+        let frozen = self.model.frozen();
         match self.model.kind {
             ModelKind::Gpt2 => {
-                let model = Gpt2::new(self.gpt2()).with_experts(self.experts());
+                let model = Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen);
                 Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
             }
             ModelKind::Llama => {
-                let model = Llama::new(self.llama()).with_experts(self.experts());
+                let model = Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen);
                 Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
             }
         }
@@ -157,6 +158,14 @@ impl Config {
             Some(blocks) => Numerics::Canonical { blocks },
             None => Numerics::Fast,
         }
+    }
+}
+
+impl Model {
+    /// The parts that are not trained. With tied embeddings the head is the table.
+    #[must_use]
+    pub fn frozen(&self) -> Frozen {
+        self.freeze.parse().unwrap_or_default() // checked
     }
 }
 

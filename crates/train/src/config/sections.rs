@@ -94,6 +94,9 @@ sections! {
         rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive), Model, if LLAMA && SCALED;
         /// Sequence length before scaling.
         rope_scaling_original_seq_len: usize = int(8192), Count(1), Model, if LLAMA && SCALED;
+        /// Parts of the model that are not trained: words with commas, of embedding, layers.N, layers.A-B (blocks from 0 on), norm (that in
+        /// front of the head) and head. They have no gradients and no optimizer states. With tied embeddings, embedding includes the head.
+        freeze: String = is(""), Text, Numbers;
         /// A Hugging Face folder (config.json, model.safetensors) of a GPT-2 or Llama to start from: sizes and weights.
         init_from: Option<String> = Unset, Text, Model;
     }

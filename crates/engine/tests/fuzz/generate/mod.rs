@@ -146,9 +146,7 @@ impl Generator<'_> {
             });
         }
         let number = self.declare("w", dims, cut, Role::Weight, init);
-        if self.code.params[number].group == Group::Usual {
-            self.shared.push((self.code.params[number].clone(), x.axis, x.ty));
-        }
+        self.shared.push((self.code.params[number].clone(), x.axis, x.ty));
         number
     }
 
@@ -216,7 +214,7 @@ impl Generator<'_> {
                 let init = Init::Normal { std: 0.5 };
                 let table = self.declare("table", &[vocab, width], cut.map(|axis| (axis, 0)), Role::Weight, init);
                 let param = &mut self.code.params[table];
-                (param.padded, param.group) = (cut.is_some(), Group::Usual);
+                param.padded = cut.is_some();
                 self.table = Some((param.clone(), cut));
                 match cut {
                     Some(axis) => Value { ty: Ty::Partial, ..self.on(x, Op::VocabEmbedding { table, axis, vocab }) },
