@@ -79,7 +79,7 @@ fn train<E: Into<Box<dyn Error>>>(
     for step in 0..steps {
         match trainer.step(&batch(step).map_err(Into::into)?) {
             Ok(_) => {}
-            Err(TrainError::NotFinite { .. }) => return Ok(false),
+            Err(TrainError::NotFinite { .. } | TrainError::Weight { .. }) => return Ok(false),
             Err(error) => return Err(error.into()),
         }
     }

@@ -95,6 +95,25 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
+    /// Weights that are not finite: an update made them so, or they were read so. Every rank that takes part has this error.
+    #[error(
+        "after step {step} {name} has elements that are not finite: go on from an earlier checkpoint, with a lower learning rate, or from \
+         other weights"
+    )]
+    Weight {
+        /// Steps that are complete.
+        step: u64,
+        /// The first parameter of the model with such an element.
+        name: String,
+    },
+    /// The loss of an evaluation is not finite, though the weights are.
+    #[error("after step {step} the loss of an evaluation is {value}, with weights that are finite")]
+    Evaluation {
+        /// Steps that are complete.
+        step: u64,
+        /// Its value.
+        value: f64,
+    },
     /// The loss or the gradient norm of a step is not finite, and an asynchronous schedule has updated weights since.
     #[error(
         "step {step}: the {what} is {value}, and weights have been updated with it: start again with a lower learning rate"

@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: each way to hold a state, as one short case, beside the run that all are compared with.
 
+mod finite;
 mod frozen;
 mod mixed;
 mod noise;

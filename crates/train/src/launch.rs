@@ -248,6 +248,7 @@ fn run(
             }
         }
     }
+    trainer.require_finite()?; // the last update too
     let (told, saved) = saver.map_or((Vec::new(), Ok(())), Saver::finish);
     if let Some(reporter) = &mut reporter {
         reporter.notes(told);

@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::PathBuf;
 
+use meshwork_train::config::keys::{self, Kind};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::plan::report;
@@ -630,6 +631,35 @@ fn experts_that_do_not_fit() {
         assert!(refusal.starts_with(expected), "{more}:\n{refusal}\nexpected {expected}");
         assert_eq!(refusal.lines().count(), 1, "{refusal}");
     }
+}
+
+/// Ranks compute in f32: a number that it does not have, and that is another one there, is refused, whichever key it is.
+#[test]
+fn numbers_that_f32_does_not_have_are_refused() {
+    let mut keys_of_numbers = 0;
+    for (section, key) in keys::all() {
+        let Kind::Number(interval) = key.kind else { continue };
+        keys_of_numbers += 1;
+        let name = format!("{section}.{}", key.name);
+        for (value, rounded) in [(1e39, "inf"), (1e-50, "0e0"), (1e-40, "1e-40"), (0.999_999_99, "1e0")] {
+            if !interval.holds(value) || rounded == "1e0" && interval.holds(1.0) {
+                continue;
+            }
+            let refusal = refusal(&format!("--set {name}={value:e}"));
+            let told = format!("(from --set): is rounded to {rounded} in f32, in which ranks compute; use a number ");
+            let line = refusal.lines().find(|line| line.starts_with(&name)).unwrap_or_default();
+            assert!(line.contains(&told) && line.contains(" that f32 has: from "), "{refusal}");
+        }
+        for value in [0.0, 1e-37, 0.5, 0.999_999_9, 1.0, 1e38].into_iter().filter(|&value| interval.holds(value)) {
+            assert_eq!(interval.lost(value), None, "{name} = {value}");
+        }
+    }
+    assert!(keys_of_numbers > 15, "{keys_of_numbers}");
+    refused(&[(
+        "--set optimizer.beta2=0.99999999",
+        "optimizer.beta2 = 0.99999999 (from --set): is rounded to 1e0 in f32, in which ranks compute; use a number of at least 0 and below 1 \
+         that f32 has: from 1.1754944e-38 to 9.9999994e-1",
+    )]);
 }
 
 #[test]

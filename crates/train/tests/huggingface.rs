@@ -431,6 +431,29 @@ fn frozen_parts_are_exported_as_they_came() {
     }
 }
 
+/// An update that makes weights infinite, with numbers that f32 has: the run ends with the parameter's name, and neither saves nor exports.
+#[test]
+fn weights_that_are_no_numbers_are_not_saved_and_not_exported() {
+    for (mesh, more) in [("dp=1", ""), ("dp=2,tp=2,pp=2", ""), ("pp=2", "--set validation.every=1"), ("dp=2", "none")] {
+        let temporary = tempfile::tempdir().unwrap();
+        let (dir, out) = (temporary.path().join("run"), temporary.path().join("model"));
+        let paths = format!("--set checkpoint.dir={} --set checkpoint.export={}", dir.display(), out.display());
+        let paths = if more == "none" { "" } else { &paths };
+        let line = format!(
+            "{mesh} --set optimizer.lr=3e38 --set training.steps=1 {paths} {}",
+            more.trim_start_matches("none")
+        );
+        let error =
+            train(&small::config(&line), &small::data(), None, &AtomicBool::new(false)).unwrap_err().to_string();
+        assert!(
+            error.contains("after step 1 wte.weight has elements that are not finite: go on from an earlier"),
+            "{mesh}: {error}"
+        );
+        assert!(!out.exists(), "{mesh}");
+        assert!(Checkpoint::open_step(&dir, 1).is_err(), "{mesh}");
+    }
+}
+
 /// The logits of these samples by the model in the newest checkpoint, `[sample · position][vocab]`.
 fn logits(config: &Config, dir: &Path, tokens: &[i32]) -> Vec<Vec<f32>> {
     let plan = config.plan().unwrap();

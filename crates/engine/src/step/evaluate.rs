@@ -40,6 +40,9 @@ pub struct Evaluation {
 impl Trainer {
     /// The mean loss and metrics over some batches, without training. Each batch has only this rank's
     /// [samples](Self::samples). Every rank gets the same result.
+    ///
+    /// # Errors
+    /// Steps that are under way; a loss that is not finite, with the parameter whose weights are not, if there is one.
     pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation, TrainError> {
         self.evaluate_at(AtCuts::AsTrained, batches)
     }
@@ -67,6 +70,10 @@ impl Trainer {
         self.rank.log().drain();
         match terms {
             0 => Err(TrainError::NoTerms { step: self.steps_begun }),
+            _ if !loss.is_finite() => {
+                let step = self.steps_begun;
+                Err(self.blame(TrainError::Evaluation { step, value: loss / terms as f64 }))
+            }
             terms => Ok(Evaluation { loss: loss / terms as f64, metrics: self.means(&metrics, samples, terms) }),
         }
     }
@@ -76,7 +83,7 @@ impl Trainer {
     /// Every rank gets the same result.
     ///
     /// # Errors
-    /// Steps that are under way; a row that does not exist; more columns than a row has.
+    /// Steps that are under way; weights that are not finite, if the numbers are not; a row that does not exist; more columns than a row has.
     pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         self.predict_at(AtCuts::AsTrained, batch, row, columns)
     }
@@ -112,6 +119,9 @@ impl Trainer {
         let last = self.prediction.schedule().stages() - 1;
         let from = self.prediction.schedule().rank_of(last, 0);
         self.rank.group(Axis::Pp).broadcast_slice(&mut values, from)?;
+        if !values.iter().all(|value| value.is_finite()) {
+            self.require_finite()?;
+        }
         self.rank.log().drain();
         Ok(values)
     }

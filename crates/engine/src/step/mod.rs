@@ -15,6 +15,7 @@
 mod asynchronous;
 mod driver;
 mod evaluate;
+mod finite;
 mod pending;
 mod state;
 mod synchronous;

@@ -9,6 +9,9 @@ use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
 use std::ops::Range;
 
+/// What is wrong with weights and states that are read.
+const NOT_FINITE: &str = "it has elements that are not finite";
+
 impl Trainer {
     /// Replaces the weights of a parameter. Takes the whole parameter, row-major over its global dims. This rank keeps
     /// only the slice that it holds, which is empty if the parameter is on other stages. Optimizer states stay as they
@@ -40,7 +43,7 @@ impl Trainer {
     /// Not collective, but ranks that hold the same elements must be given the same values.
     ///
     /// # Errors
-    /// Weights that cannot be read, or of another number; while steps are under way.
+    /// Weights that cannot be read, of another number, or not finite; while steps are under way.
     pub fn load_weights<E: std::fmt::Display>(
         &mut self,
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
@@ -54,6 +57,9 @@ impl Trainer {
             let spec = declarations.spec(id);
             let values =
                 read(spec, &spec.local(mesh, coords)).map_err(|error| refuse(&spec.name, error.to_string()))?;
+            if !values.iter().all(|value| value.is_finite()) {
+                return Err(refuse(&spec.name, NOT_FINITE.to_owned()));
+            }
             let wrong = || refuse(&spec.name, format!("{} elements for a slice of another number", values.len()));
             let part = |part: Range<usize>| values.get(part).map(<[f32]>::to_vec).ok_or_else(wrong);
             weights.write(id, part).ok_or_else(|| refuse(&spec.name, "the weights are being read".to_owned()))??;
@@ -83,7 +89,8 @@ impl Trainer {
     /// steps and the updates.
     ///
     /// # Errors
-    /// As [`state`](Self::state), and those of `visit`.
+    /// As [`state`](Self::state), and those of `visit`. Weights or states that are not finite are found on the ranks that hold them:
+    /// [`require_finite`](Self::require_finite) tells all ranks of weights first.
     pub fn visit_state<E: From<TrainError>>(
         &self,
         wanted: impl Fn(&StateKey) -> bool,
@@ -98,7 +105,10 @@ impl Trainer {
             for StateVector { key, dims, dtype, place } in vectors(spec, weights.rule(), self.plan.is_mixed()) {
                 if wanted(&key) {
                     let buffer = weights.vector(id, place)?;
-                    let all = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                    let all: &[f32] = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                    if !all.iter().all(|value| value.is_finite()) {
+                        return Err(TrainError::Weight { step: self.steps_begun, name: key.to_string() }.into());
+                    }
                     let Some(vector) = place.vector() else {
                         visit(StateView { key, dims, dtype, slice: whole(dims), values: all })?;
                         continue;
@@ -152,7 +162,7 @@ impl Trainer {
     /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state.
     ///
     /// # Errors
-    /// While steps are under way; state that is missing or does not fit, after which this trainer cannot be used any
+    /// While steps are under way; state that is missing, does not fit or is not finite, after which this trainer cannot be used any
     /// more.
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
@@ -160,12 +170,17 @@ impl Trainer {
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
         weights.load(source.updates(), |id, StateVector { key, dims, place, .. }, part| {
+            let read = |slice: &LocalSlice| match source.read(key, *dims, slice) {
+                Ok(values) if !values.iter().all(|value| value.is_finite()) => {
+                    Err(TrainError::State { name: key.to_string(), problem: NOT_FINITE.to_owned() })
+                }
+                read => read,
+            };
             if place.vector().is_none() {
-                return source.read(key, *dims, &whole(*dims));
+                return read(&whole(*dims));
             }
             let boxes = declarations.spec(id).local(mesh, coords).boxes(part);
-            let values: Vec<Vec<f32>> =
-                boxes.iter().map(|(slice, _)| source.read(key, *dims, slice)).collect::<Result<_, _>>()?;
+            let values: Vec<Vec<f32>> = boxes.iter().map(|(slice, _)| read(slice)).collect::<Result<_, _>>()?;
             Ok(values.concat())
         })?;
         let (key, dims) = loss_scale();

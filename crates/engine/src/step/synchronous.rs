@@ -132,7 +132,7 @@ impl Trainer {
                 Ok(measured) => measured,
                 Err(error) => {
                     self.forget_feedback()?;
-                    return Err(error);
+                    return Err(self.blame(error));
                 }
             };
             let factor = clip_factor(measured.grad_norm, self.max_norm);
@@ -171,7 +171,7 @@ impl Trainer {
                 self.rollback(begun)?;
                 self.forget_feedback()?;
                 self.steps_begun = step - 1;
-                return Err(error);
+                return Err(self.blame(error));
             }
         };
         let factor = clip_factor(measured.grad_norm, self.max_norm);

@@ -138,7 +138,10 @@ fn run_nudged(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>
         Err(error) => {
             let ends = || error.ends.iter().flatten();
             let panicked = ends().any(|end| matches!(end, RankEnd::Panic(_)));
-            let not_finite = ends().any(|end| matches!(end, RankEnd::Error(TrainError::NotFinite { .. })));
+            let of_numbers = |end: &RankEnd<TrainError>| {
+                matches!(end, RankEnd::Error(TrainError::NotFinite { .. } | TrainError::Weight { .. }))
+            };
+            let not_finite = ends().any(of_numbers);
             let claim = ends().find_map(|end| match end {
                 RankEnd::Error(claim @ TrainError::Claim { .. }) => Some(claim.to_string()),
                 _ => None,

@@ -69,8 +69,10 @@ impl Saver {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// Starts to save a trainer whose steps are complete. What there is to say of the save before.
+    /// Starts to save a trainer whose steps are complete. What there is to say of the save before. Weights that are not finite are refused,
+    /// on all ranks.
     pub fn save(&mut self, trainer: &Trainer) -> Result<Vec<Note>, CheckpointError> {
+        trainer.require_finite()?;
         let before = save(&mut self.writer, trainer, self.run.clone())?;
         Ok(self.told(before))
     }

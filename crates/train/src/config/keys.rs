@@ -84,8 +84,10 @@ pub struct Condition {
 pub enum Kind {
     /// A whole number of at least this.
     Count(i64),
-    /// A finite number in an interval.
+    /// A finite number in an interval, which it must not leave where it is rounded to f32.
     Number(Interval),
+    /// A finite number in an interval, which is used in f64 alone: seconds, bytes, shares of data, a bound of the gradient norm.
+    Double(Interval),
     /// `true` or `false`.
     Switch,
     /// Any text.
@@ -139,6 +141,24 @@ impl Interval {
             }
     }
 
+    /// What `x` is rounded to in f32, in which ranks compute, if that is a number of another kind: out of the interval, infinite, or 0 and the
+    /// numbers next to it, which have few digits, though `x` is not 0.
+    #[must_use]
+    pub fn lost(self, x: f64) -> Option<f32> {
+        let rounded = x as f32;
+        let kept = x == 0.0 || rounded.is_normal() && self.holds(f64::from(rounded));
+        (!kept).then_some(rounded)
+    }
+
+    /// The smallest number above 0 and the largest one of the interval that are kept in f32.
+    #[must_use]
+    pub fn of_f32(self) -> [f32; 2] {
+        let below_one = 1.0 - f32::EPSILON / 2.0;
+        let least = if self.holds(0.5) { f32::MIN_POSITIVE } else { 1.0 };
+        let most = [f32::MAX, 1.0].into_iter().find(|&most| self.holds(f64::from(most)));
+        [least, most.unwrap_or(below_one)]
+    }
+
     /// The interval in words, to follow "a number".
     #[must_use]
     pub const fn words(self) -> &'static str {
@@ -169,7 +189,7 @@ pub enum Fallback {
 pub enum Literal {
     /// Of a [`Kind::Count`].
     Int(i64),
-    /// Of a [`Kind::Number`].
+    /// Of a [`Kind::Number`] or [`Kind::Double`].
     Float(f64),
     /// Of a [`Kind::Switch`].
     Bool(bool),

@@ -1,7 +1,7 @@
 //! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`.
 
 use super::Config;
-use super::settings::Settings;
+use super::settings::{Settings, check};
 use super::words::ModelKind;
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::huggingface::{Architecture, Pretrained};
@@ -36,7 +36,12 @@ pub(crate) fn derive(settings: &mut Settings) {
                 let problem = format!("the model in {folder} has {value}");
                 settings.fault(key, given, problem, format!("use {value}, or leave the key out"));
             }
-            None => settings.derive(key, &[KEY], value),
+            None => {
+                if let Err((problem, valid)) = check(key, &value) {
+                    settings.fault(key, format!("{value} (from {KEY})"), problem, valid);
+                }
+                settings.derive(key, &[KEY], value);
+            }
         }
     }
 }

@@ -53,7 +53,7 @@ fn default(key: &Key) -> String {
 fn values(key: &Key) -> String {
     match key.kind {
         Kind::Count(min) => format!("whole number of at least {min}"),
-        Kind::Number(interval) => format!("number {}", interval.words()),
+        Kind::Number(interval) | Kind::Double(interval) => format!("number {}", interval.words()),
         Kind::Switch => "true or false".to_string(),
         Kind::Text => "text".to_string(),
         Kind::Choice { landed, planned: [] } => landed.join(", "),

@@ -13,7 +13,7 @@ use super::conditions;
 use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
-use super::keys::Kind::{Choice, Count, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
+use super::keys::Kind::{Choice, Count, Double, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
@@ -220,7 +220,7 @@ sections! {
         /// Steps without overflow after which the dynamic loss scale is doubled.
         loss_scale_growth_interval: u64 = int(2000), Count(1), Numbers, if DYNAMIC;
         /// Global gradient norm above which gradients are scaled down; 0 = off.
-        max_norm: f64 = float(1.0), Number(NotNegative), Numbers;
+        max_norm: f64 = float(1.0), Double(NotNegative), Numbers;
         /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number of
         /// micro-batches gives the same bits, at a price in time and memory.
         numerics: String = is("fast"), one_of(&["fast", "canonical"]), Numbers;
@@ -301,7 +301,7 @@ sections! {
         /// Batches per validation; 0 = all that fit.
         steps: u64 = int(0), Count(0), Output;
         /// Share of each token stream, at its end, that is held out.
-        fraction: f64 = float(0.05), Number(Inside), Numbers;
+        fraction: f64 = float(0.05), Double(Inside), Numbers;
         /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation treats them. as_trained: it
         /// compresses them too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
         compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS), Output, if FORWARD;
@@ -380,9 +380,9 @@ sections! {
     /// Communication between ranks.
     [comm] Comm {
         /// Seconds without progress after which a collective gives up on a rank.
-        timeout_seconds: f64 = float(60.0), Number(Positive), Speed;
+        timeout_seconds: f64 = float(60.0), Double(Positive), Speed;
         /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It changes no run.
-        bandwidth: f64 = float(0.0), Number(NotNegative), Output;
+        bandwidth: f64 = float(0.0), Double(NotNegative), Output;
     }
 
     /// How a CUDA device queues its work. Other devices refuse what is not the default.

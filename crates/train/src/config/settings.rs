@@ -175,6 +175,12 @@ impl From<Literal> for Value {
     }
 }
 
+/// Checks a value of `section.name` that a file of a model has: the problem, and what is valid.
+pub(crate) fn check(path: &str, value: &Value) -> Result<(), (String, String)> {
+    let key = path.split_once('.').and_then(|(section, name)| keys::find(section, name));
+    key.map_or(Ok(()), |(_, key)| checked(key, value.clone()).map(|_| ()))
+}
+
 /// Checks a value against its key's type and range, and refuses features that are not implemented yet. On refusal: the
 /// problem, and what is valid.
 fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
@@ -187,14 +193,20 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         (Kind::Count(min), _) => {
             return Err((wrong("a whole number"), format!("use a whole number of at least {min}")));
         }
-        (Kind::Number(interval), Value::Integer(_) | Value::Float(_)) => {
+        (Kind::Number(interval) | Kind::Double(interval), Value::Integer(_) | Value::Float(_)) => {
             let number = value.as_float().or(value.as_integer().map(|n| n as f64)).unwrap_or(f64::NAN);
             if !interval.holds(number) {
                 return Err(("is out of range".to_string(), format!("use a number {}", interval.words())));
             }
+            if let (Kind::Number(_), Some(rounded)) = (key.kind, interval.lost(number)) {
+                let problem = format!("is rounded to {rounded:e} in f32, in which ranks compute");
+                let [least, most] = interval.of_f32();
+                let valid = format!("use a number {} that f32 has: from {least:e} to {most:e}", interval.words());
+                return Err((problem, valid));
+            }
             Value::Float(number)
         }
-        (Kind::Number(interval), _) => {
+        (Kind::Number(interval) | Kind::Double(interval), _) => {
             return Err((wrong("a number"), format!("use a number {}", interval.words())));
         }
         (Kind::Switch, Value::Boolean(_)) => value,

@@ -180,7 +180,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
         let (held, report, failed) = match done {
             Ok(report) => (held(&trainer)?, Some(Box::new(report)), None),
             // Every rank ends with this error, after it has seen all values that led to it.
-            Err(error @ TrainError::NotFinite { .. }) => (Vec::new(), None, Some(error)),
+            Err(error @ (TrainError::NotFinite { .. } | TrainError::Weight { .. })) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
         teller.tell(What::Step { records, held, report });

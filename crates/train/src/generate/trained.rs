@@ -147,9 +147,13 @@ impl Trained {
 
     /// The elements of a parameter that a rank holds. Only their bytes are read.
     pub(crate) fn read(&self, spec: &ParamSpec, slice: &LocalSlice) -> Result<Vec<f32>, String> {
-        match &self.weights {
+        let values = match &self.weights {
             Weights::HuggingFace(pretrained) => pretrained.read(spec, slice).map_err(|error| error.to_string()),
             Weights::Checkpoint(checkpoint) => read_weights(checkpoint, spec, slice).map_err(|error| error.to_string()),
+        }?;
+        match values.iter().all(|value| value.is_finite()) {
+            true => Ok(values),
+            false => Err(format!("{} has elements that are not finite", spec.name)),
         }
     }
 }

@@ -1,0 +1,77 @@
+//! Whether the weights are numbers. An update may make a weight infinite though the loss and the norm before it are finite, as one with a
+//! learning rate that is too large does. No step looks for that: the loss of the next one is not finite then. So it is looked for where
+//! weights are used otherwise, and where a loss is not finite, so that the error names the parameter.
+
+use super::Trainer;
+use crate::TrainError;
+use meshwork_core::{Buffer, DType, ReduceOp};
+use meshwork_tensor::{Error, ParamId, Params};
+
+/// Elements that are looked at in one call.
+const PIECE: usize = 1 << 18;
+
+impl Trainer {
+    /// Refuses weights that are not finite: one pass over those that this rank holds. Call it before weights are saved or handed on. Every
+    /// rank gets the same error.
+    ///
+    /// Collective over the world.
+    ///
+    /// # Errors
+    /// The first parameter of the model with such an element; steps that are under way.
+    pub fn require_finite(&self) -> Result<(), TrainError> {
+        self.require_complete()?;
+        if !self.device.has_values() {
+            return Ok(());
+        }
+        let weights = self.weights.borrow();
+        let params = weights.params();
+        let wrong = match self.are_finite(params)? {
+            true => None,
+            false => self.first_not_finite(params)?,
+        };
+        let name = wrong.map(|id| &params.declarations().spec(id).name);
+        let place = name.and_then(|name| self.parameters.iter().position(|spec| spec.name == *name));
+        let mut first = [place.unwrap_or(self.parameters.len()) as f64];
+        self.rank.world().all_reduce_slice(&mut first, ReduceOp::Min)?;
+        match self.parameters.get(first[0] as usize) {
+            None => Ok(()),
+            Some(spec) => Err(TrainError::Weight { step: self.steps_begun, name: spec.name.clone() }),
+        }
+    }
+
+    /// The error of a pass whose numbers are not finite: that of the weights, if they are the reason.
+    pub(super) fn blame(&self, error: TrainError) -> TrainError {
+        match self.require_finite() {
+            Err(weight @ TrainError::Weight { .. }) => weight,
+            _ => error,
+        }
+    }
+
+    /// Whether the squares of all weights here have a finite sum, as those of finite numbers in f32 do in f64.
+    fn are_finite(&self, params: &Params) -> Result<bool, TrainError> {
+        let mut sum = self.device.zeros(DType::F64, 1)?;
+        for flat in params.flats() {
+            for start in (0..flat.count()).step_by(PIECE) {
+                let piece = flat.slice(start..flat.count().min(start + PIECE)).map_err(Error::from)?;
+                let piece = match piece.dtype() {
+                    DType::F32 => piece,
+                    _ => self.device.pointwise()?.cast(&piece, DType::F32)?,
+                };
+                self.device.optim()?.sum_of_squares(std::slice::from_ref(&piece), &mut sum, 0)?;
+            }
+        }
+        Ok(self.device.download(&sum)?.as_slice::<f64>().map_err(Error::from)?.iter().all(|sum| sum.is_finite()))
+    }
+
+    /// The first parameter here, in the order of the declarations, with an element that is not finite.
+    fn first_not_finite(&self, params: &Params) -> Result<Option<ParamId>, TrainError> {
+        for id in params.declarations().ids() {
+            let flat = params.place(id).0;
+            let values: Buffer = params.download(id, &params.flats()[flat], &params.window(flat))?;
+            if !meshwork_tensor::param::host_floats(&values)?.iter().all(|value| value.is_finite()) {
+                return Ok(Some(id));
+            }
+        }
+        Ok(None)
+    }
+}
