@@ -47,6 +47,7 @@ sources! {
     EXACT_SQUARES = "exact_squares.cu";
     PRODUCT = "product.cu";
     CASTS = "casts.cu";
+    COPIES = "copies.cu";
     REDUCE_RANKS = "reduce_ranks.cu";
     DROPOUT = "dropout.cu";
     ROTARY = "rotary.cu";
@@ -120,6 +121,7 @@ pub static SOURCES: &[&Source] = &[
     &EXACT_SQUARES,
     &PRODUCT,
     &CASTS,
+    &COPIES,
     &REDUCE_RANKS,
     &DROPOUT,
     &ROTARY,
@@ -194,9 +196,10 @@ const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
 const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
 
-/// A thread for four or eight neighbours in a row; no thread takes elements of two rows.
+/// A thread for four, eight or sixteen neighbours in a row; no thread takes elements of two rows.
 const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
+const ROWS_BY_SIXTEEN: Geometry = Geometry::RowVectors { each: 16 };
 
 /// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
@@ -360,6 +363,9 @@ kernels! {
     f16_to_f32 in CASTS, EIGHT; In Bits16 from, Out F32 to, Value I64 count;
     bucket_gather in CASTS, FOURS_OF_F32; Ins F32 tensors, In I64 starts, Value I64 count_tensors, Out F32 bucket, Value I64 count;
     bucket_scatter in CASTS, FOURS_OF_F32; In F32 bucket, In I64 starts, Value I64 count_tensors, Outs F32 tensors, Value I64 count;
+    copy_rows_8 in COPIES, ROWS_BY_SIXTEEN; In U8 from, Value I64 from_row, Out U8 to, Value I64 to_row, Value I64 rows, Divisor I64 n;
+    copy_rows_16 in COPIES, ROWS_BY_EIGHT; In Bits16 from, Value I64 from_row, Out Bits16 to, Value I64 to_row, Value I64 rows, Divisor I64 n;
+    copy_rows_32 in COPIES, ROWS_BY_FOUR; In U32 from, Value I64 from_row, Out U32 to, Value I64 to_row, Value I64 rows, Divisor I64 n;
     reduce_sum_f32 in REDUCE_RANKS, FOURS_OF_F32; Ins F32 inputs, Value I64 ranks, Out F32 out, Value I64 count;
     reduce_sum_f64 in REDUCE_RANKS, TWOS; Ins F64 inputs, Value I64 ranks, Out F64 out, Value I64 count;
     reduce_sum_bf16 in REDUCE_RANKS, EIGHT; Ins Bits16 inputs, Value I64 ranks, Out Bits16 out, Value I64 count;
@@ -467,46 +473,46 @@ kernels! {
     attention_group_sum in ATTENTION_BACKWARD, ELEMENTS;
         In F32 from, Out F32 to, Value I64 to_row, Value I64 rows, Value I64 heads, Divisor I64 group, Value I64 first, Divisor I64 head_dim;
     flash_forward_64 in FLASH_FORWARD, flash(64, 128 + 4 * 32);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
-        Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
+        Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_forward_128 in FLASH_FORWARD, flash(128, 128 + 4 * 64);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
-        Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads,
+        Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_dots in FLASH_BACKWARD, ELEMENTS;
-        In Bits16 dout, In Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Value I64 head_dim;
+        InChunks Bits16 dout, InChunks Bits16 out, Out F32 dots, Value I64 batch, Divisor I64 seq, Divisor I64 heads, Eights I64 head_dim;
     flash_backward_q_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 64);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_q_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 64);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row,
-        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row,
+        Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_kv_64 in FLASH_BACKWARD, flash(64, 2 * 128 + 4 * 32);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
-        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
+        Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_kv_128 in FLASH_BACKWARD, flash(128, 2 * 128 + 4 * 16);
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv,
-        Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, InChunks Bits16 dout, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv,
+        Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_maps in FLASH_MAPS, Geometry::OneWarp;
-        In Bits16 q, Value I64 q_row, In Bits16 k, In Bits16 v, Value I64 kv_row, In Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq,
-        Value I64 heads, Value I64 kv_heads, Value I32 head_dim;
+        InChunks Bits16 q, Eights I64 q_row, InChunks Bits16 k, InChunks Bits16 v, Eights I64 kv_row, InChunks Bits16 dout, Out U64 maps, Value I64 batch, Value I64 seq,
+        Value I64 heads, Value I64 kv_heads, Eights I32 head_dim;
     flash_forward_sm90_64 in FLASH_FORWARD_SM90, flash_sm90(64, 128 + 4 * 128, 2, 0);
-        In U64 maps, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim,
+        In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim,
         Value F32 scale, In I32 firsts;
     flash_forward_sm90_128 in FLASH_FORWARD_SM90, flash_sm90(128, 128 + 4 * 128, 2, 0);
-        In U64 maps, Out Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Value I32 head_dim,
+        In U64 maps, OutChunks Bits16 out, Out F32 lse, Value I64 seq, Divisor I64 heads, Divisor I64 group, Value I64 first_kv, Eights I32 head_dim,
         Value F32 scale, In I32 firsts;
     flash_backward_sm90_q_64 in FLASH_BACKWARD_SM90, flash_sm90(64, 2 * 128 + 4 * 128, 2, 0);
-        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_sm90_q_128 in FLASH_BACKWARD_SM90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 0);
-        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dq, Value I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dq, Eights I64 dq_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_sm90_kv_64 in FLASH_BACKWARD_SM90, flash_sm90(64, 2 * 128 + 4 * 64, 2, 4 * 64);
-        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     flash_backward_sm90_kv_128 in FLASH_BACKWARD_SM90, flash_sm90(128, 2 * 128 + 4 * 64, 2, 4 * 64);
-        In U64 maps, In F32 lse, In F32 dots, Out Bits16 dk, Out Bits16 dv, Value I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
-        Value I64 first_kv, Value I32 head_dim, Value F32 scale, In I32 firsts;
+        In U64 maps, In F32 lse, In F32 dots, OutChunks Bits16 dk, OutChunks Bits16 dv, Eights I64 dkv_row, Value I64 seq, Divisor I64 heads, Divisor I64 group,
+        Value I64 first_kv, Eights I32 head_dim, Value F32 scale, In I32 firsts;
     route_rank in ROUTING, Geometry::Warps;
         In F32 scores, In F32 bias, Value I64 experts, Divisor I64 groups, Value I64 top_groups, Value I64 group_best, Value I64 width,
         Out F32 group_scores, Out I32 ranked, Out I32 kept, Value I32 normalise, Value F32 scale, Out F32 weights, Value I64 tokens;
@@ -570,15 +576,15 @@ kernels! {
     grouped_product_backward_bf16 in GROUPED, ELEMENTS;
         In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Divisor I64 n, Divisor I64 k, Value I64 count;
     grouped_tensor_forward in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out F32 y, Value I64 n, Value I64 k;
+        InChunks Bits16 x, InChunks Bits16 w, In I64 starts, Value I64 groups, OutPairs F32 y, Eights I64 n, Eights I64 k;
     grouped_tensor_forward_bf16 in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 x, In Bits16 w, In I64 starts, Value I64 groups, Out Bits16 y, Value I64 n, Value I64 k;
+        InChunks Bits16 x, InChunks Bits16 w, In I64 starts, Value I64 groups, OutPairs Bits16 y, Eights I64 n, Eights I64 k;
     grouped_tensor_backward_x in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out F32 dx, Value I64 n, Value I64 k;
+        InChunks Bits16 dy, InChunks Bits16 w, In I64 starts, Value I64 groups, OutPairs F32 dx, Eights I64 n, Eights I64 k;
     grouped_tensor_backward_x_bf16 in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 dy, In Bits16 w, In I64 starts, Value I64 groups, Out Bits16 dx, Value I64 n, Value I64 k;
+        InChunks Bits16 dy, InChunks Bits16 w, In I64 starts, Value I64 groups, OutPairs Bits16 dx, Eights I64 n, Eights I64 k;
     grouped_tensor_backward_w in GROUPED_TENSOR, grouped(256, 3);
-        In Bits16 dy, In Bits16 x, In I64 first, In I64 bounds, Out F32 dw, Value I32 accumulate, Value I64 n, Value I64 k;
+        InChunks Bits16 dy, InChunks Bits16 x, In I64 first, In I64 bounds, OutPairs F32 dw, Value I32 accumulate, Eights I64 n, Eights I64 k;
     grouped_bias in GROUPED, ELEMENTS; In F32 x, In F32 bias, In I64 starts, Value I64 groups, Out F32 y, Value I64 count, Divisor I64 n;
     grouped_bias_backward in GROUPED, Geometry::Columns; In F32 dy, In I64 first, In I64 bounds, Out F32 db, Value I32 accumulate, Value I64 n;
     channel_squares_parts in CHANNEL_NORM, ROWS_BY_FOUR;

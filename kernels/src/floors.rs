@@ -4,7 +4,7 @@
 //! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which `crates/cuda/benches/ops.rs` times what it times, or of a network for images, or in
 //! [`WITHOUT`], with the reason.
 
-use crate::kernel::{Arg, Type};
+use crate::kernel::Arg;
 use std::fmt::Write;
 
 /// What a launch of a kernel must do; of several kernels, whose arguments differ in their types alone.
@@ -109,6 +109,7 @@ floors! {
     swiglu_backward swiglu_backward_16, "32768 × 8192"; dy 4 * X, x 16 * X; 0, 0;
     dropout dropout_16 jitter, "32768 × 2048"; x X, sizes 12, y X; 0, 0;
     f32_to_bf16 f32_to_operand bf16_to_f32 f32_to_f16 f16_to_f32, "32768 × 2048"; from X, to X; 0, 0;
+    copy_rows_8 copy_rows_16 copy_rows_32, "32768 × 2048"; from X, to X; 0, 0;
     bucket_gather, "2²⁸"; tensors FLAT, starts 256, bucket FLAT; 0, 0;
     bucket_scatter, "2²⁸"; bucket FLAT, starts 256, tensors FLAT; 0, 0;
     reduce_sum_f32 reduce_sum_f64 reduce_sum_bf16 reduce_sum_f16 reduce_sum_i32 reduce_sum_i64 reduce_sum_u8, "8 × 2²⁵"; inputs FLAT, out FLAT / 8; 0, 0;
@@ -215,23 +216,11 @@ pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["decode_append", "decode_scores", "decode_weights", "decode_values"], "no part of a training step: a token at a time"),
 ];
 
-impl Type {
-    /// Bytes of an element.
-    fn bytes(self) -> u64 {
-        match self {
-            Self::U8 => 1,
-            Self::Bits16 => 2,
-            Self::F32 | Self::I32 | Self::U32 => 4,
-            Self::F64 | Self::I64 | Self::U64 => 8,
-        }
-    }
-}
-
 impl Floor {
     /// Bytes that one of the kernels must move: by the types that its arguments have.
     pub fn bytes(&self, kernel: &str) -> u64 {
         let args = crate::kernel(kernel).map_or(&[][..], |kernel| kernel.args);
-        let of = |name: &str| args.iter().find(|arg| arg.name == name).map_or(0, |arg: &Arg| arg.of.bytes());
+        let of = |name: &str| args.iter().find(|arg| arg.name == name).map_or(0, |arg: &Arg| arg.of.size());
         self.moved.iter().map(|(name, count)| of(name) * count).sum()
     }
 

@@ -39,10 +39,18 @@ pub enum Pass {
     Value,
     /// By value, and the kernel divides by it, so that it is never zero.
     Divisor,
+    /// By value, a distance or an extent of elements of 16 bits that the kernel reads by 16 bytes: a multiple of eight.
+    Eights,
     /// The address of elements that are read.
     In,
     /// The address of elements that are written, or read and written.
     Out,
+    /// As `In`, by 16 bytes without a look at the address, which is a multiple of 16.
+    InChunks,
+    /// As `Out`, by 16 bytes without a look at the address, which is a multiple of 16.
+    OutChunks,
+    /// As `Out`, two neighbours at a time without a look at the address, which is a multiple of the size of two.
+    OutPairs,
     /// The address of addresses of elements that are read.
     Ins,
     /// The address of addresses of elements that are written.
@@ -87,12 +95,33 @@ impl Type {
             Type::U64 => "unsigned long long",
         }
     }
+
+    /// Its bytes.
+    pub fn size(self) -> u64 {
+        match self {
+            Type::U8 => 1,
+            Type::Bits16 => 2,
+            Type::F32 | Type::I32 | Type::U32 => 4,
+            Type::F64 | Type::I64 | Type::U64 => 8,
+        }
+    }
 }
 
 impl Pass {
     /// Whether it is a number, and no address.
     pub fn is_number(self) -> bool {
-        matches!(self, Pass::Value | Pass::Divisor)
+        matches!(self, Pass::Value | Pass::Divisor | Pass::Eights)
+    }
+
+    /// The same without what is demanded of the number or of the address.
+    #[must_use]
+    pub fn plain(self) -> Self {
+        match self {
+            Pass::Value | Pass::Divisor | Pass::Eights => Pass::Value,
+            Pass::In | Pass::InChunks => Pass::In,
+            Pass::Out | Pass::OutChunks | Pass::OutPairs => Pass::Out,
+            Pass::Ins | Pass::Outs => self,
+        }
     }
 }
 
@@ -100,12 +129,23 @@ impl Arg {
     /// Its type in C++.
     pub fn c_type(&self) -> String {
         let of = self.of.c_name();
-        match self.pass {
-            Pass::Value | Pass::Divisor => of.to_owned(),
+        match self.pass.plain() {
             Pass::In => format!("const {of}*"),
             Pass::Out => format!("{of}*"),
             Pass::Ins => format!("const {of}* const*"),
             Pass::Outs => format!("{of}* const*"),
+            _ => of.to_owned(),
+        }
+    }
+
+    /// What the number, or the address in bytes, is a multiple of. A GPU faults at an element, or at 16 bytes, that lie across such a multiple.
+    pub fn multiple(&self) -> u64 {
+        match self.pass {
+            Pass::Value | Pass::Divisor => 1,
+            Pass::Eights | Pass::Ins | Pass::Outs => 8,
+            Pass::In | Pass::Out => self.of.size(),
+            Pass::InChunks | Pass::OutChunks => 16,
+            Pass::OutPairs => 2 * self.of.size(),
         }
     }
 }

@@ -73,6 +73,59 @@ mod tests {
         assert!(seen > 50, "{seen} divisions");
     }
 
+    /// What a kernel of tensor cores reads or writes by whole chunks, the table demands at multiples of 16 bytes, and the distances of their rows in eights. What it
+    /// writes two at a time lies at multiples of two. Other kernels look at each address (`neighbours.cuh`).
+    #[test]
+    fn addresses_that_no_kernel_looks_at_are_declared() {
+        let mut seen = 0;
+        for kernel in KERNELS
+            .iter()
+            .filter(|kernel| kernel.source.text.contains("tensor_core.cuh") || kernel.name.starts_with("flash"))
+        {
+            for arg in kernel.args.iter().filter(|arg| arg.of == Type::Bits16) {
+                assert!(arg.multiple() == 16 || arg.pass == Pass::OutPairs, "{} of {}", arg.name, kernel.name);
+                seen += 1;
+            }
+            let rows = |arg: &&Arg| arg.name.ends_with("_row") || arg.name == "head_dim";
+            assert!(kernel.args.iter().filter(rows).all(|arg| arg.multiple() == 8), "{}", kernel.name);
+        }
+        assert!(seen > 30, "{seen} addresses");
+        for source in SOURCES.iter().chain(HEADERS) {
+            // Three places cast an address to one of more bytes: after a look, by chunks, and by twos.
+            let casts = source.text.matches("reinterpret_cast<").count();
+            let known = match source.name {
+                "neighbours.cuh" => 3,
+                "tensor_core.cuh" => 5,
+                "grouped_tensor.cu" => 1,
+                _ => 0,
+            };
+            assert_eq!(casts, known, "{}: say in the table what its address must be a multiple of", source.name);
+        }
+    }
+
+    /// A GPU counts what a launch gives and what the source takes by itself together: where the former has room, so has the sum. 99, 163 and 227 KiB are what a block may have on
+    /// cards of the architectures 8.6, 8.9 and 12, on an A100, and on an H100.
+    #[test]
+    fn shared_memory_of_launch_and_source_fits_together() {
+        let report = include_str!("../report.md");
+        let mut seen = 0;
+        for line in report.lines().filter(|line| line.contains(".cu | `")) {
+            let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+            let kernel = kernel(cells[2].trim_matches('`')).unwrap_or_else(|| panic!("{line}"));
+            let of_source = cells[3].split(", ").filter_map(|bytes| bytes.parse::<u32>().ok()).max().unwrap();
+            for most in [99 << 10, 163 << 10, 227 << 10] {
+                let of_launch = kernel.geometry.shared();
+                assert!(
+                    of_launch > most || of_launch + of_source <= most,
+                    "{}: {of_launch} and {of_source}",
+                    kernel.name
+                );
+            }
+            seen += 1;
+        }
+        assert!(seen > 200, "{seen} kernels");
+    }
+
     /// Each file says what it computes before its first line of code, and includes nothing but our headers.
     #[test]
     fn sources_open_with_what_they_are() {

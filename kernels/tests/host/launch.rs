@@ -147,8 +147,8 @@ pub fn try_launch(
 ) -> Result<(), String> {
     assert_eq!(given.len(), kernel.args.len(), "arguments of {}", kernel.name);
     for (given, arg) in given.iter().zip(kernel.args) {
-        let none = matches!(given, Given::In(_, at) if at.is_null()) && matches!(arg.pass, Pass::In | Pass::Out);
-        let pass = if arg.pass.is_number() { Pass::Value } else { arg.pass };
+        let pass = arg.pass.plain();
+        let none = matches!(given, Given::In(_, at) if at.is_null()) && matches!(pass, Pass::In | Pass::Out);
         assert!(none || given.what() == (pass, arg.of), "{} of {}: {:?}", arg.name, kernel.name, given.what());
     }
     let Some(grid) = kernel.geometry.launch(items as u64, width as u64) else { return Ok(()) };

@@ -1,6 +1,6 @@
 //! Sums, biases and activations, bit by bit against the CPU; casts against `half`.
 
-use crate::launch::{At, AtMut, Null};
+use crate::launch::{At, AtMut, Element, Null};
 use crate::{assert_bits, launch, values};
 use half::{bf16, f16};
 use meshwork_tensor::cpu::kernels::round::{Stored, round};
@@ -141,4 +141,32 @@ fn casts_are_those_of_half() {
     launch!("bf16_to_f32", [count, 0], &wholes, &mut from_whole, count);
     assert_bits("f16", &from_half, &halves.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
     assert_bits("bf16", &from_whole, &wholes.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+}
+
+/// Rows at any distance and place, of elements of each size: where 16 bytes at a time fit, and where they do not; what lies between rows stays.
+#[test]
+fn rows_are_copied_whatever_their_distance() {
+    fn rows<T: Element + PartialEq + std::fmt::Debug>(kernel: &str, element: impl Fn(usize) -> T) -> bool {
+        let from: Vec<T> = (0..700).map(element).collect();
+        for [first, from_row, to_row, rows, n] in [
+            [0, 64, 32, 5, 32],
+            [1, 33, 40, 7, 17],
+            [16, 48, 17, 9, 16],
+            [3, 0, 20, 4, 19],
+            [0, 5, 7, 90, 5],
+            [0, 400, 400, 1, 300],
+        ] {
+            let mut to = vec![from[0]; rows * to_row + 1];
+            let mut want = to.clone();
+            (0..rows * n).for_each(|at| want[1 + at / n * to_row + at % n] = from[first + at / n * from_row + at % n]);
+            if !launch!(kernel, [rows, n], At(&from, first), from_row, AtMut(&mut to, 1), to_row, rows, n) {
+                return false;
+            }
+            assert_eq!(to, want, "{kernel}: {rows} rows of {n} from {first}, {from_row} and {to_row} apart");
+        }
+        true
+    }
+    _ = rows("copy_rows_8", |at| at as u8)
+        && rows("copy_rows_16", |at| bf16::from_bits(at as u16))
+        && rows("copy_rows_32", |at| at as u32);
 }

@@ -1,0 +1,26 @@
+// Rows copied from one place to another, whatever lies between them: parts of tensors, and blocks that change places.
+//
+//   to[i, j] = from[i, j]
+//
+// Shapes    from, to [rows, n] of elements of 8, 16 or 32 bits, whose rows begin from_row and to_row elements apart; the two do not overlap.
+// Geometry  a thread 16 bytes of a row (neighbours.cuh): where the rows do not lie at multiples of 16 bytes, by elements.
+// Bytes     twice those of an element.
+// Bits      those that were there.
+#include "neighbours.cuh"
+
+template <int N, class T> DEVICE void copy_rows_of(const T* from, i64 from_row, T* to, i64 to_row, i64 rows, i64 n) {
+    RowPlace at = row_place<N>(rows, n);
+    if (at.there) store_vector(to + at.row * to_row, at.column, n, load_vector<N>(from + at.row * from_row, at.column, n));
+}
+
+KERNEL copy_rows_8(const u8* from, i64 from_row, u8* to, i64 to_row, i64 rows, i64 n) {
+    copy_rows_of<SIXTEEN_BYTES(u8)>(from, from_row, to, to_row, rows, n);
+}
+
+KERNEL copy_rows_16(const u16* from, i64 from_row, u16* to, i64 to_row, i64 rows, i64 n) {
+    copy_rows_of<EIGHT>(from, from_row, to, to_row, rows, n);
+}
+
+KERNEL copy_rows_32(const u32* from, i64 from_row, u32* to, i64 to_row, i64 rows, i64 n) {
+    copy_rows_of<FOUR>(from, from_row, to, to_row, rows, n);
+}
