@@ -99,14 +99,45 @@ pub struct Product {
     pub rounded: bool,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
-    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none.
+    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none. At a multiple of
+    /// [`BIAS_ALIGNED`] bytes.
     pub bias: Option<Address>,
 }
+
+/// Bytes of which the address of a bias is a multiple: epilogues of cuBLASLt read it by 16 bytes, and no preference says that it lies elsewhere.
+pub const BIAS_ALIGNED: u64 = 16;
 
 impl Product {
     /// Bytes of a number of C.
     pub fn size(&self) -> usize {
         if self.rounded { 2 } else { 4 }
+    }
+
+    /// That a library takes it: matrices at multiples of their elements, a bias at one of [`BIAS_ALIGNED`], and types and a bias as its fields say.
+    ///
+    /// # Errors
+    /// The first that does not hold.
+    pub fn check(&self) -> Result<()> {
+        const CALL: &str = "product";
+        let Product { mnk: [.., k], operands: [a, b], c, rounded, accumulate, bias } = *self;
+        let refused = |why: &str| Err(DriverError::Call { call: CALL, why: why.to_owned() });
+        if a.bf16 != b.bf16 {
+            return refused("operands of f32 and of bf16 in one product");
+        }
+        if rounded && !a.bf16 {
+            return refused("a result of bf16 from operands of f32");
+        }
+        if bias.is_some() && (accumulate || k == 0) {
+            return refused("a bias on what is added to C, or on sums of nothing");
+        }
+        let size = if a.bf16 { 2 } else { 4 };
+        let places = [("a", Some(a.at), size), ("b", Some(b.at), size), ("c", Some(c), self.size() as u64)];
+        for (name, at, multiple) in places.into_iter().chain([("bias", bias, BIAS_ALIGNED)]) {
+            if let Some(at) = at.filter(|at| !at.0.is_multiple_of(multiple)) {
+                return Err(DriverError::Misaligned { call: CALL, name, at: at.0, multiple });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -207,6 +238,18 @@ pub enum DriverError {
         /// What the table says.
         expected: String,
     },
+    /// An address at which a GPU faults, because the work reads or writes there by pieces that must not lie across such a multiple.
+    #[error("{call}: {name} lies at {at:#x}, which is no multiple of {multiple} bytes, as this work needs it")]
+    Misaligned {
+        /// The kernel or call.
+        call: &'static str,
+        /// The argument.
+        name: &'static str,
+        /// The address.
+        at: u64,
+        /// What it must be a multiple of.
+        multiple: u64,
+    },
     /// A size of zero by which a kernel divides.
     #[error(
         "kernel {kernel}: argument {at} ({name}) is 0, and the kernel divides by it: a size of at least 1 was expected"
@@ -228,6 +271,24 @@ pub enum DriverError {
         given: usize,
         /// What it takes.
         expected: usize,
+    },
+    /// What went wrong in work that was queued, and was found at a later call: a GPU does not say whose it was. The device does no more work.
+    #[error(
+        "found at {at}: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
+    )]
+    Found {
+        /// The call at which it came out.
+        at: String,
+        /// The code that the driver gave, with its meaning.
+        why: String,
+    },
+    /// Work that failed on a GPU that waits after each call ([`Driver`]), so that it is known whose the fault is. The device does no more work.
+    #[error("{work} failed: {why}")]
+    Culprit {
+        /// The kernel or call.
+        work: String,
+        /// The code that the driver gave, with its meaning.
+        why: String,
     },
     /// A kernel that failed while it ran. The device does no more work.
     #[error("kernel {kernel}: {why}")]
@@ -327,9 +388,9 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Copies to the host what lies there after all that `stream` has queued, and waits for that.
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
 
-    /// Queues a copy within the device: `rows` rows of `bytes` bytes, whose beginnings are `pitch` bytes apart in the source and in the destination. They do
-    /// not overlap.
-    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()>;
+    /// Queues a copy of `bytes` bytes within the device. The two places do not overlap. Rows at a distance are copied by a kernel: the driver promises its own
+    /// copies of those only for distances that it chose itself.
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
 
     /// Queues that `bytes` bytes become zero.
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
@@ -371,13 +432,11 @@ pub enum Work {
     /// [`Driver::copy`].
     Copy {
         /// Source.
-        from: Place,
+        from: Address,
         /// Destination.
-        to: Place,
-        /// Bytes of a row.
+        to: Address,
+        /// Their number.
         bytes: usize,
-        /// Rows.
-        rows: usize,
     },
     /// [`Driver::zero`].
     Zero {
@@ -422,7 +481,7 @@ impl Work {
         match *self {
             Self::Launch { kernel, launch, ref args } => driver.launch(stream, kernel.0, launch, args),
             Self::Product(product) => driver.product(stream, product),
-            Self::Copy { from, to, bytes, rows } => driver.copy(stream, from, to, bytes, rows),
+            Self::Copy { from, to, bytes } => driver.copy(stream, from, to, bytes),
             Self::Zero { at, bytes } => driver.zero(stream, at, bytes),
             Self::Discard { at, bytes } => driver.discard(stream, at, bytes),
         }
@@ -432,15 +491,6 @@ impl Work {
     pub fn is_launch(&self) -> bool {
         !matches!(self, Self::Discard { .. })
     }
-}
-
-/// Rows in the memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Place {
-    /// The first byte of the first row.
-    pub at: Address,
-    /// Bytes from the beginning of a row to that of the next.
-    pub pitch: usize,
 }
 
 /// Holds arguments against the table of a kernel.
@@ -463,6 +513,15 @@ pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()>
             let (given, name) = (given.to_string(), expected.name);
             return Err(DriverError::Argument { kernel: kernel.name, at, name, given, expected: expected.c_type() });
         }
+        let (name, multiple) = (expected.name, expected.multiple());
+        if given.bits().is_multiple_of(multiple) {
+            continue;
+        }
+        if given.place().is_some() {
+            return Err(DriverError::Misaligned { call: kernel.name, name, at: given.bits(), multiple });
+        }
+        let (given, expected) = (given.bits().to_string(), format!("a multiple of {multiple}"));
+        return Err(DriverError::Argument { kernel: kernel.name, at, name, given, expected });
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything is computed.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
-    Work, check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
+    check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -101,7 +101,7 @@ impl Driver for Idle {
         Ok(())
     }
 
-    fn copy(&self, _: Stream, _: Place, _: Place, _: usize, _: usize) -> Result<()> {
+    fn copy(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
         Ok(())
     }
 
@@ -113,8 +113,8 @@ impl Driver for Idle {
         check_arguments(kernel, args)
     }
 
-    fn product(&self, _: Stream, _: Product) -> Result<()> {
-        Ok(())
+    fn product(&self, _: Stream, product: Product) -> Result<()> {
+        product.check()
     }
 
     fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {

@@ -13,8 +13,8 @@
 //! with all queued work.
 
 use crate::driver::{
-    Address, Argument, Driver, Event, Graph, Known, Place, Product, Properties, Reach, Remote, Result, Stream, Work,
-    check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Known, Product, Properties, Reach, Remote, Result, Stream,
+    Work, check_arguments,
 };
 use meshwork_kernels::{Kernel, Launch};
 use meshwork_tensor::Launches;
@@ -45,6 +45,8 @@ struct State {
     seen: HashSet<u64>,
     graphs: HashMap<(Stream, Repeated), Captured>,
     counts: HashMap<Stream, Launches>,
+    /// Why work that was held back could not be queued. It is lost, so this comes out of every later call.
+    fault: Option<DriverError>,
 }
 
 /// Pieces of work, the same as others if they differ in numbers alone.
@@ -113,19 +115,32 @@ impl Replaying {
     /// Holds a piece of work back, or queues what there is of its stream if that is enough.
     fn add(&self, stream: Stream, work: Work) -> Result<()> {
         let mut state = self.lock();
+        state.healthy()?;
         let pending = state.pending.entry(stream).or_default();
         pending.push(work);
         if pending.len() < MOST { Ok(()) } else { state.flush(&*self.inner, stream) }
     }
 
-    /// Queues what was held back of a stream.
-    fn flush(&self, stream: Stream) -> Result<()> {
-        self.lock().flush(&*self.inner, stream)
+    /// The state once that is queued which was held back of a stream. Whoever queues something in the stream by itself keeps the guard meanwhile: a buffer that is
+    /// dropped by another thread queues a wait, which must not come into a stream that is captured.
+    fn flushed(&self, stream: Stream) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        state.flush(&*self.inner, stream)?;
+        Ok(state)
     }
 }
 
 impl State {
+    fn healthy(&self) -> Result<()> {
+        self.fault.clone().map_or(Ok(()), Err)
+    }
+
     fn flush(&mut self, driver: &dyn Driver, stream: Stream) -> Result<()> {
+        self.healthy()?;
+        self.queue(driver, stream).inspect_err(|fault| self.fault = Some(fault.clone()))
+    }
+
+    fn queue(&mut self, driver: &dyn Driver, stream: Stream) -> Result<()> {
         let Some(work) = self.pending.remove(&stream).filter(|work| !work.is_empty()) else { return Ok(()) };
         let count = work.iter().filter(|work| work.is_launch()).count() as u64;
         let counts = self.counts.entry(stream).or_default();
@@ -232,12 +247,12 @@ impl Driver for Replaying {
     }
 
     fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.save(stream, from, to, bytes)
     }
 
     fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.load(stream, from, to, bytes)
     }
 
@@ -246,12 +261,12 @@ impl Driver for Replaying {
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.record(stream)
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.wait(stream, event)
     }
 
@@ -260,12 +275,12 @@ impl Driver for Replaying {
     }
 
     fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.wait_for(stream, device(other), event)
     }
 
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         let [from, to] = [from, to].map(|end| Remote { driver: device(end.driver), ..end });
         self.inner.copy_between(stream, from, to, bytes)
     }
@@ -275,17 +290,17 @@ impl Driver for Replaying {
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.write(stream, to, bytes)
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        self.flush(stream)?;
+        drop(self.flushed(stream)?); // other threads go on while this one waits
         self.inner.read(stream, from, into)
     }
 
-    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
-        self.add(stream, Work::Copy { from, to, bytes, rows })
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.add(stream, Work::Copy { from, to, bytes })
     }
 
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
@@ -298,16 +313,17 @@ impl Driver for Replaying {
     }
 
     fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        product.check()?;
         self.add(stream, Work::Product(product))
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.capture(stream, work)
     }
 
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
-        self.flush(stream)?;
+        let _held = self.flushed(stream)?;
         self.inner.replay(stream, graph, changed)
     }
 

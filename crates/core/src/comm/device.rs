@@ -38,7 +38,9 @@ pub trait Carrier: Any + Send + Sync + Debug {
     /// thread, on the carrier of the first member. The moments after which all members' buffers are their own again.
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String>;
 
-    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another.
+    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another. Any thread may call it, that of a rank which drops
+    /// the buffers of another too, whatever the rank does with its device meanwhile. An error stays with the device, whose every later use returns it: what follows
+    /// would not wait.
     fn resume(&self, done: &[Moment]) -> Result<(), String>;
 }
 

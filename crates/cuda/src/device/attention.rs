@@ -55,6 +55,12 @@ impl CudaDevice {
         fast && !drops && shape.head_dim <= HEAD && shape.head_dim.is_multiple_of(8)
     }
 
+    /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
+    fn loaded(&self, x: &Buffer, of: DType) -> Result<Buffer> {
+        let x = self.read_as(x, of)?;
+        if of == DType::Bf16 { self.aligned(OP, &x) } else { Ok(x) }
+    }
+
     /// What all kernels for tensor cores end with.
     fn flash_arguments(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<Vec<Argument>> {
         let mut args: Vec<Argument> =
@@ -98,7 +104,7 @@ impl CudaDevice {
         let AttentionShape { batch, heads: count, seq, .. } = shape;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
         let dots = self.dots(shape, [dout, out], true)?;
-        let dout = self.read_as(dout, DType::Bf16)?;
+        let dout = self.loaded(dout, DType::Bf16)?;
         let mut saved = heads.args();
         for of in [&dout, lse, &dots] {
             saved.push(self.place(OP, of)?.into());
@@ -122,7 +128,7 @@ impl CudaDevice {
             false => ("attention_dots", 16, DType::F32),
         };
         // They live until the kernel is queued.
-        let operands = [self.read_as(dout, of)?, self.read_as(out, of)?];
+        let operands = [self.loaded(dout, of)?, self.loaded(out, of)?];
         let mut args = Vec::with_capacity(7);
         for of in [&operands[0], &operands[1], &dots] {
             args.push(self.place(OP, of)?.into());
@@ -235,7 +241,7 @@ impl Attention for CudaDevice {
         let packed = self.packed(shape, masks)?;
         let flash = self.on_tensor_cores(shape, masks);
         let of = if flash { DType::Bf16 } else { DType::F32 };
-        let read = self.read_as(qkv, of)?;
+        let read = self.loaded(qkv, of)?;
         let heads = Heads::fused(self.place(OP, &read)?, shape, of);
         if flash {
             return self.flash(shape, &heads, packed.as_ref(), qkv.dtype());
@@ -257,7 +263,7 @@ impl Attention for CudaDevice {
         let packed = self.packed(shape, masks)?;
         let flash = self.on_tensor_cores(shape, masks);
         let of = if flash { DType::Bf16 } else { DType::F32 };
-        let (read, dqkv) = (self.read_as(qkv, of)?, self.room(of, qkv.dtype(), qkv.count())?);
+        let (read, dqkv) = (self.loaded(qkv, of)?, self.room(of, qkv.dtype(), qkv.count())?);
         let heads = Heads::fused(self.place(OP, &read)?, shape, of);
         let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape, of);
         let (dq, dkv) = ((q, q_row), (k, v, kv_row));
@@ -283,7 +289,7 @@ impl Attention for CudaDevice {
         let turned = self.turned(shape, q, kv, (packed, flash))?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
         let of = if flash { DType::Bf16 } else { DType::F32 };
-        let (q, kv) = (self.read_as(q, of)?, self.read_as(kv, of)?);
+        let (q, kv) = (self.loaded(q, of)?, self.loaded(kv, of)?);
         let heads = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, of);
         if flash {
             return self.flash(shape.queries, &heads, packed, dtype);
@@ -320,7 +326,8 @@ impl Attention for CudaDevice {
             let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, kv.count())?);
             let count = dkv.count();
             self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
-            let of = Heads::grouped(self.place(OP, q)?, self.place(OP, kv)?, shape, dtype);
+            let (q, kv) = (self.loaded(q, dtype)?, self.loaded(kv, dtype)?);
+            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, dtype);
             let (dq_at, dk_at) = (self.place(OP, &dq)?, self.place(OP, &dkv)?);
             let dkv_at = (dk_at, dk_at.offset(dtype.size() * kv_width), 2 * kv_width);
             self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
@@ -340,7 +347,7 @@ impl Attention for CudaDevice {
             self.scratch(DType::F32, rows * of_heads * head_dim)?,
         ];
         if flash {
-            let (q, kv) = (self.read_as(q, DType::Bf16)?, self.read_as(kv, DType::Bf16)?);
+            let (q, kv) = (self.loaded(q, DType::Bf16)?, self.loaded(kv, DType::Bf16)?);
             let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
             let half_dq = self.scratch(DType::Bf16, q.count())?;
             let mut half = self.scratch(DType::Bf16, 2 * dk.count())?;

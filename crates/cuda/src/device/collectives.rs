@@ -7,7 +7,7 @@
 //! is copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
-use crate::driver::{Address, Argument, Driver, DriverError, Event, Place, Reach, Remote};
+use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, Piece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
@@ -20,6 +20,7 @@ pub(super) struct Ranks(pub(super) Arc<Pool>);
 
 impl Carrier for Ranks {
     fn moment(&self) -> Result<u64, String> {
+        self.0.sound().map_err(text)?;
         Ok(self.0.driver.record(self.0.compute).map_err(text)?.0)
     }
 
@@ -38,7 +39,9 @@ impl Carrier for Ranks {
     fn resume(&self, done: &[Moment]) -> Result<(), String> {
         let Pool { driver, compute, .. } = &*self.0;
         done.iter().try_for_each(|moment| {
-            driver.wait_for(*compute, &*pool(moment)?.driver, Event(moment.number)).map_err(text)
+            let waits = driver.wait_for(*compute, &*pool(moment)?.driver, Event(moment.number));
+            // Without the wait, what follows would read what is not there yet.
+            waits.map_err(|fault| text(self.0.keep(fault)))
         })
     }
 }
@@ -143,8 +146,7 @@ impl<'a> Queues<'a> {
         let [from, to] = [from, to].map(|(member, at)| Remote { driver: self.driver(member), at });
         let is_own = |end: &Remote<'_>| std::ptr::addr_eq(end.driver, driver);
         let queued = if is_own(&from) && is_own(&to) {
-            let [from, to] = [from, to].map(|end| Place { at: end.at, pitch: 0 });
-            driver.copy(stream, from, to, bytes, 1)
+            driver.copy(stream, from.at, to.at, bytes)
         } else {
             driver.copy_between(stream, from, to, bytes)
         };

@@ -1,18 +1,30 @@
 use super::CudaDevice;
-use crate::driver::{Address, Place};
+use crate::driver::{Address, Argument};
 use meshwork_core::Buffer;
 use meshwork_tensor::kernel::{Layout, check_copy};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
 impl CudaDevice {
-    /// Copies `rows` rows of `bytes` bytes, from one (place, pitch) to another.
+    /// Copies `rows` rows of `bytes` bytes, from one (place, bytes to the next row) to another: where they do not lie one behind the other by a kernel, in the
+    /// largest elements that all of these are multiples of.
     fn copy_rows(&self, from: (Address, usize), to: (Address, usize), bytes: usize, rows: usize) -> Result<()> {
+        const OP: &str = "copy";
         if bytes * rows == 0 {
             return Ok(());
         }
-        let [from, to] = [from, to].map(|(at, pitch)| Place { at, pitch });
-        self.pool.driver.copy(self.pool.compute, from, to, bytes, rows).map_err(self.failed("copy"))
+        if rows == 1 || (from.1 == bytes && to.1 == bytes) {
+            return self.pool.driver.copy(self.pool.compute, from.0, to.0, bytes * rows).map_err(self.failed(OP));
+        }
+        let all = from.0.0 as usize | from.1 | to.0.0 as usize | to.1 | bytes;
+        let (kernel, size) = match all.trailing_zeros() {
+            0 => ("copy_rows_8", 1),
+            1 => ("copy_rows_16", 2),
+            _ => ("copy_rows_32", 4),
+        };
+        let [from_row, to_row, n] = [from.1, to.1, bytes].map(|bytes| Argument::from(bytes / size));
+        let args = [from.0.into(), from_row, to.0.into(), to_row, rows.into(), n];
+        self.launch(OP, kernel, [rows, bytes / size], &args)
     }
 }
 

@@ -134,7 +134,8 @@ impl CudaDevice {
             let places = [(a, a_transposed), (b, b_transposed)];
             let bf16 = precision == Precision::Bf16;
             let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
-            let bias = bias.map(|bias| self.place("bias", bias)).transpose()?;
+            let bias = bias.map(|bias| self.aligned("bias", bias)).transpose()?; // it lives as long
+            let bias = bias.as_ref().map(|bias| self.place("bias", bias)).transpose()?;
             let product = Product { mnk: [m, n, k], operands, c: to, rounded, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }

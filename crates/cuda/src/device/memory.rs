@@ -11,7 +11,7 @@ use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
 use meshwork_tensor::{Category, Error, Meter};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Blocks are multiples of this many bytes.
 const UNIT: usize = 256;
@@ -42,6 +42,8 @@ pub(super) struct Pool {
     pub(super) tables: Mutex<Tables>,
     /// Where what is offloaded lies.
     pub(super) room: Room,
+    /// What the driver refused where nobody was there to hear it, as while a buffer was dropped.
+    fault: OnceLock<DriverError>,
 }
 
 /// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same find the same
@@ -73,7 +75,18 @@ impl Pool {
         let (compute, copies, collectives) = (driver.stream()?, driver.stream()?, driver.stream()?);
         let offload = driver.stream()?;
         let (meter, free, tables, room) = (Arc::default(), Mutex::default(), Mutex::default(), Room::default());
-        Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room })
+        let fault = OnceLock::new();
+        Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room, fault })
+    }
+
+    /// Keeps a fault that nobody hears now: the first of them comes out of every later use of the device.
+    pub(super) fn keep(&self, fault: DriverError) -> DriverError {
+        self.fault.get_or_init(|| fault).clone()
+    }
+
+    /// That no fault was kept.
+    pub(super) fn sound(&self) -> Result<(), DriverError> {
+        self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
     }
 
     fn free(&self) -> MutexGuard<'_, [Free; 3]> {
@@ -198,6 +211,8 @@ impl Drop for DeviceMemory {
         if let Some((category, bytes)) = self.counted {
             self.pool.meter.shrink(bytes, category);
         }
-        _ = self.pool.retire(self.at, self.bytes, self.origin); // the fault comes out of the next call
+        if let Err(fault) = self.pool.retire(self.at, self.bytes, self.origin) {
+            self.pool.keep(fault);
+        }
     }
 }

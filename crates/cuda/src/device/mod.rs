@@ -34,7 +34,7 @@ mod vectors;
 mod whole;
 mod windows;
 
-use crate::driver::{Address, Argument, Driver, DriverError};
+use crate::driver::{Address, Argument, BIAS_ALIGNED, Driver, DriverError};
 use crate::tuning::{Tuning, fitting};
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
@@ -61,6 +61,9 @@ pub enum Products {
     /// That of the library of the device.
     OfTheLibrary,
 }
+
+/// Bytes that the largest loads of a thread take, and that epilogues of products read a bias by.
+const ALIGNED: u64 = BIAS_ALIGNED;
 
 /// A device of one rank.
 #[derive(Debug)]
@@ -177,6 +180,7 @@ impl CudaDevice {
 
     /// Where the elements of a buffer begin.
     fn place(&self, op: &'static str, buffer: &Buffer) -> Result<Address> {
+        self.pool.sound().map_err(self.failed(op))?;
         let memory: &dyn Any = &**buffer.memory();
         match memory.downcast_ref::<DeviceMemory>().filter(|memory| memory.is_of(&self.pool)) {
             Some(memory) => Ok(memory.at().offset(buffer.offset() * buffer.dtype().size())),
@@ -253,6 +257,17 @@ impl CudaDevice {
         let halves = room.dtype().is_half() && dtype.is_half();
         let room = if halves { self.read_as(&room, DType::F32)? } else { room };
         self.cast(&room, dtype)
+    }
+
+    /// An operand for work that reads it by 16 bytes without a look at its address: where it lies elsewhere, as a part of a flat buffer may, a copy that the meter
+    /// does not count.
+    fn aligned(&self, op: &'static str, x: &Buffer) -> Result<Buffer> {
+        if self.place(op, x)?.0.is_multiple_of(ALIGNED) {
+            return Ok(x.clone());
+        }
+        let mut copy = self.scratch(x.dtype(), x.count())?;
+        self.copy_into(x, 0..x.count(), &mut copy, 0)?;
+        Ok(copy)
     }
 
     /// An operand of f64, one number for each sample.

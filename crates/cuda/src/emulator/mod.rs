@@ -15,7 +15,7 @@ mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
+    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream,
     Work as Captured, check_arguments,
 };
 use memory::HOST;
@@ -225,8 +225,8 @@ impl Driver for Emulator {
         Ok(())
     }
 
-    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Work::Copy { from, to, bytes, rows })
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.lock().push(self.ordinal(), stream, Work::Copy { from, to, bytes })
     }
 
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
@@ -235,10 +235,20 @@ impl Driver for Emulator {
 
     fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
         check_arguments(kernel, args)?;
+        let (most, Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
+        let threads: u64 = block.into_iter().map(u64::from).product();
+        let grid = (1..1 << 31).contains(&x) && [y, z].iter().all(|blocks| (1..1 << 16).contains(blocks));
+        if !grid || !(1..=1024).contains(&threads) || shared > most {
+            let why = format!(
+                "{launch:?} is refused: blocks are up to 2147483647 × 65535 × 65535, of up to 1024 threads and {most} bytes of shared memory"
+            );
+            return Err(DriverError::Kernel { kernel: kernel.name, why });
+        }
         self.lock().push(self.ordinal(), stream, Work::Launch { kernel, launch, args: args.to_vec() })
     }
 
     fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        product.check()?;
         self.lock().push(self.ordinal(), stream, Work::Product(product))
     }
 

@@ -2,7 +2,7 @@
 
 use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
-use crate::driver::{Address, Argument, DriverError, Event, Operand, Place, Product, Result, Stream};
+use crate::driver::{Address, Argument, DriverError, Event, Operand, Product, Result, Stream};
 use half::bf16;
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
@@ -18,10 +18,9 @@ pub(super) enum Work {
         bytes: Vec<u8>,
     },
     Copy {
-        from: Place,
-        to: Place,
+        from: Address,
+        to: Address,
         bytes: usize,
-        rows: usize,
     },
     /// Between the memory of two devices, or of a device and the host.
     Between {
@@ -228,11 +227,9 @@ impl State {
             Work::Write { to, bytes } => self.memory.write(by, to, bytes.len(), "write")?.copy_from_slice(&bytes),
             Work::Zero { at, bytes } => self.memory.write(by, at, bytes, "zero")?.fill(0),
             Work::Discard { at, bytes } => self.memory.poison(by, at, bytes)?,
-            Work::Copy { from, to, bytes, rows } => {
-                for row in 0..rows {
-                    let source = self.memory.read(by, from.at.offset(row * from.pitch), bytes, "copy")?.to_vec();
-                    self.memory.write(by, to.at.offset(row * to.pitch), bytes, "copy")?.copy_from_slice(&source);
-                }
+            Work::Copy { from, to, bytes } => {
+                let source = self.memory.read(by, from, bytes, "copy")?.to_vec();
+                self.memory.write(by, to, bytes, "copy")?.copy_from_slice(&source);
             }
             Work::Between { from, to, bytes } => {
                 let source = self.memory.read(from.0, from.1, bytes, "copy_between")?.to_vec();

@@ -16,6 +16,7 @@ use meshwork_kernels::Launch;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 /// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile: contexts are those of the process,
 /// and so is this.
@@ -102,34 +103,47 @@ impl Node {
 
 /// Captures pieces of work and queues them: as a graph, or call by call where they cannot be captured.
 pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
-    let queue = gpu.state()?.stream("capture", stream)?;
-    let made = match record(gpu, stream, queue, work) {
-        Ok(made) => made,
-        Err(_) => {
-            work.iter().try_for_each(|work| work.queue(gpu, stream))?;
-            return Ok(None);
-        }
+    let Ok(made) = record(gpu, stream, work) else {
+        work.iter().try_for_each(|work| work.queue(gpu, stream))?;
+        return Ok(None);
     };
-    let mut state = gpu.state()?;
+    let (mut state, queue) = gpu.queue_of("capture", stream)?;
     state.graphs.0.push(made);
     let graph = Graph(state.graphs.0.len() as u64 - 1);
     state.graphs.launch(queue, graph, &[])?;
     Ok(Some(graph))
 }
 
+/// A stream that is captured by this thread until this is dropped.
+struct Capturing<'a>(&'a Gpu, Stream);
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        if let Ok(mut state) = self.0.state() {
+            state.queue("capture", self.1).into_iter().for_each(|queue| queue.captured = None);
+        }
+        self.0.released.notify_all();
+    }
+}
+
 /// The graph of what the calls queue. The stream is not captured any more when this returns.
-fn record(gpu: &Gpu, stream: Stream, queue: CUstream, work: &[Work]) -> Result<Captured> {
+fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
+    let refused = |why: &str| Err(DriverError::Call { call: "cuStreamBeginCapture", why: why.to_owned() });
     if gpu.driver < OLDEST {
-        return Err(DriverError::Call {
-            call: "cuStreamGetCaptureInfo",
-            why: "the driver is older than CUDA 12.3".to_owned(),
-        });
+        return refused("the driver is older than CUDA 12.3");
+    }
+    if gpu.blocking {
+        return refused("a stream that is captured cannot be waited for after each call");
     }
     let _captures = without_captures();
-    // Calls of other threads, of other streams, stay what they are.
+    let (mut state, queue) = gpu.queue_of("capture", stream)?;
+    // Calls of other threads, of other streams, stay what they are; those of this stream wait.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream exists until the GPU is dropped.
     unsafe { calls::begin_capture(queue, mode) }.map_err(failed("cuStreamBeginCapture"))?;
+    state.queue("capture", stream)?.captured = Some(thread::current().id());
+    drop(state);
+    let _capturing = Capturing(gpu, stream);
     let queued: Result<Vec<Option<Node>>> = work
         .iter()
         .map(|work| {

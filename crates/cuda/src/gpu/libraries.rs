@@ -2,9 +2,12 @@
 
 use crate::driver::DriverError;
 use cudarc::driver::result::{DriverError as Code, device};
-use cudarc::driver::sys::{self as cuda, CUdevice, CUresult};
+use cudarc::driver::sys::{self as cuda, CUdevice, CUdevice_attribute as Of, CUresult};
 use cudarc::{cublaslt, get_lib_name_candidates, nvrtc};
 use std::env;
+
+/// The oldest GPUs that kernels are for: those before have no instructions for bf16, nor for copies behind the computation.
+const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 
 /// The oldest driver whose functions this uses, as CUDA counts: 1000 times the major version and 10 times the minor one.
 const OLDEST: i32 = 12_000;
@@ -53,21 +56,79 @@ pub enum GpuError {
         /// How many there are.
         count: usize,
     },
+    /// A GPU that lacks the instructions of the kernels.
+    #[error(
+        "GPU {ordinal} ({name}) is too old: it has compute capability {found}, and kernels need {needed} or newer; use another one with --device cuda:N, or cpu"
+    )]
+    TooOld {
+        /// Its number.
+        ordinal: usize,
+        /// Its name.
+        name: String,
+        /// Its compute capability.
+        found: String,
+        /// The oldest that will do.
+        needed: String,
+    },
+    /// A GPU that the compiler does not know.
+    #[error(
+        "NVRTC {nvrtc} does not compile for GPU {ordinal} ({name}), of {architecture}: it knows sm_{oldest} to sm_{newest}; install another NVRTC"
+    )]
+    UnknownToCompiler {
+        /// The number of the GPU.
+        ordinal: usize,
+        /// Its name.
+        name: String,
+        /// Its architecture.
+        architecture: String,
+        /// The version of NVRTC.
+        nvrtc: String,
+        /// The oldest architecture that it compiles for.
+        oldest: i32,
+        /// The newest one.
+        newest: i32,
+    },
     /// What the driver refuses.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
+/// The name of a code of the driver, with its meaning.
+pub(super) fn meaning(code: Code) -> String {
+    let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
+    let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
+    match (name, text) {
+        (Ok(name), Ok(text)) => format!("{name} ({text})"),
+        _ => format!("{:?}", code.0),
+    }
+}
+
+/// Whether a code is of work that ran: any later call may return it, and from then on every one does.
+pub(super) fn is_of_work(code: Code) -> bool {
+    use CUresult as C;
+    matches!(
+        code.0,
+        C::CUDA_ERROR_ECC_UNCORRECTABLE
+            | C::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | C::CUDA_ERROR_ILLEGAL_ADDRESS
+            | C::CUDA_ERROR_LAUNCH_TIMEOUT
+            | C::CUDA_ERROR_ASSERT
+            | C::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | C::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | C::CUDA_ERROR_MISALIGNED_ADDRESS
+            | C::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | C::CUDA_ERROR_INVALID_PC
+            | C::CUDA_ERROR_LAUNCH_FAILED
+            | C::CUDA_ERROR_EXTERNAL_DEVICE
+            | C::CUDA_ERROR_UNKNOWN
+    )
+}
+
 /// The error of a function of the driver.
 pub(super) fn failed(call: &'static str) -> impl Fn(Code) -> DriverError {
-    move |code| {
-        let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
-        let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
-        let why = match (name, text) {
-            (Ok(name), Ok(text)) => format!("{name} ({text})"),
-            _ => format!("{:?}", code.0),
-        };
-        DriverError::Call { call, why }
+    move |code| match meaning(code) {
+        why if is_of_work(code) => DriverError::Found { at: call.to_owned(), why },
+        why => DriverError::Call { call, why },
     }
 }
 
@@ -93,8 +154,19 @@ pub fn count() -> Result<usize, GpuError> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// The GPU of this number, and that the driver can load what NVRTC compiles; the version of NVRTC.
-pub(super) fn find(ordinal: usize) -> Result<(CUdevice, String), GpuError> {
+/// A GPU that kernels can be compiled for.
+pub(super) struct Found {
+    pub(super) device: CUdevice,
+    /// Its name, as its maker has it.
+    pub(super) name: String,
+    /// What kernels are compiled for, as `sm_90a`.
+    pub(super) architecture: String,
+    /// The version of NVRTC.
+    pub(super) nvrtc: String,
+}
+
+/// The GPU of this number, which kernels can be compiled for, and whose driver can load what NVRTC compiles.
+pub(super) fn find(ordinal: usize) -> Result<Found, GpuError> {
     let count = count()?;
     let number = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
     let number = number.ok_or(GpuError::NoDevice { ordinal, count })?;
@@ -104,7 +176,42 @@ pub(super) fn find(ordinal: usize) -> Result<(CUdevice, String), GpuError> {
     if driver / 1000 < major {
         return Err(GpuError::DriverOlderThanCompiler { driver: shown(driver), nvrtc });
     }
-    Ok((device::get(number).map_err(failed("cuDeviceGet"))?, nvrtc))
+    let device = device::get(number).map_err(failed("cuDeviceGet"))?;
+    let name = device::get_name(device).map_err(failed("cuDeviceGetName"))?;
+    let [major, minor] =
+        [Of::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, Of::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR];
+    let [major, minor] = [attribute(device, major)?, attribute(device, minor)?];
+    if [major, minor] < OLDEST_CAPABILITY {
+        let [found, needed] = [[major, minor], OLDEST_CAPABILITY].map(|[major, minor]| format!("{major}.{minor}"));
+        return Err(GpuError::TooOld { ordinal, name, found, needed });
+    }
+    // From 9.0 on, `a` is all that this one architecture has.
+    let architecture = format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" });
+    let known = architectures()?;
+    if !known.contains(&(10 * major + minor)) {
+        let [oldest, newest] = [known.iter().min(), known.iter().max()].map(|of| of.copied().unwrap_or(0));
+        return Err(GpuError::UnknownToCompiler { ordinal, name, architecture, nvrtc, oldest, newest });
+    }
+    Ok(Found { device, name, architecture, nvrtc })
+}
+
+/// What a GPU says of itself.
+pub(super) fn attribute(device: CUdevice, of: Of) -> Result<i32, DriverError> {
+    // SAFETY: the device is one of the driver's.
+    unsafe { device::get_attribute(device, of) }.map_err(failed("cuDeviceGetAttribute"))
+}
+
+/// The architectures that NVRTC compiles for, as `90`.
+fn architectures() -> Result<Vec<i32>, DriverError> {
+    let mut count = 0;
+    let call = "nvrtcGetSupportedArchs";
+    let refused = |error: nvrtc::result::NvrtcError| DriverError::Call { call, why: format!("{:?}", error.0) };
+    // SAFETY: writes one number.
+    unsafe { nvrtc::sys::nvrtcGetNumSupportedArchs(&mut count) }.result().map_err(refused)?;
+    let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
+    // SAFETY: writes as many numbers as were told.
+    unsafe { nvrtc::sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }.result().map_err(refused)?;
+    Ok(known)
 }
 
 /// The major and minor version of NVRTC.

@@ -16,8 +16,7 @@ mod staging;
 
 use crate::device::Products;
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream,
-    Work,
+    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
 };
 use compile::Compiler;
 use cudarc::driver::result::{
@@ -25,18 +24,19 @@ use cudarc::driver::result::{
     mem_get_info, memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, module, primary_ctx,
 };
 use cudarc::driver::sys::{
-    CUDA_MEMCPY2D_st, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags,
-    CUfunction, CUfunction_attribute_enum, CUmemorytype, CUmodule, CUresult, CUstream, cuMemcpy2DAsync_v2,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction,
+    CUfunction_attribute_enum, CUmodule, CUresult, CUstream,
 };
-use libraries::failed;
+use libraries::{Found, attribute, failed, is_of_work, meaning};
 use meshwork_kernels::{KERNELS, Kernel, Launch, Source};
 use product::Library;
 use staging::{SLOT, Staging};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::fmt::Display;
 use std::path::Path;
-use std::ptr::{null, null_mut};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 pub use libraries::{GpuError, count};
 
@@ -59,9 +59,6 @@ const EVENTS: u64 = 256;
 /// An event's number is that of its moment in the stream, times this, plus the stream's.
 const STREAMS: u64 = 256;
 
-/// Bytes between rows that a copy of rows takes.
-const MAX_PITCH: usize = i32::MAX as usize;
-
 /// A GPU of one rank.
 #[derive(Debug)]
 pub struct Gpu {
@@ -70,7 +67,11 @@ pub struct Gpu {
     compiler: Compiler,
     /// The version of the driver, as CUDA counts.
     driver: i32,
+    /// Whether it waits after each call.
+    blocking: bool,
     state: Mutex<State>,
+    /// Notified when a stream is not captured any more.
+    released: Condvar,
 }
 
 /// The context that all users of a GPU in a process share.
@@ -124,6 +125,8 @@ struct Queue {
     stream: CUstream,
     events: Vec<CUevent>,
     recorded: u64,
+    /// The thread that captures it: others wait, because what they queue would become a part of the graph, or is refused and ends the capture.
+    captured: Option<ThreadId>,
 }
 
 impl Gpu {
@@ -133,20 +136,11 @@ impl Gpu {
     /// No driver or library, or one that is too old; no GPU of this number.
     pub fn open(ordinal: usize, kernels: &Path, products: Products) -> std::result::Result<Self, GpuError> {
         check(ordinal, products)?;
-        let (number, nvrtc) = libraries::find(ordinal)?;
-        let attribute = |of| {
-            // SAFETY: the number is one of a GPU.
-            unsafe { device::get_attribute(number, of) }.map_err(failed("cuDeviceGetAttribute"))
-        };
-        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        let shared = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let Found { device: number, name, architecture, nvrtc } = libraries::find(ordinal)?;
+        let shared = attribute(number, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let shared = u32::try_from(shared).unwrap_or(0);
-        // From 9.0 on, `a` is all that this one architecture has.
-        let architecture = format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" });
         // SAFETY: the number is one of a GPU.
         let memory = unsafe { device::total_mem(number) }.map_err(failed("cuDeviceTotalMem"))? as u64;
-        let name = device::get_name(number).map_err(failed("cuDeviceGetName"))?;
         // SAFETY: the number is one of a GPU; it is released when the context is dropped.
         let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let gpu = Self {
@@ -154,12 +148,22 @@ impl Gpu {
             context: Context { device: number, handle },
             compiler: Compiler::new(kernels, &architecture, nvrtc),
             driver: libraries::version()?,
+            blocking: false,
             state: Mutex::default(),
+            released: Condvar::new(),
         };
         if products == Products::OfTheLibrary {
             gpu.state()?.library = Some(Library::new()?);
         }
         Ok(gpu)
+    }
+
+    /// The same GPU, which waits after each call that queues work, if `on`: an error is then of that very kernel or copy, and names it
+    /// ([`DriverError::Culprit`]). It captures no graphs, and is slow.
+    #[must_use]
+    pub fn blocking(mut self, on: bool) -> Self {
+        self.blocking = on;
+        self
     }
 
     /// Compiles every kernel that is not on disk yet; otherwise a file of kernels is compiled when one of them is used first.
@@ -175,6 +179,28 @@ impl Gpu {
     fn state(&self) -> Result<MutexGuard<'_, State>> {
         self.context.enter()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The state, with the context current, and the GPU's name of a stream that no other thread captures. Who queues something there keeps the guard until it is queued.
+    fn queue_of(&self, call: &'static str, stream: Stream) -> Result<(MutexGuard<'_, State>, CUstream)> {
+        let mut state = self.state()?;
+        loop {
+            let Queue { stream: queue, captured, .. } = *state.queue(call, stream)?;
+            if captured.is_none_or(|by| by == thread::current().id()) {
+                return Ok((state, queue));
+            }
+            state = self.released.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Where this waits after each call: that what was queued last in a stream is over. Whoever calls it has the lock, so that the fault is of nothing else.
+    fn settle(&self, queue: CUstream, work: impl Display) -> Result<()> {
+        if !self.blocking {
+            return Ok(());
+        }
+        // SAFETY: the stream exists until the GPU is dropped.
+        let over = unsafe { cuda::stream::synchronize(queue) };
+        over.map_err(|code| DriverError::Culprit { work: work.to_string(), why: meaning(code) })
     }
 
     /// The function of a kernel, whose file is compiled and loaded when it is used first.
@@ -237,10 +263,6 @@ impl State {
         self.queues.get_mut(stream.0).ok_or_else(unknown)
     }
 
-    fn stream(&mut self, call: &'static str, stream: Stream) -> Result<CUstream> {
-        self.queue(call, stream).map(|queue| queue.stream)
-    }
-
     /// The GPU's event for one of ours, or for a later moment of the same stream.
     fn event(&mut self, call: &'static str, event: Event) -> Result<CUevent> {
         let (stream, moment) = (Stream((event.0 % STREAMS) as usize), event.0 / STREAMS);
@@ -266,7 +288,7 @@ impl Driver for Gpu {
             return Err(DriverError::Call { call: "cuStreamCreate", why: format!("a rank has at most {STREAMS}") });
         }
         let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
-        state.queues.push(Queue { stream, events: Vec::new(), recorded: 0 });
+        state.queues.push(Queue { stream, events: Vec::new(), recorded: 0, captured: None });
         Ok(Stream(state.queues.len() - 1))
     }
 
@@ -296,11 +318,15 @@ impl Driver for Gpu {
     }
 
     fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        staging::save(self.state()?.stream("save", stream)?, from, to, bytes)
+        let (_state, queue) = self.queue_of("save", stream)?;
+        staging::save(queue, from, to, bytes)?;
+        self.settle(queue, format_args!("a copy of {bytes} bytes to pinned memory"))
     }
 
     fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        staging::load(self.state()?.stream("load", stream)?, from, to, bytes)
+        let (_state, queue) = self.queue_of("load", stream)?;
+        staging::load(queue, from, to, bytes)?;
+        self.settle(queue, format_args!("a copy of {bytes} bytes from pinned memory"))
     }
 
     fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
@@ -308,7 +334,7 @@ impl Driver for Gpu {
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
-        let mut state = self.state()?;
+        let (mut state, _) = self.queue_of("record", stream)?;
         let queue = state.queue("record", stream)?;
         let (moment, slot) = (queue.recorded, (queue.recorded % EVENTS) as usize);
         if slot == queue.events.len() {
@@ -322,11 +348,11 @@ impl Driver for Gpu {
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        let mut state = self.state()?;
-        let (event, stream) = (state.event("wait", event)?, state.stream("wait", stream)?);
+        let (mut state, queue) = self.queue_of("wait", stream)?;
+        let event = state.event("wait", event)?;
         let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both exist until the GPU is dropped.
-        unsafe { cuda::stream::wait_event(stream, event, flags) }.map_err(failed("cuStreamWaitEvent"))
+        unsafe { cuda::stream::wait_event(queue, event, flags) }.map_err(failed("cuStreamWaitEvent"))
     }
 
     fn reach(&self, other: &dyn Driver) -> Result<Reach> {
@@ -348,8 +374,7 @@ impl Driver for Gpu {
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        let mut state = self.state()?;
-        let queue = state.stream("write", stream)?;
+        let (mut state, queue) = self.queue_of("write", stream)?;
         for (part, bytes) in bytes.chunks(SLOT).enumerate() {
             let mut slot = state.staging.take()?;
             let staged = slot.bytes(bytes.len());
@@ -360,14 +385,14 @@ impl Driver for Gpu {
             // SAFETY: both exist until the GPU is dropped.
             unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
             state.staging.give_back(slot);
+            self.settle(queue, format_args!("a copy of {} bytes from the host", bytes.len()))?;
         }
         Ok(())
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         for (part, into) in into.chunks_mut(SLOT).enumerate() {
-            let mut state = self.state()?;
-            let queue = state.stream("read", stream)?;
+            let (mut state, queue) = self.queue_of("read", stream)?;
             let mut slot = state.staging.take()?;
             // SAFETY: the slot is this call's until the copy is over; the caller answers for the source.
             let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.offset(part * SLOT).0, queue) };
@@ -382,74 +407,46 @@ impl Driver for Gpu {
         Ok(())
     }
 
-    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
-        let mut state = self.state()?;
-        let queue = state.stream("copy", stream)?;
-        if bytes * rows == 0 {
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        let (_state, queue) = self.queue_of("copy", stream)?;
+        if bytes == 0 {
             return Ok(());
         }
-        let queue_bytes = |from: Address, to: Address, bytes: usize| {
-            // SAFETY: the caller answers for both places, which do not overlap.
-            unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))
-        };
-        let pitches = bytes..=MAX_PITCH;
-        if rows == 1 || (from.pitch == bytes && to.pitch == bytes) {
-            queue_bytes(from.at, to.at, bytes * rows)
-        } else if pitches.contains(&from.pitch) && pitches.contains(&to.pitch) {
-            let copy = CUDA_MEMCPY2D_st {
-                srcXInBytes: 0,
-                srcY: 0,
-                srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                srcHost: null(),
-                srcDevice: from.at.0,
-                srcArray: null_mut(),
-                srcPitch: from.pitch,
-                dstXInBytes: 0,
-                dstY: 0,
-                dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
-                dstHost: null_mut(),
-                dstDevice: to.at.0,
-                dstArray: null_mut(),
-                dstPitch: to.pitch,
-                WidthInBytes: bytes,
-                Height: rows,
-            };
-            // SAFETY: as above; the description is read during the call.
-            unsafe { cuMemcpy2DAsync_v2(&raw const copy, queue) }.result().map_err(failed("cuMemcpy2DAsync"))
-        } else {
-            let row = |row| queue_bytes(from.at.offset(row * from.pitch), to.at.offset(row * to.pitch), bytes);
-            (0..rows).try_for_each(row)
-        }
+        // SAFETY: the caller answers for both places, which do not overlap.
+        unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))?;
+        self.settle(queue, format_args!("a copy of {bytes} bytes"))
     }
 
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        let queue = self.state()?.stream("zero", stream)?;
+        let (_state, queue) = self.queue_of("zero", stream)?;
         if bytes == 0 {
             return Ok(()); // which the driver may refuse
         }
         // SAFETY: the caller answers for the place.
-        unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))
+        unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))?;
+        self.settle(queue, format_args!("zeros in {bytes} bytes"))
     }
 
     fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
         crate::driver::check_arguments(kernel, args)?;
-        let mut state = self.state()?;
-        let (function, queue) = (self.function(&mut state, kernel)?, state.stream("launch", stream)?);
+        let (mut state, queue) = self.queue_of("launch", stream)?;
+        let function = self.function(&mut state, kernel)?;
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
         // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled for the host; they are
         // copied during the call. The caller answers for the places.
         let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
-        queued.map_err(|code| DriverError::Kernel {
-            kernel: kernel.name,
-            why: failed("cuLaunchKernel")(code).to_string(),
-        })
+        queued.map_err(|code| match format!("cuLaunchKernel: {}", meaning(code)) {
+            why if is_of_work(code) => DriverError::Found { at: format!("the launch of {}", kernel.name), why },
+            why => DriverError::Kernel { kernel: kernel.name, why },
+        })?;
+        self.settle(queue, format_args!("kernel {}", kernel.name))
     }
 
     fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        let mut state = self.state()?;
-        let queue = state.stream("product", stream)?;
+        product.check()?;
+        let (mut state, queue) = self.queue_of("product", stream)?;
         let [m, n, k] = product.mnk;
         if k == 0 {
             drop(state);
@@ -458,7 +455,8 @@ impl Driver for Gpu {
         }
         let closed =
             || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };
-        state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)
+        state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)?;
+        self.settle(queue, format_args!("the product of {m} × {k} by {k} × {n}"))
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
@@ -466,9 +464,9 @@ impl Driver for Gpu {
     }
 
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
-        let mut state = self.state()?;
-        let queue = state.stream("replay", stream)?;
-        state.graphs.launch(queue, graph, changed)
+        let (state, queue) = self.queue_of("replay", stream)?;
+        state.graphs.launch(queue, graph, changed)?;
+        self.settle(queue, format_args!("{graph:?}"))
     }
 }
 

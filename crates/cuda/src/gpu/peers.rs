@@ -48,7 +48,7 @@ pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
 /// [`Driver::wait_for`].
 pub(super) fn wait_for(this: &Gpu, stream: Stream, other: &dyn Driver, event: Event) -> Result<()> {
     let event = gpu("wait_for", this, other)?.state()?.event("wait_for", event)?;
-    let queue = this.state()?.stream("wait_for", stream)?;
+    let (_state, queue) = this.queue_of("wait_for", stream)?;
     let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
     // SAFETY: both exist until their GPUs are dropped. Events of one context can be waited for in streams of another.
     unsafe { wait_event(queue, event, flags) }.map_err(failed("cuStreamWaitEvent"))
@@ -57,12 +57,13 @@ pub(super) fn wait_for(this: &Gpu, stream: Stream, other: &dyn Driver, event: Ev
 /// [`Driver::copy_between`].
 pub(super) fn copy_between(this: &Gpu, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
     let ends = (gpu("copy_between", this, from.driver)?, gpu("copy_between", this, to.driver)?);
-    let queue = this.state()?.stream("copy_between", stream)?;
+    let (_state, queue) = this.queue_of("copy_between", stream)?;
     if bytes == 0 {
         return Ok(());
     }
     let [from_context, to_context] = [ends.0, ends.1].map(|gpu| gpu.context.handle);
     // SAFETY: both contexts are retained; the caller answers for the places, which do not overlap.
     let queued = unsafe { memcpy_peer_async(to_context, to.at.0, from_context, from.at.0, bytes, queue) };
-    queued.map_err(failed("cuMemcpyPeerAsync"))
+    queued.map_err(failed("cuMemcpyPeerAsync"))?;
+    this.settle(queue, format_args!("a copy of {bytes} bytes between GPUs"))
 }

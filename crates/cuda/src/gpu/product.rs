@@ -10,7 +10,7 @@ use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t as Epilogue, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasLtReductionScheme_t,
-    cudaDataType,
+    cublasStatus_t as Status, cudaDataType,
 };
 use cudarc::driver::result::free_sync;
 use cudarc::driver::sys::{CUdeviceptr, CUstream};
@@ -42,12 +42,18 @@ struct Shape {
     rounded: bool,
     /// Whether a bias is added.
     epilogue: bool,
-    /// Of A, B, and of C and the bias together.
+    /// Of A, B and C.
     alignments: [u32; 3],
 }
 
+/// The error of a function of the library. Where it could not run its kernels, the fault may be of earlier work.
 fn failed(call: &'static str) -> impl Fn(CublasError) -> DriverError {
-    move |error| DriverError::Call { call, why: format!("{:?}", error.0) }
+    move |error| match (format!("{:?}", error.0), error.0) {
+        (why, Status::CUBLAS_STATUS_EXECUTION_FAILED | Status::CUBLAS_STATUS_INTERNAL_ERROR) => {
+            DriverError::Found { at: call.to_owned(), why }
+        }
+        (why, _) => DriverError::Call { call, why },
+    }
 }
 
 impl Library {
@@ -57,16 +63,9 @@ impl Library {
         Ok(Self { handle, workspaces: HashMap::new(), algorithms: HashMap::new() })
     }
 
-    /// Queues a product whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
+    /// Queues a product that was [checked](Product::check), whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
         let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
-        let refused = |why: &str| Err(DriverError::Call { call: "cublasLtMatmul", why: why.to_owned() });
-        if a.bf16 != b.bf16 {
-            return refused("operands of f32 and of bf16 in one product");
-        }
-        if rounded && !a.bf16 {
-            return refused("a result of bf16 from operands of f32");
-        }
         // The library's matrices lie column by column, so that a matrix of ours is the transpose of its: it computes
         // Cᵀ = op(B)ᵀ · op(A)ᵀ, and the operands change places.
         let type_of = |bf16| if bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
@@ -77,9 +76,8 @@ impl Library {
         let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
         let out = Layout::new(type_of(rounded), m, n)?;
         let description = Description::new([b.transposed, a.transposed], bias)?;
-        // The epilogue reads the bias as it writes the result.
-        let written = bias.map_or(alignment(c), |bias| alignment(bias).min(alignment(c)));
-        let alignments = [alignment(a.at), alignment(b.at), written];
+        // There is none for the bias, which the epilogue reads by 16 bytes: Product::check.
+        let alignments = [a.at, b.at, c].map(alignment);
         let (transposed, epilogue) = ([a.transposed, b.transposed], bias.is_some());
         let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, rounded, epilogue, alignments };
         let algorithm = match self.algorithms.get(&shape) {

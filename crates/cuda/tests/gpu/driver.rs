@@ -1,9 +1,11 @@
 //! What the driver promises, call by call.
 
 use crate::gpu;
-use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Place, Product, Stream, Work};
-use meshwork_kernels::kernel;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Event, Operand, Product, Stream, Work};
+use meshwork_cuda::replay::Replaying;
+use meshwork_kernels::{Launch, kernel};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::thread;
 
 fn write(driver: &dyn Driver, stream: Stream, values: &[f32]) -> Address {
@@ -38,22 +40,16 @@ fn copies_from_the_host_keep_the_bytes_of_the_call() {
 }
 
 #[test]
-fn rows_are_copied_whatever_their_distance() {
+fn bytes_are_copied_and_zeroed_within_a_device() {
     let Some(driver) = gpu() else { return };
     let stream = driver.stream().unwrap();
     let (x, y) = (write(&driver, stream, &numbers(12)), write(&driver, stream, &[0.0; 12]));
-    let place = |at: Address, pitch| Place { at, pitch };
-    // Rows of two of four; then without gaps; then one row three times.
-    driver.copy(stream, place(x.offset(4), 16), place(y, 8), 8, 3).unwrap();
-    assert_eq!(read(&driver, stream, y, 6), [1.0, 2.0, 5.0, 6.0, 9.0, 10.0]);
-    driver.copy(stream, place(x, 8), place(y.offset(8), 8), 8, 2).unwrap();
-    assert_eq!(read(&driver, stream, y, 6), [1.0, 2.0, 0.0, 1.0, 2.0, 3.0]);
-    driver.copy(stream, place(x.offset(28), 0), place(y, 4), 4, 3).unwrap();
-    assert_eq!(read(&driver, stream, y, 4), [7.0, 7.0, 7.0, 1.0]);
-    driver.copy(stream, place(x, 8), place(y, 8), 0, 3).unwrap();
+    driver.copy(stream, x.offset(4), y, 12).unwrap();
+    driver.copy(stream, x, y.offset(8), 0).unwrap();
+    assert_eq!(read(&driver, stream, y, 4), [1.0, 2.0, 3.0, 0.0]);
     driver.zero(stream, y, 8).unwrap();
-    driver.zero(stream, y, 0).unwrap();
-    assert_eq!(read(&driver, stream, y, 3), [0.0, 0.0, 7.0]);
+    driver.zero(stream, y.offset(8), 0).unwrap();
+    assert_eq!(read(&driver, stream, y, 3), [0.0, 0.0, 3.0]);
     [x, y].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
@@ -93,7 +89,7 @@ fn kernels_get_their_arguments() {
 }
 
 /// All ways to store the operands, of f32 and of bf16, with a bias and without, results of f32 and of bf16, at addresses that are aligned to no more than
-/// their elements.
+/// their elements, but for the bias.
 #[test]
 fn products_are_those_of_row_major_matrices() {
     let Some(driver) = gpu() else { return };
@@ -112,13 +108,14 @@ fn products_are_those_of_row_major_matrices() {
             false => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         }
     };
-    // The numbers of a matrix behind one that is not of it.
-    let stored = |values: &[f32], bf16: bool| {
-        let (first, bytes) = (if bf16 { 2 } else { 4 }, bytes_of(values, bf16));
+    // The numbers of a matrix behind one that is not of it, or those of a bias behind 16 bytes.
+    let stored_behind = |first: usize, values: &[f32], bf16: bool| {
+        let bytes = bytes_of(values, bf16);
         let at = driver.alloc(first + bytes.len()).unwrap();
         driver.write(stream, at.offset(first), &bytes).unwrap();
         (at, at.offset(first))
     };
+    let stored = |values: &[f32], bf16: bool| stored_behind(if bf16 { 2 } else { 4 }, values, bf16);
     let ways = [[false; 3], [false, true, false], [true, false, false], [false, false, true], [true, false, true]];
     let ways = ways.map(|[bf16, accumulate, biased]| (bf16, false, accumulate, biased));
     let rounded = [(true, true, false, false), (true, true, true, false), (true, true, false, true)];
@@ -129,11 +126,17 @@ fn products_are_those_of_row_major_matrices() {
                 (whole, Operand { at, transposed: turn, bf16 })
             };
             let (a, b) = (store(&a, transposed[0], [m, k]), store(&b, transposed[1], [k, n]));
-            let ((c, at), bias) = (stored(&vec![0.5; m * n], rounded), stored(&added, rounded));
+            let ((c, at), bias) = (stored(&vec![0.5; m * n], rounded), stored_behind(16, &added, rounded));
             let bias_at = biased.then_some(bias.1);
             let operands = [a.1, b.1];
             let product = Product { mnk: [m, n, k], operands, c: at, rounded, accumulate, bias: bias_at };
             driver.product(stream, product).unwrap();
+            if let Some(bias) = bias_at {
+                // An epilogue faults there, whatever alignment it was told of the result.
+                let (bias, name) = (bias.offset(if rounded { 2 } else { 8 }), "bias");
+                let refused = driver.product(stream, Product { bias: Some(bias), ..product }).unwrap_err();
+                assert_eq!(refused, DriverError::Misaligned { call: "product", name, at: bias.0, multiple: 16 });
+            }
             let result = || {
                 let mut bytes = vec![0; m * n * if rounded { 2 } else { 4 }];
                 driver.read(stream, at, &mut bytes).unwrap();
@@ -191,4 +194,60 @@ fn memory_is_given_back_while_another_thread_captures() {
             freeing.free(at).unwrap();
         }
     });
+}
+
+/// A buffer that is dropped by another rank's thread queues a wait, whatever its owner does with the stream just then. In a stream that is captured the wait was refused,
+/// and so lost, and it ended the capture.
+#[test]
+fn waits_of_other_threads_come_into_no_capture() {
+    let Some(driver) = gpu() else { return };
+    let (stream, other) = (driver.stream().unwrap(), driver.stream().unwrap());
+    let (at, ended, tried) = (write(&driver, stream, &[1.0; 64]), AtomicBool::new(false), AtomicUsize::new(0));
+    let event = driver.record(other).unwrap();
+    let captured = thread::scope(|scope| {
+        let capturing = scope.spawn(|| {
+            let zeros: Vec<Work> = (0..64).map(|_| Work::Zero { at, bytes: 256 }).collect();
+            let mut captured = 0;
+            while !ended.load(Relaxed) {
+                captured += usize::from(driver.capture(stream, &zeros).unwrap().is_some());
+                tried.fetch_add(1, Relaxed);
+            }
+            captured
+        });
+        let mut rounds = 0;
+        while rounds < 1000 || tried.load(Relaxed) < 100 {
+            driver.wait_for(stream, &driver, event).unwrap();
+            driver.wait(stream, event).unwrap();
+            driver.record(stream).unwrap();
+            driver.copy(stream, at, at.offset(128), 64).unwrap();
+            rounds += 1;
+        }
+        ended.store(true, Relaxed);
+        capturing.join().unwrap()
+    });
+    // None at all where the driver makes no graphs.
+    let tried = tried.into_inner();
+    assert!(captured == tried || captured == 0, "{captured} of {tried} captures");
+    assert_eq!(read(&driver, stream, at, 64), [0.0; 64]);
+    driver.free(at).unwrap();
+}
+
+/// Work that was held back for a graph and is refused when it is queued is lost. The error came out of the call that queued it, where a buffer was dropped that nobody
+/// heard, and no later one knew of it.
+#[test]
+fn work_that_was_lost_comes_out_of_every_later_call() {
+    let Some(gpu) = gpu().map(Arc::new) else { return };
+    let driver = Replaying::new(gpu.clone());
+    let stream = driver.stream().unwrap();
+    let x = write(&driver, stream, &[1.0; 4]);
+    let add = kernel("add_assign").unwrap();
+    let launch = add.geometry.launch(4, 0).unwrap();
+    let args = [x.into(), x.into(), 4_usize.into()];
+    driver.launch(stream, add, Launch { shared: u32::MAX, ..launch }, &args).unwrap();
+    let lost = driver.record(stream).unwrap_err();
+    assert!(lost.to_string().starts_with("kernel add_assign: cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"), "{lost}");
+    assert_eq!(driver.record(stream).unwrap_err(), lost);
+    assert_eq!(driver.launch(stream, add, launch, &args).unwrap_err(), lost);
+    assert_eq!(driver.read(stream, x, &mut [0; 16]).unwrap_err(), lost);
+    gpu.free(x).unwrap();
 }

@@ -4,13 +4,18 @@
 // - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has the wrong bytes,
 //   and an argument that was not copied during the call is gone.
 // - A handle that is not alive or of another GPU, memory that is freed by a thread whose work is queued, or a call without a current context is an error.
+// - The error of work that failed comes out of whatever call is next, and of every one after it.
+// - A stream that is captured takes work of the thread that captures it alone. A wait for what is not captured, a record, or a wait of the host for such a stream is
+//   refused, and ends the capture; so is memory that is given out or back, unless the capture was begun as one that permits it.
+// - An epilogue's bias that is not at a multiple of 16 bytes is a fault of the product as it runs, and so is a matrix that is aligned to less than was said.
 // - Each GPU has a context. Its work uses the memory of another GPU only once that was enabled, which is refused where STAND_IN_PEERS is 0.
 // - NVRTC "compiles" to a list of the kernels of a source; a launch runs the kernel that g++ compiled for the host.
 // - When the last user of all contexts is gone, everything must have been given back; what was not is written to the report.
 //
 // Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
-// STAND_IN_DEVICES, STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no
-// graph is instantiated).
+// STAND_IN_DEVICES, STAND_IN_CAPABILITY (90: 9.0), STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_NEWEST (the newest
+// architecture that NVRTC knows), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no graph is instantiated), STAND_IN_AHEAD (pieces of work that
+// may be queued before the oldest runs; as many as there are).
 //
 // More than 400 lines: one file is one library under three names.
 #include <array>
@@ -31,7 +36,8 @@
 
 typedef int Result;
 enum : Result { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-                PEER_ACCESS_UNSUPPORTED = 217, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, LAUNCH_FAILED = 719, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_INVALIDATED = 901 };
+                PEER_ACCESS_UNSUPPORTED = 217, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704, MISALIGNED_ADDRESS = 716, LAUNCH_FAILED = 719, STREAM_CAPTURE_UNSUPPORTED = 900, STREAM_CAPTURE_INVALIDATED = 901,
+                STREAM_CAPTURE_ISOLATION = 905, STREAM_CAPTURE_WRONG_THREAD = 908 };
 
 namespace {
 long setting(const char *name, long otherwise) {
@@ -45,7 +51,8 @@ struct Function;
 struct Node { std::function<Result()> run; Function *kernel = nullptr; };
 // What was captured, or what can be launched, made of that. A deque: nodes are known by their addresses.
 struct Graph { std::deque<Node> nodes; Graph *of = nullptr; };
-struct Stream { Context *of; bool captured; std::deque<Node> graph; };
+// Captured: by which thread, whether calls that are not safe meanwhile are permitted (mode 2), and whether one of them ended it.
+struct Stream { Context *of; bool captured = false, relaxed = false, ended = false; std::thread::id by; std::deque<Node> graph; };
 struct Function { std::string name; int arguments; Context *of; unsigned shared; };
 struct Block { char *start; size_t bytes; Context *of; };
 struct Module { std::map<std::string, Function> functions; };
@@ -54,7 +61,7 @@ std::recursive_mutex lock;
 typedef std::lock_guard<std::recursive_mutex> Guard;
 Context contexts[16]; // of GPUs
 std::map<uint64_t, Block> memory; // by address
-std::set<void *> pinned;
+std::map<uint64_t, size_t> pinned; // bytes by address
 std::set<Event *> events;
 std::set<Stream *> streams;
 std::set<Module *> modules;
@@ -103,16 +110,31 @@ Result run(Event *until = nullptr) {
     return fault;
 }
 
+// Refuses what is not permitted while a stream is captured, which ends the capture.
+Result end_capture(Stream *stream, Result why) {
+    stream->ended = true;
+    return why;
+}
+
 template <typename F> Result push(void *stream, F work, Function *kernel = nullptr) {
     if (!current) return INVALID_CONTEXT;
-    if (!streams.count((Stream *)stream) || ((Stream *)stream)->of != current) return INVALID_HANDLE;
+    auto of = (Stream *)stream;
+    if (!streams.count(of) || of->of != current) return INVALID_HANDLE;
     if (fault) return fault;
-    if (((Stream *)stream)->captured) {
-        ((Stream *)stream)->graph.push_back({work, kernel});
+    if (of->captured) {
+        if (of->by != std::this_thread::get_id()) return end_capture(of, STREAM_CAPTURE_WRONG_THREAD); // a GPU makes it a part of the graph
+        if (of->ended) return STREAM_CAPTURE_INVALIDATED;
+        of->graph.push_back({work, kernel});
         return OK;
     }
     queue.push_back({nullptr, work, current, std::this_thread::get_id()});
-    return OK;
+    for (size_t ahead = setting("STAND_IN_AHEAD", 1l << 40); queue.size() > ahead;) {
+        Work first = queue.front();
+        queue.pop_front();
+        if (first.event) first.event->queued = false;
+        else if (Result result = first.run(); result && !fault) fault = result;
+    }
+    return fault;
 }
 
 // What may not be done while a stream is captured: the driver does not look which.
@@ -121,15 +143,28 @@ bool capturing() {
     return false;
 }
 
+// Calls that may wait for the whole device, or free what a graph needs, are refused during a capture that did not permit them.
+Result unsafe_call() {
+    for (auto stream : streams) if (stream->captured && !stream->relaxed) return end_capture(stream, STREAM_CAPTURE_UNSUPPORTED);
+    return OK;
+}
+
 Result copy(void *stream, char *to, const char *from, size_t bytes, uint64_t on_device) {
-    if (!lies(on_device, bytes)) return INVALID_VALUE;
+    if (!bytes || !lies(on_device, bytes)) return INVALID_VALUE;
     return push(stream, [=] { memmove(to, from, bytes); return OK; });
+}
+
+// Whether bytes of the host lie in pinned memory: only from there does a GPU copy beside the host.
+bool is_pinned(const void *at, size_t bytes) {
+    auto next = pinned.upper_bound((uint64_t)at);
+    return next != pinned.begin() && (--next, (uint64_t)at + bytes <= next->first + next->second);
 }
 } // namespace
 
 #define C extern "C" Result
 #define ENTER Guard guard(lock)
-#define CONTEXT ENTER; if (!current) return INVALID_CONTEXT
+#define CONTEXT ENTER; if (!current) return INVALID_CONTEXT; if (fault) return fault
+#define SAFE if (Result refused = unsafe_call()) return refused
 
 C cuDriverGetVersion(int *version) { *version = setting("STAND_IN_VERSION", 13000); return OK; }
 C cuInit(unsigned) { return setting("STAND_IN_DEVICES", 2) ? OK : NO_DEVICE; }
@@ -139,13 +174,15 @@ C cuDeviceGetName(char *name, int length, int) { snprintf(name, length, "stand-i
 C cuDeviceTotalMem_v2(size_t *bytes, int) { *bytes = total(); return OK; }
 C cuDeviceGetAttribute(int *value, int attribute, int) {
     if (attribute != 75 && attribute != 76 && attribute != 97) return INVALID_VALUE;
-    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : setting("STAND_IN_SHARED", 227 << 10); // compute capability 9.0; shared memory of a block
+    long capability = setting("STAND_IN_CAPABILITY", 90);
+    *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : setting("STAND_IN_SHARED", 227 << 10); // of a block
     return OK;
 }
 C cuGetErrorName(Result code, const char **name) {
     static const std::map<Result, const char *> names = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
         {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {400, "CUDA_ERROR_INVALID_HANDLE"},
-        {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {401, "CUDA_ERROR_ILLEGAL_STATE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+        {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {401, "CUDA_ERROR_ILLEGAL_STATE"}, {500, "CUDA_ERROR_NOT_FOUND"}, {716, "CUDA_ERROR_MISALIGNED_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+        {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"}, {905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"}, {908, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"}};
     auto found = names.find(code);
     *name = found == names.end() ? "CUDA_ERROR_UNKNOWN" : found->second;
     return OK;
@@ -187,6 +224,8 @@ C cuCtxSynchronize() { CONTEXT; return capturing() ? STREAM_CAPTURE_UNSUPPORTED 
 C cuMemGetInfo_v2(size_t *free, size_t *all) { CONTEXT; *all = total(); *free = *all - current->held; return OK; }
 C cuMemAlloc_v2(uint64_t *at, size_t bytes) {
     CONTEXT;
+    SAFE;
+    if (!bytes) return INVALID_VALUE;
     if (current->held + bytes > total()) return OUT_OF_MEMORY;
     char *block = (char *)aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!block) return OUT_OF_MEMORY;
@@ -197,6 +236,7 @@ C cuMemAlloc_v2(uint64_t *at, size_t bytes) {
 }
 C cuMemFree_v2(uint64_t at) {
     CONTEXT;
+    SAFE;
     auto found = memory.find(at);
     if (found == memory.end() || found->second.of != current) return INVALID_VALUE;
     // What another thread has queued since this one waited is for another rank: the driver of one lets one thread in at a time.
@@ -206,25 +246,40 @@ C cuMemFree_v2(uint64_t at) {
     memory.erase(found);
     return OK;
 }
-C cuMemHostAlloc(void **at, size_t bytes, unsigned) { CONTEXT; pinned.insert(*at = malloc(bytes)); return OK; }
+C cuMemHostAlloc(void **at, size_t bytes, unsigned) {
+    CONTEXT;
+    SAFE;
+    if (!bytes || !(*at = malloc(bytes))) return bytes ? OUT_OF_MEMORY : INVALID_VALUE;
+    pinned[(uint64_t)*at] = bytes;
+    return OK;
+}
 C cuMemFreeHost(void *at) {
     CONTEXT;
-    if (!pinned.erase(at)) return INVALID_VALUE;
+    SAFE;
+    if (!pinned.erase((uint64_t)at)) return INVALID_VALUE;
     free(at);
     return OK;
 }
 
-C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream{current, false, {}}; streams.insert(made); *stream = made; return OK; }
+C cuStreamCreate(void **stream, unsigned) { CONTEXT; auto made = new Stream(); made->of = current; streams.insert(made); *stream = made; return OK; }
 C cuStreamDestroy_v2(void *stream) {
     CONTEXT;
     if (!streams.erase((Stream *)stream)) return INVALID_HANDLE;
     delete (Stream *)stream;
     return OK;
 }
+C cuStreamSynchronize(void *stream) {
+    CONTEXT;
+    auto of = (Stream *)stream;
+    if (!streams.count(of) || of->of != current) return INVALID_HANDLE;
+    return of->captured ? end_capture(of, STREAM_CAPTURE_UNSUPPORTED) : run();
+}
 C cuStreamWaitEvent(void *stream, void *event, unsigned) {
     CONTEXT;
-    // An event of any GPU; and all work is in order anyway.
-    return streams.count((Stream *)stream) && ((Stream *)stream)->of == current && events.count((Event *)event) ? OK : INVALID_HANDLE;
+    // An event of any GPU; and all work is in order anyway. None is recorded in a stream that is captured.
+    auto of = (Stream *)stream;
+    if (!streams.count(of) || of->of != current || !events.count((Event *)event)) return INVALID_HANDLE;
+    return of->captured ? end_capture(of, STREAM_CAPTURE_ISOLATION) : OK;
 }
 C cuEventCreate(void **event, unsigned) { CONTEXT; auto made = new Event{current, false}; events.insert(made); *event = made; return OK; }
 C cuEventDestroy_v2(void *event) {
@@ -238,7 +293,7 @@ C cuEventRecord(void *event, void *stream) {
     auto at = (Event *)event;
     if (!events.count(at) || !streams.count((Stream *)stream)) return INVALID_HANDLE;
     if (at->of != current || ((Stream *)stream)->of != current) return INVALID_HANDLE;
-    if (((Stream *)stream)->captured) return STREAM_CAPTURE_UNSUPPORTED; // a GPU takes it, and means another thing
+    if (((Stream *)stream)->captured) return end_capture((Stream *)stream, STREAM_CAPTURE_UNSUPPORTED); // a GPU takes it, and means another thing
     for (auto &work : queue) if (work.event == at) work = {nullptr, [] { return OK; }, work.of, work.by}; // recorded anew: the later moment counts
     at->queued = true;
     queue.push_back({at, nullptr, current, std::this_thread::get_id()});
@@ -246,6 +301,7 @@ C cuEventRecord(void *event, void *stream) {
 }
 C cuEventQuery(void *event) {
     CONTEXT;
+    SAFE;
     if (!events.count((Event *)event)) return INVALID_HANDLE;
     return ((Event *)event)->queued ? NOT_READY : fault;
 }
@@ -255,12 +311,12 @@ C cuEventSynchronize(void *event) {
 }
 
 // A graph keeps the calls of a stream between these two, and runs them whenever it is launched.
-C cuStreamBeginCapture_v2(void *stream, unsigned) {
+C cuStreamBeginCapture_v2(void *stream, unsigned mode) {
     CONTEXT;
     auto of = (Stream *)stream;
     if (!streams.count(of)) return INVALID_HANDLE;
     if (of->captured) return ILLEGAL_STATE;
-    of->captured = true;
+    of->captured = true, of->relaxed = mode == 2, of->ended = false, of->by = std::this_thread::get_id();
     return OK;
 }
 C cuStreamEndCapture(void *stream, void **graph) {
@@ -268,6 +324,11 @@ C cuStreamEndCapture(void *stream, void **graph) {
     auto of = (Stream *)stream;
     if (!streams.count(of) || !of->captured) return ILLEGAL_STATE;
     of->captured = false;
+    if (of->ended) {
+        of->graph.clear();
+        report("a capture was ended by a call that is not permitted meanwhile");
+        return STREAM_CAPTURE_INVALIDATED;
+    }
     auto made = new Graph;
     made->nodes.swap(of->graph);
     graphs.insert(made);
@@ -299,11 +360,11 @@ C cuGraphLaunch(void *graph, void *stream) {
 
 C cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
     CONTEXT;
-    return copy(stream, (char *)to, (const char *)from, bytes, to);
+    return is_pinned(from, bytes) ? copy(stream, (char *)to, (const char *)from, bytes, to) : INVALID_VALUE;
 }
 C cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
     CONTEXT;
-    return copy(stream, (char *)to, (const char *)from, bytes, from);
+    return is_pinned(to, bytes) ? copy(stream, (char *)to, (const char *)from, bytes, from) : INVALID_VALUE;
 }
 C cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream) {
     CONTEXT;
@@ -320,25 +381,9 @@ C cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *stream) 
     if (!bytes || !lies(at, bytes)) return INVALID_VALUE;
     return push(stream, [=] { memset((void *)at, value, bytes); return OK; });
 }
-struct Copy2D {
-    size_t from_x, from_y; int from_kind; const void *from_host; uint64_t from; void *from_array; size_t from_pitch;
-    size_t to_x, to_y; int to_kind; void *to_host; uint64_t to; void *to_array; size_t to_pitch;
-    size_t bytes, rows;
-};
-C cuMemcpy2DAsync_v2(const Copy2D *given, void *stream) {
-    CONTEXT;
-    Copy2D c = *given;
-    if (c.from_kind != 2 || c.to_kind != 2 || c.from_pitch < c.bytes || c.to_pitch < c.bytes) return INVALID_VALUE;
-    if (!lies(c.from, (c.rows - 1) * c.from_pitch + c.bytes) || !lies(c.to, (c.rows - 1) * c.to_pitch + c.bytes)) return INVALID_VALUE;
-    return push(stream, [=] {
-        for (size_t row = 0; row < c.rows; row++)
-            memcpy((char *)c.to + row * c.to_pitch, (char *)c.from + row * c.from_pitch, c.bytes);
-        return OK;
-    });
-}
-
 C cuModuleLoadData(void **module, const void *image) {
     CONTEXT;
+    SAFE;
     std::istringstream words((const char *)image);
     std::string name;
     if (!(words >> name) || name != "stand-in") return INVALID_IMAGE;
@@ -405,8 +450,9 @@ static std::function<Result()> kernel(Function *function, std::array<uint32_t, 7
 C cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
                  void **given, void **) {
     CONTEXT;
-    // More than 48 KiB only where the function was told so.
+    // More than 48 KiB only where the function was told so; grids and blocks as large as every GPU has them.
     if (!launcher() || shared > ((Function *)function)->shared) return INVALID_VALUE;
+    if (!gx || !gy || !gz || !bx || !by || !bz || gx > 0x7fffffff || gy > 0xffff || gz > 0xffff || bx > 1024 || by > 1024 || bz > 64 || bx * by * bz > 1024) return INVALID_VALUE;
     if (((Function *)function)->of != current) return INVALID_HANDLE;
     return push(stream, kernel((Function *)function, {gx, gy, gz, bx, by, bz, shared}, given), (Function *)function);
 }
@@ -441,6 +487,14 @@ C cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const NodeParams *to
 // NVRTC. An image is `stand-in`, and the name and number of arguments of each kernel: `KERNEL name(type a, type b) {`.
 
 struct Program { std::string source, name, log, image; };
+
+static std::vector<int> architectures() {
+    std::vector<int> known;
+    for (int of : {75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121}) if (of <= setting("STAND_IN_NEWEST", 121)) known.push_back(of);
+    return known;
+}
+C nvrtcGetNumSupportedArchs(int *count) { *count = architectures().size(); return OK; }
+C nvrtcGetSupportedArchs(int *known) { for (int of : architectures()) *known++ = of; return OK; }
 
 C nvrtcVersion(int *major, int *minor) { *major = setting("STAND_IN_NVRTC", 13), *minor = 0; return OK; }
 C nvrtcCreateProgram(Program **program, const char *source, const char *name, int headers, const char *const *, const char *const *names) {
@@ -522,7 +576,9 @@ C cublasLtMatmulAlgoGetHeuristic(void *, Operation *, Matrix *, Matrix *, Matrix
 C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a, Matrix *a_layout, const void *b, Matrix *b_layout,
                  const float *beta, const void *c, Matrix *c_layout, void *d, Matrix *d_layout, const Algorithm *algorithm, void *workspace,
                  size_t workspace_bytes, void *stream) {
-    CONTEXT;
+    ENTER;
+    if (!current) return 1; // CUBLAS_STATUS_NOT_INITIALIZED
+    if (fault) return 13; // CUBLAS_STATUS_EXECUTION_FAILED: of whatever ran before
     auto [by, and_by] = std::pair(*a_layout, *b_layout);
     Matrix out = *d_layout;
     auto [a_turned, b_turned] = std::pair(operation->transposed[0], operation->transposed[1]);
@@ -532,12 +588,16 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
     uint64_t m = a_turned ? by.columns : by.rows, k = a_turned ? by.rows : by.columns;
     uint64_t n = b_turned ? and_by.rows : and_by.columns, other_k = b_turned ? and_by.columns : and_by.rows;
     const void *places[] = {a, b, c, d};
-    for (int i = 0; i < 4; i++) if ((uint64_t)places[i] % algorithm->aligned[i]) return 13; // CUBLAS_STATUS_EXECUTION_FAILED
+    uint64_t sizes[] = {by.type ? 2u : 4u, and_by.type ? 2u : 4u, out.type ? 2u : 4u, out.type ? 2u : 4u};
+    bool misaligned = bias && (uint64_t)bias % 16; // whatever alignment was said of C and D
+    for (int i = 0; i < 4; i++) misaligned |= (uint64_t)places[i] % algorithm->aligned[i] || (uint64_t)places[i] % sizes[i];
+    if (by.stride < (int64_t)by.rows || and_by.stride < (int64_t)and_by.rows || out.stride < (int64_t)out.rows) return 7;
     if (k != other_k || out.rows != m || out.columns != n || out.type != c_layout->type || by.type != and_by.type) return 7;
     // Of bf16 (14) is what operands of bf16 give, and no part of its sums.
     if (out.type && (out.type != 14 || by.type != 14 || algorithm->parts != 2)) return 7;
-    if (workspace_bytes < algorithm->workspace || !lies((uint64_t)workspace, workspace_bytes)) return 7;
-    if (bias && (!lies((uint64_t)bias, (out.type ? 2 : 4) * out.rows) || (uint64_t)bias % algorithm->aligned[3])) return 7;
+    if (workspace_bytes < algorithm->workspace || (uint64_t)workspace % 256 || !lies((uint64_t)workspace, workspace_bytes)) return 7;
+    if (bias && !lies((uint64_t)bias, (out.type ? 2 : 4) * out.rows)) return 7;
+    if (misaligned) return push(stream, [] { return MISALIGNED_ADDRESS; }) ? 13 : OK; // as a GPU finds it: when it runs
     auto bytes = [](Matrix of) { return ((of.columns - 1) * of.stride + of.rows) * (of.type == 14 ? 2 : 4); };
     if (!lies((uint64_t)a, bytes(by)) || !lies((uint64_t)b, bytes(and_by)) || !lies((uint64_t)d, bytes(out))) return 7;
     auto element = [](const void *at, Matrix of, uint64_t row, uint64_t column) -> double {
@@ -548,7 +608,7 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
         memcpy(&value, &wide, 4);
         return value;
     };
-    return push(stream, [=, by = by, and_by = and_by, a_turned = a_turned, b_turned = b_turned] {
+    Result queued = push(stream, [=, by = by, and_by = and_by, a_turned = a_turned, b_turned = b_turned] {
         for (uint64_t j = 0; j < n; j++)
             for (uint64_t i = 0; i < m; i++) {
                 double sum = 0;
@@ -565,4 +625,5 @@ C cublasLtMatmul(void *, Operation *operation, const float *alpha, const void *a
             }
         return OK;
     });
+    return queued ? 13 : OK;
 }

@@ -2,9 +2,10 @@
 
 use meshwork_core::DType;
 use meshwork_cuda::device::Products;
-use meshwork_cuda::{CudaDevice, Gpu};
-use meshwork_kernels::SOURCES;
+use meshwork_cuda::driver::{Argument, DriverError};
+use meshwork_cuda::{CudaDevice, Driver, Gpu};
 use meshwork_kernels::host::{Host, HostError};
+use meshwork_kernels::{SOURCES, kernel};
 use meshwork_tensor::Device;
 use meshwork_tensor::kernel::Gemm;
 use std::collections::BTreeSet;
@@ -77,6 +78,42 @@ impl StandIn {
         let line = told.lines().find_map(|line| line.split_once("refused: "));
         line.unwrap_or_else(|| panic!("nothing was refused: {told}")).1.to_owned()
     }
+}
+
+/// For [`StandIn::refusal_of`]: a kernel that fails, because it reads the memory of a GPU that was not opened to it, and a sound one behind it; the first error of the two.
+#[test]
+fn fails_in_a_kernel() {
+    let Some((gpu, other)) = crate::gpu().zip(crate::gpu_in_turn(1)) else { return };
+    let (stream, far, near) = (gpu.stream().unwrap(), other.alloc(256).unwrap(), gpu.alloc(256).unwrap());
+    let launch = |name, args: &[Argument]| {
+        let kernel = kernel(name).unwrap();
+        gpu.launch(stream, kernel, kernel.geometry.launch(4, 0).unwrap(), args)
+    };
+    let failing = launch("add_assign", &[near.into(), far.into(), 4_usize.into()]);
+    let sound = || launch("exp_forward", &[near.into(), near.into(), 4_usize.into()]);
+    let error = failing.and_then(|()| sound()).unwrap_err();
+    eprintln!("refused: {error}");
+    let later = [sound().unwrap_err(), gpu.record(stream).unwrap_err(), gpu.alloc(16).unwrap_err()];
+    assert!(later.iter().all(|error| matches!(error, DriverError::Found { .. })), "it stays: {later:?}");
+}
+
+/// An error that a launch returns may be of an earlier kernel: it names the launch as the place where it was found. A GPU that waits after each call names whose it is.
+#[test]
+fn the_kernel_that_failed_is_named_and_no_other() {
+    let Some(stand_in) = StandIn::new(&ALL) else { return };
+    let test = "stand_in::fails_in_a_kernel";
+    let why = "CUDA_ERROR_ILLEGAL_ADDRESS (says the stand-in)";
+    assert_eq!(
+        stand_in.refusal_of(test, &[("STAND_IN_AHEAD", "1")]),
+        format!(
+            "found at the launch of exp_forward: cuLaunchKernel: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
+        )
+    );
+    let blocking = ("MESHWORK_LAUNCH_BLOCKING", "1");
+    assert_eq!(stand_in.refusal_of(test, &[blocking]), format!("kernel add_assign failed: {why}"));
+    // It changes no number, and captures nothing.
+    let (told, passed) = stand_in.run(&["driver::", "ops::products"], &[blocking]);
+    assert!(passed && !told.contains("SKIPPED"), "{told}");
 }
 
 const ALL: [&str; 3] = ["cuda", "nvrtc", "cublasLt"];
@@ -181,10 +218,20 @@ fn what_is_missing_or_too_old_is_named() {
     );
     assert_eq!(all.refusal(&[("STAND_IN_DEVICES", "1")]), "there is no GPU 1: this machine has 1, numbered from 0");
     assert_eq!(all.refusal(&[("STAND_IN_DEVICES", "0")]), "there is no GPU 1: this machine has 0, numbered from 0");
+    let old = "GPU 1 (stand-in) is too old: it has compute capability 7.5, and kernels need 8.0 or newer; use another one with --device cuda:N, or cpu";
+    assert_eq!(all.refusal(&[("STAND_IN_CAPABILITY", "75")]), old);
+    assert_eq!(
+        all.refusal(&[("STAND_IN_CAPABILITY", "121"), ("STAND_IN_NEWEST", "100")]),
+        "NVRTC 13.0 does not compile for GPU 1 (stand-in), of sm_121a: it knows sm_75 to sm_100; install another NVRTC"
+    );
     assert_eq!(
         all.refusal(&[("STAND_IN_REFUSES", "gelu.cu")]),
         "gelu.cu does not compile: NVRTC_ERROR_COMPILATION / gelu.cu(1): error: the stand-in refuses it"
     );
+    for capability in ["80", "89", "90", "121"] {
+        let (told, passed) = all.run(&["--exact", "stand_in::opens_gpu_1"], &[("STAND_IN_CAPABILITY", capability)]);
+        assert!(passed && told.contains("opened"), "{told}");
+    }
     let full = all.refusal_of("stand_in::multiplies", &[("STAND_IN_MEMORY", "1000000")]);
     assert!(
         full.starts_with("32.0 MiB of other more: device cuda: the device has no memory for 33554432 bytes more: "),

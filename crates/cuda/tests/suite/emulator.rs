@@ -1,13 +1,14 @@
 //! The emulator keeps what the seam promises, and no more than that.
 
 use crate::{emulator, machine};
+use meshwork_core::comm::device::Moment;
 use meshwork_core::profile::Recorder;
 use meshwork_core::{Buffer, DType};
 use meshwork_cuda::device::Products;
-use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Place, Product, Reach, Remote, Stream};
+use meshwork_cuda::driver::{Address, Argument, Driver, DriverError, Operand, Product, Reach, Remote, Stream};
 use meshwork_cuda::tuning::Tuning;
 use meshwork_cuda::{CudaDevice, Emulator, Order};
-use meshwork_kernels::kernel;
+use meshwork_kernels::{Launch, kernel};
 use meshwork_tensor::Device;
 use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedGemm, GroupedGrad};
@@ -205,15 +206,14 @@ fn memory_of_another_device_has_to_be_opened() {
 }
 
 #[test]
-fn rows_are_copied_and_products_computed() {
+fn bytes_are_copied_and_products_computed() {
     let Some(driver) = emulator(Order::Seeded(3)) else { return };
     let stream = driver.stream().unwrap();
     // [2, 3] and its transpose, whose product with itself is [2, 2].
     let x = write(&driver, stream, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let transposed = write(&driver, stream, &[0.0; 6]);
-    for column in 0..3 {
-        let from = Place { at: x.offset(4 * column), pitch: 12 };
-        driver.copy(stream, from, Place { at: transposed.offset(8 * column), pitch: 4 }, 4, 2).unwrap();
+    for at in 0..6 {
+        driver.copy(stream, x.offset(4 * at), transposed.offset(4 * (at % 3 * 2 + at / 3)), 4).unwrap();
     }
     assert_eq!(read(&driver, stream, transposed, 6), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     let c = write(&driver, stream, &[1.0; 4]);
@@ -234,6 +234,76 @@ fn rows_are_copied_and_products_computed() {
         .product(stream, Product { mnk: [2, 2, 3], operands, c, rounded: false, accumulate: false, bias: Some(bias) })
         .unwrap();
     assert_eq!(read(&driver, stream, c, 4), [14.5, 31.0, 32.5, 76.0]);
+}
+
+/// What a GPU faults at is refused when it is queued: addresses that are no multiples of what work reads at once, and rows of tensor cores that are no multiples of eight.
+#[test]
+fn addresses_between_multiples_are_refused() {
+    let Some(driver) = emulator(Order::AsQueued) else { return };
+    let stream = driver.stream().unwrap();
+    let x = write(&driver, stream, &[1.0; 256]);
+    let misaligned =
+        |call, name, at: Address, multiple| Err(DriverError::Misaligned { call, name, at: at.0, multiple });
+    let operand = |at, bf16| Operand { at, transposed: false, bf16 };
+    let operands = [operand(x, false), operand(x.offset(64), false)];
+    let product = Product { mnk: [4; 3], operands, c: x.offset(512), rounded: false, accumulate: false, bias: Some(x) };
+    driver.product(stream, product).unwrap();
+    for off in [4, 8, 12] {
+        let at = x.offset(off);
+        assert_eq!(
+            driver.product(stream, Product { bias: Some(at), ..product }),
+            misaligned("product", "bias", at, 16)
+        );
+    }
+    let (at, a) = (x.offset(2), operand(x.offset(2), false));
+    assert_eq!(
+        driver.product(stream, Product { operands: [a, operands[1]], ..product }),
+        misaligned("product", "a", at, 4)
+    );
+    assert_eq!(add_assign(&driver, stream, at, x, 4), misaligned("add_assign", "a", at, 4));
+    let dots = kernel("flash_dots").unwrap();
+    let launch = |from: Address, head_dim: usize| {
+        let args = [
+            from.into(),
+            x.into(),
+            x.offset(512).into(),
+            1_usize.into(),
+            1_usize.into(),
+            1_usize.into(),
+            head_dim.into(),
+        ];
+        driver.launch(stream, dots, dots.geometry.launch(1, 0).unwrap(), &args)
+    };
+    launch(x.offset(16), 8).unwrap();
+    assert_eq!(launch(x.offset(8), 8), misaligned("flash_dots", "dout", x.offset(8), 16));
+    let (add, args) = (kernel("add_assign").unwrap(), [x.into(), x.into(), 4_usize.into()]);
+    let fits = add.geometry.launch(4, 0).unwrap();
+    for wrong in [
+        Launch { grid: [0, 1, 1], ..fits },
+        Launch { grid: [1, 1 << 16, 1], ..fits },
+        Launch { block: [1025, 1, 1], ..fits },
+        Launch { shared: 1 << 20, ..fits },
+    ] {
+        let refused = driver.launch(stream, add, wrong, &args).unwrap_err();
+        assert!(matches!(refused, DriverError::Kernel { kernel: "add_assign", .. }), "{wrong:?}: {refused}");
+    }
+    let odd = launch(x, 12).unwrap_err().to_string();
+    assert_eq!(odd, "kernel flash_dots: argument 6 (head_dim) is 12, and a multiple of 8 was expected");
+}
+
+/// Without its wait a rank would compute on what is not there yet. The wait is queued where a buffer is dropped, too, and nobody hears its error there.
+#[test]
+fn a_wait_that_was_refused_comes_out_of_every_later_use() {
+    let (Some(one), Some(other)) = (emulator(Order::Seeded(1)), emulator(Order::Seeded(2))) else { return };
+    let [device, stranger] = [one, other].map(|driver| CudaDevice::new(driver, Products::OfTheCpu).unwrap());
+    let [x, far] = [&device, &stranger].map(|device| device.upload(&Buffer::from_slice(&[1.0_f32; 4])).unwrap());
+    let [near, far] = [&x, &far].map(|buffer| buffer.memory().on_device().unwrap().carrier);
+    let why = "wait_for: no work of cuda-emulated 0 reaches cuda-emulated 0: they are devices of different machines or drivers";
+    assert_eq!(near.resume(&[Moment { carrier: far, number: 0 }]).unwrap_err(), why);
+    assert_eq!(near.moment().unwrap_err(), why);
+    let add = device.pointwise().unwrap().add(&x, &x).unwrap_err().to_string();
+    let download = device.download(&x).unwrap_err().to_string();
+    assert!(add.contains(why) && download.contains(why), "{add}; {download}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use meshwork_core::comm::thread::{self as ranks, Options};
 use meshwork_core::{Buffer, DType, Mesh, Rank};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{
-    Address, Argument, DriverError, Event, Graph, Place, Product, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
 };
 use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_engine::offload::{Folder, Offload};
@@ -158,8 +158,7 @@ impl Driver for Logging {
     }
 
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
-        let [from, to] = [from, to].map(|end| Place { at: end.at, pitch: 0 });
-        self.copy(stream, from, to, bytes, 1)
+        self.copy(stream, from.at, to.at, bytes)
     }
 
     fn finish(&self, event: Event) -> Result<()> {
@@ -184,9 +183,9 @@ impl Driver for Logging {
         self.inner.read(stream, from, into)
     }
 
-    fn copy(&self, stream: Stream, from: Place, to: Place, bytes: usize, rows: usize) -> Result<()> {
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
         self.log().queue(stream, "copy");
-        self.inner.copy(stream, from, to, bytes, rows)
+        self.inner.copy(stream, from, to, bytes)
     }
 
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {

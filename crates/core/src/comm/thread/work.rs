@@ -156,7 +156,7 @@ impl OnDevice {
 
 impl Drop for OnDevice {
     fn drop(&mut self) {
-        _ = self.resume(); // a device that failed says so in the rank's next call
+        _ = self.resume(); // its error stays with the device, and comes out of the rank's next call
     }
 }
 
