@@ -202,17 +202,22 @@ mod cuda {
             let table = Tuning::read(Path::new(path), &architecture).map_err(failed(name))?;
             Ok(Arc::new(device.with_tuning(table)?))
         };
-        let (drivers, as_graphs) = (Drivers::default(), config.cuda.graphs);
+        let (drivers, as_graphs, blocking) = (Drivers::default(), config.cuda.graphs, config.cuda.launch_blocking);
         Ok(Some(match config.device {
             #[cfg(feature = "cuda")]
             Device::Cuda(number) => {
                 let failed = failed(config.device);
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
+                // Rank r is on GPU r: none of them may be one that a rank cannot use.
+                let ranks = if number.is_some() { 0 } else { config.parallelism.world_size().unwrap_or(1).min(count) };
+                for number in 1..ranks {
+                    meshwork_cuda::gpu::check(number, products).map_err(&failed)?;
+                }
                 Arc::new(move |rank| {
                     let number = number.unwrap_or(rank % count.max(1));
                     device(drivers.get(number, || {
                         let gpu = meshwork_cuda::Gpu::open(number, &meshwork_cuda::cache::folder(), products);
-                        Ok(graphs(as_graphs, gpu.map_err(&failed)?))
+                        Ok(graphs(as_graphs, gpu.map_err(&failed)?.blocking(blocking)))
                     })?)
                 })
             }
@@ -220,7 +225,7 @@ mod cuda {
             Device::CudaEmulated { seed, devices } => {
                 let kernels = meshwork_cuda::emulator::Host::new(&meshwork_cuda::cache::folder());
                 let kernels = Arc::new(kernels.map_err(failed(config.device))?);
-                let order = meshwork_cuda::Order::Seeded(seed);
+                let order = if blocking { meshwork_cuda::Order::AsQueued } else { meshwork_cuda::Order::Seeded(seed) };
                 let machine = meshwork_cuda::Emulator::machine(kernels, EMULATED_MEMORY, order, devices, |_, _| true);
                 Arc::new(move |rank| {
                     let number = rank % devices;

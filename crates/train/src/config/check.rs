@@ -137,10 +137,14 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {
         fail(Fault::new("checkpoint.resume", true, "there is no folder to resume from", "set checkpoint.dir"));
     }
-    let key = "cuda.graphs";
-    if settings.sound(&[key]) && config.cuda.graphs && config.device == Device::Cpu {
-        let problem = "--device cpu has no graphs: its kernels are done when they return";
-        fail(Fault::new(key, true, problem, "use --device cuda or cuda-emulated, or false"));
+    for (key, on, what) in [
+        ("cuda.graphs", config.cuda.graphs, "has no graphs"),
+        ("cuda.launch_blocking", config.cuda.launch_blocking, "waits for each kernel anyway"),
+    ] {
+        if settings.sound(&[key]) && on && config.device == Device::Cpu {
+            let problem = format!("--device cpu {what}: its kernels are done when they return");
+            fail(Fault::new(key, true, problem, "use --device cuda or cuda-emulated, or false"));
+        }
     }
     if let (Some(table), Device::Cpu | Device::Card(_)) = (&config.cuda.tuning, config.device) {
         let problem = format!("--device {} runs no kernels of CUDA", config.device);

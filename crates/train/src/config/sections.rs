@@ -389,6 +389,9 @@ sections! {
     [cuda] Cuda {
         /// Whether work that comes again in each step is captured as CUDA graphs, each queued by one launch. It changes no number.
         graphs: bool = OFF, Switch, Speed;
+        /// Whether the host waits after each kernel and copy, so that an error names the one that failed, and not the call at which it came out. Slow, and
+        /// without graphs.
+        launch_blocking: bool = OFF, Switch, Speed;
         /// A table of the forms of kernels to run, as scripts/gpu-check.sh tune writes it; unset: the one that is compiled in.
         tuning: Option<String> = Unset, Text, Rounding;
     }

@@ -771,7 +771,7 @@ impl Frame {
             "compress.rounding" => one_of(rng, &["nearest", "stochastic"]),
             "compress.start_step" => one_of(rng, &["1", "2", "9"]),
             "cuda.tuning" => rarely(rng, 100).then(|| path("tuning.toml")), // refused on the CPU
-            "cuda.graphs" => match rng.below(100) {
+            "cuda.graphs" | "cuda.launch_blocking" => match rng.below(100) {
                 0 => some(&"true"), // refused on the CPU
                 1..10 => some(&"false"),
                 _ => None,

@@ -30,6 +30,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     rule(resumes && case.get("checkpoint.dir").is_none(), "no folder to resume from");
     rule(case.get("checkpoint.permit") == Some("weights"), "no such difference can be permitted");
     rule(case.get("cuda.graphs") == Some("true"), "the CPU has no graphs");
+    rule(case.get("cuda.launch_blocking") == Some("true"), "the CPU waits for each kernel anyway");
     rule(case.get("cuda.tuning").is_some(), "the CPU has no kernels of CUDA");
     let warmup: u64 = case.read("lr_scheduler.warmup_steps").unwrap_or(0);
     let decays = case.get("lr_scheduler.decay").is_some_and(|decay| decay != "none");
