@@ -6,17 +6,19 @@
     scripts/gpu-check.sh --list
     scripts/gpu-check.sh --device cuda-emulated --quick    # whether the check itself works: on the emulator, tiny
 
-Each part ends within 9 minutes and is PASS, FAIL or SKIPPED, with the reason. The report, DATE-GPU.json and .md, is written after every part; parts
+Each part is a process of its own, ends within 9 minutes and is PASS, FAIL or SKIPPED, with the reason; one that crashes leaves the others their results. The report, DATE-GPU.json and .md, is written after every part; parts
 of an earlier call of the same day stay until they are run again. PyTorch is that of --python; without it the peers' rows say so. Needs Python 3.9.
 The exit code is 1 if a part fails.
 """
 
 import argparse
 import datetime
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,9 @@ from session import Failed, Session, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540
+GRACE_S = 30  # for a part to end its programs when its time is over
+# The part knows all that was found out before it.
+FORKS = multiprocessing.get_context("fork")
 PARTS = {
     "machine": correct.machine,
     "operations": correct.operations,
@@ -70,6 +75,32 @@ def run(name, session):
     return part | {"commands": session.commands, "seconds": round(time.monotonic() - begun, 1)}
 
 
+def apart(name, session):
+    """The result of a part that runs in a process of its own. A fault of a GPU stays with the process, and a crash is the part's own."""
+    ours, theirs = FORKS.Pipe(duplex=False)
+    session.start_part()
+    child = FORKS.Process(target=lambda: theirs.send((run(name, session), session.known())))
+    begun = time.monotonic()
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(session.limit + GRACE_S):
+            raise TimeoutError
+        part, known = ours.recv()
+        session.know(known)
+        return part
+    except (EOFError, TimeoutError) as error:
+        child.kill() if isinstance(error, TimeoutError) else child.join()
+        child.join()
+        ended = signal.Signals(-child.exitcode).name if (child.exitcode or 0) < 0 else f"exit code {child.exitcode}"
+        why = f"{name} did not end in time" if isinstance(error, TimeoutError) else f"{name} crashed: {ended}"
+        part = {"about": PARTS[name].__doc__, "tables": {}, "text": [], "commands": [], "facts": {}, "state": "FAIL", "why": why}
+        return part | {"seconds": round(time.monotonic() - begun, 1)}
+    finally:
+        child.join()
+        session.end_all()
+
+
 def chosen(words):
     """The parts that begin with one of the words, in their order; all without a word."""
     unknown = [word for word in words if not any(name.startswith(word) for name in PARTS)]
@@ -107,8 +138,7 @@ def main():
     python = shutil.which(args.python) or args.python
     session = Session(ROOT, args.programs.resolve(), folder, args.device, args.quick, python, args.limit)
     try:
-        session.start_part()
-        machine = run("machine", session)
+        machine = apart("machine", session)
         facts = machine["facts"]
         slug = re.sub(r"[^a-z0-9]+", "-", facts.get("gpu", args.device).lower()).strip("-")
         path = args.out / f"{datetime.date.today()}-{slug}{'-quick' if args.quick else ''}"
@@ -118,7 +148,7 @@ def main():
         states = []
         for name in names:
             say(f"{name}: {PARTS[name].__doc__}")
-            part = results["parts"][name] = machine if name == "machine" else run(name, session)
+            part = results["parts"][name] = machine if name == "machine" else apart(name, session)
             for file, text in part.pop("files", {}).items():
                 path.with_name(f"{path.name}-{file}").write_text(text, encoding="utf-8")
             # In the order of the parts, whatever was run before.

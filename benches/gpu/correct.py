@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 from session import TINY, Failed, Late, Skipped
 
@@ -47,21 +49,47 @@ def machine(session):
 
 
 def tests(session, words):
-    """Runs tests of the program `gpu`, each by itself in the report."""
+    """Runs tests of the program `gpu`, each in a process of its own: a fault of a GPU stays with the process, and the tests behind it would fail too."""
     environment = {"STAND_IN_CACHE": str(session.folder / "cubins")} | stand_in(session)
-    told = session.run([session.program("gpu"), *words, "--skip", "stand_in::", "--nocapture", "--test-threads", "2"], environment)
-    if "SKIPPED: " in told.errors + told.text:
-        raise Skipped((told.errors + told.text).partition("SKIPPED: ")[2].splitlines()[0])
-    rows = []
-    for line in told.lines:
-        if found := re.match(r"(?:test )?(.*?)(?: \.\.\. |: )?(ok|FAILED)$", line):
-            name = found[1].removeprefix("test ")
-            rows.append({"what": name or "a test", "state": "PASS" if found[2] == "ok" else "FAIL"})
-    if told.code or "test result: ok" not in told.text:
-        panics = [line for line in (told.errors + told.text).splitlines() if "panicked at" in line]
-        rows.append({"what": "the program", "state": "FAIL", "why": f"exit code {told.code}; {'; '.join(panics)[:500]}"})
-    summary = next((line for line in told.lines if line.startswith("test result: ")), "")
-    return {"tables": {"tests": rows}, "text": [summary]}
+    program = session.program("gpu")
+    listed = session.run([program, *words, "--skip", "stand_in::", "--list"], environment)
+    names = [line.removesuffix(": test") for line in listed.lines if line.endswith(": test")]
+    if not names:
+        raise Failed(f"{program.name} lists no tests: {listed.reason()}")
+    with ThreadPoolExecutor(2 if session.emulated else 1) as pool:
+        rows = list(pool.map(lambda name: test(session, program, name, environment), names))
+    if skipped := next((row["why"] for row in rows if row["state"] == "SKIPPED"), None):
+        raise Skipped(skipped)
+    return {"tables": {"tests": rows}, "text": [f"{sum(row['state'] == 'PASS' for row in rows)} of {len(rows)} tests passed"]}
+
+
+def test(session, program, name, environment):
+    """The row of a test. One that fails runs once more and waits after each call, which names the kernel that failed."""
+    row = {"what": name, "state": "FAIL"}
+    words = [program, "--exact", name, "--nocapture", "--test-threads", "1"]
+    try:
+        told = session.run(words, environment, limit=session.limit / 3)
+        if "SKIPPED: " in told.errors + told.text:
+            return row | {"state": "SKIPPED", "why": (told.errors + told.text).partition("SKIPPED: ")[2].splitlines()[0]}
+        if told.code == 0 and "test result: ok. 1 passed" in told.text:
+            return row | {"state": "PASS"}
+        row["why"] = why_of(told)
+        row["waiting after each call"] = why_of(session.run(words, environment | {"MESHWORK_LAUNCH_BLOCKING": "1"}, limit=session.limit / 3))
+        row["why"] += f"; waiting after each call: {row['waiting after each call']}"
+    except Late as late:
+        row["why"] = f"{row['why']}; {late}" if "why" in row else str(late)
+    return row
+
+
+def why_of(told):
+    """Why a test failed: what it panicked with, or how its process ended."""
+    if told.code == 0:
+        return "it passes"
+    lines = (told.errors + told.text).splitlines()
+    # The message is on the line behind the place.
+    panics = [" ".join([line.strip(), *lines[at + 1 : at + 2]]) for at, line in enumerate(lines) if "panicked at" in line]
+    ended = f"signal {signal.Signals(-told.code).name}" if told.code < 0 else f"exit code {told.code}"
+    return "; ".join([ended, *panics])[:500]
 
 
 def stand_in(session):

@@ -92,6 +92,19 @@ class Session:
     def start_part(self):
         self.deadline, self.commands = time.monotonic() + self.limit, []
 
+    def known(self):
+        """What a part found out that others need not find out again."""
+        return self._there, self._libraries
+
+    def know(self, known):
+        self._there, self._libraries = known
+
+    def end_all(self):
+        """Ends the programs that a part left behind."""
+        for running in self.folder.glob("running-*"):
+            end_group(int(running.name.removeprefix("running-")))
+            running.unlink()
+
     def left(self):
         return max(self.deadline - time.monotonic(), 0.1)
 
@@ -120,6 +133,8 @@ class Session:
                 late.set()
                 kill(child)
 
+            running = self.folder / f"running-{child.pid}"
+            running.touch()
             timer = threading.Timer(seconds, end)
             timer.start()
             try:
@@ -134,6 +149,7 @@ class Session:
                 kill(child)
                 child.stdout.close()
                 child.wait()
+                running.unlink(missing_ok=True)
             errors.seek(0)
             output.errors = errors.read()
         output.seconds = time.monotonic() - begun
@@ -193,7 +209,11 @@ def shown_word(word, session):
 
 def kill(child):
     """Ends a program and the processes that it started."""
+    end_group(child.pid)
+
+
+def end_group(leader):
     try:
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:
         pass

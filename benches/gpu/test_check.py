@@ -1,8 +1,12 @@
 """What a check says of programs that fail, hang, or are not there: python3 -m unittest discover -s benches/gpu"""
 
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 import unittest
 from unittest import mock
 from pathlib import Path
@@ -33,6 +37,11 @@ class Checks(unittest.TestCase):
         path.write_text(f"#!/bin/sh\ntrap '' INT\n{text}")
         path.chmod(0o755)
 
+    def listing(self, text, *names):
+        """A program that lists tests, and runs each by this."""
+        listed = "".join(f"echo '{name}: test'; " for name in names or ["ops::norms"])
+        self.programs("gpu", f'case "$*" in *--list*) {listed} exit 0;; esac\n{text}')
+
     def session(self, device="cuda", limit=20.0):
         return Session(check.ROOT, self.path, self.path, device, True, sys.executable, limit)
 
@@ -57,12 +66,51 @@ class Checks(unittest.TestCase):
         self.assertIn("operation #7", part["why"])
 
     def test_a_test_that_fails_fails(self):
-        self.programs("gpu", "echo 'test ops::norms ... FAILED'; echo 'test result: FAILED. 1 failed'; exit 101")
+        self.listing("echo 'test ops::norms ... FAILED'; echo 'test result: FAILED. 1 failed'; exit 101")
         part = self.part("operations", device="cuda")
         self.assertEqual(part["state"], "FAIL")
 
+    def test_tests_run_apart_and_one_that_fails_says_whose_the_fault_is(self):
+        self.listing(
+            """case "$MESHWORK_LAUNCH_BLOCKING $*" in
+            1*ops::norms*) echo "thread 'ops::norms' panicked at ops.rs:1:" >&2; echo 'kernel layer_norm failed' >&2; exit 101;;
+            *ops::norms*) echo "thread 'ops::norms' panicked at ops.rs:1:" >&2; echo 'found at cuEventRecord' >&2; exit 101;;
+            *ops::crash*) kill -SEGV $$;;
+            *) echo 'test result: ok. 1 passed';;
+            esac""",
+            "ops::norms",
+            "ops::crash",
+            "ops::sums",
+        )
+        part = self.part("operations")
+        states = {row["what"]: row["state"] for row in part["tables"]["tests"]}
+        self.assertEqual(states, {"ops::norms": "FAIL", "ops::crash": "FAIL", "ops::sums": "PASS"})
+        self.assertIn("found at cuEventRecord; waiting after each call: exit code 101; thread 'ops::norms' panicked at ops.rs:1: kernel layer_norm failed", part["why"])
+        self.assertIn("ops::crash: signal SIGSEGV", part["why"])
+
+    def test_a_part_that_crashes_names_itself_and_leaves_the_others_their_results(self):
+        def crash(session):
+            """Crashes while a program runs."""
+            threading.Thread(target=lambda: session.run([session.program("gpt_train")]), daemon=True).start()
+            while not list(session.folder.glob("running-*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+        def fine(session):
+            """Is fine."""
+            session._there = "not there"
+            return {"text": ["fine"]}
+
+        self.programs("gpt_train", f"sleep 60 & echo $! > {self.path}/pid; wait")
+        session = self.session()
+        with mock.patch.dict(check.PARTS, {"steps": crash, "canonical": fine}):
+            crashed, after = check.apart("steps", session), check.apart("canonical", session)
+        self.assertEqual((crashed["state"], crashed["why"]), ("FAIL", "steps crashed: SIGSEGV"))
+        self.assertEqual((after["state"], after["text"], session._there), ("PASS", ["fine"], "not there"))
+        self.assertEqual(list(self.path.glob("running-*")), [], "no program is left")
+
     def test_tests_that_find_no_gpu_are_skipped(self):
-        self.programs("gpu", "echo 'SKIPPED: there is no GPU 0' >&2; echo 'test result: ok. 3 passed'")
+        self.listing("echo 'SKIPPED: there is no GPU 0' >&2; echo 'test result: ok. 1 passed'")
         part = self.part("steps")
         self.assertEqual((part["state"], part["why"]), ("SKIPPED", "there is no GPU 0"))
 
