@@ -29,6 +29,9 @@ fn after_a_wild_step(
     errors.unwrap_or_else(|error| panic!("{mesh}: {error}"))
 }
 
+/// Something that uses weights.
+type Use<'a> = &'a (dyn Fn(&mut Trainer) -> Result<(), TrainError> + Sync);
+
 /// Whatever uses the weights next names the parameter, on every rank.
 #[test]
 fn weights_that_an_update_made_infinite_are_found_by_what_uses_them() {
@@ -39,7 +42,7 @@ fn weights_that_an_update_made_infinite_are_found_by_what_uses_them() {
         let evaluation = |trainer: &mut Trainer| trainer.evaluate([batch(1, trainer.samples())]).map(|_| ());
         let prediction = |trainer: &mut Trainer| trainer.predict(&batch(1, 0..2), 3, 5).map(|_| ());
         let saving = |trainer: &mut Trainer| trainer.require_finite();
-        let all: [(&str, &(dyn Fn(&mut Trainer) -> Result<(), TrainError> + Sync)); 4] =
+        let all: [(&str, Use<'_>); 4] =
             [("a step", &step), ("an evaluation", &evaluation), ("a prediction", &prediction), ("saving", &saving)];
         for (what, next) in all {
             let errors = after_a_wild_step(mesh, schedule, stage, next);

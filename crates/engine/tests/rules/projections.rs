@@ -64,14 +64,12 @@ const LR: f64 = 3e-4;
 
 /// One step of a projection `[rows, columns]`, in f64.
 fn step(
-    rule: &Rule,
-    t: i32,
+    (rule, t): (&Rule, i32),
     [rows, columns]: [usize; 2],
-    hidden: bool,
+    (hidden, decays): (bool, bool),
     w: &mut [f64],
     g: &[f64],
     kept: &mut Kept,
-    decays: bool,
 ) {
     let mean_square = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let Kept(first, second) = kept;
@@ -105,13 +103,13 @@ fn step(
             let square = |at: usize| g[at] * g[at] + of.eps;
             let step: Vec<f64> = if rows > 1 && columns > 1 {
                 second.resize(columns, 0.0);
-                for row in 0..rows {
+                for (row, first) in first.iter_mut().enumerate().take(rows) {
                     let mean = (0..columns).map(|column| square(row * columns + column)).sum::<f64>() / columns as f64;
-                    first[row] += new * (mean - first[row]);
+                    *first += new * (mean - *first);
                 }
-                for column in 0..columns {
+                for (column, second) in second.iter_mut().enumerate() {
                     let mean = (0..rows).map(|row| square(row * columns + column)).sum::<f64>() / rows as f64;
-                    second[column] += new * (mean - second[column]);
+                    *second += new * (mean - *second);
                 }
                 let mean = first[..rows].iter().sum::<f64>() / rows as f64;
                 (0..w.len()).map(|at| g[at] / (first[at / columns] * second[at % columns] / mean).sqrt()).collect()
@@ -205,7 +203,7 @@ fn every_projection_is_updated_as_a_parameter_of_its_own() {
                     && !["wte", "wpe", "embed_tokens", "lm_head", "router"].iter().any(|of| spec.name.contains(of));
                 for (number, mut wanted) in split(&before).into_iter().enumerate() {
                     let (state, start) = (kept.entry((spec.name.clone(), number)).or_default(), wanted.clone());
-                    step(rule, t, [rows, columns], hidden, &mut wanted, &grads[number], state, weight);
+                    step((rule, t), [rows, columns], (hidden, weight), &mut wanted, &grads[number], state);
                     let (mut off, mut moved) = (0.0f64, 0.0f64);
                     for ((wanted, start), after) in wanted.iter().zip(&start).zip(&after[number]) {
                         off = off.max((wanted - after).abs());

@@ -426,10 +426,11 @@ impl Frame {
             "model.rope_scaling_high_freq_factor" => one_of(rng, &["4.0", "1.5"]).filter(|_| rng.below(2) == 0),
             "model.rope_scaling_original_seq_len" => one_of(rng, &["4", "16"]),
             // Of two layers one is left to train, and matrices of hidden layers with it.
-            "model.freeze" => match self.layers {
-                1 => rarely(rng, 6).then(|| "norm".to_owned()),
-                _ => rarely(rng, 3)
-                    .then(|| rng.pick(&["norm", "layers.0", "layers.0, norm", "layer.0", "layers.99"]).to_owned()),
+            "model.freeze" => match (self.layers, rng.below(60)) {
+                (_, 0) => some(&rng.pick(&["layer.0", "layers.99"])),
+                (1, 1..20) => some(&"norm"),
+                (_, 1..20) => some(&rng.pick(&["norm", "layers.0", "layers.0, norm"])),
+                _ => None,
             },
             "parallelism.dp" => Self::degree(rng, self.dp),
             "parallelism.tp" => Self::degree(rng, self.tp),

@@ -95,6 +95,7 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let ffn = if llama { (hidden * 8 / 3).next_multiple_of(256) } else { 4 * hidden };
     let ffn = count(case, "model.ffn_hidden_size", ffn);
     rule(case.get("model.init_from").is_some_and(|folder| folder.ends_with("texts")), "no model in the folder");
+    rule(matches!(case.get("model.freeze"), Some("layer.0" | "layers.99")), "no such part to freeze");
     rule(!divides(heads, hidden), "heads have no whole width");
     rule(!divides(tp, hidden), "the width over tp");
     rule(!divides(tp, heads), "heads over tp");
