@@ -160,6 +160,10 @@ fn a_dry_run_tells_what_a_checkpoint_takes() {
         out.contains("\ncheckpoints of 128.2 KiB; to save one, up to 6") && out.contains(" of host memory on a rank\n"),
         "{out}"
     );
+    assert!(
+        out.contains("\ncheckpoint.keep = 2 takes ") && out.contains(" of disk while one more is written; "),
+        "{out}"
+    );
     assert!(!folder.join("run").exists());
 }
 

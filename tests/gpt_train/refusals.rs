@@ -176,6 +176,24 @@ fn more_memory_than_the_machine_has() {
     refused_alone("memory", &[("--set model.hidden_size=1048576", fault, "--steps 0 reports on any size")]);
 }
 
+/// A limit of the process is no reason to abort in the middle of a run: it counts before.
+#[cfg(target_os = "linux")]
+#[test]
+fn more_memory_than_the_process_may_take() {
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", "ulimit -v 1500000; exec \"$0\" $1"]).arg(crate::program::path());
+    let line = "--mesh dp=2 --set model.hidden_size=1024 --set model.num_layers=8 --steps 1";
+    limited.arg(line);
+    let ended = crate::program::Running::start(limited).end();
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    let told = "parallelism = dp=2,tp=1,pp=1: all ranks together need ";
+    assert!(
+        ended.err.contains(told) && ended.err.contains(", the limit on address space (ulimit -v) leaves "),
+        "{}",
+        ended.err
+    );
+}
+
 #[test]
 fn a_bad_configuration_file() {
     let folder = folder("files");

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Resumed;
 use crate::checkpoint::export::{Planned, export};
-use crate::checkpoint::run::{Saver, described, resume_run};
+use crate::checkpoint::run::{Files, Saver, described, resume_run};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, Place};
@@ -85,12 +85,23 @@ pub fn train_on(
         }
         false => None,
     };
+    let made = thread::run(1, options, |_| Ok::<_, RunError>(Files::of(config)?))?;
+    let files = made.into_iter().flatten().next();
     let writers: Vec<_> = threads(world_size).into_iter().map(|end| Mutex::new(Some(end))).collect();
     let ended = thread::run(world_size, options, |world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
         let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
-        run_probed(config, data, metrics, stop, devices, world.communicator().clone(), writers, &probe)
+        run_probed(
+            config,
+            data,
+            metrics,
+            stop,
+            devices,
+            world.communicator().clone(),
+            (files.as_ref(), writers),
+            &probe,
+        )
     });
     let ends = stop::unless_stopped(ended, || vec![(stopped(), None)])?;
     let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
@@ -117,7 +128,8 @@ pub fn run_rank(
     writers: Option<Box<dyn Exchange>>,
 ) -> Result<Outcome, RunError> {
     let devices = Devices::open(config)?;
-    Ok(run_probed(config, data, metrics, stop, &devices, world, writers, &Probe::off())?.0)
+    let files = Files::of(config)?;
+    Ok(run_probed(config, data, metrics, stop, &devices, world, (files.as_ref(), writers), &Probe::off())?.0)
 }
 
 /// The same with a probe, on one of `devices`. Also returns what the probe recorded.
@@ -129,13 +141,14 @@ fn run_probed(
     stop: &AtomicBool,
     devices: &Devices,
     world: Arc<dyn Communicator>,
-    writers: Option<Box<dyn Exchange>>,
+    files: (Option<&Files>, Option<Box<dyn Exchange>>),
     probe: &Probe,
 ) -> Result<(Outcome, Option<Track>), RunError> {
+    stop::require_unasked(stop)?;
     let mesh = config.mesh().map_err(TrainError::from)?;
     let Place { device, world } = devices.rank(world)?;
     let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), writers, probe);
+    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), files, probe);
     let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
     Ok((outcome, probe.track(&rank)))
 }
@@ -146,7 +159,7 @@ fn run(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
-    writers: Option<Box<dyn Exchange>>,
+    (files, writers): (Option<&Files>, Option<Box<dyn Exchange>>),
     probe: &Probe,
 ) -> Result<Outcome, RunError> {
     let steps = config.training.steps;
@@ -161,13 +174,13 @@ fn run(
     let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
     require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
-    if let (Some(dir), Some(writers)) = (&config.checkpoint.dir, writers) {
+    if let (Some(dir), Some(files), Some(writers)) = (&config.checkpoint.dir, files, writers) {
         // What rank 0 says of the run is kept, and compared.
         let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
         let dir = Path::new(dir);
-        saver = Some(Saver::new(config, &plan, dir, number, run.clone(), writers)?);
+        saver = Some(Saver::new(config, files, dir, number, run.clone(), writers)?);
         if config.checkpoint.resume {
-            resumed = resume_run(&mut trainer, config, &plan, dir, &run, stop)?;
+            resumed = resume_run(&mut trainer, config, files, dir, &run, stop)?;
             if let (Some(saver), Some(Resumed { step, .. })) = (&mut saver, &resumed) {
                 saver.goes_on_from(*step);
             }

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::export;
 use crate::checkpoint::room::Room;
-use crate::config::{Args, Config, ConfigError, Fault, Settings, count_samples, resolve};
+use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, count_samples, resolve};
 use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
 use crate::{devices, metrics, plan, plan_memory};
@@ -149,7 +149,10 @@ fn too_large(config: &Config) -> Option<Fault> {
         Ok(tensors) => tensors,
         Err(error) => return fault(format!("no such step: {error}"), "use another mesh"),
     };
-    let needed = tensors.saturating_add(ranks * RANK_BYTES).saturating_add(ranks * ranks * PEER_BYTES);
+    let on_host = !matches!(config.device, Device::Cuda(_) | Device::Card(_));
+    let needed = (if on_host { tensors } else { 0 })
+        .saturating_add(ranks * RANK_BYTES)
+        .saturating_add(ranks * ranks * PEER_BYTES);
     let space = needed.saturating_add(threads * STACK_BYTES);
     let memory = machine.memory().filter(|left| needed > left.amount).map(|left| (needed, left));
     let (needed, Left { amount, whose }) =

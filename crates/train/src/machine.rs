@@ -66,7 +66,9 @@ impl Machine {
     /// process are known.
     pub fn threads(&self) -> Option<Left> {
         let own = self.number(self.status_text("Threads:")).unwrap_or(1);
-        let of_user = self.limit("Max processes").map(|limit| Left {
+        // The system does not hold root to it.
+        let is_root = self.status_text("Uid:").is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"));
+        let of_user = self.limit("Max processes").filter(|_| !is_root).map(|limit| Left {
             amount: limit.saturating_sub(own),
             whose: "the limit on the user's threads (ulimit -u) leaves".to_owned(),
         });
@@ -288,6 +290,10 @@ mod tests {
         let (_dir, machine) = machine(&files);
         assert_eq!(machine.address_space().unwrap().amount, 1_000_000 - 102_400);
         let Left { amount, whose } = machine.threads().unwrap();
+        let root = files.map(|(name, text)| {
+            (name, if name.ends_with("status") { "Uid:\t0\t0\t0\t0\nThreads:\t4\n" } else { text })
+        });
+        assert_eq!(self::machine(&root).1.threads().unwrap().amount, 4996, "root is not held to the limit of users");
         assert_eq!((amount, &*whose), (296, "the limit on the user's threads (ulimit -u) leaves"));
     }
 

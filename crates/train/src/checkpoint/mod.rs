@@ -12,8 +12,9 @@ pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
-pub(crate) use resume::read_weights;
 pub use resume::{Resumed, resume};
+pub(crate) use resume::{read_weights, resume_into};
+pub(crate) use save::save_plan_of;
 pub use save::{save, save_plan};
 
 use meshwork_checkpoint::{Dtype, LockError, PlanError, SaveError, Slice, SnapshotError, Unread};

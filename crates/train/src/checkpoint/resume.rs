@@ -48,8 +48,19 @@ pub fn resume<E: From<CheckpointError>>(
     stop: &AtomicBool,
     accept: impl Fn(&Value) -> Result<(), E>,
 ) -> Result<Option<Resumed>, E> {
-    let world = trainer.rank().world().clone();
     let layout = state_layout(trainer.plan().model(), plan).map_err(CheckpointError::from)?;
+    resume_into(trainer, &layout, dir, stop, accept)
+}
+
+/// The same with the layout of the state of all ranks.
+pub(crate) fn resume_into<E: From<CheckpointError>>(
+    trainer: &mut Trainer,
+    layout: &[StateSlice],
+    dir: &Path,
+    stop: &AtomicBool,
+    accept: impl Fn(&Value) -> Result<(), E>,
+) -> Result<Option<Resumed>, E> {
+    let world = trainer.rank().world().clone();
     let mut passed_over = Vec::new();
     for step in agreed_steps(&world, dir)? {
         let path = dir.join(folder_name(step));
@@ -63,11 +74,11 @@ pub fn resume<E: From<CheckpointError>>(
         accept(checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
         // If one rank alone refuses it, its reason is the error, and not what the others find next.
         world.barrier().map_err(CheckpointError::from)?;
-        let Fit { misfits, anew } = fit(checkpoint.index(), &layout);
+        let Fit { misfits, anew } = fit(checkpoint.index(), layout);
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
-        let loaded = load(trainer, &layout, &checkpoint, stop)?;
+        let loaded = load(trainer, layout, &checkpoint, stop)?;
         match agree(&world, &path, loaded.as_ref().err())? {
             Some(damage) => passed_over.push(damage),
             None => {

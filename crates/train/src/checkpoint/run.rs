@@ -1,12 +1,12 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
 use super::export::ends_of_text;
-use super::{CheckpointError, Resumed, resume, save, save_plan};
+use super::{CheckpointError, Resumed, resume_into, save, save_plan_of};
 use crate::config::Config;
 use crate::data::Data;
 use crate::progress::Note;
-use meshwork_checkpoint::{Exchange, Lock, SaveError, Saved, Writer, json_differences};
-use meshwork_engine::{Plan, Trainer};
+use meshwork_checkpoint::{Exchange, Lock, SaveError, SavePlan, Saved, Writer, json_differences};
+use meshwork_engine::{StateSlice, Trainer, state_layout};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -31,6 +31,27 @@ pub(crate) const PERMITS: [(&str, &[&str]); 5] = [
     ("seed", &["config.training.seed"]),
 ];
 
+/// What every rank holds of the state of a run, and who writes what of it. Made once for the ranks of a process, because it grows with their
+/// number.
+#[derive(Clone, Debug)]
+pub(crate) struct Files {
+    layout: Arc<[StateSlice]>,
+    plan: Arc<SavePlan>,
+}
+
+impl Files {
+    /// Those of a run that saves; `None` for another.
+    pub fn of(config: &Config) -> Result<Option<Self>, CheckpointError> {
+        if config.checkpoint.dir.is_none() {
+            return Ok(None);
+        }
+        let plan = config.plan()?;
+        let layout: Arc<[StateSlice]> = state_layout(&config.model(), &plan)?.into();
+        let plan = Arc::new(save_plan_of(&layout, plan.mesh.world_size())?);
+        Ok(Some(Self { layout, plan }))
+    }
+}
+
 /// Saves a run, and says what became of it.
 pub(crate) struct Saver {
     writer: Writer,
@@ -44,13 +65,13 @@ impl Saver {
     /// The saver of this rank. Rank 0 takes the lock of the folder.
     pub fn new(
         config: &Config,
-        plan: &Plan,
+        files: &Files,
         dir: &Path,
         rank: usize,
         run: Value,
         exchange: Box<dyn Exchange>,
     ) -> Result<Self, CheckpointError> {
-        let files = Arc::new(save_plan(&config.model(), plan)?);
+        let files = files.plan.clone();
         let keep = usize::try_from(config.checkpoint.keep).unwrap_or(usize::MAX);
         let writer = match rank {
             0 => Writer::lead(Lock::take(dir)?, keep, files, exchange),
@@ -136,13 +157,13 @@ pub(crate) fn described(config: &Config, data: &Data) -> Value {
 pub(crate) fn resume_run(
     trainer: &mut Trainer,
     config: &Config,
-    plan: &Plan,
+    files: &Files,
     dir: &Path,
     run: &Value,
     stop: &AtomicBool,
 ) -> Result<Option<Resumed>, CheckpointError> {
     let compares = trainer.rank().world_rank() == 0;
-    resume(trainer, plan, dir, stop, |saved| match differences(saved, run, &config.checkpoint.permit) {
+    resume_into(trainer, &files.layout, dir, stop, |saved| match differences(saved, run, &config.checkpoint.permit) {
         differences if compares && !differences.is_empty() => {
             Err(CheckpointError::Different { dir: dir.to_path_buf(), differences })
         }

@@ -2,7 +2,7 @@
 
 use super::{CUTS, CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
-use meshwork_engine::{Plan, StateKind, StateView, Trainer, state_layout};
+use meshwork_engine::{Plan, StateKind, StateSlice, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
 use meshwork_tensor::Role;
 use serde_json::{Value, json};
@@ -16,8 +16,13 @@ use std::sync::Arc;
 /// # Errors
 /// A plan that does not fit the model.
 pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, CheckpointError> {
+    save_plan_of(&state_layout(model, plan)?, plan.mesh.world_size())
+}
+
+/// The same of what the ranks of a world hold.
+pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePlan, CheckpointError> {
     let (mut tensors, mut places, mut held): (Vec<Tensor>, BTreeMap<String, usize>, Vec<Held>) = Default::default();
-    for of in state_layout(model, plan)? {
+    for of in layout {
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
             let kind = match (&of.key.state, of.kind) {
@@ -31,7 +36,7 @@ pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, Checkp
         });
         held.push(Held { tensor, slice: slice_of(&of.slice), ranks: vec![of.rank] });
     }
-    Ok(SavePlan::new(plan.mesh.world_size(), tensors, &held)?)
+    Ok(SavePlan::new(world, tensors, &held)?)
 }
 
 /// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is copied. The writer is
