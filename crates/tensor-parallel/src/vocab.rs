@@ -1,15 +1,11 @@
-//! The vocabulary cut over tp: token table, logits and loss. The table is stored in a multiple of 64 rows, padded at its end (in canonical numerics of the
-//! reduction blocks), and where tp does not divide that, of tp; padding is never looked up, never enters the loss, and its gradient is zero.
+//! The vocabulary cut over tp: token table, logits and loss. Where tp does not divide the vocabulary, the table is padded
+//! at its end (in canonical numerics, where the blocks do not divide it); padding is never looked up, never enters the loss, and its gradient is zero.
 
 use crate::Region;
 use meshwork_core::Axis;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// Rows of which a table is stored in a multiple: rows of logits are then multiples of 16 bytes on up to 8 ranks of tp, in bf16 too. Products of a GPU with an odd
-/// number of columns are many times slower (<https://github.com/pytorch/pytorch/issues/146817>), and the vocabulary of GPT-2, 50257, is odd.
-const ROWS: usize = 64;
-
-/// A table `W [vocab, hidden]`; each rank of tp holds the same number of rows. It is used as token embedding, as output head
+/// A table `W [vocab, hidden]`; each rank of tp holds ⌈vocab/tp⌉ rows. It is used as token embedding, as output head
 /// or, if tied, as both.
 #[derive(Clone, Copy, Debug)]
 pub struct VocabParallelEmbedding {
@@ -34,8 +30,7 @@ impl VocabParallelEmbedding {
     }
 
     fn placement(params: &Declarations) -> Placement {
-        // Canonical numerics sum in blocks of what is stored, by kernels that do not care.
-        Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(ROWS))
+        Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1))
     }
 
     /// `ids [b, s] → W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results
@@ -44,7 +39,7 @@ impl VocabParallelEmbedding {
         region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
     }
 
-    /// `x [b, s, hidden]` in the region → logits `[b, s, rows of this rank]`, `Shard(vocab)`.
+    /// `x [b, s, hidden]` in the region → logits `[b, s, ⌈vocab/tp⌉]`, `Shard(vocab)`.
     pub fn logits(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         region.enter(x)?.linear(&tape.param(self.weight)?, 1)
     }
