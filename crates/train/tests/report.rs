@@ -32,6 +32,35 @@ fn a_page_has_every_run_and_needs_no_network() {
     assert_eq!(html.matches("class=rank").count(), 1 + 8);
 }
 
+/// A run that went on on another mesh: its memory and communication are those of the mesh that is shown.
+#[test]
+fn behind_a_resume_memory_and_communication_are_those_of_the_mesh_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("moved.jsonl");
+    let start = |mesh: &str| format!("{{\"event\":\"start\",\"mesh\":{mesh}}}\n");
+    let step = |step: u64, comm: &str, peaks: &str| {
+        format!("{{\"event\":\"step\",\"step\":{step},\"loss\":1.0,\"comm_bytes\":{comm},\"peak_bytes\":{peaks}}}\n")
+    };
+    let four = [1, 2, 3].map(|at| step(at, "{\"tp\":7.0}", "[900,900,900,900]")).concat();
+    let two = step(3, "{\"dp\":5.0}", "[40,41]");
+    let text = [start("{\"tp\":4}"), four, start("{\"dp\":2}"), two].concat();
+    std::fs::write(&path, &text).unwrap();
+    let run = Run::read(&path).unwrap();
+    assert_eq!((run.steps.len(), run.since, run.moved()), (3, 3, true));
+    let html = page(&[run]);
+    assert!(
+        !html.contains("900 B") && html.contains("<title>1: 41 B</title>") && !html.contains("<title>2: "),
+        "{html}"
+    );
+    assert!(html.contains("<title>dp: 5 B</title>") && !html.contains("<title>tp: "), "{html}");
+    assert!(html.contains("<p>It trained from step 1 on tp=4, and from step 3 on this mesh.</p>"), "{html}");
+    assert!(html.contains("Peak memory of each rank, on its last mesh"), "{html}");
+    // Killed again before its first step on the next mesh.
+    std::fs::write(&path, text + &start("{\"pp\":2}")).unwrap();
+    let html = page(&[Run::read(&path).unwrap()]);
+    assert!(html.contains("on tp=4, from step 3 on dp=2, and then on this mesh.") && !html.contains("41 B"), "{html}");
+}
+
 #[test]
 fn files_that_are_no_metrics_are_refused_and_a_killed_run_is_read_up_to_its_end() {
     let folder = tempfile::tempdir().unwrap();
@@ -50,7 +79,7 @@ fn files_that_are_no_metrics_are_refused_and_a_killed_run_is_read_up_to_its_end(
         (String::new(), "it has no start"),
         (start.to_owned(), "it has no step"),
         (step.to_owned(), "it has no start"),
-        (format!("{start}no json\n{step}"), "line 2: expected ident at line 1 column 2"),
+        (format!("{start}no json\n{step}"), "line 2: expected ident, column 2; "),
         (format!("{start}{{\"event\":\"step\"}}\n"), "line 2: there is no number \"step\""),
         (format!("{start}{{}}\n"), "line 2: there is no \"event\""),
     ] {

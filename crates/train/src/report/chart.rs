@@ -4,8 +4,10 @@ use std::fmt::Write;
 
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 260.0;
-/// Around the plot: left, right, top, bottom.
-const MARGIN: [f64; 4] = [64.0, 12.0, 10.0, 30.0];
+/// Around the plot: right, top, bottom. At its left there is room for the numbers of the y axis.
+const MARGIN: [f64; 3] = [30.0, 12.0, 30.0];
+/// Width of a character of these numbers on a narrow page, where they are largest.
+const CHARACTER: f64 = 11.0;
 /// Points of a curve that are drawn: more would not be seen. Of neighbouring ones the lowest and the highest stay.
 const POINTS: usize = 800;
 
@@ -81,13 +83,13 @@ pub(super) fn short(value: f64) -> String {
 
 /// The curves over their steps. `title` is for readers who hear the page.
 pub(super) fn lines(title: &str, curves: &[Curve]) -> String {
-    let [left, right, top, bottom] = MARGIN;
+    let [right, top, bottom] = MARGIN;
     let all = || curves.iter().flat_map(|curve| curve.points.iter());
-    let x = Scale::over(all().map(|point| point.0), left, WIDTH - right);
     let y = Scale::over(all().map(|point| point.1), HEIGHT - bottom, top);
     let mut svg = open(title);
-    frame(&mut svg, &y, &short);
-    for tick in x.ticks(6.0) {
+    let left = frame(&mut svg, &y, &short);
+    let x = Scale::over(all().map(|point| point.0), left, WIDTH - right);
+    for tick in x.ticks(5.0) {
         _ = write!(
             svg,
             "<text class=tick text-anchor=middle x={:.1} y={:.1}>{}</text>",
@@ -117,11 +119,11 @@ pub(super) fn lines(title: &str, curves: &[Curve]) -> String {
 
 /// A bar for each label and run, from zero.
 pub(super) fn bars(title: &str, labels: &[String], runs: &[Vec<f64>], unit: impl Fn(f64) -> String) -> String {
-    let [left, right, top, bottom] = MARGIN;
+    let [right, top, bottom] = MARGIN;
     let most = runs.iter().flatten().copied().filter(|value| value.is_finite()).fold(0.0, f64::max);
     let y = Scale { from: 0.0, to: if most > 0.0 { most } else { 1.0 }, start: HEIGHT - bottom, end: top };
     let mut svg = open(title);
-    frame(&mut svg, &y, &unit);
+    let left = frame(&mut svg, &y, &unit);
     let slot = (WIDTH - left - right) / labels.len().max(1) as f64;
     let bar = slot * 0.8 / runs.len().max(1) as f64;
     for (at, label) in labels.iter().enumerate() {
@@ -139,7 +141,7 @@ pub(super) fn bars(title: &str, labels: &[String], runs: &[Vec<f64>], unit: impl
             );
         }
         // Every label where there is room, else some.
-        if at % labels.len().div_ceil(16) == 0 {
+        if at % labels.len().div_ceil(10) == 0 {
             let middle = start + slot * 0.4;
             _ = write!(svg, "<text class=tick text-anchor=middle x={middle:.1} y={:.1}>{label}</text>", HEIGHT - 10.0);
         }
@@ -152,14 +154,18 @@ fn open(title: &str) -> String {
     format!("<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=img aria-label=\"{title}\">")
 }
 
-/// Lines and numbers of the y axis.
-fn frame(svg: &mut String, y: &Scale, unit: &dyn Fn(f64) -> String) {
-    let [left, right, ..] = MARGIN;
-    for tick in y.ticks(4.0) {
+/// Lines and numbers of the y axis. Returns where the plot begins.
+fn frame(svg: &mut String, y: &Scale, unit: &dyn Fn(f64) -> String) -> f64 {
+    let [right, ..] = MARGIN;
+    let ticks = y.ticks(4.0);
+    let widest = ticks.iter().map(|&tick| unit(tick).chars().count()).max().unwrap_or(0);
+    let left = (widest as f64 * CHARACTER + 12.0).max(64.0);
+    for tick in ticks {
         let at = y.at(tick);
         _ = write!(svg, "<path class=grid d=\"M{left} {at:.1}H{:.1}\" />", WIDTH - right);
         _ = write!(svg, "<text class=tick text-anchor=end x={:.1} y={:.1}>{}</text>", left - 6.0, at + 4.0, unit(tick));
     }
+    left
 }
 
 /// At most about [`POINTS`] of the points: of each group of neighbours the lowest and the highest, and every one that is not a number.

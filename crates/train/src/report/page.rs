@@ -84,7 +84,7 @@ fn summary(html: &mut String, runs: &[Run]) {
     for (at, run) in runs.iter().enumerate() {
         let (last, numbers) =
             run.steps.last_key_value().map_or((0, Step::default()), |(&step, last)| (step, last.clone()));
-        let peak = run.steps.values().flat_map(|step| step.peak_bytes.iter().copied()).fold(0.0, f64::max);
+        let peak = run.on_mesh().flat_map(|step| step.peak_bytes.iter().copied()).fold(0.0, f64::max);
         let speed = median(run.steps.values().map(|step| step.tokens_per_s).collect());
         let validation = run.validation.values().next_back().map_or("–".to_owned(), |loss| format!("{loss:.4}"));
         let time = run.seconds.map_or("did not end".to_owned(), |seconds| format!("{seconds:.1} s"));
@@ -114,33 +114,37 @@ fn byte_bars(html: &mut String, title: &str, labels: &[String], mut all: Vec<Vec
 
 fn memory(html: &mut String, runs: &[Run]) {
     let peaks = |run: &Run| -> Vec<f64> {
-        let ranks = run.steps.values().map(|step| step.peak_bytes.len()).max().unwrap_or(0);
-        let of =
-            |rank: usize| run.steps.values().filter_map(|step| step.peak_bytes.get(rank).copied()).fold(0.0, f64::max);
+        let ranks = run.on_mesh().map(|step| step.peak_bytes.len()).max().unwrap_or(0);
+        let of = |rank: usize| run.on_mesh().filter_map(|step| step.peak_bytes.get(rank).copied()).fold(0.0, f64::max);
         (0..ranks).map(of).collect()
     };
     let all: Vec<Vec<f64>> = runs.iter().map(peaks).collect();
     let ranks = all.iter().map(Vec::len).max().unwrap_or(0);
     let labels: Vec<String> = (0..ranks).map(|rank| rank.to_string()).collect();
-    byte_bars(html, "Peak memory of each rank", &labels, all);
+    byte_bars(html, &format!("Peak memory of each rank{}", on_last_mesh(runs)), &labels, all);
 }
 
 fn communication(html: &mut String, runs: &[Run]) {
     let axes: Vec<String> = {
-        let named = runs.iter().flat_map(|run| run.steps.values().flat_map(|step| &step.comm_bytes));
+        let named = runs.iter().flat_map(|run| run.on_mesh().flat_map(|step| &step.comm_bytes));
         let mut seen = BTreeSet::new();
         named.filter(|(axis, _)| seen.insert(axis)).map(|(axis, _)| axis.clone()).collect()
     };
     let of = |run: &Run| -> Vec<f64> {
         let mean = |axis: &String| {
-            let sent = run.steps.values().flat_map(|step| step.comm_bytes.iter().filter(|(name, _)| name == axis));
-            sent.map(|(_, bytes)| bytes).sum::<f64>() / run.steps.len().max(1) as f64
+            let sent = run.on_mesh().flat_map(|step| step.comm_bytes.iter().filter(|(name, _)| name == axis));
+            sent.map(|(_, bytes)| bytes).sum::<f64>() / run.on_mesh().count().max(1) as f64
         };
         axes.iter().map(mean).collect()
     };
     let all: Vec<Vec<f64>> = runs.iter().map(of).collect();
     let labels: Vec<String> = axes.iter().map(|axis| escaped(axis)).collect();
-    byte_bars(html, "Communication of a rank in a step, by axis", &labels, all);
+    byte_bars(html, &format!("Communication of a rank in a step, by axis{}", on_last_mesh(runs)), &labels, all);
+}
+
+/// What is shown of runs of which one went on on another mesh.
+fn on_last_mesh(runs: &[Run]) -> &'static str {
+    if runs.iter().any(Run::moved) { ", on its last mesh" } else { "" }
 }
 
 /// Ranks to draw; more would be too small to read.
@@ -157,6 +161,15 @@ fn mesh(html: &mut String, at: usize, run: &Run) {
         escaped(&run.name),
         run.mesh_text()
     );
+    if run.moved() {
+        let before = run.before.iter().map(|(step, mesh)| format!("from step {step} on {mesh}")).collect::<Vec<_>>();
+        let since = if run.since > 0 {
+            format!("from step {} on this mesh", run.since)
+        } else {
+            "then on this mesh".to_owned()
+        };
+        _ = write!(html, "<p>It trained {}, and {since}.</p>", escaped(&before.join(", ")));
+    }
     if world > MOST_RANKS {
         _ = write!(html, "<p>{world} ranks: too many to draw.</p>");
         return;

@@ -12,8 +12,12 @@ pub struct Run {
     pub name: String,
     /// Version of meshwork that wrote it.
     pub version: String,
-    /// Degree of each axis of the mesh.
+    /// Degree of each axis of the mesh, of the last start.
     pub mesh: Vec<(String, u64)>,
+    /// The first step behind the last start, and the meshes of starts before it that trained.
+    pub since: u64,
+    /// Those meshes, each with its first step.
+    pub before: Vec<(u64, String)>,
     /// Elements of all parameters.
     pub parameters: u64,
     /// Fingerprint of the data.
@@ -96,15 +100,32 @@ impl Run {
             let event: Value = match serde_json::from_str(line) {
                 Ok(event) => event,
                 Err(_) if at + 1 == lines.len() && !text.ends_with('\n') => break,
-                Err(error) => return Err(refuse(error.to_string())),
+                Err(error) => {
+                    // The line is the one of the file.
+                    let told = error.to_string();
+                    let problem = told.split(" at line ").next().unwrap_or(&told);
+                    return Err(refuse(format!("{problem}, column {}", error.column())));
+                }
             };
             let whole = |key: &str| event[key].as_u64().ok_or_else(|| refuse(format!("there is no number {key:?}")));
             match event["event"].as_str() {
                 Some("start") => {
-                    started = true;
+                    if run.since > 0 {
+                        run.before.push((run.since, run.mesh_text()));
+                    }
+                    (started, run.since) = (true, 0);
                     run.start(&event);
                 }
-                Some("step") => _ = run.steps.insert(whole("step")?, Step::of(&event)),
+                Some("step") => {
+                    let step = whole("step")?;
+                    if run.since == 0 {
+                        run.since = step;
+                        // It goes on from there; what an earlier start trained behind it counts no longer.
+                        run.before.retain(|(first, _)| *first < step);
+                        run.steps.retain(|trained, _| *trained < step);
+                    }
+                    run.steps.insert(step, Step::of(&event));
+                }
                 Some("validation") => _ = run.validation.insert(whole("step")?, number(&event["loss"])),
                 Some("end") => run.seconds = Some(run.seconds.unwrap_or(0.0) + number(&event["seconds"])),
                 // A later version may have more of them.
@@ -141,6 +162,17 @@ impl Run {
         let axes = self.mesh.iter().filter(|(_, degree)| *degree > 1).map(|(axis, degree)| format!("{axis}={degree}"));
         let text = axes.collect::<Vec<_>>().join(",");
         if text.is_empty() { "one rank".to_owned() } else { text }
+    }
+
+    /// The steps of the last start, which are those of [`mesh`](Self::mesh).
+    pub fn on_mesh(&self) -> impl Iterator<Item = &Step> {
+        let since = if self.since > 0 { self.since } else { u64::MAX };
+        self.steps.range(since..).map(|(_, step)| step)
+    }
+
+    /// Whether it trained on another mesh before.
+    pub fn moved(&self) -> bool {
+        self.before.iter().any(|(_, mesh)| *mesh != self.mesh_text())
     }
 
     /// The degree of an axis.
