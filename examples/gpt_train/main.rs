@@ -7,7 +7,7 @@ mod output;
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
 use meshwork::train::{load, plan, plan_compression, plan_memory, train};
-use output::{BAD_INPUT, FAILED, fail, show, tell};
+use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
 use std::process::ExitCode;
@@ -20,7 +20,7 @@ const INTERRUPTED: i32 = 130;
 fn main() -> ExitCode {
     let args = Args::parse(std::env::args_os().skip(1));
     if args.help {
-        return show(&usage("cargo run --release --example gpt_train --"));
+        return show_fitted(&usage("cargo run --release --example gpt_train --"));
     }
     let (config, data) = match load(&args) {
         Ok(loaded) => loaded,
@@ -31,13 +31,13 @@ fn main() -> ExitCode {
     }
     if args.plan_memory {
         return match plan_memory::report(&config) {
-            Ok(report) => show(&report),
+            Ok(report) => show_fitted(&report),
             Err(error) => fail(FAILED, &error),
         };
     }
     if config.training.steps == 0 {
         return match plan::report(&config) {
-            Ok(report) => show(&report),
+            Ok(report) => show_fitted(&report),
             Err(error) => fail(FAILED, &error),
         };
     }
@@ -77,7 +77,7 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
         Err(error) => return fail(FAILED, &error),
     };
     match (profile::report(profile, &plan, trace, schedule), plan_compression::saved(profile, config)) {
-        (Ok(text), Ok(saved)) => show(&format_args!("\n{text}{saved}")),
+        (Ok(text), Ok(saved)) => show_fitted(&format!("\n{text}{saved}")),
         (Err(error), _) => fail(FAILED, &error),
         (_, Err(error)) => fail(FAILED, &error),
     }

@@ -6,13 +6,13 @@ mod options;
 mod output;
 
 use options::{Options, usage};
-use output::{BAD_INPUT, FAILED, fail, show, tell};
+use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let options = Options::parse(std::env::args_os().skip(1));
     if options.help {
-        return show(&usage("cargo run --release --example mesh_diff --"));
+        return show_fitted(&usage("cargo run --release --example mesh_diff --"));
     }
     let comparison = match options.load() {
         Ok(comparison) => comparison,

@@ -1,5 +1,6 @@
 //! What the examples write to standard output and standard error, and the exit codes that they end with.
 
+use meshwork::train::terminal;
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -18,6 +19,12 @@ pub fn show(text: &dyn Display) -> ExitCode {
         }
         _ => ExitCode::SUCCESS,
     }
+}
+
+/// The same for a table or a text whose lines may be longer than the terminal is wide.
+#[allow(dead_code, reason = "not every example has one")]
+pub fn show_fitted(text: &str) -> ExitCode {
+    show(&terminal::fit(text, terminal::columns()))
 }
 
 /// Writes a line to standard error. A closed standard error is ignored.

@@ -68,6 +68,22 @@ fn resume_says_from_where() {
     );
 }
 
+/// A checkpoint behind the last step that is asked for: nothing is trained, which is said, and the export is that of the checkpoint.
+#[test]
+fn fewer_steps_than_the_checkpoint_has_are_said_and_still_export() {
+    let folder = folder("resume_behind");
+    let (flags, out) = (saved(&folder), folder.join("exported"));
+    succeed(&format!("{flags} --steps 3"));
+    let resume = format!("{flags} --set checkpoint.resume=true --set checkpoint.export={}", out.display());
+    let told = succeed(&format!("{resume} --steps 2"));
+    assert!(
+        told.contains("the checkpoint is behind step 3, and training.steps = 2: nothing is left to train\n"),
+        "{told}"
+    );
+    assert!(told.contains(&format!("step 3  exported to {}\n", out.display())), "{told}");
+    assert!(out.join("model.safetensors").is_file());
+}
+
 #[test]
 fn another_run_is_refused_with_what_differs() {
     let folder = folder("resume_other");

@@ -11,6 +11,7 @@ mod inputs;
 mod metrics;
 mod program;
 mod refusals;
+mod terminal;
 mod training;
 #[cfg(feature = "emulator")]
 mod tuning;

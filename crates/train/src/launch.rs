@@ -201,6 +201,11 @@ fn run(
     }
     require_unasked(stop)?;
     let mut begun = trainer.steps_done();
+    if let (Some(reporter), true) = (&mut reporter, begun > steps) {
+        let text =
+            format!("the checkpoint is behind step {begun}, and training.steps = {steps}: nothing is left to train");
+        reporter.notes([text]);
+    }
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {

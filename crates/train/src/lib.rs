@@ -21,6 +21,7 @@ pub mod progress;
 pub mod report;
 mod stop;
 mod tensorboard;
+pub mod terminal;
 
 pub use data::Data;
 pub use devices::{Devices, Place};

@@ -158,22 +158,40 @@ fn choose(candidates: &[Candidate], limit: u64) -> (Option<&Candidate>, Option<&
     (cheapest, candidates.iter().min_by_key(|candidate| candidate.most.total()))
 }
 
+/// Columns of the ranks in the table, and the longest [`brief`] size.
+const FIRST: usize = 8;
+const BRIEF: usize = "1023 MiB".len();
+
+/// Bytes in binary units, with three digits.
+fn brief(bytes: u64) -> String {
+    let text = size(bytes as f64);
+    match text.split_once('.') {
+        Some((whole, rest)) if whole.len() > 2 => {
+            whole.to_owned() + rest.trim_start_matches(|c: char| c.is_ascii_digit())
+        }
+        _ => text,
+    }
+}
+
 /// The text that `--plan-memory` prints.
 ///
 /// # Errors
 /// As [`plan::predict`](crate::plan::predict).
 pub fn report(config: &Config) -> Result<String, TrainError> {
     let mut text = String::from("what a rank holds when it holds most, as predicted\n\n");
-    let mut row = |first: &str, cells: [String; Category::ALL.len() + 1]| {
-        let cells: String = cells.iter().map(|cell| format!("{cell:>13}")).collect();
-        _ = writeln!(text, "{first:<14}{cells}");
-    };
     let names: Vec<&str> = Category::ALL.iter().map(|category| category.name()).chain(["total"]).collect();
+    let mut row = |first: &str, cells: [String; Category::ALL.len() + 1]| {
+        let width = |at: usize| names[at].len().max(BRIEF) + 1;
+        let cells: String = cells.iter().enumerate().map(|(at, cell)| format!("{cell:>0$}", width(at))).collect();
+        // Many ranks have a line of their own.
+        let first = if first.len() > FIRST { format!("{first}\n{:FIRST$}", "") } else { format!("{first:FIRST$}") };
+        _ = writeln!(text, "{first}{cells}");
+    };
     row("ranks", std::array::from_fn(|at| names[at].to_owned()));
     for kind in kinds(config, &config.mesh()?)? {
         let memory = kind.each.memory;
         let bytes: Vec<u64> = memory.iter().map(|(_, bytes)| bytes).chain([memory.total()]).collect();
-        row(&spans(&kind.ranks), std::array::from_fn(|at| size(bytes[at] as f64)));
+        row(&spans(&kind.ranks), std::array::from_fn(|at| brief(bytes[at])));
     }
     let candidates = candidates(config);
     let base = candidates.first().map_or(1.0, |own| own.time.max(1.0));

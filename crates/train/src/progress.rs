@@ -1,8 +1,8 @@
-//! The progress of a run on standard output: a bar on a terminal, plain lines elsewhere.
+//! The progress of a run on standard output: a bar on a terminal that can draw one, plain lines elsewhere.
 //!
 //! Plain lines come for each of the first 10 steps, then for every 10th, and for the last.
 
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, ErrorKind, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
@@ -52,7 +52,9 @@ impl Progress {
     /// Progress of a run of `steps` steps.
     #[must_use]
     pub fn new(steps: u64) -> Self {
-        let bar = io::stdout().is_terminal().then(|| bar(steps, ProgressDrawTarget::stdout()));
+        let target = ProgressDrawTarget::stdout();
+        // Hidden where output is no terminal, and on one that cannot move its cursor: `TERM=dumb`, or none.
+        let bar = (!target.is_hidden()).then(|| bar(steps, target));
         Self::on(Screen::new(steps, bar))
     }
 

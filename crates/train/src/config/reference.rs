@@ -36,7 +36,7 @@ pub fn usage(program: &str) -> String {
         for key in section.keys {
             let (default, doc) = (default(key), meaning(key));
             let effect = key.effect.name();
-            _ = writeln!(keys, "  {:<29} {doc} Default: {default}; {}. Changes: {effect}.", key.name, values(key));
+            _ = writeln!(keys, "  {:<29}  {doc} Default: {default}; {}. Changes: {effect}.", key.name, values(key));
         }
     }
     help(command().after_help(keys), program)

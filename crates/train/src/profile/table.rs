@@ -2,6 +2,7 @@
 
 use super::slices::{Kind, Slice, machine_time, slices};
 use super::{Ceilings, Profile, Track};
+use crate::terminal::{columns, fit};
 use meshwork_core::profile::Class;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -158,6 +159,9 @@ pub(super) fn label(slice: &Slice<'_>) -> String {
     }
 }
 
+/// Columns of the numbers; labels have the others.
+const WIDTHS: [usize; 8] = [6, 9, 7, 8, 6, 8, 9, 9];
+
 /// Operations with less than this share of the step are shown together.
 const SMALL: f64 = 0.004;
 
@@ -169,11 +173,8 @@ impl fmt::Display for Rows {
         let (steps, whole) = (self.steps.len() as f64, self.machine());
         let ranks = if self.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks", self.ranks) };
         writeln!(f, "A step takes {:.2} ms: mean of steps {first} to {last} on {ranks}.\n", whole / steps / 1e6)?;
-        writeln!(
-            f,
-            "{:<34}{:>7}{:>10}{:>8}{:>9}{:>8}{:>9}{:>11}{:>10}",
-            "", "calls", "ms", "share", "GFLOP/s", "GB/s", "of peak", "rank ms", "most"
-        )?;
+        let head = ["calls", "ms", "share", "GFLOP/s", "GB/s", "of peak", "rank ms", "most"];
+        self.columns(f, "", head.map(str::to_owned))?;
         for (sum, operations) in &self.classes {
             if let [only] = &operations[..] {
                 self.line(f, &format!("{}: {}", sum.label, only.label), sum, whole)?;
@@ -198,24 +199,23 @@ impl fmt::Display for Rows {
                 self.line(f, &format!("  {}", row.label), row, whole)?;
             }
         }
-        writeln!(
-            f,
-            "\nms: time of the machine, which ranks that work at the same moment share equally; the classes sum to the step.\n\
-             rank ms: time of one rank, mean and most over the ranks. GB/s: every input and output counted once, from memory or from\n\
-             a cache, so that small operations may go beyond the peak.\n\
-             behind other work: after the last rank came and before anybody saw the end, while this rank did something else."
-        )?;
-        write!(f, "of peak: against ")?;
-        if let Some(peak) = self.ceilings.flops {
-            write!(f, "{:.0} GFLOP/s (best square product of this device), ", peak / 1e9)?;
-        }
+        let notes = "\nms: time of the machine, which ranks that work at the same moment share equally; the classes sum to the step.\n\
+                     rank ms: time of one rank, mean and most over the ranks. GB/s: every input and output counted once, from memory or from \
+                     a cache, so that small operations may go beyond the peak.\n\
+                     behind other work: after the last rank came and before anybody saw the end, while this rank did something else.\n";
+        f.write_str(&fit(notes, columns()))?;
+        let products = self
+            .ceilings
+            .flops
+            .map_or(String::new(), |peak| format!("{:.0} GFLOP/s (best square product of this device), ", peak / 1e9));
         let Ceilings { bandwidth, threads, .. } = self.ceilings;
         let threads = match threads {
             None => "the device".to_owned(),
             Some(1) => "one thread".to_owned(),
             Some(threads) => format!("{threads} threads"),
         };
-        writeln!(f, "where there is no matrix work {:.1} GB/s (copy by {threads}).", bandwidth / 1e9)
+        let copies = format!("where there is no matrix work {:.1} GB/s (copy by {threads}).", bandwidth / 1e9);
+        f.write_str(&fit(&format!("of peak: against {products}{copies}\n"), columns()))
     }
 }
 
@@ -227,8 +227,7 @@ impl Rows {
         let busy = row.machine > 0.0;
         let most = row.ranks.iter().max().copied().unwrap_or(0);
         let mean = row.ranks.iter().sum::<u64>() as f64 / self.ranks as f64;
-        let line = format!(
-            "{label:<34}{:>7}{:>10}{:>8}{:>9}{:>8}{:>9}{:>11}{:>10}",
+        let cells = [
             some(row.calls > 0, format!("{:.0}", row.calls as f64 / steps)),
             some(busy, ms(row.machine)),
             some(busy, format!("{:.1}%", 100.0 * row.machine / whole)),
@@ -240,7 +239,17 @@ impl Rows {
             },
             ms(mean),
             ms(most as f64),
-        );
-        writeln!(f, "{}", line.trim_end())
+        ];
+        self.columns(f, label, cells)
+    }
+
+    /// A line of the table. A label that is wider than its column has a line of its own.
+    fn columns(&self, f: &mut fmt::Formatter<'_>, label: &str, cells: [String; WIDTHS.len()]) -> fmt::Result {
+        let first = columns() - WIDTHS.iter().sum::<usize>();
+        let cells: String = cells.iter().zip(WIDTHS).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        match label.chars().count() < first {
+            true => writeln!(f, "{}", format!("{label:<first$}{cells}").trim_end()),
+            false => writeln!(f, "{label}\n{}", format!("{:first$}{cells}", "").trim_end()),
+        }
     }
 }
