@@ -37,7 +37,7 @@ pub enum TrainError {
     /// A failed action of the pipeline.
     #[error("{0}")]
     Pipeline(Box<RunError<TrainError, TrainError>>),
-    /// A step whose loss has no terms: every token or sample is masked.
+    /// An evaluation whose loss has no terms: every token or sample is masked. A training step without terms is no error, it is skipped.
     #[error("step {step}: every token or sample of the batch is masked, so the loss has no mean")]
     NoTerms {
         /// The step, from 1.

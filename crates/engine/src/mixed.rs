@@ -153,6 +153,11 @@ impl Scaler {
         false
     }
 
+    /// Takes note of a step that was not computed.
+    pub fn pass_over(&mut self, step: u64) {
+        self.certain = step;
+    }
+
     /// What a checkpoint has of it.
     pub fn state(&self) -> [f32; 2] {
         [self.scale as f32, self.clean as f32]

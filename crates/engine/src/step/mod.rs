@@ -60,7 +60,7 @@ use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_repl
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::{Encoding, Position};
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
-use pending::PendingStep;
+use pending::{Measured, PendingStep, hash_of_input};
 use std::cell::{Cell, Ref, RefCell};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -138,7 +138,11 @@ pub struct StepReport {
     pub lr: f64,
     /// What the loss was multiplied by before backward.
     pub loss_scale: f64,
-    /// Whether a gradient overflowed at this scale, so that the step changed no weight. The norm is then infinite or NaN.
+    /// Terms of the loss. In a step without any, and in an asynchronous one with an update without any, it is 0: the step is then skipped, its
+    /// loss is NaN and its norm 0.
+    pub terms: u64,
+    /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this scale. The norm is then
+    /// infinite or NaN.
     pub skipped: bool,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
@@ -469,7 +473,7 @@ impl Trainer {
         self.gathers.iter().for_each(|gathers| gathers.begin_step());
         let terms = self.count_terms(batch)?;
         if terms.contains(&0) {
-            return Err(TrainError::NoTerms { step: self.steps_begun + 1 });
+            return self.pass_over(batch, &terms, stop, observe);
         }
         self.codec.borrow_mut().begin_step(batch, self.rank.data_group())?;
         self.begin_claims();
@@ -477,6 +481,28 @@ impl Trainer {
             Driver::Synchronous(_) => self.step_synchronously(batch, &terms, stop, observe),
             Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, stop, observe),
         }
+    }
+
+    /// A step whose loss, or that of one of its updates, has no terms: it changes nothing, and counts as a step. All ranks know it, since terms
+    /// are summed.
+    fn pass_over(
+        &mut self,
+        batch: &Batch,
+        terms: &[u64],
+        stop: &dyn Fn() -> bool,
+        observe: &mut dyn FnMut(Event),
+    ) -> Result<Vec<StepReport>, TrainError> {
+        let mut reports = self.flush(observe)?;
+        self.steps_begun += 1;
+        let records = self.rank.log().drain();
+        let statistics = self.sum_statistics()?;
+        let stats = self.start_stats(&records, &statistics, stop(), hash_of_input(batch, terms))?;
+        let loss_scale = self.scaler.scale(self.steps_begun - 1);
+        self.scaler.pass_over(self.steps_begun);
+        let nothing =
+            Measured { loss: f64::NAN, grad_norm: 0.0, metrics: Vec::new(), loss_scale, terms: 0, skipped: true };
+        reports.push(self.report(self.steps_begun, nothing, stats, records)?);
+        Ok(reports)
     }
 
     /// Completes every step that was begun, and drains the pipeline. Call it before reading weights, and at the end of
@@ -597,8 +623,8 @@ impl Trainer {
         Ok(walked?)
     }
 
-    /// Forgets the activations of samples, which are then new in the next step.
-    pub(crate) fn forget_samples(&mut self) {
+    /// Forgets the activations that AQ-SGD keeps of samples, which are then new in the next step: where numbers stand for other samples now.
+    pub fn forget_samples(&mut self) {
         self.codec.borrow_mut().histories_mut().forget();
     }
 

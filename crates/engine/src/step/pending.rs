@@ -66,7 +66,8 @@ pub(super) struct Measured {
     pub(super) grad_norm: f64,
     pub(super) metrics: Vec<(&'static str, f64)>,
     pub(super) loss_scale: f64,
-    /// Whether the step changes no weight, because a gradient overflowed.
+    pub(super) terms: u64,
+    /// Whether the step changes no weight.
     pub(super) skipped: bool,
 }
 
@@ -145,6 +146,7 @@ impl Trainer {
             grad_norm: norm_squared.sqrt() / loss_scale,
             metrics,
             loss_scale,
+            terms,
             skipped: false,
         })
     }
@@ -241,7 +243,7 @@ impl Trainer {
     pub(super) fn report(
         &self,
         step: u64,
-        Measured { loss, grad_norm, metrics, loss_scale, skipped }: Measured,
+        Measured { loss, grad_norm, metrics, loss_scale, terms, skipped }: Measured,
         stats: StepStats,
         records: Vec<Record>,
     ) -> Result<StepReport, TrainError> {
@@ -269,6 +271,7 @@ impl Trainer {
             statistics: self.reported.read(statistics),
             lr: self.weights.borrow().lr(step),
             loss_scale,
+            terms,
             skipped,
             comm_bytes,
             offload,

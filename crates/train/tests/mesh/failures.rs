@@ -1,6 +1,6 @@
 //! Ranks that fail in the middle of training, and numbers that are not finite.
 
-use crate::cases::{ADAMW, BATCH, Case, SEQ, UNEVEN};
+use crate::cases::{ADAMW, BATCH, Case, SEQ, UNEVEN, UNTIED};
 use crate::world::{assert_same_pieces, assert_same_report, on_mesh, pieces, train, try_on_mesh};
 use meshwork_core::Axis;
 use meshwork_core::comm::FaultKind;
@@ -140,22 +140,34 @@ fn a_step_that_is_not_finite_leaves_the_weights_alone_and_training_can_go_on() {
 }
 
 #[test]
-fn a_batch_without_tokens_is_refused_on_every_rank_and_the_next_one_is_taken() {
-    for case in [Case::alone(&UNEVEN), eight_ranks()] {
-        let (config, data) = (case.config(ADAMW), case.model.data());
-        let clean = on_mesh(&config, |mut trainer| train(&mut trainer, &data, &config));
-        let after = on_mesh(&config, |mut trainer| {
+fn a_batch_without_tokens_changes_nothing_on_any_rank_and_counts_as_a_step() {
+    let stale = Case { pp: 2, schedule: "pipedream", micros: 4, ..Case::alone(&UNTIED) };
+    for (case, more) in [(Case::alone(&UNEVEN), ""), (eight_ranks(), ""), (stale, "max_norm = 0.0\n")] {
+        let (config, data) = (case.config(&format!("{ADAMW}{more}")), case.model.data());
+        let ends = on_mesh(&config, |mut trainer| {
             let batch = data.batch(0, BATCH, trainer.samples())?;
             let tokens = batch.values::<i32>("tokens")?.to_vec();
-            let batch = language::batch(tokens.clone(), vec![MASKED; tokens.len()], SEQ)?;
-            let nothing = trainer.evaluate([batch.clone()]);
+            let empty = language::batch(tokens.clone(), vec![MASKED; tokens.len()], SEQ)?;
+            let nothing = trainer.evaluate([empty.clone()]);
             assert!(matches!(nothing, Err(TrainError::NoTerms { .. })), "{case}: {nothing:?}");
-            let refused = trainer.step(&batch);
-            assert!(matches!(refused, Err(TrainError::NoTerms { step: 1 })), "{case}: {refused:?}");
-            train(&mut trainer, &data, &config)
+            let before = trainer.state()?;
+            let skipped = trainer.step(&empty)?;
+            assert!(skipped.skipped && skipped.loss.is_nan(), "{case}: {skipped:?}");
+            assert_eq!((skipped.step, skipped.terms, skipped.grad_norm), (1, 0, 0.0), "{case}");
+            let after = trainer.state()?;
+            assert_eq!((after.step, after.updates, after.pieces == before.pieces), (1, 0, true), "{case}");
+            // One in the middle, while steps are under way.
+            let mut reports = Vec::new();
+            for batch in [&batch, &empty, &batch] {
+                reports.extend(trainer.start_step(batch, || false, |_| {})?);
+            }
+            reports.extend(trainer.flush(|_| {})?);
+            Ok(reports.iter().map(|report| (report.step, report.loss, report.skipped)).collect::<Vec<_>>())
         });
-        for (rank, (got, wanted)) in after.iter().zip(&clean).enumerate() {
-            assert_same_report(&format!("{case}: the first step of rank {rank} after a refused one"), got, wanted);
+        for steps in &ends {
+            let told: Vec<_> = steps.iter().map(|&(step, loss, skipped)| (step, loss.is_nan(), skipped)).collect();
+            assert_eq!(told, [(2, false, false), (3, true, true), (4, false, false)], "{case}");
+            assert!(steps[0].1 == ends[0][0].1 && steps[2].1 == ends[0][2].1, "{case}: {ends:?}");
         }
     }
 }
