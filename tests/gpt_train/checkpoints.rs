@@ -103,16 +103,18 @@ fn another_run_is_refused_with_what_differs() {
     assert_eq!(different.code, Some(1), "{}", different.err);
     for told in [
         "is of another run:",
-        "optimizer.lr: the checkpoint has 0.0003, this run 0.01 (checkpoint.permit = \"optimizer\")",
-        "training.seed: the checkpoint has 1234, this run 9 (checkpoint.permit = \"seed\")",
-        "data.shuffle: the checkpoint has true, this run false (checkpoint.permit = \"data\")",
+        "optimizer.lr: the checkpoint has 0.0003, this run 0.01",
+        "training.seed: the checkpoint has 1234, this run 9",
+        "data.shuffle: the checkpoint has true, this run false",
+        "or permit them by checkpoint.permit = \"training.seed,optimizer.lr,data.shuffle\"",
     ] {
         assert!(different.err.contains(told), "{told}: {}", different.err);
     }
     // The reason of rank 0, and not what the others would find next.
     let wider = run(&format!("{flags} {other} --mesh dp=2 --set model.hidden_size=32"));
     assert!(wider.err.contains("rank 0 returned an error: the newest checkpoint in "), "{}", wider.err);
-    succeed(&format!("{flags} {other} --set checkpoint.permit=optimizer,seed,data"));
+    let went_on = succeed(&format!("{flags} {other} --set checkpoint.permit=optimizer,seed,data"));
+    assert!(went_on.contains("permitted: optimizer.lr: the checkpoint has 0.0003, this run 0.01\n"), "{went_on}");
 
     let permitted = format!("{flags} {other} --set checkpoint.permit=model,optimizer,seed,data");
     let wider = run(&format!("{permitted} --set model.hidden_size=32"));

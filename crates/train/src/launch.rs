@@ -1,8 +1,7 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
 
-use crate::checkpoint::Resumed;
 use crate::checkpoint::export::{Planned, export};
-use crate::checkpoint::run::{Files, Saver, described, resume_run};
+use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, Place};
@@ -175,14 +174,14 @@ fn run(
     require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
     if let (Some(dir), Some(files), Some(writers)) = (&config.checkpoint.dir, files, writers) {
-        // What rank 0 says of the run is kept, and compared.
-        let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
         let dir = Path::new(dir);
-        saver = Some(Saver::new(config, files, dir, number, run.clone(), writers)?);
+        // What rank 0 says of the run is kept.
+        let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
+        saver = Some(Saver::new(config, files, dir, number, run, writers)?);
         if config.checkpoint.resume {
-            resumed = resume_run(&mut trainer, config, files, dir, &run, stop)?;
-            if let (Some(saver), Some(Resumed { step, .. })) = (&mut saver, &resumed) {
-                saver.goes_on_from(*step);
+            resumed = resume_run(&mut trainer, config, data, files, dir, stop)?;
+            if let (Some(saver), Some(continued)) = (&mut saver, &resumed) {
+                saver.goes_on_from(continued.resumed.step);
             }
         }
     }
@@ -200,12 +199,14 @@ fn run(
         reporter = Some(Reporter::new(config, data, metrics, resumed.as_ref())?);
     }
     require_unasked(stop)?;
-    let mut begun = trainer.steps_done();
+    let data = resumed.as_ref().map_or(data, |continued| &continued.data);
+    let (mut begun, global) = (trainer.steps_done(), config.training.global_batch_size as u64);
     if let (Some(reporter), true) = (&mut reporter, begun > steps) {
         let text =
             format!("the checkpoint is behind step {begun}, and training.steps = {steps}: nothing is left to train");
         reporter.notes([text]);
     }
+    let mut taken = 0; // samples, since the run began or went on
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
@@ -213,11 +214,12 @@ fn run(
         let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
         let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
-            let read = || data.batch(begun, config.training.global_batch_size, trainer.samples());
+            let read = || data.batch_at(taken, trainer.samples());
             let batch = probe.time(Class::Data, "batch", read)?;
             trainer.start_step(&batch, asked, |event| probe.observe(event))
         })?;
         begun += 1;
+        taken += global;
         let step = device.launches().zip(queued).map(|(now, before)| now - before);
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
@@ -235,10 +237,11 @@ fn run(
             }
         }
         if let Some(last) = reports.last() {
-            outcome = Outcome { steps: last.step, loss: Some(last.loss), stopped, ..outcome };
+            let loss = reports.iter().rev().find(|report| report.terms > 0).map(|report| report.loss);
+            outcome = Outcome { steps: last.step, loss: loss.or(outcome.loss), stopped, ..outcome };
         }
         if let Some(saver) = &mut saver {
-            let told = if saves { saver.save(&trainer)? } else { saver.poll() };
+            let told = if saves { saver.save(&trainer, &data.position(taken))? } else { saver.poll() };
             reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
         }
         if validates && stopped {
@@ -259,7 +262,7 @@ fn run(
                     outcome.stopped = true;
                     let mut told = vec![not_validated(begun).into()];
                     if let (Some(saver), false) = (&mut saver, saves) {
-                        told.extend(saver.save(&trainer)?);
+                        told.extend(saver.save(&trainer, &data.position(taken))?);
                     }
                     reporter.iter_mut().for_each(|reporter| reporter.notes(told.clone()));
                 }
@@ -320,7 +323,12 @@ fn validate(
     let report = trainer.evaluate_at(cuts, batches);
     // A rank that cannot read its data says so, and not that its peers went on without it.
     unread.map_or(Ok(()), Err)?;
-    Ok(if stopped { None } else { Some(report?.loss) })
+    match report {
+        _ if stopped => Ok(None),
+        // The run need not end for it.
+        Err(TrainError::NoTerms { .. }) => Ok(Some(f64::NAN)),
+        report => Ok(Some(report?.loss)),
+    }
 }
 
 /// The output of rank 0: metrics and progress.
@@ -330,30 +338,41 @@ struct Reporter {
     progress: Progress,
     /// Of the last step.
     memory: Vec<MemoryUse>,
+    /// Steps without a target.
+    masked_steps: u64,
 }
 
 impl Reporter {
-    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Resumed>) -> Result<Self, RunError> {
+    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Continued>) -> Result<Self, RunError> {
         let parameters = ModelPlan::new(config.model(), &config.plan()?)?.parameters()?;
         let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
         let open = if from.is_some() { Metrics::append } else { Metrics::create };
         let mut metrics = metrics.map(open).transpose()?;
         if let Some(metrics) = &mut metrics {
             let start = Start::new(config, parameters, data.hash(), plan::memory(config)?)
-                .resumed(from.map(|resumed| resumed.step));
+                .resumed(from.map(|from| from.resumed.step));
             metrics.write(&Event::Start(start))?;
         }
         let folder = config.metrics.tensorboard.as_deref().map(Path::new);
         let tensorboard = folder.map(TensorBoard::create).transpose()?;
-        let mut reporter =
-            Self { metrics, tensorboard, progress: Progress::new(config.training.steps), memory: Vec::new() };
+        let mut reporter = Self {
+            metrics,
+            tensorboard,
+            progress: Progress::new(config.training.steps),
+            memory: Vec::new(),
+            masked_steps: 0,
+        };
         reporter.notes(config.warning().map(str::to_owned));
         match (from, &config.checkpoint.dir) {
-            (Some(Resumed { step, passed_over, anew, .. }), _) => {
-                let damaged =
-                    passed_over.iter().map(|damage| format!("warning: a damaged checkpoint is not used: {damage}"));
-                let anew = anew.iter().map(|state| format!("warning: feedback starts from zeros: {state}"));
-                reporter.notes(damaged.chain([format!("resumed after step {step}")]).chain(anew));
+            (Some(Continued { resumed, notes, .. }), _) => {
+                let damaged = resumed.passed_over.iter();
+                let damaged = damaged.map(|damage| format!("warning: a damaged checkpoint is not used: {damage}"));
+                let anew = resumed.anew.iter().map(|state| format!("warning: feedback starts from zeros: {state}"));
+                let dropped = (resumed.dropped > 0).then_some(resumed.dropped).map(|count| {
+                    format!("warning: the optimizer starts anew: its {count} states in the checkpoint are dropped")
+                });
+                let resumed = format!("resumed after step {}", resumed.step);
+                reporter.notes(damaged.chain([resumed]).chain(notes.iter().cloned()).chain(anew).chain(dropped));
             }
             (None, Some(dir)) if config.checkpoint.resume => {
                 reporter.notes([format!("no checkpoint in {dir}: the run starts anew")]);
@@ -381,8 +400,10 @@ impl Reporter {
             peak_bytes: report.peak_bytes(),
             loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
             skipped: report.skipped,
-            moe: Experts::of(&report.metrics, &report.statistics),
+            masked: report.terms == 0,
+            moe: Experts::of(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
         };
+        self.masked_steps += u64::from(step.masked);
         self.memory.clone_from(&report.memory);
         self.progress.step(&step);
         if let Some(tensorboard) = &mut self.tensorboard {
@@ -397,6 +418,7 @@ impl Reporter {
 
     fn validation(&mut self, step: u64, loss: f64, loss_uncompressed: Option<f64>) -> Result<(), RunError> {
         self.progress.validation(step, loss, loss_uncompressed);
+        self.notes(loss.is_nan().then_some("warning: every target of the validation data is masked".to_owned()));
         if let Some(tensorboard) = &mut self.tensorboard {
             let exact = loss_uncompressed.map(|loss| ("validation/loss_uncompressed", loss));
             tensorboard.scalars(step, [("validation/loss", loss)].into_iter().chain(exact))?;
@@ -410,11 +432,15 @@ impl Reporter {
     /// The end of training.
     fn end(&mut self, outcome: &Outcome, started: Instant, launches: Option<StepLaunches>) -> Result<(), RunError> {
         self.notes(launches.map(|launches| launches.to_string()));
+        let masked_steps = self.masked_steps;
+        self.notes((masked_steps > 0).then(|| {
+            format!("warning: steps without a target, which were skipped: {masked_steps}; every target of their batches is masked")
+        }));
         if let Some(metrics) = &mut self.metrics {
             let seconds = started.elapsed().as_secs_f64();
             let memory_measured = std::mem::take(&mut self.memory);
             let (steps, loss) = (outcome.steps, outcome.loss);
-            metrics.write(&Event::End { steps, loss, seconds, memory_measured, launches })?;
+            metrics.write(&Event::End { steps, loss, masked_steps, seconds, memory_measured, launches })?;
         }
         Ok(())
     }

@@ -47,8 +47,11 @@ pub enum Event<'a> {
     End {
         /// Steps that were trained.
         steps: u64,
-        /// Loss of the last step, if there was one.
+        /// Loss of the last step that had one.
         loss: Option<f64>,
+        /// Steps of this part of the run that were skipped because every target of their batch is masked.
+        #[serde(skip_serializing_if = "is_zero")]
+        masked_steps: u64,
         /// Wall time from start to end.
         seconds: f64,
         /// What held the memory of each world rank when most bytes were alive.
@@ -164,9 +167,12 @@ pub struct Step {
     /// What the loss was multiplied by before backward, where that is not 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
-    /// Whether a gradient overflowed at this scale, so that the step changed no weight.
+    /// Whether the step changed no weight: a gradient overflowed at this scale, or it is `masked`.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub skipped: bool,
+    /// Whether every target of the batch is masked, so that the loss has no mean.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub masked: bool,
     /// What the routers of experts report.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
@@ -219,9 +225,8 @@ impl Experts {
 impl Step {
     /// Its numbers by the tags under which TensorBoard shows them.
     pub fn scalars(&self) -> Vec<(String, f64)> {
+        let of_loss = [("train/loss", self.loss), ("train/gradient_norm", self.grad_norm)];
         let named = [
-            ("train/loss", self.loss),
-            ("train/gradient_norm", self.grad_norm),
             ("train/learning_rate", self.lr),
             ("speed/step_ms", self.step_ms),
             ("speed/tokens_per_s", self.tokens_per_s),
@@ -240,9 +245,11 @@ impl Step {
             [("read", of.read as f64), ("written", of.written as f64), ("wait_ms", of.wait_ms)]
                 .map(|(name, value)| (format!("offload/{name}"), value))
         });
-        named
-            .map(|(tag, value)| (tag.to_owned(), value))
+        of_loss
             .into_iter()
+            .filter(|_| !self.masked)
+            .chain(named)
+            .map(|(tag, value)| (tag.to_owned(), value))
             .chain(communication)
             .chain(memory)
             .chain(experts)
@@ -250,6 +257,10 @@ impl Step {
             .chain(offload)
             .collect()
     }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {

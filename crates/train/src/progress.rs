@@ -129,7 +129,9 @@ impl Screen {
     fn show(&mut self, event: &Event) -> io::Result<()> {
         let shown = match event {
             Event::Step(step) => {
-                self.loss = format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s);
+                if !step.masked {
+                    self.loss = format!("loss {:.4}  {:.0} tokens/s", step.loss, step.tokens_per_s);
+                }
                 self.bar.iter().for_each(|bar| bar.set_position(step.step));
                 match self.bar.is_none() && (step.skipped || shown(step.step, self.steps)) {
                     true => print(&line(step, self.steps)),
@@ -190,7 +192,10 @@ fn shown(step: u64, steps: u64) -> bool {
 }
 
 fn line(step: &Step, steps: u64) -> String {
-    let Step { step, loss, grad_norm, lr, tokens_per_s, loss_scale, skipped, .. } = step;
+    let Step { step, loss, grad_norm, lr, tokens_per_s, loss_scale, skipped, masked, .. } = step;
+    if *masked {
+        return format!("step {step}/{steps}  skipped: every target of its batch is masked");
+    }
     let of_step = format!("step {step}/{steps}  loss {loss:.4}");
     match skipped {
         true => format!("{of_step}  skipped: a gradient overflowed at loss scale {}", loss_scale.unwrap_or(1.0)),
@@ -216,6 +221,7 @@ mod tests {
         comm_bytes: vec![],
         loss_scale: None,
         skipped: false,
+        masked: false,
         moe: None,
         offload: None,
         peak_bytes: vec![],
@@ -233,6 +239,8 @@ mod tests {
         let skipped = Step { loss_scale: Some(65536.0), skipped: true, ..STEP };
         let text = "step 10/300  loss 3.1234  skipped: a gradient overflowed at loss scale 65536";
         assert_eq!(line(&skipped, 300), text);
+        let masked = Step { loss: f64::NAN, skipped: true, masked: true, ..STEP };
+        assert_eq!(line(&masked, 300), "step 10/300  skipped: every target of its batch is masked");
     }
 
     /// A terminal that records everything written to it.

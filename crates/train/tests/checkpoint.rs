@@ -6,7 +6,9 @@ use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name, th
 use meshwork_compress::Feedback;
 use meshwork_core::Axis;
 use meshwork_core::comm::thread::{self, RankEnd, WorldError};
-use meshwork_engine::{Compress, Numerics, Plan, ScheduleSpec, StepReport, Trainer, Zero, ZeroStage, state_layout};
+use meshwork_engine::{
+    Compress, Numerics, Plan, ScheduleSpec, StepReport, TrainState, Trainer, WholeState, Zero, ZeroStage, state_layout,
+};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
@@ -14,7 +16,7 @@ use meshwork_nn::{Batch, Model, SAMPLE};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Muon, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
-use meshwork_train::checkpoint::{CheckpointError, Resumed, resume, save, save_plan};
+use meshwork_train::checkpoint::{CheckpointError, Leeway, Resumed, States, resume, save, save_plan};
 use serde_json::{Value, json};
 use std::fs;
 use std::ops::Range;
@@ -91,9 +93,9 @@ fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<
     thread::run_mesh(&plan.mesh, |rank| {
         let number = rank.world_rank();
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
-        let resumed = resume(&mut trainer, plan, dir, &AtomicBool::new(false), |run| {
+        let resumed = resume(&mut trainer, plan, dir, &AtomicBool::new(false), |_, run| {
             assert_eq!(run["note"], "as it was given");
-            Ok::<_, CheckpointError>(())
+            Ok::<_, CheckpointError>(Leeway::default())
         })?;
         let done = trainer.steps_done();
         assert_eq!(done, resumed.as_ref().map_or(0, |resumed| resumed.step));
@@ -259,7 +261,7 @@ fn a_resume_that_is_asked_to_stop_ends() {
     let (dir, plan, stop) = (two_checkpoints(&model), fast("dp=2"), AtomicBool::new(true));
     let error = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        resume(&mut trainer, &plan, dir.path(), &stop, |_| Ok::<_, CheckpointError>(()))
+        resume(&mut trainer, &plan, dir.path(), &stop, |_, _| Ok::<_, CheckpointError>(Leeway::default()))
     });
     let error = error.unwrap_err();
     assert!(matches!(&error.ends[error.rank], Some(RankEnd::Error(CheckpointError::Stopped))), "{error}");
@@ -420,12 +422,88 @@ fn the_caller_may_refuse_a_checkpoint_by_what_it_kept() {
     let plan = fast("dp=2");
     let error = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        resume(&mut trainer, &plan, dir.path(), &AtomicBool::new(false), |run: &Value| {
+        resume(&mut trainer, &plan, dir.path(), &AtomicBool::new(false), |_, run: &Value| {
             let problem = format!("{} steps are too few", run["steps"]);
             Err(CheckpointError::Folder { dir: dir.path().to_path_buf(), problem })
         })
     });
     assert!(error.unwrap_err().to_string().contains("cannot be read: 2 steps are too few"));
+}
+
+/// Resumes with a leeway: what each rank has then, and what a trainer has that never trained.
+fn resumed_with(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    dir: &Path,
+    leeway: Leeway,
+) -> Result<Vec<[TrainState; 2]>, String> {
+    let ends = thread::run_mesh(&plan.mesh, |rank| {
+        let fresh = Trainer::new(model.clone(), plan, rank.clone(), Cpu::device())?.state()?;
+        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+        let resumed =
+            resume(&mut trainer, plan, dir, &AtomicBool::new(false), |_, _| Ok::<_, CheckpointError>(leeway))?.unwrap();
+        let state = trainer.state()?;
+        assert_eq!(resumed.dropped > 0, leeway.states == States::Drop);
+        trainer.step(&batch(state.step, trainer.samples()))?;
+        Ok::<_, CheckpointError>([state, fresh])
+    });
+    ends.map_err(|error| error.to_string())
+}
+
+/// Of two rules some states have the same names: they mean something else.
+#[test]
+fn another_rule_begins_without_states_as_before_its_first_update() {
+    let (model, dir) = (model(), two_checkpoints(&model()));
+    for (mesh, optimizer) in [
+        ("tp=2", Rule::from(meshwork_optim::Lamb::default())),
+        ("pp=2", Rule::from(Adafactor::default())),
+        ("dp=2", Rule::with_adam8bit(Adam8bit::default())),
+        ("dp=1", Sgd { momentum: 0.0, weight_decay: 0.0 }.into()),
+    ] {
+        let plan = Plan { optimizer, ..fast(mesh) };
+        let drop = Leeway { states: States::Drop, ..Leeway::default() };
+        for [state, fresh] in resumed_with(&model, &plan, dir.path(), drop).unwrap() {
+            assert_eq!((state.step, state.updates), (2, 0), "{mesh}");
+            for (piece, fresh) in state.pieces.iter().zip(&fresh.pieces) {
+                assert_eq!(piece.key, fresh.key, "{mesh}");
+                let trained = piece.key.state.is_none() && piece.piece.values != fresh.piece.values;
+                let dropped = piece.key.state.is_some() && piece.piece.values == fresh.piece.values;
+                assert!(trained || dropped, "{mesh}: {}", piece.key);
+            }
+        }
+    }
+}
+
+/// The first positions of a GPT-2, for shorter samples, with their states: nothing else may have fewer rows.
+#[test]
+fn shorter_samples_take_the_first_positions() {
+    let dir = two_checkpoints(&model());
+    let half: Arc<dyn Model> = Arc::new(Gpt2::new(Gpt2Config { seq_len: SEQ / 2, ..gpt2() }));
+    let rows = |from: u64, to: u64| Leeway { first_rows: Some((from, to)), ..Leeway::default() };
+    let whole = |ranks: Vec<[TrainState; 2]>| {
+        WholeState::merge(&ranks.into_iter().map(|[state, _]| state).collect::<Vec<_>>()).unwrap()
+    };
+    let run = |plan: &Plan, model: &Arc<dyn Model>, leeway| {
+        thread::run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+            resume(&mut trainer, plan, dir.path(), &AtomicBool::new(false), |_, _| Ok::<_, CheckpointError>(leeway))?;
+            let state = trainer.state()?;
+            Ok::<_, CheckpointError>([state.clone(), state])
+        })
+    };
+    let saved = whole(run(&fast("dp=1"), &model(), Leeway::default()).unwrap());
+    for mesh in ["dp=2", "tp=4", "pp=2"] {
+        let short = whole(run(&fast(mesh), &half, rows(SEQ as u64, SEQ as u64 / 2)).unwrap());
+        for key in short.keys() {
+            let (short, saved) = (short.vector(key).unwrap(), saved.vector(key).unwrap());
+            assert_eq!(short, &saved[..short.len()], "{mesh}: {key}");
+            assert_eq!(short.len() < saved.len(), key.parameter == "wpe.weight", "{mesh}: {key}");
+        }
+    }
+    let refused = run(&fast("dp=2"), &half, Leeway::default()).unwrap_err().to_string();
+    assert!(refused.contains("wpe.weight: the checkpoint has F32 [8, 16], the model F32 [4, 16]"), "{refused}");
+    let refused = run(&fast("dp=2"), &half, rows(61, 4)).unwrap_err().to_string();
+    assert!(refused.contains("wpe.weight: the checkpoint has F32 [8, 16]"), "{refused}");
 }
 
 /// Nobody writes twice what several ranks hold: with Adam, three vectors of each weight, whatever the mesh.

@@ -191,8 +191,8 @@ fn values_out_of_range() {
         ("optimizer.momentum", "1.0", "at least 0 and below 1"),
         ("model.dropout", "1.0", "at least 0 and below 1"),
         ("training.max_norm", "-1.0", "at least 0"),
-        ("validation.fraction", "0.0", "above 0 and below 1"),
-        ("validation.fraction", "1.0", "above 0 and below 1"),
+        ("validation.fraction", "-0.1", "at least 0 and below 1"),
+        ("validation.fraction", "1.0", "at least 0 and below 1"),
         ("lr_scheduler.min_lr_factor", "1.5", "0 to 1"),
         ("comm.timeout_seconds", "0.0", "above 0"),
     ] {

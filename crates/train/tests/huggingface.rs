@@ -4,12 +4,13 @@ mod small;
 
 use meshwork_checkpoint::{Checkpoint, Slice};
 use meshwork_core::comm::thread;
-use meshwork_engine::Trainer;
+use meshwork_engine::{ModelPlan, Trainer};
 use meshwork_models::huggingface::{Dtype, Pretrained};
 use meshwork_models::language;
 use meshwork_tensor::Role;
 use meshwork_tensor::cpu::Cpu;
-use meshwork_train::checkpoint::{CheckpointError, resume};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_train::checkpoint::{CheckpointError, Leeway, resume};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::generate::Trained;
 use meshwork_train::{Data, load, train};
@@ -42,7 +43,7 @@ fn the_sizes_of_the_folder_are_the_defaults() {
 
 #[test]
 fn other_sizes_and_other_folders_are_refused() {
-    let gpt2 = parse("gpt2", "--set model.seq_len=8 --set model.num_layers=3").unwrap_err();
+    let gpt2 = parse("gpt2", "--set model.seq_len=20 --set model.num_layers=3").unwrap_err();
     let lines: Vec<&str> = gpt2.lines().collect();
     assert_eq!(lines.len(), 2, "{gpt2}");
     assert!(
@@ -50,7 +51,7 @@ fn other_sizes_and_other_folders_are_refused() {
             && lines[0].ends_with("has 2; use 2, or leave the key out"),
         "{gpt2}"
     );
-    assert!(lines[1].starts_with("model.seq_len = 8: "), "{gpt2}");
+    assert!(lines[1].starts_with("model.seq_len = 20: ") && lines[1].contains("use 12 or fewer"), "{gpt2}");
     let dense = parse("llama_scaled", "--set moe.num_experts=4").unwrap_err();
     assert!(
         dense.starts_with("moe.num_experts = 4: the model in ")
@@ -65,6 +66,24 @@ fn other_sizes_and_other_folders_are_refused() {
     assert!(!mixtral.contains("capacity"), "{mixtral}");
     let nowhere = parse("nowhere", "").unwrap_err();
     assert!(nowhere.contains("config.json") && nowhere.contains("use a folder of Hugging Face"), "{nowhere}");
+}
+
+/// Rotations for longer texts, and fewer positions than a GPT-2 has learned: it takes the first ones.
+#[test]
+fn what_the_weights_do_not_fix_may_be_given() {
+    let llama = parse("llama_scaled", "--set model.rope_scaling_factor=16 --set model.rope_theta=500").unwrap().model;
+    assert_eq!((llama.rope_scaling_factor, llama.rope_theta), (16.0, 500.0));
+    let pretrained = Pretrained::open(&folder("gpt2")).unwrap();
+    let positions = |more: &str| {
+        let config = parse("gpt2", more).unwrap();
+        let specs = ModelPlan::new(config.model(), &config.plan().unwrap()).unwrap().parameters().unwrap();
+        let spec = specs.into_iter().find(|spec| spec.name == "wpe.weight").unwrap();
+        let whole = LocalSlice { stored: spec.dims, ranges: spec.dims.iter().map(|&extent| 0..extent).collect() };
+        pretrained.read(&spec, &whole).unwrap()
+    };
+    let (all, first) = (positions(""), positions("--set model.seq_len=8"));
+    assert_eq!((all.len(), first.len()), (12 * 16, 8 * 16));
+    assert_eq!(first, all[..8 * 16]);
 }
 
 /// The mean cross entropy of the next token, of the logits that `transformers` computed of the first sample.
@@ -460,7 +479,7 @@ fn logits(config: &Config, dir: &Path, tokens: &[i32]) -> Vec<Vec<f32>> {
     let plan = config.plan().unwrap();
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(config.model(), &plan, rank, Cpu::device())?;
-        resume(&mut trainer, &plan, dir, &AtomicBool::new(false), |_| Ok::<_, CheckpointError>(()))?;
+        resume(&mut trainer, &plan, dir, &AtomicBool::new(false), |_, _| Ok::<_, CheckpointError>(Leeway::default()))?;
         let batch = language::batch(tokens.to_vec(), vec![-1; tokens.len()], small::SEQ).expect("whole samples");
         let rows = (0..tokens.len()).map(|row| trainer.predict(&batch, row, 61));
         Ok::<_, CheckpointError>(rows.collect::<Result<_, _>>()?)

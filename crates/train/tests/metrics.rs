@@ -23,6 +23,7 @@ fn step(loss: f64) -> Step {
         peak_bytes: vec![5, 6],
         loss_scale: None,
         skipped: false,
+        masked: false,
         moe: None,
     }
 }
@@ -57,6 +58,7 @@ fn lines_are_those_of_the_contract() {
     let text = lines(Event::End {
         steps: 1,
         loss: Some(5.25),
+        masked_steps: 0,
         seconds: 0.5,
         memory_measured: vec![MemoryUse::default()],
         launches: None,

@@ -12,7 +12,7 @@ pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
-pub use resume::{Resumed, resume};
+pub use resume::{Leeway, Resumed, States, resume};
 pub(crate) use resume::{read_weights, resume_into};
 pub(crate) use save::save_plan_of;
 pub use save::{save, save_plan};
@@ -46,14 +46,16 @@ pub enum CheckpointError {
     Lock(#[from] LockError),
     /// A run that differs from the one that was saved.
     #[error(
-        "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, permit them, or start anew in another folder",
-        dir.display(), differences.join("\n  ")
+        "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, start anew in another folder, or permit them by checkpoint.permit = {:?}",
+        dir.display(), differences.join("\n  "), permit.join(",")
     )]
     Different {
         /// The folder.
         dir: PathBuf,
         /// What differs.
         differences: Vec<String>,
+        /// The words of `checkpoint.permit` that allow it.
+        permit: Vec<String>,
     },
     /// A folder that cannot be read.
     #[error("the checkpoint folder {} cannot be read: {problem}", dir.display())]
@@ -64,7 +66,10 @@ pub enum CheckpointError {
         problem: String,
     },
     /// A state that is not that of this model and update rule.
-    #[error("{} does not fit this run:\n  {}", path.display(), misfits.join("\n  "))]
+    #[error(
+        "{} does not fit this run:\n  {}\ncheckpoint.permit = \"optimizer\" drops states of the optimizer that do not fit",
+        path.display(), misfits.join("\n  ")
+    )]
     Misfit {
         /// The checkpoint.
         path: PathBuf,
@@ -122,6 +127,8 @@ impl From<CommError> for CheckpointError {
 const UPDATES: &str = "updates";
 /// What the caller keeps beside the state, in the metadata.
 const RUN: &str = "run";
+/// Where the run is in its data, inside what the caller keeps.
+pub(crate) const POSITION: &str = "position";
 /// The layers before the cuts of the model, in the metadata: where activations are compressed, if they are.
 pub(crate) const CUTS: &str = "cuts";
 

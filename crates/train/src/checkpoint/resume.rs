@@ -13,7 +13,7 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{ParamSpec, Shape};
 use serde_json::Value;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -30,11 +30,34 @@ pub struct Resumed {
     pub passed_over: Vec<String>,
     /// What compression kept and this run cannot use, because it has other extents: it starts from zeros.
     pub anew: Vec<String>,
+    /// States of the optimizer that the checkpoint has and this run did not take: all start from zeros, and so does the count of updates.
+    pub dropped: usize,
+}
+
+/// What a run may leave behind of a checkpoint that does not fit it whole. By default nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leeway {
+    /// The states of the optimizer.
+    pub states: States,
+    /// Rows of a parameter in the checkpoint, and fewer of them here: it takes the first ones, as a table of positions for shorter samples.
+    pub first_rows: Option<(u64, u64)>,
+}
+
+/// What becomes of the states of an optimizer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum States {
+    /// They must fit.
+    #[default]
+    Keep,
+    /// They are dropped if one of them does not fit.
+    KeepIfFit,
+    /// They are dropped: those of another update rule mean something else, whatever their names.
+    Drop,
 }
 
 /// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the trainer. The checkpoint
-/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its `run` before anything is loaded, and may refuse it. `stop`
-/// ends it between two reads.
+/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its step and its `run` before anything is loaded. It
+/// may refuse it, and says what may be left behind, the same on every rank. `stop` ends it between two reads.
 ///
 /// Collective: every rank of the trainer's mesh calls it.
 ///
@@ -46,7 +69,7 @@ pub fn resume<E: From<CheckpointError>>(
     plan: &Plan,
     dir: &Path,
     stop: &AtomicBool,
-    accept: impl Fn(&Value) -> Result<(), E>,
+    accept: impl Fn(u64, &Value) -> Result<Leeway, E>,
 ) -> Result<Option<Resumed>, E> {
     let layout = state_layout(trainer.plan().model(), plan).map_err(CheckpointError::from)?;
     resume_into(trainer, &layout, dir, stop, accept)
@@ -58,7 +81,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
     layout: &[StateSlice],
     dir: &Path,
     stop: &AtomicBool,
-    accept: impl Fn(&Value) -> Result<(), E>,
+    accept: impl Fn(u64, &Value) -> Result<Leeway, E>,
 ) -> Result<Option<Resumed>, E> {
     let world = trainer.rank().world().clone();
     let mut passed_over = Vec::new();
@@ -71,19 +94,30 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
         }
         let checkpoint = opened.map_err(CheckpointError::from)?;
         // The index is the same for all ranks, and so is the answer.
-        accept(checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
+        let leeway = accept(step, checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
         // If one rank alone refuses it, its reason is the error, and not what the others find next.
         world.barrier().map_err(CheckpointError::from)?;
-        let Fit { misfits, anew } = fit(checkpoint.index(), layout);
+        let Fit { mut misfits, misfit_states, anew } = fit(checkpoint.index(), layout, leeway);
+        let drops = match leeway.states {
+            States::Drop => true,
+            States::KeepIfFit => !misfit_states.is_empty(),
+            States::Keep => {
+                misfits.extend(misfit_states);
+                false
+            }
+        };
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
-        let loaded = load(trainer, layout, &checkpoint, stop)?;
+        let stored = checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == Kind::OptimizerState);
+        let dropped = if drops { stored.count() } else { 0 };
+        let loaded = load(trainer, layout, &checkpoint, drops, stop)?;
         match agree(&world, &path, loaded.as_ref().err())? {
             Some(damage) => passed_over.push(damage),
             None => {
                 let run = checkpoint.index().metadata.get(RUN).cloned().unwrap_or_default();
-                return Ok(Some(Resumed { step, run, bytes_read: checkpoint.bytes_read(), passed_over, anew }));
+                let bytes_read = checkpoint.bytes_read();
+                return Ok(Some(Resumed { step, run, bytes_read, passed_over, anew, dropped }));
             }
         }
     }
@@ -98,40 +132,49 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
 struct Fit {
     /// Vectors that only one of them has, and parameters of other extents: the checkpoint cannot be used.
     misfits: Vec<String>,
+    /// The same of states of the optimizer, without which it can.
+    misfit_states: Vec<String>,
     /// Feedback of other extents: of other samples, another batch, factors of another rank.
     anew: Vec<String>,
 }
 
-fn fit(index: &Index, layout: &[StateSlice]) -> Fit {
-    let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype), of.kind));
-    let wanted: BTreeMap<String, (Shape, Dtype, StateKind)> = layout.iter().map(of_model).collect();
+fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
+    let of_model = |of: &StateSlice| (name_of(&of.key), (of.dims, dtype_of(of.dtype), of.kind, of.key.state.is_some()));
+    let wanted: BTreeMap<String, (Shape, Dtype, StateKind, bool)> = layout.iter().map(of_model).collect();
     let stored: BTreeMap<&str, _> = index.tensors.iter().map(|of| (&*of.tensor.name, &of.tensor)).collect();
     let mut fit = Fit::default();
-    for (name, &(dims, held, kind)) in &wanted {
+    for (name, &(dims, held, kind, is_state)) in &wanted {
         let is_parameter = matches!(kind, StateKind::Parameter(_));
+        let misfits = if is_state { &mut fit.misfit_states } else { &mut fit.misfits };
         let Some(tensor) = stored.get(&**name) else {
             if is_parameter {
-                fit.misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}"));
+                misfits.push(format!("{name}: the checkpoint has none, the model {dims:?}"));
             }
             continue; // Feedback that is missing starts from zeros.
         };
         // Shares are of any number of replicas.
         let counted = usize::from(kind == StateKind::Shares);
-        let alike = tensor.dims.get(counted..) == dims_of(dims).get(counted..);
-        if alike && tensor.dtype == held {
+        let ours = dims_of(dims);
+        let alike = tensor.dims.get(counted..) == ours.get(counted..);
+        let rows = tensor.dims.first().copied().zip(ours.first().copied());
+        let longer = rows.is_some() && rows == leeway.first_rows && tensor.dims.get(1..) == ours.get(1..);
+        if (alike || is_parameter && longer) && tensor.dtype == held {
             continue;
         }
         let (found, dtype, held) = (&tensor.dims, tensor.dtype.name(), held.name());
         match is_parameter || alike {
-            true => {
-                fit.misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model {held} {dims:?}"))
-            }
+            true => misfits.push(format!("{name}: the checkpoint has {dtype} {found:?}, the model {held} {dims:?}")),
             false => fit.anew.push(format!("{name}: the checkpoint has {found:?}, this run {dims:?}")),
         }
     }
     let extra = stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != Kind::Feedback);
-    let extra = extra.map(|(name, tensor)| format!("{name}: the checkpoint has {:?}, the model none", tensor.dims));
-    fit.misfits.extend(extra);
+    for (name, tensor) in extra {
+        let told = format!("{name}: the checkpoint has {:?}, the model none", tensor.dims);
+        match tensor.kind {
+            Kind::OptimizerState => fit.misfit_states.push(told),
+            _ => fit.misfits.push(told),
+        }
+    }
     fit
 }
 
@@ -141,11 +184,16 @@ fn load(
     trainer: &mut Trainer,
     layout: &[StateSlice],
     checkpoint: &Checkpoint,
+    drops: bool,
     stop: &AtomicBool,
 ) -> Result<Result<(), Unread>, CheckpointError> {
     let stored = checkpoint.index().tensors.iter().map(|of| (&*of.tensor.name, &*of.tensor.dims));
     let stored: BTreeMap<&str, &[u64]> = stored.collect();
-    let is_read = |of: &&StateSlice| stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims));
+    let is_state = |of: &StateSlice| matches!(of.kind, StateKind::Parameter(_)) && of.key.state.is_some();
+    let dropped: BTreeSet<&StateKey> = layout.iter().filter(|of| drops && is_state(of)).map(|of| &of.key).collect();
+    let is_read = |of: &&StateSlice| {
+        !dropped.contains(&of.key) && stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims))
+    };
     // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
     let slices = layout.iter().filter(|of| of.kind != StateKind::Shares).filter(is_read);
     let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
@@ -164,7 +212,9 @@ fn load(
     let Some(updates) = checkpoint.index().metadata.get(UPDATES).and_then(Value::as_u64) else {
         return Err(CheckpointError::Foreign { path: checkpoint.path().to_path_buf(), key: UPDATES });
     };
-    let source = Source { checkpoint, updates, unread: RefCell::default(), stop };
+    // A rule without states begins with its first update.
+    let updates = if drops { 0 } else { updates };
+    let source = Source { checkpoint, updates, dropped, unread: RefCell::default(), stop };
     let loaded = trainer.load_state(&source);
     if is_asked(stop) {
         return Err(CheckpointError::Stopped);
@@ -179,6 +229,8 @@ fn load(
 struct Source<'a> {
     checkpoint: &'a Checkpoint,
     updates: u64,
+    /// The states that are zeros.
+    dropped: BTreeSet<&'a StateKey>,
     /// What reading found, for which the engine's errors have no place.
     unread: RefCell<Option<Unread>>,
     stop: &'a AtomicBool,
@@ -204,6 +256,9 @@ impl StateSource for Source<'_> {
             return Err(TrainError::State { name: key.to_string(), problem: "the run was asked to stop".to_owned() });
         }
         let (name, count) = (name_of(key), slice.stored.count());
+        if self.dropped.contains(key) {
+            return Ok(vec![0.0; count]);
+        }
         let (mut values, mut codes) = (vec![0f32; count], vec![0u8; count]);
         let in_bytes =
             self.checkpoint.index().tensors.iter().any(|of| of.tensor.name == name && of.tensor.dtype == Dtype::U8);

@@ -1,35 +1,17 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
 use super::export::ends_of_text;
-use super::{CheckpointError, Resumed, resume_into, save, save_plan_of};
-use crate::config::Config;
-use crate::data::Data;
+use super::{CheckpointError, Leeway, POSITION, Resumed, States, resume_into, save, save_plan_of};
+use crate::config::{Change, Config, changes, of_checkpoint, permits};
+use crate::data::{Data, Position};
 use crate::progress::Note;
-use meshwork_checkpoint::{Exchange, Lock, SaveError, SavePlan, Saved, Writer, json_differences};
+use meshwork_checkpoint::{Exchange, Lock, SaveError, SavePlan, Saved, Writer};
 use meshwork_engine::{StateSlice, Trainer, state_layout};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-
-/// What a resumed run may change if `checkpoint.permit` has the word, with the values that it is about.
-pub(crate) const PERMITS: [(&str, &[&str]); 5] = [
-    ("model", &["config.model"]),
-    ("optimizer", &["config.optimizer"]),
-    (
-        "data",
-        &[
-            "data_hash",
-            "config.data.documents",
-            "config.data.end_of_text",
-            "config.data.shuffle",
-            "config.validation.every",
-            "config.validation.fraction",
-        ],
-    ),
-    ("batch", &["config.training.global_batch_size"]),
-    ("seed", &["config.training.seed"]),
-];
 
 /// What every rank holds of the state of a run, and who writes what of it. Made once for the ranks of a process, because it grows with their
 /// number.
@@ -90,11 +72,13 @@ impl Saver {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// Starts to save a trainer whose steps are complete. What there is to say of the save before. Weights that are not finite are refused,
-    /// on all ranks.
-    pub fn save(&mut self, trainer: &Trainer) -> Result<Vec<Note>, CheckpointError> {
+    /// Starts to save a trainer whose steps are complete, and where it is in its data. What there is to say of the save before. Weights that are
+    /// not finite are refused, on all ranks.
+    pub fn save(&mut self, trainer: &Trainer, position: &Position) -> Result<Vec<Note>, CheckpointError> {
         trainer.require_finite()?;
-        let before = save(&mut self.writer, trainer, self.run.clone())?;
+        let mut run = self.run.clone();
+        run[POSITION] = json!(position);
+        let before = save(&mut self.writer, trainer, run)?;
         Ok(self.told(before))
     }
 
@@ -153,74 +137,181 @@ pub(crate) fn described(config: &Config, data: &Data) -> Value {
     })
 }
 
-/// Resumes from the newest checkpoint in `dir`. Rank 0 compares what was saved with `run`.
+/// A run that goes on.
+pub(crate) struct Continued {
+    pub resumed: Resumed,
+    /// The data, from where the run was.
+    pub data: Data,
+    /// What there is to say of it, beside what [`Resumed`] has: what differs, by permission.
+    pub notes: Vec<String>,
+}
+
+/// Resumes from the newest checkpoint in `dir`. Rank 0 compares what was saved with this run, of `config` on `data`.
 pub(crate) fn resume_run(
     trainer: &mut Trainer,
     config: &Config,
+    data: &Data,
     files: &Files,
     dir: &Path,
-    run: &Value,
     stop: &AtomicBool,
-) -> Result<Option<Resumed>, CheckpointError> {
+) -> Result<Option<Continued>, CheckpointError> {
     let compares = trainer.rank().world_rank() == 0;
-    resume_into(trainer, &files.layout, dir, stop, |saved| match differences(saved, run, &config.checkpoint.permit) {
-        differences if compares && !differences.is_empty() => {
-            Err(CheckpointError::Different { dir: dir.to_path_buf(), differences })
+    let resumed = resume_into(trainer, &files.layout, dir, stop, |step, saved| {
+        let compared = Compared::new(saved, step, config, data);
+        match compared.refused(&config.checkpoint.permit) {
+            Some((differences, permit)) if compares => {
+                Err(CheckpointError::Different { dir: dir.to_path_buf(), differences, permit })
+            }
+            _ => Ok(compared.leeway(&config.checkpoint.permit)),
         }
-        _ => Ok(()),
-    })
+    })?;
+    let Some(resumed) = resumed else { return Ok(None) };
+    let compared = Compared::new(&resumed.run, resumed.step, config, data);
+    let mut notes: Vec<String> = compared.differences().map(|(told, _)| format!("permitted: {told}")).collect();
+    if compared.other_data {
+        // The samples have other numbers.
+        trainer.forget_samples();
+    }
+    let told = match compared.position.map(|position| data.clone().going_on(&position, true)) {
+        Some(Ok((data, told))) => (data, told),
+        _ => (data.clone(), vec!["the checkpoint does not say where it was in these data: they begin anew".to_owned()]),
+    };
+    let (data, told) = told;
+    notes.extend(told.into_iter().map(|told| format!("warning: {told}")));
+    Ok(Some(Continued { resumed, data, notes }))
 }
 
-/// In what a saved run differs from this one, but for what is permitted.
-fn differences(saved: &Value, run: &Value, permit: &str) -> Vec<String> {
-    let permitted: Vec<&str> = words(permit).collect();
-    let of = |key: &str| PERMITS.iter().find(|(_, prefixes)| prefixes.iter().any(|prefix| is_within(key, prefix)));
-    json_differences(saved, run)
-        .into_iter()
-        .filter_map(|difference| {
-            let (word, _) = of(&difference.key)?;
-            let shown = |value: Option<Value>| value.map_or_else(|| "nothing".to_owned(), |value| value.to_string());
-            let key = difference.key.strip_prefix("config.").unwrap_or(&difference.key);
-            let (first, second) = (shown(difference.first), shown(difference.second));
-            let text = format!("{key}: the checkpoint has {first}, this run {second} (checkpoint.permit = {word:?})");
-            (!permitted.contains(word)).then_some(text)
-        })
-        .collect()
+/// A saved run, beside the one that is to go on from it.
+struct Compared<'a> {
+    hash: Option<&'a Value>,
+    data: &'a Data,
+    changes: Vec<Change>,
+    /// Whether the data are others.
+    other_data: bool,
+    /// Where the saved run was in its data, if it says that.
+    position: Option<Position>,
+    /// Why streams cannot go on where the saved run was in them.
+    stuck: Vec<String>,
 }
 
-fn is_within(key: &str, prefix: &str) -> bool {
-    key.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+impl<'a> Compared<'a> {
+    fn new(saved: &'a Value, step: u64, config: &Config, data: &'a Data) -> Self {
+        // Of a program that keeps no configuration there is nothing to compare.
+        let changes = saved.get(CONFIG).map(|saved| changes(saved, config)).unwrap_or_default();
+        let hash = saved.get(HASH);
+        let other_data = hash.is_some_and(|hash| *hash != data.hash());
+        let position = position(saved, step, data, other_data);
+        let stuck = position.as_ref().and_then(|position| data.clone().going_on(position, false).err());
+        Self { hash, data, changes, other_data, position, stuck: stuck.unwrap_or_default() }
+    }
+
+    /// What differs, each with the word that permits it.
+    fn differences(&self) -> impl Iterator<Item = (String, String)> {
+        let hash = |hash: &Value| {
+            let told = format!("data: the checkpoint has those of hash {hash}, this run {:?}", self.data.hash());
+            (told, "data".to_owned())
+        };
+        let data = self.hash.filter(|_| self.other_data).map(hash);
+        data.into_iter().chain(self.changes.iter().map(|change| (change.to_string(), change.key.clone())))
+    }
+
+    /// What differs and is not permitted, and the words that would permit all of it.
+    fn refused(&self, permit: &str) -> Option<(Vec<String>, Vec<String>)> {
+        let stuck = self.stuck.iter().map(|why| {
+            let told = format!("{why}; data.shuffle = false in both goes on, and so does the next epoch, with checkpoint.permit = \"data\"");
+            (told, "data".to_owned())
+        });
+        let refused = self.differences().chain(stuck).filter(|(_, word)| !permits(permit, word));
+        let (differences, mut words): (Vec<String>, Vec<String>) = refused.unzip();
+        // What is permitted already stays so.
+        words.splice(0..0, permit.split(',').map(|word| word.trim().to_owned()).filter(|word| !word.is_empty()));
+        let mut seen = BTreeSet::new();
+        words.retain(|word| seen.insert(word.clone()));
+        (!differences.is_empty()).then_some((differences, words))
+    }
+
+    /// What may be left behind of the checkpoint.
+    fn leeway(&self, permit: &str) -> Leeway {
+        let changed = |key: &str| self.changes.iter().find(|change| change.key == key);
+        let states = match permits(permit, RULE) {
+            true if changed(RULE).is_some() => States::Drop,
+            true => States::KeepIfFit,
+            false => States::Keep,
+        };
+        let length = changed(LENGTH).filter(|_| permits(permit, LENGTH));
+        let rows = length.and_then(|change| change.saved.as_u64().zip(change.now.as_u64()));
+        Leeway { states, first_rows: rows.filter(|(saved, now)| now < saved) }
+    }
 }
 
-/// The words of `checkpoint.permit`.
-pub(crate) fn words(permit: &str) -> impl Iterator<Item = &str> {
-    permit.split(',').map(str::trim).filter(|word| !word.is_empty())
+/// Where a saved run was in its data after `step` steps: as it says, or by its batch. `None` if it does not say which data it had.
+fn position(saved: &Value, step: u64, data: &Data, other_data: bool) -> Option<Position> {
+    if let Some(position) = saved.get(POSITION) {
+        return serde_json::from_value(position.clone()).ok().filter(Position::is_sound);
+    }
+    let config = of_checkpoint(saved.get(CONFIG).filter(|_| !other_data)?);
+    let (training, seed) = (&config.training, config.data.shuffle.then_some(config.training.seed));
+    let samples = step.saturating_mul(training.global_batch_size as u64);
+    Some(data.position_of(samples, config.model.seq_len, config.validation.held_out(), seed))
 }
+
+const CONFIG: &str = "config";
+const HASH: &str = "data_hash";
+const RULE: &str = "optimizer.name";
+const LENGTH: &str = "model.seq_len";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn config(text: &str) -> Config {
+        Config::from_toml(text).unwrap()
+    }
+
+    fn data(first: i32, seq_len: usize) -> Data {
+        Data::from_tokens((first..first + 201).collect(), seq_len)
+    }
+
     #[test]
-    fn differences_are_told_with_the_word_that_permits_them() {
-        let config = |text: &str| serde_json::to_value(Config::from_toml(text).unwrap()).unwrap();
-        let run = |text, hash| json!({"version": "0", "data_hash": hash, "config": config(text)});
-        let saved = run("", "a");
-        assert!(differences(&saved, &run("[parallelism]\ndp = 2\n[training]\nsteps = 7", "a"), "").is_empty());
-        let other = run("[model]\nnorm_eps = 0.1\n[optimizer]\nlr = 1.0\n[training]\nseed = 1", "b");
-        let found = differences(&saved, &other, "seed, optimizer");
-        assert_eq!(
-            found,
-            [
-                "data_hash: the checkpoint has \"a\", this run \"b\" (checkpoint.permit = \"data\")",
-                "model.norm_eps: the checkpoint has 0.00001, this run 0.1 (checkpoint.permit = \"model\")",
-            ]
-        );
-        assert!(differences(&saved, &other, "seed,optimizer,data,model").is_empty());
-        // Other boundaries change the loss of the same tokens; where the tokens come from does not.
-        let moved = run("[data]\npath = 'elsewhere'\ncache_dir = 'there'\ndocuments = 'loss'", "a");
-        let found = differences(&saved, &moved, "");
-        let told = "data.documents: the checkpoint has \"stream\", this run \"loss\" (checkpoint.permit = \"data\")";
-        assert_eq!(found, [told]);
+    fn what_is_refused_comes_with_the_words_that_permit_it() {
+        let saved = described(&config("[model]\nseq_len = 4"), &data(0, 4));
+        let now = config("[model]\nseq_len = 4\n[optimizer]\nlr = 1.0\n[training]\nmax_norm = 2.0");
+        let data = data(9, 4);
+        let compared = Compared::new(&saved, 4, &now, &data);
+        let (told, words) = compared.refused("model, optimizer.lr").unwrap();
+        let hash = format!("data: the checkpoint has those of hash {}, this run {:?}", saved["data_hash"], data.hash());
+        assert_eq!(told, [&*hash, "training.max_norm: the checkpoint has 1.0, this run 2.0"]);
+        assert_eq!(words, ["model", "optimizer.lr", "data", "training.max_norm"]);
+        assert_eq!(compared.refused(&words.join(",")), None);
+    }
+
+    #[test]
+    fn states_are_dropped_by_permission_alone_and_rows_where_samples_become_shorter() {
+        let saved = described(&config(""), &data(0, 64));
+        let leeway = |now: &str, permit: &str| {
+            let (config, data) = (config(now), data(0, 64));
+            Compared::new(&saved, 4, &config, &data).leeway(permit)
+        };
+        let sgd = "[optimizer]\nname = 'sgd'";
+        assert_eq!(leeway(sgd, "").states, States::Keep);
+        assert_eq!(leeway(sgd, "optimizer.name").states, States::Drop);
+        assert_eq!(leeway("[optimizer]\nlr = 0.1", "optimizer").states, States::KeepIfFit);
+        assert_eq!(leeway("[optimizer]\nlr = 0.1", "optimizer.lr").states, States::Keep);
+        assert_eq!(leeway("[model]\nseq_len = 64", "model").first_rows, Some((128, 64)));
+        assert_eq!(leeway("[model]\nseq_len = 256", "model").first_rows, None);
+        assert_eq!(leeway("[model]\nseq_len = 64", "").first_rows, None);
+    }
+
+    /// Checkpoints of before positions were kept: 4 steps of 8 samples, then batches of 16.
+    #[test]
+    fn a_checkpoint_without_a_position_is_where_its_batch_says() {
+        let text = "[model]\nseq_len = 4\n[data]\nshuffle = false\n[training]\nglobal_batch_size = ";
+        let (saved, data) = (described(&config(&format!("{text}8")), &data(0, 4)), data(0, 4));
+        let now = config(&format!("{text}16"));
+        let position = Compared::new(&saved, 4, &now, &data).position.unwrap();
+        assert_eq!(position.samples, 32);
+        let (data, _) = data.going_on(&position, false).unwrap();
+        let batch = data.batch_at(0, 0..16).unwrap();
+        assert_eq!(batch.values::<i32>("tokens").unwrap()[0], 32 * 4);
     }
 }

@@ -1,17 +1,16 @@
 //! Checks across keys. Each check names the keys that it reads. It is skipped if one of them is at fault, because a
 //! message about a default that the user did not choose would mislead.
 
-use crate::checkpoint::run::{PERMITS, words};
 use meshwork_core::tree;
 use meshwork_pipeline::by_name;
 
 use super::batch::multiple;
 use super::device::Device;
-use super::fault::{Fault, choose_from};
+use super::fault::Fault;
 use super::partition;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
-use super::{Config, architecture};
+use super::{Config, architecture, effects};
 
 /// Appends the faults across keys to those of `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
@@ -128,11 +127,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 
     let (key, checkpoint) = ("checkpoint.permit", &config.checkpoint);
-    for word in words(&checkpoint.permit).filter(|_| settings.sound(&[key])) {
-        let known = PERMITS.map(|(word, _)| word);
-        if !known.contains(&word) {
-            fail(Fault::new(key, word, "unknown", choose_from(word, &known)));
-        }
+    for (word, valid) in effects::unknown(&checkpoint.permit) {
+        fail(Fault::new(key, word, "unknown", valid));
     }
     if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {
         fail(Fault::new("checkpoint.resume", true, "there is no folder to resume from", "set checkpoint.dir"));

@@ -23,9 +23,23 @@ pub(super) const SCALED: Condition =
 pub(super) const EXPERTS: Condition = when("moe.num_experts above 0", &["moe.num_experts"], |c| c.moe.num_experts > 0);
 pub(super) const CAPACITY: Condition =
     when("moe.capacity_factor above 0", &["moe.capacity_factor"], |c| c.moe.capacity_factor > 0.0);
+pub(super) const GROUPS: Condition =
+    when("moe.top_groups below moe.num_groups", &["moe.top_groups", "moe.num_groups"], |c| {
+        c.moe.top_groups < c.moe.num_groups
+    });
+pub(super) const BALANCES: Condition =
+    when("moe.aux_loss_coeff above 0", &["moe.aux_loss_coeff"], |c| c.moe.aux_loss_coeff > 0.0);
 
 // The mesh.
 pub(super) const DP: Condition = when("parallelism.dp above 1", &["parallelism.dp"], |c| c.parallelism.dp > 1);
+pub(super) const TP: Condition = when("parallelism.tp above 1", &["parallelism.tp"], |c| c.parallelism.tp > 1);
+pub(super) const PP: Condition = when("parallelism.pp above 1", &["parallelism.pp"], |c| c.parallelism.pp > 1);
+/// One stage of one chunk has all layers.
+pub(super) const CHUNKS: Condition = when(
+    "parallelism.pp or pipeline.virtual_stages above 1",
+    &["parallelism.pp", "pipeline.virtual_stages", "pipeline.schedule"],
+    |c| c.parallelism.pp > 1 || c.pipeline.virtual_stages > 1,
+);
 pub(super) const EP: Condition = when("parallelism.ep above 1", &["parallelism.ep"], |c| c.parallelism.ep > 1);
 
 // Numerics.
@@ -72,11 +86,17 @@ pub(super) const OFFLOADS: Condition =
     when("memory.offload", &["memory.offload"], |c| c.memory.offload != OffloadWord::None);
 
 // What a run writes.
+pub(super) const VALIDATES: Condition =
+    when("validation.every above 0", &["validation.every"], |c| c.validation.every > 0);
 pub(super) const SAVES: Condition = when("checkpoint.dir", &["checkpoint.dir"], |c| c.checkpoint.dir.is_some());
 pub(super) const EXPORTS: Condition =
     when("checkpoint.export", &["checkpoint.export"], |c| c.checkpoint.export.is_some());
 pub(super) const RESUMES: Condition = when("checkpoint.resume = true", &["checkpoint.resume"], |c| c.checkpoint.resume);
 pub(super) const PROFILES: Condition = when("metrics.profile = true", &["metrics.profile"], |c| c.metrics.profile);
+pub(super) const WEIGHS: Condition =
+    when("metrics.profile = true or --steps 0", &["metrics.profile", "training.steps"], |c| {
+        c.metrics.profile || c.training.steps == 0
+    });
 
 // Compression.
 pub(super) const CUTS: Condition =

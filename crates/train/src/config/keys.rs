@@ -122,8 +122,6 @@ pub enum Interval {
     Unit,
     /// 0 ≤ x < 1
     BelowOne,
-    /// 0 < x < 1
-    Inside,
 }
 
 impl Interval {
@@ -137,7 +135,6 @@ impl Interval {
                 Self::FromOne => x >= 1.0,
                 Self::Unit => (0.0..=1.0).contains(&x),
                 Self::BelowOne => (0.0..1.0).contains(&x),
-                Self::Inside => x > 0.0 && x < 1.0,
             }
     }
 
@@ -168,7 +165,6 @@ impl Interval {
             Self::FromOne => "of at least 1",
             Self::Unit => "from 0 to 1",
             Self::BelowOne => "of at least 0 and below 1",
-            Self::Inside => "above 0 and below 1",
         }
     }
 }
@@ -235,6 +231,11 @@ pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
     let former = FORMER.iter().find(|(of, former, _)| (*of, *former) == (section, name));
     let name = former.map_or(name, |&(_, _, name)| name);
     all().find(|(of, key)| *of == section && key.name == name)
+}
+
+/// The former name of the key `section.name`, if it had one.
+pub(super) fn former(section: &str, name: &str) -> Option<&'static str> {
+    FORMER.iter().find(|(of, _, now)| (*of, *now) == (section, name)).map(|(_, former, _)| *former)
 }
 
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.

@@ -1,6 +1,6 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
-use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline};
+use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
 use super::words::{MoeRouter, OffloadWord};
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
@@ -269,6 +269,14 @@ impl LrScheduler {
             DecayName::Cosine => Decay::Cosine,
         };
         LrSchedule { base, warmup_steps, decay, decay_steps, min_lr_factor }
+    }
+}
+
+impl Validation {
+    /// Share of each stream that is held out: none without validation.
+    #[must_use]
+    pub fn held_out(&self) -> f64 {
+        if self.every > 0 { self.fraction } else { 0.0 }
     }
 }
 

@@ -12,8 +12,25 @@ use toml::Value;
 
 const KEY: &str = "model.init_from";
 
-/// Takes the sizes of the folder, if one is given. A size that the user gave too must be that of the folder; the sequences of a Llama
-/// may have any length, dropout any probability, and experts any capacity.
+/// Keys that the weights do not fix: other values than those of the folder may be given.
+const FREE: [&str; 7] = [
+    "model.dropout",
+    "moe.capacity_factor",
+    "model.rope_theta",
+    "model.rope_scaling_factor",
+    "model.rope_scaling_low_freq_factor",
+    "model.rope_scaling_high_freq_factor",
+    "model.rope_scaling_original_seq_len",
+];
+
+/// Whether a model may be given another value of a key than the one with which its weights were trained. The sequences of a Llama may have any
+/// length; of the learned positions of a GPT-2 the first are taken.
+pub(crate) fn is_free(key: &str, given: &Value, trained: &Value, learned_positions: bool) -> bool {
+    let shorter = given.as_integer() <= trained.as_integer();
+    FREE.contains(&key) || key == "model.seq_len" && (!learned_positions || shorter)
+}
+
+/// Takes the sizes of the folder, if one is given. What the user gave too must be that of the folder, or be [free](is_free).
 pub(crate) fn derive(settings: &mut Settings) {
     let Some(folder) = settings.given::<String>(KEY) else { return };
     let pretrained = match Pretrained::open(Path::new(&folder)) {
@@ -29,12 +46,12 @@ pub(crate) fn derive(settings: &mut Settings) {
     }
     for (key, value) in sizes(pretrained.architecture()) {
         let learned_positions = matches!(pretrained.architecture(), Architecture::Gpt2(_));
-        let free =
-            ["model.dropout", "moe.capacity_factor"].contains(&key) || key == "model.seq_len" && !learned_positions;
-        match settings.given::<Value>(key).filter(|given| !free && !same(given, &value)) {
+        let misfit = |given: &Value| !same(given, &value) && !is_free(key, given, &value, learned_positions);
+        match settings.given::<Value>(key).filter(misfit) {
             Some(given) => {
                 let problem = format!("the model in {folder} has {value}");
-                settings.fault(key, given, problem, format!("use {value}, or leave the key out"));
+                let fewer = if key == "model.seq_len" { " or fewer" } else { "" };
+                settings.fault(key, given, problem, format!("use {value}{fewer}, or leave the key out"));
             }
             None => {
                 if let Err((problem, valid)) = check(key, &value) {
@@ -47,7 +64,7 @@ pub(crate) fn derive(settings: &mut Settings) {
 }
 
 /// Whether a number or word as the user wrote it means a size: 1 is 1.0.
-fn same(given: &Value, size: &Value) -> bool {
+pub(crate) fn same(given: &Value, size: &Value) -> bool {
     let number = |value: &Value| value.as_float().or(value.as_integer().map(|number| number as f64));
     given == size || number(given).is_some_and(|given| number(size) == Some(given))
 }

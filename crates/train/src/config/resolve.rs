@@ -115,7 +115,7 @@ fn device(settings: &mut Settings, name: Option<&str>) -> Device {
 }
 
 /// Computes the defaults that depend on other keys.
-fn derive(settings: &mut Settings) {
+pub(super) fn derive(settings: &mut Settings) {
     const PRESET: &[&str] = &["model.preset"];
     let preset = preset(&settings.get::<String>("model.preset"));
     settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::conditions;
 use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
-use super::keys::Interval::{BelowOne, FromOne, Inside, NotNegative, Positive, Unit};
+use super::keys::Interval::{BelowOne, FromOne, NotNegative, Positive, Unit};
 use super::keys::Kind::{Choice, Count, Double, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
@@ -114,7 +114,7 @@ sections! {
         /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts.
         ep: usize = int(1), Count(1), Rounding;
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
-        sequence_parallel: bool = OFF, Switch, Rounding;
+        sequence_parallel: bool = OFF, Switch, Rounding, if TP;
         /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also gradients,
         /// 3 also weights.
         zero_stage: usize = int(0), Count(0), Rounding;
@@ -151,15 +151,15 @@ sections! {
         /// What a step adds to or takes from the bias of an expert, with router bias.
         bias_update_rate: f64 = Derived("0.001 with router bias, else 0"), Number(NotNegative), Numbers, if EXPERTS;
         /// The tokens whose load the balancing loss counts. global_batch depends on how the batch is cut.
-        aux_loss_scope: AuxScope = is("sequence"), one_of(AuxScope::WORDS), Numbers, if EXPERTS;
+        aux_loss_scope: AuxScope = is("sequence"), one_of(AuxScope::WORDS), Numbers, if EXPERTS && BALANCES;
         /// The router's input is multiplied by numbers from 1 - jitter to 1 + jitter, in training.
         jitter: f64 = float(0.0), Number(BelowOne), Numbers, if EXPERTS;
         /// Whether the weights of a token's experts add up to 1, with router topk.
         normalize_top_k: bool = ON, Switch, Model, if EXPERTS;
         /// Groups of consecutive experts, of which a token chooses among the best.
-        num_groups: usize = Derived("by preset, else 1"), Count(1), Model, if EXPERTS;
+        num_groups: usize = Derived("by preset, else 1"), Count(1), Model, if EXPERTS && GROUPS;
         /// Groups among which a token chooses.
-        top_groups: usize = Derived("by preset, else num_groups"), Count(1), Model, if EXPERTS;
+        top_groups: usize = Derived("by preset, else num_groups"), Count(1), Model, if EXPERTS && GROUPS;
         /// Factor of the weights of chosen experts.
         routed_scaling: f64 = Derived("by preset, else 1"), Number(Positive), Model, if EXPERTS;
     }
@@ -179,7 +179,7 @@ sections! {
         /// Layers of each stage. uniform: as even as possible. cost: minimises the largest cost of any rank, counting
         /// the embedding, the head and the loss. A list: as given. With cost and in a list, a stage may have no layer.
         /// The embedding is on the first stage, head and loss on the last.
-        partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS), Rounding;
+        partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS), Rounding, if CHUNKS;
         /// Number of ranks of each stage, with schedule 1f1b. Replicas take micro-batches in turn. The numbers add up
         /// to pp, as 3 + 1 in [3, 1].
         replication: Vec<usize> = is("none"), WordOrCounts(&["none"]), Rounding;
@@ -187,7 +187,7 @@ sections! {
         /// micro-batch entered.
         vertical_sync: bool = OFF, Switch, Numbers;
         /// Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival.
-        scatter_gather: bool = ON, Switch, Speed;
+        scatter_gather: bool = ON, Switch, Speed, if TP && PP;
     } beside {
         /// The schedule in `schedule_file`.
         own_schedule: Option<Schedule>,
@@ -299,12 +299,12 @@ sections! {
         /// Steps between validations; 0 = never, and nothing is held out.
         every: u64 = int(0), Count(0), Output;
         /// Batches per validation; 0 = all that fit.
-        steps: u64 = int(0), Count(0), Output;
-        /// Share of each token stream, at its end, that is held out.
-        fraction: f64 = float(0.05), Double(Inside), Numbers;
+        steps: u64 = int(0), Count(0), Output, if VALIDATES;
+        /// Share of each token stream, at its end, that is held out. 0: nothing, and validation reads the training data, in their own order.
+        fraction: f64 = float(0.05), Double(BelowOne), Numbers, if VALIDATES;
         /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation treats them. as_trained: it
         /// compresses them too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
-        compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS), Output, if FORWARD;
+        compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS), Output, if FORWARD && VALIDATES;
     }
 
     /// Ways to save memory.
@@ -345,7 +345,9 @@ sections! {
         keep: u64 = int(2), Count(1), Output, if SAVES;
         /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run starts anew.
         resume: bool = OFF, Switch, Output;
-        /// What may differ from the run that is resumed: words with commas, of model, optimizer, data, batch and seed.
+        /// What may differ from the run that is resumed: names of keys and sections, with commas, such as "optimizer, training.max_norm";
+        /// batch and seed are short for training.global_batch_size and training.seed. With optimizer, states that do not fit the update rule
+        /// are dropped; with data, streams begin their next epoch where there is no other way on.
         permit: String = is(""), Text, Output, if RESUMES;
         /// Whether SIGTERM ends the run as Ctrl-C does: after the step under way, saved, with exit code 0. Otherwise it ends the run at once.
         on_sigterm: bool = ON, Switch, Output, if SAVES;
@@ -367,7 +369,7 @@ sections! {
         /// File for the timeline of a profile, to be opened in Perfetto.
         trace: String = is("trace.json"), Text, Output, if PROFILES;
         /// File for a picture of the pipeline of a profile, with more than one stage: predicted and measured timelines.
-        schedule: String = is("schedule.svg"), Text, Output, if PROFILES;
+        schedule: String = is("schedule.svg"), Text, Output, if PROFILES && PP;
         /// File for the time and memory of each layer, measured on one rank before the run, in PipeDream's format:
         /// examples/partition reads it.
         layer_profile: Option<String> = Unset, Text, Output;
@@ -382,7 +384,7 @@ sections! {
         /// Seconds without progress after which a collective gives up on a rank.
         timeout_seconds: f64 = float(60.0), Double(Positive), Speed;
         /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It changes no run.
-        bandwidth: f64 = float(0.0), Double(NotNegative), Output;
+        bandwidth: f64 = float(0.0), Double(NotNegative), Output, if WEIGHS;
     }
 
     /// How a CUDA device queues its work. Other devices refuse what is not the default.
@@ -426,7 +428,7 @@ sections! {
         dispatch_gradients: String = is("none"), Text, Numbers, if EXPERTS && EP;
         /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
         /// moving average with that weight of the new value).
-        feedback: String = is("none"), Text, Numbers;
+        feedback: String = is("none"), Text, Numbers, if COMPRESSES;
         /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme does not say so.
         rounding: RoundingName = is("nearest"), one_of(RoundingName::WORDS), Numbers, if COMPRESSES;
         /// The first step that compresses.

@@ -63,14 +63,15 @@ pub(super) fn lengths(data: &Data, names: &[(&'static str, String)], config: &Co
     let mut faults = Vec::new();
     for (source, (key, shown)) in names.iter().enumerate() {
         let part = &data.parts[source];
-        let (all, held_out) = (part.stream.tokens.len(), part.len(true));
+        let all = part.stream.tokens.len();
+        let held_out = all - part.training;
         if data.samples_of(source, false) == 0 {
             let rest =
                 if held_out > 0 { format!(" after {held_out} are held out for validation") } else { String::new() };
             let problem = format!("leaves {} of {all} tokens for training{rest}, {need}", part.training);
             faults.push(Fault::new(*key, shown, problem, "use more data or a smaller model.seq_len"));
         }
-        if config.validation.every > 0 && data.samples_of(source, true) == 0 {
+        if config.validation.held_out() > 0.0 && held_out <= data.seq_len as u64 {
             let problem = format!("holds out {held_out} of {all} tokens of {key} = {shown}, {need}");
             let valid = "use a larger fraction, more data or a smaller model.seq_len";
             faults.push(Fault::new("validation.fraction", config.validation.fraction, problem, valid));

@@ -54,6 +54,14 @@ impl Mixture {
         (source, round * u128::from(self.shares[source]) + u128::from(self.before[place]))
     }
 
+    /// How many of the first `index` samples are of a source.
+    pub fn before(&self, source: usize, index: u128) -> u128 {
+        let period = self.order.len() as u128;
+        let rest = &self.order[..(index % period) as usize];
+        let counted = rest.iter().filter(|of| usize::from(**of) == source).count() as u128;
+        index / period * u128::from(self.shares[source]) + counted
+    }
+
     /// The number of samples before one of the sources, which have `held` samples each, has to repeat one.
     pub fn samples(&self, held: &[u64]) -> u64 {
         let repeats = |(source, &held): (usize, &u64)| {
@@ -119,6 +127,8 @@ mod tests {
                     let off = count * period - n * i128::from(share);
                     assert!(off.abs() < period, "{weights:?}: {count} of {n} samples");
                 }
+                let before: Vec<u128> = (0..weights.len()).map(|source| mixture.before(source, n as u128)).collect();
+                assert!(before.iter().zip(&counts).all(|(before, count)| *before == *count as u128), "{before:?}");
                 let (source, nth) = mixture.at(n as u128);
                 assert_eq!(nth as i128, counts[source], "sample {n} of {weights:?}");
                 counts[source] += 1;

@@ -1,7 +1,7 @@
 //! The data: streams of tokens, and the samples that a step takes from them.
 //!
-//! Which samples a step takes depends on the step, the seed and the global batch only, never on the mesh: each
-//! data-parallel rank asks for its rows of the global batch.
+//! Which samples a step takes depends on the samples taken before and the seed only, never on the mesh: each data-parallel rank asks
+//! for its rows of the global batch.
 //!
 //! ```text
 //! text, JSON lines, folders ──▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
@@ -24,6 +24,7 @@ mod libraries;
 mod library;
 mod mixture;
 mod permutation;
+mod position;
 mod source;
 mod text;
 mod token_file;
@@ -46,7 +47,8 @@ use meshwork_models::language::{self, Boundary};
 use meshwork_nn::SAMPLE;
 use meshwork_nn::{Batch, BatchSource};
 use mixture::Mixture;
-use permutation::Permutation;
+use position::Origin;
+pub(crate) use position::Position;
 use tokens::{Fnv, Tokens};
 
 /// A target with this value is masked: it adds nothing to the loss.
@@ -75,8 +77,15 @@ struct Part {
 }
 
 impl Part {
+    /// The tokens that are held out, or all where none are: validation reads the training data then.
+    fn validation(&self) -> Range<u64> {
+        let all = self.stream.tokens.len();
+        if self.training < all { self.training..all } else { 0..all }
+    }
+
     fn len(&self, validation: bool) -> u64 {
-        if validation { self.stream.tokens.len() - self.training } else { self.training }
+        let held = self.validation();
+        if validation { held.end - held.start } else { self.training }
     }
 }
 
@@ -105,6 +114,8 @@ pub struct Data {
     numbered: bool,
     seq_len: usize,
     shuffle: Option<u64>,
+    /// Where a run went on; `None` at the beginning.
+    origin: Option<Origin>,
     tokenizer: Tokenizer,
     /// Whether some of the tokens are the tokenizer's.
     from_text: bool,
@@ -146,8 +157,12 @@ impl Data {
         let from_text = sources.iter().any(|source| source.from_text);
         let streams = sources.into_iter().map(|source| source.stream).collect();
         let mut data = Self { tokenizer, from_text, notices, ..Self::of(streams, mixture, config.model.seq_len) };
-        if config.validation.every > 0 {
-            data = data.hold_out(config.validation.fraction);
+        data = data.hold_out(config.validation.held_out());
+        if config.validation.every > 0 && config.validation.fraction == 0.0 {
+            data.notices.push(
+                "validation.fraction is 0: nothing is held out, and the validation loss is one of the training data"
+                    .to_owned(),
+            );
         }
         if config.data.shuffle {
             data = data.shuffled(config.training.seed);
@@ -177,6 +192,7 @@ impl Data {
             numbered: false,
             seq_len,
             shuffle: None,
+            origin: None,
             tokenizer: Tokenizer::BYTES,
             from_text: false,
             prompt: Vec::new(),
@@ -229,8 +245,8 @@ impl Data {
         self
     }
 
-    /// Rows `rows` of the global batch of training step `step`, which is counted from 0. Batches go through the
-    /// samples of a stream in order, or in the order of the epoch, and start again at the end.
+    /// Rows `rows` of the global batch of training step `step`, which is counted from 0, where every step takes `global_batch_size` samples.
+    /// Batches go through the samples of a stream in order, or in the order of the epoch, and start again at the end.
     ///
     /// # Errors
     /// Tokens that cannot be read, or are no ids.
@@ -238,42 +254,39 @@ impl Data {
     /// # Panics
     /// When a stream holds no whole sample.
     pub fn batch(&self, step: u64, global_batch_size: usize, rows: Range<usize>) -> Result<Batch, DataError> {
-        self.collect(step, global_batch_size, rows, |index| {
-            let (source, nth) = self.mixture.at(index);
-            let samples = self.samples_of(source, false);
-            assert!(
-                samples > 0,
-                "{} training tokens hold no sample of {} + 1",
-                self.parts[source].training,
-                self.seq_len
-            );
-            let (epoch, place) = ((nth / u128::from(samples)) as u64, (nth % u128::from(samples)) as u64);
-            let sample = match self.shuffle {
-                Some(seed) => Permutation::new(samples, seed_of(seed, source), epoch).at(place),
-                None => place,
-            };
-            (source, sample * self.seq_len as u64)
-        })
+        self.collect(u128::from(step) * global_batch_size as u128, rows, |index| self.place(index))
     }
 
-    /// Rows `rows` of validation batch `index`, in the order of the streams, whatever training does.
+    /// The same of the step that comes after `samples` samples of this run, whatever the batches of those steps were.
+    ///
+    /// # Errors
+    /// As [`batch`](Self::batch).
+    ///
+    /// # Panics
+    /// As [`batch`](Self::batch).
+    pub fn batch_at(&self, samples: u64, rows: Range<usize>) -> Result<Batch, DataError> {
+        self.collect(u128::from(samples), rows, |index| self.place(index))
+    }
+
+    /// Rows `rows` of validation batch `index`, in the order of the streams, whatever training does. Where nothing is held out they are of the
+    /// training data.
     ///
     /// # Errors
     /// Tokens that cannot be read, or are no ids.
     ///
     /// # Panics
-    /// When of a stream no whole sample is held out.
+    /// When a stream has no whole sample for validation.
     pub fn validation_batch(
         &self,
         index: u64,
         global_batch_size: usize,
         rows: Range<usize>,
     ) -> Result<Batch, DataError> {
-        self.collect(index, global_batch_size, rows, |index| {
+        self.collect(u128::from(index) * global_batch_size as u128, rows, |index| {
             let (source, nth) = self.mixture.at(index);
             let (samples, part) = (self.samples_of(source, true), &self.parts[source]);
             assert!(samples > 0, "{} held-out tokens hold no sample of {} + 1", part.len(true), self.seq_len);
-            (source, part.training + (nth % u128::from(samples)) as u64 * self.seq_len as u64)
+            (source, part.validation().start + (nth % u128::from(samples)) as u64 * self.seq_len as u64)
         })
     }
 
@@ -287,11 +300,10 @@ impl Data {
         }
     }
 
-    /// Gathers rows of a batch; `place` gives the stream of the n-th taken sample, and where in it the sample begins.
+    /// Gathers rows of the batch after `taken` samples; `place` gives the stream of the n-th sample, and where in it the sample begins.
     fn collect(
         &self,
-        batch: u64,
-        size: usize,
+        taken: u128,
         rows: Range<usize>,
         place: impl Fn(u128) -> (usize, u64),
     ) -> Result<Batch, DataError> {
@@ -300,7 +312,7 @@ impl Data {
         let mut targets = Vec::with_capacity(count * self.seq_len);
         let (mut positions, mut numbers) = (Vec::new(), Vec::new());
         for row in rows {
-            let (source, start) = place(u128::from(batch) * size as u128 + row as u128);
+            let (source, start) = place(taken + row as u128);
             let stream = &self.parts[source].stream;
             let window = start..start + self.seq_len as u64 + 1;
             let before: u64 = (0..source).map(|source| self.samples_of(source, false)).sum();

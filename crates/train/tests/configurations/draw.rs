@@ -655,7 +655,7 @@ impl Frame {
             "validation.steps" => one_of(rng, &["0", "1", "2"]),
             "validation.fraction" => match rng.below(30) {
                 0 if self.data != Data::Cicero => some(&0.002),
-                _ => one_of(rng, &["0.1", "0.5"]),
+                _ => one_of(rng, &["0", "0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
             "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),

@@ -356,7 +356,6 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let shares = case.read("compress.share_indices").unwrap_or(false);
     let alike = largest(of_cuts[0]).is_some() && largest(of_cuts[0]) == largest(of_cuts[1]);
     rule(shares && !alike, "no indices to share");
-    rule(case.get("compress.aqsgd") == Some("true") && count(case, "training.steps", 1) > 0, "no sample comes again");
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(given("compress.weights"), "one rank gathers nothing");
@@ -424,8 +423,9 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(vocab < ids, "tokens beyond the vocabulary");
     rule(tokenizer == "gpt2" && !cfg!(feature = "tokenizers"), "a build without tokenizers");
     if case.read("validation.every").unwrap_or(0) > 0 && (case.get("data.path").is_some() || sources.is_some()) {
-        let held_out = (TOKENS as f64 * case.read("validation.fraction").unwrap_or(0.05)) as usize;
-        rule(held_out <= count(case, "model.seq_len", 0), "too little is held out");
+        let fraction = case.read("validation.fraction").unwrap_or(0.05);
+        let held_out = (TOKENS as f64 * fraction) as usize;
+        rule(fraction > 0.0 && held_out <= count(case, "model.seq_len", 0), "too little is held out");
     }
 }
 
