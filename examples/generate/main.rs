@@ -26,6 +26,7 @@ fn main() -> ExitCode {
             Ok(trained) => trained,
             Err(error) => return fail(BAD_INPUT, &error),
         };
+    trained.config.notices.iter().for_each(|notice| tell(&format_args!("note: {notice}")));
     let prompt = match trained.encode_with(&options.prompt, options.special_tokens) {
         Ok(prompt) => prompt,
         Err(fault) => return fail(BAD_INPUT, &fault),

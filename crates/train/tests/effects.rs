@@ -47,6 +47,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("model.rope_scaling_low_freq_factor", SCALED, "0.5"),
     ("model.rope_scaling_high_freq_factor", SCALED, "1.5"),
     ("model.rope_scaling_original_seq_len", SCALED, "16"),
+    ("model.freeze", "", "embedding"),
     ("parallelism.dp", "", "2"),
     ("parallelism.tp", "", "2"),
     ("parallelism.pp", "", "2"),
@@ -131,6 +132,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("checkpoint.permit", "", "model"),
     ("checkpoint.on_sigterm", "", "false"),
     ("checkpoint.export", "", "{dir}/export"),
+    ("checkpoint.export_dtype", "checkpoint.export={dir}/exported checkpoint.export_overwrite=true", "bf16"),
+    ("checkpoint.export_overwrite", "checkpoint.export={dir}/exported checkpoint.export_overwrite=true", "true"),
     ("metrics.profile", "metrics.trace={dir}/trace.json metrics.profile_steps=1", "true"),
     ("metrics.profile_steps", "metrics.trace={dir}/trace.json metrics.profile=true metrics.profile_steps=1", "2"),
     ("metrics.trace", "metrics.trace={dir}/trace.json metrics.profile=true metrics.profile_steps=1", "{dir}/other.json"),
@@ -166,6 +169,7 @@ const WITHOUT: &[(&str, &str)] = &[
     ("checkpoint.resume", "what the second part does"),
     ("cuda.graphs", "the CPU has none: tests/emulated.rs"),
     ("cuda.tuning", "the CPU has none: tests/emulated.rs"),
+    ("cuda.launch_blocking", "the CPU has none: tests/emulated.rs"),
 ];
 
 /// Keys that change the numbers, but not those of the two steps after a resume.

@@ -45,6 +45,7 @@ pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint, permits};
 pub use fault::{ConfigError, Fault, choose_from};
 pub use mesh::{AXES, parse_mesh};
+pub(crate) use pretrained::{is_free, same};
 pub use reference::{reference, usage};
 pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};

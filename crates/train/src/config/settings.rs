@@ -6,6 +6,7 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
+use super::cli::Args;
 use super::fault::{Fault, choose_from, distance, nearest, quoted};
 use super::keys::{self, Fallback, Key, Kind, Literal};
 use super::setting::Setting;
@@ -20,6 +21,18 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
+    /// What a command line gives.
+    pub(crate) fn of(args: &Args) -> Self {
+        let mut settings = Self::default();
+        if let Some(path) = &args.config {
+            settings.read_file(path);
+        }
+        for (key, raw, flag) in &args.assignments {
+            settings.assign(key, raw, flag);
+        }
+        settings
+    }
+
     /// Reads a TOML file.
     pub(crate) fn read_file(&mut self, path: &Path) {
         let source = path.display().to_string();

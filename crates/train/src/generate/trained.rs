@@ -3,7 +3,8 @@
 use super::compression::Compressed;
 use crate::checkpoint::read_weights;
 use crate::checkpoint::run::ENDS_OF_TEXT;
-use crate::config::{Args, Config, ConfigError, Fault, Settings, resolve};
+use crate::config::keys::{self, Effect, Key};
+use crate::config::{Args, Config, ConfigError, Fault, ModelKind, Settings, is_free, resolve, same};
 use crate::data::{PromptTokens, Tokenizer};
 use crate::devices;
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
@@ -56,6 +57,15 @@ impl Trained {
         let earlier = args.faults.clone();
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
         let given: Vec<String> = args.assignments.iter().map(|(key, ..)| key.clone()).collect();
+        let (asked, mut misfits, mut unread) = (Settings::of(&args), Vec::new(), Vec::new());
+        for (section, key) in keys::all() {
+            let name = format!("{section}.{}", key.name);
+            let by_default = args.assignments.iter().any(|(of, _, from)| *of == name && *from == BY_DEFAULT);
+            if let Some(value) = asked.given::<toml::Value>(&name).filter(|_| !by_default && !is_of_forward(&name, key))
+            {
+                unread.push(format!("{name} = {value} has no effect on generation"));
+            }
+        }
         let mut set = |key: String, value: String| args.assignments.push((key, value, MODEL));
         let checkpoints = steps(folder).is_ok_and(|steps| !steps.is_empty());
         if checkpoints && folder.join("config.json").is_file() {
@@ -80,11 +90,27 @@ impl Trained {
                 let problem = "is a checkpoint of another program: it does not say what its model is";
                 return Err(one(Fault::new(MODEL, folder.display(), problem, "give a checkpoint of gpt_train")));
             }
+            let learned_positions =
+                section("model").and_then(|model| model.get("kind")?.as_str()) == Some(ModelKind::Gpt2.name());
             for name in ["model", "moe"] {
                 let keys = section(name).into_iter().flatten();
                 for (key, value) in keys.filter(|(key, value)| *key != "init_from" && !value.is_null()) {
-                    let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                    set(format!("{name}.{key}"), value);
+                    let (name, trained) = (format!("{name}.{key}"), toml::Value::try_from(value).ok());
+                    let asked = asked.given::<toml::Value>(&name).zip(trained);
+                    match asked.filter(|(asked, trained)| !same(asked, trained)) {
+                        Some((asked, trained)) if is_free(&name, &asked, &trained, learned_positions) => continue,
+                        Some((asked, trained)) => {
+                            let problem = format!("the model in {} has {trained}", folder.display());
+                            misfits.push(Fault::new(
+                                name.clone(),
+                                asked,
+                                problem,
+                                format!("use {trained}, or leave the key out"),
+                            ));
+                        }
+                        None => {}
+                    }
+                    set(name, value.as_str().map_or_else(|| value.to_string(), str::to_owned));
                 }
             }
             let tokenizer = run.as_ref().and_then(|run| run["data"]["tokenizer"].as_str()).map(str::to_owned);
@@ -106,7 +132,9 @@ impl Trained {
                 "fast".clone_into(numerics);
             }
         }
-        let (config, mut settings) = resolve(&args, Settings::default());
+        let (mut config, mut settings) = resolve(&args, Settings::default());
+        settings.faults.extend(misfits);
+        config.notices = unread;
         let dp = config.parallelism.dp;
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
@@ -169,6 +197,14 @@ fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
             said.unwrap_or_else(|| tokenizer.end_of_text().into_iter().collect())
         }
     }
+}
+
+/// Whether the forward pass of a model reads a key: which model it is, on which mesh and in which numerics it runs, and what it compresses.
+fn is_of_forward(name: &str, key: &Key) -> bool {
+    const SECTIONS: [&str; 6] = ["parallelism", "pipeline", "numerics", "compress", "comm", "cuda"];
+    const KEYS: [&str; 4] = ["training.numerics", "training.dtype", "training.matmul_dtype", "memory.limit_bytes"];
+    let section = name.split('.').next().unwrap_or_default();
+    key.effect == Effect::Model || SECTIONS.contains(&section) || KEYS.contains(&name)
 }
 
 /// The checkpoint in a folder, or the newest one of a run.
