@@ -80,8 +80,19 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
 }
 
 /// The keys by which data is read.
-const DATA: [&str; 6] =
-    ["data.path", "data.sources", "data.tokenizer", "data.end_of_text", "data.documents", "data.cache_dir"];
+const DATA: [&str; 11] = [
+    "data.path",
+    "data.sources",
+    "data.format",
+    "data.text_key",
+    "data.skip_bad_lines",
+    "data.token_type",
+    "data.tokenizer",
+    "data.end_of_text",
+    "data.beginning_of_text",
+    "data.documents",
+    "data.cache_dir",
+];
 
 /// The fault of metrics or a timeline that would replace a file that the run reads.
 fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Option<Fault> {

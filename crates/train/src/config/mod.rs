@@ -52,7 +52,8 @@ pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
     DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, OffloadWord, OptimizerName,
-    RecomputeWord, Recomputed, RoundingName, SavedDtype, ValidationCompression, VerifySteps, VerifyWord,
+    RecomputeWord, Recomputed, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps,
+    VerifyWord,
 };
 
 impl Config {

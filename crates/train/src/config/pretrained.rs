@@ -1,4 +1,5 @@
-//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`.
+//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`, and its tokenizer that of
+//! `[data]`.
 
 use super::Config;
 use super::settings::{Settings, check};
@@ -43,6 +44,10 @@ pub(crate) fn derive(settings: &mut Settings) {
     };
     if let Some(dtype) = pretrained.dtype() {
         settings.derive("checkpoint.export_dtype", &[KEY], dtype.name());
+    }
+    let tokenizer = Path::new(&folder).join("tokenizer.json");
+    if tokenizer.is_file() {
+        settings.derive("data.tokenizer", &[KEY], tokenizer.display().to_string());
     }
     for (key, value) in sizes(pretrained.architecture()) {
         let learned_positions = matches!(pretrained.architecture(), Architecture::Gpt2(_));

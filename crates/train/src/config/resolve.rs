@@ -3,6 +3,7 @@
 use meshwork_core::{pool, simd};
 use meshwork_pipeline::{Generator, by_name};
 use std::ffi::OsString;
+use std::path::Path;
 use toml::Value;
 
 use super::Config;
@@ -41,6 +42,12 @@ pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings)
     let device = device(&mut settings, args.device.as_deref());
     derive(&mut settings);
     let mut config = Config::read(&settings, device);
+    // The file, also where its folder is given: other parts copy and compare it.
+    let inside = Path::new(&config.data.tokenizer).join("tokenizer.json");
+    if !["bytes", "gpt2"].contains(&&*config.data.tokenizer) && inside.is_file() {
+        config.data.tokenizer = inside.display().to_string();
+    }
+    config.data.tokenizer_given = settings.given::<String>("data.tokenizer").is_some();
     check(&config, &mut settings);
     experts::check(&config, &mut settings);
     zero::check(&config, &mut settings);
@@ -119,6 +126,7 @@ pub(super) fn derive(settings: &mut Settings) {
     const PRESET: &[&str] = &["model.preset"];
     let preset = preset(&settings.get::<String>("model.preset"));
     settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read
+    settings.derive("data.tokenizer", &[], "bytes");
     settings.derive("model.kind", PRESET, preset.kind.name());
     settings.derive("model.vocab_size", PRESET, int(preset.vocab_size));
     settings.derive("model.num_layers", PRESET, int(preset.num_layers));

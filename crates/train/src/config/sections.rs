@@ -18,8 +18,8 @@ use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_o
 use super::settings::Settings;
 use super::words::{
     AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter,
-    OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding,
-    ValidationCompression, VerifySteps, VerifyWord,
+    OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat,
+    TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -271,19 +271,30 @@ sections! {
 
     /// The training data.
     [data] Data {
-        /// A UTF-8 file, JSON lines (.jsonl) with a text in each, a folder of texts, a .bin file of tokens (u16, or as the header of llm.c
-        /// says), or a Megatron dataset (.idx beside .bin); unset: the Cicero text of the lipsum crate. In a folder, the files that end
-        /// in .txt, .text, .md, .markdown, .rst, .tex, .org or .jsonl are read; the others are skipped and counted. docs/data.md has
-        /// the formats.
+        /// A UTF-8 file, JSON lines with a text in each, a JSON array of texts, a folder of texts, a .bin file of tokens, or a Megatron
+        /// dataset (.idx beside .bin); unset: the Cicero text of the lipsum crate. In a folder, the files that end in .txt, .text, .md,
+        /// .markdown, .rst, .tex, .org, .jsonl or .ndjson are read; the others are skipped and counted. docs/data.md has the formats.
         path: Option<String> = Unset, Text, Data;
         /// Several paths instead of one, each with its weight behind a colon (without one: 1): ["web.jsonl:0.7", "books.bin:0.3"].
         /// Samples come from them in this proportion, in every prefix of the run to within one sample.
         sources: Vec<String> = Unset, Texts, Data;
-        /// bytes, gpt2, or the path of a tokenizer.json; the last two need a build with the feature tokenizers.
-        tokenizer: String = is("bytes"), Text, Data;
+        /// What texts are. auto: what each is by its content, JSON or one document. text: one document each, also where it is JSON.
+        /// json_lines: a document a line.
+        format: TextFormat = is("auto"), one_of(TextFormat::WORDS), Data;
+        /// The key of the text in an object of JSON.
+        text_key: String = is("text"), Text, Data;
+        /// Whether documents of JSON that cannot be read are left out, counted and told; else the first of them ends the run.
+        skip_bad_lines: bool = OFF, Switch, Data;
+        /// The type of the ids in a .bin file without a header, little-endian. auto: u16; ids that look wider are refused.
+        token_type: TokenType = is("auto"), one_of(TokenType::WORDS), Data;
+        /// bytes, gpt2, or the path of a tokenizer.json or of its folder; the last two need a build with the feature tokenizers.
+        tokenizer: String = Derived("the tokenizer.json of model.init_from, else bytes"), Text, Data;
         /// The id that ends a document: put behind each document of a text, and taken for the end of one in a .bin file. auto: that of
-        /// the tokenizer, if it has one.
+        /// the tokenizer, as the files beside it say, if it has one.
         end_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS), Numbers;
+        /// The id that begins a document: put before each document of a text. auto: the one that the tokenizer puts there by itself, as
+        /// those of Llama do; most put none.
+        beginning_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS), Data;
         /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a document is no
         /// target, so that nothing is learnt across the boundary. positions: also, positions start anew in each document. attention: also,
         /// tokens see only those of their own document.
@@ -292,6 +303,9 @@ sections! {
         cache_dir: Option<String> = Unset, Text, Speed;
         /// Whether each epoch permutes the samples, by seed and epoch.
         shuffle: bool = ON, Switch, Numbers;
+    } beside {
+        /// Whether `tokenizer` was given, and not derived.
+        tokenizer_given: bool,
     }
 
     /// How much of the data is held out, and when the model is evaluated on it.

@@ -148,12 +148,40 @@ words! {
         All = "all",
     }
 
-    /// `data.end_of_text`, unless it is an id.
+    /// `data.end_of_text` and `data.beginning_of_text`, unless it is an id.
     EndOfTextWord {
         /// That of the tokenizer.
         Auto = "auto",
         /// None.
         None = "none",
+    }
+
+    /// `data.format`.
+    TextFormat {
+        /// What each file is by its content.
+        Auto = "auto",
+        /// One document each.
+        Text = "text",
+        /// A document a line.
+        JsonLines = "json_lines",
+    }
+
+    /// `data.token_type`.
+    TokenType {
+        /// u16, unless the ids look wider.
+        Auto = "auto",
+        /// 8 bits.
+        U8 = "u8",
+        /// 16 bits.
+        U16 = "u16",
+        /// 32 bits.
+        U32 = "u32",
+        /// 32 bits with a sign.
+        I32 = "i32",
+        /// 64 bits.
+        U64 = "u64",
+        /// 64 bits with a sign.
+        I64 = "i64",
     }
 
     /// `validation.compression`.
@@ -264,7 +292,7 @@ impl From<Recomputed> for Recompute {
     }
 }
 
-/// `data.end_of_text`: a word, or an id.
+/// `data.end_of_text` and `data.beginning_of_text`: a word, or an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum EndOfText {

@@ -638,6 +638,15 @@ impl Frame {
                 1 => rarely(rng, 8).then(|| "5000".to_owned()),
                 _ => one_of(rng, &["\"auto\"", "\"none\""]).filter(|_| rng.below(3) == 0),
             },
+            "data.beginning_of_text" => match rng.below(12) {
+                0 => some(&rng.pick(&[0, 5, 28])),
+                1 => rarely(rng, 8).then(|| "5000".to_owned()),
+                _ => one_of(rng, &["\"auto\"", "\"none\""]).filter(|_| rng.below(3) == 0),
+            },
+            "data.format" => one_of(rng, &["auto", "text"]).filter(|_| rng.below(4) == 0),
+            "data.text_key" => some(&"text").filter(|_| rng.below(4) == 0),
+            "data.skip_bad_lines" => one_of(rng, &["true", "false"]),
+            "data.token_type" => one_of(rng, &["auto", "u16"]),
             // A file of tokens needs an id that ends a document.
             "data.documents" => match rng.below(3) {
                 0 | 1 if matches!(self.data, Data::Bin | Data::Few | Data::Mixed) && !rarely(rng, 6) => None,

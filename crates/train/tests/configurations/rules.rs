@@ -399,6 +399,8 @@ fn data(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let documents = case.get("data.documents");
     let id: Option<usize> = case.get("data.end_of_text").and_then(|id| id.parse().ok());
     rule(id.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id ends a text");
+    let begins: Option<usize> = case.get("data.beginning_of_text").and_then(|id| id.parse().ok());
+    rule(begins.is_some_and(|id| id >= count(case, "model.vocab_size", 0)), "no such id begins a text");
     let tokens = binary && !indexed || sources.is_some();
     let known =
         id.is_some() || case.get("data.tokenizer") == Some("gpt2") && case.get("data.end_of_text") != Some("\"none\"");
