@@ -111,7 +111,10 @@ fn a_folder_is_read_in_the_order_of_its_paths() {
     assert_eq!(data.decode(targets(&batch)), "23456");
     assert_eq!(
         config.notices,
-        [format!("{}: 4 of 7 files skipped (3 no extension of text, 1 not UTF-8)", path.display())]
+        [format!(
+            "{}: 4 of 7 files skipped (3 no extension of text: .json 1, .svg 1, none 1; 1 not UTF-8)",
+            path.display()
+        )]
     );
 }
 
@@ -129,7 +132,8 @@ fn a_token_file_is_read() {
 fn bad_data_is_refused() {
     const VALID: &str =
         "use a UTF-8 text, a .jsonl file, a .bin file of token ids, a Megatron dataset, or a folder of texts";
-    const TEXTS: &str = "use a folder of UTF-8 files that end in .txt, .text, .md, .markdown, .rst, .tex, .org, .jsonl";
+    const TEXTS: &str =
+        "use a folder of UTF-8 files that end in .txt, .text, .md, .markdown, .rst, .tex, .org, .jsonl, .ndjson";
     let folder = folder("bad");
     let write = |name: &str, bytes: &[u8]| {
         let path = folder.join(name);
@@ -150,8 +154,8 @@ fn bad_data_is_refused() {
             "has 3 bytes of ids, of 2 bytes each; use a complete file".to_string(),
         ),
         (
-            write("a.parquet", b"PAR1"),
-            "is a Parquet file, which is not read; convert it to JSON lines, as docs/data.md shows".to_string(),
+            write("a.parquet", b"PAR1\x15\x04\x15"),
+            "is a Parquet file; convert it to JSON lines, as docs/data.md shows".to_string(),
         ),
         (
             write("count.bin", &long_header),
@@ -348,6 +352,63 @@ fn documents_end_with_an_id_and_are_no_context_of_the_next() {
     ] {
         assert_eq!(open(Path::new(&ids.to_string()), flags).unwrap_err(), problem);
     }
+}
+
+/// A run reads what a file is, and not what its name says: of a link, and of standard input, which is read once.
+#[test]
+#[cfg(unix)]
+fn json_lines_are_read_from_a_link_and_from_a_pipe() {
+    let folder = folder("names");
+    let file = folder.join("web.json");
+    fs::write(&file, "{\"body\": \"abc\"}\n{\"body\": 7}\n{\"body\": \"de\"}\n").unwrap();
+    let flags =
+        "--set model.seq_len=4 --set data.shuffle=false --set data.text_key=body --set data.skip_bad_lines=true";
+    let link = folder.join("link");
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let pipe = folder.join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    std::thread::scope(|scope| {
+        scope.spawn(|| fs::copy(&file, &pipe).unwrap());
+        for path in [&file, &link, &pipe] {
+            let data = open(path, flags).unwrap();
+            let batch = data.batch(0, 1, 0..1).unwrap();
+            assert_eq!((data.decode(tokens(&batch)), data.decode(targets(&batch))), ("abcd".into(), "bcde".into()));
+            assert!(data.notices()[0].contains("1 of 3 documents skipped"), "{:?}", data.notices());
+        }
+    });
+    let error = open(&file, "--set data.text_key=body").unwrap_err();
+    let told = format!("data.path = {file:?}: line 2 has no string \"body\": it is a number; set data.text_key to");
+    assert!(error.starts_with(&told), "{error}");
+    // As it is, if that is asked for.
+    assert_eq!(open(&file, "--set data.format=text --set model.seq_len=5").unwrap().training_samples(), 8);
+}
+
+#[test]
+fn ids_of_32_bits_are_refused_or_read_as_such() {
+    let path = folder("wide").join("a.bin");
+    let ids: Vec<u32> = (0..600).map(|id| id * 7 % 250).collect();
+    fs::write(&path, ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>()).unwrap();
+    assert_eq!(
+        open(&path, SHORT).unwrap_err(),
+        format!(
+            "data.path = {path:?}: looks like ids of 32 bits, not of 16: every second value of 16 bits is 0 or almost; set \
+             data.token_type = \"u32\", or \"u16\" if its ids are of 16 bits"
+        )
+    );
+    let batch = open(&path, &format!("{SHORT} --set data.token_type=u32")).unwrap().batch(0, 1, 0..1).unwrap();
+    assert_eq!((tokens(&batch), targets(&batch)), (&[0, 7][..], &[7, 14][..]));
+}
+
+#[test]
+fn what_marks_the_documents_of_a_token_file_is_part_of_its_hash() {
+    let path = folder("marks").join("a.bin");
+    fs::write(&path, bin(&[5, 0, 7, 1, 9, 3])).unwrap();
+    let hash = |more: &str| open(&path, &format!("{SHORT} {more}")).unwrap().hash();
+    let [zero, one] = [0, 1].map(|id| format!("--set data.documents=loss --set data.end_of_text={id}"));
+    assert_ne!(hash(&zero), hash(&one));
+    // Where boundaries mean nothing, it is not.
+    assert_eq!(hash(""), hash("--set data.end_of_text=1"));
 }
 
 /// The resident memory of this process, in bytes, where the system says.

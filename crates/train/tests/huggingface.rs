@@ -41,6 +41,92 @@ fn the_sizes_of_the_folder_are_the_defaults() {
     assert_eq!((gpt2.seq_len, gpt2.tie_embeddings, gpt2.dropout, gpt2.hidden_size), (12, true, 0.25, 16));
 }
 
+/// A copy of a folder, with these files beside its model.
+fn with_files(copy: &str, of: &str, files: &[(&str, &str)]) -> PathBuf {
+    let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("tokenizers").join(copy);
+    _ = std::fs::remove_dir_all(&copy);
+    std::fs::create_dir_all(&copy).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(folder(of).join(name), copy.join(name)).unwrap();
+    }
+    files.iter().for_each(|(name, text)| std::fs::write(copy.join(name), text).unwrap());
+    copy
+}
+
+const WORDS: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":5,"content":"<end>","single_word":false,
+    "lstrip":false,"rstrip":false,"normalized":false,"special":true}],"normalizer":null,
+    "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
+    "model":{"type":"WordLevel","vocab":{"[UNK]":0,"arma":1,"virumque":2,"cano":3,"Troiae":4},"unk_token":"[UNK]"}}"#;
+
+/// Fine-tuning on text trained on its bytes, whatever the model.
+#[test]
+#[cfg(feature = "tokenizers")]
+fn the_tokenizer_of_the_folder_is_the_default_and_is_named() {
+    let end = r#"{"eos_token": {"content": "<end>"}}"#;
+    let model = with_files("whole", "llama_scaled", &[("tokenizer.json", WORDS), ("tokenizer_config.json", end)]);
+    let text = model.join("text.jsonl");
+    std::fs::write(&text, "{\"text\": \"arma virumque cano\"}\n{\"text\": \"Troiae arma\"}\n").unwrap();
+    let line = |more: &str| {
+        let (model, text) = (model.display(), text.display());
+        format!("--set model.init_from={model} --data {text} --set model.seq_len=3 --set data.shuffle=false {more}")
+    };
+    let open = |more: &str| meshwork_train::load(&Args::parse(line(more).split_whitespace()));
+    let (config, data) = open("").unwrap();
+    assert_eq!(Path::new(&config.data.tokenizer), model.join("tokenizer.json"));
+    let batch = data.batch(0, 2, 0..2).unwrap();
+    assert_eq!(batch.values::<i32>("tokens").unwrap(), [1, 2, 3, 5, 4, 1]);
+    let told = config.notices.iter().find(|told| told.starts_with("tokenizer ")).unwrap();
+    let marks =
+        "tokenizer.json: 6 ids; nothing begins a document; <end> (5, as tokenizer_config.json says) ends a document";
+    assert!(told.ends_with(marks), "{told}");
+    // What is asked for goes first.
+    let bytes = open("--set data.tokenizer=bytes").unwrap_err().to_string();
+    assert!(bytes.contains("data.tokenizer = \"bytes\": has 256 ids, more than model.vocab_size = 29"), "{bytes}");
+}
+
+/// A model of other tokens than bytes needs a tokenizer, unless its data are tokens.
+#[test]
+fn a_folder_without_a_tokenizer_is_no_model_of_bytes() {
+    let model = with_files("without", "llama_scaled", &[("tokenizer.model", "")]);
+    let text = model.join("text.txt");
+    let ids = model.join("ids.bin");
+    std::fs::write(&text, "arma virumque cano").unwrap();
+    std::fs::write(&ids, [1u16, 2, 3, 4, 5].map(u16::to_le_bytes).concat()).unwrap();
+    let open = |data: &Path, more: &str| {
+        let line =
+            format!("--set model.init_from={} --data {} --set model.seq_len=3 {more}", model.display(), data.display());
+        meshwork_train::load(&Args::parse(line.split_whitespace())).map_err(|error| error.to_string())
+    };
+    assert_eq!(
+        open(&text, "").unwrap_err(),
+        format!(
+            "data.tokenizer = (unset): the model in {} has 29 tokens, and its folder has no tokenizer.json, only tokenizer.model; \
+             AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it from tokenizer.model; or set \
+             data.tokenizer",
+            model.display()
+        )
+    );
+    assert!(open(&ids, "").is_ok());
+}
+
+/// A run that reads tokens needs no library of tokenizers, nor a whole tokenizer.json; what ends a document is known all the same.
+#[test]
+fn a_run_on_tokens_needs_no_tokenizer() {
+    let broken = WORDS.replace("WordLevel", "Unknown");
+    let end = r#"{"eos_token": "<end>"}"#;
+    let model = with_files("tokens", "llama_scaled", &[("tokenizer.json", &broken), ("tokenizer_config.json", end)]);
+    let ids = model.join("ids.bin");
+    std::fs::write(&ids, [1u16, 5, 3, 4, 5, 2, 1].map(u16::to_le_bytes).concat()).unwrap();
+    let line = format!("--set model.init_from={} --data {} --set model.seq_len=4", model.display(), ids.display());
+    let line = format!("{line} --set data.documents=loss --set data.shuffle=false");
+    let (config, data) = meshwork_train::load(&Args::parse(line.split_whitespace())).unwrap();
+    assert_eq!(data.batch(0, 1, 0..1).unwrap().values::<i32>("targets").unwrap(), [5, -1, 4, 5]);
+    assert!(
+        config.notices.iter().any(|told| told.starts_with("tokens are shown as bytes: data.tokenizer = ")),
+        "{config:?}"
+    );
+}
+
 #[test]
 fn other_sizes_and_other_folders_are_refused() {
     let gpt2 = parse("gpt2", "--set model.seq_len=20 --set model.num_layers=3").unwrap_err();

@@ -8,12 +8,15 @@
 //!     4c2b…91.json  what they are of, and the hash of the tokens; renamed into place last
 //!     4c2b…91.lock  held by the process that writes them
 //! ```
+//! Reading needs no right to write: a whole dataset is taken wherever it lies, beside the text or in the user's own folder of caches. Only what
+//! writes one takes the lock. Where the folder beside the text cannot be written, that is the user's own.
+//!
 //! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise it is written
 //! anew. Files are written under another name and renamed, so that a process that dies leaves nothing that counts.
 
 use super::error::{DataError, Problem};
 use super::indexed;
-use super::text::{Piece, Texts};
+use super::text::{Piece, Reading, Texts};
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::{Documents, Stream};
@@ -27,7 +30,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Changes whenever the same text would give other tokens.
-const FORMAT: u64 = 1;
+const FORMAT: u64 = 2;
 /// A text of at most this many bytes is tokenised by each run and kept in memory, if its tokens are its bytes, which takes no time.
 const BYTES_IN_MEMORY: u64 = 64 << 20;
 /// The same of other tokenizers.
@@ -40,10 +43,71 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How a text becomes tokens, and where they are kept.
 pub(super) struct Tokenisation<'a> {
     pub tokenizer: &'a Tokenizer,
+    pub reading: Reading<'a>,
+    /// The id before each document.
+    pub beginning_of_text: Option<u32>,
     /// The id behind each document.
     pub end_of_text: Option<u32>,
     /// The folder for caches; none: beside the text.
     pub folder: Option<&'a Path>,
+    /// The user's own folder for caches, for where the one beside the text cannot be written.
+    pub own_folder: Option<PathBuf>,
+}
+
+/// The folder of this user for caches of meshwork.
+pub(super) fn own_folder() -> Option<PathBuf> {
+    let of = |variable: &str| std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    let caches = if cfg!(windows) { of("LOCALAPPDATA") } else { of("XDG_CACHE_HOME") };
+    let caches = caches.or_else(|| Some(std::env::home_dir().filter(|home| home.is_absolute())?.join(".cache")));
+    Some(caches?.join("meshwork"))
+}
+
+/// The files of a cache.
+struct Place {
+    folder: PathBuf,
+    hash: String,
+}
+
+impl Place {
+    fn at(&self, extension: &str) -> PathBuf {
+        self.folder.join(format!("{}.{extension}", self.hash))
+    }
+
+    /// The right to write here, until it is dropped or the process ends. Waits for another process that writes.
+    fn lock(&self) -> io::Result<File> {
+        fs::create_dir_all(&self.folder)?;
+        let file = File::options().write(true).create(true).truncate(false).open(self.at("lock"))?;
+        match file.lock() {
+            // Two processes may then do the same work; what they rename into place is the same.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
+            locked => locked.map(|()| file),
+        }
+    }
+
+    /// The stream that lies here. The inner `None` if there is none, else what is wrong with it.
+    fn read(&self) -> Result<(Stream, About), Option<String>> {
+        let told = match fs::read(self.at("json")) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Err(None);
+            }
+            told => told.map_err(|error| Some(error.to_string()))?,
+        };
+        let about: About =
+            serde_json::from_slice(&told).map_err(|error| Some(format!("its .json is damaged: {error}")))?;
+        if (about.format, &about.hash) != (FORMAT, &self.hash) {
+            return Err(Some(format!("its .json is of format {} and hash {}", about.format, about.hash)));
+        }
+        let open = || {
+            let (tokens, index) = indexed::open(&self.at("idx"), &self.at("bin"))?;
+            Stream::new(tokens, Documents::Indexed(index))
+        };
+        let stream = open().map_err(|error| Some(error.to_string()))?;
+        let found = format!("{:016x}", stream.hash);
+        match found == about.token_hash {
+            true => Ok((stream, about)),
+            false => Err(Some(format!("its tokens have the hash {found}, not {}", about.token_hash))),
+        }
+    }
 }
 
 /// What the `.json` of a cache says.
@@ -104,47 +168,67 @@ impl Tokenisation<'_> {
     }
 
     fn cached(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
-        let parts = [FORMAT, self.end_of_text.map_or(u64::MAX, u64::from), self.tokenizer.fingerprint()];
-        let hash = format!("{:016x}", parts.into_iter().fold(texts.fingerprint()?, hash::combine));
+        let id = |id: Option<u32>| id.map_or(u64::MAX, u64::from);
+        let how = [id(self.beginning_of_text), self.tokenizer.fingerprint(), self.reading.fingerprint()];
+        let parts = [FORMAT, id(self.end_of_text)].into_iter().chain(how);
+        let hash = format!("{:016x}", parts.fold(texts.fingerprint()?, hash::combine));
         let source = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-        let name = PathBuf::from(source.file_name().unwrap_or_default());
-        let folder_name = format!("{}.tokens", name.display());
-        let beside = source.with_file_name(&folder_name);
-        let mut notices = Vec::new();
-        let (folder, lock) = match self.folder {
-            Some(folder) => {
-                let folder = folder.join(&folder_name);
-                let lock = lock(&folder, &hash).map_err(|error| Problem::Cache(error).of(&folder))?;
-                (folder, lock)
-            }
-            None => match lock(&beside, &hash) {
-                Ok(lock) => (beside, lock),
-                Err(error) => {
-                    let folder = std::env::temp_dir().join("meshwork").join(&folder_name);
-                    notices.push(format!(
-                        "tokens of {} are kept in {}, because {} cannot be written ({error}); data.cache_dir sets the folder",
-                        path.display(),
-                        folder.display(),
-                        beside.display()
-                    ));
-                    let lock = lock_or_fail(&folder, &hash)?;
-                    (folder, lock)
-                }
-            },
+        let name = format!("{}.tokens", PathBuf::from(source.file_name().unwrap_or_default()).display());
+        let folders: Vec<PathBuf> = match self.folder {
+            Some(folder) => vec![folder.join(&name)],
+            None => [source.with_file_name(&name)]
+                .into_iter()
+                .chain(self.own_folder.as_ref().map(|own| own.join(&name)))
+                .collect(),
         };
-        let at = |extension: &str| folder.join(format!("{hash}.{extension}"));
-        match read(&at("idx"), &at("bin"), &at("json"), &hash) {
-            Ok((stream, about)) => {
-                notices.extend(about.notices);
-                return Ok((stream, notices));
-            }
-            Err(None) => {}
-            Err(Some(problem)) => {
-                notices.push(format!("the token cache {} was written anew: {problem}", at("bin").display()));
+        let places: Vec<Place> = folders.into_iter().map(|folder| Place { folder, hash: hash.clone() }).collect();
+        if let Some((stream, about)) = places.iter().find_map(|place| place.read().ok()) {
+            return Ok((stream, about.notices));
+        }
+        let mut refused = Vec::new();
+        for place in &places {
+            match place.lock() {
+                Ok(lock) => {
+                    let mut notices: Vec<String> = refused.iter().map(|(folder, error): &(&Path, io::Error)| {
+                        format!(
+                            "tokens of {} are kept in {}, because {} cannot be written ({error}); data.cache_dir sets the folder",
+                            path.display(),
+                            place.folder.display(),
+                            folder.display()
+                        )
+                    }).collect();
+                    let (stream, told) = self.write(path, texts, place, lock, source)?;
+                    notices.extend(told);
+                    return Ok((stream, notices));
+                }
+                Err(error) => refused.push((&place.folder, error)),
             }
         }
-        let failed = |error| Problem::Cache(error).of(&folder);
-        let part = |extension: &str| folder.join(format!("{hash}.part.{extension}"));
+        let (folder, error) = refused.swap_remove(0);
+        let others = refused.iter().map(|(folder, error)| format!("; nor can {} ({error})", folder.display()));
+        let error = io::Error::new(error.kind(), format!("{error}{}", others.collect::<String>()));
+        Err(Problem::Cache(error).of(folder))
+    }
+
+    /// Writes the cache at a place whose lock this process has, unless another process has written it meanwhile.
+    fn write(
+        &self,
+        path: &Path,
+        texts: &Texts,
+        place: &Place,
+        lock: File,
+        source: PathBuf,
+    ) -> Result<(Stream, Vec<String>), DataError> {
+        let mut notices = Vec::new();
+        match place.read() {
+            Ok((stream, about)) => return Ok((stream, about.notices)),
+            Err(None) => {}
+            Err(Some(problem)) => {
+                notices.push(format!("the token cache {} was written anew: {problem}", place.at("bin").display()));
+            }
+        }
+        let failed = |error| Problem::Cache(error).of(&place.folder);
+        let part = |extension: &str| place.at(&format!("part.{extension}"));
         let began = Instant::now();
         let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
         let told = self.run(path, texts, &mut writer)?;
@@ -152,7 +236,7 @@ impl Tokenisation<'_> {
         let (tokens, _) = indexed::open(&part("idx"), &part("bin"))?;
         let about = About {
             format: FORMAT,
-            hash: hash.clone(),
+            hash: place.hash.clone(),
             source,
             tokenizer: format!("{:016x}", self.tokenizer.fingerprint()),
             tokens: tokens.len(),
@@ -160,13 +244,15 @@ impl Tokenisation<'_> {
             notices: told,
         };
         let commit = || {
-            _ = fs::remove_file(at("json"));
+            _ = fs::remove_file(place.at("json"));
             fs::write(part("json"), serde_json::to_vec_pretty(&about)?)?;
-            ["bin", "idx", "json"].into_iter().try_for_each(|extension| fs::rename(part(extension), at(extension)))
+            ["bin", "idx", "json"]
+                .into_iter()
+                .try_for_each(|extension| fs::rename(part(extension), place.at(extension)))
         };
         commit().map_err(failed)?;
         drop(lock);
-        let (tokens, index) = indexed::open(&at("idx"), &at("bin"))?;
+        let (tokens, index) = indexed::open(&place.at("idx"), &place.at("bin"))?;
         let stream = Stream::new(tokens, Documents::Indexed(index))?;
         notices.push(format!(
             "tokenised {} ({}) into {} tokens in {:.1} s, kept in {}",
@@ -174,26 +260,29 @@ impl Tokenisation<'_> {
             HumanBytes(texts.bytes()),
             about.tokens,
             began.elapsed().as_secs_f64(),
-            at("bin").display()
+            place.at("bin").display()
         ));
         notices.extend(about.notices);
         Ok((stream, notices))
     }
 
     fn vocab(&self) -> usize {
-        self.tokenizer.vocab_size().max(self.end_of_text.map_or(0, |id| id as usize + 1))
+        let marks = [self.beginning_of_text, self.end_of_text].into_iter().flatten();
+        marks.map(|id| id as usize + 1).fold(self.tokenizer.vocab_size(), usize::max)
     }
 
     /// Gives the tokens of all documents in their order. Returns notices about what is left out.
     fn run(&self, path: &Path, texts: &Texts, sink: &mut impl Sink) -> Result<Vec<String>, DataError> {
         let mut progress = Progress::new(path, texts.bytes());
-        let (mut waiting, mut held) = (Vec::new(), 0);
+        let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
         let mut encode = |waiting: &mut Vec<Piece>, held: &mut usize| {
             let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).of(path))?;
             for (piece, ids) in waiting.drain(..).zip(ids) {
+                let beginning = self.beginning_of_text.filter(|_| begins);
                 let end = self.end_of_text.filter(|_| piece.last);
+                begins = piece.last;
                 let write = |sink: &mut dyn Sink| {
-                    sink.add(&[&ids[..], end.as_slice()].concat())?;
+                    sink.add(&[beginning.as_slice(), &ids, end.as_slice()].concat())?;
                     if piece.last { sink.end_document() } else { Ok(()) }
                 };
                 write(&mut *sink).map_err(|error| Problem::Cache(error).of(path))?;
@@ -201,7 +290,7 @@ impl Tokenisation<'_> {
             progress.add(std::mem::take(held));
             Ok(())
         };
-        let notices = texts.read(|piece| {
+        let notices = texts.read(&self.reading, self.tokenizer, |piece| {
             held += piece.text.len();
             waiting.push(piece);
             if held >= TOGETHER { encode(&mut waiting, &mut held) } else { Ok(()) }
@@ -215,7 +304,7 @@ impl Tokenisation<'_> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let each = pieces.len().div_ceil(threads).max(1);
         let encode =
-            |pieces: &[Piece]| pieces.iter().map(|piece| self.tokenizer.encode(&piece.text)).collect::<Vec<_>>();
+            |pieces: &[Piece]| pieces.iter().map(|piece| self.tokenizer.encode_piece(piece)).collect::<Vec<_>>();
         if pieces.len() <= each {
             return encode(pieces).into_iter().collect();
         }
@@ -224,44 +313,6 @@ impl Tokenisation<'_> {
             let joined = parts.into_iter().map(|part| part.join().map_err(|_| "the tokenizer panicked".to_owned()));
             joined.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect()
         })
-    }
-}
-
-/// The right to write to a cache, until it is dropped or the process ends. Waits for another process that writes it.
-fn lock(folder: &Path, hash: &str) -> io::Result<File> {
-    fs::create_dir_all(folder)?;
-    let mut open = File::options();
-    let file = open.write(true).create(true).truncate(false).open(folder.join(format!("{hash}.lock")))?;
-    match file.lock() {
-        // Two processes may then do the same work; what they rename into place is the same.
-        Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
-        locked => locked.map(|()| file),
-    }
-}
-
-fn lock_or_fail(folder: &Path, hash: &str) -> Result<File, DataError> {
-    lock(folder, hash).map_err(|error| Problem::Cache(error).of(folder))
-}
-
-/// The stream of a cache. The inner `None` if there is none, else what is wrong with it.
-fn read(index: &Path, tokens: &Path, about: &Path, hash: &str) -> Result<(Stream, About), Option<String>> {
-    let told = match fs::read(about) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(None),
-        told => told.map_err(|error| Some(error.to_string()))?,
-    };
-    let about: About = serde_json::from_slice(&told).map_err(|error| Some(format!("its .json is damaged: {error}")))?;
-    if (about.format, &*about.hash) != (FORMAT, hash) {
-        return Err(Some(format!("its .json is of format {} and hash {}", about.format, about.hash)));
-    }
-    let open = || {
-        let (tokens, index) = indexed::open(index, tokens)?;
-        Stream::new(tokens, Documents::Indexed(index))
-    };
-    let stream = open().map_err(|error| Some(error.to_string()))?;
-    let found = format!("{:016x}", stream.hash);
-    match found == about.token_hash {
-        true => Ok((stream, about)),
-        false => Err(Some(format!("its tokens have the hash {found}, not {}", about.token_hash))),
     }
 }
 

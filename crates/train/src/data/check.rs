@@ -3,28 +3,46 @@
 use super::source::Source;
 use super::tokenizer::Tokenizer;
 use super::{Data, Documents};
-use crate::config::{Config, EndOfText, Fault};
+use crate::config::{Config, EndOfText, EndOfTextWord, Fault};
+use std::path::Path;
 
 /// Ids beyond the vocabulary: of the tokenizer, or in token files.
 pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Config) -> Vec<Fault> {
     let (mut faults, vocab_size) = (Vec::new(), config.model.vocab_size);
     let from_text = sources.iter().any(|source| source.from_text);
-    let wide = from_text && tokenizer.vocab_size() > vocab_size;
-    if wide {
-        let ids = tokenizer.vocab_size();
-        faults.push(Fault::new(
-            "data.tokenizer",
-            format!("{:?}", config.data.tokenizer),
-            format!("has {ids} ids, more than model.vocab_size = {vocab_size}"),
-            format!("use model.vocab_size = {ids} or more, or another tokenizer"),
-        ));
+    let shown = format!("{:?}", config.data.tokenizer);
+    // Text never becomes a special token, so that only the others must fit.
+    let wide = from_text && tokenizer.vocab_size_of_text() > vocab_size;
+    let without = config.model.init_from.as_deref().filter(|_| from_text && !config.data.tokenizer_given);
+    if let Some(folder) = without.filter(|_| tokenizer.is_bytes() && vocab_size != 256) {
+        faults.push(no_tokenizer(Path::new(folder), vocab_size));
+    } else if wide {
+        let ids = tokenizer.vocab_size_of_text();
+        let problem = format!("has {ids} ids, more than model.vocab_size = {vocab_size}");
+        let valid = match &config.model.init_from {
+            Some(folder) => format!("use the tokenizer of the model in {folder}"),
+            None => format!("use model.vocab_size = {ids} or more, or another tokenizer"),
+        };
+        faults.push(Fault::new("data.tokenizer", &shown, problem, valid));
     }
-    if let EndOfText::Id(id) = config.data.end_of_text
-        && id as usize >= vocab_size
-    {
-        let (problem, valid) =
-            (format!("is beyond model.vocab_size = {vocab_size}"), format!("use an id below {vocab_size}"));
-        faults.push(Fault::new("data.end_of_text", id, problem, valid));
+    let marks = [
+        ("data.beginning_of_text", config.data.beginning_of_text, tokenizer.beginning_of_text()),
+        ("data.end_of_text", config.data.end_of_text, tokenizer.end_of_text()),
+    ];
+    let before = faults.len();
+    for (key, setting, auto) in marks {
+        let (id, shown) = match setting {
+            EndOfText::Id(id) => (Some(id), id.to_string()),
+            EndOfText::Word(EndOfTextWord::Auto) if from_text && !wide => (auto, "\"auto\"".to_owned()),
+            EndOfText::Word(_) => (None, String::new()),
+        };
+        if let Some(id) = id.filter(|id| *id as usize >= vocab_size) {
+            let of_tokenizer = if setting == EndOfText::Id(id) { String::new() } else { format!("{id} ") };
+            let problem = format!("{of_tokenizer}is beyond model.vocab_size = {vocab_size}");
+            faults.push(Fault::new(key, shown, problem, format!("use an id below {vocab_size}")));
+        }
+    }
+    if faults.len() > before {
         return faults;
     }
     for source in sources.iter().filter(|source| !(wide && source.from_text)) {
@@ -44,6 +62,36 @@ pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Con
         }
     }
     faults
+}
+
+/// The notice of special tokens that the model does not have.
+pub(super) fn beyond(sources: &[Source], tokenizer: &Tokenizer, config: &Config) -> Option<String> {
+    let (all, of_text, vocab_size) = (tokenizer.vocab_size(), tokenizer.vocab_size_of_text(), config.model.vocab_size);
+    let from_text = sources.iter().any(|source| source.from_text);
+    (from_text && of_text <= vocab_size && vocab_size < all).then(|| {
+        format!(
+            "the tokenizer has special tokens up to id {}, and the model {vocab_size} tokens: text never becomes them",
+            all - 1
+        )
+    })
+}
+
+/// The fault of text for a model whose folder has no tokenizer that is read.
+fn no_tokenizer(folder: &Path, vocab_size: usize) -> Fault {
+    let others = ["tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"];
+    let found = others.into_iter().find(|name| folder.join(name).is_file());
+    let (also, valid) = match found {
+        Some(found) => {
+            let how = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it from";
+            (format!(", only {found}"), format!("{how} {found}; or set data.tokenizer"))
+        }
+        None => (String::new(), "set data.tokenizer to bytes, gpt2 or the path of a tokenizer.json".to_owned()),
+    };
+    let problem = format!(
+        "the model in {} has {vocab_size} tokens, and its folder has no tokenizer.json{also}",
+        folder.display()
+    );
+    Fault::new("data.tokenizer", "(unset)", problem, valid)
 }
 
 /// Streams in which nothing marks the documents, where boundaries are asked for.

@@ -1,5 +1,6 @@
 //! Why data cannot be read.
 
+use super::format::Foreign;
 use meshwork_engine::TrainError;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,7 +45,16 @@ pub enum Problem {
         /// The first wrong byte.
         at: u64,
     },
-    /// A line that is no JSON object.
+    /// Text with a byte that no text has.
+    #[error("has a NUL byte at byte {at}: it is binary")]
+    Nul {
+        /// The byte.
+        at: u64,
+    },
+    /// A file of another format.
+    #[error("is {}", .0.name)]
+    Foreign(Foreign),
+    /// A line of JSON lines that is no JSON object.
     #[error("line {line} is no JSON object: {error}")]
     NotJson {
         /// The line.
@@ -52,13 +62,37 @@ pub enum Problem {
         /// The error of the parser.
         error: String,
     },
-    /// A JSON object without a string called `text`.
-    #[error("line {line} has no string \"text\"{}", of_another_type(error.as_deref()))]
+    /// A document of JSON without its text.
+    #[error("{place} has no string {key:?}{instead}")]
     NoTextField {
-        /// The line.
-        line: u64,
-        /// The error of the parser, if there is a value of another type.
-        error: Option<String>,
+        /// The line, or the element of an array.
+        place: String,
+        /// The key of the text (`data.text_key`).
+        key: String,
+        /// What it has instead.
+        instead: String,
+    },
+    /// An array that is no JSON.
+    #[error("is no JSON array: {0}")]
+    NotArray(String),
+    /// A file of settings that is no JSON object.
+    #[error("is no JSON object: {0}")]
+    Json(String),
+    /// Token ids that are of another type by all signs.
+    #[error("looks like ids of {bits} bits, not of 16: {sign}")]
+    OtherWidth {
+        /// Bits of an id.
+        bits: u32,
+        /// How that is known.
+        sign: String,
+    },
+    /// A header of llm.c, which says another type than `data.token_type`.
+    #[error("has an llm.c header that says {header}, and data.token_type = {asked:?}")]
+    HeaderType {
+        /// The type in the header.
+        header: &'static str,
+        /// The type that was asked for.
+        asked: &'static str,
     },
     /// Bytes that are no whole number of ids.
     #[error("has {bytes} bytes of ids, of {width} bytes each")]
@@ -144,9 +178,6 @@ pub enum Problem {
         /// The id.
         id: i64,
     },
-    /// Parquet.
-    #[error("is a Parquet file, which is not read")]
-    Parquet,
     /// Text that the tokenizer does not take.
     #[error("cannot be encoded by the tokenizer: {0}")]
     Encode(String),
@@ -155,8 +186,13 @@ pub enum Problem {
     Cache(io::Error),
 }
 
-fn of_another_type(error: Option<&str>) -> String {
-    error.map_or_else(String::new, |error| format!(" ({error})"))
+/// What a parser says, without the line, which is always 1 where it parses a line.
+pub(super) fn of_line(error: &serde_json::Error) -> String {
+    let (told, at) = (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
+    match told.strip_suffix(&at) {
+        Some(told) => format!("{told} at column {}", error.column()),
+        None => told,
+    }
 }
 
 impl Problem {
@@ -164,7 +200,7 @@ impl Problem {
     #[must_use]
     pub fn valid(&self) -> String {
         match self {
-            Self::Missing | Self::Empty | Self::Unreadable(_) | Self::NotUtf8 { .. } => {
+            Self::Missing | Self::Empty | Self::Unreadable(_) | Self::NotUtf8 { .. } | Self::Nul { .. } => {
                 "use a UTF-8 text, a .jsonl file, a .bin file of token ids, a Megatron dataset, or a folder of texts"
                     .to_owned()
             }
@@ -173,9 +209,25 @@ impl Problem {
                 format!("use a folder of UTF-8 files that end in {}", texts.join(", "))
             }
             Self::Read { .. } => "do not change data while a run reads it".to_owned(),
-            Self::NotJson { .. } | Self::NoTextField { .. } => {
-                "use one JSON object a line, such as {\"text\": \"Arma virumque cano\"}".to_owned()
+            Self::NotJson { .. } => {
+                "use one JSON object a line, such as {\"text\": \"Arma virumque cano\"}, or leave such lines out with \
+                 data.skip_bad_lines = true"
+                    .to_owned()
             }
+            Self::NoTextField { .. } => {
+                "set data.text_key to the key of the text, or leave such documents out with data.skip_bad_lines = true"
+                    .to_owned()
+            }
+            Self::NotArray(_) => {
+                "use a complete JSON array of objects or strings, or set data.format = \"text\" to learn it as it is"
+                    .to_owned()
+            }
+            Self::Foreign(foreign) => foreign.advice.to_owned(),
+            Self::Json(_) => "use the file that was written with the tokenizer, or remove it".to_owned(),
+            Self::OtherWidth { bits, .. } => {
+                format!("set data.token_type = \"u{bits}\", or \"u16\" if its ids are of 16 bits")
+            }
+            Self::HeaderType { header, .. } => format!("set data.token_type = {header:?}, or \"auto\""),
             Self::PartOfAnId { .. } | Self::HeaderCount { .. } => "use a complete file".to_owned(),
             Self::HeaderVersion { valid, .. } => format!("use version {valid}"),
             Self::IndexMagic => "use an .idx file of Megatron's preprocess_data.py".to_owned(),
@@ -187,9 +239,8 @@ impl Problem {
             | Self::IndexDocument { .. }
             | Self::NoPartner(_) => "use a complete .idx with the .bin that was written with it".to_owned(),
             Self::Id { .. } => format!("use ids from 0 to {}", i32::MAX),
-            Self::Parquet => "convert it to JSON lines, as docs/data.md shows".to_owned(),
             Self::Encode(_) => "use a tokenizer that knows every word, or has an unknown token".to_owned(),
-            Self::Cache(_) => "use another folder in data.cache_dir".to_owned(),
+            Self::Cache(_) => "name a folder that this process may write in data.cache_dir".to_owned(),
         }
     }
 

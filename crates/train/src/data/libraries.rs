@@ -1,48 +1,72 @@
 //! The tokenizers of other crates: GPT-2's from `tiktoken-rs`, and `tokenizer.json` files by Hugging Face's
 //! `tokenizers`.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
 
 use meshwork_core::hash::hash;
+use serde_json::Value;
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
+use super::error::DataError;
+use super::format;
 use super::library::{Library, Opened};
+use super::special_tokens::{SpecialToken, SpecialTokens};
 
 /// The tokenizer of GPT-2.
 pub(super) fn gpt2() -> Opened {
     Ok(Arc::new(Gpt2(r50k_base_singleton())))
 }
 
-/// The tokenizer in a `tokenizer.json`.
-pub(super) fn json(path: &str) -> Opened {
+/// The tokenizer in a `tokenizer.json`, with the special tokens that the files beside it say.
+pub(super) fn json(path: &Path) -> Opened {
+    let valid = "use bytes, gpt2 or a file of the Hugging Face tokenizers library";
+    let bytes = std::fs::read(path).map_err(|error| (format!("cannot be read: {error}"), valid))?;
+    if let Some(foreign) = format::foreign(&bytes) {
+        return Err((format!("{} is {}", path.display(), foreign.name), foreign.advice));
+    }
     let open = || {
-        let bytes = std::fs::read(path)?;
         let mut tokenizer = tokenizers::Tokenizer::from_bytes(&bytes)?;
         // Text that spells a special token is text: it must not end a document.
         tokenizer.set_encode_special_tokens(true);
         // A document is encoded as a whole, whatever the file says of models of few positions.
         tokenizer.with_truncation(None)?.with_padding(None);
-        Ok(Json { tokenizer, fingerprint: hash(&bytes) })
+        let neighbours = Neighbours::of(&serde_json::from_slice(&bytes)?, &tokenizer);
+        Ok((tokenizer, neighbours))
     };
-    match open() {
-        Ok(tokenizer) => Ok(Arc::new(tokenizer)),
-        Err(error) => {
-            let error: tokenizers::Error = error;
-            let valid = "use bytes, gpt2 or a file of the Hugging Face tokenizers library";
-            Err((format!("is not a tokenizer.json: {error}"), valid))
-        }
-    }
+    let (tokenizer, neighbours) =
+        open().map_err(|error: tokenizers::Error| (format!("is not a tokenizer.json: {error}"), valid))?;
+    let special = SpecialTokens::of_tokenizer(path).map_err(|DataError { path, problem }| {
+        let valid = "use the files that were written with the tokenizer, or remove them";
+        (format!("has a file beside it that cannot be used: {} {problem}", path.display()), valid)
+    })?;
+    let beginning = beginning(&tokenizer, &special);
+    Ok(Arc::new(Json { tokenizer, special, beginning, neighbours, fingerprint: hash(&bytes) }))
+}
+
+/// The beginning of a text, if the tokenizer itself puts it before one.
+fn beginning(tokenizer: &tokenizers::Tokenizer, special: &SpecialTokens) -> Option<u32> {
+    let id = special.beginning.as_ref()?.id;
+    let [with, without] = [true, false].map(|special| tokenizer.encode_fast("a", special));
+    let (with, without) = (with.ok()?, without.ok()?);
+    (with.get_ids().first() == Some(&id) && without.get_ids().first() != Some(&id)).then_some(id)
 }
 
 struct Gpt2(&'static CoreBPE);
+
+static GPT2: LazyLock<SpecialTokens> = LazyLock::new(|| {
+    let end = SpecialToken { id: 50256, text: Some("<|endoftext|>".to_owned()), file: "gpt2" };
+    SpecialTokens { stops: vec![end.id], end: Some(end), ..SpecialTokens::default() }
+});
 
 impl Library for Gpt2 {
     fn vocab_size(&self) -> usize {
         50257
     }
 
-    fn end_of_text(&self) -> Option<u32> {
-        Some(50256)
+    fn special(&self) -> &SpecialTokens {
+        &GPT2
     }
 
     fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
@@ -65,6 +89,16 @@ impl Library for Gpt2 {
         let bytes = ids.iter().flat_map(|&id| self.0.decode_bytes(&[id]).unwrap_or_else(|_| vec![0xff]));
         String::from_utf8_lossy(&bytes.collect::<Vec<u8>>()).into_owned()
     }
+
+    /// Its pattern makes words of letters with one space before them, and of a line break that stands alone.
+    fn cut(&self, window: &str, at: usize) -> Option<[usize; 2]> {
+        let (before, behind) = window.split_at_checked(at)?;
+        let letter = |char: Option<char>| char.is_some_and(|char| char.is_ascii_alphabetic());
+        let at_space = letter(before.chars().next_back()) && behind.starts_with(' ') && letter(behind.chars().nth(1));
+        let word = |char: Option<char>| char.is_some_and(|char| !char.is_whitespace());
+        let behind_line = before.ends_with('\n') && word(before.chars().nth_back(1)) && word(behind.chars().next());
+        (at_space || behind_line).then(|| [before, behind].map(|part| self.0.encode_ordinary(part).len()))
+    }
 }
 
 impl std::fmt::Debug for Gpt2 {
@@ -76,11 +110,32 @@ impl std::fmt::Debug for Gpt2 {
 #[derive(Debug)]
 struct Json {
     tokenizer: tokenizers::Tokenizer,
+    special: SpecialTokens,
+    beginning: Option<u32>,
+    neighbours: Option<Neighbours>,
     fingerprint: u64,
 }
 
-/// The names of tokens that end a document, in the order in which they are looked for.
-const END_OF_TEXT: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
+/// A boundary counts as one of words only if it is there wherever the text before it begins: at each of its first characters, as many as
+/// this. Words that are counted off, as those of a fixed length, have none.
+const BEGINNINGS: usize = 8;
+
+impl Json {
+    /// The number of tokens of `window` before the boundary at or behind byte `at`, and their number, if it is one that tokens never cross.
+    fn boundary(&self, window: &str, at: usize) -> Option<[usize; 2]> {
+        let encoding = self.tokenizer.encode(window, false).ok()?;
+        let (offsets, words) = (encoding.get_offsets(), encoding.get_word_ids());
+        let before = offsets.iter().take_while(|(_, end)| *end <= at).count();
+        let whole = offsets[before..].iter().all(|(start, _)| *start >= at);
+        if before == 0 || before == offsets.len() || !whole {
+            return None;
+        }
+        // Words are encoded each by itself.
+        let between_words = words[before - 1] != words[before];
+        let apart = || self.neighbours.as_ref().is_some_and(|neighbours| neighbours.never(window, at));
+        (between_words || apart()).then(|| [before, offsets.len() - before])
+    }
+}
 
 impl Library for Json {
     fn vocab_size(&self) -> usize {
@@ -88,10 +143,18 @@ impl Library for Json {
         self.tokenizer.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
 
-    fn end_of_text(&self) -> Option<u32> {
-        let added = self.tokenizer.get_added_tokens_decoder();
-        let id = |name: &&str| added.iter().find(|(_, token)| token.content == **name).map(|(id, _)| *id);
-        END_OF_TEXT.iter().find_map(id)
+    fn vocab_size_of_text(&self) -> usize {
+        let model = self.tokenizer.get_vocab(false).into_values();
+        let added = self.tokenizer.get_added_tokens_decoder().into_iter().filter(|(_, token)| !token.special);
+        model.chain(added.map(|(id, _)| id)).max().map_or(0, |id| id as usize + 1)
+    }
+
+    fn special(&self) -> &SpecialTokens {
+        &self.special
+    }
+
+    fn beginning_of_text(&self) -> Option<u32> {
+        self.beginning
     }
 
     fn fingerprint(&self) -> u64 {
@@ -111,55 +174,65 @@ impl Library for Json {
     fn decode(&self, ids: &[u32]) -> String {
         self.tokenizer.decode(ids, false).unwrap_or_else(|_| char::REPLACEMENT_CHARACTER.to_string())
     }
+
+    fn cut(&self, window: &str, at: usize) -> Option<[usize; 2]> {
+        let whole = self.boundary(window, at)?;
+        let mut beginnings = window.char_indices().map(|(start, _)| start).take(BEGINNINGS).skip(1);
+        let everywhere = beginnings.all(|start| {
+            let found = at.checked_sub(start).and_then(|at| self.boundary(&window[start..], at));
+            found.is_some_and(|[_, behind]| behind == whole[1])
+        });
+        everywhere.then_some(whole)
+    }
+}
+
+/// The characters that follow each other in a token of a vocabulary. Byte-pair encoding without words, as Llama 2 has it, encodes a text as a
+/// whole; but between two characters that no token has side by side it never merges, so that both sides are encoded by themselves.
+#[derive(Debug)]
+struct Neighbours {
+    pairs: HashSet<[char; 2]>,
+}
+
+/// What stands for a space in such a vocabulary.
+const SPACE: char = '\u{2581}';
+
+impl Neighbours {
+    /// Of a tokenizer of byte-pair encoding that changes nothing but spaces before it encodes; of any other none.
+    fn of(json: &Value, tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
+        fn only_spaces(part: &Value) -> bool {
+            match part["type"].as_str() {
+                None => part.is_null(),
+                Some("Prepend") => part["prepend"] == "\u{2581}",
+                Some("Replace") => part["pattern"]["String"] == " " && part["content"] == "\u{2581}",
+                Some("Metaspace") => part["replacement"] == "\u{2581}",
+                Some("Sequence") => part["normalizers"].as_array().is_some_and(|parts| parts.iter().all(only_spaces)),
+                Some(_) => false,
+            }
+        }
+        let model = &json["model"];
+        let affixes =
+            ["continuing_subword_prefix", "end_of_word_suffix"].map(|affix| model[affix].as_str().unwrap_or(""));
+        // Older files leave the type out.
+        let is_bpe = model["type"] == "BPE" || model["type"].is_null() && model["merges"].is_array();
+        let known = is_bpe && affixes == ["", ""] && model["dropout"].as_f64().unwrap_or(0.0) == 0.0;
+        if !known || !only_spaces(&json["normalizer"]) || !only_spaces(&json["pre_tokenizer"]) {
+            return None;
+        }
+        let mut pairs = HashSet::new();
+        for token in tokenizer.get_vocab(false).into_keys() {
+            pairs.extend(token.chars().zip(token.chars().skip(1)).map(|(first, second)| [first, second]));
+        }
+        Some(Self { pairs })
+    }
+
+    /// Whether no token has the characters before and behind byte `at` side by side.
+    fn never(&self, text: &str, at: usize) -> bool {
+        let Some((before, behind)) = text.split_at_checked(at) else { return false };
+        let (Some(before), Some(behind)) = (before.chars().next_back(), behind.chars().next()) else { return false };
+        let as_space = |char| if char == ' ' { SPACE } else { char };
+        [[before, behind], [before, behind].map(as_space)].iter().all(|pair| !self.pairs.contains(pair))
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use crate::data::Tokenizer;
-
-    #[test]
-    fn text_survives_the_round_trip() {
-        let tokenizer = Tokenizer::open("gpt2").unwrap();
-        let text = "Quousque tandem, Catilina? Ünïcödé 🦀";
-        let ids = tokenizer.encode(text).unwrap();
-        assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
-        assert_eq!(tokenizer.decode(&ids), text);
-    }
-
-    #[test]
-    fn gpt2_gives_the_published_ids() {
-        // "Hello world" of OpenAI's encoder.
-        assert_eq!(Tokenizer::open("gpt2").unwrap().encode("Hello world").unwrap(), [15496, 995]);
-    }
-
-    #[test]
-    fn what_is_no_text_is_shown_all_the_same() {
-        assert_eq!(Tokenizer::open("gpt2").unwrap().decode(&[15496, 60000]), "Hello\u{fffd}");
-    }
-
-    #[test]
-    fn a_tokenizer_json_is_read() {
-        let path = std::env::temp_dir().join(format!("meshwork-tokenizer-{}.json", std::process::id()));
-        let json = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
-            "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
-            "model":{"type":"WordLevel","vocab":{"[UNK]":0,"arma":1,"virumque":2,"cano":9},"unk_token":"[UNK]"}}"#;
-        std::fs::write(&path, json).unwrap();
-        let tokenizer = Tokenizer::open(path.to_str().unwrap()).unwrap();
-        assert_eq!(tokenizer.encode("arma virumque cano Troiae").unwrap(), [1, 2, 9, 0]);
-        assert_eq!(tokenizer.vocab_size(), 10);
-        assert_eq!(tokenizer.decode(&[1, 9]), "arma cano");
-        assert_eq!(tokenizer.end_of_text(), None);
-        // Text that spells a special token does not become that token.
-        let special = r#""added_tokens":[{"id":4,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,
-            "normalized":false,"special":true}]"#;
-        std::fs::write(&path, json.replace(r#""added_tokens":[]"#, special)).unwrap();
-        let other = Tokenizer::open(path.to_str().unwrap()).unwrap();
-        assert_eq!((other.end_of_text(), other.vocab_size()), (Some(4), 10));
-        assert!(!other.encode("arma </s> cano").unwrap().contains(&4));
-        assert_ne!(other.fingerprint(), tokenizer.fingerprint());
-        std::fs::write(&path, "{").unwrap();
-        let fault = Tokenizer::open(path.to_str().unwrap()).unwrap_err().to_string();
-        assert!(fault.contains("is not a tokenizer.json: EOF"), "{fault}");
-        std::fs::remove_file(&path).unwrap();
-    }
-}
+mod tests;

@@ -1,15 +1,24 @@
 //! What a tokenizer of another crate gives.
 
+use super::special_tokens::SpecialTokens;
 use std::sync::Arc;
 
 /// A tokenizer of another crate.
 pub(super) trait Library: std::fmt::Debug + Send + Sync {
     /// See [`Tokenizer::vocab_size`](super::Tokenizer::vocab_size).
     fn vocab_size(&self) -> usize;
-    /// See [`Tokenizer::end_of_text`](super::Tokenizer::end_of_text).
-    fn end_of_text(&self) -> Option<u32>;
+    /// One more than the largest id that a text can become.
+    fn vocab_size_of_text(&self) -> usize {
+        self.vocab_size()
+    }
+    /// What ends and begins a document.
+    fn special(&self) -> &SpecialTokens;
     /// See [`Tokenizer::byte_level`](super::Tokenizer::byte_level).
     fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
+        None
+    }
+    /// See [`Tokenizer::beginning_of_text`](super::Tokenizer::beginning_of_text).
+    fn beginning_of_text(&self) -> Option<u32> {
         None
     }
     /// A hash of the tokenizer.
@@ -22,6 +31,8 @@ pub(super) trait Library: std::fmt::Debug + Send + Sync {
     }
     /// See [`Tokenizer::decode`](super::Tokenizer::decode).
     fn decode(&self, ids: &[u32]) -> String;
+    /// See [`Tokenizer::cut`](super::Tokenizer::cut).
+    fn cut(&self, window: &str, at: usize) -> Option<[usize; 2]>;
 }
 
 /// A tokenizer of another crate, or a problem and what would be valid.

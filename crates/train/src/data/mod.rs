@@ -4,7 +4,7 @@
 //! for its rows of the global batch.
 //!
 //! ```text
-//! text, JSON lines, folders ──▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
+//! text, JSON, folders ─────────▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
 //! .bin files of tokens, indexed datasets of Megatron ───────────────────────────────┴─▶ Stream: tokens and documents, by position
 //!                                                                                            ▼
 //! Data::batch(step) ◀── samples of seq_len + 1 tokens, shuffled by (seed, epoch) ◀── Mixture: which stream, and which sample of it
@@ -17,8 +17,10 @@ mod cache;
 mod check;
 mod documents;
 mod error;
+mod format;
 mod images;
 mod indexed;
+mod json;
 #[cfg(feature = "tokenizers")]
 mod libraries;
 mod library;
@@ -26,6 +28,7 @@ mod mixture;
 mod permutation;
 mod position;
 mod source;
+mod special_tokens;
 mod text;
 mod token_file;
 mod tokenizer;
@@ -36,8 +39,10 @@ use std::ops::Range;
 
 pub(crate) use byte_level::{END, byte_level};
 pub use error::{DataError, Problem};
+pub use format::Foreign;
 pub use images::Images;
 pub(crate) use source::{Sources, read, split};
+pub use special_tokens::{SpecialToken, SpecialTokens};
 pub use tokenizer::{PromptTokens, Tokenizer};
 
 use crate::config::{Config, ConfigError, Fault};
@@ -151,6 +156,8 @@ impl Data {
     /// Checks streams against the model and cuts them into samples.
     pub(crate) fn new(sources: Sources, config: &Config) -> Result<Self, Vec<Fault>> {
         let Sources { sources, mixture, tokenizer, notices } = sources;
+        let mut notices = notices;
+        notices.extend(check::beyond(&sources, &tokenizer, config));
         let mut faults = check::vocabulary(&sources, &tokenizer, config);
         faults.extend(check::documents(&sources, config));
         let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
@@ -375,7 +382,7 @@ impl Data {
 
     /// Fingerprint of the data, in hexadecimal: FNV-1a of 64 bits over the ids of the whole stream as little-endian i32. Of a
     /// stream of more than 2²⁴ tokens, over their number and 1024 evenly spread blocks of 4096 ids. Of several streams, over the
-    /// fingerprint and the share of each.
+    /// fingerprint and the share of each. Where only an id marks documents, and boundaries count, that id is part of it.
     #[must_use]
     pub fn hash(&self) -> String {
         let combined = |parts: &[Part]| {
@@ -386,8 +393,18 @@ impl Data {
             }
             hash.0
         };
-        let hash = if let [alone] = &self.parts[..] { alone.stream.hash } else { combined(&self.parts) };
-        format!("{hash:016x}")
+        let mut hash = Fnv(if let [alone] = &self.parts[..] { alone.stream.hash } else { combined(&self.parts) });
+        for part in self.parts.iter().filter(|_| self.bounded) {
+            if let Documents::EndOfText(id) = part.stream.documents {
+                hash.add(&id.to_le_bytes());
+            }
+        }
+        format!("{:016x}", hash.0)
+    }
+
+    /// A hash of the tokenizer, in hexadecimal: by it a program that reads a checkpoint knows that it has the same.
+    pub(crate) fn tokenizer_hash(&self) -> Option<String> {
+        self.tokenizer.hash()
     }
 
     /// The first tokens of the first stream, at most `count` and 1024, as a prompt for a model.

@@ -2,15 +2,16 @@
 
 use std::path::Path;
 
-use super::cache::Tokenisation;
+use super::cache::{self, Tokenisation};
 use super::error::{DataError, Problem};
 use super::mixture::{LONGEST, Mixture};
-use super::text::Texts;
+use super::special_tokens::SpecialTokens;
+use super::text::{Pieces, Reading, Texts};
 use super::tokenizer::Tokenizer;
 use super::tokens::{Positioned, Tokens};
 use super::{Documents, Stream, indexed, token_file};
 use crate::config::sections::Data as Settings;
-use crate::config::{EndOfText, EndOfTextWord, Fault};
+use crate::config::{EndOfText, EndOfTextWord, Fault, TokenType};
 
 /// The streams of `[data]`, before they are checked against a model.
 #[derive(Debug)]
@@ -91,8 +92,8 @@ fn requests(settings: &Settings) -> Result<(Vec<Request<'_>>, Mixture), Vec<Faul
 
 /// Reads the streams of `[data]`.
 pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
-    let tokenizer = Tokenizer::open(&settings.tokenizer);
-    let (tokenizer, (requests, mixture)) = match (tokenizer, requests(settings)) {
+    let requests = requests(settings);
+    let (tokenizer, (requests, mixture)) = match (tokenizer(settings, requests.as_ref().ok()), requests) {
         (Ok(tokenizer), Ok(requests)) => (tokenizer, requests),
         (tokenizer, requests) => {
             // A missing file is a fault whatever the tokenizer.
@@ -100,16 +101,33 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
             return Err(tokenizer.err().into_iter().chain(requests.err().unwrap_or_default()).chain(missing).collect());
         }
     };
-    let end_of_text = match settings.end_of_text {
-        EndOfText::Word(EndOfTextWord::Auto) => tokenizer.end_of_text(),
+    let (tokenizer, mut notices) = tokenizer;
+    let mark = |setting, auto: Option<u32>| match setting {
+        EndOfText::Word(EndOfTextWord::Auto) => auto,
         EndOfText::Word(EndOfTextWord::None) => None,
         EndOfText::Id(id) => Some(id),
     };
-    let folder = settings.cache_dir.as_deref().map(Path::new);
-    let tokenisation = Tokenisation { tokenizer: &tokenizer, end_of_text, folder };
-    let (mut sources, mut notices, mut faults) = (Vec::new(), Vec::new(), Vec::new());
+    let reading = Reading {
+        format: settings.format,
+        text_key: &settings.text_key,
+        skip_bad_lines: settings.skip_bad_lines,
+        pieces: Pieces::default(),
+    };
+    let tokenisation = Tokenisation {
+        tokenizer: &tokenizer,
+        reading,
+        beginning_of_text: mark(settings.beginning_of_text, tokenizer.beginning_of_text()),
+        end_of_text: mark(settings.end_of_text, tokenizer.end_of_text()),
+        folder: settings.cache_dir.as_deref().map(Path::new),
+        own_folder: cache::own_folder(),
+    };
+    if requests.iter().any(|request| reads_text(request.path)) && !tokenizer.is_bytes() {
+        notices.extend(tokenizer.special().notices.iter().cloned());
+        notices.push(described(&tokenisation, settings));
+    }
+    let (mut sources, mut faults) = (Vec::new(), Vec::new());
     for Request { key, shown, path, .. } in requests {
-        match open(path, &tokenisation) {
+        match open(path, &tokenisation, settings.token_type) {
             Ok((stream, from_text, told)) => {
                 notices.extend(told);
                 sources.push(Source { stream, key, shown, from_text });
@@ -118,6 +136,58 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
         }
     }
     if faults.is_empty() { Ok(Sources { sources, mixture, tokenizer, notices }) } else { Err(faults) }
+}
+
+/// The tokenizer, and a notice. A run that reads no text needs none: if one that was not asked for cannot be opened, tokens are shown as
+/// bytes.
+fn tokenizer(
+    settings: &Settings,
+    requests: Option<&(Vec<Request<'_>>, Mixture)>,
+) -> Result<(Tokenizer, Vec<String>), Fault> {
+    let needed = settings.tokenizer_given
+        || requests.is_none_or(|(requests, _)| requests.iter().any(|request| reads_text(request.path)));
+    match Tokenizer::open(&settings.tokenizer) {
+        Ok(tokenizer) => Ok((tokenizer, Vec::new())),
+        Err(fault) if needed => Err(fault),
+        Err(fault) => {
+            // The end of a text is known without the library that encodes.
+            let special = SpecialTokens::of_tokenizer(Path::new(&settings.tokenizer)).unwrap_or_default();
+            Ok((Tokenizer::unopened(special), vec![format!("tokens are shown as bytes: {fault}")]))
+        }
+    }
+}
+
+/// Which tokenizer makes the tokens, and what marks documents.
+fn described(tokenisation: &Tokenisation<'_>, settings: &Settings) -> String {
+    let tokenizer = tokenisation.tokenizer;
+    let known = [&tokenizer.special().beginning, &tokenizer.special().end];
+    let mark = |what: &str, id: Option<u32>| match (
+        id,
+        known.iter().find_map(|of| of.as_ref().filter(|of| Some(of.id) == id)),
+    ) {
+        (None, _) => format!("nothing {what} a document"),
+        (Some(id), Some(token)) => {
+            let text = token.text.as_deref().unwrap_or("a token without a name");
+            format!("{text} ({id}, as {} says) {what} a document", token.file)
+        }
+        (Some(id), None) => format!("{id} {what} a document"),
+    };
+    format!(
+        "tokenizer {}: {} ids; {}; {}",
+        settings.tokenizer,
+        tokenizer.vocab_size(),
+        mark("begins", tokenisation.beginning_of_text),
+        mark("ends", tokenisation.end_of_text)
+    )
+}
+
+/// Whether a path is read as text, and not as tokens.
+fn reads_text(path: Option<&Path>) -> bool {
+    path.is_none_or(|path| indexed::paths(path).is_none() && !is_token_file(path))
+}
+
+fn is_token_file(path: &Path) -> bool {
+    path.is_file() && path.extension().is_some_and(|extension| extension == "bin")
 }
 
 /// The faults of sources that do not exist.
@@ -151,11 +221,16 @@ fn fault(key: &str, shown: String, path: Option<&Path>, error: &DataError, setti
 }
 
 /// The stream of a path, whether it comes from text, and notices.
-fn open(path: Option<&Path>, tokenisation: &Tokenisation<'_>) -> Result<(Stream, bool, Vec<String>), DataError> {
+fn open(
+    path: Option<&Path>,
+    tokenisation: &Tokenisation<'_>,
+    token_type: TokenType,
+) -> Result<(Stream, bool, Vec<String>), DataError> {
     let Some(path) = path else {
         let ids = tokenisation.tokenizer.encode(lipsum::LIBER_PRIMUS);
         let ids = ids.map_err(|error| Problem::Encode(error).of(Path::new("the built-in Cicero text")))?;
-        let tokens: Vec<i32> = ids.into_iter().chain(tokenisation.end_of_text).map(|id| id as i32).collect();
+        let ids = tokenisation.beginning_of_text.into_iter().chain(ids).chain(tokenisation.end_of_text);
+        let tokens: Vec<i32> = ids.map(|id| id as i32).collect();
         return Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts([0].into()))?, true, Vec::new()));
     };
     if let Some((index, tokens)) = indexed::paths(path) {
@@ -165,8 +240,8 @@ fn open(path: Option<&Path>, tokenisation: &Tokenisation<'_>) -> Result<(Stream,
     if !path.exists() {
         return Err(Problem::Missing.of(path));
     }
-    if path.is_file() && path.extension().is_some_and(|extension| extension == "bin") {
-        let tokens = token_file::open(Positioned::open(path)?)?;
+    if is_token_file(path) {
+        let tokens = token_file::open(Positioned::open(path)?, token_type)?;
         let documents = match tokenisation.end_of_text {
             Some(id) => Documents::EndOfText(id as i32),
             None => Documents::Unmarked,

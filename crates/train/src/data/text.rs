@@ -1,31 +1,82 @@
-//! Documents of text: a plain file, which is one document, JSON lines, and folders of such files.
+//! Documents of text: a plain file, which is one document, JSON lines, JSON arrays, and folders of such files.
+//!
+//! ```text
+//! file ──▶ its first bytes say what it is ──▶ one document, in pieces cut where the tokenizer has a boundary ┐
+//!          (format.rs)                    ├─▶ an object a line (json.rs) ───────────────────────────────────┼─▶ Piece
+//!                                         └─▶ an array of objects or strings ───────────────────────────────┘
+//! ```
 
 use super::error::{DataError, Problem};
+use super::format::{self, BYTE_ORDER_MARK, Format, HEAD, extension};
+use super::json::{Bad, json_array, json_lines};
+use super::tokenizer::Tokenizer;
+use crate::config::TextFormat;
 use meshwork_core::hash;
-use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 /// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG pictures,
 /// settings, a `tokenizer.json`.
-pub(super) const EXTENSIONS: [&str; 8] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl"];
-/// A plain file is encoded in pieces of at least this many bytes; each ends with a line.
-const PIECE: usize = 4 << 20;
+pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
 /// A file of at most this many bytes is hashed as a whole.
 const WHOLE: u64 = 256 << 20;
 /// Of a longer one, this many blocks of this many bytes, spread evenly.
 const BLOCKS: u64 = 256;
 const BLOCK: usize = 1 << 16;
 
+/// How texts are read: the keys of `[data]` that say so.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reading<'a> {
+    pub format: TextFormat,
+    /// The key of the text in a JSON object.
+    pub text_key: &'a str,
+    /// Whether documents of JSON without a text are left out.
+    pub skip_bad_lines: bool,
+    pub pieces: Pieces,
+}
+
+/// How a plain text is cut into pieces.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pieces {
+    /// Bytes after which it is cut.
+    pub bytes: usize,
+    /// Bytes of the text on either side of a cut that are encoded with a piece, so that the tokens at its ends are those of the whole.
+    pub margin: usize,
+}
+
+impl Default for Pieces {
+    fn default() -> Self {
+        Self { bytes: 4 << 20, margin: 1 << 10 }
+    }
+}
+
+impl Reading<'_> {
+    /// A hash of what decides which texts a file becomes.
+    pub fn fingerprint(&self) -> u64 {
+        let said = format!("{} {} {}", self.format.name(), self.skip_bad_lines, self.text_key);
+        hash::hash(said.as_bytes())
+    }
+
+    fn format_of(&self, path: &Path, head: &[u8]) -> Format {
+        match (self.format, format::recognise(path, head, self.text_key)) {
+            (TextFormat::Auto, format) => format,
+            (TextFormat::Text, _) => Format::Text,
+            (TextFormat::JsonLines, _) => Format::JsonLines,
+        }
+    }
+}
+
 /// The text files of a path.
 #[derive(Debug)]
 pub(super) struct Texts {
     path: PathBuf,
     files: Vec<PathBuf>,
-    /// Of a folder: files that have no extension of text.
-    other: Option<usize>,
+    /// Of a folder: how many files have other extensions than those of text.
+    other: Option<BTreeMap<String, usize>>,
     bytes: u64,
 }
 
@@ -33,9 +84,20 @@ pub(super) struct Texts {
 #[derive(Debug, PartialEq)]
 pub(super) struct Piece {
     pub text: String,
+    /// How many tokens at the beginning and at the end of the text belong to the pieces before and behind.
+    pub margins: [usize; 2],
     /// Whether the document ends with it.
     pub last: bool,
 }
+
+impl Piece {
+    pub fn whole(text: String) -> Self {
+        Self { text, margins: [0, 0], last: true }
+    }
+}
+
+/// What receives the pieces.
+pub(super) type See<'a> = dyn FnMut(Piece) -> Result<(), DataError> + 'a;
 
 impl Texts {
     /// The files of a path, which exists. Files below a folder are sorted by path.
@@ -45,7 +107,12 @@ impl Texts {
             let all = files(path).map_err(|error| Problem::Unreadable(error).of(path))?;
             let is_text = |file: &PathBuf| extension(file).is_some_and(|of| EXTENSIONS.iter().any(|text| *text == of));
             let (text, other): (Vec<_>, Vec<_>) = all.into_iter().partition(is_text);
-            (texts.files, texts.other) = (text, Some(other.len()));
+            let mut counts = BTreeMap::new();
+            for file in &other {
+                let extension = extension(file).map_or_else(|| "none".to_owned(), |extension| format!(".{extension}"));
+                *counts.entry(extension).or_default() += 1;
+            }
+            (texts.files, texts.other) = (text, Some(counts));
         }
         for file in &texts.files {
             texts.bytes += fs::metadata(file).map_err(|error| Problem::Unreadable(error).of(file))?.len();
@@ -69,124 +136,151 @@ impl Texts {
     }
 
     /// Gives all documents piece by piece. Returns notices about what is left out.
-    pub fn read(&self, mut see: impl FnMut(Piece) -> Result<(), DataError>) -> Result<Vec<String>, DataError> {
-        let (mut not_utf8, mut pieces) = (0, 0u64);
+    pub fn read(
+        &self,
+        reading: &Reading<'_>,
+        tokenizer: &Tokenizer,
+        mut see: impl FnMut(Piece) -> Result<(), DataError>,
+    ) -> Result<Vec<String>, DataError> {
+        let (mut skipped, mut pieces, mut bad) = (BTreeMap::<String, usize>::new(), 0u64, Bad::default());
         let mut see = |piece: Piece| {
             pieces += u64::from(!piece.text.is_empty());
             see(piece)
         };
         for file in &self.files {
-            let open = || File::open(file).map(BufReader::new).map_err(|error| Problem::Unreadable(error).of(file));
-            match extension(file).as_deref() {
-                Some("jsonl") => json_lines(file, open()?, &mut see)?,
-                Some("parquet") => return Err(Problem::Parquet.of(file)),
-                // Of a folder, only what is text is read; a file that is named must be.
-                _ if self.other.is_some() && plain(file, open()?, &mut |_| Ok(())).is_err_and(not_text) => {
-                    not_utf8 += 1
+            let (head, from) = open(file)?;
+            let format = reading.format_of(file, &head);
+            // Of a folder, only what is text is read; a file that is named must be. A pointer stands for text that was not fetched.
+            let of_folder = self.other.is_some();
+            match format {
+                Format::JsonLines => json_lines(file, from, reading, &mut bad, &mut see)?,
+                Format::JsonArray => json_array(file, from, reading, &mut bad, &mut see)?,
+                Format::Foreign(foreign) if of_folder && foreign != format::LFS => {
+                    *skipped.entry(foreign.name.to_owned()).or_default() += 1;
                 }
-                _ => plain(file, open()?, &mut see)?,
+                Format::Foreign(foreign) => return Err(Problem::Foreign(foreign).of(file)),
+                Format::Text if of_folder => {
+                    match plain(file, open(file)?.1, reading, &Tokenizer::BYTES, &mut |_| Ok(())) {
+                        Err(DataError { problem: Problem::NotUtf8 { .. } | Problem::Nul { .. }, .. }) => {
+                            *skipped.entry("not UTF-8".to_owned()).or_default() += 1;
+                        }
+                        read => read.and_then(|()| plain(file, from, reading, tokenizer, &mut see))?,
+                    }
+                }
+                Format::Text => plain(file, from, reading, tokenizer, &mut see)?,
             }
         }
-        let Some(other) = self.other else {
-            return if pieces == 0 { Err(Problem::Empty.of(&self.path)) } else { Ok(Vec::new()) };
+        let mut notices: Vec<String> = bad.told(&self.path).into_iter().collect();
+        let Some(other) = &self.other else {
+            return match (pieces, bad.first) {
+                (0, Some(first)) => Err(first),
+                (0, None) => Err(Problem::Empty.of(&self.path)),
+                _ => Ok(notices),
+            };
         };
-        let reasons = [(other, "no extension of text"), (not_utf8, "not UTF-8")];
-        let reasons = reasons.into_iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!("{count} {why}"));
-        let (skipped, all) = (other + not_utf8, self.files.len() + other);
-        let told = format!("{skipped} of {all} files skipped ({})", reasons.collect::<Vec<_>>().join(", "));
-        match (pieces, skipped) {
-            (0, 0) => Err(Problem::NoText(format!("{all} files, all empty")).of(&self.path)),
-            (0, _) => Err(Problem::NoText(told).of(&self.path)),
-            (_, 0) => Ok(Vec::new()),
-            _ => Ok(vec![format!("{}: {told}", self.path.display())]),
+        let others = other.values().sum::<usize>();
+        let listed =
+            other.iter().map(|(extension, count)| format!("{extension} {count}")).collect::<Vec<_>>().join(", ");
+        let reasons = (others > 0).then(|| format!("{others} no extension of text: {listed}"));
+        let reasons = reasons.into_iter().chain(skipped.iter().map(|(why, count)| format!("{count} {why}")));
+        let (left_out, all) = (others + skipped.values().sum::<usize>(), self.files.len() + others);
+        let told = format!("{left_out} of {all} files skipped ({})", reasons.collect::<Vec<_>>().join("; "));
+        match (pieces, left_out) {
+            (0, 0) => return Err(Problem::NoText(format!("{all} files, all empty")).of(&self.path)),
+            (0, _) => return Err(Problem::NoText(told).of(&self.path)),
+            (_, 0) => {}
+            _ => notices.push(format!("{}: {told}", self.path.display())),
         }
+        Ok(notices)
     }
 }
 
-fn not_text(error: DataError) -> bool {
-    matches!(error.problem, Problem::NotUtf8 { .. })
-}
-
-fn extension(path: &Path) -> Option<String> {
-    path.extension().map(|extension| extension.to_string_lossy().to_lowercase())
-}
-
-/// The documents of JSON lines: the value of `text` of each. Blank lines and empty texts are no documents.
-fn json_lines(
-    path: &Path,
-    mut from: impl BufRead,
-    see: &mut impl FnMut(Piece) -> Result<(), DataError>,
-) -> Result<(), DataError> {
-    #[derive(Deserialize)]
-    struct Line {
-        text: Option<String>,
-    }
-    let (mut bytes, mut at) = (Vec::new(), 0);
-    for line in 1.. {
-        bytes.clear();
-        let read = from.read_until(b'\n', &mut bytes).map_err(|error| Problem::Read { at, error }.of(path))?;
-        if read == 0 {
-            break;
-        }
-        let text = std::str::from_utf8(&bytes);
-        let text = text.map_err(|error| Problem::NotUtf8 { at: at + error.valid_up_to() as u64 }.of(path))?.trim();
-        at += read as u64;
-        if text.is_empty() {
-            continue;
-        }
-        let object = match serde_json::from_str(text) {
-            // A struct is also read from an array.
-            Ok(_) if !text.starts_with('{') => Err("it is an array".to_owned()),
-            Err(error) if error.is_data() && text.starts_with('{') => {
-                return Err(Problem::NoTextField { line, error: Some(error.to_string()) }.of(path));
-            }
-            object => object.map_err(|error: serde_json::Error| error.to_string()),
-        };
-        match object.map_err(|error| Problem::NotJson { line, error }.of(path))? {
-            Line { text: None } => return Err(Problem::NoTextField { line, error: None }.of(path)),
-            Line { text: Some(text) } if text.is_empty() => {}
-            Line { text: Some(text) } => see(Piece { text, last: true })?,
-        }
-    }
-    Ok(())
+/// The first bytes of a file, and all of it from the beginning. A pipe gives its bytes once, so it is opened once.
+fn open(path: &Path) -> Result<(Vec<u8>, impl BufRead), DataError> {
+    let mut file = File::open(path).map_err(|error| Problem::Unreadable(error).of(path))?;
+    let mut head = Vec::new();
+    let read = file.by_ref().take(HEAD as u64).read_to_end(&mut head);
+    read.map_err(|error| Problem::Read { at: 0, error }.of(path))?;
+    Ok((head.clone(), BufReader::new(Cursor::new(head).chain(file))))
 }
 
 /// A plain file as one document, in pieces.
 fn plain(
     path: &Path,
     mut from: impl Read,
-    see: &mut impl FnMut(Piece) -> Result<(), DataError>,
+    reading: &Reading<'_>,
+    tokenizer: &Tokenizer,
+    see: &mut See<'_>,
 ) -> Result<(), DataError> {
-    let (mut bytes, mut start, mut wanted) = (Vec::new(), 0u64, PIECE);
+    let Pieces { bytes: size, margin } = reading.pieces;
+    // What is read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece before, which are as many tokens.
+    let (mut bytes, mut start, mut left, mut left_tokens, mut wanted) = (Vec::new(), 0u64, 0, 0, size);
     loop {
         let more = (wanted - bytes.len()) as u64;
         let read = from.by_ref().take(more).read_to_end(&mut bytes);
         let ends = read.map_err(|error| Problem::Read { at: start, error }.of(path))? < more as usize;
-        let cut = if ends { Some(bytes.len()) } else { last_cut(&bytes) };
-        let Some(cut) = cut else {
+        if start == 0 && left == 0 && bytes.starts_with(BYTE_ORDER_MARK) {
+            bytes.drain(..BYTE_ORDER_MARK.len());
+            start = BYTE_ORDER_MARK.len() as u64;
+        }
+        let text = match std::str::from_utf8(&bytes) {
+            Ok(text) => text,
+            // The last character may be cut.
+            Err(error) if error.error_len().is_none() && !ends => {
+                std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default()
+            }
+            Err(error) => return Err(Problem::NotUtf8 { at: start + error.valid_up_to() as u64 }.of(path)),
+        };
+        if let Some(at) = text.bytes().position(|byte| byte == 0) {
+            return Err(Problem::Nul { at: start + at as u64 }.of(path));
+        }
+        if ends {
+            let text = text.to_owned();
+            return if text.is_empty() { Ok(()) } else { see(Piece { text, margins: [left_tokens, 0], last: true }) };
+        }
+        let Some(cut) = last_cut(text, left, margin, tokenizer) else {
             wanted *= 2;
             continue;
         };
-        let rest = bytes.split_off(cut);
-        let text = String::from_utf8(std::mem::replace(&mut bytes, rest)).map_err(|error| {
-            let at = start + error.utf8_error().valid_up_to() as u64;
-            Problem::NotUtf8 { at }.of(path)
-        })?;
-        start += cut as u64;
-        wanted = PIECE.max(2 * bytes.len());
-        if !text.is_empty() || start > 0 {
-            see(Piece { text, last: ends })?;
-        }
-        if ends {
-            return Ok(());
-        }
+        let Cut { window, at, tokens: [before, behind] } = cut;
+        see(Piece { text: text[..window.end].to_owned(), margins: [left_tokens, behind], last: false })?;
+        (left, left_tokens) = (at - window.start, before);
+        start += window.start as u64;
+        bytes.drain(..window.start);
+        wanted = size.max(2 * bytes.len());
     }
 }
 
-/// The last place behind a line break that stands alone between words: tokenizers encode the parts as they encode the whole.
-fn last_cut(bytes: &[u8]) -> Option<usize> {
-    let word = |at: usize| bytes.get(at).is_some_and(|byte| !byte.is_ascii_whitespace());
-    (2..bytes.len()).rev().find(|&at| bytes[at - 1] == b'\n' && word(at - 2) && word(at))
+/// A cut of a text, and the window around it that both pieces have.
+struct Cut {
+    window: Range<usize>,
+    at: usize,
+    /// Tokens of the window before and behind the cut.
+    tokens: [usize; 2],
+}
+
+/// So many places from the end are asked. Where none of these is a boundary, none will be soon.
+const TRIES: usize = 64;
+
+/// The last place behind the first `left` bytes at which the tokens of the parts are those of the whole. Only places beside white space
+/// are asked, with a window on either side; the tokens of bytes have a boundary anywhere.
+fn last_cut(text: &str, left: usize, margin: usize, tokenizer: &Tokenizer) -> Option<Cut> {
+    let floor = |at: usize| (0..=at).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    if tokenizer.is_bytes() {
+        let at = floor(text.len());
+        return (at > left).then_some(Cut { window: at..at, at, tokens: [0, 0] });
+    }
+    let last = floor(text.len().checked_sub(margin)?);
+    let is_space = |byte: u8| byte.is_ascii_whitespace();
+    let bytes = text.as_bytes();
+    let places = (left + margin + 1..=last)
+        .rev()
+        .filter(|&at| text.is_char_boundary(at) && at < bytes.len() && is_space(bytes[at - 1]) != is_space(bytes[at]));
+    places.take(TRIES).find_map(|at| {
+        let window = floor(at - margin)..floor(at + margin);
+        let tokens = tokenizer.cut(&text[window.clone()], at - window.start)?;
+        Some(Cut { window, at, tokens })
+    })
 }
 
 /// All files below `path`, sorted by path. Linked folders are not entered, so that there are no cycles.
@@ -231,92 +325,4 @@ fn content_hash(path: &Path) -> io::Result<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn documents(
-        read: impl FnOnce(&mut dyn FnMut(Piece) -> Result<(), DataError>) -> Result<(), DataError>,
-    ) -> Result<Vec<Piece>, String> {
-        let mut pieces = Vec::new();
-        let read = read(&mut |piece| {
-            pieces.push(piece);
-            Ok(())
-        });
-        read.map(|()| pieces).map_err(|error| error.to_string())
-    }
-
-    fn lines(bytes: &[u8]) -> Result<Vec<String>, String> {
-        let pieces = documents(|mut see| json_lines(Path::new("a.jsonl"), bytes, &mut see))?;
-        assert!(pieces.iter().all(|piece| piece.last));
-        Ok(pieces.into_iter().map(|piece| piece.text).collect())
-    }
-
-    #[test]
-    fn json_lines_give_their_texts() {
-        let two = b"{\"id\": 1, \"text\": \"a\\n\\u00fc\"}\r\n\n{\"text\":\"\"}\n {\"text\": \"b\"}";
-        assert_eq!(lines(two).unwrap(), ["a\nü", "b"]);
-        assert_eq!(lines(b"").unwrap(), [""; 0]);
-    }
-
-    #[test]
-    fn wrong_lines_are_named() {
-        let valid = "use one JSON object a line, such as {\"text\": \"Arma virumque cano\"}";
-        for (bytes, problem) in [
-            (&b"{\"text\": \"a\"}\n{\"txt\": \"b\"}"[..], "line 2 has no string \"text\""),
-            (b"\n{\"text\": null}", "line 2 has no string \"text\""),
-            (
-                b"{\"text\": 5}",
-                "line 1 has no string \"text\" (invalid type: integer `5`, expected a string at line 1 column 10)",
-            ),
-            (b"[\"a\"]", "line 1 is no JSON object: it is an array"),
-            (b"{\"text\": \"a\"", "line 1 is no JSON object: EOF while parsing an object at line 1 column 12"),
-            (b"plain text", "line 1 is no JSON object: expected value at line 1 column 1"),
-        ] {
-            assert_eq!(lines(bytes).unwrap_err(), format!("a.jsonl: {problem}; {valid}"));
-        }
-        let error = lines(b"{\"text\": \"a\"}\n{\"text\": \"caf\xe9\"}").unwrap_err();
-        assert!(error.starts_with("a.jsonl: is not UTF-8 from byte 27 on"), "{error}");
-    }
-
-    #[test]
-    fn a_plain_file_is_one_document_in_pieces_of_whole_lines() {
-        // Lines of 3 letters, of which two characters have 2 bytes, and pairs of line breaks, where no piece ends.
-        let text = "aüb\n\ncé d\n".repeat(PIECE / 6);
-        let pieces = documents(|mut see| plain(Path::new("a"), text.as_bytes(), &mut see)).unwrap();
-        assert!(pieces.len() > 1);
-        assert_eq!(pieces.iter().map(|piece| &*piece.text).collect::<String>(), text);
-        let (last, before) = pieces.split_last().unwrap();
-        assert!(last.last && before.iter().all(|piece| !piece.last));
-        assert!(before.iter().all(|piece| piece.text.ends_with("d\n") && piece.text.len() <= PIECE));
-        // Without a line break, a piece is as long as it must be.
-        let long = "x".repeat(2 * PIECE + 5);
-        let pieces = documents(|mut see| plain(Path::new("a"), long.as_bytes(), &mut see)).unwrap();
-        assert_eq!(pieces, [Piece { text: long.clone(), last: true }]);
-        let wrong = [long.as_bytes(), b"\xff"].concat();
-        let error = documents(|mut see| plain(Path::new("a"), &wrong[..], &mut see)).unwrap_err();
-        assert!(error.starts_with(&format!("a: is not UTF-8 from byte {} on", 2 * PIECE + 5)), "{error}");
-    }
-
-    #[test]
-    fn a_changed_file_has_another_fingerprint() {
-        let folder = tempfile::tempdir().unwrap();
-        let (a, b) = (folder.path().join("a.txt"), folder.path().join("b.md"));
-        let print = || Texts::find(folder.path()).unwrap().fingerprint().unwrap();
-        fs::write(&a, "one").unwrap();
-        let one = print();
-        assert_eq!(one, print());
-        fs::write(&a, "owe").unwrap();
-        let owe = print();
-        assert_ne!(one, owe);
-        fs::write(&b, "").unwrap();
-        assert_ne!(owe, print());
-        fs::remove_file(&b).unwrap();
-        fs::rename(&a, folder.path().join("c.txt")).unwrap();
-        assert_ne!(owe, print());
-        // A sparse file is longer than what is hashed as a whole.
-        File::create(&a).unwrap().set_len(1 << 40).unwrap();
-        let sparse = print();
-        File::options().write(true).open(&a).unwrap().set_len((1 << 40) + 1).unwrap();
-        assert_ne!(sparse, print());
-    }
-}
+mod tests;

@@ -9,6 +9,8 @@ use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
+use super::special_tokens::{NONE, SpecialTokens};
+use super::text::Piece;
 use crate::config::Fault;
 
 /// Which special tokens a prompt has.
@@ -31,38 +33,73 @@ pub struct Tokenizer(Kind);
 enum Kind {
     Bytes,
     Library(Arc<dyn Library>),
+    /// A tokenizer that this build cannot open, of a run that reads no text: tokens are shown as bytes, and end as its files say.
+    Unopened(Arc<SpecialTokens>),
 }
 
 impl Tokenizer {
     /// One token per byte, ids 0 to 255.
     pub const BYTES: Self = Self(Kind::Bytes);
 
-    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json`. The last two need the feature `tokenizers`.
+    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json` or of a folder that has one. The last two need the
+    /// feature `tokenizers`.
     ///
     /// # Errors
     /// A path from which no tokenizer can be read, or a build without the feature that the tokenizer needs.
     pub fn open(name: &str) -> Result<Self, Fault> {
+        let path = Path::new(name);
+        let inside = path.join("tokenizer.json");
+        let path = if inside.is_file() { &inside } else { path };
         let library = match name {
             "bytes" => return Ok(Self::BYTES),
             "gpt2" => gpt2(),
-            path if !Path::new(path).is_file() => Err((
+            _ if !path.is_file() => Err((
                 "is neither a known tokenizer nor a file".to_owned(),
                 "use bytes, gpt2 or the path of a tokenizer.json",
             )),
-            path if byte_level::is_of_bytes(Path::new(path)) => return Ok(Self::BYTES),
-            path => json(path),
+            _ if byte_level::is_of_bytes(path) => return Ok(Self::BYTES),
+            _ => json(path),
         };
         let fault = |(problem, valid)| Fault::new("data.tokenizer", format!("{name:?}"), problem, valid);
         library.map(|library| Self(Kind::Library(library))).map_err(fault)
     }
 
-    /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` the added token
-    /// `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>` or `[EOS]`, the first of these that there is.
+    /// What stands for a tokenizer that cannot be opened, where no text is read: only its special tokens are known.
+    pub(super) fn unopened(special: SpecialTokens) -> Self {
+        Self(Kind::Unopened(special.into()))
+    }
+
+    /// What ends and begins a document, as the files of the tokenizer say; `bytes` have neither.
+    #[must_use]
+    pub fn special(&self) -> &SpecialTokens {
+        match &self.0 {
+            Kind::Bytes => &NONE,
+            Kind::Library(library) => library.special(),
+            Kind::Unopened(special) => special,
+        }
+    }
+
+    /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what [`SpecialTokens`] says.
     #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
+        self.special().end.as_ref().map(|end| end.id)
+    }
+
+    /// The id that the tokenizer itself puts before a text, if it does.
+    #[must_use]
+    pub fn beginning_of_text(&self) -> Option<u32> {
         match &self.0 {
-            Kind::Bytes => None,
-            Kind::Library(library) => library.end_of_text(),
+            Kind::Library(library) => library.beginning_of_text(),
+            Kind::Bytes | Kind::Unopened(_) => None,
+        }
+    }
+
+    /// Whether `text` may be cut at byte `at`: whether its tokens are then those of the whole, wherever `text` itself is part of a longer
+    /// one. If so, how many of the tokens of `text` lie before the cut, and how many behind it.
+    pub(super) fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
+        match &self.0 {
+            Kind::Bytes | Kind::Unopened(_) => text.is_char_boundary(at).then(|| [at, text.len() - at]),
+            Kind::Library(library) => library.cut(text, at),
         }
     }
 
@@ -82,9 +119,14 @@ impl Tokenizer {
     /// A hash of everything that decides which tokens a text becomes.
     pub(super) fn fingerprint(&self) -> u64 {
         match &self.0 {
-            Kind::Bytes => 0,
+            Kind::Bytes | Kind::Unopened(_) => 0,
             Kind::Library(library) => library.fingerprint(),
         }
+    }
+
+    /// The same in hexadecimal; none of a tokenizer that could not be opened.
+    pub(crate) fn hash(&self) -> Option<String> {
+        (!matches!(self.0, Kind::Unopened(_))).then(|| format!("{:016x}", self.fingerprint()))
     }
 
     /// A tokenizer that a test brings.
@@ -97,8 +139,17 @@ impl Tokenizer {
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
-            Kind::Bytes => 256,
+            Kind::Bytes | Kind::Unopened(_) => 256,
             Kind::Library(library) => library.vocab_size(),
+        }
+    }
+
+    /// One more than the largest id that a text becomes: without special tokens, which text never becomes.
+    #[must_use]
+    pub fn vocab_size_of_text(&self) -> usize {
+        match &self.0 {
+            Kind::Bytes | Kind::Unopened(_) => 256,
+            Kind::Library(library) => library.vocab_size_of_text(),
         }
     }
 
@@ -108,7 +159,7 @@ impl Tokenizer {
     /// The error message of the library, if a `tokenizer.json` cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.0 {
-            Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Kind::Bytes | Kind::Unopened(_) => Ok(text.bytes().map(u32::from).collect()),
             Kind::Library(library) => library.encode(text),
         }
     }
@@ -125,11 +176,21 @@ impl Tokenizer {
         }
     }
 
+    /// The ids of a piece of a text: those of the whole text that are not of its neighbours.
+    pub(super) fn encode_piece(&self, piece: &Piece) -> Result<Vec<u32>, String> {
+        let (mut ids, [before, behind]) = (self.encode(&piece.text)?, piece.margins);
+        let end = ids.len().checked_sub(behind).filter(|end| *end >= before);
+        let end = end.ok_or_else(|| "a piece of the text has fewer tokens than its ends".to_owned())?;
+        ids.truncate(end);
+        ids.drain(..before);
+        Ok(ids)
+    }
+
     /// The text of `ids`, for display: invalid text and unknown ids become the replacement character.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.0 {
-            Kind::Bytes => {
+            Kind::Bytes | Kind::Unopened(_) => {
                 // Ids that are not bytes become a byte that never occurs in UTF-8 text.
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
@@ -146,7 +207,7 @@ fn gpt2() -> Opened {
 }
 
 #[cfg(not(feature = "tokenizers"))]
-fn json(_: &str) -> Opened {
+fn json(_: &Path) -> Opened {
     gpt2()
 }
 

@@ -1,5 +1,15 @@
+use super::super::special_tokens::{NONE, SpecialTokens};
+use super::super::text::Pieces;
 use super::*;
+use crate::config::TextFormat;
 use std::collections::BTreeMap;
+
+const READING: Reading<'_> = Reading {
+    format: TextFormat::Auto,
+    text_key: "text",
+    skip_bad_lines: false,
+    pieces: Pieces { bytes: 4 << 20, margin: 1 << 10 },
+};
 
 /// Words of one letter, as a tokenizer that is not bytes.
 #[derive(Debug)]
@@ -10,8 +20,8 @@ impl super::super::library::Library for Letters {
         300
     }
 
-    fn end_of_text(&self) -> Option<u32> {
-        Some(299)
+    fn special(&self) -> &SpecialTokens {
+        &NONE
     }
 
     fn fingerprint(&self) -> u64 {
@@ -24,6 +34,10 @@ impl super::super::library::Library for Letters {
 
     fn decode(&self, _: &[u32]) -> String {
         String::new()
+    }
+
+    fn cut(&self, _: &str, _: usize) -> Option<[usize; 2]> {
+        None
     }
 }
 
@@ -47,7 +61,14 @@ impl Fixture {
     }
 
     fn tokenisation(&self) -> Tokenisation<'_> {
-        Tokenisation { tokenizer: &self.tokenizer, end_of_text: Some(299), folder: None }
+        Tokenisation {
+            tokenizer: &self.tokenizer,
+            reading: READING,
+            beginning_of_text: None,
+            end_of_text: Some(299),
+            folder: None,
+            own_folder: Some(self.folder.path().join("own")),
+        }
     }
 
     fn open(&self) -> (Stream, Vec<String>) {
@@ -125,7 +146,7 @@ fn a_damaged_or_foreign_cache_is_written_anew() {
             "json",
             &|path| {
                 let text = fs::read_to_string(path).unwrap();
-                fs::write(path, text.replace("\"format\": 1", "\"format\": 0")).unwrap();
+                fs::write(path, text.replace("\"format\": 2", "\"format\": 0")).unwrap();
             },
             "its .json is of format 0",
         ),
@@ -144,18 +165,33 @@ fn a_damaged_or_foreign_cache_is_written_anew() {
 }
 
 #[test]
+fn documents_begin_with_the_id_that_begins_them() {
+    let fixture = Fixture::new();
+    let texts = Texts::find(&fixture.text()).unwrap();
+    let begun = Tokenisation { beginning_of_text: Some(7), ..fixture.tokenisation() };
+    let (stream, _) = begun.stream(&fixture.text(), &texts).unwrap();
+    assert_eq!(stream.tokens.read(0..8).unwrap(), [7, 97, 299, 7, 97, 98, 299, 7]);
+}
+
+#[test]
 fn another_text_or_tokenisation_has_another_cache() {
     let fixture = Fixture::new();
     fixture.open();
     let count = || fixture.files().keys().filter(|path| path.extension().is_some_and(|of| of == "json")).count();
     let texts = Texts::find(&fixture.text()).unwrap();
-    Tokenisation { end_of_text: None, ..fixture.tokenisation() }.stream(&fixture.text(), &texts).unwrap();
-    assert_eq!(count(), 2);
+    for other in [
+        Tokenisation { end_of_text: None, ..fixture.tokenisation() },
+        Tokenisation { beginning_of_text: Some(1), ..fixture.tokenisation() },
+        Tokenisation { reading: Reading { skip_bad_lines: true, ..READING }, ..fixture.tokenisation() },
+    ] {
+        other.stream(&fixture.text(), &texts).unwrap();
+    }
+    assert_eq!(count(), 4);
     let mut text = fs::read(fixture.text()).unwrap();
     text[10] = b'z'; // the letter of the first document
     fs::write(fixture.text(), text).unwrap();
     fixture.open();
-    assert_eq!(count(), 3);
+    assert_eq!(count(), 5);
 }
 
 #[test]
@@ -174,13 +210,56 @@ fn a_cache_lies_where_it_is_told() {
 }
 
 #[test]
-fn where_the_text_cannot_be_written_beside_the_cache_is_elsewhere() {
+fn where_the_folder_of_the_text_cannot_be_written_the_cache_is_the_users_own() {
     let fixture = Fixture::new();
     // What stands in the way of the cache's folder, also for root.
     fs::write(fixture.folder.path().join("a.jsonl.tokens"), "").unwrap();
-    let (_, notices) = fixture.open();
+    let (stream, notices) = fixture.open();
     assert!(notices[0].contains("cannot be written") && notices[0].contains("data.cache_dir"), "{notices:?}");
-    assert!(fixture.open().1[0].contains("cannot be written"));
+    assert!(fixture.folder.path().join("own/a.jsonl.tokens").is_dir());
+    let (again, notices) = fixture.open();
+    assert_eq!((again.hash, notices), (stream.hash, Vec::new()));
+    // Where that cannot be written either, both are named.
+    let texts = Texts::find(&fixture.text()).unwrap();
+    let nowhere = Tokenisation { own_folder: Some(fixture.text()), ..fixture.tokenisation() };
+    let error = nowhere.stream(&fixture.text(), &texts).unwrap_err().to_string();
+    assert!(error.contains("a.jsonl.tokens: the token cache cannot be written"), "{error}");
+    assert!(error.contains("; nor can ") && error.contains("data.cache_dir"), "{error}");
+}
+
+#[test]
+fn a_whole_cache_that_another_user_wrote_is_read_without_its_lock() {
+    let fixture = Fixture::new();
+    let (stream, _) = fixture.open();
+    // A lock that this process can neither open nor make, also as root.
+    let lock = fixture.cache("lock");
+    fs::remove_file(&lock).unwrap();
+    fs::create_dir(&lock).unwrap();
+    let (again, notices) = fixture.open();
+    assert_eq!((again.hash, notices), (stream.hash, Vec::new()));
+    assert!(!fixture.folder.path().join("own").exists());
+    // A damaged one cannot be mended there: the user's own takes its place, and is found from then on.
+    fs::write(fixture.cache("json"), "{").unwrap();
+    let (own, notices) = fixture.open();
+    assert_eq!(own.hash, stream.hash);
+    assert!(notices[0].contains("own/a.jsonl.tokens") && notices[0].contains("cannot be written"), "{notices:?}");
+    assert!(fixture.open().1.is_empty());
+}
+
+#[test]
+fn a_cache_on_read_only_media_is_read() {
+    let fixture = Fixture::new();
+    let (stream, _) = fixture.open();
+    let folder = fixture.folder.path().join("a.jsonl.tokens");
+    fs::remove_file(fixture.cache("lock")).unwrap();
+    let writable = fs::metadata(&folder).unwrap().permissions();
+    let mut read_only = writable.clone();
+    read_only.set_readonly(true);
+    fs::set_permissions(&folder, read_only).unwrap();
+    let (again, notices) = fixture.open();
+    let files = fs::read_dir(&folder).unwrap().count();
+    fs::set_permissions(&folder, writable).unwrap();
+    assert_eq!((again.hash, notices, files), (stream.hash, Vec::new(), 3), "nothing is written to read");
 }
 
 #[test]

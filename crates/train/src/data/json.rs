@@ -1,0 +1,170 @@
+//! Documents in JSON: an object a line, or an array of objects or strings.
+
+use super::error::{DataError, Problem, of_line};
+use super::format::BYTE_ORDER_MARK;
+use super::text::{Piece, Reading, See};
+use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
+use serde_json::Value;
+use std::io::BufRead;
+use std::path::Path;
+
+/// The documents of JSON that were left out.
+#[derive(Debug, Default)]
+pub(super) struct Bad {
+    count: u64,
+    /// What is wrong with the first.
+    pub first: Option<DataError>,
+    documents: u64,
+}
+
+impl Bad {
+    /// Leaves a document out, if that is permitted.
+    fn leave_out(&mut self, error: DataError, reading: &Reading<'_>) -> Result<(), DataError> {
+        if !reading.skip_bad_lines {
+            return Err(error);
+        }
+        self.count += 1;
+        self.first.get_or_insert(error);
+        Ok(())
+    }
+
+    /// How many there are, for the user.
+    pub fn told(&self, path: &Path) -> Option<String> {
+        let DataError { path: file, problem } = self.first.as_ref()?;
+        let (count, all) = (self.count, self.count + self.documents);
+        Some(format!("{}: {count} of {all} documents skipped; the first: {} {problem}", path.display(), file.display()))
+    }
+}
+
+/// The documents of JSON lines: the text of each. Blank lines and empty texts are no documents.
+pub(super) fn json_lines(
+    path: &Path,
+    mut from: impl BufRead,
+    reading: &Reading<'_>,
+    bad: &mut Bad,
+    see: &mut See<'_>,
+) -> Result<(), DataError> {
+    let (mut bytes, mut at) = (Vec::new(), 0);
+    for line in 1.. {
+        bytes.clear();
+        let read = from.read_until(b'\n', &mut bytes).map_err(|error| Problem::Read { at, error }.of(path))?;
+        if read == 0 {
+            break;
+        }
+        let mark = if line == 1 && bytes.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
+        let start = at + mark as u64;
+        at += read as u64;
+        let document = std::str::from_utf8(&bytes[mark..])
+            .map_err(|error| Problem::NotUtf8 { at: start + error.valid_up_to() as u64 })
+            .and_then(|text| match text.trim() {
+                "" => Ok(String::new()),
+                text if !text.starts_with('{') => {
+                    let error = serde_json::from_str::<Value>(text);
+                    let error = error.map_or_else(|error| of_line(&error), |value| format!("it is {}", kind(&value)));
+                    Err(Problem::NotJson { line, error })
+                }
+                text => serde_json::from_str(text)
+                    .map_err(|error| Problem::NotJson { line, error: of_line(&error) })
+                    .and_then(|value| text_of(value, || format!("line {line}"), reading)),
+            });
+        give(document, path, reading, bad, see)?;
+    }
+    Ok(())
+}
+
+/// Gives a document, or leaves it out.
+fn give(
+    document: Result<String, Problem>,
+    path: &Path,
+    reading: &Reading<'_>,
+    bad: &mut Bad,
+    see: &mut See<'_>,
+) -> Result<(), DataError> {
+    match document {
+        Ok(text) if text.is_empty() => Ok(()),
+        Ok(text) => {
+            bad.documents += 1;
+            see(Piece::whole(text))
+        }
+        Err(problem) => bad.leave_out(problem.of(path), reading),
+    }
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// The text of a document: of an object the string under `data.text_key`.
+fn text_of(value: Value, place: impl Fn() -> String, reading: &Reading<'_>) -> Result<String, Problem> {
+    let key = reading.text_key;
+    let instead = match value {
+        Value::Object(mut object) => match object.remove(key) {
+            Some(Value::String(text)) => return Ok(text),
+            Some(other) => format!(": it is {}", kind(&other)),
+            None => {
+                let strings = object.into_iter().filter(|(_, value)| value.is_string());
+                let strings: Vec<String> = strings.map(|(key, _)| format!("{key:?}")).take(8).collect();
+                if strings.is_empty() { String::new() } else { format!(": its strings are {}", strings.join(", ")) }
+            }
+        },
+        other => format!(": it is {}", kind(&other)),
+    };
+    Err(Problem::NoTextField { place: place(), key: key.to_owned(), instead })
+}
+
+/// The documents of a JSON array: strings, or the texts of objects. One is in memory at a time.
+pub(super) fn json_array(
+    path: &Path,
+    mut from: impl BufRead,
+    reading: &Reading<'_>,
+    bad: &mut Bad,
+    see: &mut See<'_>,
+) -> Result<(), DataError> {
+    struct Elements<'a, 'b>(&'a Path, &'a Reading<'a>, &'a mut Bad, &'a mut See<'b>, &'a mut Option<DataError>);
+    impl<'de> Visitor<'de> for Elements<'_, '_> {
+        type Value = ();
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("an array")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+            let Self(path, reading, bad, see, failed) = self;
+            for at in 0u64.. {
+                let document = match elements.next_element()? {
+                    None => break,
+                    Some(Value::String(text)) => Ok(text),
+                    Some(value) => text_of(value, || format!("element {at}"), reading),
+                };
+                if let Err(error) = give(document, path, reading, bad, see) {
+                    *failed = Some(error);
+                    return Err(A::Error::custom("stopped"));
+                }
+            }
+            Ok(())
+        }
+    }
+    impl<'de> DeserializeSeed<'de> for Elements<'_, '_> {
+        type Value = ();
+
+        fn deserialize<D: serde::Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+            from.deserialize_seq(self)
+        }
+    }
+    if from.fill_buf().is_ok_and(|begin| begin.starts_with(BYTE_ORDER_MARK)) {
+        from.consume(BYTE_ORDER_MARK.len());
+    }
+    let (mut parser, mut failed) = (serde_json::Deserializer::from_reader(from), None);
+    let read = Elements(path, reading, bad, see, &mut failed).deserialize(&mut parser).and_then(|()| parser.end());
+    match (failed, read) {
+        (Some(error), _) => Err(error),
+        (None, read) => read.map_err(|error| Problem::NotArray(error.to_string()).of(path)),
+    }
+}
