@@ -257,3 +257,25 @@ fn canonical_numerics_by_default_give_way_to_what_a_run_compressed() {
         );
     }
 }
+
+/// A tokenizer that changed since would read other words from the ids of the model.
+#[test]
+#[cfg(feature = "tokenizers")]
+fn a_tokenizer_that_changed_since_the_run_is_refused() {
+    std::fs::create_dir_all(folder("")).unwrap();
+    let (tokenizer, text) = (folder("changed.json"), folder("changed.txt"));
+    let write = |arma: u32, cano: u32| {
+        let words = format!(r#"{{"[UNK]":0,"arma":{arma},"cano":{cano}}}"#);
+        let model = format!(r#"{{"type":"WordLevel","unk_token":"[UNK]","vocab":{words}}}"#);
+        let rest = r#""version":"1.0","added_tokens":[],"pre_tokenizer":{"type":"Whitespace"},"normalizer":null,"decoder":null"#;
+        std::fs::write(&tokenizer, format!(r#"{{{rest},"post_processor":null,"model":{model}}}"#)).unwrap();
+    };
+    write(1, 2);
+    std::fs::write(&text, "arma cano ".repeat(200)).unwrap();
+    let data = format!("data.tokenizer={} data.path={} model.vocab_size=8", tokenizer.display(), text.display());
+    let [checkpoints, _] = trained_with("changed", "llama", &data);
+    assert_eq!(open(&checkpoints, "").unwrap().encode("arma cano").unwrap(), [1, 2]);
+    write(2, 1);
+    let error = open(&checkpoints, "").unwrap_err().to_string();
+    assert!(error.starts_with("--tokenizer ") && error.contains("and the model was trained with one of"), "{error}");
+}

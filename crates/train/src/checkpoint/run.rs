@@ -124,6 +124,9 @@ impl Saver {
     }
 }
 
+/// Where a run says the hash of its tokenizer.
+pub(crate) const TOKENIZER_HASH: &str = "tokenizer_hash";
+
 /// The tokens at which texts of the model end, among what a run keeps.
 pub(crate) const ENDS_OF_TEXT: &str = "ends_of_text";
 
@@ -132,6 +135,7 @@ pub(crate) fn described(config: &Config, data: &Data) -> Value {
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "data_hash": data.hash(),
+        TOKENIZER_HASH: data.tokenizer().hash(),
         ENDS_OF_TEXT: ends_of_text(config, data),
         "config": config,
     })

@@ -14,7 +14,7 @@ pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Con
     // Text never becomes a special token, so that only the others must fit.
     let wide = from_text && tokenizer.vocab_size_of_text() > vocab_size;
     let without = config.model.init_from.as_deref().filter(|_| from_text && !config.data.tokenizer_given);
-    if let Some(folder) = without.filter(|_| tokenizer.is_bytes() && vocab_size != 256) {
+    if let Some(folder) = without.filter(|_| config.data.tokenizer == "bytes" && vocab_size != 256) {
         faults.push(no_tokenizer(Path::new(folder), vocab_size));
     } else if wide {
         let ids = tokenizer.vocab_size_of_text();

@@ -402,11 +402,6 @@ impl Data {
         format!("{:016x}", hash.0)
     }
 
-    /// A hash of the tokenizer, in hexadecimal: by it a program that reads a checkpoint knows that it has the same.
-    pub(crate) fn tokenizer_hash(&self) -> Option<String> {
-        self.tokenizer.hash()
-    }
-
     /// The first tokens of the first stream, at most `count` and 1024, as a prompt for a model.
     #[must_use]
     pub fn prompt(&self, count: usize) -> &[i32] {

@@ -107,6 +107,7 @@ impl Tokenizer {
     pub(crate) fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
         match &self.0 {
             Kind::Bytes => Some(byte_level::bytes()),
+            Kind::Unopened(_) => None,
             Kind::Library(library) => library.byte_level(),
         }
     }

@@ -2,7 +2,7 @@
 
 use super::compression::Compressed;
 use crate::checkpoint::read_weights;
-use crate::checkpoint::run::ENDS_OF_TEXT;
+use crate::checkpoint::run::{ENDS_OF_TEXT, TOKENIZER_HASH};
 use crate::config::keys::{self, Effect, Key};
 use crate::config::{Args, Config, ConfigError, Fault, ModelKind, Settings, is_free, resolve, same};
 use crate::data::{PromptTokens, Tokenizer};
@@ -142,7 +142,10 @@ impl Trained {
         if settings.faults.is_empty() {
             settings.faults.extend(devices::missing(&config));
         }
+        let asked = tokenizer.is_some();
         let tokenizer = tokenizer_of(folder, tokenizer, of_run, &config);
+        let tokenizer = tokenizer
+            .and_then(|of_folder| if asked { Ok(of_folder) } else { same_as_in_training(of_folder, &weights) });
         let tokenizer = tokenizer.map_err(|fault| settings.faults.push(fault)).ok();
         match tokenizer {
             Some(tokenizer) if settings.faults.is_empty() => {
@@ -222,13 +225,34 @@ fn newest(folder: &Path) -> Result<Checkpoint, Fault> {
     Checkpoint::open(&path).map_err(|damage| fault(damage.to_string()))
 }
 
+/// The tokenizer of a folder, unless its run says that the model was trained with another.
+fn same_as_in_training(tokenizer: Tokenizer, weights: &Weights) -> Result<Tokenizer, Fault> {
+    let Weights::Checkpoint(checkpoint) = weights else { return Ok(tokenizer) };
+    let run = checkpoint.index().metadata.get("run");
+    let said = run.and_then(|run| run.get(TOKENIZER_HASH)?.as_str());
+    match (said, tokenizer.hash()) {
+        (Some(said), Some(hash)) if said != hash => {
+            let name = run.and_then(|run| run["config"]["data"]["tokenizer"].as_str()).unwrap_or_default();
+            let problem = format!("has the hash {hash}, and the model was trained with one of {said}");
+            Err(Fault::new(
+                TOKENIZER,
+                format!("{name:?}"),
+                problem,
+                "name the tokenizer that the model was trained with",
+            ))
+        }
+        _ => Ok(tokenizer),
+    }
+}
+
+const TOKENIZER: &str = "--tokenizer";
+
 fn tokenizer_of(
     folder: &Path,
     asked: Option<&str>,
     of_run: Option<String>,
     config: &Config,
 ) -> Result<Tokenizer, Fault> {
-    const KEY: &str = "--tokenizer";
     let vocab = config.model.vocab_size;
     let file = folder.join("tokenizer.json");
     let name = match (asked, of_run) {
@@ -238,14 +262,14 @@ fn tokenizer_of(
         (None, None) if vocab == 256 => "bytes".to_owned(),
         (None, None) => {
             let problem = format!("the folder has no tokenizer.json, and its model {vocab} tokens");
-            return Err(Fault::new(KEY, "", problem, "name one: bytes, gpt2 or a tokenizer.json"));
+            return Err(Fault::new(TOKENIZER, "", problem, "name one: bytes, gpt2 or a tokenizer.json"));
         }
     };
-    let tokenizer = Tokenizer::open(&name).map_err(|fault| Fault { key: KEY.to_owned(), ..fault })?;
+    let tokenizer = Tokenizer::open(&name).map_err(|fault| Fault { key: TOKENIZER.to_owned(), ..fault })?;
     match tokenizer.vocab_size() {
         ids if ids > vocab => {
             let problem = format!("has {ids} tokens, and the model {vocab}");
-            Err(Fault::new(KEY, name, problem, "use the tokenizer that the model was trained with"))
+            Err(Fault::new(TOKENIZER, name, problem, "use the tokenizer that the model was trained with"))
         }
         _ => Ok(tokenizer),
     }
