@@ -119,11 +119,16 @@ pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
     }
 }
 
-/// The tokens that end a text of the model that this run trains: those of the folder that it starts from, and the one that ended documents.
+/// The tokens that end a text of the model that this run trains: those of the folder that it starts from and of its tokenizer, and the one that
+/// ended documents.
 pub(crate) fn ends_of_text(config: &Config, data: &Data) -> Vec<u32> {
     let from = config.model.init_from.as_deref().and_then(|folder| Pretrained::open(Path::new(folder)).ok());
     let mut ends = from.map(|from| from.ends_of_text().to_vec()).unwrap_or_default();
-    ends.extend(end_of_text(config, data).filter(|end| !ends.contains(end)));
+    for end in data.tokenizer().special().stops.iter().copied().chain(end_of_text(config, data)) {
+        if !ends.contains(&end) {
+            ends.push(end);
+        }
+    }
     ends
 }
 
@@ -146,6 +151,7 @@ fn tokenizer(
             json.map(|json| (TOKENIZER.to_owned(), json.into_bytes())).into_iter().collect()
         }
         _ if from.is_some_and(|from| resolved(from) == resolved(beside)) => return Ok(of_folder),
+        _ if path.is_dir() => tokenizer_files(path)?,
         _ if path.file_name().is_some_and(|file| file == TOKENIZER) => tokenizer_files(beside)?,
         _ => {
             let read = fs::read(path).map_err(|source| huggingface::Error::File { path: path.to_owned(), source })?;
@@ -154,17 +160,17 @@ fn tokenizer(
     };
     if files.contains_key(TOKENIZER) && !files.contains_key(TOKENIZER_CONFIG) {
         // Without it transformers takes the class of the architecture, which adds tokens of its own.
+        let special = data.tokenizer().special();
         let end = match (name, end_of_text(config, data)) {
             ("bytes", Some(end)) => (end >= 256).then(|| END.to_owned()),
             ("gpt2", Some(_)) => Some(END.to_owned()),
             // Another token has no text of its own there.
-            (_, end) => end
-                .filter(|end| data.tokenizer().end_of_text() == Some(*end))
-                .map(|end| data.tokenizer().decode(&[end])),
+            (_, end) => special.end.as_ref().filter(|of| Some(of.id) == end).and_then(|of| of.text.clone()),
         };
         let said = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": false,
+            "bos_token": special.beginning.as_ref().and_then(|of| of.text.clone()),
             "eos_token": end,
             "model_max_length": config.model.seq_len,
         });

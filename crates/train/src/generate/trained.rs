@@ -189,15 +189,19 @@ impl Trained {
     }
 }
 
-/// The tokens that end a text: as the folder says, or the run of a checkpoint; of an older one, as its tokenizer says.
+/// The tokens that end a text: as the folder and its tokenizer say, or the run of a checkpoint; of an older one, as its tokenizer says.
 fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
     match weights {
-        Weights::HuggingFace(pretrained) => pretrained.ends_of_text().to_vec(),
+        Weights::HuggingFace(pretrained) => {
+            let mut ends = pretrained.ends_of_text().to_vec();
+            ends.extend(tokenizer.special().stops.iter().filter(|end| !pretrained.ends_of_text().contains(end)));
+            ends
+        }
         Weights::Checkpoint(checkpoint) => {
             let said = checkpoint.index().metadata.get("run").and_then(|run| run.get(ENDS_OF_TEXT)?.as_array());
             let id = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
             let said = said.map(|said| said.iter().filter_map(id).collect());
-            said.unwrap_or_else(|| tokenizer.end_of_text().into_iter().collect())
+            said.unwrap_or_else(|| tokenizer.special().stops.clone())
         }
     }
 }
