@@ -5,7 +5,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::program::{Running, SMALL, command, events, folder, lines, metrics, numbers, run, succeed, wait_for};
+use crate::program::{
+    Running, SMALL, command, events, folder, lines, metrics, numbers, run, succeed, unwrapped, wait_for,
+};
 
 /// The flags of a run that is saved in `folder`, in numerics whose bits no mesh changes.
 fn saved(folder: &Path) -> String {
@@ -32,9 +34,7 @@ fn a_run_goes_on_from_mesh_to_mesh_and_its_metrics_too() {
     let flags = saved(&folder);
     let wanted =
         metrics(&alone, &format!("{SMALL} --set training.numerics=canonical --set model.dropout=0.1 --steps 6"));
-    let first = succeed(&format!(
-        "{flags} --set checkpoint.every=1 --mesh dp=2,tp=2 --steps 6 --set lr_scheduler.decay_steps=6"
-    ));
+    let first = succeed(&format!("{flags} --set checkpoint.every=1 --mesh dp=2,tp=2 --steps 6"));
     assert!(first.contains("step 6  saved in "), "{first}");
     assert_eq!(names(&folder), ["lock", "step-00000005", "step-00000006"], "the newest two, and the last step once");
 
@@ -172,14 +172,14 @@ fn a_run_whose_folder_went_away_trains_on() {
 #[test]
 fn a_dry_run_tells_what_a_checkpoint_takes() {
     let folder = folder("resume_dry");
-    let out = succeed(&format!("{} --mesh dp=2 --steps 0", saved(&folder)));
+    let out = unwrapped(&succeed(&format!("{} --mesh dp=2 --steps 0", saved(&folder))));
     // Three vectors of 4-byte numbers for each of 10,944 parameters, and half of it on each rank.
     assert!(
-        out.contains("\ncheckpoints of 128.2 KiB; to save one, up to 6") && out.contains(" of host memory on a rank\n"),
+        out.contains(" checkpoints of 128.2 KiB; to save one, up to 6") && out.contains(" of host memory on a rank "),
         "{out}"
     );
     assert!(
-        out.contains("\ncheckpoint.keep = 2 takes ") && out.contains(" of disk while one more is written; "),
+        out.contains(" checkpoint.keep = 2 takes ") && out.contains(" of disk while one more is written; "),
         "{out}"
     );
     assert!(!folder.join("run").exists());
@@ -253,7 +253,13 @@ fn a_run_in_16_bits_goes_on_in_others_and_ends_with_a_sample() {
     assert!(losses.iter().all(|&loss| loss < 5.2), "{losses:?}");
     for (dtype, mesh, steps) in [("bf16", "pp=2", 45), ("f32", "tp=2", 50)] {
         let flags = format!("{flags} --set training.dtype={dtype} --mesh {mesh} --steps {steps}");
-        let out = succeed(&format!("{flags} --set checkpoint.resume=true"));
+        let refused = crate::program::run(&format!("{flags} --set checkpoint.resume=true"));
+        assert!(
+            refused.code == Some(1) && refused.err.contains("training.dtype: the checkpoint has"),
+            "{}",
+            refused.err
+        );
+        let out = succeed(&format!("{flags} --set checkpoint.resume=true --set checkpoint.permit=training"));
         assert!(out.contains("A sample of the trained model:"), "{out}");
     }
 }

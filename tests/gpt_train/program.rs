@@ -56,6 +56,11 @@ pub fn succeed(line: &str) -> String {
     ended.out
 }
 
+/// A text without the breaks of its lines: one space between its words.
+pub fn unwrapped(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// A program under way, killed when dropped.
 pub struct Running {
     pub child: Child,

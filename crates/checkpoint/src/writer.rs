@@ -6,6 +6,8 @@
 //! ```
 //! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an older checkpoint is
 //! touched before, unless the disk lacks room: then older ones go first, but never the newest whole one.
+//!
+//! More than 400 lines: one protocol between two threads of each rank, and all of its ends.
 
 use crate::checksum::Summing;
 use crate::exchange::{Exchange, ExchangeError};

@@ -1,4 +1,6 @@
 //! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
+//!
+//! More than 400 lines: a run from top to bottom, with the text of what goes wrong on the way.
 
 use crate::checkpoint::export::{Planned, export};
 use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};

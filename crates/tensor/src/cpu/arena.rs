@@ -103,7 +103,7 @@ mod tests {
         let error = memory(&arena, &meter, usize::MAX / 4, false).unwrap_err();
         assert!(matches!(&error, Error::OutOfMemory { bytes, .. } if *bytes == (usize::MAX / 4) as u64), "{error}");
         assert!(error.to_string().contains("device cpu: the system has no memory for it"), "{error}");
-        assert!(error.to_string().contains("this rank's buffers hold 4.0 KiB"), "{error}");
+        assert!(error.to_string().contains("this rank's buffers hold other 4.0 KiB"), "{error}");
         assert_eq!(meter.live_bytes(), 4096);
     }
 

@@ -1,4 +1,6 @@
 //! Compares a step of one run with the same step of the other, in the order of computation.
+//!
+//! More than 400 lines: values, gradients, weights and states are compared in one order, and what cannot be compared is counted in each.
 
 use super::Error;
 use super::align::{At, Like, align};

@@ -41,7 +41,7 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 32] = [
+const ALONE: [(&str, Option<&str>); 33] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -75,6 +75,8 @@ const ALONE: [(&str, Option<&str>); 32] = [
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),
+    // An export replaces no other without being asked.
+    ("checkpoint.export", None),
 ];
 
 /// The same on one rank.

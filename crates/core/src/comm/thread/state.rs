@@ -3,6 +3,8 @@
 //! With one lock the questions that decide whether to wait have exact answers: has every member posted, does a rank wait
 //! for this one, do the waits form a cycle? Only bookkeeping happens under it: pieces are done, memory is dropped and
 //! ranks are woken outside.
+//!
+//! More than 400 lines: everything that the one lock guards.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -114,8 +114,12 @@ fn what_has_no_samples_stays_whole_and_values_of_their_own_lie_side_by_side() {
     let (pieces, _) = assemble(&sums, (0, 0), &records_of(&sums));
     let units: Vec<Unit> = pieces.keys().copied().collect();
     assert_eq!(units, [0, 2, 4, 6].map(|first| Unit::Micro(first, 2)));
+    // Two numbers per micro-batch, though that is its number of samples.
+    let two = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[2], None);
+    let (pieces, _) = assemble(&two, (0, 0), &records_of(&two));
+    assert!(pieces.keys().copied().eq([0, 2, 4, 6].map(|first| Unit::Micro(first, 2))));
     // One number per sample.
-    let each = program("dp=2", &[(Axis::Dp, Ty::Partial)], &[2], None);
+    let each = program("dp=2", &[(Axis::Dp, Ty::Shard(0))], &[2], None);
     let (pieces, _) = assemble(&each, (0, 0), &records_of(&each));
     assert!(
         pieces
