@@ -1,7 +1,7 @@
 //! The keys of the configuration as plain data: name, default, type, range, effect and meaning.
 //!
-//! Each key is declared once, in [`sections`](super::sections). From that declaration come the fields of
-//! [`Config`](super::Config) and the table [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an
+//! Each key is declared once, in `sections.rs`. From that declaration come the fields of
+//! [`Config`] and the table [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an
 //! unknown key, the notice of a key that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
 
 use super::Config;

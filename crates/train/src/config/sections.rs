@@ -2,7 +2,7 @@
 //! [key table](super::keys), `--help` and `docs/configuration.md` all come from it.
 //!
 //! A key is `name: type = default, kind, effect;`, with its meaning above it. Its [`Effect`] says what it changes: the model, the numbers of a
-//! step, only speed, or only output. `if` and [conditions](super::conditions) follow where the key is not always read.
+//! step, only speed, or only output. `if` and conditions (`conditions.rs`) follow where the key is not always read.
 //!
 //! More than 400 lines: the table of all keys.
 
