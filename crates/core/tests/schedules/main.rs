@@ -33,12 +33,17 @@ const PREEMPTIONS: usize = 3;
 
 /// Runs `body` over schedules, with `threads` threads that may compute.
 fn check(threads: usize, body: impl Fn() + Send + Sync + 'static) {
+    check_over(1000, threads, body);
+}
+
+/// The same over another number of schedules than a thousand, unless the environment says how many.
+fn check_over(schedules: usize, threads: usize, body: impl Fn() + Send + Sync + 'static) {
     set_threads(threads);
     let body = Arc::new(body);
     if let Ok(schedule) = env::var(REPLAY) {
         return over(ReplayScheduler::new_from_encoded(&schedule), body);
     }
-    let schedules: usize = env::var(SCHEDULES).map_or(1000, |number| number.parse().expect(SCHEDULES));
+    let schedules: usize = env::var(SCHEDULES).map_or(schedules, |number| number.parse().expect(SCHEDULES));
     let half = schedules.div_ceil(2);
     over(RandomScheduler::new_from_seed(SEED, half), body.clone());
     over(PctScheduler::new_from_seed(SEED, PREEMPTIONS, schedules - half), body);

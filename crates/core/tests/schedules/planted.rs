@@ -6,12 +6,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use meshwork_core::sync::model::{Bug, plant};
 use meshwork_core::{Buffer, ReduceOp};
 
-use super::{check, ranks};
+use super::{check_over, ranks};
+
+/// Schedules in which a bug must come up, some of them in one of a thousand. The first one ends the test.
+const SCHEDULES: usize = 20_000;
 
 /// Plants the bug and runs the checker until it stops; returns what it said.
 fn found(bug: Bug, threads: usize, body: impl Fn() + Send + Sync + 'static) -> String {
     plant(bug); // on this thread, which runs this test alone
-    let panic = catch_unwind(AssertUnwindSafe(|| check(threads, body))).expect_err("the checker finds it");
+    let panic =
+        catch_unwind(AssertUnwindSafe(|| check_over(SCHEDULES, threads, body))).expect_err("the checker finds it");
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned())).expect("a message")
 }
