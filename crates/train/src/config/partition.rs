@@ -34,11 +34,12 @@ pub(crate) struct Costs {
 }
 
 /// Counts the cost of each part of the model from its sizes alone, so that every rank of every mesh gets the same
-/// numbers. All layers are the same, so a model of one layer on one rank is enough.
+/// numbers. All layers are the same, so a model of one layer on one rank is enough. Parts that are frozen count as if they were trained.
 pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     let mut one = config.clone();
     (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);
     (one.parallelism.zero_stage, one.parallelism.zero_group) = (0, 0);
+    one.model.freeze.clear(); // layers 4 to 6 are not in a model of one layer, and an update rule may need a layer that it trains
     match dry_run::costs(&one.model(), &one.plan()?)?[..] {
         [embedding, layer, head] => Ok(Costs { embedding, layer, head }),
         _ => unreachable!("one layer and two ends"),
@@ -186,6 +187,18 @@ mod tests {
         let attention = 14 * h * (s * (s + 1) / 2);
         let wanted = Costs { embedding: 0, layer: products + attention, head: 3 * 2 * s * v * h };
         assert_eq!(super::costs(&config).unwrap(), wanted);
+    }
+
+    /// The model of one layer that is measured had no trained layer where layer 0 was frozen, and Muon refused it.
+    #[test]
+    fn frozen_layers_count_as_trained_ones() {
+        let text =
+            "[model]\nnum_layers = 4\nfreeze = 'layers.0, norm'\n[parallelism]\npp = 2\n[optimizer]\nname = 'muon'\n";
+        let [frozen, trained] = [text.to_owned(), text.replace("freeze", "# freeze")]
+            .map(|text| Config::from_toml(&format!("{text}[pipeline]\npartition = 'cost'")).unwrap());
+        assert_eq!((frozen.model.freeze.as_str(), trained.model.freeze.as_str()), ("layers.0, norm", ""));
+        assert_eq!(frozen.pipeline.partition, trained.pipeline.partition);
+        assert_eq!(super::costs(&frozen).unwrap(), super::costs(&trained).unwrap());
     }
 
     #[test]

@@ -177,7 +177,7 @@ sections! {
         /// Micro-batches of a step, per data-parallel rank.
         num_microbatches: usize = Derived("by batch and schedule"), Count(1), Rounding;
         /// Layers of each stage. uniform: as even as possible. cost: minimises the largest cost of any rank, counting
-        /// the embedding, the head and the loss. A list: as given. With cost and in a list, a stage may have no layer.
+        /// the embedding, the head and the loss, and frozen parts as trained ones. A list: as given. With cost and in a list, a stage may have no layer.
         /// The embedding is on the first stage, head and loss on the last.
         partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS), Rounding, if CHUNKS;
         /// Number of ranks of each stage, with schedule 1f1b. Replicas take micro-batches in turn. The numbers add up
