@@ -356,6 +356,8 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let shares = case.read("compress.share_indices").unwrap_or(false);
     let alike = largest(of_cuts[0]).is_some() && largest(of_cuts[0]) == largest(of_cuts[1]);
     rule(shares && !alike, "no indices to share");
+    let differences = case.get("compress.aqsgd") == Some("true");
+    rule(differences && !given("compress.activations"), "no activations to send as differences");
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(given("compress.weights"), "one rank gathers nothing");
