@@ -358,6 +358,8 @@ fn compress(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(shares && !alike, "no indices to share");
     let differences = case.get("compress.aqsgd") == Some("true");
     rule(differences && !given("compress.activations"), "no activations to send as differences");
+    rule(differences && feedback.is_some(), "differences bring back what was lost, and so does feedback");
+    rule(differences && shares, "differences have other indices than gradients");
     if is_canonical(case) {
         rule(given("compress.gradients"), "one rank sums nothing");
         rule(given("compress.weights"), "one rank gathers nothing");
