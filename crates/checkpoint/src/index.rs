@@ -88,7 +88,7 @@ pub(crate) struct Written {
 }
 
 impl Index {
-    /// The index of a checkpoint of which each rank has written its file.
+    /// The index of a checkpoint, once every rank has written its file.
     pub(crate) fn of(plan: &SavePlan, step: u64, metadata: Value, written: impl IntoIterator<Item = Written>) -> Self {
         let mut files = Vec::new();
         let tensors = plan.tensors().iter();

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
-    /// A name that its folder does not have, or that is not that of a file.
+    /// The folder has no such name, or the name is no file.
     #[error("{}: there is no such file", path.display())]
     Missing {
         /// The file.

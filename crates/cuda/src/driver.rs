@@ -104,7 +104,7 @@ pub struct Product {
     pub bias: Option<Address>,
 }
 
-/// Bytes of which the address of a bias is a multiple: epilogues of cuBLASLt read it by 16 bytes, and no preference says that it lies elsewhere.
+/// Alignment of a bias in bytes. The epilogue of cuBLASLt reads the bias in chunks of 16 bytes, and no preference of the library lowers this.
 pub const BIAS_ALIGNED: u64 = 16;
 
 impl Product {

@@ -121,7 +121,7 @@ impl Replaying {
         if pending.len() < MOST { Ok(()) } else { state.flush(&*self.inner, stream) }
     }
 
-    /// The state once that is queued which was held back of a stream. Whoever queues something in the stream by itself keeps the guard meanwhile: a buffer that is
+    /// Queues the calls that were held back for a stream, and returns the locked state. A caller that queues calls of its own keeps the guard meanwhile: a buffer that is
     /// dropped by another thread queues a wait, which must not come into a stream that is captured.
     fn flushed(&self, stream: Stream) -> Result<MutexGuard<'_, State>> {
         let mut state = self.lock();

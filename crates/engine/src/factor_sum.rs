@@ -49,7 +49,7 @@ impl Factored {
 }
 
 impl Parts {
-    /// Each matrix with its elements among those of all, and with those of its P and of its Q.
+    /// Each matrix with the ranges of its elements, of its P and of its Q in their buffers.
     fn each(
         self,
         of: PowerSgd,

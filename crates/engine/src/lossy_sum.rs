@@ -7,7 +7,9 @@
 //! | `quant`, `sign`, `fp8`, `bf16` | each rank gets its shard from all | these are added in f32, compressed again and gathered |
 //! | any, where ranks keep slices (ZeRO) | each rank gets its slice from all | these are added |
 //!
-//! [`FactorSum`](crate::factor_sum::FactorSum) has those of PowerSGD.
+//! [`FactorSum`](crate::factor_sum::FactorSum) has the sums of PowerSGD.
+//!
+//! More than 400 lines: the two halves of one sum, and the state that it keeps between steps.
 
 use crate::StateKey;
 use crate::factor_sum::Factored;

@@ -153,7 +153,7 @@ impl Claims {
     pub fn compare(&self, group: &Group, over: &Over, step: u64) -> Result<(), TrainError> {
         let claims = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let claims: Vec<&Claim> = claims.iter().filter(|claim| claim.over == *over).collect();
-        // As many on every rank: the communicator refuses ranks that ran other programs. The largest `!hash` is that of the least hash.
+        // Every rank has as many claims: the communicator refuses ranks that ran other programs. The largest `!hash` belongs to the least hash.
         let mut ends: Vec<i64> = claims.iter().flat_map(|claim| [claim.hash as i64, !claim.hash as i64]).collect();
         group.all_reduce_slice(&mut ends, ReduceOp::Max)?;
         for (claim, &[largest, least]) in claims.into_iter().zip(ends.as_chunks().0) {

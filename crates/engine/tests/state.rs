@@ -34,22 +34,24 @@ use std::sync::Arc;
 const SEQ: usize = 16;
 const VOCAB: usize = 61;
 
+/// Sizes of the GPT-2s of these tests.
+fn small_gpt2() -> Gpt2Config {
+    Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() }
+}
+
+/// Sizes of the Llamas of these tests.
+fn small_llama() -> LlamaConfig {
+    LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..PRESETS[0].1 }
+}
+
 fn model() -> Arc<dyn Model> {
-    let config = Gpt2Config {
-        vocab_size: VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
-        seq_len: SEQ,
-        dropout: 0.1,
-        ..Gpt2Config::default()
-    };
+    let config = Gpt2Config { dropout: 0.1, ..small_gpt2() };
     Arc::new(Gpt2::new(config))
 }
 
 /// A Llama with fewer heads of keys and values than there are ranks in `tp=4`.
 fn llama() -> Arc<dyn Model> {
-    let sizes = LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..PRESETS[0].1 };
-    Arc::new(Llama::new(sizes))
+    Arc::new(Llama::new(small_llama()))
 }
 
 /// Random tokens, different in each step.
@@ -431,8 +433,7 @@ fn state_that_does_not_fit_is_refused_by_name() {
         let mut trainer = Trainer::new(Arc::new(Gpt2::new(model)), &plan, rank, Cpu::device()).unwrap();
         trainer.load_state(&state).unwrap_err().to_string()
     };
-    let same =
-        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
+    let same = small_gpt2();
     let deeper = refused(Gpt2Config { num_layers: 5, ..same });
     assert!(deeper.contains("state of h.4.") && deeper.contains("the state has none of that name"), "{deeper}");
     let wider = refused(Gpt2Config { vocab_size: 64, ..same });

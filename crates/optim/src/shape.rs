@@ -90,7 +90,7 @@ pub struct SetPart {
     pub range: Range<usize>,
     /// The set of the first of them.
     pub set: usize,
-    /// Whether each of them is in the set behind that of the one before; otherwise all are in one.
+    /// Whether each element is in the next set; otherwise all are in one set.
     pub each: bool,
 }
 

@@ -113,7 +113,7 @@ impl Machine {
         text.lines().find_map(|line| line.strip_prefix(key)).map(str::to_owned)
     }
 
-    /// Bytes, of which `/proc/self/status` tells kibibytes.
+    /// A value of `/proc/self/status` in bytes. The file gives it in kibibytes.
     fn status(&self, key: &str) -> Option<u128> {
         Some(self.number(self.status_text(key))? * 1024)
     }

@@ -1,4 +1,6 @@
 //! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh. `checkpoint.export`: it ends in one.
+//!
+//! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/huggingface.md`.
 
 mod small;
 

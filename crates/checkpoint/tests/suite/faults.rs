@@ -11,7 +11,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Writers of all ranks on this thread, of which the newest `keep` checkpoints stay.
+/// The writers of all ranks, on this thread. They keep the newest `keep` checkpoints.
 fn writers(dir: &Path, keep: usize) -> Vec<Writer> {
     let (plan, lock) = (Arc::new(plan()), Lock::take(dir).unwrap());
     let mut ends = threads(WORLD).into_iter();
@@ -75,7 +75,10 @@ fn where_room_is_short_older_checkpoints_go_before_the_new_one_is_written() {
         start_save(writer, rank, 40, json!({}), true);
     }
     let gone = vec![dir.path().join(folder_name(10))];
-    assert!(writers.iter_mut().all(|writer| writer.wait().unwrap().unwrap().made_room == gone), "every rank is told");
+    assert!(
+        writers.iter_mut().all(|writer| writer.wait().unwrap().unwrap().made_room == gone),
+        "every rank reports which checkpoints made room"
+    );
     assert_eq!(left(dir.path()), ["lock", "step-00000020", "step-00000030", "step-00000040"]);
     drop(writers);
 

@@ -193,7 +193,7 @@ impl Gpu {
         }
     }
 
-    /// Where this waits after each call: that what was queued last in a stream is over. Whoever calls it has the lock, so that the fault is of nothing else.
+    /// With `cuda.launch_blocking`, waits until the stream is done. The caller holds the lock, so a fault belongs to the call that was just queued.
     fn settle(&self, queue: CUstream, work: impl Display) -> Result<()> {
         if !self.blocking {
             return Ok(());

@@ -108,7 +108,7 @@ fn products_are_those_of_row_major_matrices() {
             false => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         }
     };
-    // The numbers of a matrix behind one that is not of it, or those of a bias behind 16 bytes.
+    // A matrix stored behind one number of something else, or a bias stored behind 16 bytes.
     let stored_behind = |first: usize, values: &[f32], bf16: bool| {
         let bytes = bytes_of(values, bf16);
         let at = driver.alloc(first + bytes.len()).unwrap();

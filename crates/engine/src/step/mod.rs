@@ -483,8 +483,8 @@ impl Trainer {
         }
     }
 
-    /// A step whose loss, or that of one of its updates, has no terms: it changes nothing, and counts as a step. All ranks know it, since terms
-    /// are summed.
+    /// Skips a step in which the loss, or the loss of one of its updates, has no terms. The step changes nothing and is counted. Terms are summed
+    /// over ranks, so all ranks skip it.
     fn pass_over(
         &mut self,
         batch: &Batch,

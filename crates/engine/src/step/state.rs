@@ -89,7 +89,7 @@ impl Trainer {
     /// steps and the updates.
     ///
     /// # Errors
-    /// As [`state`](Self::state), and those of `visit`. Weights or states that are not finite are found on the ranks that hold them:
+    /// The errors of [`state`](Self::state) and of `visit`. Only the ranks that hold weights or states that are not finite find them:
     /// [`require_finite`](Self::require_finite) tells all ranks of weights first.
     pub fn visit_state<E: From<TrainError>>(
         &self,

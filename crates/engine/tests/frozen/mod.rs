@@ -6,9 +6,9 @@ use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{
     ModelPlan, Numerics, Plan, ScheduleSpec, StateKey, TrainError, Trainer, Zero, ZeroStage, dry_run,
 };
-use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::gpt2::Gpt2;
 use meshwork_models::language::Frozen;
-use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_models::llama::Llama;
 use meshwork_nn::Model;
 use meshwork_optim::{AdamW, LrSchedule, Muon, Rule, Sgd};
 use meshwork_tensor::cpu::Cpu;
@@ -17,25 +17,11 @@ use std::sync::Arc;
 const CANONICAL: Numerics = Numerics::Canonical { blocks: 8 };
 
 fn gpt2(freeze: &str) -> Arc<dyn Model> {
-    let config = Gpt2Config {
-        vocab_size: super::VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
-        seq_len: super::SEQ,
-        ..Gpt2Config::default()
-    };
-    Arc::new(Gpt2::new(config).freeze(freeze.parse().unwrap()))
+    Arc::new(Gpt2::new(super::small_gpt2()).freeze(freeze.parse().unwrap()))
 }
 
 fn llama(freeze: &str) -> Arc<dyn Model> {
-    let sizes = LlamaConfig {
-        vocab_size: super::VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
-        seq_len: super::SEQ,
-        ..PRESETS[0].1
-    };
-    Arc::new(Llama::new(sizes).freeze(freeze.parse().unwrap()))
+    Arc::new(Llama::new(super::small_llama()).freeze(freeze.parse().unwrap()))
 }
 
 /// Whether a parameter of these models lies in a part, by its name.

@@ -90,14 +90,7 @@ fn experts() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::Switch, top_k: 1, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 0, expert_hidden_size: 32, over_tp: false };
-    let config = Gpt2Config {
-        vocab_size: super::VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
-        seq_len: super::SEQ,
-        ..Gpt2Config::default()
-    };
-    Arc::new(Gpt2::new(config).with_experts(Some(experts)))
+    Arc::new(Gpt2::new(super::small_gpt2()).with_experts(Some(experts)))
 }
 
 fn cut(mesh: &str, schedule: &str, stage: usize, numerics: Numerics, optimizer: &Rule) -> Plan {

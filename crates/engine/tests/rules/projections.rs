@@ -7,7 +7,7 @@ use meshwork_core::Rank;
 use meshwork_core::comm::thread;
 use meshwork_engine::{Compress, Numerics, Plan, StateKey, TrainError, Trainer, Vector, WholeState};
 use meshwork_models::experts::ExpertsConfig;
-use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
+use meshwork_models::llama::Llama;
 use meshwork_moe::{MoeConfig, RouterKind};
 use meshwork_nn::Model;
 use meshwork_optim::{Adafactor, AdamW, Lamb, Muon, Rule};
@@ -20,14 +20,7 @@ pub fn mixtral() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::TopK, top_k: 2, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: false };
-    let sizes = LlamaConfig {
-        vocab_size: crate::VOCAB,
-        hidden_size: 32,
-        ffn_hidden_size: 64,
-        seq_len: crate::SEQ,
-        ..PRESETS[0].1
-    };
-    Arc::new(Llama::new(sizes).with_experts(Some(experts)))
+    Arc::new(Llama::new(crate::small_llama()).with_experts(Some(experts)))
 }
 
 /// How a parameter is kept apart: for each of its elements, by its name and dims, the projection and the place there, with the extents of

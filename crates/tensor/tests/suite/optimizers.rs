@@ -1,4 +1,6 @@
 //! Update rules that read whole matrices: against recorded steps, and cut over ranks in every way.
+//!
+//! More than 400 lines: every rule against its recording, its cuts and its unfused form.
 
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};

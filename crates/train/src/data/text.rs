@@ -262,8 +262,8 @@ struct Cut {
 /// So many places from the end are asked. Where none of these is a boundary, none will be soon.
 const TRIES: usize = 64;
 
-/// The last place behind the first `left` bytes at which the tokens of the parts are those of the whole. Only places beside white space
-/// are asked, with a window on either side; the tokens of bytes have a boundary anywhere.
+/// The last place behind the first `left` bytes where a cut changes no token. Only places beside white space are tried, with a window on
+/// either side; bytes can be cut anywhere.
 fn last_cut(text: &str, left: usize, margin: usize, tokenizer: &Tokenizer) -> Option<Cut> {
     let floor = |at: usize| (0..=at).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
     if tokenizer.is_bytes() {

@@ -94,8 +94,8 @@ impl Tokenizer {
         }
     }
 
-    /// Whether `text` may be cut at byte `at`: whether its tokens are then those of the whole, wherever `text` itself is part of a longer
-    /// one. If so, how many of the tokens of `text` lie before the cut, and how many behind it.
+    /// Whether a cut of `text` at byte `at` changes no token, also where `text` is part of a longer text. If so, how many tokens of `text` lie
+    /// before the cut, and how many behind it.
     pub(super) fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
         match &self.0 {
             Kind::Bytes | Kind::Unopened(_) => text.is_char_boundary(at).then(|| [at, text.len() - at]),
