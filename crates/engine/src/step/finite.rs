@@ -1,13 +1,13 @@
-//! Whether the weights are numbers. An update may make a weight infinite though the loss and the norm before it are finite, as one with a
-//! learning rate that is too large does. No step looks for that: the loss of the next one is not finite then. So it is looked for where
-//! weights are used otherwise, and where a loss is not finite, so that the error names the parameter.
+//! Checks that the weights are finite. An update can make a weight infinite although loss and norm were finite, for example with a learning
+//! rate that is too large. The next step would notice by its loss, so steps do not check. Saves, exports and the end of a run do, and so does
+//! any pass whose loss is not finite, to name the parameter.
 
 use super::Trainer;
 use crate::TrainError;
 use meshwork_core::{Buffer, DType, ReduceOp};
 use meshwork_tensor::{Error, ParamId, Params};
 
-/// Elements that are looked at in one call.
+/// Elements that one call checks.
 const PIECE: usize = 1 << 18;
 
 impl Trainer {
@@ -39,7 +39,7 @@ impl Trainer {
         }
     }
 
-    /// The error of a pass whose numbers are not finite: that of the weights, if they are the reason.
+    /// The error of a pass whose numbers are not finite: names the weights, if they are the reason.
     pub(super) fn blame(&self, error: TrainError) -> TrainError {
         match self.require_finite() {
             Err(weight @ TrainError::Weight { .. }) => weight,
@@ -47,7 +47,7 @@ impl Trainer {
         }
     }
 
-    /// Whether the squares of all weights here have a finite sum, as those of finite numbers in f32 do in f64.
+    /// Whether the squares of this rank's weights have a finite sum. In f64, squares of finite f32 numbers do.
     fn are_finite(&self, params: &Params) -> Result<bool, TrainError> {
         let mut sum = self.device.zeros(DType::F64, 1)?;
         for flat in params.flats() {

@@ -1,5 +1,5 @@
-//! On what it depends whether a key is read: one constant for each condition that the table of keys names, and the notice of a key that is
-//! given and not read.
+//! The conditions under which keys are read: one constant for each condition in the table of keys, and a notice for each given key that the run
+//! does not read.
 
 use toml::Value;
 
@@ -69,7 +69,7 @@ pub(super) const DECAYS: Condition =
     when("lr_scheduler.decay = linear or cosine", &["lr_scheduler.decay"], |c| c.lr_scheduler.decay != DecayName::None);
 
 // Memory.
-/// The recomputed would be computed from rounded values.
+/// Recomputation would start from rounded values.
 pub(super) const SELECTIVE: Condition = when("memory.saved_dtype = f32, if selective", &["memory.saved_dtype"], |c| {
     c.memory.saved_dtype == SavedDtype::F32 || c.memory.recompute != Recomputed::Word(RecomputeWord::Selective)
 });

@@ -1,5 +1,5 @@
-//! In what a run would compute something else than the one that was saved, by the [effect](Effect) of each key, and the words of
-//! `checkpoint.permit` that allow it.
+//! Compares the configuration of a run with the saved one: lists the keys that change the numbers, by the [effect](Effect) of each key, and
+//! reads the words of `checkpoint.permit` that allow it.
 
 use super::Config;
 use super::device::Device;
@@ -10,7 +10,7 @@ use meshwork_pipeline::by_name;
 use serde_json::Value;
 use std::fmt;
 
-/// A key with another value than the run that was saved, by which a step would have other numbers.
+/// A key whose value differs from the saved run and changes the numbers of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Change {
     /// `section.name`.
@@ -19,7 +19,7 @@ pub(crate) struct Change {
     pub saved: Value,
     /// The value in this run.
     pub now: Value,
-    /// Why the numbers follow from it, where they mostly do not.
+    /// Why it changes the numbers here, if the key usually does not.
     pub why: Option<&'static str>,
 }
 
@@ -30,7 +30,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// The changes from a configuration as a checkpoint has it, in the order of the table. Whether the data are others is not said.
+/// The keys that changed since the checkpoint, in the order of the table. Keys of data are left out: a hash compares the data.
 pub(crate) fn changes(saved: &Value, now: &Config) -> Vec<Change> {
     let before = of_checkpoint(saved);
     let [read, given] = [&before, now].map(|config| serde_json::to_value(config).unwrap_or_default());
@@ -123,7 +123,7 @@ const RAISED: [Raised; 7] = [
     },
 ];
 
-/// Why a key changes the numbers that mostly does not, if it does.
+/// Why a key that usually leaves the numbers alone changes them here, if it does.
 fn raised(name: &str, key: &Key, before: &Config, now: &Config) -> Option<&'static str> {
     let applies = |rule: &&Raised| match rule.which {
         Which::Cuts => key.effect == Effect::Rounding,

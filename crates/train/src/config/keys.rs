@@ -28,7 +28,7 @@ pub struct Key {
     pub default: Fallback,
     /// What it changes.
     pub effect: Effect,
-    /// On what it depends whether the key is read: all of these.
+    /// The run reads the key if all of these hold.
     pub conditions: &'static [Condition],
     /// What it means.
     pub doc: &'static str,
@@ -68,7 +68,7 @@ impl Effect {
     }
 }
 
-/// On what it depends whether a key is read.
+/// A condition under which a key is read.
 #[derive(Debug, Clone, Copy)]
 pub struct Condition {
     /// What the key needs in words, to follow "no effect without".
