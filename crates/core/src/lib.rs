@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod agreement;
 mod buffer;
 pub mod comm;
 mod dtype;

@@ -1,5 +1,6 @@
 //! One rank of a mesh: its position and its groups. It is passed in; there is no global state.
 
+use crate::agreement::{Agreement, Fact};
 use crate::comm::{CommError, CommLog, Communicator, Group, record};
 use crate::mesh::{Axis, Coords, Mesh};
 use std::sync::Arc;
@@ -25,7 +26,8 @@ impl Rank {
     /// expensive (NCCL), a backend splits it off its parent's resources and connects it on first use.
     ///
     /// # Errors
-    /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh.
+    /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh; [`CommError::Disagreement`] if ranks have other
+    /// meshes.
     pub fn new(mesh: &Mesh, world: Arc<dyn Communicator>) -> Result<Self, CommError> {
         let (me, size) = (world.rank(), world.size());
         if size != mesh.world_size() {
@@ -33,6 +35,9 @@ impl Rank {
         }
         let log = CommLog::default();
         let world = Group::new(world, log.clone());
+        let mut facts = Agreement::default();
+        facts.push(Fact::value("the mesh", &format_args!("{mesh}"), "let every rank of the world join one mesh"));
+        facts.compare(&world)?;
         // Where experts are shared out, the rest of data parallelism counts with any degree: the groups over both have a name of their own.
         let wide = |axis: Axis| mesh.degree(axis) > 1 || axis == Axis::Dp && mesh.degree(Axis::Ep) > 1;
         let wide = set_of(Axis::ALL.into_iter().filter(|&axis| wide(axis)));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
+use crate::agreement::Disagreement;
 use crate::buffer::BufferError;
 use crate::dtype::DType;
 use crate::mesh::Mesh;
@@ -76,6 +77,9 @@ pub enum CommError {
         /// The first fault.
         fault: Arc<Fault>,
     },
+    /// Something that should be the same on several ranks is not, or the reverse. Every rank that compared it gets the same.
+    #[error(transparent)]
+    Disagreement(Box<Disagreement>),
     /// A buffer cannot be used for the call.
     #[error(transparent)]
     Buffer(#[from] BufferError),

@@ -241,7 +241,7 @@ pub(crate) fn grouped(reports: impl IntoIterator<Item = (usize, String, String)>
 }
 
 /// Ascending numbers in short: `0-2, 4`.
-fn runs(ranks: &[usize]) -> String {
+pub(crate) fn runs(ranks: &[usize]) -> String {
     let runs = ranks.chunk_by(|a, b| a + 1 == *b).flat_map(|run| match run {
         [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
         few => few.iter().map(usize::to_string).collect(),

@@ -23,6 +23,7 @@ use std::sync::Arc;
 
 pub use call::{Call, Op, OpInfo, OpKind, Peer, ReduceOp};
 pub use error::{CallError, CommError, SplitError};
+pub(crate) use fault::runs;
 pub use fault::{Activity, Fault, FaultKind, RankReport, Site};
 pub use group::Group;
 pub use log::{CommLog, Record};

@@ -1,5 +1,6 @@
 //! Tests through the public interface. The model checker has a program of its own, `schedules`. One program, because each costs a link.
 
+mod agreement;
 mod faults;
 mod group;
 mod mesh;
