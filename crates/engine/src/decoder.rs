@@ -1,14 +1,16 @@
 //! A trained model that continues sequences, on any mesh: each token goes through the model once, and the keys and
 //! values of the earlier ones are cached.
 
+mod split;
+
 use crate::chunk::{Message, outgoing};
 use crate::clock::Clock;
 use crate::codec::{Codec, Site};
 use crate::pass::Purpose;
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
-use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError};
-use meshwork_core::{Axis, Rank};
+use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError, Verify};
+use meshwork_core::{Axis, DType, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
 use meshwork_tensor::param::{LocalSlice, host_floats};
@@ -29,10 +31,15 @@ pub struct Decoder {
     compress: Compress,
     seed: u64,
     params: Arc<Params>,
-    /// The segments of this rank, each with its cache.
-    segments: Vec<(Segment, KeyValueCache)>,
+    segments: Vec<Segment>,
+    /// The cache of each segment.
+    caches: Vec<KeyValueCache>,
     capacity: usize,
     past: usize,
+    /// Whether values are stored, or multiplied, in 16 bits.
+    in_half: bool,
+    /// Whether the first tokens are still to tell if the model [can be split](split) into passes.
+    unproven: bool,
 }
 
 impl Decoder {
@@ -70,8 +77,7 @@ impl Decoder {
             params.write(id, &values)?;
         }
         // Nothing goes backward: each stage is one segment, or one between two cuts.
-        let cached = |segment: Segment| (segment, KeyValueCache::new(capacity));
-        let segments = stages.into_iter().flat_map(|(_, segments)| segments);
+        let segments: Vec<Segment> = stages.into_iter().flat_map(|(_, segments)| segments).collect();
         Ok(Self {
             rank,
             device,
@@ -81,9 +87,12 @@ impl Decoder {
             compress: plan.compress,
             seed: plan.seed,
             params: Arc::new(params),
-            segments: segments.map(cached).collect(),
+            caches: segments.iter().map(|_| KeyValueCache::new(capacity)).collect(),
+            segments,
             capacity,
             past: 0,
+            in_half: plan.mixed.is_some() || plan.precision.operand_dtype(DType::F32).is_half(),
+            unproven: plan.verify != Verify::Off,
         })
     }
 
@@ -104,37 +113,59 @@ impl Decoder {
 
     /// Bytes of cached keys and values on this rank.
     pub fn cache_bytes(&self) -> usize {
-        self.segments.iter().map(|(_, cache)| cache.bytes()).sum()
+        self.caches.iter().map(KeyValueCache::bytes).sum()
     }
 
     /// Begins new sequences.
     pub fn clear(&mut self) {
         self.past = 0;
-        self.segments.iter().for_each(|(_, cache)| cache.clear());
+        self.caches.iter().for_each(KeyValueCache::clear);
     }
 
     /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of the model's output
     /// for the last of them, `[samples, columns]`: the logits of the next token. `batch` has the samples of this dp rank.
     ///
+    /// The first call also holds [a whole pass against a split one](split), on at most 16 tokens: three more passes. A plan with
+    /// [`Verify::Off`] does not.
+    ///
     /// Collective: every rank calls it with as many tokens. The ranks of one dp rank give the same tokens and get the same result.
     ///
     /// # Errors
-    /// More tokens than a sequence may have; more columns than the output has; a model with no attention that caches.
+    /// More tokens than a sequence may have; more columns than the output has; a model that mixes the tokens of a sequence without the
+    /// cache, the same error on every rank.
     pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
-        let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() }.into());
         if self.past + tokens > self.capacity {
-            return refuse(format!("{} and {tokens} tokens, of at most {}", self.past, self.capacity));
+            let problem = format!("{} and {tokens} tokens, of at most {}", self.past, self.capacity);
+            return Err(Error::Shape { op: "decode", problem, shapes: Vec::new() }.into());
         }
+        if self.unproven {
+            self.require_split(batch, tokens, columns)?;
+            self.unproven = false;
+        }
+        let values = self.pass(&self.caches, &self.compress, batch, tokens, columns)?;
+        self.past += tokens;
+        Ok(values)
+    }
+
+    /// One pass over tokens that follow those in `caches`.
+    fn pass(
+        &self,
+        caches: &[KeyValueCache],
+        compress: &Compress,
+        batch: &Batch,
+        tokens: usize,
+        columns: usize,
+    ) -> Result<Vec<f32>, TrainError> {
         let me = self.rank.coords().get(Axis::Pp);
         let activations = self.plan.activations(batch)?;
         let clock = Clock::beside(Purpose::Predict, u64::MAX - 1, 1);
         let (boundaries, sent) = (self.plan.boundaries(), activations.clone().into());
-        let codec = Codec::plain(&self.compress, self.seed, boundaries.into(), &self.rank, &self.device, clock)?;
+        let codec = Codec::plain(compress, self.seed, boundaries.into(), &self.rank, &self.device, clock)?;
         let codec = Rc::new(RefCell::new(codec));
         let mut transport = PipeTransport::new(&self.rank, self.device.clone(), sent, codec.clone(), self.scatter, 1);
         let holder = |stage: usize| self.schedule.rank_of(stage, 0);
         let (mut here, mut values) = (None, vec![0f32; batch.samples() * columns]);
-        for (Segment { of_stage: number, spec, stage, .. }, cache) in &self.segments {
+        for (Segment { of_stage: number, spec, stage, .. }, cache) in self.segments.iter().zip(caches) {
             let (direction, micro) = (Direction::Activation, 0);
             let tag = |stage| Tag { direction, stage, micro };
             let input: Option<Message> = match number.checked_sub(1) {
@@ -143,15 +174,10 @@ impl Decoder {
                 Some(before) => Some(transport.recv(holder(before), tag(before))?),
             };
             let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
-            tape.compress_rows(self.compress.of_rows());
+            tape.compress_rows(compress.of_rows());
             let input = input.map(|message| tape.input(message.tensor, message.types));
             let output = stage.forward(&tape, batch, input.as_ref())?;
             cache.advance(tokens);
-            if cache.attentions() == 0 && !spec.part.layers.is_empty() {
-                return refuse(format!(
-                    "stage {number} has layers and no attention that caches: each token would see itself alone"
-                ));
-            }
             let Some(cut) = spec.cut else {
                 self.read_logits(&**stage, &output, columns, &mut values)?;
                 continue;
@@ -170,7 +196,6 @@ impl Decoder {
         let last = self.schedule.stages() - 1;
         self.rank.group(Axis::Pp).broadcast_slice(&mut values, holder(last))?;
         self.rank.log().drain();
-        self.past += tokens;
         Ok(values)
     }
 

@@ -55,6 +55,22 @@ pub enum TrainError {
         /// What would be valid.
         valid: &'static str,
     },
+    /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones, so that a decoder
+    /// would give other logits than a pass over the whole sequence. Every rank has this error.
+    #[error(
+        "decode: one pass over {tokens} tokens, and two of which the second has the last token alone, give logits that differ by a relative \
+         {relative:.1e} (at most {most:.0e} is rounding): an operation of the model mixes the tokens of a sequence without the cache, or counts \
+         positions from 0 in each pass; mix tokens by causal_attention or grouped_attention, which cache what they need, and count positions \
+         from Tape::past, as Var::positions does"
+    )]
+    Split {
+        /// Tokens of the pass.
+        tokens: usize,
+        /// The distance of the logits over their norm.
+        relative: f64,
+        /// The largest that is taken for rounding.
+        most: f64,
+    },
     /// Ranks that were given different input, found by its hash with the report of the step, after its update.
     #[error("step {step}: rank {rank} has {what} that differs from rank {other}'s; {valid}")]
     Disagreement {

@@ -121,10 +121,16 @@ impl Router {
             experts: kept,
             num_experts: config.num_experts,
             types: scores.types(),
-            capacity: capacity(config, seq),
+            capacity: self.capacity(tape, seq),
             top_k: config.top_k,
         };
         Ok(Routed { chosen, weights })
+    }
+
+    /// The tokens of a sequence that an expert takes. In decoding it takes all that come: how many tokens a pass has is no property of the
+    /// sequence, and a token must not be dropped in one pass and not in another.
+    fn capacity(&self, tape: &Tape, seq: usize) -> Option<usize> {
+        if tape.decodes() { None } else { capacity(&self.config, seq) }
     }
 
     /// Choices, where they are routed, and those that are used; and the weights where the device makes them with the choice: all
@@ -138,11 +144,11 @@ impl Router {
                 shapes: vec![scores.shape().to_vec()],
             });
         };
-        let capacity = capacity(config, seq);
-        let shape = [samples, seq, config.places()];
         if config.router == RouterKind::ExpertChoice && tape.decodes() {
             return Err(MoeError::LooksAhead.into());
         }
+        let capacity = self.capacity(tape, seq);
+        let shape = [samples, seq, config.places()];
         if let (RouterKind::ExpertChoice, Some(capacity)) = (config.router, capacity) {
             let kept = device.routing()?.select_tokens(scores.tensor().buffer(), samples, experts, capacity)?;
             let kept = Tensor::from_buffer(device, kept, shape)?;

@@ -120,6 +120,17 @@ impl Batch {
         Ok(Self { samples: samples.len(), fields: self.fields.iter().map(part).collect::<Result<_>>()? })
     }
 
+    /// The same samples with other fields: `make` gives the extents of one sample, and the values, of each.
+    ///
+    /// # Errors
+    /// Those of `make`; a number of values that does not fit the samples.
+    pub fn map(&self, mut make: impl FnMut(&str, Shape, &Buffer) -> Result<(Shape, Buffer)>) -> Result<Self> {
+        self.fields.iter().try_fold(Self::new(self.samples), |made, (name, dims, values)| {
+            let (dims, values) = make(name, *dims, values)?;
+            made.with_buffer(name, dims, values)
+        })
+    }
+
     /// A hash of the samples: their number, and name, extents and values of each field.
     pub fn hash(&self) -> u64 {
         let field = |(name, dims, values): &(String, Shape, Buffer)| {
