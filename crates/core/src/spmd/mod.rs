@@ -83,6 +83,9 @@ impl fmt::Display for Ty {
 }
 
 /// One [`Ty`] per axis of the mesh that a value lies on.
+///
+/// Where several axes cut one dim, the cuts nest, and the slowest axis makes the outermost one: the ranks hold the slices of the dim in the order of
+/// their numbers. So over dp and ep, which cut the samples, and over any other axes, of values and of parameters.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Types([Option<Ty>; Axis::COUNT]);
 
@@ -115,6 +118,12 @@ impl Types {
     pub fn iter(&self) -> impl Iterator<Item = (Axis, Ty)> + use<> {
         let types = self.0;
         Axis::ALL.into_iter().filter_map(move |axis| types[axis.index()].map(|ty| (axis, ty)))
+    }
+
+    /// The axes that cut `dim`, fastest first: the innermost cut first, and the outermost last.
+    pub fn cuts(&self, dim: usize) -> impl DoubleEndedIterator<Item = Axis> + use<> {
+        let types = self.0;
+        Axis::ALL.into_iter().filter(move |axis| types[axis.index()] == Some(Ty::Shard(dim)))
     }
 
     /// The types of the gradient.

@@ -6,7 +6,7 @@
 mod dims;
 mod elements;
 
-pub use dims::{moves_dims, part_of, reshape, sum_over, transpose};
+pub use dims::{moves_dims, part_of, regroup, reshape, sum_over, transpose};
 pub use elements::{elementwise, product, sample_loss};
 
 use super::{SpmdError, Ty, Types};

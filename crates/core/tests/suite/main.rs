@@ -7,4 +7,5 @@ mod mesh;
 mod ops;
 mod pending;
 mod random_faults;
+mod spmd_reshapes;
 mod spmd_rules;

@@ -1,10 +1,10 @@
-//! The same elements under other dims (`reshape`), in another order (`transpose`), and a part of them (`narrow`). Nothing is
-//! computed, so all three keep `Partial`.
+//! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`), in another order
+//! (`transpose`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the zeros of padded shards.
 
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Buffer, SpmdError, Types};
@@ -14,7 +14,9 @@ use std::sync::Arc;
 #[derive(Debug)]
 enum Reshape {
     /// To other extents.
-    To(Shape),
+    Free,
+    /// A run of dims becomes so many others: the operation of this name.
+    Regroup(&'static str, Range<usize>, usize),
     /// Swaps two dims.
     Transpose(usize, usize),
     /// A range of a dim.
@@ -26,25 +28,64 @@ struct Reshaped {
     how: Reshape,
     /// Shape of x on this rank.
     from: Shape,
+    /// Shape of the result.
+    to: Shape,
 }
 
 impl Var {
     /// The same elements, in the same order, with the extents `extents` on this rank. Dim 0 counts samples and does not
     /// change. A sharded dim must be the first of the dims that it is merged with or cut into.
+    ///
+    /// The extents on one rank do not always tell what becomes of a sharded dim, where extents of 1 are involved: `[2, 8, 8]` may become `[2, 8, 1, 8]`
+    /// by a split into heads, of which this rank has one, or by a dim that is inserted. Such a reshape is refused on that degree. In code for every mesh
+    /// say what is meant: [`unflatten`](Self::unflatten), [`flatten`](Self::flatten), [`unsqueeze`](Self::unsqueeze), [`squeeze`](Self::squeeze).
     pub fn reshape(&self, extents: &[usize]) -> Result<Var> {
-        let keeps_samples = extents.first() == self.shape().first();
-        let fits = extents.len() <= MAX_DIMS && extents.iter().product::<usize>() == self.shape().count();
-        if !(keeps_samples && fits) {
-            return Err(Error::Shape {
-                op: "reshape",
-                problem: match fits {
-                    true => "dim 0 counts samples and stays as it is".to_owned(),
-                    false => format!("as many elements on this rank as before, in at most {MAX_DIMS} dims"),
-                },
-                shapes: vec![self.shape().to_vec(), extents.to_vec()],
-            });
+        if extents.first() != self.shape().first() && extents.iter().product::<usize>() == self.shape().count() {
+            return Err(self.misfit("reshape", "dim 0 counts samples and stays as it is".to_owned(), extents));
         }
-        self.reshaped(Reshape::To(Shape::new(extents)))
+        self.reshaped(Reshape::Free, "reshape", extents)
+    }
+
+    /// Splits `dim` into dims of the extents `extents` on this rank, as features into heads. If `dim` is sharded, the first of them is.
+    ///
+    /// ```
+    /// # use meshwork_core::{Axis, Rank, Ty, Types};
+    /// # use meshwork_tensor::{Params, Declarations, Tape, Tensor, meta::Meta, tape::{Mode, Position}};
+    /// # use std::sync::Arc;
+    /// # let rank = Arc::new(Rank::recording(&"tp=4".parse().unwrap(), 0).unwrap());
+    /// # let (device, all) = (Meta::device(), Arc::new(Declarations::new()));
+    /// # let params = Arc::new(Params::new(all, rank.mesh(), rank.coords(), &device, &[], 7)?);
+    /// # let tape = Tape::new(rank.clone(), params, device.clone(), Mode::Train, Position::default());
+    /// # let types = Types::all(rank.mesh(), Ty::Invariant).with(Axis::Tp, Ty::Shard(2));
+    /// // Queries of 4 heads of 8 features on one of four ranks of tp: one head. [samples, sequence, features]
+    /// let queries = tape.constant(Tensor::from_slice(&device, &[0.0f32; 96], [2, 6, 8])?, types);
+    /// let heads = queries.unflatten(2, &[1, 8])?; // [samples, sequence, heads, features]
+    /// assert_eq!((&heads.shape()[..], heads.ty(Axis::Tp)), (&[2, 6, 1, 8][..], Ty::Shard(2)));
+    /// assert!(queries.reshape(&[2, 6, 1, 8]).is_err()); // a head, or a dim of extent 1 before the features?
+    /// # Ok::<(), meshwork_tensor::Error>(())
+    /// ```
+    pub fn unflatten(&self, dim: usize, extents: &[usize]) -> Result<Var> {
+        let none = extents.is_empty().then(|| "a dim is split into one or more".to_owned());
+        self.regrouped("unflatten", dim..dim.saturating_add(1), extents, none)
+    }
+
+    /// Merges the dims `dims` into one, as heads into features. A sharded dim among them must be the first, and then the merged dim is sharded.
+    pub fn flatten(&self, dims: Range<usize>) -> Result<Var> {
+        let none = dims.is_empty().then(|| format!("{dims:?} has no dims to merge"));
+        let extent = self.shape().get(dims.clone()).map_or(0, |extents| extents.iter().product());
+        self.regrouped("flatten", dims, &[extent], none)
+    }
+
+    /// Inserts a dim of extent 1 before dim `dim`; all dims keep their types.
+    pub fn unsqueeze(&self, dim: usize) -> Result<Var> {
+        self.regrouped("unsqueeze", dim..dim, &[1], None)
+    }
+
+    /// Removes dim `dim`, whose extent must be 1 over all ranks. (In PyTorch a dim of another extent stays; here it is refused.)
+    pub fn squeeze(&self, dim: usize) -> Result<Var> {
+        let more = self.shape().get(dim).copied().filter(|&extent| extent != 1);
+        let more = more.map(|extent| format!("dim {dim} has extent {extent}, and is removed only at extent 1"));
+        self.regrouped("squeeze", dim..dim.saturating_add(1), &[], more)
     }
 
     /// Swaps dims `a` and `b`. Dim 0 counts samples and does not change.
@@ -57,13 +98,15 @@ impl Var {
                 shapes: vec![self.shape().to_vec()],
             });
         }
-        self.reshaped(Reshape::Transpose(a.min(b), a.max(b)))
+        let (first, second) = (self.shape()[a], self.shape()[b]);
+        let to = self.shape().with(a, second).with(b, first);
+        self.reshaped(Reshape::Transpose(a.min(b), a.max(b)), "transpose", &to)
     }
 
     /// The indices `range` of `dim`, which must be whole on this rank. Dim 0 counts samples and does not change.
     pub fn narrow(&self, dim: usize, range: Range<usize>) -> Result<Var> {
         let extent = self.shape().get(dim).copied().unwrap_or(0);
-        if dim == 0 || range.start > range.end || range.end > extent {
+        if dim == 0 || dim >= self.shape().len() || range.start > range.end || range.end > extent {
             return Err(Error::Shape {
                 op: "narrow",
                 problem: match dim {
@@ -73,11 +116,37 @@ impl Var {
                 shapes: vec![self.shape().to_vec()],
             });
         }
-        self.reshaped(Reshape::Narrow(dim, range))
+        let to = self.shape().with(dim, range.len());
+        self.reshaped(Reshape::Narrow(dim, range), "narrow", &to)
     }
 
-    fn reshaped(&self, how: Reshape) -> Result<Var> {
-        self.tape().apply(Reshaped { how, from: self.shape() }, &[self])
+    /// `dims` become dims of the extents `into`, unless there is a problem.
+    fn regrouped(&self, op: &'static str, dims: Range<usize>, into: &[usize], problem: Option<String>) -> Result<Var> {
+        let from = self.shape();
+        let problem = match dims.start {
+            0 => Some("dim 0 counts samples and stays as it is".to_owned()),
+            _ if dims.end > from.len() => Some(format!("x has {} dims, and {dims:?} are not among them", from.len())),
+            _ => problem,
+        };
+        if let Some(problem) = problem {
+            return Err(self.misfit(op, problem, into));
+        }
+        let to = [&from[..dims.start], into, &from[dims.end..]].concat();
+        self.reshaped(Reshape::Regroup(op, dims, into.len()), op, &to)
+    }
+
+    fn reshaped(&self, how: Reshape, op: &'static str, to: &[usize]) -> Result<Var> {
+        let from = self.shape();
+        let as_many = matches!(how, Reshape::Narrow(..)) || to.iter().product::<usize>() == from.count();
+        if to.len() > MAX_DIMS || !as_many {
+            let problem = format!("as many elements on this rank as before, in at most {MAX_DIMS} dims");
+            return Err(self.misfit(op, problem, to));
+        }
+        self.tape().apply(Reshaped { how, from, to: Shape::new(to) }, &[self])
+    }
+
+    fn misfit(&self, op: &'static str, problem: String, extents: &[usize]) -> Error {
+        Error::Shape { op, problem, shapes: vec![self.shape().to_vec(), extents.to_vec()] }
     }
 }
 
@@ -112,7 +181,8 @@ fn swapped(device: &Arc<dyn Device>, x: &Buffer, [outer, a, b, inner]: [usize; 4
 impl Op for Reshaped {
     fn name(&self) -> &'static str {
         match self.how {
-            Reshape::To(_) => "reshape",
+            Reshape::Free => "reshape",
+            Reshape::Regroup(name, ..) => name,
             Reshape::Transpose(..) => "transpose",
             Reshape::Narrow(..) => "narrow",
         }
@@ -127,17 +197,23 @@ impl Op for Reshaped {
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
-        match self.how {
-            Reshape::To(to) => rules::reshape(self.name(), operands[0], &self.from, &to),
-            Reshape::Transpose(a, b) => rules::transpose(self.name(), operands[0], a, b),
-            Reshape::Narrow(dim, _) => rules::part_of(self.name(), operands[0], dim),
+        let (name, x) = (self.name(), operands[0]);
+        match &self.how {
+            Reshape::Free => rules::reshape(name, x, &self.from, &self.to),
+            Reshape::Regroup(_, dims, into) => rules::regroup(name, x, &self.from, dims.clone(), *into),
+            Reshape::Transpose(a, b) => rules::transpose(name, x, *a, *b),
+            Reshape::Narrow(dim, _) => rules::part_of(name, x, *dim),
         }
+    }
+
+    fn padded(&self) -> Padded {
+        Padded::Moved { from: self.from, to: self.to }
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let x = inputs[0];
         match &self.how {
-            Reshape::To(to) => x.clone().reshape(*to),
+            Reshape::Free | Reshape::Regroup(..) => x.clone().reshape(self.to),
             Reshape::Transpose(a, b) => transposed(x, *a, *b),
             Reshape::Narrow(dim, range) => {
                 let (outer, extent, inner) = x.shape().around(*dim);
@@ -152,7 +228,7 @@ impl Op for Reshaped {
             return Ok(vec![None]);
         }
         Ok(vec![Some(match &self.how {
-            Reshape::To(_) => grad.reshape(self.from)?,
+            Reshape::Free | Reshape::Regroup(..) => grad.reshape(self.from)?,
             Reshape::Transpose(a, b) => transposed(&grad, *a, *b)?,
             Reshape::Narrow(dim, range) => {
                 let (outer, extent, inner) = self.from.around(*dim);

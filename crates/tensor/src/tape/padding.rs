@@ -6,6 +6,7 @@
 
 use super::{Op, Tape, Var};
 use crate::error::{Error, Result, divisors};
+use crate::shape::Shape;
 use meshwork_core::{Axis, Ty, Types};
 
 /// The true extents of the dims that are cut, where the shards are padded with zeros: at most one for each axis.
@@ -37,6 +38,14 @@ pub enum Padded {
     /// Zeros at the end of the operands give zeros at the end of the result, and nothing where they are summed over; in backward
     /// too. The operands must have the same true extents.
     Zeros,
+    /// It moves the elements of its operand, zeros with the others, and gives a rank other dims: a dim that was cut has as many times more or fewer
+    /// elements over all ranks as on one, which must be a whole number.
+    Moved {
+        /// Shape of the operand on one rank.
+        from: Shape,
+        /// Shape of the result on one rank.
+        to: Shape,
+    },
     /// It knows the extent of the dim that is cut over `axis`, and leaves out what lies beyond. An operand of another extent
     /// is refused.
     Knows {
@@ -60,19 +69,20 @@ impl Cut<'_> {
         self.value.tape.rank().mesh().degree(self.axis)
     }
 
-    /// The elements that all ranks store.
+    /// The elements that all ranks store, those of every axis that cuts the dim.
     fn stored(&self) -> usize {
-        self.value.shape()[self.dim] * self.degree()
+        let mesh = self.value.tape.rank().mesh();
+        self.value.types.cuts(self.dim).fold(self.value.shape()[self.dim], |stored, axis| stored * mesh.degree(axis))
     }
 
-    /// The elements that there are; `None` where another axis cuts the same dim, and nothing is padded.
-    fn extent(&self) -> Option<usize> {
-        let nested = self.value.types.iter().any(|(axis, ty)| axis != self.axis && ty == Ty::Shard(self.dim));
-        self.value.padding.extent(self.axis).or_else(|| (!nested).then(|| self.stored()))
+    /// The elements that there are.
+    fn extent(&self) -> usize {
+        let padded = self.value.types.cuts(self.dim).find_map(|axis| self.value.padding.extent(axis));
+        padded.unwrap_or_else(|| self.stored())
     }
 
     fn refuse_zeros(&self, op: &'static str) -> Error {
-        let extent = self.extent().unwrap_or_default();
+        let extent = self.extent();
         let problem = "the zeros would count as elements".to_owned();
         let gather = format!("all_gather {} over {} first, which gives the {extent}", self.name, self.axis);
         self.refuse(op, problem, format!("{gather}, or use a degree that divides them: {}", divisors(extent)))
@@ -80,7 +90,7 @@ impl Cut<'_> {
 
     fn refuse(&self, op: &'static str, problem: String, valid: String) -> Error {
         let (dim, axis, degree) = (self.dim, self.axis, self.degree());
-        let extent = self.extent().unwrap_or_default();
+        let extent = self.extent();
         Error::Extent { op, operand: self.name, extent, dim, axis, degree, stored: self.stored(), problem, valid }
     }
 }
@@ -101,14 +111,14 @@ pub(super) fn of_result(op: &dyn Op, inputs: &[&Var], types: Types) -> Result<Pa
     let padded = op.padded();
     if let Padded::Knows { axis, extent } = padded {
         for cut in cuts(op, inputs, axis) {
-            if cut.extent().is_some_and(|has| has != extent) {
+            if cut.extent() != extent {
                 let problem = format!("{} was told {extent}", op.name());
                 return Err(cut.refuse(op.name(), problem, "name the extent that was declared".to_owned()));
             }
         }
     }
     let mut kept = Padding::default();
-    for (axis, extent) in inputs.iter().flat_map(|input| input.padding.iter()) {
+    for (axis, mut extent) in inputs.iter().flat_map(|input| input.padding.iter()) {
         let Some(cut) = cuts(op, inputs, axis).find(|cut| cut.value.padding.extent(axis).is_some()) else { continue };
         match padded {
             Padded::Knows { axis: known, .. } if known == axis => continue,
@@ -117,12 +127,22 @@ pub(super) fn of_result(op: &dyn Op, inputs: &[&Var], types: Types) -> Result<Pa
                 return Err(cut.refuse_zeros(op.name()));
             }
             Padded::Zeros => {
-                if let Some(other) =
-                    cuts(op, inputs, axis).find(|other| other.extent().is_some_and(|has| has != extent))
-                {
-                    let has = other.extent().unwrap_or_default();
-                    let problem = format!("{} has {has}", other.name);
+                if let Some(other) = cuts(op, inputs, axis).find(|other| other.extent() != extent) {
+                    let problem = format!("{} has {}", other.name, other.extent());
                     return Err(cut.refuse(op.name(), problem, "operands of one extent".to_owned()));
+                }
+            }
+            Padded::Moved { from, to } => {
+                if let Some(dim) = types.get(axis).and_then(Ty::dim) {
+                    let (old, new) = (from[cut.dim].max(1), to[dim]);
+                    if !(extent * new).is_multiple_of(old) {
+                        let valid = format!(
+                            "extents of which {extent} elements fill a whole number, or all_gather x over {axis} first"
+                        );
+                        let problem = format!("{} would end inside of an index of dim {dim}", op.name());
+                        return Err(cut.refuse(op.name(), problem, valid));
+                    }
+                    extent = extent * new / old;
                 }
             }
         }

@@ -219,8 +219,7 @@ fn programs_in_parts_have_the_numbers_of_one_rank() {
     same_on_two_ranks("a shard transposed", |_, x| x.split(TP, 1)?.transpose(1, 2)?.all_gather_invariant(TP, 2));
     same_on_two_ranks("a shard cut into two dims", |_, x| {
         let x = x.split(TP, 1)?;
-        let held = x.shape()[1];
-        x.reshape(&[2, held / 2, 2, 6])?.all_gather_invariant(TP, 1)
+        x.unflatten(1, &[x.shape()[1] / 2, 2])?.all_gather_invariant(TP, 1)
     });
 }
 

@@ -11,6 +11,7 @@ mod everyday;
 mod everyday_canonical;
 mod everyday_ops;
 mod gradients;
+mod heads;
 mod hooks;
 mod ids;
 mod images;

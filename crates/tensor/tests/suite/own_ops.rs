@@ -90,11 +90,16 @@ fn functions_along_a_dim() {
 #[test]
 fn other_dims() {
     let local = |v: &Var| v.shape().to_vec();
-    check("reshape to fewer", &[x(&[3, 1, 5])], |v| {
+    check("reshape to fewer", &[x(&[3, 1, 5]).fixed(&[1])], |v| {
         let [a, b, c] = local(&v[0])[..] else { unreachable!() };
         v[0].reshape(&[a, b * c])
     });
     check("reshape to more", &[x(&[3, 10]).fixed(&[1])], |v| v[0].reshape(&[local(&v[0])[0], local(&v[0])[1] / 5, 5]));
+    check("unflatten", &[x(&[3, 10]).fixed(&[1])], |v| v[0].unflatten(1, &[local(&v[0])[1] / 5, 5]));
+    check("flatten", &[x(&[3, 5, 2]).fixed(&[1])], |v| v[0].flatten(1..3));
+    check("flatten behind an extent of 1", &[x(&[3, 1, 5]).fixed(&[1])], |v| v[0].flatten(1..3));
+    check("unsqueeze", &[x(&[3, 1, 5])], |v| v[0].unsqueeze(2));
+    check("squeeze", &[x(&[3, 1, 5]).fixed(&[1])], |v| v[0].squeeze(1));
     check("transpose", &[x(&[3, 1, 5])], |v| v[0].transpose(1, 2));
     check("narrow", &[x(&[3, 5, 1])], |v| v[0].narrow(1, 1..4));
     for dim in 1..3 {

@@ -42,70 +42,95 @@ pub fn transpose(op: &str, x: Operand<'_>, a: usize, b: usize) -> Result<Types, 
     })
 }
 
-/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same
-/// number of elements.
+/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same number of elements. A first
+/// extent that stays is the same dim.
 ///
-/// A sharded dim must be the first of the dims that it is merged with: only then are the elements of a rank one
-/// contiguous run of each merged dim. The first of the resulting dims is sharded.
+/// A rank's elements lie as they did if the sharded dim begins where a new dim begins: the same number of elements per index is left behind both. That
+/// dim is sharded. Dims of extent 1 begin at the same place as their neighbours, so several new dims may come into question. If as many old ones begin
+/// there, the dims are taken to be unchanged, one by one. If not, the extents of one rank cannot tell: of `[2, 8, 8]` with `Shard(2)`, reshaped to
+/// `[2, 8, 1, 8]`, dim 2 may have been split into heads, of which this rank has one (`Shard(2)`), or a dim inserted (`Shard(3)`). This is refused;
+/// [`regroup`] says what is meant.
 pub fn reshape(op: &str, x: Operand<'_>, from: &[usize], to: &[usize]) -> Result<Types, SpmdError> {
-    let groups = reshaped_groups(from, to);
-    moves_dims(op, x, |sharded| {
-        let (merged, into) = groups.iter().find(|(merged, _)| merged.contains(&sharded)).cloned().unwrap_or_default();
-        match merged.start == sharded && !into.is_empty() {
-            true => Ok(Ty::Shard(into.start)),
-            false => Err((
+    let kept = usize::from(!from.is_empty() && from.first() == to.first());
+    let types = moves_dims(op, x, |sharded| {
+        if sharded < kept {
+            return Ok(Ty::Shard(sharded));
+        }
+        if sharded >= from.len() {
+            return Err(scattered(x.name, sharded, &format!("no dim of {from:?}")));
+        }
+        // As if an extent of 0 was an unknown one.
+        let before = |dims: &[usize], dim: usize| {
+            let count =
+                |(zeros, product), &extent| if extent == 0 { (zeros + 1, product) } else { (zeros, product * extent) };
+            dims[..dim].iter().fold((0, 1), count)
+        };
+        let begins = |dims: &[usize]| -> Vec<usize> {
+            (kept..dims.len()).filter(|&dim| before(dims, dim) == before(from, sharded)).collect()
+        };
+        let (old, new) = (begins(from), begins(to));
+        let at = old.iter().position(|&dim| dim == sharded).filter(|_| old.len() == new.len());
+        match (&new[..], at) {
+            ([only], _) => Ok(Ty::Shard(*only)),
+            (_, Some(at)) => Ok(Ty::Shard(new[at])),
+            ([], _) => Err(scattered(x.name, sharded, &format!("no dim of {to:?} begins where it does in {from:?}"))),
+            ([first, ..], _) => Err((
                 format!(
-                    "dim {sharded} of {} is sharded and not the first of dims {merged:?}, which become dims {into:?}: \
-                     a rank's elements would lie scattered over the new dims",
-                    x.name
+                    "dim {sharded} of {} is sharded, and any of dims {first}..{} may be what becomes of it: from {from:?} to {to:?}, the \
+                     extents of one rank, a dim may have been split, merged, inserted or removed",
+                    x.name,
+                    first + new.len()
                 ),
-                format!("transpose dim {sharded} to the front of them first, or all_gather {} along it", x.name),
+                "say which with unflatten, flatten, unsqueeze or squeeze".to_owned(),
             )),
         }
-    })
+    })?;
+    nested(op, x, types)
 }
 
-/// The smallest runs of dims of `from` and of `to` that hold the same elements.
-fn reshaped_groups(from: &[usize], to: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
-    let (mut groups, mut i, mut j) = (Vec::new(), 0, 0);
-    while i < from.len() || j < to.len() {
-        let (first, second) = (i, j);
-        let (mut held, mut made) = (1, 1);
-        // At least one dim of each, if there are any.
-        loop {
-            if i < from.len() && (held <= made || j == to.len()) {
-                held *= from[i];
-                i += 1;
-            } else if j < to.len() {
-                made *= to[j];
-                j += 1;
-            }
-            let one_each = (i > first || i == from.len()) && (j > second || j == to.len());
-            if (one_each && held == made) || (i == from.len() && j == to.len()) {
-                break;
-            }
-        }
-        groups.push((first..i, second..j));
-    }
-    groups
+/// The dims `dims` of `x`, whose extents on this rank are `from`, become `into` dims in their place, with the same elements in the same order; all
+/// others stay. A sharded dim among them must be the first but for dims of extent 1, and then the first of the new ones is sharded. A dim that is
+/// removed (`into` is 0) must be whole.
+pub fn regroup(op: &str, x: Operand<'_>, from: &[usize], dims: Range<usize>, into: usize) -> Result<Types, SpmdError> {
+    let types = moves_dims(op, x, |sharded| match sharded {
+        _ if sharded < dims.start => Ok(Ty::Shard(sharded)),
+        _ if sharded >= dims.end => Ok(Ty::Shard(sharded - dims.len() + into)),
+        _ if into == 0 => Err((
+            format!("dim {sharded} of {} is sharded: the other ranks have more of it", x.name),
+            format!("all_gather {} along dim {sharded} first", x.name),
+        )),
+        _ if from[dims.start..sharded].iter().all(|&extent| extent == 1) => Ok(Ty::Shard(dims.start)),
+        _ => Err(scattered(x.name, sharded, &format!("not the first of dims {dims:?}, which are merged"))),
+    })?;
+    nested(op, x, types)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn scattered(name: &str, dim: usize, why: &str) -> (String, String) {
+    (
+        format!("dim {dim} of {name} is sharded, and {why}: a rank's elements would lie scattered over the new dims"),
+        format!(
+            "transpose dim {dim} to the front of those that it is merged with first, or all_gather {name} along it"
+        ),
+    )
+}
 
-    #[test]
-    fn dims_are_grouped_by_the_elements_that_they_hold() {
-        let groups = |from: &[usize], to: &[usize]| {
-            let plain = |(a, b): (Range<usize>, Range<usize>)| [a.start, a.end, b.start, b.end];
-            reshaped_groups(from, to).into_iter().map(plain).collect::<Vec<_>>()
+/// Refuses two cuts of two dims as cuts of one dim in the wrong order: of one dim the slowest axis makes the outermost cut.
+fn nested(op: &str, x: Operand<'_>, types: Types) -> Result<Types, SpmdError> {
+    let cuts = || x.types.iter().filter_map(|(axis, ty)| Some((axis, ty.dim()?, types.get(axis)?.dim()?)));
+    for (axis, from, to) in cuts() {
+        let Some((slower, inner, _)) = cuts().find(|&(other, inner, at)| other > axis && inner > from && at == to)
+        else {
+            continue;
         };
-        assert_eq!(groups(&[2, 3, 8], &[2, 3, 2, 4]), [[0, 1, 0, 1], [1, 2, 1, 2], [2, 3, 2, 4]]);
-        assert_eq!(groups(&[2, 3, 2, 4], &[2, 3, 8]), [[0, 1, 0, 1], [1, 2, 1, 2], [2, 4, 2, 3]]);
-        assert_eq!(groups(&[4, 6], &[6, 4]), [[0, 2, 0, 2]]);
-        assert_eq!(groups(&[2, 1, 3], &[2, 3]), [[0, 1, 0, 1], [1, 3, 1, 2]]);
-        assert_eq!(groups(&[2, 3, 1], &[2, 3]), [[0, 1, 0, 1], [1, 2, 1, 2], [2, 3, 2, 2]]);
-        assert_eq!(groups(&[5], &[5, 1]), [[0, 1, 0, 1], [1, 1, 1, 2]]);
-        assert!(groups(&[], &[]).is_empty());
+        return Err(SpmdError {
+            op: op.to_owned(),
+            axis,
+            problem: format!(
+                "dim {from} of {}, which {axis} cuts, and dim {inner}, which {slower} cuts, become one dim, and {slower} cuts outside of {axis}",
+                x.name
+            ),
+            fix: format!("all_gather {} along one of them first", x.name),
+        });
     }
+    Ok(types)
 }
