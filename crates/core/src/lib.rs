@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod agreement;
+mod axes;
 mod buffer;
 pub mod comm;
 mod dtype;
@@ -21,6 +22,7 @@ mod sync;
 pub mod sync;
 pub mod tree;
 
+pub use axes::Axes;
 pub use buffer::{Buffer, BufferError, Window};
 pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
 pub use dtype::{DType, Element, bf16, f16};

@@ -132,7 +132,8 @@ fn place(value: &Activation, batch: usize, first: usize, mesh: &Mesh, coords: Co
         match ty {
             Ty::Shard(dim) if dim > 0 => {
                 let (extent, rank) = (dims[dim], coords.get(axis));
-                let start = ranges[dim].start + rank * ranges[dim].len();
+                // The fastest axis, whose turn is first, makes the innermost cut.
+                let start = ranges[dim].start + rank * extent;
                 ranges[dim] = start..start + value.shape[dim];
                 dims = dims.with(dim, extent * mesh.degree(axis));
             }

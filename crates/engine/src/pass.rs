@@ -2,7 +2,7 @@
 
 use crate::verify::Claims;
 use crate::{PlanError, Recompute, TrainError, Watch};
-use meshwork_core::{Buffer, Rank};
+use meshwork_core::{Axis, Buffer, Rank, SpmdError, Ty};
 use meshwork_nn::{Activation, Batch, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
 use meshwork_tensor::{Device, Var};
@@ -90,7 +90,29 @@ impl Pass {
     }
 
     /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.
+    ///
+    /// # Errors
+    /// Numbers of the samples of other ranks, gathered and not cut again.
     pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
+        let shared = |&axis: &Axis| value.types().get(axis).is_some_and(|ty| ty != Ty::Shard(0));
+        if let Some(axis) = Axis::DATA.into_iter().find(shared) {
+            let name = row.checked_sub(1).map_or("loss", |metric| self.metrics[metric].name);
+            let ty = value.ty(axis);
+            return Err(SpmdError {
+                op: name.to_owned(),
+                axis,
+                problem: format!(
+                    "it is {ty}: a number for each sample of the batch lies on the rank that has the sample"
+                ),
+                fix: match ty {
+                    Ty::Partial => "reduce_scatter(P→S) it over Axis::DATA along dim 0 first",
+                    Ty::Replicate => "slice(R→S) it over Axis::DATA along dim 0 first",
+                    _ => "split(I→S) it over Axis::DATA along dim 0 first",
+                }
+                .to_owned(),
+            }
+            .into());
+        }
         if !value.types().counted_at(self.rank.coords()) {
             return Ok(());
         }

@@ -1,6 +1,7 @@
 //! What a model may ask of the engine besides its loss: auxiliary losses, reported metrics, parameter groups, frozen
 //! parameters and statistics. They hold on every mesh and schedule, and a model that contradicts itself is refused.
 
+mod contrastive;
 mod tower;
 
 use meshwork_core::comm::thread;

@@ -157,7 +157,7 @@ impl Router {
         let second = match (config.router, tape.mode()) {
             (RouterKind::Gshard, Mode::Train) => {
                 let key = tape.random_key(&format!("{}.second", self.name))?;
-                Some(Draw { key, first: tape.first_sample() * seq as u64 })
+                Some(Draw { key, first: scores.first_sample() * seq as u64 })
             }
             _ => None,
         };

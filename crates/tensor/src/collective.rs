@@ -13,13 +13,18 @@
 //! | [`slice`](Var::slice) R→S | local slice | zero-padded, Partial |
 //! | [`as_partial`](Var::as_partial) V→P | identity | identity |
 //! | [`max_reduce`](Var::max_reduce) | all-reduce (max) | no gradient |
+//!
+//! Each takes one axis or several, which must have the same type, and is then one operation over the group of all of them:
+//! `x.all_gather(Axis::DATA, 0)` gathers the samples of all ranks. Where several axes cut one dim, [the slowest cuts outermost](meshwork_core::Types). A
+//! gather undoes innermost cuts, and a cut is made inside of those that are there; another order would shuffle elements and is refused. An axis of
+//! degree 1 cuts nothing and is never in the way.
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::Operand;
-use meshwork_core::{Axis, Group, ReduceOp, SpmdError, Ty, Types};
+use meshwork_core::{Axes, Axis, Group, ReduceOp, SpmdError, Ty, Types};
 
 /// The effect of a collective on memory. The conjugate of each kind is one of these kinds too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +46,9 @@ enum Move {
 #[derive(Debug)]
 struct Collective {
     name: &'static str,
-    axis: Axis,
+    axes: Axes,
+    /// The axes of the mesh above degree 1.
+    wide: Axes,
     from: Ty,
     to: Ty,
     forward: Move,
@@ -53,6 +60,7 @@ struct Collective {
 /// Zeros at the end of a dim: `stored` elements, of which `extent` are real.
 #[derive(Clone, Copy, Debug)]
 struct Zeros {
+    axis: Axis,
     dim: usize,
     extent: usize,
     stored: usize,
@@ -74,91 +82,105 @@ impl Zeros {
 
 impl Var {
     /// I→R before work that differs per rank (a column-parallel layer): Megatron-LM's operator f
-    /// (`copy_to_tensor_model_parallel_region`). The identity in forward; the gradient is summed over `axis`.
-    pub fn copy(&self, axis: Axis) -> Result<Var> {
-        self.convert("copy", axis, Ty::Invariant, Ty::Replicate, Move::Identity, Move::AllReduce)
+    /// (`copy_to_tensor_model_parallel_region`). The identity in forward; the gradient is summed over `axes`.
+    pub fn copy(&self, axes: impl Into<Axes>) -> Result<Var> {
+        self.convert("copy", axes.into(), Ty::Invariant, Ty::Replicate, Move::Identity, Move::AllReduce)
     }
 
-    /// P→I: the sum over the ranks of `axis`, after a row-parallel layer: Megatron-LM's operator g
+    /// P→I: the sum over the ranks of `axes`, after a row-parallel layer: Megatron-LM's operator g
     /// (`reduce_from_tensor_model_parallel_region`). The gradient passes unchanged.
-    pub fn all_reduce(&self, axis: Axis) -> Result<Var> {
-        self.convert("all_reduce", axis, Ty::Partial, Ty::Invariant, Move::AllReduce, Move::Identity)
+    pub fn all_reduce(&self, axes: impl Into<Axes>) -> Result<Var> {
+        self.convert("all_reduce", axes.into(), Ty::Partial, Ty::Invariant, Move::AllReduce, Move::Identity)
     }
 
     /// P→R: sums, for use that differs per rank.
-    pub fn all_reduce_replicate(&self, axis: Axis) -> Result<Var> {
-        self.convert("all_reduce", axis, Ty::Partial, Ty::Replicate, Move::AllReduce, Move::AllReduce)
+    pub fn all_reduce_replicate(&self, axes: impl Into<Axes>) -> Result<Var> {
+        self.convert("all_reduce", axes.into(), Ty::Partial, Ty::Replicate, Move::AllReduce, Move::AllReduce)
     }
 
     /// S(dim)→R.
-    pub fn all_gather(&self, axis: Axis, dim: usize) -> Result<Var> {
+    pub fn all_gather(&self, axes: impl Into<Axes>, dim: usize) -> Result<Var> {
         let (gather, scatter) = (Move::Gather(dim), Move::ReduceScatter(dim));
-        self.convert("all_gather", axis, Ty::Shard(dim), Ty::Replicate, gather, scatter)
+        self.convert("all_gather", axes.into(), Ty::Shard(dim), Ty::Replicate, gather, scatter)
     }
 
     /// S(dim)→I.
-    pub fn all_gather_invariant(&self, axis: Axis, dim: usize) -> Result<Var> {
-        self.convert("all_gather", axis, Ty::Shard(dim), Ty::Invariant, Move::Gather(dim), Move::Slice(dim))
+    pub fn all_gather_invariant(&self, axes: impl Into<Axes>, dim: usize) -> Result<Var> {
+        self.convert("all_gather", axes.into(), Ty::Shard(dim), Ty::Invariant, Move::Gather(dim), Move::Slice(dim))
     }
 
     /// P→S(dim): sums, and each rank keeps its slice.
-    pub fn reduce_scatter(&self, axis: Axis, dim: usize) -> Result<Var> {
+    pub fn reduce_scatter(&self, axes: impl Into<Axes>, dim: usize) -> Result<Var> {
         let (scatter, gather) = (Move::ReduceScatter(dim), Move::Gather(dim));
-        self.convert("reduce_scatter", axis, Ty::Partial, Ty::Shard(dim), scatter, gather)
+        self.convert("reduce_scatter", axes.into(), Ty::Partial, Ty::Shard(dim), scatter, gather)
     }
 
     /// I→S(dim).
-    pub fn split(&self, axis: Axis, dim: usize) -> Result<Var> {
-        self.convert("split", axis, Ty::Invariant, Ty::Shard(dim), Move::Slice(dim), Move::Gather(dim))
+    pub fn split(&self, axes: impl Into<Axes>, dim: usize) -> Result<Var> {
+        self.convert("split", axes.into(), Ty::Invariant, Ty::Shard(dim), Move::Slice(dim), Move::Gather(dim))
     }
 
     /// R→S(dim).
-    pub fn slice(&self, axis: Axis, dim: usize) -> Result<Var> {
-        self.convert("slice", axis, Ty::Replicate, Ty::Shard(dim), Move::Slice(dim), Move::Pad(dim))
+    pub fn slice(&self, axes: impl Into<Axes>, dim: usize) -> Result<Var> {
+        self.convert("slice", axes.into(), Ty::Replicate, Ty::Shard(dim), Move::Slice(dim), Move::Pad(dim))
     }
 
     /// S(from)→S(to).
-    pub fn all_to_all(&self, axis: Axis, from: usize, to: usize) -> Result<Var> {
+    pub fn all_to_all(&self, axes: impl Into<Axes>, from: usize, to: usize) -> Result<Var> {
         self.require_unpadded("all_to_all", "x")?;
         let (there, back) = (Move::Exchange(from, to), Move::Exchange(to, from));
-        self.convert("all_to_all", axis, Ty::Shard(from), Ty::Shard(to), there, back)
+        self.convert("all_to_all", axes.into(), Ty::Shard(from), Ty::Shard(to), there, back)
     }
 
     /// V→P: declares each rank's own value to be a share of a sum.
-    pub fn as_partial(&self, axis: Axis) -> Result<Var> {
-        self.convert("as_partial", axis, Ty::Varying, Ty::Partial, Move::Identity, Move::Identity)
+    pub fn as_partial(&self, axes: impl Into<Axes>) -> Result<Var> {
+        self.convert("as_partial", axes.into(), Ty::Varying, Ty::Partial, Move::Identity, Move::Identity)
     }
 
     /// The largest value over the ranks, element by element, `Invariant`. No gradient flows.
-    pub fn max_reduce(&self, axis: Axis) -> Result<Var> {
-        let group = self.tape().rank().group(axis);
-        let refuse = |ty: Ty| SpmdError {
-            op: "max_reduce".to_owned(),
-            axis,
-            problem: format!("x is {ty}"),
-            fix: "a maximum is taken over values that vary: Varying or Shard".to_owned(),
-        };
-        let ty = self.ty(axis);
-        if !matches!(ty, Ty::Varying | Ty::Shard(_)) {
-            return Err(refuse(ty).into());
+    pub fn max_reduce(&self, axes: impl Into<Axes>) -> Result<Var> {
+        let axes = self.on_mesh(axes.into());
+        if let Some(&axis) = axes.iter().find(|&&axis| !matches!(self.ty(axis), Ty::Varying | Ty::Shard(_))) {
+            return Err(SpmdError {
+                op: "max_reduce".to_owned(),
+                axis,
+                problem: format!("x is {}", self.ty(axis)),
+                fix: "a maximum is taken over values that vary: Varying or Shard".to_owned(),
+            }
+            .into());
         }
         self.require_unpadded("max_reduce", "x")?;
         let input = self.tensor();
         let out = input.device().alloc(input.dtype(), input.count())?;
-        let reduced = group.all_reduce_into(input.buffer().clone(), out, ReduceOp::Max)?;
+        let reduced =
+            self.tape().rank().group_over(&axes).all_reduce_into(input.buffer().clone(), out, ReduceOp::Max)?;
         let tensor = Tensor::from_buffer(input.device(), reduced, input.shape())?;
-        Ok(self.tape().constant(tensor, self.types().with(axis, Ty::Invariant)))
+        let types = axes.iter().fold(self.types(), |types, &axis| types.with(axis, Ty::Invariant));
+        Ok(self.tape().constant(tensor, types))
     }
 
-    fn convert(&self, name: &'static str, axis: Axis, from: Ty, to: Ty, forward: Move, backward: Move) -> Result<Var> {
-        let zeros = match (forward, self.padding().extent(axis), from == self.ty(axis)) {
-            (Move::Gather(dim), Some(extent), true) => {
-                let stored = self.shape()[dim] * self.tape().rank().mesh().degree(axis);
-                Some(Zeros { dim, extent, stored })
+    /// Those of the axes that the mesh has; all, if it has none.
+    fn on_mesh(&self, axes: Axes) -> Axes {
+        let mesh = self.tape().rank().mesh();
+        let on: Axes = axes.iter().copied().filter(|&axis| mesh.has(axis)).collect();
+        if on.is_empty() { axes } else { on }
+    }
+
+    fn convert(&self, name: &'static str, axes: Axes, from: Ty, to: Ty, forward: Move, backward: Move) -> Result<Var> {
+        let (axes, rank, types) = (self.on_mesh(axes), self.tape().rank(), self.types());
+        let zeros = match forward {
+            // What is left of the cuts keeps the padding.
+            Move::Gather(dim) if types.cuts(dim).all(|axis| axes.contains(&axis)) => {
+                let padded = types.cuts(dim).find_map(|axis| Some((axis, self.padding().extent(axis)?)));
+                padded.map(|(axis, extent)| {
+                    let stored = self.shape()[dim] * rank.group_over(&axes).size();
+                    Zeros { axis, dim, extent, stored }
+                })
             }
             _ => None,
         };
-        self.tape().apply(Collective { name, axis, from, to, forward, backward, zeros }, &[self])
+        let wide = rank.mesh().axes().filter(|&axis| rank.mesh().degree(axis) > 1).collect();
+        self.tape().apply(Collective { name, axes, wide, from, to, forward, backward, zeros }, &[self])
     }
 }
 
@@ -176,47 +198,72 @@ impl Op for Collective {
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
-        let (name, axis, types) = (self.name, self.axis, operands[0].types);
-        let refuse = |problem: String, fix: String| SpmdError { op: name.to_owned(), axis, problem, fix };
-        let Some(ty) = types.get(axis) else {
-            return Err(refuse("x does not lie on this axis".to_owned(), "use a mesh that has it".to_owned()));
-        };
-        if ty != self.from {
-            return Err(refuse(format!("x is {ty} and {name} takes {}", self.from), advice(name, ty, self.from)));
-        }
-        if let (Ty::Shard(from), Ty::Shard(to)) = (self.from, self.to)
-            && from == to
-        {
-            return Err(refuse(
-                format!("dim {from} would be gathered and cut at once"),
-                format!("drop this {name}: x is Shard({from}) already"),
-            ));
-        }
-        let ndim = operands[0].ndim;
-        if let Some(dim) = self.to.dim().filter(|&dim| dim >= ndim) {
-            return Err(refuse(format!("x has {ndim} dims and no dim {dim}"), format!("name a dim below {ndim}")));
-        }
-        // Cuts of two axes along one dim nest, so undoing only the outer cut would shuffle elements.
-        for dim in self.from.dim().into_iter().chain(self.to.dim()) {
-            if let Some((other, _)) = types.iter().find(|&(other, ty)| other != axis && ty == Ty::Shard(dim)) {
+        let (name, types, ndim) = (self.name, operands[0].types, operands[0].ndim);
+        let refuse = |axis: Axis, problem: String, fix: String| SpmdError { op: name.to_owned(), axis, problem, fix };
+        for &axis in self.axes.iter() {
+            let Some(ty) = types.get(axis) else {
                 return Err(refuse(
-                    format!("dim {dim} is also cut over {other}"),
-                    format!("gather it over {other} first"),
+                    axis,
+                    "x does not lie on this axis".to_owned(),
+                    "use a mesh that has it".to_owned(),
+                ));
+            };
+            if ty != self.from {
+                return Err(refuse(
+                    axis,
+                    format!("x is {ty} and {name} takes {}", self.from),
+                    advice(name, ty, self.from),
                 ));
             }
         }
-        Ok(types.with(axis, self.to))
+        let Some(&axis) = self.axes.last() else { return Ok(types) };
+        if let (Ty::Shard(from), Ty::Shard(to)) = (self.from, self.to)
+            && from == to
+        {
+            let problem = format!("dim {from} would be gathered and cut at once");
+            return Err(refuse(axis, problem, format!("drop this {name}: x is Shard({from}) already")));
+        }
+        if let Some(dim) = self.to.dim().filter(|&dim| dim >= ndim) {
+            return Err(refuse(
+                axis,
+                format!("x has {ndim} dims and no dim {dim}"),
+                format!("name a dim below {ndim}"),
+            ));
+        }
+        // The cuts that are made or undone are the innermost ones.
+        let moved = |axis: &Axis| self.axes.contains(axis);
+        let slowest = self.axes.iter().rev().find(|axis| self.wide.contains(axis));
+        for dim in self.from.dim().into_iter().chain(self.to.dim()) {
+            let Some(&slowest) = slowest else { continue };
+            let Some(inner) = types.cuts(dim).find(|axis| *axis < slowest && self.wide.contains(axis) && !moved(axis))
+            else {
+                continue;
+            };
+            return Err(match self.from.dim() == Some(dim) {
+                true => refuse(
+                    slowest,
+                    format!("dim {dim} is also cut over {inner}, inside of the cut over {slowest}"),
+                    format!("gather it over {inner} first, or over both at once"),
+                ),
+                false => refuse(
+                    slowest,
+                    format!("dim {dim} is cut over {inner}, and a cut over {slowest} is outside of that"),
+                    format!("gather it over {inner} first, or cut it over {slowest} before {inner}"),
+                ),
+            });
+        }
+        Ok(self.axes.iter().fold(types, |types, &axis| types.with(axis, self.to)))
     }
 
     fn padded(&self) -> Padded {
         match self.zeros {
-            Some(Zeros { extent, .. }) => Padded::Knows { axis: self.axis, extent },
+            Some(Zeros { axis, extent, .. }) => Padded::Knows { axis, extent },
             None => Padded::Zeros,
         }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        let moves = self.forward != Move::Identity && cx.tape().rank().group(self.axis).size() > 1;
+        let moves = self.forward != Move::Identity && cx.tape().rank().group_over(&self.axes).size() > 1;
         if !moves && self.zeros.is_none() {
             cx.same_as(0);
         }
@@ -260,7 +307,7 @@ fn advice(name: &str, is: Ty, wants: Ty) -> String {
 
 impl Move {
     fn run(self, op: &Collective, tape: &Tape, x: Tensor) -> Result<Tensor> {
-        let group = tape.rank().group(op.axis);
+        let group = tape.rank().group_over(&op.axes);
         let n = group.size();
         if n == 1 {
             return Ok(x);
@@ -330,7 +377,9 @@ impl Move {
 fn even(op: &Collective, group: &Group, shape: Shape, dim: usize) -> Result<(usize, usize, usize)> {
     let (outer, extent, inner) = shape.around(dim);
     if extent % group.size() != 0 {
-        return Err(Error::uneven(op.name, dim, extent, op.axis, group.size()));
+        // Data parallelism has the name of its slowest axis.
+        let axis = op.axes.last().copied().unwrap_or(Axis::Dp);
+        return Err(Error::uneven(op.name, dim, extent, axis, group.size()));
     }
     Ok((outer, extent / group.size(), inner))
 }

@@ -1,6 +1,6 @@
 //! Rows of a table by id, and positions added to a sequence.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::TableGrad;
 use crate::shape::Shape;
 use crate::tape::{Backward, Forward, Op, Padded, Var};
@@ -123,6 +123,13 @@ impl Var {
     /// slice where dim 1 is sharded, or the tokens before on a tape that [decodes](crate::Tape::decoding). The table is whole on
     /// every rank.
     pub fn positions(&self, table: &Var) -> Result<Var> {
+        if self.tape().reduction_blocks().is_some() && self.types().cuts(0).any(|axis| !axis.is_data()) {
+            return Err(Error::NotCanonical {
+                op: "positions",
+                problem: "ranks that share the samples of a micro-batch would each sum the table's gradient over their own",
+                valid: "it on a value whose samples are cut over dp alone",
+            });
+        }
         let first = self.global_position().0[1] as usize + self.tape().past();
         let op = Positions { first, table_shape: table.shape(), x_shape: self.shape() };
         self.tape().apply(op, &[self, table])

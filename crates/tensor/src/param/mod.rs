@@ -81,16 +81,20 @@ impl ParamSpec {
     }
 
     /// The slice that the rank at `coords` holds. A dim that the degree does not divide is padded at its end: every rank
-    /// stores ⌈extent / degree⌉, and the last ones hold fewer elements than they store.
+    /// stores ⌈extent / degree⌉, and the last ones hold fewer elements than they store. Of axes that cut one dim the slowest cuts outermost.
     pub fn local(&self, mesh: &Mesh, coords: Coords) -> LocalSlice {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
-        for &(axis, dim) in self.placement.shards() {
-            let whole = stored[dim].next_multiple_of(self.placement.multiple());
-            let held = whole.div_ceil(mesh.degree(axis));
-            let start = ranges[dim].start + coords.get(axis) * held;
-            let end = (start + held).min(ranges[dim].end);
-            ranges[dim] = start.min(end)..end;
+        for dim in 0..self.dims.len() {
+            let cuts = || self.placement.shards().iter().filter(|&&(_, cut)| cut == dim).map(|&(axis, _)| axis);
+            if cuts().next().is_none() {
+                continue;
+            }
+            let ranks: usize = cuts().map(|axis| mesh.degree(axis)).product();
+            let rank = cuts().rev().fold(0, |rank, axis| rank * mesh.degree(axis) + coords.get(axis));
+            let extent = self.dims[dim];
+            let held = extent.next_multiple_of(self.placement.multiple()).div_ceil(ranks);
+            ranges[dim] = (rank * held).min(extent)..((rank + 1) * held).min(extent);
             stored = stored.with(dim, held);
         }
         LocalSlice { stored, ranges }

@@ -44,7 +44,7 @@ use crate::tensor::Tensor;
 use backward::Node;
 use hooks::Recipe;
 use meshwork_core::rules::{Operand, resolve_reads};
-use meshwork_core::{DType, Rank, Ty, Types};
+use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -354,6 +354,18 @@ impl Tape {
                 op: op.name(),
                 problem: "its result is Replicate, and each rank would round its share of the gradient before the shares are added up",
                 valid: "it on an Invariant or Shard value: before copy or all_gather, or on samples in place of a parameter",
+            });
+        }
+        let gathered = |var: &&&Var| {
+            let data = |axis| var.types.get(axis) == Some(Ty::Replicate);
+            matches!(var.source, Source::Node(_)) && Axis::DATA.into_iter().any(data)
+        };
+        if records && self.reduction_blocks().is_some() && !op.only_moves() && inputs.iter().find(gathered).is_some() {
+            return Err(Error::NotCanonical {
+                op: op.name(),
+                problem: "an operand is Replicate over the ranks with other samples, and its gradient would be a sum over samples in an order \
+                          that depends on the mesh",
+                valid: "the same work on every rank: all_gather_invariant in place of all_gather",
             });
         }
         let mut forward = Forward::new(self, (op.name(), types), inputs, records);

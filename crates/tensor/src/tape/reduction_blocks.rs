@@ -187,6 +187,7 @@ impl Backward<'_> {
             return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
         };
         self.require_order(id, tokens.cut_over)?;
+        self.require_own_samples(id)?;
         self.written.push(i);
         let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
@@ -273,6 +274,7 @@ impl Backward<'_> {
             write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, blocks: 1 })?;
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
+        self.require_own_samples(id)?;
         self.written.push(i);
         for Part { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
@@ -301,6 +303,21 @@ impl Backward<'_> {
                 op: self.op,
                 problem: "the gradient of a parameter would be a sum over slices of the tokens, in an order that depends on the mesh",
                 valid: "it on a value whose tokens are whole on each rank: all_gather first, or cut the features",
+            }),
+        }
+    }
+
+    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over those of all.
+    fn require_own_samples(&self, id: ParamId) -> Result<()> {
+        let types = self.tape.gradient_types(id);
+        let gathered = |axis| self.tape.rank().mesh().degree(axis) > 1 && types.get(axis) == Some(Ty::Invariant);
+        match self.tape.reduction_blocks().is_some() && Axis::DATA.into_iter().any(gathered) {
+            false => Ok(()),
+            true => Err(Error::NotCanonical {
+                op: self.op,
+                problem: "the gradient of a parameter would be a sum over the samples of all ranks on each of them, where others are sums \
+                          over each rank's own",
+                valid: "it on each rank's own samples, before all_gather_invariant",
             }),
         }
     }

@@ -65,27 +65,46 @@ impl Var {
         self.source
     }
 
-    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples from the tape's first one.
+    /// Per dim: (global position of local element 0, global extent). Dim 0 counts samples.
     pub(crate) fn global_position(&self) -> ([u64; MAX_DIMS], [u64; MAX_DIMS]) {
-        let rank = self.tape.rank();
-        let mut offset = [0; MAX_DIMS];
-        let mut global = [1; MAX_DIMS];
-        for (dim, &extent) in self.shape().iter().enumerate() {
+        let (rank, shape) = (self.tape.rank(), self.shape());
+        let mesh = rank.mesh();
+        let (mut offset, mut global) = ([0; MAX_DIMS], [1; MAX_DIMS]);
+        for (dim, &extent) in shape.iter().enumerate() {
             global[dim] = extent as u64;
-            for (axis, ty) in self.types.iter() {
-                if ty == Ty::Shard(dim) {
-                    offset[dim] = offset[dim] * rank.mesh().degree(axis) as u64 + rank.coords().get(axis) as u64;
-                    global[dim] *= rank.mesh().degree(axis) as u64;
-                    if let Some(extent) = self.padding.extent(axis) {
-                        global[dim] = extent as u64;
-                    }
-                }
+            for axis in self.types.cuts(dim).rev().filter(|axis| dim > 0 || !axis.is_data()) {
+                offset[dim] = offset[dim] * mesh.degree(axis) as u64 + rank.coords().get(axis) as u64;
+                global[dim] *= mesh.degree(axis) as u64;
             }
+            let padded = self.types.cuts(dim).find_map(|axis| self.padding.extent(axis));
+            global[dim] = padded.map_or(global[dim], |extent| extent as u64);
             offset[dim] *= extent as u64;
         }
         // Samples have no upper limit.
-        offset[0] = self.tape.first_sample();
-        global[0] = offset[0] + self.shape().first().map_or(1, |&samples| samples as u64);
+        offset[0] += self.first_of_data();
+        global[0] = offset[0] + shape.first().map_or(1, |&samples| samples as u64);
         (offset, global)
+    }
+
+    /// Number of the sample in row 0, in the batch of the step: by it randomness is drawn that depends on neither mesh nor micro-batches.
+    pub fn first_sample(&self) -> u64 {
+        self.global_position().0[0]
+    }
+
+    /// The tape's first sample; of what is the same on ranks with other samples, gathered from them or computed without samples, that of the first of
+    /// these ranks, so that all of them draw the same.
+    fn first_of_data(&self) -> u64 {
+        let (rank, first) = (self.tape.rank(), self.tape.first_sample());
+        let own = |axis: Axis| matches!(self.types.get(axis), None | Some(Ty::Shard(_) | Ty::Varying));
+        let shared = || Axis::DATA.into_iter().filter(|&axis| rank.mesh().degree(axis) > 1 && !own(axis));
+        if shared().next().is_none() {
+            return first;
+        }
+        let leader = shared().fold(rank.coords(), |coords, axis| coords.with(axis, 0));
+        let before = rank.mesh().data_rank(rank.coords()) - rank.mesh().data_rank(leader);
+        match self.tape.rank_samples() {
+            0 => 0, // nobody knows what the others have
+            apart => first.saturating_sub(before as u64 * apart),
+        }
     }
 }

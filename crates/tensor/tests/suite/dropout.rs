@@ -56,6 +56,46 @@ fn a_micro_batch_drops_what_the_whole_batch_drops_of_its_samples() {
     }
 }
 
+/// A weight of which each data-parallel rank dropped other elements was typed the same on all of them, and was not.
+#[test]
+fn ranks_with_other_samples_drop_the_same_of_what_is_the_same_on_them() {
+    let first = crate::common::POSITION.first_sample;
+    for mesh in ["dp=2", "dp=4,ep=2", "dp=2,tp=2"] {
+        let found = on_mesh(mesh, |rank| {
+            let each = SHAPE[0] / rank.mesh().data_degree();
+            let first_sample = first + (rank.mesh().data_rank(rank.coords()) * each) as u64;
+            let position = Position { first_sample, rank_samples: each as u64, ..crate::common::POSITION };
+            let whole = Types::all(rank.mesh(), Ty::Invariant);
+            let cut = whole.with(Axis::Dp, Ty::Shard(0)).with(Axis::Ep, Ty::Shard(0));
+            let own = ones(&at(&rank, position, Mode::Train), &[each, SHAPE[1], SHAPE[2]], cut);
+            let dropped = own.dropout(0.5, "mlp").unwrap().all_gather_invariant(Axis::DATA, 0).unwrap();
+            let again = ones(&at(&rank, position, Mode::Train), &[each, SHAPE[1], SHAPE[2]], cut);
+            let gathered = mask(&again.all_gather_invariant(Axis::DATA, 0).unwrap());
+            assert_eq!(to_f64(dropped.tensor()), gathered, "before the gather and after it, {mesh}");
+            // Nobody says how many samples the others have.
+            let alone = Position { rank_samples: 0, ..position };
+            (gathered, mask(&ones(&at(&rank, alone, Mode::Train), &SHAPE, whole)))
+        });
+        for (gathered, weight) in &found {
+            assert_eq!((gathered, weight), (&whole(), &found[0].1), "{mesh}");
+        }
+    }
+}
+
+/// Each rank dropped the elements of the first.
+#[test]
+fn ranks_that_cut_dim_0_beside_the_samples_drop_what_one_rank_drops() {
+    on_mesh("tp=2,dp=2", |rank| {
+        let each = SHAPE[0] / 2;
+        let first_sample = crate::common::POSITION.first_sample + (rank.mesh().data_rank(rank.coords()) * each) as u64;
+        let tape = at(&rank, Position { first_sample, ..crate::common::POSITION }, Mode::Train);
+        let types = Types::all(rank.mesh(), Ty::Invariant).with(Axis::Dp, Ty::Shard(0)).with(Axis::Ep, Ty::Shard(0));
+        let x = ones(&tape, &[each, SHAPE[1], SHAPE[2]], types).split(Axis::Tp, 0).unwrap();
+        let dropped = x.dropout(0.5, "mlp").unwrap().all_gather_invariant([Axis::Tp, Axis::Dp, Axis::Ep], 0).unwrap();
+        assert_eq!(to_f64(dropped.tensor()), whole());
+    });
+}
+
 #[test]
 fn another_step_seed_or_layer_drops_other_elements() {
     let at_position = |position| mask(&ones(&at(&alone(), position, Mode::Train), &SHAPE, Types::NONE));
@@ -94,7 +134,7 @@ fn two_axes_that_cut_one_dim_tile_the_mask() {
     let mut tiled = vec![0.0; SHAPE[0] * SHAPE[1] * SHAPE[2]];
     for world_rank in 0..4 {
         let rank = Arc::new(Rank::recording(&mesh, world_rank).unwrap());
-        let part = rank.coords().get(Axis::Tp) * 2 + rank.coords().get(Axis::Dp);
+        let part = rank.coords().get(Axis::Dp) * 2 + rank.coords().get(Axis::Tp); // the slowest axis outermost
         let tape = tape_on(&rank, Cpu::device());
         let cut = Types::of(&[(Axis::Tp, Ty::Shard(2)), (Axis::Dp, Ty::Shard(2))]);
         let local = mask(&ones(&tape, &[SHAPE[0], SHAPE[1], SHAPE[2] / 4], cut));

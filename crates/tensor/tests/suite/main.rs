@@ -2,6 +2,7 @@
 
 mod collectives;
 mod common;
+mod contrastive;
 mod copies;
 mod devices;
 mod downstream_op;

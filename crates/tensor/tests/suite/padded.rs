@@ -66,6 +66,95 @@ fn zeros_stay_zeros_through_what_maps_zero_to_zero() {
     });
 }
 
+/// Three heads of two features, which 2 and 4 ranks do not share evenly.
+#[test]
+fn reshapes_keep_the_true_extent_of_heads_and_of_the_features_in_them() {
+    let declare = |params: &mut Declarations, _: &Mesh| cut(params, "w", &[3, 2, IN], 0);
+    let checked = check_layer("heads", &x(), declare, |&w, tape, v| {
+        let heads = v[0].copy(Axis::Tp)?.linear(&tape.param(w)?, 1)?; // [b, heads, 2]
+        let features = heads.flatten(1..3)?.gelu()?;
+        let heads = features.unflatten(1, &[features.shape()[1] / 2, 2])?.transpose(1, 2)?.unsqueeze(1)?;
+        let second = heads.narrow(2, 1..2)?.squeeze(2)?.reshape(&[3, heads.shape()[3]])?; // [b, heads]
+        let features = heads.squeeze(1)?.transpose(1, 2)?.flatten(1..3)?.all_gather_invariant(Axis::Tp, 1)?;
+        assert_eq!((features.shape()[1], second.padding().extent(Axis::Tp).unwrap_or(3)), (6, 3));
+        features.softmax()?.concat(&second.all_gather_invariant(Axis::Tp, 1)?.softmax()?, 1)
+    });
+    checked.unwrap_or_else(|error| panic!("{error}"));
+    for refusal in on_six(4, |_, y| y.unflatten(1, &[1, 2])?.exp()) {
+        let refusal = refusal.unwrap_err();
+        assert!(
+            refusal.starts_with("exp: x has 3 elements along dim 1 over tp=4, padded with zeros to 4"),
+            "{refusal}"
+        );
+    }
+}
+
+#[test]
+fn a_head_that_is_partly_padding_is_refused() {
+    let declare = |params: &mut Declarations, _: &Mesh| column(params, 7);
+    let checked = check_layer("halves", &x(), declare, |layer, tape, v| {
+        let y = features(tape, *layer, &v[0])?;
+        y.unflatten(1, &[y.shape()[1], 1])?.flatten(1..3)?.all_gather_invariant(Axis::Tp, 1)
+    });
+    checked.unwrap_or_else(|error| panic!("{error}"));
+    let refused = on_tp_ranks(4, |rank| {
+        let mut all = Declarations::new();
+        let layer = column(&mut all, 7).unwrap();
+        let (layout, device) = ([all.ids().collect()], Cpu::device());
+        let params = Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
+        let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+        let x = Tensor::from_slice(tape.device(), &[0.5_f32; 3 * IN], [3, IN]).unwrap();
+        let y = features(&tape, layer, &tape.input(x, on_tp(Ty::Invariant))).unwrap();
+        y.unflatten(1, &[1, 2]).unwrap_err().to_string()
+    });
+    assert_eq!(
+        refused[0],
+        "unflatten: x has 7 elements along dim 1 over tp=4, padded with zeros to 8, and unflatten would end inside of an index of dim 1; \
+         extents of which 7 elements fill a whole number, or all_gather x over tp first"
+    );
+}
+
+/// Padding lies at the end of the whole, however many axes cut it.
+#[test]
+fn a_dim_that_two_axes_cut_is_gathered_as_its_true_extent() {
+    let mesh: Mesh = "tp=2,cp=2".parse().unwrap();
+    for extent in [5, 7, 8] {
+        let run = |world: &meshwork_core::Group| {
+            let rank = Arc::new(Rank::new(&mesh, Arc::clone(world.communicator())).unwrap());
+            let mut all = Declarations::new();
+            let placement = Placement::replicated().shard(Axis::Tp, 1).shard(Axis::Cp, 1);
+            let w = all.declare("w", &[2, extent], placement, Role::Weight, Init::Normal { std: 1.0 }).unwrap();
+            let (all, device) = (Arc::new(all), Cpu::device());
+            let layout = [vec![w]];
+            let whole = Params::new(all.clone(), &Mesh::default(), Default::default(), &device, &layout, 3).unwrap();
+            let params = Params::new(all, rank.mesh(), rank.coords(), &device, &layout, 3).unwrap();
+            let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
+            let w_here = tape.param(w).unwrap();
+            let in_turn = w_here.all_gather(Axis::Tp, 1).unwrap();
+            assert_eq!(in_turn.padding().extent(Axis::Cp), (extent < 8).then_some(extent));
+            for gathered in [
+                in_turn.all_gather(Axis::Cp, 1),
+                w_here.all_gather([Axis::Tp, Axis::Cp], 1),
+                w_here
+                    .flatten(1..2)
+                    .unwrap()
+                    .unsqueeze(1)
+                    .unwrap()
+                    .all_gather([Axis::Tp, Axis::Cp], 2)
+                    .unwrap()
+                    .squeeze(1),
+            ] {
+                let gathered = gathered.unwrap();
+                assert_eq!(
+                    (&gathered.shape()[..], gathered.tensor().to_vec::<f32>().unwrap()),
+                    (&[2, extent][..], whole.read(w).unwrap())
+                );
+            }
+        };
+        meshwork_testkit::run_world(4, |world| run(&world));
+    }
+}
+
 #[test]
 fn a_product_over_a_padded_dim_is_the_sum_of_the_real_ones() {
     for out in OUT {

@@ -60,12 +60,7 @@ where
             });
             params.write(id, &values)?;
         }
-        // Samples are dim 0 of the first input.
-        let first_sample = match inputs.first() {
-            Some(Local { part, ty: Ty::Shard(0), .. }) => part.shape[0] * rank.world_rank(),
-            _ => 0,
-        };
-        let position = Position { seed: 1, step: 4, first_sample: first_sample as u64, rank_samples: 0 };
+        let position = Position { seed: 1, step: 4, ..Position::default() };
         let params = Arc::new(params);
         let tape = Tape::new(rank.clone(), params.clone(), device, Mode::Train, position);
         let vars: Vec<Var> = inputs.iter().map(|input| self.place(&tape, input)).collect::<Result<_>>()?;

@@ -247,9 +247,8 @@ impl<'a> Pair<'a> {
         let holds = |&rank: &usize| {
             let coords = mesh.coords(rank);
             let in_slice = value.shape.iter().enumerate().all(|(dim, &extent)| {
-                let cut = value.types.iter().filter(|&(axis, ty)| !axis.is_data() && ty == Ty::Shard(dim));
                 let (mut place, mut cuts) = (0, 0);
-                for (axis, _) in cut {
+                for axis in value.types.cuts(dim).rev().filter(|axis| !axis.is_data()) {
                     (place, cuts) = (place * mesh.degree(axis) + coords.get(axis), cuts + 1);
                 }
                 cuts == 0 || index.get(dim).is_some_and(|at| at / extent.max(1) == place)

@@ -90,10 +90,9 @@ fn assemble_of<T: Float>(
     let Value { types, shape, .. } = &program.ops[op].values[value];
     let real = program.real(op, value);
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
-    // Dims cut over several axes are cut over the first of them first, so they join over the last one first. Replicas are
-    // compared last, when both are whole.
+    // Of axes that cut one dim the fastest makes the innermost cut, so they join over the fastest first. Replicas are compared last, when both are
+    // whole.
     let mut axes: Vec<(Axis, Ty)> = types.iter().filter(|&(axis, ty)| !axis.is_data() || replicated(ty)).collect();
-    axes.reverse();
     axes.sort_by_key(|&(_, ty)| replicated(ty));
 
     // A value with parts on several dp ranks is assembled over them; otherwise each dp rank has its own samples.
@@ -115,7 +114,9 @@ fn assemble_of<T: Float>(
             })
             .collect();
         let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
-        let by_sample = cut_by_sample && shape.first() == Some(&program.samples);
+        let others =
+            types.cuts(0).filter(|axis| !axis.is_data()).map(|axis| program.mesh.degree(axis)).product::<usize>();
+        let by_sample = cut_by_sample && shape.first().map(|rows| rows * others) == Some(program.samples);
         let unit = Unit::Micro(first, program.samples);
         for &(axis, ty) in &axes {
             let mut joined: BTreeMap<usize, Vec<Part<T>>> = BTreeMap::new();

@@ -73,9 +73,9 @@ fn slices_join_and_fall_into_samples() {
 fn a_dim_cut_twice_joins_as_it_was_cut() {
     let types = [(Axis::Tp, Ty::Shard(1)), (Axis::Cp, Ty::Shard(1)), (Axis::Dp, Ty::Shard(0))];
     let program = program("tp=2,cp=3,dp=1", &types, &[2, 2], None);
-    // The cut over tp is the outer one, as positions of dropout and of the position table have it.
+    // The cut over cp, the slower axis, is the outer one.
     let records = records(&program, 1, |coords, _, place| {
-        ((coords.get(Axis::Tp) * 3 + coords.get(Axis::Cp)) * 2 + place % 2) as f32
+        ((coords.get(Axis::Cp) * 2 + coords.get(Axis::Tp)) * 2 + place % 2) as f32
     });
     let (pieces, _) = assemble(&program, (0, 0), &records);
     let wanted: Vec<f32> = (0..12).map(|at| at as f32).collect();
