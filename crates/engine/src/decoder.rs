@@ -6,6 +6,7 @@ mod split;
 use crate::chunk::{Message, outgoing};
 use crate::clock::Clock;
 use crate::codec::{Codec, Site};
+use crate::one_rank;
 use crate::pass::Purpose;
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
@@ -14,7 +15,7 @@ use meshwork_core::{Axis, DType, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
 use meshwork_tensor::param::{LocalSlice, host_floats};
-use meshwork_tensor::tape::KeyValueCache;
+use meshwork_tensor::tape::{KeyValueCache, Mode};
 use meshwork_tensor::{Device, Error, ParamSpec, Params, Tape, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -50,7 +51,7 @@ impl Decoder {
     ///
     /// # Errors
     /// A rank of a different mesh than the plan's; a plan that does not fit the model or the device; weights that cannot be read, or of
-    /// another number.
+    /// another number; a model that is [another one on one rank](TrainError::OneRank).
     pub fn new<E: std::fmt::Display>(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -69,6 +70,12 @@ impl Decoder {
         let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect::<Vec<_>>()];
         let (mesh, coords) = (rank.mesh(), rank.coords());
+        let sample = Batch::blank(&model_plan.model().fields(), 1);
+        match one_rank::compare(&model_plan, rank.world_rank(), &sample, (Mode::Evaluate, plan.verify)) {
+            Err(error @ TrainError::OneRank { .. }) => return Err(error),
+            // What else a whole sequence lacks, the tokens that are decoded may not need.
+            _ => {}
+        }
         let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;
         for id in declarations.ids() {
             let spec = declarations.spec(id);

@@ -71,6 +71,23 @@ pub enum TrainError {
         /// The largest that is taken for rounding.
         most: f64,
     },
+    /// Something that has other extents or other numbers on this mesh than on one rank. Found when a [`Trainer`](crate::Trainer) or a
+    /// [`Decoder`](crate::Decoder) is made, unless its plan has [`Verify::Off`](crate::Verify::Off).
+    #[error(
+        "{what} {here} on {mesh} and {alone} on one rank: {valid} (a model that is meant to depend on its mesh is run with Verify::Off)"
+    )]
+    OneRank {
+        /// The operation, parameter or activation.
+        what: String,
+        /// The mesh.
+        mesh: String,
+        /// What it has there, over all ranks.
+        here: String,
+        /// What it has on one rank.
+        alone: String,
+        /// What would be valid.
+        valid: &'static str,
+    },
     /// Ranks that were given different input, found by its hash with the report of the step, after its update.
     #[error("step {step}: rank {rank} has {what} that differs from rank {other}'s; {valid}")]
     Disagreement {

@@ -1,8 +1,9 @@
 //! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each parameter's
 //! gradient is Partial, and the order in which gradients become final. One over all stages finds names of randomness that are used
-//! twice.
+//! twice, and lists the operations that are [held against those of one rank](crate::one_rank).
 
 use crate::chunk::outgoing;
+use crate::program::{Listing, ListingOf, Program};
 use crate::{LocalModel, ModelPlan, Recompute, Segment, TiedWeight, TrainError};
 use meshwork_core::{Axis, Buffer, Rank, Types};
 use meshwork_nn::{Activation, Batch};
@@ -12,6 +13,7 @@ use meshwork_tensor::param::Gather;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Notes, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Device, Error, ParamId, Params, Tape, Tensor, Var};
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The results of the pass.
@@ -64,8 +66,10 @@ struct Forward<'a> {
     params: Arc<Params>,
     activations: Vec<Activation>,
     recompute: Recompute,
+    mode: Mode,
     /// The parameters that were read since they were last taken.
     read: Arc<Reads>,
+    listing: Option<Arc<Listing>>,
 }
 
 /// Stands in for the memory of parameters, and notes which are read.
@@ -96,8 +100,19 @@ impl<'a> Forward<'a> {
         batch: &'a Batch,
         recompute: Recompute,
     ) -> Result<Self, TrainError> {
+        Self::on(Meta::device(), plan, declarations, world_rank, batch, recompute)
+    }
+
+    fn on(
+        device: Arc<dyn Device>,
+        plan: &ModelPlan,
+        declarations: Arc<Declarations>,
+        world_rank: usize,
+        batch: &'a Batch,
+        recompute: Recompute,
+    ) -> Result<Self, TrainError> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
-        let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(Meta::device()));
+        let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(device));
         // Each in a buffer of its own, of which nothing is here: every read is noted.
         let layout: Vec<Vec<ParamId>> = declarations.ids().map(|id| vec![id]).collect();
         let nothing = vec![0..0; layout.len()];
@@ -106,7 +121,8 @@ impl<'a> Forward<'a> {
         let read = Arc::new(Reads { device: device.clone(), elements, read: Mutex::default() });
         params.gather_with(read.clone());
         let activations = plan.activations(batch)?;
-        Ok(Self { batch, rank, device, params: Arc::new(params), activations, recompute, read })
+        let (params, mode) = (Arc::new(params), Mode::Train);
+        Ok(Self { batch, rank, device, params, activations, recompute, mode, read, listing: None })
     }
 
     /// The parameters that were read since the last call.
@@ -137,23 +153,29 @@ impl<'a> Forward<'a> {
             None => None,
             Some(cut) => Some((Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types, true)),
         };
+        let mut applied = 0;
         for (place, segment) in segments.iter().enumerate() {
             let Segment { spec, stage, .. } = segment;
             let (rank, params, device) = (self.rank.clone(), self.params.clone(), self.device.clone());
             let policy = self.recompute.policy();
-            let tape = Tape::with_policy(rank, params, device, Mode::Train, Position::default(), policy);
+            let tape = Tape::with_policy(rank, params, device, self.mode, Position::default(), policy);
+            tape.count_from(applied);
+            if let Some(listing) = &self.listing {
+                tape.observe(Rc::new(ListingOf { listing: listing.clone(), stage: number }));
+            }
             let input_here = input.map(|(tensor, types, takes_gradient)| match takes_gradient {
                 true => tape.input(tensor, types),
                 false => tape.constant(tensor, types),
             });
             let mut output = stage.forward(&tape, self.batch, input_here.as_ref())?;
-            if spec.part.last {
+            if spec.part.last && self.mode == Mode::Train {
                 output = stage.loss(&tape, self.batch, &output)?;
             }
             match self.activations.get(number) {
                 Some(activation) if place + 1 == segments.len() => drop(outgoing(number, &output, activation)?),
                 _ => output.require_unpadded("a cut between segments", "the activation")?,
             }
+            applied = tape.applied();
             input = Some((output.tensor().clone(), output.types(), output.takes_gradient()));
             then(segment, tape, output)?;
         }
@@ -161,21 +183,48 @@ impl<'a> Forward<'a> {
     }
 }
 
-/// Refuses a model two of whose operations draw randomness under one name, on whichever stages they lie: on one stage the tape
-/// would refuse them, and cut apart they would draw the same numbers.
-pub fn require_random_names(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> Result<(), TrainError> {
-    let LocalModel { declarations, stages } = plan.whole_model()?;
-    let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch, Recompute::None)?;
-    let mut drawn = BTreeSet::new();
-    for (number, segments) in &stages {
-        forward.stage(*number, segments, |_, tape, _| {
-            match tape.random_names().into_iter().find(|name| !drawn.insert(name.clone())) {
-                Some(name) => Err(Error::RandomName { name }.into()),
-                None => Ok(()),
-            }
-        })?;
+/// All stages of a model as one rank of a mesh runs them, up to the loss where it trains.
+#[derive(Debug)]
+pub struct Whole {
+    /// The parameters.
+    pub declarations: Arc<Declarations>,
+    /// What crosses each cut.
+    pub activations: Vec<Activation>,
+    /// The operations.
+    pub program: Program,
+    /// The metrics and auxiliary losses that layers note, in order: their names, and the coefficients of the latter.
+    pub noted: Vec<(&'static str, Option<f64>)>,
+}
+
+impl Whole {
+    /// Runs all stages of `model`, which are those of `plan`, on a micro-batch like `batch`.
+    ///
+    /// # Errors
+    /// Two operations that draw randomness under one name, on whichever stages they lie: on one stage the tape would refuse them, and cut apart they
+    /// would draw the same numbers. A program that is wrongly distributed.
+    pub fn of(
+        plan: &ModelPlan,
+        LocalModel { declarations, stages }: LocalModel,
+        world_rank: usize,
+        batch: &Batch,
+        mode: Mode,
+    ) -> Result<Self, TrainError> {
+        let (declarations, listing) = (Arc::new(declarations), Arc::new(Listing::default()));
+        let forward =
+            Forward::on(Meta::keeping_uploads(), plan, declarations.clone(), world_rank, batch, Recompute::None)?;
+        let forward = Forward { mode, listing: Some(listing.clone()), ..forward };
+        let (mut drawn, mut noted) = (BTreeSet::new(), Vec::new());
+        for (number, segments) in &stages {
+            forward.stage(*number, segments, |_, tape, _| {
+                noted.extend(tape.take_notes().per_sample.iter().map(|note| (note.name, note.coefficient)));
+                match tape.random_names().into_iter().find(|name| !drawn.insert(name.clone())) {
+                    Some(name) => Err(Error::RandomName { name }.into()),
+                    None => Ok(()),
+                }
+            })?;
+        }
+        Ok(Self { declarations, program: listing.take(plan.mesh()), activations: forward.activations, noted })
     }
-    Ok(())
 }
 
 /// A walk over the tape of a segment.

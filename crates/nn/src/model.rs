@@ -29,7 +29,8 @@ pub trait Model: Debug + Send + Sync {
     fn fields(&self) -> Vec<Field>;
 
     /// Declares the parameters of one stage on `mesh`. It is called for every stage on every rank, so it must be cheap
-    /// and return the same each time. A name is [declared](Declarations::declare) once in the model; layers of the same stage or of
+    /// and return the same each time. It is called for a mesh of one rank too, with which a trainer compares the parameters and the operations
+    /// of its own: what a model knows of degrees, it knows from `mesh`. A name is [declared](Declarations::declare) once in the model; layers of the same stage or of
     /// another that share the parameter [tie](Declarations::tie) it: one parameter, held by all of their stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>>;
 

@@ -37,10 +37,10 @@ use crate::offload::Traffic;
 use crate::offload::disk::Disk;
 use crate::offload::parked::Parked;
 use crate::offload::saved::Shelf;
+use crate::one_rank;
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::running::{LiveActivations, Running};
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
-use crate::trace::require_random_names;
 use crate::transport::PipeTransport;
 use crate::update::{self, Updates};
 use crate::verify::{Claims, Verify};
@@ -58,7 +58,7 @@ use meshwork_data_parallel::Parking;
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::tape::{Encoding, Position};
+use meshwork_tensor::tape::{Encoding, Mode, Position};
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::{Measured, PendingStep, hash_of_input};
 use std::cell::{Cell, Ref, RefCell};
@@ -179,7 +179,8 @@ impl Trainer {
     ///
     /// # Errors
     /// A rank of a different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a
-    /// program that is wrongly distributed, which the first pass over the model finds without data.
+    /// program that is wrongly distributed, or [another one on one rank](TrainError::OneRank), which the first passes over the model find
+    /// without data.
     pub fn new(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -210,7 +211,7 @@ impl Trainer {
 
         let disk = plan.offload.as_ref().map(|offload| Disk::open(offload, &rank, &device)).transpose()?;
         let micro = Batch::blank(&model_plan.model().fields(), micro_batch);
-        require_random_names(&model_plan, rank.world_rank(), &micro)?;
+        one_rank::compare(&model_plan, rank.world_rank(), &micro, (Mode::Train, plan.verify))?;
         let layout = Layout::new(plan, &model_plan, &local, &schedule, &tied, &rank)?;
         let (cuts, zero_groups) = (Cuts::of(plan), ZeroGroups::new(&rank, plan.zero)?);
         let shared = |(flat, members): (usize, &Vec<ParamId>)| Shared {

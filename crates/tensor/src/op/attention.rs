@@ -1,6 +1,7 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
 use super::documents::{self, Apart, Documents};
+use super::dropout::random_scalars;
 use crate::error::Result;
 use crate::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
 use crate::shape::Shape;
@@ -73,6 +74,10 @@ impl Op for CausalAttention {
         Ok(qkv.types.iter().fold(Types::NONE, |types, (axis, ty)| {
             types.with(axis, if ty == Ty::Shard(3) { Ty::Shard(2) } else { ty })
         }))
+    }
+
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key))
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -169,6 +169,10 @@ impl Op for ChannelNorm {
         whole_images(self.name, operands[0], &operands[1..])
     }
 
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        vec![("eps", self.eps)]
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, gamma, beta) = (inputs[0], inputs[1], inputs.get(2).map(|&beta| beta.clone()));
         cx.require(

@@ -83,6 +83,10 @@ impl<F: Fn(f64) -> f64 + Sync, D: Fn(f64, f64) -> f64 + Sync> Op for HostMap<F, 
         }
     }
 
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        vec![("f(1)", (self.f)(1.0)), ("f(-2)", (self.f)(-2.0))]
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         cx.save_input(0)?;
         self.run(inputs, &|x| (self.f)(x[0]))

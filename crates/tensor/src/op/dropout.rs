@@ -4,6 +4,7 @@
 use super::whole::require_whole;
 use crate::error::Result;
 use crate::kernel::DropoutMask;
+use crate::random::Key;
 use crate::shape::MAX_DIMS;
 use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
 use crate::tensor::Tensor;
@@ -43,6 +44,12 @@ impl Dropout {
     }
 }
 
+/// Of an operation that draws: the probability, and the stream that it draws from.
+pub(super) fn random_scalars(p: f32, key: Key) -> Vec<(&'static str, f64)> {
+    let [first, second] = key.words();
+    vec![("p", p.into()), ("key word 0", first.into()), ("key word 1", second.into())]
+}
+
 impl Op for Dropout {
     fn name(&self) -> &'static str {
         "dropout"
@@ -62,6 +69,10 @@ impl Op for Dropout {
 
     fn padded(&self) -> Padded {
         Padded::Zeros
+    }
+
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        random_scalars(self.mask.p, self.mask.key)
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -2,6 +2,7 @@
 //! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
 
 use super::documents::{self, Apart, Documents};
+use super::dropout::random_scalars;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape, Rotary};
 use crate::tape::{Backward, Forward, Mode, Op, Var};
@@ -178,6 +179,10 @@ impl Op for GroupedAttention {
                 format!("cut the heads of both over {axis}, or all_gather kv along dim 3"),
             )),
         })
+    }
+
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key))
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! Noise around 1 that multiplies a value, a function of global position.
 
+use super::dropout::random_scalars;
 use crate::error::Result;
 use crate::kernel::DropoutMask;
 use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
@@ -42,6 +43,10 @@ impl Op for Jitter {
 
     fn padded(&self) -> Padded {
         Padded::Zeros
+    }
+
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        random_scalars(self.0.p, self.0.key)
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

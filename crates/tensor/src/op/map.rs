@@ -86,6 +86,13 @@ impl Op for Mapped {
         }
     }
 
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        match self.0 {
+            Map::Scale(factor) => vec![("factor", factor)],
+            _ => Vec::new(),
+        }
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let f = self.0;
         if !matches!(f, Map::Scale(_)) {

@@ -56,6 +56,10 @@ impl Op for LayerNorm {
         rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &operands[1..])
     }
 
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        vec![("eps", self.eps)]
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, gamma) = (inputs[0], inputs[1]);
         let beta = or_zeros(inputs.get(2).map(|&beta| beta.clone()), gamma, gamma.shape())?;

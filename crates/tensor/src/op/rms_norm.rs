@@ -46,6 +46,10 @@ impl Op for RmsNorm {
         rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &operands[1..])
     }
 
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        vec![("eps", self.eps)]
+    }
+
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (x, weight) = (inputs[0], inputs[1]);
         cx.require(

@@ -213,6 +213,7 @@ impl Tape {
             makers: &[maker.op.is_some().then_some(maker.number)],
             params: &self.param_names(sources.iter().copied()),
             inputs: &[],
+            scalars: &[],
             position: self.inner.position,
             types: maker.types.dual(),
             padding: &maker.padding,

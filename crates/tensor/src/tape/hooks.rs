@@ -184,6 +184,8 @@ pub struct Seen<'a> {
     pub params: &'a [&'a str],
     /// Its inputs; empty in backward.
     pub inputs: &'a [&'a Tensor],
+    /// [Numbers](super::Op::scalars) that it computes with; empty in backward.
+    pub scalars: &'a [(&'static str, f64)],
     /// The position in the run.
     pub position: Position,
     /// Types of the value; for a gradient, the duals of the operand's types.

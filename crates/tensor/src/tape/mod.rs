@@ -393,6 +393,7 @@ impl Tape {
                     makers: &makers,
                     params: &params,
                     inputs: &tensors,
+                    scalars: &op.scalars(),
                     position,
                     types,
                     padding: &padding,

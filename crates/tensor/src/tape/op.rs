@@ -42,6 +42,12 @@ pub trait Op: Debug {
         Padded::Refused
     }
 
+    /// The numbers that it computes with beside its operands, by name: a factor, an epsilon, the key of a mask. They are those of one rank on every
+    /// mesh; a trainer refuses an operation of which they are not.
+    fn scalars(&self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 

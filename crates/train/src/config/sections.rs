@@ -226,6 +226,7 @@ sections! {
         numerics: String = is("fast"), one_of(&["fast", "canonical"]), Numbers;
         /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations, gradients,
         /// weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches are compared in every step.
+        /// Unless it is off, the model is also held against itself on one rank before the first step.
         verify: VerifySteps = is("first_step"), WordOrCount(VerifyWord::WORDS), Speed;
     }
 

@@ -6,11 +6,12 @@ use super::Error;
 use super::align::{At, Like, align};
 use super::divergence::{Between, Divergence, Place, Vector};
 use super::global::{Part, Piece, Replicas, Unit, assemble, replicas, unravel, whole};
-use super::program::{Program, Value};
+use super::program::Program;
 use super::report::Report;
 use super::ulps::{Float, Spread, Values};
 use super::world::{Held, Stepped};
 use meshwork_core::{Axis, Ty};
+use meshwork_engine::program::{self, Value};
 use meshwork_tensor::param;
 use std::collections::BTreeMap;
 
@@ -106,7 +107,7 @@ pub(super) struct Pair<'a> {
 impl<'a> Pair<'a> {
     pub(super) fn new(programs: [&'a Program; 2]) -> Result<Self, Error> {
         programs[0].require_same(programs[1])?;
-        Ok(Self { programs, ops: align(programs)? })
+        Ok(Self { programs, ops: align(programs.map(|program| &program.run))? })
     }
 
     /// The values of side B, each with its place, in the order of forward.
@@ -237,12 +238,12 @@ impl<'a> Pair<'a> {
     }
 
     fn value_of(&self, side: usize, (op, value): At) -> &Value {
-        &self.programs[side].ops[op].values[value]
+        &self.programs[side].run.ops[op].values[value]
     }
 
     /// The ranks of a side that hold an element of an operation's value, or a share of it.
     fn ranks_holding(&self, side: usize, (op, value): At, index: &[usize], piece: &Piece) -> Vec<usize> {
-        let Program { mesh, ops, .. } = self.programs[side];
+        let program::Program { mesh, ops, .. } = &self.programs[side].run;
         let value = &ops[op].values[value];
         let holds = |&rank: &usize| {
             let coords = mesh.coords(rank);

@@ -1,11 +1,12 @@
 //! A fault of one ulp, injected to show that a comparison finds it.
 
 use super::compare::Pair;
-use super::program::{Op, Program, Value};
+use super::program::Program;
 use super::ulps::Stored;
 use super::{Broken, Hook, Key, Place, Site};
 use crate::config::{Fault, choose_from};
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
+use meshwork_engine::program::{Op, Value};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -39,7 +40,7 @@ impl Break {
         };
         let mut known: Vec<&str> = Vec::new();
         for (program, (op, at), place) in pair.of_b() {
-            let (Op { name: op_name, values, .. }, key) = (&program.ops[op], program.key((op, at)));
+            let (Op { name: op_name, values, .. }, key) = (&program.run.ops[op], program.key((op, at)));
             if values[at].operand.is_some() != backward {
                 continue;
             }
@@ -60,7 +61,8 @@ impl Break {
     fn of(program: &Program, key: Key, value: &Value, place: Place) -> Self {
         // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
         // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
-        let shares = value.types.partial_axes().filter(|&axis| !axis.is_data()).map(|axis| program.mesh.degree(axis));
+        let shares =
+            value.types.partial_axes().filter(|&axis| !axis.is_data()).map(|axis| program.run.mesh.degree(axis));
         let ulps = match shares.product::<usize>() {
             1 => 1,
             shares => 2 * shares as u32,

@@ -10,10 +10,11 @@
 //! On `dp` dim 0 of a value is its samples. There a value is cut into samples, which do not depend on how the batch is
 //! cut. A value without such a dim, such as a loss summed over a micro-batch, stays whole.
 
-use super::program::{Program, Value};
+use super::program::Program;
 use super::ulps::{Float, Values};
 use super::world::{Held, Record};
 use meshwork_core::{Axis, Coords, Ty};
+use meshwork_engine::program::Value;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::{self, Conflict};
 use std::collections::BTreeMap;
@@ -87,8 +88,8 @@ fn assemble_of<T: Float>(
     (op, value): (usize, usize),
     records: &[Record],
 ) -> (BTreeMap<Unit, Piece>, Option<Replicas>) {
-    let Value { types, shape, .. } = &program.ops[op].values[value];
-    let real = program.real(op, value);
+    let value = &program.run.ops[op].values[value];
+    let (Value { types, shape, .. }, real) = (value, value.real());
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
     // Of axes that cut one dim the fastest makes the innermost cut, so they join over the fastest first. Replicas are compared last, when both are
     // whole.
@@ -99,7 +100,7 @@ fn assemble_of<T: Float>(
     let whole_over_dp = Axis::DATA.into_iter().all(|axis| types.get(axis).is_none_or(replicated));
     let mut groups: BTreeMap<(usize, usize), Vec<&Record>> = BTreeMap::new();
     for record in records {
-        let dp = if whole_over_dp { 0 } else { program.mesh.data_rank(record.coords) };
+        let dp = if whole_over_dp { 0 } else { program.run.mesh.data_rank(record.coords) };
         groups.entry((dp, record.micro)).or_default().push(record);
     }
     let (mut pieces, mut differ) = (BTreeMap::new(), None);
@@ -121,11 +122,11 @@ fn assemble_of<T: Float>(
         for &(axis, ty) in &axes {
             let mut joined: BTreeMap<usize, Vec<Part<T>>> = BTreeMap::new();
             for part in parts {
-                let line = program.mesh.rank_at(part.coords.with(axis, 0));
+                let line = program.run.mesh.rank_at(part.coords.with(axis, 0));
                 joined.entry(line).or_default().push(part);
             }
             let mut join = |(line, parts): (usize, Vec<Part<T>>)| {
-                let coords = program.mesh.coords(line);
+                let coords = program.run.mesh.coords(line);
                 if replicated(ty) && differ.is_none() {
                     differ = replicas(&parts).map(|found| found.at(unit, micro, by_sample.then_some(first)));
                 }

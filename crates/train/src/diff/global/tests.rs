@@ -1,8 +1,8 @@
 //! Values assembled from slices, shares and replicas, where the whole is known.
 
-use super::super::program::Op;
 use super::*;
 use meshwork_core::{DType, Mesh, Types};
+use meshwork_engine::program::{self, Op};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Padding;
@@ -21,10 +21,17 @@ pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize
         number: 0,
         params: vec!["w".to_owned()],
         makers: Vec::new(),
+        scalars: Vec::new(),
         values: vec![value],
     };
     let mesh: Mesh = mesh.parse().unwrap();
-    Program { mesh, ops: vec![op], parameters: Vec::new(), samples: 2, batch: 8, stored: DType::F32 }
+    Program {
+        run: program::Program { mesh, ops: vec![op], constants: Vec::new() },
+        parameters: Vec::new(),
+        samples: 2,
+        batch: 8,
+        stored: DType::F32,
+    }
 }
 
 /// The records of all ranks in each micro-batch, with the elements `value(coords, first sample, place)`.
@@ -33,16 +40,16 @@ pub(in super::super) fn records(
     micros: usize,
     value: impl Fn(Coords, u64, usize) -> f32,
 ) -> Vec<Record> {
-    let shape = program.ops[0].values[0].shape;
+    let shape = program.run.ops[0].values[0].shape;
     let count = shape.count();
     let on = |rank: usize, micro: usize| {
-        let coords = program.mesh.coords(rank);
+        let coords = program.run.mesh.coords(rank);
         let first_sample = (coords.get(Axis::Dp) * micros + micro) as u64 * 2;
         let values = (0..count).map(|place| value(coords, first_sample, place)).collect();
         Record { rank, coords, micro, first_sample, shape, values: Values::F32(values) }
     };
     // Not in the order of the ranks.
-    let ranks = (0..program.mesh.world_size()).rev();
+    let ranks = (0..program.run.mesh.world_size()).rev();
     ranks.flat_map(|rank| (0..micros).map(move |micro| (rank, micro))).map(|(rank, micro)| on(rank, micro)).collect()
 }
 
@@ -144,7 +151,7 @@ fn replicas_that_differ_are_told_with_ranks_and_place() {
     let program = program("tp=3,dp=2", &types, &[2, 4], None);
     // Rank 5 is tp rank 2, dp rank 1.
     let records = records(&program, 2, |coords, first, place| {
-        let wrong = coords == program.mesh.coords(5) && first == 6 && place == 6;
+        let wrong = coords == program.run.mesh.coords(5) && first == 6 && place == 6;
         if wrong { 2.0 } else { 1.0 }
     });
     let (pieces, differ) = assemble(&program, (0, 0), &records);

@@ -1,0 +1,271 @@
+//! A program held against itself on one rank. What a model counts from the shape of a value on its rank is a part of what it may mean: `[b, features]` that tp
+//! cuts, viewed as 2 heads, has 2 heads on each rank. Types cannot show it, and all ranks agree. On one rank the same code has 2 heads in all.
+//!
+//! Two passes on the meta device, over this mesh and over the same axes with degree 1, list all operations; those that
+//! [correspond](crate::program::Pairs) must agree:
+//!
+//! | of | compared |
+//! |---|---|
+//! | a parameter | name, extents, role, initial values, group |
+//! | the activation at a cut | extents over all ranks |
+//! | an operation | extents of its result over all ranks; [numbers](meshwork_tensor::tape::Op::scalars) that it computes with |
+//! | a constant | elements: those of one rank, or the slice of them that its types say |
+//! | an auxiliary loss | its coefficient |
+//!
+//! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an axis, and their sums, are each
+//! rank's own, and are not compared; nor are constants of samples, or drawn anew each time, and layers that run other operations on one rank, or a model that refuses to run there.
+
+use crate::program::{Constant, Op, Pairs, Value, whole_extents};
+use crate::trace::Whole;
+use crate::{ModelPlan, Plan, TrainError, Verify};
+use meshwork_core::{Axis, Coords, DType, Mesh, Ty};
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::ParamSpec;
+use meshwork_tensor::tape::Mode;
+use std::sync::Arc;
+
+/// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over the stages of a model. Nothing is
+/// communicated; each rank of the plan's mesh finds what its own program differs in.
+///
+/// # Errors
+/// [`TrainError::OneRank`]; a plan that does not fit the model; a program that is wrongly distributed.
+pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<(), TrainError> {
+    let stages = ModelPlan::new(model.clone(), plan)?;
+    let micro = Batch::blank(&model.fields(), plan.micro_batch_size()?);
+    compare(&stages, world_rank, &micro, (Mode::Train, plan.verify))
+}
+
+/// The same with stages that are cut, on micro-batches like `micro`.
+pub(crate) fn compare(
+    plan: &ModelPlan,
+    world_rank: usize,
+    micro: &Batch,
+    (mode, verify): (Mode, Verify),
+) -> Result<(), TrainError> {
+    let here = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
+    if plan.mesh().world_size() == 1 || verify == Verify::Off {
+        return Ok(());
+    }
+    let alone = plan.on_one_rank()?;
+    let Ok(model) = alone.whole_model() else { return Ok(()) };
+    let refuse = |differs: Option<Differs>| match differs {
+        None => Ok(()),
+        Some(Differs { what, here, alone, valid }) => {
+            Err(TrainError::OneRank { what, mesh: plan.mesh().to_string(), here, alone, valid })
+        }
+    };
+    refuse(of_parameters(here.declarations.specs(), model.declarations.specs()))?;
+    let batch = Batch::blank(&plan.model().fields(), micro.samples() * plan.mesh().data_degree());
+    let Ok(alone) = Whole::of(&alone, model, 0, &batch, mode) else { return Ok(()) };
+    refuse(of_activations(&here, &alone).or_else(|| of_operations(&here, &alone)).or_else(|| of_notes(&here, &alone)))?;
+    match of_constants(&here, &alone, plan.mesh().coords(world_rank)) {
+        None => Ok(()),
+        differs => {
+            let again = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
+            // What is drawn anew each time is another on one rank, too.
+            let same = |(a, b): (&Constant, &Constant)| bytes(a) == bytes(b);
+            let drawn = !here.program.constants.iter().zip(&again.program.constants).all(same);
+            refuse(differs.filter(|_| !drawn))
+        }
+    }
+}
+
+/// What differs, with what it has on the mesh and on one rank.
+struct Differs {
+    what: String,
+    here: String,
+    alone: String,
+    valid: &'static str,
+}
+
+const EXTENTS: &str = "an extent that this rank has stands for one over all ranks, or one over all ranks for this rank's; count what is cut \
+                       from the shape of the value, or divide the extent over all ranks by the degree of the axis";
+
+fn of_parameters(here: &[ParamSpec], alone: &[ParamSpec]) -> Option<Differs> {
+    let find = |specs: &[ParamSpec], name: &str| specs.iter().position(|spec| spec.name == name);
+    let differs = |name: &str, here: String, alone: String| Differs {
+        what: format!("parameter {name}"),
+        here,
+        alone,
+        valid: "declare the whole parameter, the same on every mesh: its placement cuts it",
+    };
+    for spec in here {
+        let Some(other) = find(alone, &spec.name).map(|at| &alone[at]) else {
+            return Some(differs(&spec.name, "is declared".to_owned(), "is not".to_owned()));
+        };
+        if spec.dims != other.dims {
+            return Some(differs(&spec.name, format!("has extents {:?}", spec.dims), format!("{:?}", other.dims)));
+        }
+        let rest = |spec: &ParamSpec| format!("{:?}, {:?}, {:?}", spec.role, spec.init, spec.group);
+        if rest(spec) != rest(other) {
+            return Some(differs(&spec.name, format!("is {}", rest(spec)), rest(other)));
+        }
+    }
+    let missing = alone.iter().find(|spec| find(here, &spec.name).is_none())?;
+    Some(differs(&missing.name, "is not declared".to_owned(), "is".to_owned()))
+}
+
+fn of_activations(here: &Whole, alone: &Whole) -> Option<Differs> {
+    let pairs = here.activations.iter().zip(&alone.activations).enumerate();
+    let extents = |of: &Whole, activation: &meshwork_nn::Activation| {
+        whole_extents(&of.program.mesh, activation.types, &activation.shape)
+    };
+    pairs.map(|(stage, (a, b))| (stage, extents(here, a), extents(alone, b))).find(|(_, a, b)| a != b).map(
+        |(stage, a, b)| Differs {
+            what: format!("the activation that stage {stage} sends"),
+            here: format!("has extents {a:?} over all ranks"),
+            alone: format!("{b:?}"),
+            valid: EXTENTS,
+        },
+    )
+}
+
+fn of_operations(here: &Whole, alone: &Whole) -> Option<Differs> {
+    let (mesh, one) = (&here.program.mesh, &alone.program.mesh);
+    let cuts = |axis: &Axis| mesh.degree(*axis) > 1;
+    let varies = |value: &Value| value.types.iter().any(|(axis, ty)| cuts(&axis) && ty == Ty::Varying);
+    // Of each operation on the mesh: whether its result is each rank's own, or a sum of such.
+    let mut own: Vec<bool> = Vec::new();
+    for op in &here.program.ops {
+        let partial = |value: &Value| value.types.partial_axes().any(|axis| cuts(&axis));
+        let of_own = op.makers.iter().flatten().any(|&maker| own.get(maker).copied().unwrap_or(false));
+        own.push(op.values.iter().any(|value| varies(value) || of_own && partial(value)));
+    }
+    for pair in Pairs::of([&here.program, &alone.program]).order {
+        let [Some(a), Some(b)] = pair else { continue };
+        let ops = [&here.program.ops[a], &alone.program.ops[b]];
+        let [[value], [other]] = ops.map(|op| &op.values[..]) else { continue };
+        if own[a] || varies(other) {
+            continue;
+        }
+        let what = |what: &str| {
+            let Op { name, layer, stage, number, .. } = ops[0];
+            format!("{what} {name} ({layer}; operation {number} of stage {stage})")
+        };
+        let extents = [value.extents(mesh), other.extents(one)];
+        if extents[0] != extents[1] {
+            return Some(Differs {
+                what: what("the result of"),
+                here: format!("has extents {:?} over all ranks{}", extents[0], on_this_rank(mesh, value)),
+                alone: format!("{:?}", extents[1]),
+                valid: EXTENTS,
+            });
+        }
+        let numbers = ops[0].scalars.iter().zip(&ops[1].scalars);
+        for (a, b) in numbers.filter(|(a, b)| a.0 == b.0 && a.1.to_bits() != b.1.to_bits()) {
+            return Some(Differs {
+                what: what(&format!("{} of", a.0)),
+                here: format!("is {}", a.1),
+                alone: b.1.to_string(),
+                valid: "compute it from extents over all ranks, not from this rank's, and not from the mesh or the rank",
+            });
+        }
+    }
+    None
+}
+
+fn on_this_rank(mesh: &Mesh, value: &Value) -> String {
+    let cut = value.types.iter().filter(|&(axis, ty)| mesh.degree(axis) > 1 && matches!(ty, Ty::Shard(_)));
+    let cut: Vec<String> = cut.map(|(axis, ty)| format!("{ty} on {axis}")).collect();
+    match cut.is_empty() {
+        true => String::new(),
+        false => format!(" ({:?} on this one, {})", value.shape, cut.join(", ")),
+    }
+}
+
+fn bytes(constant: &Constant) -> Option<&[u8]> {
+    constant.values.as_ref()?.as_bytes().ok()
+}
+
+fn of_constants(here: &Whole, alone: &Whole, coords: Coords) -> Option<Differs> {
+    let (mesh, programs) = (&here.program.mesh, [&here.program, &alone.program]);
+    let before = |side: usize, op: usize| {
+        let (program, op) = (programs[side], &programs[side].ops[op]);
+        let of_op = |constant: &&Constant| (constant.stage, constant.before) == (op.stage, op.number);
+        program.constants.iter().filter(of_op).collect::<Vec<_>>()
+    };
+    for pair in Pairs::of(programs).order {
+        let [Some(a), Some(b)] = pair else { continue };
+        let constants = [before(0, a), before(1, b)];
+        if constants[0].len() != constants[1].len() {
+            continue;
+        }
+        for (constant, whole) in constants[0].iter().zip(&constants[1]) {
+            let Some((at, [held, meant])) = first_other(constant, whole, (mesh, coords)) else { continue };
+            return Some(Differs {
+                what: format!("a constant of {:?} before {}", constant.shape, programs[0].ops[a].describe()),
+                here: format!("has {held} at {at:?} of this rank's elements"),
+                alone: meant,
+                valid: "make it of places over all ranks: those of this rank begin behind those of the ranks before it",
+            });
+        }
+    }
+    None
+}
+
+/// The first element of a constant that is not that of its slice of the constant on one rank.
+fn first_other(
+    constant: &Constant,
+    whole: &Constant,
+    (mesh, coords): (&Mesh, Coords),
+) -> Option<(Vec<usize>, [String; 2])> {
+    let cut: Vec<_> = constant.types.iter().filter(|&(axis, _)| mesh.degree(axis) > 1).collect();
+    let own = |&(axis, ty): &(Axis, Ty)| match ty {
+        Ty::Shard(_) => axis.is_data(),
+        Ty::Varying | Ty::Partial => true,
+        Ty::Replicate | Ty::Invariant => false,
+    };
+    let (values, held, meant) = (constant.values.as_ref()?, bytes(constant)?, bytes(whole)?);
+    let shape = whole_extents(mesh, constant.types, &constant.shape);
+    if cut.iter().any(own) || *shape != *whole.shape || constant.shape.count() == 0 {
+        return None;
+    }
+    // Where this rank's slice begins; dims cut over several axes are cut over the first of them first.
+    let (mut start, mut extents) = (vec![0; shape.len()], shape.clone());
+    for (dim, axis) in cut.iter().filter_map(|(axis, ty)| ty.dim().map(|dim| (dim, *axis))) {
+        extents[dim] /= mesh.degree(axis);
+        start[dim] += coords.get(axis) * extents[dim];
+    }
+    let (size, run) = (values.dtype().size(), constant.shape.last().copied().unwrap_or(1));
+    (0..values.count()).step_by(run).find_map(|first| {
+        let index = unravel(first, &constant.shape);
+        let there = (0..shape.len()).fold(0, |there, dim| there * shape[dim] + start[dim] + index[dim]);
+        let runs = [(held, first), (meant, there)].map(|(bytes, at)| &bytes[at * size..(at + run) * size]);
+        let at =
+            (runs[0] != runs[1]).then(|| (0..run * size).position(|at| runs[0][at] != runs[1][at])).flatten()? / size;
+        let elements = runs.map(|run| number(values.dtype(), &run[at * size..(at + 1) * size]));
+        Some((unravel(first + at, &constant.shape), elements))
+    })
+}
+
+fn unravel(mut place: usize, extents: &[usize]) -> Vec<usize> {
+    let mut index = vec![0; extents.len()];
+    for (at, &extent) in index.iter_mut().zip(extents).rev() {
+        (*at, place) = (place % extent, place / extent);
+    }
+    index
+}
+
+fn number(dtype: DType, element: &[u8]) -> String {
+    match (dtype, element.try_into()) {
+        (DType::F32, Ok(bytes)) => f32::from_ne_bytes(bytes).to_string(),
+        (DType::I32, Ok(bytes)) => i32::from_ne_bytes(bytes).to_string(),
+        _ => format!("the {dtype} {element:x?}"),
+    }
+}
+
+fn of_notes(here: &Whole, alone: &Whole) -> Option<Differs> {
+    let names = |of: &Whole| of.noted.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+    if names(here) != names(alone) {
+        return None;
+    }
+    let mut pairs = here.noted.iter().zip(&alone.noted);
+    let ((name, a), (_, b)) = pairs.find(|((_, a), (_, b))| a.map(f64::to_bits) != b.map(f64::to_bits))?;
+    let text = |coefficient: &Option<f64>| coefficient.map_or("none".to_owned(), |number| number.to_string());
+    Some(Differs {
+        what: format!("the coefficient of the auxiliary loss {name}"),
+        here: format!("is {}", text(a)),
+        alone: text(b),
+        valid: "compute it from extents over all ranks, not from this rank's, and not from the mesh or the rank",
+    })
+}
