@@ -11,7 +11,7 @@ Reads the drawing between `<!-- crate graph -->` and `<!-- end -->`. A line of i
 
 Checks: the drawing has every crate of the workspace and its imports to the letter (dev-dependencies left out); every arrow
 goes to a lower layer; crates marked `nothing at all` have no dependency of any kind but dev and those behind a feature;
-crates marked `dev only` are imported for tests alone; every crate forbids unsafe code but those listed between `<!-- unsafe -->` and `<!-- end -->`, where
+crates marked `dev only` are imported for tests alone, or behind a feature; every error's `Debug` is its text; every crate forbids unsafe code but those listed between `<!-- unsafe -->` and `<!-- end -->`, where
 it stands in the files listed and in no other; every path in backticks exists, from the root or from `crates/`, and every
 name_like_this occurs in some source.
 """
@@ -58,21 +58,23 @@ def drawn():
 
 
 def built():
-    """Per crate: (folder, what it imports of ours, of others, for tests)."""
+    """Per crate: (folder, what it imports of ours, of others, and which of ours behind a feature)."""
     command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--offline"]
     metadata = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
     ours = {package["name"] for package in metadata["packages"]}
     crates = {}
     for package in metadata["packages"]:
-        sets = {"own": set(), "foreign": set(), "dev": set()}
+        sets = {"own": set(), "foreign": set(), "dev": set(), "featured": set()}
         for dependency in package["dependencies"]:
             name = dependency["name"]
             if dependency["optional"] and name not in ours:
                 continue  # Behind a feature: whoever asks for nothing gets nothing.
             kind = "dev" if dependency["kind"] == "dev" else "own" if name in ours else "foreign"
             sets[kind].add(short(name))
+            if dependency["optional"]:
+                sets["featured"].add(short(name))
         folder = Path(package["manifest_path"]).parent
-        crates[short(package["name"])] = (folder, sets["own"], sets["foreign"], sets["dev"])
+        crates[short(package["name"])] = (folder, sets["own"], sets["foreign"], sets["featured"])
     return crates
 
 
@@ -83,13 +85,13 @@ def graph_faults(drawing, workspace):
         yield f"{name}: in the drawing, not in the workspace"
     for name in sorted(drawing.keys() & workspace.keys()):
         layer, imports, mark = drawing[name]
-        _, own, foreign, _ = workspace[name]
+        _, own, foreign, featured = workspace[name]
         for other in sorted(own - imports):
             yield f"{name} imports {other}, and the drawing does not say so"
         for other in sorted(imports - own):
             yield f"{name} does not import {other}, and the drawing says so"
         for other in sorted(own & drawing.keys()):
-            if drawing[other][2] == "dev only":
+            if drawing[other][2] == "dev only" and other not in featured:
                 yield f"{name} imports {other}, which is for tests only"
             elif mark != "dev only" and drawing[other][0] <= layer:
                 yield f"{name} imports {other}, which does not lie below it"
@@ -120,6 +122,20 @@ def unsafe_faults(workspace):
         yield f"{file}: listed in ARCHITECTURE.md, and has no unsafe code"
 
 
+def error_faults(workspace):
+    """`fn main() -> Result<(), Box<dyn Error>>` prints `Debug`: that of an error is its text."""
+    derived = re.compile(r"#\[derive\(([^)]*)\)\](?:\s*#\[[^\n]*\])*\s*pub (?:enum|struct) (\w+)")
+    manual = re.compile(r"impl(?:<.*?>)? (?:std::error::)?Error for (\w+)")
+    for name, (folder, *_) in workspace.items():
+        for file in sorted((folder / "src").rglob("*.rs")):
+            text = code(file.read_text(encoding="utf-8"))
+            errors = set(manual.findall(text))
+            for derives, what in derived.findall(text):
+                traits = re.split(r"[,\s]+", derives)
+                if "Debug" in traits and (what in errors or any(trait.endswith("Error") for trait in traits)):
+                    yield f"{file.relative_to(ROOT)}: {what} derives Debug, and that of an error is its text: debug_as_display!"
+
+
 def reference_faults(workspace):
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     sources = [file for folder, *_ in workspace.values() for file in (folder / "src").rglob("*.rs")]
@@ -133,7 +149,7 @@ def reference_faults(workspace):
 
 def main():
     drawing, workspace = drawn(), built()
-    faults = [*graph_faults(drawing, workspace), *unsafe_faults(workspace), *reference_faults(workspace)]
+    faults = [*graph_faults(drawing, workspace), *unsafe_faults(workspace), *error_faults(workspace), *reference_faults(workspace)]
     for fault in faults:
         print(f"crate graph: {fault}", file=sys.stderr)
     arrows = sum(len(own) for _, own, _, _ in workspace.values())

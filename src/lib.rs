@@ -14,6 +14,8 @@ pub use meshwork_optim as optim;
 pub use meshwork_pipeline as pipeline;
 pub use meshwork_tensor as tensor;
 pub use meshwork_tensor_parallel as tensor_parallel;
+#[cfg(feature = "testkit")]
+pub use meshwork_testkit as testkit;
 pub use meshwork_train as train;
 
 /// The programs in the guides.

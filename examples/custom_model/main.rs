@@ -1,10 +1,11 @@
 //! A model of your own over any mesh, on the public API alone: attention and a squared-ReLU network side by side, as in PaLM and Primer.
+//! `tests/custom_model/main.rs` tests it: its operations by `check_op`, its block by `check_layer`, whole meshes by `train::diff::compare`.
 
 use meshwork::models::language::{self, TARGETS, TOKENS};
 use meshwork::nn::{LayerNorm, Positions};
 use meshwork::prelude::*;
 use meshwork::tensor::Result;
-use meshwork::tensor_parallel::VocabParallelEmbedding;
+use meshwork::tensor_parallel::VocabParallelEmbedding as Table;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,10 +21,10 @@ pub(crate) struct Parallel { pub(crate) vocab: usize, pub(crate) layers: usize, 
 /// `x + Attn(LN(x)) + relu(LN(x) · Upᵀ)² · Downᵀ`.
 #[derive(Debug)]
 #[rustfmt::skip]
-struct Block { norm: LayerNorm, qkv: ParamId, out: ParamId, up: ParamId, down: ParamId }
+pub(crate) struct Block { norm: LayerNorm, qkv: ParamId, out: ParamId, up: ParamId, down: ParamId }
 
 impl Block {
-    fn new(params: &mut Declarations, layer: usize, h: usize) -> Result<Self> {
+    pub(crate) fn new(params: &mut Declarations, layer: usize, h: usize) -> Result<Self> {
         let mut weight = |part: &str, dims: &[usize], cut: usize| {
             let placement = Placement::replicated().shard(Axis::Tp, cut);
             params.declare(format!("block.{layer}.{part}"), dims, placement, Role::Weight, NORMAL)
@@ -33,7 +34,7 @@ impl Block {
         Ok(Self { norm: LayerNorm::new(params, &format!("block.{layer}.norm"), h, true)?, qkv, out, up, down })
     }
 
-    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
+    pub(crate) fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let w = |id| tape.param(id);
         let normed = self.norm.forward(tape, x)?; // [b, s, h], Invariant on tp
         let qkv = normed.copy(Axis::Tp)?.linear(&w(self.qkv)?, 1)?; // [b, s, 3, heads/tp, d], Shard(3)
@@ -43,8 +44,6 @@ impl Block {
         x.add(&mixed)?.add(&squared)
     }
 }
-
-type Table = VocabParallelEmbedding;
 
 /// Some of the blocks, with the tables in front on the first stage and norm and head behind on the last.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Why kernels could not be compiled for the host.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum HostError {
     /// The fibers switch stacks by instructions of x86-64.
@@ -42,6 +42,12 @@ pub enum HostError {
         /// The fault.
         error: libloading::Error,
     },
+}
+
+impl std::fmt::Debug for HostError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 /// Kernels in a library for the host.

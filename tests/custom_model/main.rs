@@ -69,6 +69,20 @@ fn canonical_numerics_give_the_bits_of_one_rank() {
     }
 }
 
+/// On 1 to 4 ranks, which share 12 heads.
+#[test]
+#[cfg(feature = "testkit")]
+fn its_block_and_its_operation_are_those_of_one_rank() {
+    use custom_model::Block;
+    use meshwork::testkit::check::{LayerInput, OpInput, check_layer, check_op};
+
+    let squared = |v: &[Var]| v[0].relu().and_then(|inner| inner.mul(&inner));
+    check_op("squared ReLU", &[OpInput::value("x", &[3, 5])], squared).unwrap();
+    let x = LayerInput::value("x", &[2, 3, 96], Ty::Invariant);
+    check_layer("block", &[x], |params, _| Block::new(params, 0, 96), |block, tape, v| block.forward(tape, &v[0]))
+        .unwrap();
+}
+
 /// The tools know no more of a model than the engine does.
 #[test]
 fn its_meshes_are_compared_and_a_fault_is_found() {

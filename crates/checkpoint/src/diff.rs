@@ -42,13 +42,15 @@ pub enum Difference {
 }
 
 /// Why two checkpoints cannot be compared.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error(transparent)]
 pub struct DiffError(
     /// Why one of them cannot be read.
     #[from]
     pub ReadError,
 );
+
+debug_as_display!(DiffError);
 
 /// The tensors that differ, in the order of the first checkpoint. It reads both, piece by piece.
 ///

@@ -21,12 +21,14 @@ impl Exchange for Box<dyn Exchange> {
 }
 
 /// A rank that left the others.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the writers lost each other: {problem}")]
 pub struct ExchangeError {
     /// Which rank, and what is known of it.
     pub problem: String,
 }
+
+debug_as_display!(ExchangeError);
 
 /// The exchange of a run on one rank.
 #[derive(Clone, Copy, Debug, Default)]

@@ -2,6 +2,17 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`.
+macro_rules! debug_as_display {
+    ($error:ty) => {
+        impl std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
 mod checksum;
 mod diff;
 mod exchange;

@@ -15,7 +15,7 @@ pub struct Lock {
 }
 
 /// Why a folder cannot be written to.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum LockError {
     /// Another run writes there.
@@ -35,6 +35,8 @@ pub enum LockError {
         source: io::Error,
     },
 }
+
+debug_as_display!(LockError);
 
 #[derive(Serialize, Deserialize)]
 struct Holder {

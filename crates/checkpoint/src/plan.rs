@@ -47,7 +47,7 @@ pub struct SavePlan {
 }
 
 /// Why a state cannot be saved.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// Two tensors of one name.
@@ -101,6 +101,8 @@ pub enum PlanError {
         elements: u64,
     },
 }
+
+debug_as_display!(PlanError);
 
 /// A rank writes about this many pieces or more, so that the last one that is given out changes the balance by little.
 const PIECES_PER_WRITER: u64 = 32;

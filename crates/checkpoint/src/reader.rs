@@ -27,7 +27,7 @@ pub struct Checkpoint {
 }
 
 /// Why a slice cannot be read.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
     /// A tensor that is not there.
@@ -38,7 +38,19 @@ pub enum ReadError {
         /// The name.
         name: String,
     },
-    /// A slice that does not fit, or memory that does not fit the slice.
+    /// A slice that does not lie in its tensor.
+    #[error("{} cannot give slice {slice} of {name}: {}", path.display(), out_of_range(name, slice, dims))]
+    OutOfRange {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its extents.
+        dims: Vec<u64>,
+        /// The slice.
+        slice: Slice,
+    },
+    /// Memory that does not fit the slice.
     #[error("{given} bytes of extents {extents:?} cannot take slice {slice} of {name} {dims:?}")]
     Misfit {
         /// The tensor.
@@ -55,6 +67,30 @@ pub enum ReadError {
     /// A file that is not as it was written, or that cannot be read now.
     #[error(transparent)]
     Unread(#[from] Unread),
+}
+
+debug_as_display!(ReadError);
+
+/// Why a slice does not lie in a tensor, and what would.
+fn out_of_range(name: &str, slice: &Slice, dims: &[u64]) -> String {
+    let (ranges, ndim) = (slice.ranges(), dims.len());
+    if ranges.len() != ndim {
+        return format!(
+            "it has ranges of {} dims, and {name} has {ndim}, of extents {dims:?}: give one of each",
+            ranges.len()
+        );
+    }
+    match ranges.zip(dims).enumerate().find(|(_, (range, extent))| range.start > range.end || range.end > **extent) {
+        Some((dim, (range, extent))) if range.start > range.end => {
+            format!("its range {range:?} in dim {dim} ends before it begins; the extent there is {extent}")
+        }
+        Some((dim, (range, extent))) => {
+            format!(
+                "its range {range:?} in dim {dim} goes past the extent there, {extent}; the whole is {name} {dims:?}"
+            )
+        }
+        None => format!("the whole is {name} {dims:?}"),
+    }
 }
 
 impl Checkpoint {
@@ -128,11 +164,14 @@ impl Checkpoint {
         let Some(tensor) = self.tensor(name) else {
             return Err(ReadError::Unknown { path: self.path.clone(), name: name.to_owned() });
         };
+        if !slice.fits(&tensor.dims) {
+            let (path, name, dims) = (self.path.clone(), name.to_owned(), tensor.dims.clone());
+            return Err(ReadError::OutOfRange { path, name, dims, slice: slice.clone() });
+        }
         let size = tensor.dtype.size();
         let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
         let wanted = Block::padded(slice, extents.to_vec());
-        if !slice.fits(&tensor.dims)
-            || !large
+        if !large
             || extents.len() != tensor.dims.len()
             || wanted.elements().checked_mul(size) != Some(into.len() as u64)
         {

@@ -18,7 +18,7 @@ pub struct Snapshot {
 }
 
 /// Why a tensor cannot go into a snapshot, or a snapshot cannot be written.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
     /// A tensor that the plan does not have.
@@ -62,6 +62,8 @@ pub enum SnapshotError {
         missing: u64,
     },
 }
+
+debug_as_display!(SnapshotError);
 
 impl Snapshot {
     /// An empty snapshot in the memory of an older one. Without memory it takes nothing, and the save fails on every rank.

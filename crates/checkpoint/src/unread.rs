@@ -10,7 +10,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// Why something of a checkpoint was not read.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum Unread {
     /// Its content is not what was written, and will not be at another time.
     #[error(transparent)]
@@ -20,8 +20,10 @@ pub enum Unread {
     Unreadable(#[from] Unreadable),
 }
 
+debug_as_display!(Unread);
+
 /// What cannot be read now or by this program, which says nothing about its content.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Unreadable {
     /// Permissions, a failing disk, a file system that is not mounted, too many open files.
@@ -41,6 +43,8 @@ pub enum Unreadable {
         found: u64,
     },
 }
+
+debug_as_display!(Unreadable);
 
 /// Sorts the error of an attempt to open or read a file of a checkpoint.
 pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {

@@ -5,7 +5,7 @@ use crate::{Checkpoint, Checksum, Slice, Unread, Unreadable, piece_file};
 use std::path::PathBuf;
 
 /// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
     /// The folder has no such name, or the name is no file.
@@ -63,6 +63,8 @@ pub enum Damage {
         step: u64,
     },
 }
+
+debug_as_display!(Damage);
 
 /// Something that can be verified by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

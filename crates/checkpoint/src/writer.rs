@@ -63,7 +63,7 @@ pub struct Saved {
 }
 
 /// Why there is no checkpoint of a step. Those before are as they were, and the next one may succeed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// A rank could not write. Every rank is told.
@@ -103,6 +103,8 @@ pub enum SaveError {
     #[error("the thread that writes checkpoints has ended, or could not be started")]
     Ended,
 }
+
+debug_as_display!(SaveError);
 
 struct Job {
     step: u64,

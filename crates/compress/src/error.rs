@@ -8,7 +8,7 @@ pub(crate) const VALID: &str = "none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to
      randk:FRACTION or randk:COUNT, topk or randk with + and one of the first six, powersgd:RANK";
 
 /// Why something could not be compressed, restored or summed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CompressError {
     /// A text that names no scheme.
@@ -107,6 +107,8 @@ pub enum CompressError {
     Comm(#[from] CommError),
 }
 
+meshwork_core::debug_as_display!(CompressError);
+
 impl From<BufferError> for CompressError {
     fn from(error: BufferError) -> Self {
         CompressError::Comm(error.into())
@@ -114,7 +116,7 @@ impl From<BufferError> for CompressError {
 }
 
 /// What is wrong with the bytes of a message.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
     /// Another number of bytes than the scheme and shape give.
@@ -156,3 +158,5 @@ pub enum MessageError {
         below: usize,
     },
 }
+
+meshwork_core::debug_as_display!(MessageError);

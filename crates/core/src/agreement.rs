@@ -21,7 +21,7 @@
 //! ));
 //! ```
 
-use crate::comm::{CommError, CommLog, Group, ReduceOp, runs};
+use crate::comm::{CommError, Group, ReduceOp, runs};
 use crate::hash::{combine, hash};
 use std::borrow::Cow;
 use std::fmt::{Debug, Display};
@@ -79,7 +79,7 @@ pub struct Agreement {
 }
 
 /// A fact that does not hold, the same on every rank that compared it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{claim} {over}, and {found}; {valid}")]
 pub struct Disagreement {
     /// [What was claimed](Fact::claim).
@@ -93,6 +93,8 @@ pub struct Disagreement {
     /// What would be valid.
     pub valid: String,
 }
+
+crate::debug_as_display!(Disagreement);
 
 /// The largest text of a value that ranks exchange, in bytes.
 const LONGEST: usize = 4096;
@@ -131,7 +133,7 @@ impl Agreement {
         if group.size() == 1 {
             return Ok(None);
         }
-        let group = &Group::new(group.communicator().clone(), CommLog::default());
+        let group = &group.unlogged();
         let agreed = self.facts.iter().filter(|fact| fact.must == Must::Agree);
         let names = self.facts.iter().fold(0, |all, fact| combine(all, fact.name()));
         let summary = [self.facts.len() as u64, names, agreed.fold(0, |all, fact| combine(all, fact.hash))];
@@ -199,7 +201,7 @@ impl Agreement {
 /// # Errors
 /// A failed communication.
 pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Option<Disagreement>, CommError> {
-    let group = &Group::new(group.communicator().clone(), CommLog::default());
+    let group = &group.unlogged();
     // The earlier the place, and then the rank, the larger.
     let size = group.size() as i64;
     let key = |place: usize| i64::MAX - (place as i64 * size + group.rank() as i64);

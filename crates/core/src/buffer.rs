@@ -15,7 +15,7 @@ use crate::dtype::{DType, Element};
 use crate::memory::{Block, HostMemory, Memory};
 
 /// Why a buffer could not be made, sliced, read or written.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
     /// The elements were requested as a different type.
@@ -65,6 +65,8 @@ pub enum BufferError {
         bytes: usize,
     },
 }
+
+crate::debug_as_display!(BufferError);
 
 /// A typed window on shared memory. Cloning and slicing share the memory; writing needs it to be unique.
 ///

@@ -1,5 +1,17 @@
 #![doc = include_str!("../README.md")]
 
+/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`: the rule of every error of meshwork.
+#[macro_export]
+macro_rules! debug_as_display {
+    ($($error:ty),+ $(,)?) => {
+        $(impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        })+
+    };
+}
+
 pub mod agreement;
 mod axes;
 mod buffer;
@@ -24,7 +36,9 @@ pub mod tree;
 
 pub use axes::Axes;
 pub use buffer::{Buffer, BufferError, Window};
-pub use comm::{Call, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder};
+pub use comm::{
+    Call, Caller, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder,
+};
 pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};

@@ -98,7 +98,7 @@ impl FromStr for Axis {
 pub const EXPERT_DATA: &str = "edp";
 
 /// Why a mesh is invalid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MeshError {
     /// The axis does not exist.
@@ -158,6 +158,8 @@ pub enum MeshError {
         mesh: String,
     },
 }
+
+crate::debug_as_display!(MeshError);
 
 /// A grid of ranks with named axes. See the module documentation for the rank order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]

@@ -1,7 +1,7 @@
 //! One rank of a mesh: its position and its groups. It is passed in; there is no global state.
 
 use crate::agreement::{Agreement, Fact};
-use crate::comm::{CommError, CommLog, Communicator, Group, record};
+use crate::comm::{Caller, CommError, CommLog, Communicator, Entered, Group, record};
 use crate::mesh::{Axis, Coords, Mesh};
 use std::sync::Arc;
 
@@ -35,27 +35,32 @@ impl Rank {
         }
         let log = CommLog::default();
         let world = Group::new(world, log.clone());
+        let _entered = log.enter("Rank::new");
         let mut facts = Agreement::default();
         facts.push(Fact::value("the mesh", &format_args!("{mesh}"), "let every rank of the world join one mesh"));
         facts.compare(&world)?;
         // Where experts are shared out, the rest of data parallelism counts with any degree: the groups over both have a name of their own.
         let wide = |axis: Axis| mesh.degree(axis) > 1 || axis == Axis::Dp && mesh.degree(Axis::Ep) > 1;
         let wide = set_of(Axis::ALL.into_iter().filter(|&axis| wide(axis)));
+        // Without a wait for each: ranks that do not join are missed in the first collective.
+        let part = |name: &str, members: &[usize]| -> Result<Group, CommError> {
+            Ok(Group::new(world.communicator().split(name, members)?, log.clone()))
+        };
         let mut groups: Vec<Group> = Vec::with_capacity(1 << Axis::COUNT);
         for set in 0..1 << Axis::COUNT {
             let axes: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| set >> axis.index() & 1 == 1).collect();
             groups.push(match axes[..] {
                 [] if size == 1 => world.clone(),
-                [] => world.split("self", &[me])?,
+                [] => part("self", &[me])?,
                 // Named after its axis, with any degree.
-                [_] => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
+                [_] => part(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
                 // Data parallelism is named as an axis is. Without experts it is the group of its axis.
                 _ if axes == Axis::DATA && set & wide != set => groups[set_of([Axis::Dp])].clone(),
-                _ if axes == Axis::DATA => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
+                _ if axes == Axis::DATA => part(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
                 // The group over the axes above degree 1 exists already.
                 _ if set & wide != set => groups[set & wide].clone(),
                 _ if set == wide => world.clone(),
-                _ => world.split(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
+                _ => part(&mesh.group_name(&axes), &mesh.group(me, &axes))?,
             });
         }
         Ok(Self { mesh: mesh.clone(), coords: mesh.coords(me), world, groups, log })
@@ -111,10 +116,15 @@ impl Rank {
         &self.groups[set_of(axes.iter().copied())]
     }
 
-    /// An additional group of world ranks, which contains this one. Collective over the world: ranks outside the group
-    /// name only themselves.
+    /// An additional group of world ranks, which contains this one. Collective over the world: every rank calls it, and waits for the
+    /// others; ranks outside the group name only themselves.
     pub fn subgroup(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
-        self.world.split(name, members)
+        self.world.split_as("Rank::subgroup", name, members)
+    }
+
+    /// Begins a call that every rank makes, by its name: see [`CommLog::enter`].
+    pub fn enter(&self, caller: impl Into<Caller>) -> Entered {
+        self.log.enter(caller)
     }
 
     /// The communications of this rank, over all its groups.

@@ -27,12 +27,14 @@ pub enum Level {
 }
 
 /// A value of [`SIMD_VARIABLE`] that names no level.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 #[error("{SIMD_VARIABLE} = {}: no vector instructions of that name; use portable, avx2 or avx512", value.display())]
 pub struct UnknownLevel {
     /// The value.
     pub value: OsString,
 }
+
+crate::debug_as_display!(UnknownLevel);
 
 impl Level {
     /// The widest of this CPU.

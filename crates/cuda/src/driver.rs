@@ -171,7 +171,7 @@ pub struct Remote<'a> {
 }
 
 /// Why the driver refused a call, or what went wrong in work that was queued earlier.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
     /// The device has not as much memory.
@@ -325,6 +325,8 @@ pub enum DriverError {
         bytes: usize,
     },
 }
+
+meshwork_core::debug_as_display!(DriverError);
 
 /// The result of a call of a driver.
 pub type Result<T> = std::result::Result<T, DriverError>;

@@ -46,7 +46,7 @@ struct Row {
 }
 
 /// What is wrong with a table.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TuningError {
     /// A file that cannot be read.
@@ -76,6 +76,8 @@ pub enum TuningError {
         valid: String,
     },
 }
+
+meshwork_core::debug_as_display!(TuningError);
 
 impl Tuning {
     /// The rows that are compiled in for an architecture, none where it was never tuned.

@@ -3,12 +3,13 @@
 use crate::plan::{BucketPlan, Member, plan};
 use crate::reducer::{Bucket, ReduceError, Reducer};
 use crate::vectors::HostVectors;
+use meshwork_core::comm::Entered;
 use meshwork_core::{Buffer, BufferError, CommError, Group, Pending, ReduceOp};
 use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Why a step of [`Ddp`] failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum DdpError {
     /// There is no parameter of this number.
@@ -64,6 +65,8 @@ pub enum DdpError {
     Comm(#[from] CommError),
 }
 
+meshwork_core::debug_as_display!(DdpError);
+
 /// Gradients of replicas, summed over their ranks while backward goes on: PyTorch's `DistributedDataParallel`, for any framework whose
 /// gradients can be read as `&[f32]`.
 ///
@@ -91,6 +94,8 @@ pub enum DdpError {
 #[derive(Debug)]
 pub struct Ddp {
     group: Group,
+    /// With which the names of its calls begin.
+    name: String,
     /// Bucket and member of each parameter.
     places: Vec<(usize, usize)>,
     /// A ring: the step whose gradients come in is at `now`, and those before it are being reduced.
@@ -162,7 +167,16 @@ impl Ddp {
             Ok::<_, DdpError>(Step { reducer, awaited: awaited.clone(), given: vec![false; places.len()], next: 0 })
         };
         let steps = (0..=staleness).map(step).collect::<Result<_, _>>()?;
-        Ok(Self { group, places, steps, now: 0, counts: VecDeque::new(), reduced: None, sync: true })
+        Ok(Self {
+            name: group.log().name_next("Ddp"),
+            group,
+            places,
+            steps,
+            now: 0,
+            counts: VecDeque::new(),
+            reduced: None,
+            sync: true,
+        })
     }
 
     /// Runs a micro-batch whose gradients only add to those of the step: the next one outside of it is the last, and is reduced.
@@ -221,6 +235,7 @@ impl Ddp {
         if let Some(parameter) = self.step().given.iter().position(|given| !given) {
             return Err(DdpError::Missing { parameter, rank: self.group.rank() });
         }
+        let _entered = self.enter("finish");
         let count = self.group.start_all_reduce(Buffer::from_vec(vec![samples]), ReduceOp::Sum)?;
         self.counts.push_back(count);
         self.now += 1;
@@ -233,6 +248,7 @@ impl Ddp {
     /// # Errors
     /// No samples, or a reduction that failed.
     pub fn flush(&mut self) -> Result<bool, DdpError> {
+        let _entered = self.enter("flush");
         let at = (self.now - self.counts.len()) % self.steps.len();
         let Some(count) = self.counts.pop_front() else { return Ok(false) };
         let Step { reducer, awaited, given, next } = &mut self.steps[at];
@@ -267,6 +283,11 @@ impl Ddp {
         Ok(&sums.as_slice::<f32>().map_err(|error| failed(bucket, error))?[reducer.range(bucket, member)])
     }
 
+    /// Begins one of its collective calls: what this rank communicates until the result is dropped carries the name.
+    fn enter(&self, call: &str) -> Entered {
+        self.group.log().enter(&*format!("{}::{call}", self.name))
+    }
+
     fn place(&self, parameter: usize) -> Result<(usize, usize), DdpError> {
         let unknown = DdpError::Parameter { parameter, count: self.places.len() };
         self.places.get(parameter).copied().ok_or(unknown)
@@ -287,6 +308,7 @@ impl Ddp {
         if !self.sync {
             return Ok(());
         }
+        let _entered = self.enter("gradient");
         let Step { reducer, awaited, given, next } = &mut self.steps[at];
         given[parameter] = true;
         awaited[self.places[parameter].0] -= 1;

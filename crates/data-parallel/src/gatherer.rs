@@ -42,7 +42,7 @@ pub trait Messages: Debug + Send + Sync {
 }
 
 /// Why a vector could not be brought together.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum GatherError {
     /// A communication failed.
@@ -62,6 +62,8 @@ pub enum GatherError {
         source: VectorError,
     },
 }
+
+meshwork_core::debug_as_display!(GatherError);
 
 /// Gathers vectors in an order that was recorded before: while one is used, the next one is on its way, and one that is not used again is
 /// dropped. Every rank must use the same vectors in the same order; one that the order does not have is gathered when it is asked for.

@@ -76,7 +76,7 @@ pub enum BucketEvent {
 }
 
 /// Why a reduction failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ReduceError {
     /// A communication failed.
@@ -120,6 +120,8 @@ pub enum ReduceError {
         bucket: usize,
     },
 }
+
+meshwork_core::debug_as_display!(ReduceError);
 
 /// A member while its bucket is filled.
 #[derive(Clone, Copy, Debug, Default)]

@@ -25,6 +25,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Decoder {
     rank: Arc<Rank>,
+    /// With which the names of its calls begin.
+    name: String,
     device: Arc<dyn Device>,
     plan: ModelPlan,
     schedule: Schedule,
@@ -60,6 +62,8 @@ impl Decoder {
         capacity: usize,
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
     ) -> Result<Self, TrainError> {
+        let name = rank.log().name_next("Decoder");
+        let _entered = rank.enter(&*format!("{name}::new"));
         require_fit(plan, &rank, &*device)?;
         let (schedule, model_plan) = (
             plan.build_schedule()?,
@@ -87,6 +91,7 @@ impl Decoder {
         let segments: Vec<Segment> = stages.into_iter().flat_map(|(_, segments)| segments).collect();
         Ok(Self {
             rank,
+            name,
             device,
             plan: model_plan,
             schedule,
@@ -141,6 +146,7 @@ impl Decoder {
     /// More tokens than a sequence may have; more columns than the output has; a model that mixes the tokens of a sequence without the
     /// cache, the same error on every rank.
     pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
+        let _entered = self.rank.enter(&*format!("{}::next", self.name));
         if self.past + tokens > self.capacity {
             let problem = format!("{} and {tokens} tokens, of at most {}", self.past, self.capacity);
             return Err(Error::Shape { op: "decode", problem, shapes: Vec::new() }.into());

@@ -7,7 +7,7 @@ use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
 
 /// The error of a training run on one rank.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
     /// A tensor operation, a collective among them.
@@ -208,6 +208,8 @@ pub enum TrainError {
         problem: String,
     },
 }
+
+meshwork_core::debug_as_display!(TrainError);
 
 impl TrainError {
     /// What the device lacks, if that is what ended the step: an operation, an element type, an update rule.

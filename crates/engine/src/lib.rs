@@ -27,6 +27,7 @@ mod plan;
 pub mod program;
 mod running;
 mod segment;
+mod slow_build;
 mod state;
 mod statistics;
 mod step;
@@ -50,6 +51,7 @@ pub use mixed::{LossScale, MixedPrecision};
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
 pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
 pub use segment::{Segment, SegmentSpec};
+pub use slow_build::slow_build_warning;
 pub use state::{
     StateKey, StateKind, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout,
 };

@@ -257,7 +257,7 @@ impl ScheduleSpec {
 }
 
 /// Why a plan is invalid, and what would be valid.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// A rank of a different mesh.
@@ -436,6 +436,8 @@ pub enum PlanError {
     #[error(transparent)]
     Shape(#[from] ShapeError),
 }
+
+meshwork_core::debug_as_display!(PlanError);
 
 impl Plan {
     /// Micro-batches of a step on each data-parallel rank.

@@ -154,9 +154,11 @@ pub struct Frozen {
 }
 
 /// A word that names no part of a model.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is no part of a model: use embedding, layers.N, layers.A-B, norm or head, with commas")]
 pub struct FrozenError(pub String);
+
+meshwork_core::debug_as_display!(FrozenError);
 
 impl Frozen {
     /// Whether a block is frozen.

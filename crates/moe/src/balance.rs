@@ -55,13 +55,14 @@ fn no_choices(choices: &Tensor) -> Error {
     Error::Shape { op: "load", problem, shapes: vec![choices.shape().to_vec()] }
 }
 
-/// Switch's loss for each sequence, from the probabilities `[samples, seq, experts]` and the load: 1 where all are even.
+/// Switch's loss for each sequence, `[samples]` in f64, from the probabilities `[samples, seq, experts]` and the load: 1 where all are even.
+/// It is typed as the probabilities are, for [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
 pub fn switch_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     let experts = load.counts.shape()[1] as f64;
     balance(probabilities, load, experts / load.k as f64)
 }
 
-/// GShard's loss for each sequence; the load is that of first choices.
+/// GShard's loss for each sequence, likewise; the load is that of first choices.
 pub fn gshard_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     balance(probabilities, load, 1.0 / load.counts.shape()[1] as f64)
 }
@@ -73,19 +74,20 @@ fn balance(probabilities: &Var, load: &Load, factor: f64) -> Result<Var> {
     OfSequences::apply(Kind::Balance { load: load.counts.clone(), scale }, probabilities)
 }
 
-/// The z-loss of the logits `[samples, seq, experts]`, for each sequence.
+/// The z-loss of the logits `[samples, seq, experts]` for each sequence, `[samples]` in f64, typed as the logits are.
 pub fn z_loss(logits: &Var) -> Result<Var> {
     OfSequences::apply(Kind::Z, logits)
 }
 
-/// The mean entropy of the router's choice, for each sequence: ln N where all experts are as likely, 0 where it is sure. A metric,
-/// without a gradient.
+/// The mean entropy of the router's choice for each sequence, `[samples]` in f64, from probabilities `[samples, seq, experts]`: ln N where all
+/// experts are as likely, 0 where it is sure. A metric, without a gradient.
 pub fn entropy(scores: &Var) -> Result<Var> {
     let detached = scores.tape().constant(scores.tensor().clone(), scores.types());
     OfSequences::apply(Kind::Entropy, &detached)
 }
 
-/// The share of the choices `[samples, seq, k]` of each sequence that are not used, of tokens that lie like `scores`. A metric.
+/// The share of the choices `[samples, seq, k]` of each sequence that are not used, `[samples]` in f64, of tokens that lie like `scores`. A
+/// metric.
 pub fn unused(kept: &Tensor, scores: &Var) -> Result<Var> {
     let kept = scores.tape().constant(kept.clone(), scores.types());
     OfSequences::apply(Kind::Unused, &kept)

@@ -127,7 +127,7 @@ impl Default for MoeConfig {
 }
 
 /// A mixture of experts that cannot be.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MoeError {
     /// No experts at all.
@@ -208,6 +208,8 @@ pub enum MoeError {
     #[error("{0} has no canonical numerics: its numbers depend on how the batch is cut; use aux_loss_scope sequence")]
     NotCanonical(&'static str),
 }
+
+meshwork_core::debug_as_display!(MoeError);
 
 fn of(num_experts: usize) -> String {
     format!(" and {num_experts} experts")

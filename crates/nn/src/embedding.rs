@@ -22,12 +22,12 @@ impl Embedding {
         Ok(Self { weight: params.tie(name, &[rows, features], Placement::replicated(), Role::Weight, init)? })
     }
 
-    /// `ids [..] → [.., h]`.
+    /// i32 `ids [..] → [.., features]`.
     pub fn forward(&self, tape: &Tape, ids: &Var) -> Result<Var> {
         ids.embedding(&tape.param(self.weight)?)
     }
 
-    /// Logits of a tied head: `x [.., h] → [.., rows]`.
+    /// Logits of a tied head: `x [.., features] → [.., rows]`.
     pub fn logits(&self, tape: &Tape, x: &Var) -> Result<Var> {
         x.linear(&tape.param(self.weight)?, 1)
     }
@@ -52,7 +52,7 @@ impl Positions {
         x.positions(&tape.param(self.weight)?)
     }
 
-    /// The same with a position for each token, `[b, s]`, whole along the sequence.
+    /// The same with a position for each token, i32 `[b, s]`, whole along the sequence.
     ///
     /// Where sequences are cut over an axis, each rank looks up all positions and takes its slice, so that the gradient of the table
     /// is not summed over slices.

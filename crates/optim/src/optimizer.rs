@@ -77,7 +77,7 @@ pub trait Optimizer: Debug + Send + Sync {
 }
 
 /// A call that an update rule refuses.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OptimError {
     /// Steps are counted from 1.
@@ -126,3 +126,5 @@ pub enum OptimError {
         problem: String,
     },
 }
+
+meshwork_core::debug_as_display!(OptimError);

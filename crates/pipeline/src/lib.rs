@@ -1,6 +1,17 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`.
+macro_rules! debug_as_display {
+    ($error:ty) => {
+        impl std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
 pub mod partition;
 mod runtime;
 mod schedule;

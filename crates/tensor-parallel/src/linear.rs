@@ -69,7 +69,7 @@ impl ColumnLinear {
         Ok(Self { weight, bias })
     }
 
-    /// `x [.., input] → [.., out..]`.
+    /// `x [.., input]`, `Replicate` on tp, → `[.., out..]`, `Shard` along the dim `cut` of `out`, which has 1/tp of its extent on each rank.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let weight = tape.param(self.weight)?;
         match self.bias {
@@ -86,13 +86,14 @@ impl ColumnLinear {
         x.linear_pair([(&w, b?.as_ref()), (&v, c?.as_ref())], 1)
     }
 
-    /// `gelu(x · Wᵀ + b)`, in one pass.
+    /// `gelu(x · Wᵀ + b)`, in one pass: shape and type of [`forward`](Self::forward).
     pub fn forward_gelu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
         x.linear_gelu(&tape.param(self.weight)?, bias.as_ref(), 1)
     }
 
-    /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: in one pass without the bias.
+    /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: `[.., features/tp]`, `Shard` along the last dim. In one
+    /// pass without the bias.
     pub fn forward_swiglu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         match self.bias {
             Some(_) => self.forward(tape, x)?.swiglu(),
@@ -139,7 +140,8 @@ impl RowLinear {
         Ok(Self { name: name.to_owned(), weight, bias, contract: input.len() })
     }
 
-    /// `x [.., input..] → residual + dropout(Σ_tp x · Wᵀ + b)`, in the region between blocks.
+    /// `x [.., input..]`, `Shard` on tp along the dim `cut` of `input`, → `residual + dropout(Σ_tp x · Wᵀ + b)` `[.., output]` in the region
+    /// between blocks, in which the residual is too. `dropout` is the probability of dropping an element.
     pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
         let mut y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;

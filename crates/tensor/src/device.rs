@@ -15,7 +15,7 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Allocates memory and offers kernels. There is one device value per rank, so that its [`Meter`] counts that rank's
-/// work.
+/// work. Counts, here and in the kernels, may be 0.
 pub trait Device: Send + Sync + Debug {
     /// `cpu`, `meta`, ...
     fn name(&self) -> &str;

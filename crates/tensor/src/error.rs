@@ -5,7 +5,7 @@ use meshwork_core::{BufferError, CommError, DType, SpmdError};
 use meshwork_optim::OptimError;
 
 /// The error of this crate. Variants carry the operation and the facts.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A wrongly distributed program.
@@ -291,6 +291,8 @@ pub enum Error {
     #[error("backward: {0}")]
     Backward(String),
 }
+
+meshwork_core::debug_as_display!(Error);
 
 impl Error {
     /// A dim that the degree of an axis does not divide, where it must: with the degrees that do.

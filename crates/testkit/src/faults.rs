@@ -93,7 +93,7 @@ pub struct Program {
 }
 
 /// How a rank's run of a program failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum ProgramError {
     /// An error of the communicator.
     #[error(transparent)]
@@ -102,6 +102,8 @@ pub enum ProgramError {
     #[error("injected failure")]
     Injected,
 }
+
+meshwork_core::debug_as_display!(ProgramError);
 
 impl Program {
     /// A program of 2 to 8 ranks.

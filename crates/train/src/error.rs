@@ -12,7 +12,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// The error of a run on one rank.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
     /// Training.
@@ -55,8 +55,10 @@ pub enum RunError {
     Output(#[from] OutputError),
 }
 
+meshwork_core::debug_as_display!(RunError);
+
 /// A file that could not be written: metrics, a profile or a picture of one.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("cannot write {what} to {}: {source}", path.display())]
 pub struct OutputError {
     /// What should have been written.
@@ -66,6 +68,8 @@ pub struct OutputError {
     /// The error of the system.
     pub source: io::Error,
 }
+
+meshwork_core::debug_as_display!(OutputError);
 
 impl OutputError {
     /// Makes the error of a failed write of `what` to `path`.

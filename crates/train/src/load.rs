@@ -7,6 +7,7 @@ use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
 use crate::{devices, metrics, plan, plan_memory};
 use meshwork_engine::offload::OffloadError;
+use meshwork_engine::slow_build_warning;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -73,6 +74,8 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     match data {
         Some(data) if settings.faults.is_empty() => {
             config.notices.extend_from_slice(data.notices());
+            let computes = config.training.steps > 0 && !args.plan_memory && config.device == Device::Cpu;
+            config.notices.extend(computes.then(slow_build_warning).flatten().map(str::to_owned));
             Ok((config, data))
         }
         _ => Err(ConfigError { faults: settings.faults }),

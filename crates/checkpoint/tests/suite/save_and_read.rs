@@ -8,6 +8,7 @@ use safetensors::SafeTensors;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -75,10 +76,33 @@ fn what_cannot_be_read_is_refused() {
     let checkpoint = open(dir.path(), 10);
     let refused = |name: &str, slice| checkpoint.read(name, &slice).unwrap_err().to_string();
     assert!(refused("tables", Slice::new([])).ends_with("step-00000010 has no tensor tables"));
-    let beyond = "0 bytes of extents [61, 32] cannot take slice [0:61, 0:32] of table [60, 32]";
-    assert_eq!(refused("table", Slice::new([0..61, 0..32])), beyond);
-    assert!(refused("table", Slice::new([0..u64::MAX, 0..u64::MAX])).contains("cannot take slice"));
-    assert!(refused("table", Slice::new(std::iter::once(0..60))).contains("cannot take slice [0:60] of table"));
+    let out_of_range = |ranges: &[Range<u64>], why: &str| {
+        let slice = Slice::new(ranges.iter().cloned());
+        let (refused, says) =
+            (refused("table", slice.clone()), format!("step-00000010 cannot give slice {slice} of table: {why}"));
+        assert!(refused.ends_with(&says), "{refused} is not {says}");
+    };
+    out_of_range(
+        &[0..61, 0..32],
+        "its range 0..61 in dim 0 goes past the extent there, 60; the whole is table [60, 32]",
+    );
+    out_of_range(
+        &[0..1, 32..33],
+        "its range 32..33 in dim 1 goes past the extent there, 32; the whole is table [60, 32]",
+    );
+    let all = u64::MAX;
+    out_of_range(
+        &[0..all, 0..all],
+        &format!("its range 0..{all} in dim 0 goes past the extent there, 60; the whole is table [60, 32]"),
+    );
+    let backwards = Range { start: 5, end: 3 };
+    out_of_range(&[0..1, backwards], "its range 5..3 in dim 1 ends before it begins; the extent there is 32");
+    out_of_range(
+        &[Range { start: 0, end: 60 }],
+        "it has ranges of 1 dims, and table has 2, of extents [60, 32]: give one of each",
+    );
+    let padded = checkpoint.read_into("table", &Slice::new([0..61, 0..32]), &[64, 32], &mut [0; 64 * 32 * 4]);
+    assert!(padded.unwrap_err().to_string().contains("its range 0..61 in dim 0 goes past"));
     let short =
         checkpoint.read_into("table", &Slice::new([0..2, 0..2]), &[2, 2], &mut [0; 15]).unwrap_err().to_string();
     assert_eq!(short, "15 bytes of extents [2, 2] cannot take slice [0:2, 0:2] of table [60, 32]");

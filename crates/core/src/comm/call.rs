@@ -1,6 +1,7 @@
 //! A communication call as plain data, and the check that every call passes.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::error::CallError;
 use crate::buffer::Buffer;
@@ -144,6 +145,30 @@ impl Op {
     }
 }
 
+/// The call of a program that an operation is part of, as its documentation names it: `Trainer::evaluate`. It is collective: every rank
+/// makes it. Ranks whose programs are at different calls are refused, although they communicate alike: see
+/// [`CommLog::enter`](super::CommLog::enter).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Caller {
+    /// The name, the same on every rank.
+    pub name: Arc<str>,
+    /// What it is about, which may differ from rank to rank: the part of a group that a rank names, say.
+    pub about: Option<Arc<str>>,
+}
+
+impl From<&str> for Caller {
+    fn from(name: &str) -> Caller {
+        Caller { name: name.into(), about: None }
+    }
+}
+
+impl fmt::Display for Caller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        self.about.as_ref().map_or(Ok(()), |about| write!(f, "({about:?})"))
+    }
+}
+
 /// One communication call, the same for every backend. In-place operations (broadcast, all-reduce unless it has an
 /// input) have only an output, which is read and written. The output must be unique; the input is only read, so it may
 /// be shared.
@@ -155,9 +180,16 @@ pub struct Call {
     pub input: Option<Buffer>,
     /// The buffer that is written.
     pub output: Option<Buffer>,
+    /// What the operation is part of: for messages, and for comparing ranks.
+    pub caller: Option<Caller>,
 }
 
 impl Call {
+    /// A call whose caller has no name, unless its [`Group`](super::Group) knows one.
+    pub fn new(op: Op, input: Option<Buffer>, output: Option<Buffer>) -> Call {
+        Call { op, input, output, caller: None }
+    }
+
     /// Checks everything that one rank alone can check, for a group of `size` ranks in which this one is `rank`.
     pub fn check(&self, rank: usize, size: usize) -> Result<(), CallError> {
         let (has_input, has_output) = self.op.buffers(self.input.is_some());
@@ -216,7 +248,7 @@ impl Call {
         };
         let dtype = self.input.as_ref().or(self.output.as_ref()).map(Buffer::dtype);
         let (kind, elements) = (self.op.kind(), self.elements());
-        OpInfo { kind, reduce, dtype, elements, peer, signature }
+        OpInfo { kind, reduce, dtype, elements, peer, signature, caller: self.caller.clone() }
     }
 
     /// Elements of the full buffer: the larger of input and output; for an all-to-all, the elements that are sent.
@@ -285,7 +317,7 @@ pub enum Peer {
 }
 
 /// A short description of what a rank is doing: for messages, and for comparing what ranks do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpInfo {
     /// Which operation.
     pub kind: OpKind,
@@ -299,6 +331,30 @@ pub struct OpInfo {
     pub peer: Option<Peer>,
     /// The fingerprint of a message.
     pub signature: Option<u64>,
+    /// What it is part of.
+    pub caller: Option<Caller>,
+}
+
+impl OpInfo {
+    /// Whether two members are in the same operation, part of the same call. The parts of an all-to-all are compared one by one
+    /// instead. A sender and a receiver name each other by being there; where steps overlap, they may be in different calls.
+    pub(crate) fn agrees(&self, other: &OpInfo) -> bool {
+        let message = |of: &OpInfo| (of.dtype, of.elements, of.signature);
+        match (self.kind, other.kind) {
+            (OpKind::Send, OpKind::Recv) | (OpKind::Recv, OpKind::Send) => message(self) == message(other),
+            (OpKind::AllToAll, OpKind::AllToAll) => self.is_part_of(other) && self.dtype == other.dtype,
+            _ => {
+                let all = |of: &OpInfo| (of.kind, of.reduce, of.peer, message(of));
+                self.is_part_of(other) && all(self) == all(other)
+            }
+        }
+    }
+
+    /// Whether it is part of the call that `other` is part of.
+    pub(crate) fn is_part_of(&self, other: &OpInfo) -> bool {
+        let name = |of: &OpInfo| of.caller.as_ref().map(|caller| caller.name.clone());
+        name(self) == name(other)
+    }
 }
 
 impl fmt::Display for OpInfo {
@@ -322,6 +378,7 @@ impl fmt::Display for OpInfo {
         if let Some(signature) = self.signature {
             write!(f, "{separator}signature {signature:#x}")?;
         }
-        f.write_str(")")
+        f.write_str(")")?;
+        self.caller.as_ref().map_or(Ok(()), |caller| write!(f, " of {caller}"))
     }
 }

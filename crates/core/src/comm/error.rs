@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::mesh::Mesh;
 
 /// Why a call failed.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
     /// This rank's call is wrong by itself. Other ranks are not affected.
@@ -97,8 +97,10 @@ pub enum CommError {
     },
 }
 
+crate::debug_as_display!(CommError);
+
 /// Why a call is invalid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallError {
     /// A buffer is missing, or there is one that the operation does not use.
@@ -178,6 +180,8 @@ pub enum CallError {
     OutputShared,
 }
 
+crate::debug_as_display!(CallError);
+
 impl CallError {
     /// The error of a call on `comm`.
     pub fn on(self, comm: &(impl Communicator + ?Sized), op: OpKind) -> CommError {
@@ -190,7 +194,7 @@ impl CallError {
 }
 
 /// Why a part of a group is invalid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SplitError {
     /// The caller names a part that it is not in.
@@ -214,3 +218,5 @@ pub enum SplitError {
         rank: usize,
     },
 }
+
+crate::debug_as_display!(SplitError);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{OpInfo, Peer};
+use super::{Caller, OpInfo, Peer};
 
 /// A place in a program: an operation of one group, seen by one of its ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ impl Site {
 
     /// Sender and receiver of a message.
     fn message(&self) -> Option<(usize, usize)> {
-        match self.op?.peer? {
+        match self.op.as_ref()?.peer? {
             Peer::To(rank) => Some((self.world_rank, rank)),
             Peer::From(rank) => Some((rank, self.world_rank)),
             Peer::Root(_) => None,
@@ -122,10 +122,12 @@ impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             FaultKind::Disagreement { first: (a, x), second: (b, y) } => {
-                write!(f, "rank {a} is in {x}, rank {b} in {y}")
+                write!(f, "rank {a} is in {x}, rank {b} in {y}")?;
+                f.write_str(if x.is_part_of(y) { "" } else { SAME_CALLS })
             }
             FaultKind::SplitDisagreement { first: (a, x, xs), second: (b, y, ys) } => {
-                write!(f, "rank {a} splits into {x} = {xs:?}, rank {b} into {y} = {ys:?}")
+                write!(f, "rank {a} splits into {x} = {xs:?}, rank {b} into {y} = {ys:?}; ")?;
+                f.write_str("every rank of a group splits it, and all members of a part name the same list")
             }
             FaultKind::Panicked { rank, message } => write!(f, "rank {rank} panicked: {message}"),
             FaultKind::Device { rank, message } => write!(f, "the device of rank {rank}: {message}"),
@@ -141,6 +143,9 @@ impl fmt::Display for FaultKind {
         }
     }
 }
+
+/// What would be valid where ranks are in different calls.
+const SAME_CALLS: &str = "; every rank makes the same calls, in the same order";
 
 fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &'a usize>) -> fmt::Result {
     for (i, rank) in chain.into_iter().enumerate() {
@@ -212,7 +217,7 @@ impl RankReport {
             return format!("{activity}, no operation yet");
         };
         let word = if self.activity == Activity::Waiting { " in" } else { ", last in" };
-        let op = site.op.map_or(String::new(), |op| format!(" {op}"));
+        let op = site.op.as_ref().map_or(String::new(), |op| format!(" {op}"));
         format!("{activity}{word} {} #{}{op}", site.group, site.seq)
     }
 }
@@ -264,8 +269,31 @@ impl Fault {
     /// The fault in one line.
     pub fn headline(&self) -> String {
         match &self.site {
-            Some(site) => format!("{site}: {}", self.kind),
-            None => self.kind.to_string(),
+            Some(site) => format!("{site}: {}", self.cause()),
+            None => self.cause(),
+        }
+    }
+
+    /// What went wrong, with the calls of the program in which it did.
+    pub(crate) fn cause(&self) -> String {
+        let caller = |site: &Option<Site>| site.as_ref()?.op.as_ref()?.caller.clone();
+        match &self.kind {
+            FaultKind::Gone { .. } => match caller(&self.site) {
+                Some(caller) => format!("{} in {caller}, which every rank calls", self.kind),
+                None => self.kind.to_string(),
+            },
+            FaultKind::Deadlock { cycle } => {
+                let of = |rank: &usize| caller(&self.ranks.iter().find(|report| report.rank == *rank)?.site);
+                let callers: Vec<_> = cycle.iter().map(of).collect();
+                if callers.windows(2).all(|pair| pair[0] == pair[1]) {
+                    return self.kind.to_string();
+                }
+                let word =
+                    |caller: &Option<Caller>| caller.as_ref().map_or("no named call".to_owned(), Caller::to_string);
+                let at = cycle.iter().zip(&callers).map(|(rank, caller)| format!("rank {rank} is in {}", word(caller)));
+                format!("{}; {}{SAME_CALLS}", self.kind, at.collect::<Vec<_>>().join(", "))
+            }
+            kind => kind.to_string(),
         }
     }
 
@@ -276,15 +304,15 @@ impl Fault {
 
     /// The fault as seen by a rank that was at `here`.
     pub(crate) fn describe(&self, here: &Site) -> String {
-        let op = here.op.map(|op| format!("{op} ")).unwrap_or_default();
-        let kind = &self.kind;
+        let op = here.op.as_ref().map(|op| format!("{op} ")).unwrap_or_default();
+        let cause = self.cause();
         let mut text = match &self.site {
             // The kind names the operations of both ranks, this one's among them.
-            Some(site) if site.is_at(here) && kind.is_disagreement() => format!("{here}: {kind}"),
+            Some(site) if site.is_at(here) && self.kind.is_disagreement() => format!("{here}: {cause}"),
             Some(site) if !site.is_at(here) => {
-                format!("{here}: {op}stopped because in the {site}: {kind}")
+                format!("{here}: {op}stopped because in the {site}: {cause}")
             }
-            _ => format!("{here}: {op}stopped because {kind}"),
+            _ => format!("{here}: {op}stopped because {cause}"),
         };
         for line in self.report_lines() {
             text += &format!("\n  {line}");

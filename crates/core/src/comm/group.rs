@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{Call, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, ReductionOrder, world_rank};
+use super::{
+    Call, Caller, CommError, CommLog, Communicator, Op, Pending, Record, ReduceOp, ReductionOrder, world_rank,
+};
 use crate::buffer::{Buffer, BufferError};
 use crate::dtype::{DType, Element};
 
@@ -70,13 +72,30 @@ impl Group {
         self.comm.reduction_order()
     }
 
+    /// The same group, of whose operations no record is kept.
+    pub(crate) fn unlogged(&self) -> Group {
+        Group::new(self.comm.clone(), self.log.aside())
+    }
+
     /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.
+    ///
+    /// Waits until every rank of the group is here, so that one that is not is named, and not met later in another group.
     pub fn split(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
-        Ok(Group::new(self.comm.split(name, members)?, self.log.clone()))
+        self.split_as("Group::split", name, members)
+    }
+
+    /// [`split`](Self::split), by the name of the call that a program made.
+    pub(crate) fn split_as(&self, call: &str, name: &str, members: &[usize]) -> Result<Group, CommError> {
+        let part = Group::new(self.comm.split(name, members)?, self.log.clone());
+        if self.size() > 1 {
+            let caller = Some(Caller { name: call.into(), about: Some(name.into()) });
+            self.comm.start(Call { caller, ..Call::new(Op::Barrier, None, None) })?.wait()?;
+        }
+        Ok(part)
     }
 
     /// Starts any operation. All calls to the backend go through here.
-    pub fn start(&self, call: Call) -> Result<Pending, CommError> {
+    pub fn start(&self, mut call: Call) -> Result<Pending, CommError> {
         let (size, op) = (self.size(), call.op.kind());
         call.check(self.rank(), size).map_err(|error| error.on(&*self.comm, op))?;
         if size == 1 {
@@ -87,6 +106,7 @@ impl Group {
         }
         let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
         let elements = leaving(&call, self.rank());
+        call.caller = call.caller.take().or_else(|| self.log.caller());
         let pending = self.comm.start(call)?;
         self.log.push(Record { group: self.name().to_owned(), op, dtype, elements, ranks: size });
         Ok(pending)
@@ -111,7 +131,7 @@ enum Identity {
 fn identity(mut call: Call) -> Result<Identity, BufferError> {
     match (call.input.take(), call.output.take()) {
         (Some(input), Some(output)) if !(input.is_host() && output.is_host()) => {
-            Ok(Identity::Device(Call { op: call.op, input: Some(input), output: Some(output) }))
+            Ok(Identity::Device(Call { input: Some(input), output: Some(output), ..call }))
         }
         (Some(input), Some(mut output)) => {
             output.as_bytes_mut()?.copy_from_slice(input.as_bytes()?);
@@ -125,27 +145,27 @@ fn identity(mut call: Call) -> Result<Identity, BufferError> {
 impl Group {
     /// Starts [`Op::AllReduce`].
     pub fn start_all_reduce(&self, buffer: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::AllReduce(op), input: None, output: Some(buffer) })
+        self.start(Call::new(Op::AllReduce(op), None, Some(buffer)))
     }
 
     /// Starts [`Op::AllReduce`] with an input, which may be shared and is not changed.
     pub fn start_all_reduce_into(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::AllReduce(op), input: Some(input), output: Some(output) })
+        self.start(Call::new(Op::AllReduce(op), Some(input), Some(output)))
     }
 
     /// Starts [`Op::ReduceScatter`].
     pub fn start_reduce_scatter(&self, input: Buffer, output: Buffer, op: ReduceOp) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::ReduceScatter(op), input: Some(input), output: Some(output) })
+        self.start(Call::new(Op::ReduceScatter(op), Some(input), Some(output)))
     }
 
     /// Starts [`Op::AllGather`].
     pub fn start_all_gather(&self, input: Buffer, output: Buffer) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::AllGather, input: Some(input), output: Some(output) })
+        self.start(Call::new(Op::AllGather, Some(input), Some(output)))
     }
 
     /// Starts [`Op::Broadcast`].
     pub fn start_broadcast(&self, buffer: Buffer, root: usize) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::Broadcast { root }, input: None, output: Some(buffer) })
+        self.start(Call::new(Op::Broadcast { root }, None, Some(buffer)))
     }
 
     /// Starts [`Op::AllToAll`].
@@ -158,22 +178,22 @@ impl Group {
     ) -> Result<Pending, CommError> {
         let (send_counts, recv_counts) = (send_counts.to_vec(), recv_counts.to_vec());
         let op = Op::AllToAll { send_counts, recv_counts };
-        self.start(Call { op, input: Some(input), output: Some(output) })
+        self.start(Call::new(op, Some(input), Some(output)))
     }
 
     /// Starts [`Op::Send`].
     pub fn start_send(&self, buffer: Buffer, to: usize, signature: u64) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::Send { to, signature }, input: Some(buffer), output: None })
+        self.start(Call::new(Op::Send { to, signature }, Some(buffer), None))
     }
 
     /// Starts [`Op::Recv`].
     pub fn start_recv(&self, buffer: Buffer, from: usize, signature: u64) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::Recv { from, signature }, input: None, output: Some(buffer) })
+        self.start(Call::new(Op::Recv { from, signature }, None, Some(buffer)))
     }
 
     /// Starts [`Op::Barrier`].
     pub fn start_barrier(&self) -> Result<Pending, CommError> {
-        self.start(Call { op: Op::Barrier, input: None, output: None })
+        self.start(Call::new(Op::Barrier, None, None))
     }
 }
 

@@ -1,9 +1,9 @@
-//! The log of communications, in logical bytes, the same for every backend.
+//! The log of communications, in logical bytes, the same for every backend; and the calls of the program that communicate.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::OpKind;
+use super::{Caller, OpKind};
 use crate::dtype::DType;
 
 /// One call of one rank.
@@ -39,23 +39,65 @@ impl Record {
 
 /// The calls of one rank, over all its groups. Clones write to the same log.
 #[derive(Clone, Debug, Default)]
-pub struct CommLog(Arc<Mutex<Vec<Record>>>);
+pub struct CommLog(Arc<Mutex<Log>>);
+
+#[derive(Debug, Default)]
+struct Log {
+    records: Vec<Record>,
+    /// The calls that the rank is in, the innermost last.
+    callers: Vec<Caller>,
+    /// Objects that were numbered, by kind.
+    numbers: BTreeMap<&'static str, usize>,
+}
+
+/// A rank is in a call as long as this lives: see [`CommLog::enter`].
+#[must_use = "the call is left when this is dropped"]
+#[derive(Debug)]
+pub struct Entered(CommLog);
 
 impl CommLog {
+    /// The rank begins a call that every rank makes, such as `Trainer::evaluate`. Until the result is dropped, what the rank communicates
+    /// carries this name, or that of a call within. Faults print it, and the [threads](super::thread)' communicator refuses ranks that meet
+    /// in a collective of different calls.
+    pub fn enter(&self, caller: impl Into<Caller>) -> Entered {
+        self.log().callers.push(caller.into());
+        Entered(self.clone())
+    }
+
+    /// Another log, of which nothing is read: for communications that are no part of a step. They are part of the same call.
+    pub(crate) fn aside(&self) -> CommLog {
+        let log = Log { callers: self.caller().into_iter().collect(), ..Log::default() };
+        CommLog(Arc::new(Mutex::new(log)))
+    }
+
+    /// The innermost call that the rank is in.
+    pub fn caller(&self) -> Option<Caller> {
+        self.log().callers.last().cloned()
+    }
+
+    /// A name for an object that every rank makes, in the same order: `Trainer`, then `Trainer 2`. It begins the names of the
+    /// object's calls, so that ranks which call two objects in different orders are refused.
+    pub fn name_next(&self, kind: &'static str) -> String {
+        let mut log = self.log();
+        let number = log.numbers.entry(kind).or_default();
+        *number += 1;
+        if *number == 1 { kind.to_owned() } else { format!("{kind} {number}") }
+    }
+
     /// Adds a record.
     pub fn push(&self, record: Record) {
-        self.records().push(record);
+        self.log().records.push(record);
     }
 
     /// Takes all records, in the order of the calls.
     pub fn drain(&self) -> Vec<Record> {
-        std::mem::take(&mut *self.records())
+        std::mem::take(&mut self.log().records)
     }
 
     /// Logical bytes per group, of the records not yet drained.
     pub fn bytes_by_group(&self) -> BTreeMap<String, f64> {
         let mut bytes = BTreeMap::new();
-        for record in self.records().iter() {
+        for record in &self.log().records {
             match bytes.get_mut(&record.group) {
                 Some(sum) => *sum += record.bytes(),
                 None => drop(bytes.insert(record.group.clone(), record.bytes())),
@@ -64,8 +106,14 @@ impl CommLog {
         bytes
     }
 
-    fn records(&self) -> MutexGuard<'_, Vec<Record>> {
-        // A panic between two pushes leaves the log complete.
+    fn log(&self) -> MutexGuard<'_, Log> {
+        // A panic between two changes leaves the log complete.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.0.log().callers.pop();
     }
 }

@@ -21,12 +21,12 @@ pub mod thread;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-pub use call::{Call, Op, OpInfo, OpKind, Peer, ReduceOp};
+pub use call::{Call, Caller, Op, OpInfo, OpKind, Peer, ReduceOp};
 pub use error::{CallError, CommError, SplitError};
 pub(crate) use fault::runs;
 pub use fault::{Activity, Fault, FaultKind, RankReport, Site};
 pub use group::Group;
-pub use log::{CommLog, Record};
+pub use log::{CommLog, Entered, Record};
 pub use pending::{Pending, PendingOp};
 
 /// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI.
@@ -36,6 +36,8 @@ pub use pending::{Pending, PendingOp};
 /// - Every member makes the same collective calls, splits among them, in the same order.
 /// - The calls have passed [`Call::check`], as all calls of a [`Group`] have. A group of one rank starts only
 ///   operations that copy memory that is not on the host.
+/// - An operation may have no elements: an all-to-all in which a rank sends or receives nothing, a message or a reduction of an empty buffer.
+///   A backend completes it as any other, with all members; ranks that agree on zero still wait for each other.
 /// - Several operations may be in flight at once. A caller waits for them in any order, or drops the [`Pending`].
 /// - A rank communicates from one thread at a time.
 ///

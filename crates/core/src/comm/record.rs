@@ -36,7 +36,7 @@ struct Recorded(Call);
 
 impl PendingOp for Recorded {
     fn wait(self: Box<Self>) -> Result<Buffer, CommError> {
-        let Call { op, input, output } = self.0;
+        let Call { op, input, output, .. } = self.0;
         let buffer = if op.kind() == OpKind::Send { input } else { output };
         Ok(buffer.unwrap_or_else(Buffer::empty))
     }

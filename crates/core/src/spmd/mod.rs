@@ -195,7 +195,7 @@ impl fmt::Debug for Types {
 }
 
 /// A wrongly distributed program: the operands of an operation, the axis, and what would be valid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{op}: on axis {axis}, {problem}; {fix}")]
 pub struct SpmdError {
     /// The operation that refused.
@@ -207,6 +207,8 @@ pub struct SpmdError {
     /// What would be valid.
     pub fix: String,
 }
+
+crate::debug_as_display!(SpmdError);
 
 #[cfg(test)]
 mod tests {

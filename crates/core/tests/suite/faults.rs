@@ -192,10 +192,10 @@ fn ranks_that_report_the_same_share_a_line() {
         error.to_string(),
         "a world of 16 ranks failed: rank 7 panicked: out of cheese
   ranks 0-6 wait in tp #0 all_reduce(f32, 2)
-  rank 7 panicked (out of cheese), no operation yet
-  ranks 8-15 wait in world #0 barrier()
+  rank 7 panicked (out of cheese), last in world #0 barrier() of Group::split(\"tp\")
+  ranks 8-15 wait in world #1 barrier()
   ranks 0-6 stopped: tp group, op #0: all_reduce(f32, 2)
-  ranks 8-15 stopped: world group, op #0: barrier()"
+  ranks 8-15 stopped: world group, op #1: barrier()"
     );
     // The error of each single rank still has the cause.
     assert_eq!(

@@ -1,6 +1,7 @@
 //! Tests through the public interface. The model checker has a program of its own, `schedules`. One program, because each costs a link.
 
 mod agreement;
+mod callers;
 mod faults;
 mod group;
 mod mesh;

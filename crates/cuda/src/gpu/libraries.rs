@@ -13,7 +13,7 @@ const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 const OLDEST: i32 = 12_000;
 
 /// Why there is no GPU to work with.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GpuError {
     /// No driver.
@@ -92,6 +92,8 @@ pub enum GpuError {
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
+
+meshwork_core::debug_as_display!(GpuError);
 
 /// The name of a code of the driver, with its meaning.
 pub(super) fn meaning(code: Code) -> String {

@@ -80,7 +80,7 @@ pub trait Store: Debug + Send {
 
 /// What went wrong with memory outside of the device. Weights in memory and checkpoints are not touched by it, but the states of this
 /// run's optimizer are incomplete: start it again from a checkpoint.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {
     /// A folder in which no file can be made.
@@ -122,6 +122,8 @@ pub enum OffloadError {
         source: io::Error,
     },
 }
+
+meshwork_core::debug_as_display!(OffloadError);
 
 /// Bytes that a rank's offload moves and takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

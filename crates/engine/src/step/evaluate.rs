@@ -54,6 +54,7 @@ impl Trainer {
         cuts: AtCuts,
         batches: impl IntoIterator<Item = Batch>,
     ) -> Result<Evaluation, TrainError> {
+        let _entered = self.enter("evaluate");
         self.require_complete()?;
         let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.metrics.len()], 0, 0);
         for batch in batches {
@@ -99,6 +100,7 @@ impl Trainer {
         row: usize,
         columns: usize,
     ) -> Result<Vec<f32>, TrainError> {
+        let _entered = self.enter("predict");
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
         pass.micro_batch = batch.samples();

@@ -19,6 +19,7 @@ impl Trainer {
     /// # Errors
     /// The first parameter of the model with such an element; steps that are under way.
     pub fn require_finite(&self) -> Result<(), TrainError> {
+        let _entered = self.enter("require_finite");
         self.require_complete()?;
         if !self.device.has_values() {
             return Ok(());

@@ -40,6 +40,7 @@ use crate::offload::saved::Shelf;
 use crate::one_rank;
 use crate::pass::{Pass, Purpose, Seeds};
 use crate::running::{LiveActivations, Running};
+use crate::slow_build;
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::transport::PipeTransport;
 use crate::update::{self, Updates};
@@ -52,6 +53,7 @@ use crate::{
 };
 use asynchronous::Asynchronous;
 use driver::Driver;
+use meshwork_core::comm::Entered;
 use meshwork_core::hash::hash;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_data_parallel::Parking;
@@ -72,6 +74,8 @@ use synchronous::Synchronous;
 /// One rank of a training run: its part of the model, its optimizer, and the step.
 pub struct Trainer {
     rank: Arc<Rank>,
+    /// With which the names of its calls begin: see [`Trainer::enter`].
+    name: String,
     device: Arc<dyn Device>,
     plan: ModelPlan,
     chunks: Vec<Chunk>,
@@ -187,6 +191,8 @@ impl Trainer {
         rank: Arc<Rank>,
         device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
+        let name = rank.log().name_next("Trainer");
+        let _entered = rank.enter(&*format!("{name}::new"));
         require_fit(plan, &rank, &*device)?;
         let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let schedule = plan.build_schedule()?;
@@ -332,8 +338,15 @@ impl Trainer {
             disk,
             run,
             rank,
+            name,
             device,
         })
+    }
+
+    /// Begins one of its collective calls: what this rank communicates until the result is dropped carries the name. Faults print it, and
+    /// ranks in different calls are refused.
+    fn enter(&self, call: &str) -> Entered {
+        self.rank.enter(&*format!("{}::{call}", self.name))
     }
 
     /// The samples of a global batch that this rank's dp rank takes, and that [`step`](Self::step) expects.
@@ -469,6 +482,8 @@ impl Trainer {
         stop: &dyn Fn() -> bool,
         observe: &mut dyn FnMut(Event),
     ) -> Result<Vec<StepReport>, TrainError> {
+        let _entered = self.enter("step");
+        slow_build::warn(&*self.device);
         self.require_batch(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         self.gathers.iter().for_each(|gathers| gathers.begin_step());
@@ -509,6 +524,7 @@ impl Trainer {
     /// Completes every step that was begun, and drains the pipeline. Call it before reading weights, and at the end of
     /// a run.
     pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
+        let _entered = self.enter("flush");
         match self.driver {
             Driver::Synchronous(_) => Ok(self.validate(false)?.into_iter().map(|(report, _)| report).collect()),
             Driver::Asynchronous(_) => self.drain(&mut observe),

@@ -52,7 +52,7 @@ use std::sync::Arc;
 use tensors::Tensors;
 
 /// A folder that cannot be read or written.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A file or folder that cannot be opened, read or written.
@@ -130,6 +130,8 @@ pub enum Error {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
+
+meshwork_core::debug_as_display!(Error);
 
 impl Error {
     /// One error of several, if there are any.

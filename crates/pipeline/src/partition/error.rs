@@ -4,13 +4,15 @@ use std::error::Error;
 use std::fmt;
 
 /// A profile that cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ProfileError {
     /// The line, from 1. If the profile was not read from text, the line that it would have.
     pub line: usize,
     /// What is wrong with it.
     pub fault: ProfileFault,
 }
+
+debug_as_display!(ProfileError);
 
 /// What is wrong with a line of a profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,7 +119,7 @@ const EXAMPLE: &str = "\"a -- Linear -- forward_compute_time=1.5, backward_compu
 impl Error for ProfileError {}
 
 /// Why the planner cannot make a plan.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, PartialEq)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The profile has no layers besides inputs.
@@ -178,6 +180,8 @@ pub enum PlanError {
         stages: usize,
     },
 }
+
+debug_as_display!(PlanError);
 
 impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

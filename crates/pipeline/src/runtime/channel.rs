@@ -106,7 +106,7 @@ impl<M> Transport for ChannelTransport<M> {
 }
 
 /// Why a message could not be moved.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ChannelError {
     /// The other rank has dropped its transport: it has failed, or it ran another schedule that ends earlier.
@@ -133,6 +133,8 @@ pub enum ChannelError {
         found: Tag,
     },
 }
+
+debug_as_display!(ChannelError);
 
 impl fmt::Display for ChannelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,7 +9,7 @@ use crate::{Action, ActionKind};
 ///
 /// Its text ends with the text of the stage's or transport's error, so [`source`](Error::source) returns the cause of
 /// that error.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunError<S, T> {
     /// The schedule has no such rank.
@@ -102,6 +102,12 @@ impl<S: fmt::Display, T: fmt::Display> fmt::Display for RunError<S, T> {
                 write!(f, "pp rank {rank}, waiting for its sends after the last action: {source}")
             }
         }
+    }
+}
+
+impl<S: fmt::Display, T: fmt::Display> fmt::Debug for RunError<S, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

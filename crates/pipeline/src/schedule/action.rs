@@ -186,11 +186,13 @@ impl fmt::Display for Action {
 }
 
 /// A text that is not an action.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ParseActionError {
     /// The text.
     pub text: String,
 }
+
+debug_as_display!(ParseActionError);
 
 impl fmt::Display for ParseActionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -8,13 +8,15 @@ use std::fmt;
 use super::{Action, ActionKind, Weights};
 
 /// A schedule that [`check`](crate::check) refused, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct CheckError {
     /// The name of the schedule.
     pub schedule: String,
     /// What is wrong with it: the first fault found.
     pub fault: Fault,
 }
+
+debug_as_display!(CheckError);
 
 impl fmt::Display for CheckError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -298,13 +298,15 @@ pub fn default_micros(
 }
 
 /// An unknown name of a schedule.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct UnknownSchedule {
     /// The name.
     pub name: String,
     /// The known names.
     pub known: Vec<&'static str>,
 }
+
+debug_as_display!(UnknownSchedule);
 
 impl fmt::Display for UnknownSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -42,7 +42,7 @@ impl fmt::Display for MicroCounts {
 }
 
 /// A shape that a schedule cannot have.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ShapeError {
     /// A pipeline without ranks.
@@ -76,6 +76,8 @@ pub enum ShapeError {
         takes: MicroCounts,
     },
 }
+
+debug_as_display!(ShapeError);
 
 impl fmt::Display for ShapeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

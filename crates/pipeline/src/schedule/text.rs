@@ -57,13 +57,15 @@ impl<T: fmt::Display> fmt::Display for Spaced<'_, T> {
 }
 
 /// A text that is not a schedule.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ParseScheduleError {
     /// The line, counted from 1; `None` if something is missing from the whole text.
     pub line: Option<usize>,
     /// What is wrong with it.
     pub fault: TextFault,
 }
+
+debug_as_display!(ParseScheduleError);
 
 /// What is wrong with the text of a schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -25,15 +25,19 @@ impl Var {
     ///
     /// ```
     /// # use meshwork_core::{Rank, Types};
-    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, cpu::Cpu, tape::{Mode, Position}};
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, cpu::Cpu, tape::{Mode, Position}};
     /// # use std::sync::Arc;
     /// # let (rank, device) = (Arc::new(Rank::alone()?), Cpu::device());
     /// # let params = Params::new(Arc::default(), rank.mesh(), rank.coords(), &device, &[], 0)?;
     /// # let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
     /// let x = tape.input(Tensor::from_slice(tape.device(), &[0.0f32, 1.0, -2.0], [3])?, Types::NONE);
-    /// let y = x.map("softsign", |x| x / (1.0 + x.abs()), |x, _| (1.0 + x.abs()).powi(-2))?;
-    /// assert_eq!(y.tensor().to_vec::<f32>()?, [0.0, 0.5, -2.0 / 3.0]);
-    /// # Ok::<(), Error>(())
+    /// let softsign = |x: &Var| x.map("softsign", |x| x / (1.0 + x.abs()), |x, _| (1.0 + x.abs()).powi(-2));
+    /// assert_eq!(softsign(&x)?.tensor().to_vec::<f32>()?, [0.0, 0.5, -2.0 / 3.0]);
+    ///
+    /// // A test of its derivative.
+    /// use meshwork_testkit::check::{OpInput, check_op};
+    /// check_op("softsign", &[OpInput::value("x", &[3])], |v| softsign(&v[0]))?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn map(
         &self,
@@ -119,30 +123,38 @@ impl Tape {
     ///
     /// ```
     /// # use meshwork_core::{Rank, Types, rules};
-    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, cpu::Cpu, tape::{Mode, Position}};
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, cpu::Cpu, tape::{Mode, Position}};
     /// # use std::sync::Arc;
+    /// use meshwork_testkit::check::{OpInput, check_op};
+    ///
+    /// /// √(x² + y²), element by element.
+    /// fn length(x: &Var, y: &Var) -> Result<Var, Error> {
+    ///     let each = |x: &Tensor, y: &Tensor, f: fn(f32, f32) -> f32| {
+    ///         let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
+    ///         Tensor::from_slice(x.device(), &values, x.shape())
+    ///     };
+    ///     x.tape().custom(
+    ///         "length",
+    ///         &["x", "y"],
+    ///         &[x, y],
+    ///         rules::elementwise,
+    ///         move |inputs| each(inputs[0], inputs[1], f32::hypot),
+    ///         move |inputs, length, grad| {
+    ///             let slope = |x: &Tensor| each(grad, &each(x, length, |x, length| x / length)?, |grad, slope| grad * slope);
+    ///             Ok(vec![slope(&inputs[0])?, slope(&inputs[1])?])
+    ///         },
+    ///     )
+    /// }
     /// # let (rank, device) = (Arc::new(Rank::alone()?), Cpu::device());
     /// # let params = Params::new(Arc::default(), rank.mesh(), rank.coords(), &device, &[], 0)?;
     /// # let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
     /// # let float = |values: &[f32]| tape.input(Tensor::from_slice(tape.device(), values, [2]).unwrap(), Types::NONE);
     /// let (x, y) = (float(&[3.0, 5.0]), float(&[4.0, 12.0]));
-    /// let each = |x: &Tensor, y: &Tensor, f: fn(f32, f32) -> f32| {
-    ///     let values: Vec<f32> = x.to_vec()?.into_iter().zip(y.to_vec()?).map(|(x, y)| f(x, y)).collect();
-    ///     Tensor::from_slice(x.device(), &values, x.shape())
-    /// };
-    /// let length = tape.custom(
-    ///     "length",
-    ///     &["x", "y"],
-    ///     &[&x, &y],
-    ///     rules::elementwise,
-    ///     move |inputs| each(inputs[0], inputs[1], f32::hypot),
-    ///     move |inputs, length, grad| {
-    ///         let slope = |x: &Tensor| each(grad, &each(x, length, |x, length| x / length)?, |grad, slope| grad * slope);
-    ///         Ok(vec![slope(&inputs[0])?, slope(&inputs[1])?])
-    ///     },
-    /// )?;
-    /// assert_eq!(length.tensor().to_vec::<f32>()?, [5.0, 13.0]);
-    /// # Ok::<(), Error>(())
+    /// assert_eq!(length(&x, &y)?.tensor().to_vec::<f32>()?, [5.0, 13.0]);
+    ///
+    /// // A test of it: its rule and its gradient, with every combination of types on 1 to 4 ranks.
+    /// check_op("length", &[OpInput::value("x", &[3]), OpInput::value("y", &[3])], |v| length(&v[0], &v[1]))?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn custom(
         &self,

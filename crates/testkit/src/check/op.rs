@@ -92,6 +92,9 @@ impl OpInput {
 /// ones give together by their types. The gradients of one rank are those of finite differences. A rule that accepts types on some
 /// degrees only is wrong too.
 ///
+/// Values are f64; where the operation does not compute in f64 on one rank, as one that reads its operands as slices of `f32` does not,
+/// they are f32, and differences are held against the rounding of f32.
+///
 /// A `Varying` operand stands for nothing beyond its rank; then each rank must compute what one rank computes of the same values.
 /// Samples are dim 0 of the first operand.
 ///
@@ -124,8 +127,9 @@ type Op<'a> = &'a (dyn Fn(&[Var]) -> Result<Var> + Sync);
 
 fn check(name: &str, inputs: &[OpInput], op: Op<'_>) -> std::result::Result<Report, CheckError> {
     let (mut accepted, mut refused, mut cases, mut last) = (Vec::new(), 0, Vec::new(), String::new());
+    let dtype = computes_in(inputs, op);
     for types in combinations(inputs) {
-        let case = Case { inputs, types: &types, op };
+        let case = Case { inputs, types: &types, op, dtype };
         let verdicts = DEGREES.map(|degree| case.verdict(degree));
         let accepted_on = verdicts.iter().position(|verdict| *verdict == Verdict::Accepted);
         let refusal = verdicts.iter().find_map(Verdict::refusal);
@@ -155,6 +159,19 @@ fn check(name: &str, inputs: &[OpInput], op: Op<'_>) -> std::result::Result<Repo
         (_, true) => Err(CheckError::NothingAccepted { name, refusal: last }),
         _ => Ok(Report { name, accepted, refused }),
     }
+}
+
+/// The type of values with which the operation runs on one rank: f64, if it does with any types.
+fn computes_in(inputs: &[OpInput], op: Op<'_>) -> DType {
+    let runs = |dtype: DType| {
+        combinations(inputs).iter().any(|types| {
+            let case = Case { inputs, types, op, dtype };
+            let inputs =
+                case.operands().map(|(input, ty)| case.local(input, case.read_as(input, ty), input.part(ty, 0, 1)));
+            case.on_one_rank().run(&without_peers(1), &inputs.collect::<Vec<_>>(), None).is_ok()
+        })
+    };
+    if !runs(DType::F64) && runs(DType::F32) { DType::F32 } else { DType::F64 }
 }
 
 fn combinations(inputs: &[OpInput]) -> Vec<Vec<Ty>> {
@@ -192,6 +209,8 @@ struct Case<'a> {
     inputs: &'a [OpInput],
     types: &'a [Ty],
     op: Op<'a>,
+    /// Of the values.
+    dtype: DType,
 }
 
 /// What one rank computes of the values of all ranks, or, with a `Varying` operand, of those of each rank.
@@ -207,12 +226,12 @@ impl Case<'_> {
 
     /// With the parameters as parameters.
     fn on_ranks(&self) -> Program<Declare<'_>, Apply<'_>> {
-        self.program(if self.has_params() { DType::F32 } else { DType::F64 }, |input| input.kind == Kind::Parameter)
+        self.program(if self.has_params() { DType::F32 } else { self.dtype }, |input| input.kind == Kind::Parameter)
     }
 
-    /// With the parameters as values, in f64.
+    /// With the parameters as values.
     fn on_one_rank(&self) -> Program<Declare<'_>, Apply<'_>> {
-        self.program(DType::F64, |_| false)
+        self.program(self.dtype, |_| false)
     }
 
     fn program(&self, dtype: DType, declares: fn(&OpInput) -> bool) -> Program<Declare<'_>, Apply<'_>> {
@@ -333,7 +352,8 @@ impl Case<'_> {
     }
 
     fn difference(&self, reference: &Reference, parts: &[Array], ty: Ty, want: &[Array]) -> Option<Difference> {
-        let tolerance = if self.has_params() { TOLERANCE_F32 } else { TOLERANCE_F64 };
+        let is_f32 = self.has_params() || self.dtype == DType::F32;
+        let tolerance = if is_f32 { TOLERANCE_F32 } else { TOLERANCE_F64 };
         if reference.own && matches!(ty, Ty::Varying | Ty::Shard(_)) {
             let each = parts.iter().zip(want);
             return each
@@ -353,12 +373,16 @@ impl Case<'_> {
         let value = |inputs: &[Local]| -> Result<f64> {
             Ok(download(self.on_one_rank().forward(&rank, inputs)?.output.tensor())?.dot(&alone.seed))
         };
-        let bound = gradcheck::TOLERANCE * value(&inputs)?.abs().max(1.0);
+        let (step, tolerance) = match self.dtype {
+            DType::F32 => (gradcheck::STEP_F32, gradcheck::TOLERANCE_F32),
+            _ => (gradcheck::STEP, gradcheck::TOLERANCE),
+        };
+        let bound = tolerance * value(&inputs)?.abs().max(1.0);
         let mut problems = Vec::new();
         for (i, gradient) in alone.inputs.iter().enumerate() {
             let Some(gradient) = gradient else { continue };
             let mut error = None;
-            let wanted = central_difference(&inputs[i].part.values, &mut |moved| {
+            let wanted = central_difference(&inputs[i].part.values, step, &mut |moved| {
                 let mut inputs = inputs.clone();
                 inputs[i].part.values = moved.to_vec();
                 value(&inputs).unwrap_or_else(|failed| {

@@ -27,7 +27,7 @@ impl fmt::Display for Report {
 }
 
 /// Why a check failed.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckError {
     /// Some combinations of types are wrong.
@@ -61,6 +61,8 @@ pub enum CheckError {
         extent: usize,
     },
 }
+
+meshwork_core::debug_as_display!(CheckError);
 
 /// A line for each problem, with its first case, and one for each other case that has it.
 fn lines(cases: &[WrongCase]) -> String {

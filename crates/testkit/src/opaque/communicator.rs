@@ -35,7 +35,7 @@ impl Communicator for Behind {
         self.0.reduction_order()
     }
 
-    fn start(&self, Call { op, input, output }: Call) -> Result<Pending, CommError> {
+    fn start(&self, Call { op, input, output, caller }: Call) -> Result<Pending, CommError> {
         let returned = if op.kind() == OpKind::Send { &input } else { &output };
         let hidden = returned.as_ref().is_some_and(is_hidden);
         let unhide =
@@ -47,7 +47,7 @@ impl Communicator for Behind {
             // With one rank every collective is the identity; a communicator that only records does not copy.
             output.as_bytes_mut()?.copy_from_slice(input.as_bytes()?);
         }
-        let pending = self.0.start(Call { op, input, output })?;
+        let pending = self.0.start(Call { op, input, output, caller })?;
         Ok(if hidden { Pending::new(Hidden(pending)) } else { pending })
     }
 

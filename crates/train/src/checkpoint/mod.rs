@@ -26,7 +26,7 @@ use meshwork_tensor::param::LocalSlice;
 use std::path::PathBuf;
 
 /// Why a trainer cannot be saved or resumed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The trainer.
@@ -116,6 +116,8 @@ pub enum CheckpointError {
     #[error(transparent)]
     Unread(#[from] Unread),
 }
+
+meshwork_core::debug_as_display!(CheckpointError);
 
 impl From<CommError> for CheckpointError {
     fn from(error: CommError) -> Self {

@@ -44,12 +44,14 @@ impl fmt::Display for Fault {
 }
 
 /// A configuration that cannot be run: every fault that was found. Displayed as one line per fault.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 #[error("{}", faults.iter().map(Fault::to_string).collect::<Vec<_>>().join("\n"))]
 pub struct ConfigError {
     /// The faults, in the order in which they were found; never empty.
     pub faults: Vec<Fault>,
 }
+
+meshwork_core::debug_as_display!(ConfigError);
 
 /// The candidate that takes the fewest edits to reach from `word`; the first of equals.
 pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// A file of data, what is wrong with it and where, and what would be valid.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[error("{}: {problem}; {}", path.display(), problem.valid())]
 pub struct DataError {
     /// The file or folder.
@@ -15,8 +15,10 @@ pub struct DataError {
     pub problem: Problem,
 }
 
+meshwork_core::debug_as_display!(DataError);
+
 /// What is wrong with a file of data. Lines are counted from 1, everything else from 0.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
     /// No file or folder of this name.
@@ -185,6 +187,8 @@ pub enum Problem {
     #[error("the token cache cannot be written: {0}")]
     Cache(io::Error),
 }
+
+meshwork_core::debug_as_display!(Problem);
 
 /// What a parser says, without the line, which is always 1 where it parses a line.
 pub(super) fn of_line(error: &serde_json::Error) -> String {

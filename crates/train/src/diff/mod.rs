@@ -163,7 +163,7 @@ impl<'a> Side<'a> {
 }
 
 /// Why two runs were not compared.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// They are different programs: another model, or values without a counterpart.
@@ -181,6 +181,8 @@ pub enum Error {
     #[error(transparent)]
     Train(#[from] TrainError),
 }
+
+meshwork_core::debug_as_display!(Error);
 
 /// A value of a side: its stage, its operation's number there, the part of the samples, and for a gradient the operand.
 type Key = (usize, usize, usize, Option<&'static str>);

@@ -52,7 +52,7 @@ pub struct Step {
 }
 
 /// A metrics file that cannot be read.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RunFileError {
     /// It cannot be opened.
@@ -82,6 +82,8 @@ pub enum RunFileError {
         problem: &'static str,
     },
 }
+
+meshwork_core::debug_as_display!(RunFileError);
 
 impl Run {
     /// Reads a metrics file. The last line may be cut off, as a run that was killed leaves it.

@@ -65,7 +65,7 @@ fn communicator(world: &Arc<World>, rank: usize) -> Arc<dyn Communicator> {
 /// Runs `body` as `n` ranks, each on its own thread named `rank 0`, `rank 1`, ..., and returns their results.
 ///
 /// If a rank fails or panics, those that need it get an error instead of waiting, and the error of the whole says which
-/// rank failed first and why.
+/// rank failed first and why. A world without ranks is an error too.
 ///
 /// ```
 /// use meshwork_core::comm::thread::{self, Options};
@@ -91,6 +91,10 @@ where
     E: Display + Send,
     F: Fn(Group) -> Result<T, E> + Sync,
 {
+    if n == 0 {
+        let cause = "a world has at least one rank".to_owned();
+        return Err(WorldError { rank: 0, cause, fault: None, ends: Vec::new() });
+    }
     let world = Arc::new(World::new(n, options.timeout));
     let results: Vec<Mutex<Option<Result<T, E>>>> = (0..n).map(|_| Mutex::default()).collect();
     let panics = run_threads(&world, n, &|rank, group| {
@@ -225,7 +229,6 @@ impl<E: Display> Display for RankEnd<E> {
 }
 
 /// Why a world failed: the first cause, and how each rank ended.
-#[derive(Debug)]
 pub struct WorldError<E> {
     /// The rank that failed first.
     pub rank: usize,
@@ -240,7 +243,7 @@ pub struct WorldError<E> {
 impl<E: Display> Display for WorldError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a world of {} ranks failed: {}", self.ends.len(), self.cause)?;
-        let cause = self.fault.as_ref().map_or(String::new(), |fault| first_line(&fault.kind.to_string()));
+        let cause = self.fault.as_ref().map_or(String::new(), |fault| first_line(&fault.cause()));
         let stopped = self.ends.iter().enumerate().filter(|(rank, _)| *rank != self.rank).filter_map(|(rank, end)| {
             // The first line: the rest of a communication error is the report of all ranks.
             let text = first_line(&end.as_ref()?.to_string());
@@ -267,4 +270,10 @@ fn without_cause<'a>(text: &'a str, cause: &str) -> &'a str {
     }
 }
 
-impl<E: Debug + Display> std::error::Error for WorldError<E> {}
+impl<E: Display> Debug for WorldError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Display::fmt(self, f)
+    }
+}
+
+impl<E: Display> std::error::Error for WorldError<E> {}

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::work::{Plan, Post};
 use crate::comm::device::Moment;
-use crate::comm::{Op, OpInfo, OpKind, Peer};
+use crate::comm::{Op, OpInfo, Peer};
 use crate::pool;
 #[cfg(shuttle)]
 use crate::sync;
@@ -120,7 +120,7 @@ impl Operation {
     pub(super) fn info(&self, rank: usize) -> Option<OpInfo> {
         let slot = self.ranks.iter().position(|&r| r == rank)?;
         match &self.slots[slot] {
-            Slot::Posted { info, .. } => Some(*info),
+            Slot::Posted { info, .. } => Some(info.clone()),
             Slot::Missing | Slot::Taken => None,
         }
     }
@@ -131,12 +131,12 @@ impl Operation {
         &self,
         slot: usize,
         post: &Post,
-        info: OpInfo,
+        info: &OpInfo,
     ) -> Option<((usize, OpInfo), (usize, OpInfo))> {
         let Slot::Posted { info: theirs, .. } = &self.slots[self.first] else { return None };
         let (me, first) = (self.ranks[slot], self.ranks[self.first]);
-        if !agree(theirs, &info) {
-            return Some(((first, *theirs), (me, info)));
+        if !theirs.agrees(info) {
+            return Some(((first, theirs.clone()), (me, info.clone())));
         }
         let Op::AllToAll { send_counts, recv_counts } = &post.call.op else { return None };
         self.slots.iter().enumerate().find_map(|(other, theirs)| {
@@ -145,7 +145,7 @@ impl Operation {
                 return None;
             };
             let them = self.ranks[other];
-            let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..info };
+            let part = |elements, peer| OpInfo { elements, peer: Some(peer), ..info.clone() };
             if sends[slot] != recv_counts[other] {
                 let sent = part(sends[slot], Peer::To(me));
                 return Some(((them, sent), (me, part(recv_counts[other], Peer::From(them)))));
@@ -238,17 +238,5 @@ impl Operation {
     /// Whether every member has taken its post, or will not. Then an operation that is done can be removed.
     pub(super) fn is_over(&self) -> bool {
         self.over == self.slots.len()
-    }
-}
-
-/// Whether two members are in the same operation. The parts of an all-to-all are compared one by one instead, and a
-/// sender and a receiver name each other by being there.
-fn agree(a: &OpInfo, b: &OpInfo) -> bool {
-    match (a.kind, b.kind) {
-        (OpKind::Send, OpKind::Recv) | (OpKind::Recv, OpKind::Send) => {
-            (a.dtype, a.elements, a.signature) == (b.dtype, b.elements, b.signature)
-        }
-        (OpKind::AllToAll, OpKind::AllToAll) => a.dtype == b.dtype,
-        _ => a == b,
     }
 }

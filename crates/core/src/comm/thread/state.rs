@@ -180,15 +180,15 @@ impl State {
             group_id: group as u64,
             world_rank: rank,
             seq: key.seq,
-            op: Some(info),
+            op: Some(info.clone()),
         };
-        self.ranks[rank].last = Some((key, info));
+        self.ranks[rank].last = Some((key, info.clone()));
         if let Some(fault) = &self.fault {
             self.errands.drop_posts.push(post);
             return Err(CommError::Stopped { site, fault: Arc::clone(fault) });
         }
         let op = self.ops.entry(key).or_insert_with(|| Operation::new(state.slot_ranks(key), slot));
-        if let Some((a, b)) = op.disagreement(slot, &post, info) {
+        if let Some((a, b)) = op.disagreement(slot, &post, &info) {
             self.errands.drop_posts.push(post);
             let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
             return Err(self.stop(FaultKind::Disagreement { first, second }, site));
@@ -361,7 +361,7 @@ impl State {
 
     fn report(&self, rank: usize) -> RankReport {
         let state = &self.ranks[rank];
-        let (waiting, last) = (state.waiting.last().copied(), state.last);
+        let (waiting, last) = (state.waiting.last().copied(), state.last.clone());
         let activity = match (&state.ended, waiting) {
             (Some(how), _) => how.clone(),
             (None, Some(_)) => Activity::Waiting,

@@ -125,7 +125,7 @@ impl World {
         self.beat(rank);
         let Some(post) = result? else { return Ok(Buffer::empty()) };
         post.into_result().map_err(|message| CommError::Backend {
-            op: site.op.map_or(OpKind::Barrier, |op| op.kind),
+            op: site.op.as_ref().map_or(OpKind::Barrier, |op| op.kind),
             group: site.group.to_string(),
             world_rank: rank,
             message,
@@ -212,7 +212,7 @@ impl Communicator for ThreadComm {
             }
         })?;
         let (key, slot, mut claim) = world.with(|state| {
-            let posted = state.post(self.group, self.member, post, info);
+            let posted = state.post(self.group, self.member, post, info.clone());
             posted.map(|(key, slot)| (key, slot, state.claim(key)))
         })?;
         while let Some(work) = claim {
@@ -263,7 +263,7 @@ impl PendingOp for ThreadPending {
             group_id: self.key.group as u64,
             world_rank: self.life.rank,
             seq: self.key.seq,
-            op: Some(self.info),
+            op: Some(self.info.clone()),
         };
         self.life.world.wait(self.key, self.slot, &site)
     }
