@@ -137,7 +137,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                         rank,
                     };
                     let Some(vector) = place.vector() else {
-                        state.push(of(whole(dims)));
+                        state.push(of(LocalSlice::whole(dims)));
                         continue;
                     };
                     let window = cuts.window(vector, slice);
@@ -156,7 +156,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                 kind: StateKind::Feedback,
                 dims,
                 dtype: DType::F32,
-                slice: whole(dims),
+                slice: LocalSlice::whole(dims),
                 rank,
             });
         }
@@ -177,7 +177,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
                     rank,
                 };
                 state.extend(saved_slices(&crossing.slice, samples).map(|slice| of(History::SAMPLES, dims, slice)));
-                state.push(of(History::SEEN, all, whole(all)));
+                state.push(of(History::SEEN, all, LocalSlice::whole(all)));
             }
             let Crossing { dims, ref slice, .. } = crossing;
             state.extend(crossing.states(plan).map(|name| StateSlice {
@@ -229,11 +229,6 @@ impl Place {
 /// Where the state of a run has the loss scale, and the steps without overflow since it was changed.
 pub(crate) fn loss_scale() -> (StateKey, Shape) {
     (StateKey { parameter: "loss_scale".to_owned(), state: Some("dynamic".to_owned()) }, Shape::new(&[2]))
-}
-
-/// The whole of a vector, as a slice.
-pub(crate) fn whole(dims: Shape) -> LocalSlice {
-    LocalSlice { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
 }
 
 /// The vectors of a parameter in the state of a run: its weights, then the states of the update rule.

@@ -3,7 +3,8 @@
 use meshwork_core::Ty;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `y[.., h] = W[ids[..], h]`.
+/// `y[.., h] = W[ids[..], h]`. It stores the rows that there are: a tied head of an odd number of them is slow on a GPU, and `VocabParallelEmbedding` of
+/// `meshwork-tensor-parallel` stores a multiple of 64, on one rank too.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedding {
     weight: ParamId,

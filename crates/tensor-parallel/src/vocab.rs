@@ -1,11 +1,18 @@
-//! The vocabulary cut over tp: token table, logits and loss. Where tp does not divide the vocabulary, the table is padded
-//! at its end (in canonical numerics, where the blocks do not divide it); padding is never looked up, never enters the loss, and its gradient is zero.
+//! The vocabulary cut over tp: token table, logits and loss. The table is padded at its end to a multiple of 64 rows, of which each rank stores a multiple
+//! of 8 (in canonical numerics to one of the reduction blocks); padding is never looked up, never enters the loss, and its gradient is zero.
 
 use crate::Region;
 use meshwork_core::Axis;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// A table `W [vocab, hidden]`; each rank of tp holds ⌈vocab/tp⌉ rows. It is used as token embedding, as output head
+/// Rows of which a table is stored in a multiple. The logits have a column for each, and products of a GPU with an odd number of columns are many times
+/// slower (<https://github.com/pytorch/pytorch/issues/146817>); the vocabulary of GPT-2 is 50257.
+const ROWS: usize = 64;
+
+/// Rows of which each rank stores a multiple: each row of its logits then begins at a multiple of 16 bytes, in 16 bits too.
+const ROWS_OF_RANK: usize = 8;
+
+/// A table `W [vocab, hidden]`; each rank of tp stores the same number of rows. It is used as token embedding, as output head
 /// or, if tied, as both.
 #[derive(Clone, Copy, Debug)]
 pub struct VocabParallelEmbedding {
@@ -30,7 +37,12 @@ impl VocabParallelEmbedding {
     }
 
     fn placement(params: &Declarations) -> Placement {
-        Placement::replicated().shard(Axis::Tp, 0).in_multiples_of(params.reduction_blocks().unwrap_or(1))
+        let placement = Placement::replicated().shard(Axis::Tp, 0);
+        match params.reduction_blocks() {
+            // The blocks of what is stored are the order of the sums, and begin at odd rows whatever follows the last.
+            Some(blocks) => placement.in_multiples_of(blocks),
+            None => placement.in_multiples_of(ROWS).each_in_multiples_of(ROWS_OF_RANK),
+        }
     }
 
     /// i32 `ids [b, s]`, whole on tp, → `W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results
@@ -39,7 +51,7 @@ impl VocabParallelEmbedding {
         region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
     }
 
-    /// `x [b, s, hidden]` in the region → logits `[b, s, ⌈vocab/tp⌉]`, on tp `Shard` along their last dim.
+    /// `x [b, s, hidden]` in the region → logits `[b, s, rows of this rank]`, on tp `Shard` along their last dim.
     pub fn logits(&self, tape: &Tape, x: &Var, region: Region) -> Result<Var> {
         region.enter(x)?.linear(&tape.param(self.weight)?, 1)
     }

@@ -181,6 +181,29 @@ fn what_is_compressed_has_every_value_of_the_cpu() {
     }
 }
 
+/// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in fast numerics, where rows are multiples of
+/// 8. Both sides have the same mesh.
+#[test]
+fn tables_with_more_rows_than_words_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let fast = ["--set=training.numerics=fast", "--set=model.vocab_size=300"];
+    for (mesh, more) in [
+        ("dp=1", &["--set=training.dtype=bf16", "--set=model.tie_embeddings=false"][..]),
+        ("tp=4", &[]),
+        ("tp=2,pp=2", &["--set=training.dtype=f16", "--set=memory.loss_chunk=5"]),
+    ] {
+        let mesh = format!("--mesh={mesh}");
+        let all = [&[&*mesh], SMALL, &fast, more].concat();
+        let (config, data) = load(&Args::parse(all)).unwrap_or_else(|error| panic!("{more:?}: {error}"));
+        let (a, mut b) = (Side::new(&config, &data).unwrap(), Side::new(&config, &data).unwrap());
+        let (shared, precision) = (emulator(&kernels, 1), config.training.matmul_dtype.precision());
+        let of_rank = move |_| Ok(Arc::new(CudaDevice::with_precision(shared.clone(), Products::OfTheCpu, precision)?));
+        b.devices = Devices::cuda(of_rank);
+        let report = compare([&a, &b], 2).unwrap_or_else(|error| panic!("{more:?} on {mesh}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{more:?} on {mesh}: {report}");
+    }
+}
+
 /// The error of a full device says what holds its memory, and what would free how much.
 #[test]
 fn a_full_device_says_what_would_free_memory() {

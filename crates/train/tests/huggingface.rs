@@ -166,8 +166,7 @@ fn what_the_weights_do_not_fix_may_be_given() {
         let config = parse("gpt2", more).unwrap();
         let specs = ModelPlan::new(config.model(), &config.plan().unwrap()).unwrap().parameters().unwrap();
         let spec = specs.into_iter().find(|spec| spec.name == "wpe.weight").unwrap();
-        let whole = LocalSlice { stored: spec.dims, ranges: spec.dims.iter().map(|&extent| 0..extent).collect() };
-        pretrained.read(&spec, &whole).unwrap()
+        pretrained.read(&spec, &LocalSlice::whole(spec.dims)).unwrap()
     };
     let (all, first) = (positions(""), positions("--set model.seq_len=8"));
     assert_eq!((all.len(), first.len()), (12 * 16, 8 * 16));
@@ -232,7 +231,7 @@ fn the_last_step_is_exported_bit_by_bit() {
             for spec in written.architecture().parameters().unwrap() {
                 let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
                 let bytes = saved.read(&spec.name, &Slice::whole(&dims)).unwrap();
-                let values = written.read(&spec, &spec.local(&"dp=1".parse().unwrap(), Default::default())).unwrap();
+                let values = written.read(&spec, &LocalSlice::whole(spec.dims)).unwrap();
                 let written: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 assert_eq!(written, bytes, "{kind}: {}", spec.name);
             }
@@ -346,7 +345,7 @@ fn mixed_precision_and_offloaded_weights_are_exported_as_a_checkpoint_has_them()
         assert_eq!(written.dtype(), Some(Dtype::F32), "the type of a model that comes from no folder");
         for spec in written.architecture().parameters().unwrap() {
             let dims: Vec<u64> = spec.dims.iter().map(|&extent| extent as u64).collect();
-            let values = written.read(&spec, &spec.local(&"dp=1".parse().unwrap(), Default::default())).unwrap();
+            let values = written.read(&spec, &LocalSlice::whole(spec.dims)).unwrap();
             let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             assert!(bytes == saved.read(&spec.name, &Slice::whole(&dims)).unwrap(), "{more}: {}", spec.name);
         }
@@ -532,7 +531,7 @@ fn frozen_parts_are_exported_as_they_came() {
                 "lm_head" => frozen.head,
                 _ => frozen.has_layer(parts.next().unwrap().parse().unwrap()),
             };
-            let slice = spec.local(&"dp=1".parse().unwrap(), Default::default());
+            let slice = LocalSlice::whole(spec.dims);
             let [came, left] = [&came, &left].map(|of| of.read(&spec, &slice).unwrap());
             assert!(spec.role == Role::Buffer || (came == left) == stays, "{name}: {}", spec.name);
         }

@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::TrainError;
 use crate::lossy_sum::{SumState, of_replica};
-use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, loss_scale, vectors, whole};
+use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, loss_scale, vectors};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
@@ -110,7 +110,7 @@ impl Trainer {
                         return Err(TrainError::Weight { step: self.steps_begun, name: key.to_string() }.into());
                     }
                     let Some(vector) = place.vector() else {
-                        visit(StateView { key, dims, dtype, slice: whole(dims), values: all })?;
+                        visit(StateView { key, dims, dtype, slice: LocalSlice::whole(dims), values: all })?;
                         continue;
                     };
                     let part = weights.part(id, vector);
@@ -125,7 +125,7 @@ impl Trainer {
             let (key, dims) = loss_scale();
             if wanted(&key) {
                 let values = &self.scaler.state();
-                visit(StateView { key, dims, dtype: DType::F32, slice: whole(dims), values })?;
+                visit(StateView { key, dims, dtype: DType::F32, slice: LocalSlice::whole(dims), values })?;
             }
         }
         for kept in weights.gradients.kept() {
@@ -152,7 +152,7 @@ impl Trainer {
             }
             if wanted(&of_seen) {
                 let values = history.seen();
-                visit(StateView { key: of_seen, dims: all, dtype: DType::F32, slice: whole(all), values })?;
+                visit(StateView { key: of_seen, dims: all, dtype: DType::F32, slice: LocalSlice::whole(all), values })?;
             }
         }
         Ok((self.steps_begun, weights.updates()))
@@ -177,7 +177,7 @@ impl Trainer {
                 read => read,
             };
             if place.vector().is_none() {
-                return read(&whole(*dims));
+                return read(&LocalSlice::whole(*dims));
             }
             let boxes = declarations.spec(id).local(mesh, coords).boxes(part);
             let values: Vec<Vec<f32>> = boxes.iter().map(|(slice, _)| read(slice)).collect::<Result<_, _>>()?;
@@ -186,7 +186,7 @@ impl Trainer {
         let (key, dims) = loss_scale();
         let mut scale = self.scaler.state();
         if self.plan.is_mixed() && source.dims(&key).is_some() {
-            scale = *source.read(&key, dims, &whole(dims))?.first_chunk().unwrap_or(&scale);
+            scale = *source.read(&key, dims, &LocalSlice::whole(dims))?.first_chunk().unwrap_or(&scale);
         }
         self.scaler.load(source.step(), scale);
         weights.gradients.load_kept(|kept| read_kept(source, kept))?;
@@ -207,7 +207,7 @@ impl Trainer {
             if source.dims(&key).is_some_and(|held| held[..] == dims[..]) && source.dims(&of_seen).is_some() {
                 let slices: Vec<LocalSlice> = history.slices().collect();
                 slices.iter().try_for_each(|slice| history.load(slice, source.read(&key, dims, slice)?))?;
-                seen = source.read(&of_seen, all, &whole(all))?;
+                seen = source.read(&of_seen, all, &LocalSlice::whole(all))?;
             }
             history.set_seen(seen);
         }

@@ -4,6 +4,7 @@
 //! ```
 //! use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
 //! use meshwork_models::llama::{LlamaConfig, PRESETS};
+//! use meshwork_tensor::param::LocalSlice;
 //!
 //! # let folder = std::env::temp_dir().join(format!("meshwork-huggingface-{}", std::process::id()));
 //! let tiny = LlamaConfig { num_layers: 1, hidden_size: 8, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 12, ..PRESETS[0].1 };
@@ -14,8 +15,7 @@
 //! let read = Pretrained::open(&folder)?;
 //! assert_eq!(read.architecture(), &Architecture::Llama(tiny));
 //! let norm = specs.iter().find(|spec| spec.name == "norm.weight").unwrap();
-//! let whole = norm.local(&"dp=1".parse()?, Default::default());
-//! assert_eq!(read.read(norm, &whole)?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+//! assert_eq!(read.read(norm, &LocalSlice::whole(norm.dims))?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! # std::fs::remove_dir_all(&folder)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

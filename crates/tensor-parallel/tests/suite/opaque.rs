@@ -18,7 +18,7 @@ use std::sync::Arc;
 const SAMPLES: usize = 4;
 const SEQ: usize = 8;
 const HIDDEN: usize = 16;
-const VOCAB: usize = 13;
+const VOCAB: usize = 70;
 const STEPS: u64 = 3;
 const DROPOUT: f32 = 0.1;
 

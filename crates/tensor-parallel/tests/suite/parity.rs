@@ -4,10 +4,11 @@
 //! More than 400 lines: one short case for each layer and region.
 
 use crate::common::{Input, Outcome, Program, integer, real};
-use meshwork_core::{Axis, Ty};
+use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, RmsNorm, SelfAttention, SwiGlu};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
-use meshwork_tensor::{Init, Var};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Declarations, Init, Var};
 use meshwork_tensor_parallel::{
     ColumnLinear, ParallelAttention, ParallelGroupedAttention, ParallelMlp, ParallelSwiGlu, Region, RowLinear,
     VocabParallelEmbedding,
@@ -293,16 +294,17 @@ fn biases_and_residuals_are_optional_in_every_layer() {
     }
 }
 
-/// Divisible by 4, not divisible by 2 or 4, and so small that the last of 4 ranks holds no row.
-const VOCABULARIES: [usize; 3] = [12, 9, 5];
+/// Stored as they are, in more rows than there are words, of which the last of 4 ranks holds none, and all words on the first rank.
+const VOCABULARIES: [usize; 3] = [64, 70, 5];
 
+/// Of all ranks.
 fn words(vocab: usize) -> Vec<i32> {
-    (0..BATCH * SEQ).map(|i| (i * 5 % vocab) as i32).collect()
+    (0..BATCH * SEQ).map(|i| (i * 29 % vocab) as i32).collect()
 }
 
 /// The last target is the last word; one is masked.
 fn targets(vocab: usize) -> Vec<i32> {
-    let mut targets: Vec<i32> = (0..BATCH * SEQ).map(|i| (i * 7 % vocab) as i32).collect();
+    let mut targets: Vec<i32> = (0..BATCH * SEQ).map(|i| (i * 27 % vocab) as i32).collect();
     targets[3] = -1;
     targets[BATCH * SEQ - 1] = vocab as i32 - 1;
     targets
@@ -366,13 +368,46 @@ fn vocab_parallel_embedding_logits_and_loss_equal_the_plain_ones() {
 
 #[test]
 fn what_padded_rows_hold_changes_neither_the_loss_nor_any_gradient() {
-    for (vocab, degree) in [(9, 2), (9, 4), (5, 4)] {
+    for (vocab, degree) in [(61, 1), (70, 1), (70, 2), (70, 4), (5, 4)] {
         for region in REGIONS {
             for chunk in [0, 3] {
                 let zero = parallel_tied_model(vocab, degree, region, 0.0, chunk);
                 let large = parallel_tied_model(vocab, degree, region, 1e6, chunk);
                 assert_eq!(large, zero, "{vocab} words, tp={degree}, {region:?}, chunks of {chunk}");
             }
+        }
+    }
+}
+
+/// Rows of logits begin at multiples of 16 bytes on every rank of any degree, in 16 bits too. In canonical numerics the rows are those of the blocks, which
+/// are the order of the sums.
+#[test]
+fn a_token_table_is_stored_in_rows_of_whole_vectors_on_every_rank() {
+    let degrees = || 1..=20;
+    let slices = |mut params: Declarations, vocab: usize, degree: usize| {
+        VocabParallelEmbedding::new(&mut params, "wte", vocab, HIDDEN, init()).unwrap();
+        let (spec, mesh) = (&params.specs()[0], Mesh::new([(Axis::Tp, degree)]).unwrap());
+        let slices: Vec<LocalSlice> = (0..degree).map(|rank| spec.local(&mesh, mesh.coords(rank))).collect();
+        let rows = slices[0].stored[0];
+        let mut words = 0;
+        for slice in &slices {
+            assert_eq!(slice.stored[..], [rows, HIDDEN], "{vocab} words over {degree} ranks");
+            assert_eq!(slice.ranges[0].start, words, "{vocab} words over {degree} ranks");
+            words = slice.ranges[0].end;
+        }
+        assert_eq!(words, vocab, "{degree} ranks have each word once");
+        rows
+    };
+    for vocab in [1, 5, 61, 64, 65, 257, 32_000, 50_257, 50_304, 128_256, 151_643] {
+        for degree in degrees() {
+            let rows = slices(Declarations::new(), vocab, degree);
+            assert!(rows.is_multiple_of(8), "{vocab} words over {degree} ranks: {rows} rows");
+            assert!(rows * degree - vocab < 64 + 8 * degree, "{vocab} words over {degree} ranks: {rows} rows");
+        }
+        assert_eq!(slices(Declarations::new(), vocab, 1), vocab.next_multiple_of(64));
+        for degree in [1, 2, 4, 8] {
+            let rows = slices(Declarations::canonical(8), vocab, degree);
+            assert_eq!(rows * degree, vocab.next_multiple_of(8), "{vocab} words over {degree} ranks");
         }
     }
 }
@@ -400,21 +435,21 @@ fn a_vocab_parallel_lookup_is_exact() {
 
 #[test]
 fn features_that_tp_does_not_divide_are_refused_by_name() {
-    let mesh = meshwork_core::Mesh::new([(Axis::Tp, 5)]).unwrap();
-    let mut params = meshwork_tensor::Declarations::new();
+    let mesh = Mesh::new([(Axis::Tp, 5)]).unwrap();
+    let mut params = Declarations::new();
     let heads = ParallelAttention::new(&mut params, &mesh, "h.0.attn", HIDDEN, HEADS, true, [init(); 2]).unwrap_err();
     assert_eq!(
         heads.to_string(),
         "h.0.attn.qkv: dim 1 of extent 4 cannot be cut over tp=5: the degree must divide it: 1, 2, 4"
     );
-    let mut canonical = meshwork_tensor::Declarations::canonical(8);
+    let mut canonical = Declarations::canonical(8);
     let mlp = ParallelMlp::new(&mut canonical, &mesh, "h.0.mlp", HIDDEN, FFN, true, [init(); 2]).unwrap_err();
     assert_eq!(
         mlp.to_string(),
         "h.0.mlp.up: dim 0 of extent 24 cannot be cut over tp=5: the degree must divide it: 1, 2, 3, 4, 6, 8, 12, 24"
     );
     // Three ranks hold two heads each, of groups of three.
-    let mesh = meshwork_core::Mesh::new([(Axis::Tp, 3)]).unwrap();
+    let mesh = Mesh::new([(Axis::Tp, 3)]).unwrap();
     let of = GroupedHeads { heads: 6, kv_heads: 2, head_dim: 3, rotary: None };
     let groups = ParallelGroupedAttention::new(&mut params, &mesh, "h.1.attn", 18, of, false, [init(); 2]).unwrap_err();
     assert_eq!(

@@ -437,8 +437,8 @@ fn two_parameters_tied_with_different_placements() {
             VocabParallelEmbedding::new(&mut params, "wte", VOCAB, HIDDEN, init)?;
             Embedding::tied(&mut params, "wte", VOCAB, HIDDEN, 0.02)
         },
-        "parameter wte.weight is tied to itself as [12, 8] Shard(0) on tp and as [12, 8] replicated: tied parameters agree in \
-         everything",
+        "parameter wte.weight is tied to itself as [12, 8] Shard(0) on tp (stored in multiples of 64, of 8 on each rank) and as \
+         [12, 8] replicated: tied parameters agree in everything",
     );
     accepted(|_| {
         let mut params = Declarations::new();

@@ -93,7 +93,7 @@ impl ParamSpec {
             let ranks: usize = cuts().map(|axis| mesh.degree(axis)).product();
             let rank = cuts().rev().fold(0, |rank, axis| rank * mesh.degree(axis) + coords.get(axis));
             let extent = self.dims[dim];
-            let held = extent.next_multiple_of(self.placement.multiple()).div_ceil(ranks);
+            let held = self.placement.stored(extent, ranks);
             ranges[dim] = (rank * held).min(extent)..((rank + 1) * held).min(extent);
             stored = stored.with(dim, held);
         }

@@ -8,6 +8,7 @@ use std::fmt;
 pub struct Placement {
     shards: Vec<(Axis, usize)>,
     multiple: Option<usize>,
+    each: Option<usize>,
     in_blocks: Option<usize>,
 }
 
@@ -31,6 +32,13 @@ impl Placement {
         self
     }
 
+    /// Each rank stores a multiple of `multiple` of a cut dim, so that what it computes has rows of whole vectors. Where the ranks' numbers are no
+    /// multiples, all of them store the next one.
+    pub fn each_in_multiples_of(mut self, multiple: usize) -> Self {
+        self.each = Some(multiple);
+        self
+    }
+
     /// Canonical numerics sum over `dim` in the blocks of a dim that is cut, though it is not cut here: for a parameter that some meshes cut
     /// along it and others do not.
     pub fn summed_in_blocks(mut self, dim: usize) -> Self {
@@ -43,9 +51,10 @@ impl Placement {
         self.in_blocks
     }
 
-    /// The multiple to which a cut dim is rounded up: 1 if none was given.
-    pub(super) fn multiple(&self) -> usize {
-        self.multiple.unwrap_or(1)
+    /// What each of `degree` ranks stores of a cut dim of this extent.
+    pub(super) fn stored(&self, extent: usize, degree: usize) -> usize {
+        let next = |count: usize, multiple: Option<usize>| count.next_multiple_of(multiple.unwrap_or(1).max(1));
+        next(next(extent, self.multiple).div_ceil(degree), self.each)
     }
 
     /// The (axis, dim) pairs.
@@ -60,6 +69,12 @@ impl fmt::Display for Placement {
             return f.write_str("replicated");
         }
         let parts: Vec<String> = self.shards.iter().map(|(axis, dim)| format!("Shard({dim}) on {axis}")).collect();
-        f.write_str(&parts.join(", "))
+        f.write_str(&parts.join(", "))?;
+        let all = self.multiple.map(|multiple| format!("of {multiple}"));
+        let each = self.each.map(|multiple| format!("of {multiple} on each rank"));
+        match all.into_iter().chain(each).collect::<Vec<_>>() {
+            multiples if multiples.is_empty() => Ok(()),
+            multiples => write!(f, " (stored in multiples {})", multiples.join(", ")),
+        }
     }
 }

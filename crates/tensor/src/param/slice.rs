@@ -14,6 +14,11 @@ pub struct LocalSlice {
 }
 
 impl LocalSlice {
+    /// All of a parameter of these extents, without padding: what files have. A rank alone may [store](super::ParamSpec::local) more.
+    pub fn whole(dims: Shape) -> Self {
+        Self { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
+    }
+
     /// Elements held, padding not counted.
     pub fn elements(&self) -> usize {
         self.ranges.iter().map(Range::len).product()

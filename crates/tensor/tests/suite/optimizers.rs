@@ -153,10 +153,6 @@ impl Cut {
 
 type Cutting = (LocalSlice, Range<usize>);
 
-fn whole(dims: Shape) -> LocalSlice {
-    LocalSlice { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
-}
-
 /// Ways to cut a parameter: whole; flat slices, as of ZeRO; a dim, as of tp, padded where it does not divide; both.
 fn cuttings(dims: Shape) -> Vec<Vec<Cutting>> {
     let flat = |slice: LocalSlice, parts: usize| -> Vec<Cutting> {
@@ -164,11 +160,12 @@ fn cuttings(dims: Shape) -> Vec<Vec<Cutting>> {
         let part = |at: usize| (slice.clone(), (at * count).min(all)..((at + 1) * count).min(all));
         (0..parts).map(part).collect()
     };
-    let mut ways = vec![flat(whole(dims), 1), flat(whole(dims), 2), flat(whole(dims), 5)];
+    let mut ways =
+        vec![flat(LocalSlice::whole(dims), 1), flat(LocalSlice::whole(dims), 2), flat(LocalSlice::whole(dims), 5)];
     for dim in 0..dims.len() {
         let held = dims[dim].div_ceil(2);
         let half = |at: usize| {
-            let (mut ranges, stored) = (whole(dims).ranges, dims.with(dim, held));
+            let (mut ranges, stored) = (LocalSlice::whole(dims).ranges, dims.with(dim, held));
             ranges[dim] = at * held..((at + 1) * held).min(dims[dim]);
             LocalSlice { stored, ranges }
         };
