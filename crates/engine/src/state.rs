@@ -282,7 +282,7 @@ impl WholeState {
     /// Assembles the parts of all ranks.
     ///
     /// # Errors
-    /// Elements that no rank holds, ranks that hold different values of one element, or ranks at different steps.
+    /// Elements that no rank holds, ranks that hold different values of one element or give a vector other dims, or ranks at different steps.
     pub fn merge(ranks: &[TrainState]) -> Result<Self, TrainError> {
         let refuse =
             |name: &dyn fmt::Display, problem: String| Err(TrainError::State { name: name.to_string(), problem });
@@ -296,7 +296,11 @@ impl WholeState {
         }
         let mut vectors = BTreeMap::new();
         for (key, pieces) in held {
-            let dims = pieces[0].dims;
+            let (dims, rank) = (pieces[0].dims, pieces[0].rank);
+            if let Some(other) = pieces.iter().find(|piece| piece.dims != dims) {
+                let (found, at) = (other.dims, other.rank);
+                return refuse(&key, format!("it has the dims {dims:?} on rank {rank} and {found:?} on rank {at}"));
+            }
             let (whole, conflict) = assemble(dims, pieces);
             if let Some(conflict) = conflict {
                 let ([a, b], [x, y]) = (conflict.ranks, conflict.values);

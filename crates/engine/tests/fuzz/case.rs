@@ -12,11 +12,23 @@ use meshwork_tensor::cpu::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use meshwork_testkit::Rng;
 
+/// What runs a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// A trainer, which may load other weights and states between two steps.
+    Trainer { load: bool },
+    /// A loop that the user wrote on tapes, which has no stages and its own update.
+    Loop,
+    /// A decoder, which goes through the tokens of the samples in several passes.
+    Decoder,
+}
+
 /// A program and its runs.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// What it was drawn from.
     pub seed: u64,
+    pub way: Way,
     pub program: Program,
     /// On a mesh.
     pub plan: Plan,
@@ -27,13 +39,24 @@ pub struct Case {
 /// A case of a seed.
 pub fn case(seed: u64, attempt: u64) -> Case {
     let mut rng = Rng::new(seed.wrapping_add(attempt << 48).wrapping_mul(0x2545_f491_4f6c_dd1d));
+    let way = match rng.below(8) {
+        0 | 1 => Way::Loop,
+        2 => Way::Decoder,
+        load => Way::Trainer { load: load == 3 },
+    };
     let mut plan = loop {
-        if let Some(plan) = plan(&mut rng, seed) {
+        if let Some(plan) = plan(&mut rng, seed).filter(|plan| fits(way, plan)) {
             break plan;
         }
     };
+    if way == Way::Loop {
+        plan = Plan { optimizer: Sgd { momentum: 0.0, weight_decay: 0.0 }.into(), max_norm: 0.0, ..plan };
+    }
+    // What reads the samples of all ranks has to have all samples at once.
+    let gathers =
+        plan.blocks().is_none() && way != Way::Decoder && plan.num_microbatches == Some(1) && rng.below(2) == 0;
     let stages = plan.schedule.stages(plan.mesh.degree(Axis::Pp));
-    let target = Target { mesh: &plan.mesh, blocks: plan.blocks(), layers: stages };
+    let target = Target { mesh: &plan.mesh, blocks: plan.blocks(), layers: stages, way, gathers };
     let program = generate::program(&mut rng, &target);
     if rng.below(2) == 0 {
         plan.partition = (0..stages).map(|_| 0).collect();
@@ -45,15 +68,25 @@ pub fn case(seed: u64, attempt: u64) -> Case {
         mesh: mesh([1; 4]),
         schedule: ScheduleSpec::default(),
         partition: Vec::new(),
-        num_microbatches: Some(rng.pick(&divisors)),
+        num_microbatches: Some(if gathers { 1 } else { rng.pick(&divisors) }),
         recompute: Recompute::None,
         ..plan.clone()
     };
-    Case { seed, program, plan, alone }
+    Case { seed, way, program, plan, alone }
 }
 
+/// Whether a plan goes with what runs it: loops have one stage and the numerics of their sums.
+fn fits(way: Way, plan: &Plan) -> bool {
+    match way {
+        Way::Trainer { .. } => true,
+        Way::Loop => plan.mesh.degree(Axis::Pp) == 1 && plan.blocks().is_none(),
+        Way::Decoder => plan.mixed.is_none() && !matches!(plan.schedule, ScheduleSpec::Replicated(_)),
+    }
+}
+
+/// As it is read from a configuration: with every axis, of degree 1 if need be.
 fn mesh([dp, tp, cp, pp]: [usize; 4]) -> Mesh {
-    Mesh::new([(Axis::Dp, dp), (Axis::Tp, tp), (Axis::Cp, cp), (Axis::Pp, pp)]).expect("four axes")
+    format!("dp={dp},tp={tp},cp={cp},pp={pp}").parse().expect("four axes")
 }
 
 /// A random plan of two to eight ranks, if what was drawn goes together.
@@ -121,7 +154,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         offload: None,
         compress: Compress::default(), // what it loses has no run of one rank to be compared with
         virtual_cuts: Vec::new(),
-        verify: Verify::Every(1),
+        verify: rng.pick(&[Verify::FirstStep, Verify::Every(1)]),
     };
     plan.build_schedule().is_ok().then_some(plan)
 }

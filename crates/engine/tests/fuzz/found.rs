@@ -1,6 +1,6 @@
 //! Errors of ours that the fuzzer found, each as a small program of its own.
 
-use crate::case::Case;
+use crate::case::{Case, Way};
 use crate::program::{Block, Cut, Data, Group, Instr, Op, Param, Program, Terms};
 use crate::run::{self, Ended};
 use crate::verdict::{self, Fate};
@@ -9,27 +9,27 @@ use meshwork_engine::{Numerics, Plan, ScheduleSpec, Verify, Zero, ZeroStage};
 use meshwork_optim::Sgd;
 use meshwork_tensor::{Init, Role};
 
-const WIDTH: usize = 4;
+pub const WIDTH: usize = 4;
 
-fn param(name: &str, dims: &[usize], role: Role) -> Param {
+pub fn param(name: &str, dims: &[usize], role: Role) -> Param {
     let (group, init) = (Group::Usual, Init::Normal { std: 0.5 });
     Param { name: name.to_owned(), dims: dims.to_vec(), cut: None, padded: false, role, init, group, tied: false }
 }
 
 /// `x ← x · Wᵀ` for each of these weights `[WIDTH, WIDTH]`, in turn.
-fn linears(names: &[&str], tied: bool) -> Block {
+pub fn linears(names: &[&str], tied: bool) -> Block {
     let params = names.iter().map(|name| Param { tied, ..param(name, &[WIDTH, WIDTH], Role::Weight) }).collect();
     let op = |weight: usize| Instr { op: Op::Linear { weight, contract: 1 }, args: vec![weight] };
     Block { params, code: (0..names.len()).map(op).collect() }
 }
 
-fn block(params: Vec<Param>, code: &[Op]) -> Block {
+pub fn block(params: Vec<Param>, code: &[Op]) -> Block {
     let instr = |(at, op): (usize, &Op)| Instr { op: op.clone(), args: vec![at] };
     Block { params, code: code.iter().enumerate().map(instr).collect() }
 }
 
 /// A regression of `[seq, WIDTH]` on as many targets, whose activations are whole.
-fn program(layers: Vec<Block>) -> Program {
+pub fn program(layers: Vec<Block>) -> Program {
     let cut = Cut { axis: Axis::Tp, ty: Ty::Invariant, width: WIDTH };
     let same = || block(Vec::new(), &[Op::Same]);
     let cuts = vec![cut; layers.len() + 1];
@@ -40,7 +40,7 @@ fn program(layers: Vec<Block>) -> Program {
     Program { data: Data::Floats { width: WIDTH }, seq: 4, blocks, cuts, terms: Terms::Right }
 }
 
-fn plan(mesh: &str, numerics: Numerics) -> Plan {
+pub fn plan(mesh: &str, numerics: Numerics) -> Plan {
     Plan {
         mesh: mesh.parse().unwrap(),
         global_batch_size: 4,
@@ -53,16 +53,16 @@ fn plan(mesh: &str, numerics: Numerics) -> Plan {
     }
 }
 
-fn case(program: Program, plan: Plan) -> Case {
+pub fn case(program: Program, plan: Plan) -> Case {
     let alone =
         Plan { mesh: "dp=1".parse().unwrap(), schedule: ScheduleSpec::default(), partition: vec![], ..plan.clone() };
-    Case { seed: 1, program, plan, alone }
+    Case { seed: 1, way: Way::Trainer { load: false }, program, plan, alone }
 }
 
-const CANONICAL: Numerics = Numerics::Canonical { blocks: 4 };
+pub const CANONICAL: Numerics = Numerics::Canonical { blocks: 4 };
 
 #[track_caller]
-fn right(program: Program, plan: Plan) {
+pub fn right(program: Program, plan: Plan) {
     if let Fate::Wrong(why) = verdict::fate(&case(program, plan)) {
         panic!("{why}");
     }
@@ -88,7 +88,7 @@ fn a_buffer_whose_elements_lie_in_one_slice_is_shared_out_by_all_ranks() {
 
 /// What a program on a mesh is refused with.
 #[track_caller]
-fn refused(program: Program, plan: Plan) -> String {
+pub fn refused(program: Program, plan: Plan) -> String {
     match run::on_mesh(&case(program, plan)) {
         Ended::Refused(text) | Ended::Claim(text) => text,
         other => panic!("{other:?}"),

@@ -63,7 +63,7 @@ impl Model for Net {
 
     fn activation(&self, mesh: &Mesh, at: usize, batch: &Batch) -> Result<Activation> {
         let cut = self.0.cuts[at];
-        let mut shape = Shape::new(&[batch.samples(), self.0.seq, cut.width]);
+        let mut shape = Shape::new(&[batch.samples(), batch.dims(INPUTS)?[0], cut.width]);
         if let Ty::Shard(dim) = cut.ty {
             shape = shape.with(dim, shape[dim] / mesh.degree(cut.axis));
         }
@@ -152,6 +152,11 @@ impl Stage for Part {
         Ok(x)
     }
 
+    fn predict(&self, output: &Var) -> Result<Var> {
+        let cut = output.types().iter().find_map(|(axis, ty)| (ty == Ty::Shard(2)).then_some(axis));
+        cut.map_or(Ok(output.clone()), |axis| output.all_gather_invariant(axis, 2))
+    }
+
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var> {
         let (number, declared) = self.declared.last().ok_or_else(|| misfit("a stage without blocks has no loss"))?;
         self.run(*number, declared, tape, batch, output.clone())
@@ -227,10 +232,22 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::Concat { dim } => x()?.concat(y()?, *dim),
         Op::Narrow { dim, range } => x()?.narrow(*dim, range.clone()),
         Op::Transpose(a, b) => x()?.transpose(*a, *b),
+        Op::SampleMean => x()?.mean(0),
+        Op::TokenShift => {
+            let (x, shape) = (x()?, x()?.shape());
+            let zeros = tape.constant(Tensor::zeros(tape.device(), x.tensor().dtype(), shape.with(1, 1))?, x.types());
+            x.add(&zeros.concat(&x.narrow(1, 0..shape[1] - 1)?, 1)?.scale(0.5)?)
+        }
         Op::SplitDim { dim, inner } => {
             let mut dims = x()?.shape().to_vec();
             let extent = *dims.get(*dim).ok_or_else(|| misfit("a dim to cut in two that does not exist"))?;
             dims.splice(*dim..=*dim, [extent / inner, *inner]);
+            x()?.reshape(&dims)
+        }
+        Op::SplitInto { dim, count } => {
+            let mut dims = x()?.shape().to_vec();
+            let extent = *dims.get(*dim).ok_or_else(|| misfit("a dim to cut in two that does not exist"))?;
+            dims.splice(*dim..=*dim, [*count, extent / count]);
             x()?.reshape(&dims)
         }
         Op::MergeDims { dim } => {
@@ -263,7 +280,10 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
             x()?.sub(&param(*buffer)?)
         }
 
-        Op::LocalMean => x()?.scale(1.0 / x()?.shape()[0] as f64),
+        Op::PerExtent { dim } => {
+            let extent = x()?.shape().get(*dim).copied();
+            x()?.scale(1.0 / extent.ok_or_else(|| misfit("an extent that does not exist"))? as f64)
+        }
         Op::CrossEntropy => x()?.cross_entropy(y()?),
         Op::VocabCrossEntropy { axis, vocab } => x()?.vocab_parallel_cross_entropy(y()?, *axis, *vocab),
         Op::SquaredError => x()?.mean_squared_error(y()?),
@@ -312,4 +332,19 @@ pub fn batch(program: &Program, seed: u64, step: u64, global_batch: usize, sampl
         }
     };
     made.expect("as many values as the samples have")
+}
+
+/// Some tokens of each sample, for a decoder.
+pub fn tokens(program: &Program, batch: &Batch, range: Range<usize>) -> Result<Batch> {
+    fn cut<T: Copy>(values: &[T], seq: usize, width: usize, range: &Range<usize>) -> Vec<T> {
+        let rows = values.chunks(seq * width).flat_map(|sample| &sample[range.start * width..range.end * width]);
+        rows.copied().collect()
+    }
+    let (seq, some) = (program.seq, Batch::new(batch.samples()));
+    [INPUTS, TARGETS].into_iter().try_fold(some, |some, name| match program.data {
+        Data::Tokens { .. } => some.with(name, [range.len()], cut(batch.values::<i32>(name)?, seq, 1, &range)),
+        Data::Floats { width } => {
+            some.with(name, [range.len(), width], cut(batch.values::<f32>(name)?, seq, width, &range))
+        }
+    })
 }

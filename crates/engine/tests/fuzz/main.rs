@@ -4,9 +4,11 @@
 mod case;
 mod found;
 mod generate;
+mod hand;
 mod interpret;
 mod mutate;
 mod program;
+mod public;
 mod run;
 mod user;
 mod verdict;
@@ -87,7 +89,8 @@ fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
             |&(block, place): &(usize, usize)| case.program.blocks[block].code[place].op == Op::User(Lie::None);
         let (block, place) = sites.into_iter().find(of_user)?;
         let degrees = [Axis::Tp, Axis::Cp].map(|axis| case.plan.mesh.degree(axis));
-        if degrees == [1, 1] || matches!(verdict::fate(&case), Fate::Wrong(_)) {
+        let trains = matches!(case.way, case::Way::Trainer { .. });
+        if !trains || degrees == [1, 1] || matches!(verdict::fate(&case), Fate::Wrong(_)) {
             return None;
         }
         case.program.blocks[block].code[place].op = planted.clone();
@@ -109,7 +112,7 @@ fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
 #[test]
 fn the_check_of_the_users_operation_tells_right_from_wrong() {
     assert_eq!(verdict::check_of_user(&Op::User(Lie::None)), Ok(()));
-    for lie in [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree] {
+    for lie in mutate::LIES {
         let error = verdict::check_of_user(&Op::User(lie)).unwrap_err();
         assert!(error.contains("times that of one rank") || error.contains("differ"), "{lie:?}: {error}");
     }

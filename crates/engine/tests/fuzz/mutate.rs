@@ -1,10 +1,12 @@
 //! Mutations: small mistakes in a program, in its plan or in what a rank is given, as data.
 
-use crate::case::Case;
-use crate::program::{Block, Group, Holds, Lie, Op, Param, Program, Terms};
-use meshwork_core::{Axis, Ty};
+use crate::case::{Case, Way};
+use crate::generate;
+use crate::program::{Block, Group, Holds, Instr, Lie, Op, Param, Program, Terms};
+use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_engine::Plan;
 use meshwork_testkit::Rng;
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// A mistake.
@@ -27,14 +29,37 @@ pub enum Change {
     Swapped { block: usize, place: usize },
     /// A parameter is declared in another way.
     Param { block: usize, param: usize, to: Param },
+    /// A dim of these parameters is multiplied by the degree of an axis, on the mesh at hand.
+    Wider { block: usize, dims: Vec<(usize, usize)>, axis: Axis },
     /// Terms of the loss are counted in another way.
     Terms(Terms),
     /// The samples are those of another step.
     Batch,
+    /// The samples are those of the first rank.
+    FirstSamples,
     /// A setting of the plan.
     Plan(Setting),
-    /// A weight changes between two steps.
-    Weight { name: String, element: usize },
+    /// A weight, or its momentum, changes between two steps.
+    Weight { name: String, state: bool },
+    /// What a loop does instead.
+    Loop(Careless),
+}
+
+/// How a loop is wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Careless {
+    /// It starts backward from the loss alone: auxiliary losses are left on the tape.
+    LeavesNotes,
+    /// It updates with gradients that are not summed.
+    KeepsGradients,
+    /// It divides by the terms of its own rank.
+    OwnTerms,
+    /// It draws the weights of this rank from a seed of its own.
+    OwnSeed,
+    /// It updates this rank with a rate of its own.
+    OwnRate,
+    /// It counts the samples of dropout from 0 on every rank.
+    NoPosition,
 }
 
 /// A setting of a plan.
@@ -46,78 +71,49 @@ pub enum Setting {
     Optimizer,
 }
 
-/// The kinds of mistakes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
-    Drop,
-    Unsent,
-    Twice,
-    OtherType,
-    OtherAxis,
-    OtherDim,
-    Superfluous,
-    Order,
-    Placement,
-    Constant,
-    Input,
-    Extent,
-    Dropout,
-    UserOp,
-    Terms,
-    LossScale,
-    Batch,
-    Plan,
-    Weight,
+macro_rules! kinds {
+    ($($kind:ident: $words:literal,)+) => {
+        /// The kinds of mistakes.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Kind { $($kind,)+ }
+
+        impl Kind {
+            /// All, as the table lists them.
+            pub const ALL: &[Self] = &[$(Self::$kind,)+];
+
+            /// What it is, in words.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$kind => $words,)+ }
+            }
+        }
+    };
 }
 
-impl Kind {
-    /// All, as the table lists them.
-    pub const ALL: [Self; 19] = [
-        Self::Drop,
-        Self::Unsent,
-        Self::Twice,
-        Self::OtherType,
-        Self::OtherAxis,
-        Self::OtherDim,
-        Self::Superfluous,
-        Self::Order,
-        Self::Placement,
-        Self::Constant,
-        Self::Input,
-        Self::Extent,
-        Self::Dropout,
-        Self::UserOp,
-        Self::Terms,
-        Self::LossScale,
-        Self::Batch,
-        Self::Plan,
-        Self::Weight,
-    ];
-
-    /// What it is, in words.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Drop => "a collective is left out",
-            Self::Unsent => "a collective of the user's own that claims its types and does not communicate",
-            Self::Twice => "a collective runs twice",
-            Self::OtherType => "a collective of another type",
-            Self::OtherAxis => "a collective over another axis",
-            Self::OtherDim => "a collective along another dim",
-            Self::Superfluous => "one collective too many",
-            Self::Order => "a collective after the next operation",
-            Self::Placement => "a parameter is placed in another way",
-            Self::Constant => "a constant that is not what its type says",
-            Self::Input => "inputs or targets that are not what their type says",
-            Self::Extent => "an extent that is not that of the value",
-            Self::Dropout => "two dropouts of one name",
-            Self::UserOp => "a user's operation with a wrong result or gradient",
-            Self::Terms => "terms of the loss are miscounted",
-            Self::LossScale => "a loss that is divided by the samples of its micro-batch",
-            Self::Batch => "another batch on one rank",
-            Self::Plan => "another plan on one rank",
-            Self::Weight => "another weight on one of its holders",
-        }
-    }
+kinds! {
+    Drop: "a collective is left out",
+    Unsent: "a collective of the user's own that claims its types and does not communicate",
+    Twice: "a collective runs twice",
+    OtherType: "a collective of another type",
+    OtherAxis: "a collective over another axis",
+    OtherDim: "a collective along another dim",
+    Superfluous: "one collective too many",
+    Order: "a collective after the next operation",
+    Placement: "a parameter is placed in another way",
+    Constant: "a constant that is not what its type says",
+    Input: "inputs or targets that are not what their type says",
+    Extent: "an extent that is not that of the value",
+    Shard: "an extent that is counted on a shard where that of the whole is meant",
+    Degree: "a parameter whose extents depend on the degree",
+    Dropout: "two dropouts of one name",
+    UserOp: "a user's operation with a wrong result or gradient",
+    Terms: "terms of the loss are miscounted",
+    LossScale: "a loss that is divided by the samples of its micro-batch",
+    Batch: "another batch on one rank",
+    Same: "the same samples on every rank",
+    Plan: "another plan on one rank",
+    Weight: "other weights or optimizer states, loaded on one rank",
+    Loop: "a loop that forgets what a trainer does",
+    Mixing: "tokens that a decoder's model mixes without a cache",
 }
 
 impl fmt::Display for Mutant {
@@ -128,8 +124,8 @@ impl fmt::Display for Mutant {
 }
 
 impl Mutant {
-    /// The program with the mistake.
-    pub fn program(&self, program: &Program) -> Program {
+    /// The program with the mistake, on a mesh.
+    pub fn program(&self, program: &Program, mesh: &Mesh) -> Program {
         let mut program = program.clone();
         match &self.change {
             Change::Instr { block, place, op } => program.blocks[*block].code[*place].op = op.clone(),
@@ -140,8 +136,12 @@ impl Mutant {
                 code[*place].op = std::mem::replace(&mut code[place + 1].op, first);
             }
             Change::Param { block, param, to } => program.blocks[*block].params[*param] = to.clone(),
+            Change::Wider { block, dims, axis } => {
+                let degree = mesh.degree(*axis);
+                dims.iter().for_each(|&(param, dim)| program.blocks[*block].params[param].dims[dim] *= degree);
+            }
             Change::Terms(terms) => program.terms = *terms,
-            Change::Batch | Change::Plan(_) | Change::Weight { .. } => {}
+            Change::Batch | Change::FirstSamples | Change::Plan(_) | Change::Weight { .. } | Change::Loop(_) => {}
         }
         program
     }
@@ -160,25 +160,38 @@ impl Mutant {
     }
 }
 
-/// `count` random mutants of a case, every site as likely as every other.
+/// `count` random mutants of a case: every kind that it can have as likely as every other, and so every site of a kind.
 pub fn mutants(rng: &mut Rng, case: &Case, count: usize) -> Vec<Mutant> {
     let mut all = sites(case);
     rng.shuffle(&mut all);
+    let mut seen = BTreeMap::new();
+    all.sort_by_cached_key(|mutant| (turn(&mut seen, mutant.kind), rng.next_u64()));
     all.truncate(count);
     // Mistakes in the program are made on all ranks, or now and then on one.
     let ranks = case.plan.mesh.world_size();
-    for mutant in &mut all {
-        let of_program = !matches!(mutant.change, Change::Batch | Change::Plan(_) | Change::Weight { .. });
-        if !of_program || rng.below(6) == 0 {
-            mutant.on = Some(rng.below(ranks));
-        }
-    }
-    all
+    let some = |mut mutant: Mutant| {
+        let of_one = match mutant.change {
+            Change::Batch | Change::Plan(_) | Change::Weight { .. } => true,
+            Change::Loop(Careless::OwnSeed | Careless::OwnRate) => true,
+            Change::FirstSamples | Change::Loop(_) => false,
+            _ => rng.below(6) == 0,
+        };
+        mutant.on = of_one.then(|| rng.below(ranks));
+        mutant
+    };
+    all.into_iter().map(some).collect()
+}
+
+/// How many of its kind came before it.
+fn turn(seen: &mut BTreeMap<Kind, usize>, kind: Kind) -> usize {
+    let count = seen.entry(kind).or_default();
+    *count += 1;
+    *count - 1
 }
 
 /// Every mistake of this list that the case can have.
 fn sites(case: &Case) -> Vec<Mutant> {
-    let program = &case.program;
+    let (program, unit) = (&case.program, generate::unit(&case.plan.mesh, case.plan.blocks()));
     let mut all = Vec::new();
     let mut add = |kind, change| all.push(Mutant { kind, change, on: None });
     let dropouts: Vec<&String> = program
@@ -193,6 +206,12 @@ fn sites(case: &Case) -> Vec<Mutant> {
         let op = &instr.op;
         let other = |op: Op| Change::Instr { block, place, op };
         let behind = |op: Op| Change::Behind { block, place, op };
+        if let Op::Attention { .. } | Op::GroupedAttention | Op::Softmax | Op::Map(_) | Op::Bias { .. } = op {
+            add(Kind::Shard, behind(Op::PerExtent { dim: 2 }));
+            if case.way == Way::Decoder {
+                add(Kind::Mixing, behind(Op::TokenShift));
+            }
+        }
         if op.collective().is_some() {
             add(Kind::Drop, other(Op::Same));
             add(Kind::Unsent, other(Op::Unsent(Box::new(op.clone()))));
@@ -220,6 +239,12 @@ fn sites(case: &Case) -> Vec<Mutant> {
                     }
                 }
                 add(Kind::Constant, constant(Holds::Part, *says));
+                if let Holds::Slice(dim) = *holds {
+                    add(Kind::Constant, constant(Holds::First(dim), *says));
+                }
+            }
+            Op::SplitDim { dim: 2, .. } => {
+                add(Kind::Shard, other(Op::SplitInto { dim: 2, count: unit }));
             }
             Op::VocabEmbedding { table, axis, vocab } => {
                 for vocab in [vocab - 1, vocab + 1, 2 * vocab] {
@@ -230,9 +255,9 @@ fn sites(case: &Case) -> Vec<Mutant> {
                 for vocab in [vocab - 1, vocab + 1, 2 * vocab] {
                     add(Kind::Extent, other(Op::VocabCrossEntropy { axis: *axis, vocab }));
                 }
-                add(Kind::LossScale, behind(Op::LocalMean));
+                add(Kind::LossScale, behind(Op::PerExtent { dim: 0 }));
             }
-            Op::CrossEntropy | Op::SquaredError => add(Kind::LossScale, behind(Op::LocalMean)),
+            Op::CrossEntropy | Op::SquaredError => add(Kind::LossScale, behind(Op::PerExtent { dim: 0 })),
             Op::Targets => {
                 for says in [Ty::Invariant, Ty::Replicate] {
                     add(Kind::Input, behind(Op::Retyped { axis: Axis::Dp, says }));
@@ -246,7 +271,7 @@ fn sites(case: &Case) -> Vec<Mutant> {
                 });
             }
             Op::User(_) => {
-                for lie in [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree] {
+                for lie in LIES {
                     add(Kind::UserOp, other(Op::User(lie)));
                 }
             }
@@ -263,19 +288,76 @@ fn sites(case: &Case) -> Vec<Mutant> {
                 to.dims[0] += 1;
                 add(Kind::Extent, Change::Param { block, param, to });
             }
-            if has_replicas(declared, case) {
-                add(Kind::Weight, Change::Weight { name: declared.name.clone(), element: 5 });
+            if has_replicas(declared, case) && matches!(case.way, Way::Trainer { .. }) {
+                for state in [false, true] {
+                    add(Kind::Weight, Change::Weight { name: declared.name.clone(), state });
+                }
             }
+        }
+        for (dims, axis) in hidden(program, it) {
+            add(Kind::Degree, Change::Wider { block, dims, axis });
+        }
+    }
+    if case.plan.mesh.degree(Axis::Dp) > 1 && case.way != Way::Decoder {
+        add(Kind::Same, Change::FirstSamples);
+    }
+    if case.way == Way::Decoder {
+        return all;
+    }
+    if case.way == Way::Loop {
+        let has =
+            |wanted: fn(&Op) -> bool| program.blocks.iter().flat_map(|it| &it.code).any(|instr| wanted(&instr.op));
+        let careless = [
+            (Careless::LeavesNotes, has(|op| *op == Op::Penalty)),
+            (Careless::NoPosition, has(|op| matches!(op, Op::Dropout { .. }))),
+            (Careless::KeepsGradients, true),
+            (Careless::OwnTerms, true),
+            (Careless::OwnSeed, true),
+            (Careless::OwnRate, true),
+        ];
+        for (careless, _) in careless.into_iter().filter(|(_, possible)| *possible) {
+            add(Kind::Loop, Change::Loop(careless));
         }
     }
     for terms in [Terms::Twice, Terms::One, Terms::Half] {
         add(Kind::Terms, Change::Terms(terms));
     }
     add(Kind::Batch, Change::Batch);
+    if case.way == Way::Loop {
+        return all;
+    }
     for setting in [Setting::Seed, Setting::LearningRate, Setting::MaxNorm, Setting::Optimizer] {
         add(Kind::Plan, Change::Plan(setting));
     }
     all
+}
+
+/// The lies of an operation of the user's own.
+pub const LIES: [Lie; 6] =
+    [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree, Lie::Mixes];
+
+/// Hidden features that a fused layer makes and only the next layer reads: the parameters and dims that have their extent, and the axis
+/// that cuts it.
+fn hidden(program: &Program, block: &Block) -> Vec<(Vec<(usize, usize)>, Axis)> {
+    let pairs = block.code.iter().zip(block.code.iter().skip(1));
+    let of_pair = |(first, second): (&Instr, &Instr)| {
+        let (weight, bias) = match first.op {
+            Op::LinearGelu { weight, bias } => (weight, bias),
+            Op::LinearSwiglu { weight } => (weight, None),
+            _ => return None,
+        };
+        let Op::Linear { weight: down, contract: 1 } = second.op else { return None };
+        let params = [Some(weight), bias, Some(down)].into_iter().flatten();
+        let once = |&param: &usize| {
+            let uses = block.code.iter().filter(|instr| instr.op.params().contains(&param)).count();
+            let of_name = |other: &&Param| other.name == block.params[param].name;
+            uses == 1 && program.blocks.iter().flat_map(|block| &block.params).filter(of_name).count() == 1
+        };
+        let dims: Vec<_> = params.filter(once).map(|param| (param, usize::from(param == down))).collect();
+        let (axis, _) = block.params[down].cut?;
+        (dims.len() == 2 + usize::from(bias.is_some())).then_some((dims, axis))
+    };
+    pairs.filter_map(of_pair).collect()
 }
 
 fn other_types(op: &Op) -> Vec<Op> {

@@ -173,10 +173,19 @@ pub enum Op {
         dim: usize,
         inner: usize,
     },
+    /// The same where somebody counted the other factor, of whole values: `[count, ..]`.
+    SplitInto {
+        dim: usize,
+        count: usize,
+    },
     /// Merges `dim` with the next one.
     MergeDims {
         dim: usize,
     },
+    /// The mean over the samples, which is of the rank's own where they are not gathered.
+    SampleMean,
+    /// `x[t] + x[t - 1] / 2`, in which a user mixes tokens by concatenation.
+    TokenShift,
     Attention {
         dropout: Option<(f32, String)>,
     },
@@ -203,8 +212,10 @@ pub enum Op {
         buffer: usize,
     },
 
-    /// The operand divided by the samples on this rank's tape.
-    LocalMean,
+    /// The operand divided by the extent of a dim, as this rank's tape has it.
+    PerExtent {
+        dim: usize,
+    },
     CrossEntropy,
     VocabCrossEntropy {
         axis: Axis,
@@ -220,6 +231,8 @@ pub enum Holds {
     Whole,
     /// Its slice of a dim.
     Slice(usize),
+    /// The first slice, on every rank: filled without the offset.
+    First(usize),
     /// A part of it: the parts of all ranks, which are unequal, add up to it.
     Part,
     /// Numbers of its own.
@@ -251,12 +264,22 @@ pub enum Lie {
     NoGradient,
     /// Its result is multiplied by the number of ranks.
     Degree,
+    /// It takes off the mean over the features of the rank.
+    Mixes,
 }
 
 impl Program {
     /// The number of layers.
     pub fn layers(&self) -> usize {
         self.blocks.len() - 3
+    }
+
+    /// Numbers of a token in the output of the model.
+    pub fn outputs(&self) -> usize {
+        match self.data {
+            Data::Tokens { vocab } => vocab,
+            Data::Floats { width } => width,
+        }
     }
 
     /// The block of the back.

@@ -1,17 +1,20 @@
 //! Runs of a case, and the comparison of two of them.
 
-use crate::case::Case;
+use crate::case::{Case, Way};
+use crate::hand;
 use crate::interpret::{self, Net};
 use crate::mutate::{Change, Mutant};
 use crate::program::Program;
+use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, RankEnd};
-use meshwork_engine::{Numerics, Plan, StepReport, TrainError, TrainState, Trainer, Verify, WholeState};
-use meshwork_nn::Model;
+use meshwork_engine::{Numerics, Plan, StatePiece, StepReport, TrainError, TrainState, Trainer, Verify, WholeState};
+use meshwork_nn::{Batch, Model};
 use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_testkit::parity::norm;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 /// The largest relative difference of numbers that differ by rounding, in f32: those of small networks after two steps.
 const TOLERANCE: f64 = 2e-4;
@@ -19,7 +22,7 @@ const TOLERANCE: f64 = 2e-4;
 const TOLERANCE_BF16: f64 = 0.1;
 
 /// Steps of a run.
-const STEPS: u64 = 2;
+pub const STEPS: u64 = 2;
 
 /// How a run ended.
 #[derive(Clone, Debug)]
@@ -61,9 +64,40 @@ impl fmt::Display for Difference {
     }
 }
 
-/// On one rank: the oracle.
+/// What a rank is given to run.
+#[derive(Clone, Debug)]
+pub struct Given<'a> {
+    pub program: Arc<Program>,
+    pub plan: Plan,
+    /// The mistake that this rank makes.
+    pub change: Option<&'a Change>,
+    seed: u64,
+    /// By what part the initial weights are changed.
+    nudge: f32,
+}
+
+impl Given<'_> {
+    /// These samples of a step.
+    pub fn batch(&self, step: u64, samples: Range<usize>) -> Batch {
+        let (step, samples) = match self.change {
+            Some(Change::Batch) => (step + 7, samples),
+            Some(Change::FirstSamples) => (step, 0..samples.len()),
+            _ => (step, samples),
+        };
+        interpret::batch(&self.program, self.seed, step, self.plan.global_batch_size, samples)
+    }
+
+    /// Weights that differ from these by a rounding or so.
+    pub fn nudged(&self, mut weights: Vec<f32>) -> Vec<f32> {
+        let signs = (0u32..).map(|i| if (i ^ i >> 1).is_multiple_of(2) { self.nudge } else { -self.nudge });
+        weights.iter_mut().zip(signs).for_each(|(value, nudge)| *value += *value * nudge);
+        weights
+    }
+}
+
+/// On one rank: the oracle, which is a trainer unless nothing is trained.
 pub fn alone(case: &Case) -> Ended {
-    run(&case.program, &case.alone, case.seed, None)
+    run(case, &case.alone, None, 0.0)
 }
 
 /// Whether a rounding of the weights stays a rounding in every number. A program that makes more of it, such as the norm of numbers that
@@ -74,7 +108,7 @@ pub fn is_steady(case: &Case, alone: &Numbers) -> bool {
         (_, Precision::F32) => (1e-6, TOLERANCE / 4.0),
         (_, Precision::Bf16) => (4e-3, TOLERANCE_BF16 / 4.0),
     };
-    match run_nudged(&case.program, &case.alone, case.seed, None, nudge) {
+    match run(case, &case.alone, None, nudge) {
         Ended::Numbers(nudged) => nudged.apart_by(alone, bound).is_none(),
         _ => false,
     }
@@ -82,56 +116,44 @@ pub fn is_steady(case: &Case, alone: &Numbers) -> bool {
 
 /// On one rank, with a mutation.
 pub fn mutated_alone(case: &Case, mutant: &Mutant) -> Ended {
-    let plan = Plan { verify: Verify::Off, ..case.alone.clone() };
-    run(&case.program, &plan, case.seed, Some(mutant))
+    run(case, &Plan { verify: Verify::Off, ..case.alone.clone() }, Some(mutant), 0.0)
 }
 
 /// On the mesh.
 pub fn on_mesh(case: &Case) -> Ended {
-    run(&case.program, &case.plan, case.seed, None)
+    run(case, &case.plan, None, 0.0)
 }
 
-/// On the mesh, with a mutation, verified or not.
-pub fn mutated(case: &Case, mutant: &Mutant, verify: Verify) -> Ended {
-    let plan = Plan { verify, ..case.plan.clone() };
-    run(&case.program, &plan, case.seed, Some(mutant))
+/// On the mesh, with a mutation, verified as the case says or not at all.
+pub fn mutated(case: &Case, mutant: &Mutant, verified: bool) -> Ended {
+    let verify = if verified { case.plan.verify } else { Verify::Off };
+    run(case, &Plan { verify, ..case.plan.clone() }, Some(mutant), 0.0)
 }
 
-fn run(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>) -> Ended {
-    run_nudged(program, plan, seed, mutant, 0.0)
-}
-
-/// A run whose initial weights are changed by a relative `nudge`.
-fn run_nudged(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>, nudge: f32) -> Ended {
-    let right = Arc::new(program.clone());
-    let wrong = mutant.map(|mutant| Arc::new(mutant.program(program)));
+fn run(case: &Case, plan: &Plan, mutant: Option<&Mutant>, nudge: f32) -> Ended {
+    let right = Arc::new(case.program.clone());
+    let wrong = mutant.map(|mutant| Arc::new(mutant.program(&case.program, &plan.mesh)));
+    let is_alone = plan.mesh.world_size() == 1;
+    let loads = case.way == Way::Trainer { load: true };
+    let stops = loads || mutant.is_some_and(|mutant| matches!(mutant.change, Change::Weight { .. }));
+    let meeting = Mutex::default();
     let ranks = thread::run_mesh(&plan.mesh, |rank| {
         let mutant = mutant.filter(|mutant| mutant.on.is_none_or(|on| on == rank.world_rank()));
-        let program = wrong.as_ref().filter(|_| mutant.is_some()).unwrap_or(&right);
-        let model: Arc<dyn Model> = Arc::new(Net(program.clone()));
+        let program = wrong.as_ref().filter(|_| mutant.is_some()).unwrap_or(&right).clone();
         let plan = mutant.map_or(plan.clone(), |mutant| mutant.plan(plan));
-        let mut trainer = Trainer::new(model, &plan, rank, Arc::new(Cpu::new(plan.precision)))?;
-        if nudge != 0.0 {
-            let mut state = trainer.state()?;
-            for held in state.pieces.iter_mut().filter(|held| held.key.state.is_none()) {
-                let signs = (0u32..).map(|i| if (i ^ i >> 1).is_multiple_of(2) { nudge } else { -nudge });
-                held.piece.values.iter_mut().zip(signs).for_each(|(value, nudge)| *value += *value * nudge);
+        let change = mutant.map(|mutant| &mutant.change);
+        let given = Given { program, plan, change, seed: case.seed, nudge };
+        match case.way {
+            Way::Loop if !is_alone => hand::train(&given, rank),
+            Way::Decoder => {
+                let seq = case.program.seq;
+                // In fast numerics one pass over all tokens has the same numbers but for rounding.
+                let whole = is_alone && given.plan.blocks().is_none();
+                let passes = if whole { vec![seq] } else { passes(seq) };
+                Ok((hand::decode(&given, rank, &passes)?, TrainState { step: 0, updates: 0, pieces: Vec::new() }))
             }
-            trainer.load_state(&WholeState::merge(&[state])?)?;
+            _ => train(&given, rank, loads, stops.then_some(&meeting)),
         }
-        let mut reports = Vec::new();
-        for step in 0..STEPS {
-            let change = mutant.map(|mutant| &mutant.change);
-            if let (Some(Change::Weight { name, element }), 1) = (change, step) {
-                reports.extend(trainer.flush(|_| {})?);
-                change_weight(&mut trainer, name, *element)?;
-            }
-            let of = if matches!(change, Some(Change::Batch)) { step + 7 } else { step };
-            let batch = interpret::batch(program, seed, of, plan.global_batch_size, trainer.samples());
-            reports.extend(trainer.start_step(&batch, || false, |_| {})?);
-        }
-        reports.extend(trainer.flush(|_| {})?);
-        Ok::<_, TrainError>((reports, trainer.state()?))
     });
     match ranks {
         Ok(ranks) => Ended::Numbers(Box::new(Numbers::of(ranks))),
@@ -156,26 +178,68 @@ fn run_nudged(program: &Program, plan: &Plan, seed: u64, mutant: Option<&Mutant>
     }
 }
 
-/// Changes an element of what this rank holds of a parameter.
-fn change_weight(trainer: &mut Trainer, name: &str, element: usize) -> Result<(), TrainError> {
-    let mut state = trainer.state()?;
-    let held = state.pieces.iter_mut().find(|held| held.key.parameter == name && held.key.state.is_none());
-    let Some(held) = held.filter(|held| !held.piece.values.is_empty()) else { return Ok(()) };
-    let count = held.piece.values.len();
-    held.piece.values[element % count] += 0.25;
-    let whole = WholeState::merge(&[state])?;
-    trainer.load_state(&whole)
+/// The tokens of the passes of a decoder: a prompt, one token, and the others.
+fn passes(seq: usize) -> Vec<usize> {
+    let prompt = seq.div_ceil(2);
+    [prompt, 1, seq.saturating_sub(prompt + 1)]
+        .into_iter()
+        .take(if seq > prompt { 3 } else { 1 })
+        .filter(|&count| count > 0)
+        .collect()
+}
+
+/// Trains by a trainer, which may load other weights and states before its last step. For that the ranks meet, for each holds a part.
+fn train(
+    given: &Given<'_>,
+    rank: Arc<Rank>,
+    loads: bool,
+    meeting: Option<&Mutex<Vec<TrainState>>>,
+) -> Result<(Vec<Vec<f64>>, TrainState), TrainError> {
+    let model: Arc<dyn Model> = Arc::new(Net(given.program.clone()));
+    let mut trainer = Trainer::new(model, &given.plan, rank.clone(), Arc::new(Cpu::new(given.plan.precision)))?;
+    if given.nudge != 0.0 {
+        let mut state = trainer.state()?;
+        for StatePiece { piece, .. } in state.pieces.iter_mut().filter(|held| held.key.state.is_none()) {
+            piece.values = given.nudged(std::mem::take(&mut piece.values));
+        }
+        trainer.load_state(&WholeState::merge(&[state])?)?;
+    }
+    let mut reports = Vec::new();
+    for step in 0..STEPS {
+        if let (Some(meeting), true) = (meeting, step + 1 == STEPS) {
+            reports.extend(trainer.flush(|_| {})?);
+            meeting.lock().unwrap().push(trainer.state()?);
+            rank.world().barrier()?;
+            let mut states = meeting.lock().unwrap().clone();
+            for StatePiece { key, piece } in states.iter_mut().flat_map(|state| &mut state.pieces) {
+                if loads {
+                    piece.values.iter_mut().for_each(|value| *value *= 0.75);
+                }
+                if let Some(Change::Weight { name, state }) = given.change
+                    && key.parameter == *name
+                    && key.state.is_some() == *state
+                {
+                    piece.values.iter_mut().for_each(|value| *value += 0.25);
+                }
+            }
+            if loads || matches!(given.change, Some(Change::Weight { .. })) {
+                trainer.load_state(&WholeState::merge(&states)?)?;
+            }
+        }
+        let batch = given.batch(step, trainer.samples());
+        reports.extend(trainer.start_step(&batch, || false, |_| {})?);
+    }
+    reports.extend(trainer.flush(|_| {})?);
+    let numbers = |report: &StepReport| {
+        let metrics = report.metrics.iter().map(|(_, mean)| *mean);
+        [report.loss, report.grad_norm].into_iter().chain(metrics).collect::<Vec<f64>>()
+    };
+    Ok((reports.iter().map(numbers).collect(), trainer.state()?))
 }
 
 impl Numbers {
-    fn of(ranks: Vec<(Vec<StepReport>, TrainState)>) -> Self {
+    fn of(ranks: Vec<(Vec<Vec<f64>>, TrainState)>) -> Self {
         let (reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
-        let numbers = |report: &StepReport| {
-            let metrics = report.metrics.iter().map(|(_, mean)| *mean);
-            [report.loss, report.grad_norm].into_iter().chain(metrics).collect::<Vec<f64>>()
-        };
-        let reports: Vec<Vec<Vec<f64>>> =
-            reports.iter().map(|reports: &Vec<StepReport>| reports.iter().map(numbers).collect()).collect();
         let disagree = reports.iter().any(|other| *other != reports[0]).then(|| "the reports of two ranks".to_owned());
         let (state, conflict) = match WholeState::merge(&states) {
             Ok(whole) => {

@@ -20,7 +20,8 @@ pub fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds
             let share = (at + 1) as f32 / (degree * (degree + 1) / 2) as f32;
             whole.into_iter().map(|value| value * share).collect()
         }
-        Holds::Slice(dim) => {
+        Holds::Slice(dim) | Holds::First(dim) => {
+            let at = if holds == Holds::First(dim) { 0 } else { at };
             let (extent, inner) = (dims[dim], dims[dim + 1..].iter().product::<usize>());
             let held = extent / degree;
             dims[dim] = held;
@@ -29,7 +30,8 @@ pub fn constant(tape: &Tape, salt: u64, dims: &[usize], axis: Axis, holds: Holds
         }
     };
     // Of one sample: the same for every sample, and so on every rank of dp.
-    let types = sample_types(tape.rank().mesh()).with(Axis::Dp, Ty::Replicate).with(axis, says);
+    let of_sample = sample_types(tape.rank().mesh());
+    let types = Axis::DATA.into_iter().fold(of_sample, |types, data| types.with(data, Ty::Replicate)).with(axis, says);
     Ok(tape.constant(Tensor::from_slice(tape.device(), &held, &dims[..])?, types))
 }
 
@@ -49,6 +51,16 @@ pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
         Lie::Degree => degree,
         _ => 1.0,
     };
+    // Off each value the mean over the features that this rank has.
+    let centred = |x: &Tensor| {
+        let features = x.shape().last().copied().unwrap_or(1).max(1);
+        let values = numbers(x)?;
+        let of_token = values.chunks(features).flat_map(|token| {
+            let mean = token.iter().sum::<f64>() / features as f64;
+            token.iter().map(move |value| value - mean)
+        });
+        like(x, &of_token.collect::<Vec<f64>>(), &x.shape())
+    };
     let each = |x: &Tensor, grad: &Tensor, f: &dyn Fn(f64, f64) -> f64| {
         let values: Vec<f64> = numbers(x)?.into_iter().zip(numbers(grad)?).map(|(x, grad)| f(x, grad)).collect();
         like(x, &values, &x.shape())
@@ -58,8 +70,14 @@ pub fn sine(tape: &Tape, x: &Var, lie: Lie) -> Result<Var> {
         &["x"],
         &[x],
         |name, operands| rules::pointwise(name, operands[0]),
-        move |inputs| each(inputs[0], inputs[0], &|x, _| forward * x.sin()),
-        move |inputs, _, grad| Ok(vec![each(&inputs[0], grad, &|x, grad| grad * backward * x.cos())?]),
+        move |inputs| match lie {
+            Lie::Mixes => centred(inputs[0]),
+            _ => each(inputs[0], inputs[0], &|x, _| forward * x.sin()),
+        },
+        move |inputs, _, grad| match lie {
+            Lie::Mixes => Ok(vec![centred(grad)?]),
+            _ => Ok(vec![each(&inputs[0], grad, &|x, grad| grad * backward * x.cos())?]),
+        },
     )
 }
 

@@ -6,7 +6,7 @@ use crate::program::{Op, Program};
 use crate::run::{self, Ended, Numbers};
 use crate::user;
 use meshwork_core::Axis;
-use meshwork_engine::{Plan, Verify};
+use meshwork_engine::Plan;
 use meshwork_tensor::Var;
 use meshwork_testkit::check::{OpInput, check_op};
 use std::collections::BTreeMap;
@@ -62,9 +62,9 @@ pub fn fate(case: &Case) -> Fate {
 
 /// Runs a mutant. A panic is told, whatever became of it.
 pub fn verdict(case: &Case, mutant: &Mutant, alone: &Numbers) -> Result<Verdict, String> {
-    let verified = run::mutated(case, mutant, Verify::Every(1));
+    let verified = run::mutated(case, mutant, true);
     let (claimed, ended) = match verified {
-        Ended::Claim(_) => (true, run::mutated(case, mutant, Verify::Off)),
+        Ended::Claim(_) => (true, run::mutated(case, mutant, false)),
         other => (false, other),
     };
     match ended {
@@ -131,10 +131,10 @@ pub fn told(case: &Case) -> String {
     let Plan { mesh, schedule, partition, global_batch_size, num_microbatches, numerics, precision, .. } = &case.plan;
     let Plan { recompute, max_norm, scatter_gather, .. } = &case.plan;
     format!(
-        "MESHWORK_FIRST={} MESHWORK_PROGRAMS=1 runs this case again\n{mesh}, {schedule:?}, partition {partition:?}, {global_batch_size} samples in \
+        "{:?}, MESHWORK_FIRST={} MESHWORK_PROGRAMS=1 runs this case again\n{mesh}, {schedule:?}, partition {partition:?}, {global_batch_size} samples in \
          {num_microbatches:?} micro-batches, {numerics:?}, {precision:?}, recompute {recompute:?}, clipped to {max_norm}, \
          scatter_gather {scatter_gather}\n{}",
-        case.seed, case.program
+        case.way, case.seed, case.program
     )
 }
 

@@ -3,6 +3,7 @@
 
 mod pieces;
 
+use crate::case::Way;
 use crate::program::{Block, Cut, Data, Group, Instr, Op, Param, Program, Terms};
 use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_tensor::{Init, Role};
@@ -19,15 +20,21 @@ pub struct Target<'a> {
     pub blocks: Option<usize>,
     /// The fewest layers.
     pub layers: usize,
+    pub way: Way,
+    /// Whether it may read the samples of all ranks.
+    pub gathers: bool,
 }
 
 /// A random program.
 pub fn program(rng: &mut Rng, target: &Target<'_>) -> Program {
     // Every extent that an axis may cut is a multiple of its degree, and else odd as often as not.
-    let degrees = [Axis::Tp, Axis::Cp].map(|axis| target.mesh.degree(axis));
-    let unit = lcm(lcm(degrees[0], degrees[1]), target.blocks.unwrap_or(1));
-    let width = unit * (4usize.div_ceil(unit) + rng.below(3));
-    let seq = unit * (2usize.div_ceil(unit) + rng.below(3));
+    let unit = unit(target.mesh, target.blocks);
+    // Now and then they are as small as they can be: on one rank, or on each, 1.
+    let extent = |rng: &mut Rng, usual: usize| match rng.below(8) {
+        0 => unit,
+        _ => unit * (usual.div_ceil(unit) + rng.below(3)),
+    };
+    let (width, seq) = (extent(rng, 4), extent(rng, 2));
     let layers = target.layers + rng.below(3);
     let data = match rng.below(2) {
         0 => Data::Tokens { vocab: 5 + rng.below(12) },
@@ -39,6 +46,8 @@ pub fn program(rng: &mut Rng, target: &Target<'_>) -> Program {
         seq,
         width,
         careful: target.blocks.is_some(),
+        way: target.way,
+        gathers: target.gathers,
         axes: [Axis::Tp, Axis::Cp].into_iter().filter(|&axis| target.mesh.degree(axis) > 1).collect(),
         names: 0,
         shared: Vec::new(),
@@ -58,6 +67,11 @@ pub fn program(rng: &mut Rng, target: &Target<'_>) -> Program {
     generator.loss(data, output);
     blocks.push(generator.code);
     Program { data, seq, blocks, cuts, terms: Terms::Right }
+}
+
+/// What every extent is a multiple of that an axis may cut.
+pub fn unit(mesh: &Mesh, blocks: Option<usize>) -> usize {
+    lcm(lcm(mesh.degree(Axis::Tp), mesh.degree(Axis::Cp)), blocks.unwrap_or(1))
 }
 
 fn lcm(a: usize, b: usize) -> usize {
@@ -80,6 +94,8 @@ struct Generator<'a> {
     width: usize,
     /// Whether to leave out what canonical numerics refuse.
     careful: bool,
+    way: Way,
+    gathers: bool,
     /// The axes of a degree above 1 that may cut a value.
     axes: Vec<Axis>,
     names: usize,
@@ -121,7 +137,8 @@ impl Generator<'_> {
         let group = match (role, self.rng.below(12)) {
             (Role::Buffer, _) => Group::Usual,
             (_, 0) => Group::Frozen,
-            (_, 1) => Group::Slow,
+            // The update of a loop knows one rate.
+            (_, 1) if self.way != Way::Loop => Group::Slow,
             _ => Group::Usual,
         };
         let param = Param { name, dims: dims.to_vec(), cut, padded: false, role, init, group, tied: false };
@@ -160,7 +177,7 @@ impl Generator<'_> {
         let rough = !self.careful && self.chance(8);
         let to = match self.rng.below(4) {
             _ if rough && x.width == self.width => x.ty,
-            0 => SEQ,
+            0 => self.seq_or(Ty::Invariant),
             1 => FEATURES,
             _ => Ty::Invariant,
         };
@@ -181,6 +198,11 @@ impl Generator<'_> {
         cut
     }
 
+    /// The sequence cut, or another type where it must be whole: a decoder has one token at a time.
+    fn seq_or(&self, whole: Ty) -> Ty {
+        if self.way == Way::Decoder { whole } else { SEQ }
+    }
+
     /// Collectives that bring `x` to a type. `Partial` and, in canonical numerics, `Replicate` are no type to bring it to.
     fn bring(&mut self, x: Value, to: Ty) -> Value {
         let axis = x.axis;
@@ -196,7 +218,7 @@ impl Generator<'_> {
             (Ty::Partial, Ty::Shard(dim)) => Op::ReduceScatter(axis, dim),
             (Ty::Replicate, Ty::Shard(dim)) => Op::Slice(axis, dim),
             (Ty::Replicate, Ty::Invariant) => {
-                let cut = self.bring(x, SEQ);
+                let cut = self.bring(x, self.seq_or(FEATURES));
                 return self.bring(cut, to);
             }
             (from, to) => unreachable!("a program never needs {from} as {to}"),
@@ -235,7 +257,7 @@ impl Generator<'_> {
         if self.chance(2) {
             return x;
         }
-        let to = if self.chance(2) { SEQ } else { Ty::Invariant };
+        let to = if self.chance(2) { self.seq_or(Ty::Invariant) } else { Ty::Invariant };
         let x = self.bring(x, to);
         let table = self.declare("at", &[self.seq, x.width], None, Role::Weight, Init::Normal { std: 0.5 });
         self.on(x, Op::Positions { table })
@@ -249,6 +271,9 @@ impl Generator<'_> {
                 x.axis = self.axis();
             }
             x = self.piece(x);
+        }
+        if self.way == Way::Decoder {
+            x = self.attention(x);
         }
         // A residual, of values that both may be read twice.
         let sums = !self.careful || !matches!(first.ty, Ty::Partial | Ty::Replicate);
@@ -277,7 +302,7 @@ impl Generator<'_> {
             Data::Tokens { vocab } => self.head(x, vocab),
             Data::Floats { width } => {
                 let to = match self.rng.below(3) {
-                    0 if !self.careful => SEQ,
+                    0 if !self.careful => self.seq_or(Ty::Invariant),
                     1 => Ty::Invariant,
                     _ => FEATURES,
                 };
@@ -296,7 +321,7 @@ impl Generator<'_> {
         let over_vocab = !self.chance(3);
         let from = match self.rng.below(2) {
             _ if over_vocab => Ty::Replicate,
-            0 if !self.careful => SEQ,
+            0 if !self.careful => self.seq_or(Ty::Invariant),
             _ => Ty::Invariant,
         };
         let x = self.bring(x, from);

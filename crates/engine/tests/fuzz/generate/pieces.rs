@@ -1,8 +1,9 @@
 //! Pieces of layers: some operations that are right for the type of a value, with the collectives that they need.
 
 use super::{FEATURES, Generator, SEQ, Value};
+use crate::case::Way;
 use crate::program::{Holds, Lie, Map, Op};
-use meshwork_core::Ty;
+use meshwork_core::{Axis, Ty};
 use meshwork_tensor::{Init, Role};
 
 impl Generator<'_> {
@@ -28,7 +29,7 @@ impl Generator<'_> {
                     let bias = self.bias_of(&[x.width], Some((x.axis, 0)));
                     self.on(x, Op::Bias { bias })
                 }
-                2 => self.bring(x, SEQ),
+                2 => self.bring(x, self.seq_or(Ty::Invariant)),
                 3 => self.bring(x, Ty::Invariant),
                 4 => self.cut_and_merged(x),
                 5 => {
@@ -37,7 +38,7 @@ impl Generator<'_> {
                 }
                 _ => self.row(x),
             },
-            _ => match self.rng.below(13) {
+            _ => match self.rng.below(16) {
                 0 => self.norm(x),
                 1 => self.linear_or_norm(x),
                 2 => {
@@ -47,13 +48,16 @@ impl Generator<'_> {
                 3 => self.gated(x),
                 4 => self.widened(x),
                 5 | 6 => self.attention(x),
-                7 if x.ty == Ty::Invariant => self.centred(x),
+                7 if x.ty == Ty::Invariant && matches!(self.way, Way::Trainer { .. }) => self.centred(x),
                 8 => {
-                    let to = if x.ty == SEQ { [Ty::Invariant, FEATURES] } else { [SEQ, FEATURES] };
+                    let to = if x.ty == SEQ { [Ty::Invariant, FEATURES] } else { [self.seq_or(FEATURES), FEATURES] };
                     let to = self.rng.pick(&to);
                     self.bring(x, to)
                 }
                 9..=11 => self.column(x),
+                12 if x.ty == Ty::Invariant && self.way != Way::Decoder => self.on(x, Op::TokenShift),
+                13 => self.flattened(x),
+                14 => self.cut_and_merged(x),
                 _ => self.pointwise(x),
             },
         }
@@ -61,8 +65,14 @@ impl Generator<'_> {
 
     /// What works element by element on any type but `Partial`.
     fn pointwise(&mut self, x: Value) -> Value {
-        match self.rng.below(7) {
+        match self.rng.below(9) {
             0 => self.on(x, Op::Scale(1.5)),
+            7 if self.gathers => self.less_mean(x),
+            // An extent that no axis cuts.
+            8 if !matches!(x.ty, Ty::Replicate | FEATURES) => {
+                let x = self.on(x, Op::PerExtent { dim: 2 });
+                self.on(x, Op::Scale(x.width as f64))
+            }
             1 => self.dropout(x),
             2 => self.on(x, Op::User(Lie::None)),
             3 if x.ty != Ty::Replicate => {
@@ -86,7 +96,7 @@ impl Generator<'_> {
 
     /// `x · c` or `x + c` of a constant that lies as `x` does: of one sample, or of the features alone.
     fn times_constant(&mut self, x: Value) -> Value {
-        let dims = if self.chance(2) { vec![x.width] } else { vec![self.seq, x.width] };
+        let dims = if self.chance(2) || self.way == Way::Decoder { vec![x.width] } else { vec![self.seq, x.width] };
         let lead = 3 - dims.len();
         let (holds, says) = match x.ty {
             Ty::Shard(dim) if dim < lead => (Holds::Whole, Ty::Replicate),
@@ -160,6 +170,20 @@ impl Generator<'_> {
         self.on(back, Op::MergeDims { dim: 2 })
     }
 
+    /// The same elements with tokens and features in one dim, and back.
+    fn flattened(&mut self, x: Value) -> Value {
+        let rows = self.on(x, Op::MergeDims { dim: 1 });
+        let changed = self.activation(rows);
+        self.on(changed, Op::SplitDim { dim: 1, inner: x.width })
+    }
+
+    /// Off each sample the mean over those of all ranks.
+    fn less_mean(&mut self, x: Value) -> Value {
+        let all = self.push(Op::AllGather(Axis::Dp, 0), &[x.at]);
+        let mean = self.push(Op::SampleMean, &[all]);
+        Value { at: self.push(Op::Sub, &[x.at, mean]), ..x }
+    }
+
     fn centred(&mut self, x: Value) -> Value {
         let buffer = self.declare("rate", &[x.width], None, Role::Buffer, Init::Zeros);
         self.on(x, Op::Centred { buffer })
@@ -207,7 +231,7 @@ impl Generator<'_> {
     fn leave(&mut self, x: Value) -> Value {
         let to = match self.rng.below(8) {
             0 if !self.careful => Ty::Replicate,
-            1 | 2 => SEQ,
+            1 | 2 => self.seq_or(Ty::Invariant),
             3 => FEATURES,
             _ => Ty::Invariant,
         };
@@ -215,7 +239,7 @@ impl Generator<'_> {
     }
 
     /// Attention with its heads split, or with grouped heads of which keys and values are gathered.
-    fn attention(&mut self, x: Value) -> Value {
+    pub(super) fn attention(&mut self, x: Value) -> Value {
         let (heads, features) = (self.unit * (1 + self.rng.below(2)), 1 + self.rng.below(3));
         let axis = x.axis;
         let x = self.bring(x, Ty::Replicate);
