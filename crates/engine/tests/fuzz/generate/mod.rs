@@ -272,7 +272,7 @@ impl Generator<'_> {
             }
             x = self.piece(x);
         }
-        if self.way == Way::Decoder {
+        if self.way == Way::Decoder && self.chance(2) {
             x = self.attention(x);
         }
         // A residual, of values that both may be read twice.
