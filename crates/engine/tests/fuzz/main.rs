@@ -156,6 +156,10 @@ fn random_programs_have_the_numbers_of_one_rank_and_their_mutants_are_noticed() 
         let matter = total.all() - total.harmless - total.another;
         assert!(matter >= 1_000, "a score of {matter} mutants says little");
     }
+    for (kind, counts) in &score.by_kind {
+        let few = counts.all() - counts.harmless - counts.another < 100;
+        assert!(few || counts.share() >= 0.9, "{:.1}% of {}\n{score}", 100.0 * counts.share(), kind.name());
+    }
     assert!(
         total.share() >= 0.99,
         "{:.2}% of the mutants that matter are refused or found\n{score}",

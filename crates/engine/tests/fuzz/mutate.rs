@@ -264,7 +264,7 @@ fn sites(case: &Case) -> Vec<Mutant> {
                 }
                 add(Kind::Input, behind(Op::Retyped { axis: Axis::Tp, says: Ty::Varying }));
             }
-            Op::Dropout { p, name } => {
+            Op::Dropout { p, name } if case.way != Way::Decoder => {
                 let others = dropouts.iter().filter(|other| **other != name).take(2);
                 others.for_each(|other_name| {
                     add(Kind::Dropout, other(Op::Dropout { p: *p, name: (*other_name).clone() }));
@@ -319,12 +319,13 @@ fn sites(case: &Case) -> Vec<Mutant> {
             add(Kind::Loop, Change::Loop(careless));
         }
     }
-    for terms in [Terms::Twice, Terms::One, Terms::Half] {
-        add(Kind::Terms, Change::Terms(terms));
-    }
     add(Kind::Batch, Change::Batch);
+    // A loop counts by itself: it says a number, of the rank or of the batch.
     if case.way == Way::Loop {
         return all;
+    }
+    for terms in [Terms::Twice, Terms::One, Terms::Half] {
+        add(Kind::Terms, Change::Terms(terms));
     }
     for setting in [Setting::Seed, Setting::LearningRate, Setting::MaxNorm, Setting::Optimizer] {
         add(Kind::Plan, Change::Plan(setting));

@@ -72,7 +72,7 @@ fn gradients_of_several_micro_batches_add_up_under_every_stage_of_zero() {
         for stage in ZeroStage::ALL.into_iter().filter(|&stage| group.is_none() || stage != ZeroStage::ALL[0]) {
             let zero = Zero { stage, group };
             let plan = Plan { zero, num_microbatches: Some(micros), ..plan(mesh, Numerics::Fast) };
-            right(program(vec![linears(&["a", "b"], false)]), plan);
+            right(program(vec![linears(&["a"], false), linears(&["b"], false)]), plan);
         }
     }
 }
@@ -89,7 +89,7 @@ fn what_reads_the_samples_of_all_ranks_has_the_gradient_of_one() {
     let centred = Block { params: vec![param("a", &[WIDTH, WIDTH], Role::Weight)], code };
     for mesh in ["dp=2", "dp=4", "dp=2,tp=2", "dp=2,pp=2"] {
         for plan in stages(&Plan { num_microbatches: Some(1), ..plan(mesh, Numerics::Fast) }) {
-            right(program(vec![centred.clone()]), plan);
+            right(program(vec![centred.clone(), linears(&["b"], false)]), plan);
         }
     }
     // Where they are not gathered, the mean of each rank is no mean over the samples.

@@ -192,7 +192,7 @@ impl Counts {
     /// Of the mutants by which a mesh differs from one rank, the share that is refused or found.
     pub fn share(self) -> f64 {
         let caught = self.refused + self.found + self.checked;
-        caught as f64 / (caught + self.survived).max(1) as f64
+        if self.survived == 0 { 1.0 } else { caught as f64 / (caught + self.survived) as f64 }
     }
 
     /// Mutants.
