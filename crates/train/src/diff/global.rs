@@ -116,7 +116,7 @@ fn assemble_of<T: Float>(
             .collect();
         let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
         let others =
-            types.cuts(0).filter(|axis| !axis.is_data()).map(|axis| program.mesh.degree(axis)).product::<usize>();
+            types.cuts(0).filter(|axis| !axis.is_data()).map(|axis| program.run.mesh.degree(axis)).product::<usize>();
         let by_sample = cut_by_sample && shape.first().map(|rows| rows * others) == Some(program.samples);
         let unit = Unit::Micro(first, program.samples);
         for &(axis, ty) in &axes {
