@@ -221,6 +221,18 @@ pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Opti
 }
 
 impl Disagreement {
+    /// The values of ranks that should be the same and are not, where every rank has all of them.
+    pub fn between(claim: &str, over: String, values: &[String], ranks: &[usize], valid: &str) -> Option<Self> {
+        let (classes, others) = classes(values, ranks);
+        (classes.len() > 1).then(|| Self {
+            claim: claim.to_owned(),
+            over,
+            found: in_words(&classes),
+            ranks: others,
+            valid: valid.to_owned(),
+        })
+    }
+
     /// As one text: see [`decode`](Self::decode).
     fn encode(&self) -> String {
         let ranks: Vec<String> = self.ranks.iter().map(usize::to_string).collect();
@@ -310,13 +322,15 @@ fn classes<'a, T: PartialEq>(values: &'a [T], ranks: &[usize]) -> (Vec<(&'a T, V
     (classes, others)
 }
 
-/// The values of all ranks in words: `rank 0 has 1, ranks 1, 2 have 2`. `None` if the texts do not tell them apart.
+/// The values of all ranks in words. `None` if the texts do not tell them apart.
 fn values(group: &Group, own: &str) -> Result<Option<String>, CommError> {
     let texts = gather(group, own)?;
     let (classes, _) = classes(&texts, group.world_ranks());
-    if classes.len() == 1 {
-        return Ok(None);
-    }
+    Ok((classes.len() > 1).then(|| in_words(&classes)))
+}
+
+/// Which ranks have which value: `rank 0 has 1, ranks 1, 2 have 2`.
+fn in_words(classes: &[(&String, Vec<usize>)]) -> String {
     // Of long values that part which differs.
     let long = classes.iter().any(|(text, _)| text.chars().count() > SHOWN);
     let same = (0..).take_while(|&at| {
@@ -330,13 +344,15 @@ fn values(group: &Group, own: &str) -> Result<Option<String>, CommError> {
         let (before, after) = (start > 0, text.chars().count() > start + SHOWN);
         format!("{}{part}{}", if before { ".." } else { "" }, if after { ".." } else { "" })
     };
-    let words =
-        classes.iter().take(4).map(|(text, ranks)| format!("{} {}", with_verb(ranks, "has", "have"), shown(text)));
-    let mut words: Vec<String> = words.collect();
+    let mut words: Vec<String> = classes
+        .iter()
+        .take(4)
+        .map(|(text, ranks)| format!("{} {}", with_verb(ranks, "has", "have"), shown(text)))
+        .collect();
     if classes.len() > 4 {
         words.push(format!("and others have {} more values", classes.len() - 4));
     }
-    Ok(Some(words.join(", ")))
+    words.join(", ")
 }
 
 /// The texts of all ranks, cut where they are too long.

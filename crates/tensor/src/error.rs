@@ -1,6 +1,7 @@
 //! Errors of tensors.
 
 use crate::memory::{Bytes, Category, MemoryUse};
+use meshwork_core::agreement::Disagreement;
 use meshwork_core::{BufferError, CommError, DType, SpmdError};
 use meshwork_optim::OptimError;
 
@@ -286,6 +287,22 @@ pub enum Error {
         problem: &'static str,
         /// What would be valid.
         valid: &'static str,
+    },
+    /// Notes of layers that nobody took before backward, and that would be lost.
+    #[error("backward: layers left {what} on the tape, and nobody took them; {valid}")]
+    Untaken {
+        /// What they are, with names.
+        what: String,
+        /// What would be valid.
+        valid: &'static str,
+    },
+    /// A claim about values that does not hold: see [`verify`](crate::verify). Every rank of the world has the same.
+    #[error("step {step}: {claim}")]
+    Claim {
+        /// The step.
+        step: u64,
+        /// The claim, the ranks, and what would be valid.
+        claim: Box<Disagreement>,
     },
     /// A backward pass that cannot run.
     #[error("backward: {0}")]

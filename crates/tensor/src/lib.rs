@@ -27,6 +27,7 @@ pub mod random;
 mod shape;
 pub mod tape;
 mod tensor;
+pub mod verify;
 mod widened;
 
 pub use device::{Device, Meter, Transfers, Work};

@@ -76,10 +76,20 @@ impl Gradients {
         self.0.iter().map(|(&id, gradient)| (id, &gradient.value))
     }
 
+    /// All gradients with their types, in the order of declaration.
+    pub(crate) fn typed(&self) -> impl Iterator<Item = (ParamId, &Tensor, Types)> {
+        self.0.iter().map(|(&id, gradient)| (id, &gradient.value, gradient.types))
+    }
+
     /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is the tape
     /// of any of them. Canonical numerics are refused, because they need the order of samples, which this sink does not
-    /// keep.
+    /// keep. So is a tape that still [defers](crate::tape::Weights::Deferred) gradients of weights, which would be missing.
     pub fn all_reduce(&mut self, tape: &Tape) -> Result<()> {
+        if tape.defers_gradients() {
+            return Err(Error::Backward(
+                "gradients of weights are deferred, and would be missing from the sums: call Tape::weight_gradients first".to_owned(),
+            ));
+        }
         if tape.reduction_blocks().is_some() {
             return Err(Error::NotCanonical {
                 op: "Gradients::all_reduce",
@@ -98,7 +108,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments.
+    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. The rate of a parameter is `rate` times that of its
+    /// [group](crate::param::ParamGroup::learning_rate).
     ///
     /// # Errors
     /// A tape or anything else still reads the weights; a gradient is still to be summed over ranks.
@@ -114,6 +125,7 @@ impl Gradients {
             }
             let (flat, range) = params.place(id);
             let device = gradient.device();
+            let rate = rate * spec.group.learning_rate;
             let change = device.elementwise()?.map(Map::Scale(-rate), gradient.buffer())?;
             device.pointwise()?.add_assign(&mut params.flats_mut()[flat], range.start, &change)?;
         }

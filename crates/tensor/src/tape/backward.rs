@@ -1,11 +1,11 @@
 //! The backward pass of a tape.
 
-use super::hooks::{GradSink, Observer, Saved, Seen, Weights};
+use super::hooks::{GradSink, Observers, Saved, Seen, Weights};
 use super::op::{Backward, Op};
 use super::reduction_blocks::GradShard;
 use super::seed::{Normaliser, Seed};
 use super::uses::Uses;
-use super::{Padding, Source, Tape, Var, replaced};
+use super::{Padding, Source, Tape, Var};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
@@ -65,6 +65,13 @@ impl Tape {
     ///
     /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`.
     /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
+    ///
+    /// [Auxiliary losses](Self::add_loss) that nobody [took](Self::take_notes) are trained too: each by its coefficient and the mean over the
+    /// samples of the batch, which are [those of each rank](super::Position::rank_samples) times the data-parallel degree.
+    ///
+    /// # Errors
+    /// Auxiliary losses on a tape whose position does not say how many samples a rank has, or with [`Normaliser::Scale`], which does not
+    /// say what part of it is a mean; statistics that nobody took.
     pub fn backward_from_loss(
         &self,
         loss: &Var,
@@ -72,7 +79,11 @@ impl Tape {
         weights: Weights,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
-        self.backward(loss, self.loss_seed(loss, normaliser)?, weights, sink)
+        let seed = self.loss_seed(loss, normaliser)?;
+        let auxiliary = self.auxiliary_roots(normaliser)?;
+        self.require_output(loss)?;
+        let roots = auxiliary.iter().map(|(value, seed)| (value, seed.clone()));
+        self.walk([(loss, seed)].into_iter().chain(roots).collect(), weights, sink)
     }
 
     /// Runs backward from `output`, whose gradient is `seed` and has the duals of its types, once. Saved tensors are
@@ -85,16 +96,30 @@ impl Tape {
         weights: Weights,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
-        output.require_unpadded("backward", "the output")?;
-        if !output.source().takes_gradient() {
-            return Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned()));
-        }
+        self.require_output(output)?;
         self.backward_from(vec![(output, seed.into())], weights, sink)
+    }
+
+    fn require_output(&self, output: &Var) -> Result<()> {
+        output.require_unpadded("backward", "the output")?;
+        match output.source().takes_gradient() {
+            true => Ok(()),
+            false => Err(Error::Backward("the output depends on nothing that needs a gradient".to_owned())),
+        }
     }
 
     /// Runs backward from several values at once: an output and auxiliary losses. Roots that do not depend on anything
     /// that needs a gradient are skipped; without roots this does nothing.
+    ///
+    /// # Errors
+    /// [Notes](Self::take_notes) that nobody took: auxiliary losses, which are roots, and statistics.
     pub fn backward_from(&self, roots: Vec<(&Var, Seed)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        self.require_taken()?;
+        self.walk(roots, weights, sink)
+    }
+
+    fn walk(&self, roots: Vec<(&Var, Seed)>, weights: Weights, sink: &mut dyn GradSink) -> Result<()> {
+        self.require_taken_statistics()?;
         for (output, seed) in &roots {
             self.require_own("backward", "output", output)?;
             seed.require_gradient_of(output)?;
@@ -177,7 +202,7 @@ impl Tape {
                         };
                         let input_grad = match inner.observer.get() {
                             None => input_grad,
-                            Some(observer) => self.show_gradient(&**observer, &nodes, (at, slot, from), input_grad)?,
+                            Some(observers) => self.show_gradient(observers, &nodes, (at, slot, from), input_grad)?,
                         };
                         grads[from] = Some(match grads[from].take() {
                             None => input_grad,
@@ -198,7 +223,7 @@ impl Tape {
     /// gradient to use.
     fn show_gradient(
         &self,
-        observer: &dyn Observer,
+        observers: &Observers,
         nodes: &[Node],
         (at, slot, from): (usize, usize, usize),
         tensor: Tensor,
@@ -219,7 +244,12 @@ impl Tape {
             padding: &maker.padding,
             tensor: &tensor,
         };
-        replaced(&seen, observer.see(&seen)?)
+        Ok(observers.see(&seen)?.unwrap_or(tensor.clone()))
+    }
+
+    /// Whether gradients of weights are still to be computed.
+    pub(crate) fn defers_gradients(&self) -> bool {
+        !self.inner.deferred.borrow().is_empty()
     }
 
     /// Computes the parameter gradients that a [`Weights::Deferred`] backward deferred, in the same order.

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::param::{ParamId, Params};
 use crate::tensor::Tensor;
 use meshwork_core::{Buffer, Types};
+use std::cell::RefCell;
 use std::fmt::{self, Debug};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -162,6 +163,43 @@ pub trait Observer: Debug {
     /// Sees a value that comes to the tape from outside, `a constant` or `an input`, with the types that it is said to have.
     fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
         _ = (kind, types, tensor);
+    }
+}
+
+/// The observers of a tape, in the order in which they came.
+#[derive(Debug, Default)]
+pub(super) struct Observers(RefCell<Vec<Rc<dyn Observer>>>);
+
+impl Observers {
+    pub(super) fn add(&self, observer: Rc<dyn Observer>) {
+        self.0.borrow_mut().push(observer);
+    }
+
+    /// What they made of a value, if it was replaced.
+    pub(super) fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>> {
+        let observers = self.0.borrow().clone();
+        let mut now: Option<Tensor> = None;
+        for observer in observers {
+            let seen = Seen { tensor: now.as_ref().unwrap_or(seen.tensor), ..*seen };
+            if let Some(tensor) = observer.see(&seen)? {
+                if (tensor.shape(), tensor.dtype()) != (seen.tensor.shape(), seen.tensor.dtype()) {
+                    let problem = format!(
+                        "an observer gave {} for {}: dtype and shape must be the same",
+                        tensor.dtype(),
+                        seen.tensor.dtype()
+                    );
+                    let shapes = vec![tensor.shape().to_vec(), seen.tensor.shape().to_vec()];
+                    return Err(Error::Shape { op: seen.op, problem, shapes });
+                }
+                now = Some(tensor);
+            }
+        }
+        Ok(now)
+    }
+
+    pub(super) fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
+        let observers = self.0.borrow().clone();
+        observers.iter().for_each(|observer| observer.source(kind, types, tensor));
     }
 }
 

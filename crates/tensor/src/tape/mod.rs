@@ -42,7 +42,7 @@ use crate::param::{ParamId, Params};
 use crate::random;
 use crate::tensor::Tensor;
 use backward::Node;
-use hooks::Recipe;
+use hooks::{Observers, Recipe};
 use meshwork_core::rules::{Operand, resolve_reads};
 use meshwork_core::{Axis, DType, Rank, Ty, Types};
 use std::cell::{Cell, OnceCell, RefCell};
@@ -60,8 +60,8 @@ pub struct Position {
     pub step: u64,
     /// Global index, within the step's batch, of the sample in row 0 of dim 0.
     pub first_sample: u64,
-    /// Samples of the step on each data-parallel rank: as far apart are the first samples of neighbours. 0 where nobody says. A dry run,
-    /// which receives nothing, tells the samples of other ranks by it.
+    /// Samples of the step on each data-parallel rank, in all micro-batches: as far apart are the first samples of neighbours. 0 where nobody
+    /// says. By it [auxiliary losses](Tape::add_loss) have a mean, and a dry run, which receives nothing, tells the samples of other ranks.
     pub rank_samples: u64,
 }
 
@@ -88,7 +88,8 @@ struct Inner {
     mode: Mode,
     position: Position,
     policy: Rc<dyn SavedPolicy>,
-    observer: OnceCell<Rc<dyn Observer>>,
+    /// Empty on a tape that nobody observes.
+    observer: OnceCell<Observers>,
     /// Earlier tokens, on a tape that decodes.
     cache: OnceCell<KeyValueCache>,
     /// Number of operations applied so far.
@@ -181,9 +182,17 @@ impl Tape {
         Self { inner: Rc::new(inner) }
     }
 
-    /// Shows every value from now on to `observer`. A tape has at most one observer; a second one is ignored.
+    /// Shows every value from now on to `observer`. Of several, each sees what those before it made of a value.
     pub fn observe(&self, observer: Rc<dyn Observer>) {
-        _ = self.inner.observer.set(observer);
+        self.inner.observer.get_or_init(Observers::default).add(observer);
+    }
+
+    pub(crate) fn position(&self) -> Position {
+        self.inner.position
+    }
+
+    fn is_observed(&self) -> bool {
+        self.inner.observer.get().is_some()
     }
 
     /// Counts operations from `number` on, for observers: those of a stage may lie on several tapes.
@@ -399,11 +408,13 @@ impl Tape {
                     padding: &padding,
                     tensor: &tensor,
                 };
-                let by = observer.see(&seen)?;
-                if by.is_some() {
-                    recipe = None; // it would make what was replaced
+                match observer.see(&seen)? {
+                    None => tensor,
+                    Some(by) => {
+                        recipe = None; // it would make what was replaced
+                        by
+                    }
                 }
-                replaced(&seen, by)?
             }
         };
         let source = if records {
@@ -453,21 +464,4 @@ impl Tape {
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
         self.inner.policy.save(op, tensor)
     }
-}
-
-/// The value to use: the observer's replacement, if there is one.
-fn replaced(seen: &Seen<'_>, by: Option<Tensor>) -> Result<Tensor> {
-    let Some(tensor) = by else { return Ok(seen.tensor.clone()) };
-    if (tensor.shape(), tensor.dtype()) == (seen.tensor.shape(), seen.tensor.dtype()) {
-        return Ok(tensor);
-    }
-    Err(Error::Shape {
-        op: seen.op,
-        problem: format!(
-            "an observer gave {} for {}: dtype and shape must be the same",
-            tensor.dtype(),
-            seen.tensor.dtype()
-        ),
-        shapes: vec![tensor.shape().to_vec(), seen.tensor.shape().to_vec()],
-    })
 }

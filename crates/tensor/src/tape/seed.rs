@@ -115,6 +115,11 @@ impl Tape {
             .into());
         }
         let scale = normaliser.scale(loss)?;
+        if self.is_observed() {
+            // By it ranks weigh their losses against each other.
+            let types = Types::all(self.rank().mesh(), Ty::Invariant);
+            self.show_source("the factor of a loss", types, &Tensor::from_slice(self.device(), &[scale], [1])?);
+        }
         Ok(Tensor::from_slice(self.device(), &vec![scale; loss.shape().count()], loss.shape())?.into())
     }
 }

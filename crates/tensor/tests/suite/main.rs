@@ -16,6 +16,7 @@ mod heads;
 mod hooks;
 mod ids;
 mod images;
+mod loops;
 mod nothing;
 mod opaque;
 mod operands;

@@ -75,6 +75,7 @@ where
         let seed = seed.unwrap_or_else(|| seed_of(&output, rank));
         let tensor = upload(&tape, &seed, output.tensor().dtype())?;
         let mut sums = Gradients::default();
+        tape.take_notes(); // no part of the output
         tape.backward(&output, Seed::typed(tensor, output.types().dual()), Weights::Now, &mut sums)?;
         let reads = tape.reads();
         let declarations = params.declarations();
