@@ -3,7 +3,9 @@
 use crate::plan::{BucketPlan, Member, plan};
 use crate::reducer::{Bucket, ReduceError, Reducer};
 use crate::vectors::HostVectors;
+use meshwork_core::agreement::{Agreement, Disagreement, Fact, Must};
 use meshwork_core::comm::Entered;
+use meshwork_core::hash::combine;
 use meshwork_core::{Buffer, BufferError, CommError, Group, Pending, ReduceOp};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -57,11 +59,20 @@ pub enum DdpError {
     /// No step has been finished whose gradients are there.
     #[error("there are no reduced gradients yet: call `finish` until it returns true")]
     NotYet,
+    /// The ranks have other parameters or settings ([`Ddp::new`]), or what should be the same in a step is not ([`Ddp::verify`]). Every rank has
+    /// the same error.
+    #[error("{}{of}", step.map_or(String::new(), |step| format!("step {step}: ")))]
+    Disagreement {
+        /// The step, if it was one.
+        step: Option<u64>,
+        /// What differs, on which ranks, and what would be valid.
+        of: Box<Disagreement>,
+    },
     /// A reduction failed.
     #[error(transparent)]
     Reduce(#[from] ReduceError),
-    /// The sum of the counts failed.
-    #[error("summing the number of samples: {0}")]
+    /// The sum of the counts, or a comparison of the ranks, failed.
+    #[error(transparent)]
     Comm(#[from] CommError),
 }
 
@@ -122,11 +133,11 @@ struct Step {
 }
 
 impl Ddp {
-    /// Replicas over the ranks of `group`, of parameters of so many `elements`, in the order in which forward uses them; reduced in buckets
+    /// Replicas over the ranks of `group`, which all call it with the same arguments, of parameters of so many `elements`, in the order in which forward uses them; reduced in buckets
     /// of at most `bucket_bytes`, or of one parameter.
     ///
     /// # Errors
-    /// No memory for the gradients.
+    /// [`DdpError::Disagreement`] on every rank if ranks have other parameters or settings; no memory for the gradients.
     pub fn new(group: Group, elements: &[usize], bucket_bytes: usize) -> Result<Self, DdpError> {
         Self::with_staleness(group, elements, bucket_bytes, 0)
     }
@@ -137,13 +148,28 @@ impl Ddp {
     /// the same updates, and every run the same numbers. It takes the memory of `staleness` more gradients.
     ///
     /// # Errors
-    /// No memory for the gradients.
+    /// As [`new`](Self::new).
     pub fn with_staleness(
         group: Group,
         elements: &[usize],
         bucket_bytes: usize,
         staleness: usize,
     ) -> Result<Self, DdpError> {
+        let mut facts = Agreement::default();
+        let mut same = |name: String, value: usize| {
+            facts.push(Fact::value(
+                name,
+                &value,
+                "give Ddp the same parameters in the same order, and the same settings, on every rank",
+            ));
+        };
+        same("the number of parameters".to_owned(), elements.len());
+        elements.iter().enumerate().for_each(|(at, &count)| same(format!("the elements of parameter {at}"), count));
+        same("the bytes of a bucket".to_owned(), bucket_bytes);
+        same("the staleness".to_owned(), staleness);
+        let entered = group.log().enter("Ddp::new");
+        agree(&facts, &group, None)?;
+        drop(entered);
         // Backward has the last one first.
         let members: Vec<_> =
             elements.iter().enumerate().rev().map(|(id, &elements)| Member { id, elements, key: () }).collect();
@@ -288,6 +314,45 @@ impl Ddp {
         self.group.log().enter(&*format!("{}::{call}", self.name))
     }
 
+    /// Compares the replicas, as often as a loop wants to know: the `parameters` in the order in which they were declared, and in the same way
+    /// anything else that an update reads, such as its states. Collective over the group, whose ranks hash their own; a rank whose update did
+    /// something else, which the gradients cannot show, is named.
+    ///
+    /// ```
+    /// # use meshwork_core::comm::thread::{self, Options};
+    /// # use meshwork_data_parallel::{Ddp, DdpError};
+    /// let run = |rates: [f32; 2]| {
+    ///     thread::run(2, Options::default(), |world| {
+    ///         let (mut weight, mut ddp) = ([1.0f32], Ddp::new(world.clone(), &[1], 1 << 20)?);
+    ///         for step in 0..2 {
+    ///             ddp.verify(step, [&weight[..]])?;
+    ///             ddp.gradient(0, &[2.0])?;
+    ///             ddp.finish(1.0)?;
+    ///             weight[0] -= rates[world.rank()] * ddp.reduced(0)?[0];
+    ///         }
+    ///         Ok::<_, DdpError>(weight[0])
+    ///     })
+    /// };
+    /// assert_eq!(run([0.25, 0.25])?, [0.0, 0.0]);
+    /// let told = run([0.25, 0.5]).unwrap_err().to_string();
+    /// assert!(told.contains("step 1: parameter 0 should be the same on all ranks, and ranks 0, 1 have different bits"), "{told}");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`DdpError::Disagreement`] on every rank, with the first parameter that is not the same on all of them; a failed communication.
+    pub fn verify<'a>(&self, step: u64, parameters: impl IntoIterator<Item = &'a [f32]>) -> Result<(), DdpError> {
+        let mut facts = Agreement::default();
+        for (at, values) in parameters.into_iter().enumerate() {
+            let hash = values.iter().fold(values.len() as u64, |hash, value| combine(hash, u64::from(value.to_bits())));
+            let valid =
+                "start from the same values, and let every rank make the same updates from the reduced gradients alone";
+            facts.push(Fact::hash(format!("parameter {at} should be the same"), Must::Agree, hash, valid));
+        }
+        let _entered = self.enter("verify");
+        agree(&facts, &self.group, Some(step))
+    }
+
     fn place(&self, parameter: usize) -> Result<(usize, usize), DdpError> {
         let unknown = DdpError::Parameter { parameter, count: self.places.len() };
         self.places.get(parameter).copied().ok_or(unknown)
@@ -320,6 +385,14 @@ impl Ddp {
             *next += 1;
         }
         Ok(())
+    }
+}
+
+/// Compares facts over the group.
+fn agree(facts: &Agreement, group: &Group, step: Option<u64>) -> Result<(), DdpError> {
+    match facts.find(group)? {
+        None => Ok(()),
+        Some((_, of)) => Err(DdpError::Disagreement { step, of: Box::new(of) }),
     }
 }
 

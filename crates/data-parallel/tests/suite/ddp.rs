@@ -143,3 +143,86 @@ fn wrong_gradients_are_refused() {
         Ok(())
     });
 }
+
+/// What each rank of a world is told.
+fn told(ranks: usize, body: impl Fn(Group) -> Result<(), DdpError> + Sync) -> Vec<String> {
+    let told = |world: Group| Ok::<_, DdpError>(body(world).err().map(|error| error.to_string()).unwrap_or_default());
+    thread::run(ranks, Options::default(), told).unwrap()
+}
+
+/// Buckets of two sizes used to stop the world with counts of elements, and parameters that are as large together were added up.
+#[test]
+fn replicas_of_other_shapes_are_refused_by_name() {
+    let made = |of: [(&'static [usize], usize, usize); 3]| {
+        told(3, |world| {
+            let (elements, bucket_bytes, staleness) = of[world.rank()];
+            Ddp::with_staleness(world, elements, bucket_bytes, staleness).map(drop)
+        })
+    };
+    let right: (&[usize], usize, usize) = (&[2, 3], 64, 0);
+    let valid = "give Ddp the same parameters in the same order, and the same settings, on every rank";
+    for (other, wrong) in [
+        (
+            (&[3, 2][..], 64, 0),
+            "the elements of parameter 0 should be the same on all ranks, and ranks 0, 2 have 2, rank 1 has 3",
+        ),
+        (
+            (&[2, 4][..], 64, 0),
+            "the elements of parameter 1 should be the same on all ranks, and ranks 0, 2 have 3, rank 1 has 4",
+        ),
+        (
+            (&[2, 3, 1][..], 64, 0),
+            "the number of parameters should be the same on all ranks, and ranks 0, 2 have 2, rank 1 has 3",
+        ),
+        (
+            (&[][..], 64, 0),
+            "the number of parameters should be the same on all ranks, and ranks 0, 2 have 2, rank 1 has 0",
+        ),
+        (
+            (&[2, 3][..], 8, 0),
+            "the bytes of a bucket should be the same on all ranks, and ranks 0, 2 have 64, rank 1 has 8",
+        ),
+        ((&[2, 3][..], 64, 1), "the staleness should be the same on all ranks, and ranks 0, 2 have 0, rank 1 has 1"),
+    ] {
+        assert_eq!(made([right, other, right]), vec![format!("{wrong}; {valid}"); 3]);
+    }
+    assert_eq!(made([right; 3]), ["", "", ""]);
+}
+
+/// A rank that updated otherwise used to train on, with weights of its own.
+#[test]
+fn replicas_that_drift_apart_are_named() {
+    let trained = |rate: fn(usize) -> f32| {
+        told(3, |world| {
+            let rank = world.rank();
+            let mut ddp = Ddp::new(world, &[1, 2], 1 << 20)?;
+            let mut weights = [vec![1.0f32], vec![2.0, 3.0]];
+            for step in 1..4 {
+                ddp.verify(step, weights.iter().map(|values| &values[..]))?;
+                ddp.gradient(0, &[rank as f32])?;
+                ddp.gradient(1, &[1.0, rank as f32])?;
+                ddp.finish(1.0)?;
+                weights[0][0] -= 0.5 * ddp.reduced(0)?[0];
+                // From the second step on.
+                let rate = if step == 1 { 0.5 } else { rate(rank) };
+                weights[1].iter_mut().zip(ddp.reduced(1)?).for_each(|(weight, gradient)| *weight -= rate * gradient);
+            }
+            Ok(())
+        })
+    };
+    let wrong = "step 3: parameter 1 should be the same on all ranks, and the bits of rank 1 differ from those of the others; start from the same \
+                 values, and let every rank make the same updates from the reduced gradients alone";
+    assert_eq!(trained(|rank| if rank == 1 { 0.25 } else { 0.5 }), vec![wrong; 3]);
+    assert_eq!(trained(|_| 0.5), ["", "", ""]);
+    // Another number of parameters is told too.
+    let counted = told(2, |world| {
+        let (rank, values) = (world.rank(), [1.0f32]);
+        Ddp::new(world, &[1], 64)?.verify(1, std::iter::repeat_n(&values[..], 1 + rank))
+    });
+    assert!(
+        counted
+            .iter()
+            .all(|told| told.contains("as number 2 rank 0 claims \"nothing\", rank 1 claims \"parameter 1 should")),
+        "{counted:?}"
+    );
+}
