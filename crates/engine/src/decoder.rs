@@ -3,6 +3,7 @@
 
 mod split;
 
+use crate::agreement::{require_same_model, require_same_plan};
 use crate::chunk::{Message, outgoing};
 use crate::clock::Clock;
 use crate::codec::{Codec, Site};
@@ -11,11 +12,13 @@ use crate::pass::Purpose;
 use crate::step::require_fit;
 use crate::transport::PipeTransport;
 use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError, Verify};
-use meshwork_core::{Axis, DType, Rank};
+use meshwork_core::agreement::Fact;
+use meshwork_core::{Axis, CommError, DType, Rank};
 use meshwork_nn::{Batch, Model, Stage};
 use meshwork_pipeline::{Direction, Schedule, Tag, Transport};
 use meshwork_tensor::param::{LocalSlice, host_floats};
 use meshwork_tensor::tape::{KeyValueCache, Mode};
+use meshwork_tensor::verify::{Claims, Over};
 use meshwork_tensor::{Device, Error, ParamSpec, Params, Tape, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -52,8 +55,9 @@ impl Decoder {
     /// Collective: every rank of the mesh creates one with the same model and plan.
     ///
     /// # Errors
-    /// A rank of a different mesh than the plan's; a plan that does not fit the model or the device; weights that cannot be read, or of
-    /// another number; a model that is [another one on one rank](TrainError::OneRank).
+    /// Ranks whose plans, models or capacities differ, or that were given other weights where they hold the same; a rank of a different mesh than
+    /// the plan's; a plan that does not fit the model or the device; weights that cannot be read, or of another number; a
+    /// model that is [another one on one rank](TrainError::OneRank).
     pub fn new<E: std::fmt::Display>(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -64,11 +68,13 @@ impl Decoder {
     ) -> Result<Self, TrainError> {
         let name = rank.log().name_next("Decoder");
         let _entered = rank.enter(&*format!("{name}::new"));
+        require_same_plan(plan, &rank)?;
         require_fit(plan, &rank, &*device)?;
         let (schedule, model_plan) = (
             plan.build_schedule()?,
             ModelPlan::new(model, &Plan { recompute: Recompute::None, offload: None, ..plan.clone() })?,
         );
+        require_same_model(&model_plan, &model_plan.parameters()?, &rank)?;
         let device = model_plan.device(device);
         let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
         let declarations = Arc::new(declarations);
@@ -87,6 +93,16 @@ impl Decoder {
                 .map_err(|error| TrainError::Parameter { name: spec.name.clone(), problem: error.to_string() })?;
             params.write(id, &values)?;
         }
+        let claims = Claims::new(rank.clone(), 0);
+        let valid = "create every rank's Decoder with the same capacity";
+        claims.fact(Over::World, Fact::value("the number of tokens that a sequence may have", &capacity, valid));
+        if plan.verify != Verify::Off {
+            claims.weights(&params)?;
+        }
+        claims.compare().map_err(|error| match error {
+            Error::Claim { claim, .. } => TrainError::from(CommError::Disagreement(claim)),
+            other => other.into(),
+        })?;
         // Nothing goes backward: each stage is one segment, or one between two cuts.
         let segments: Vec<Segment> = stages.into_iter().flat_map(|(_, segments)| segments).collect();
         Ok(Self {

@@ -2,6 +2,7 @@
 
 use crate::PlanError;
 use crate::offload::OffloadError;
+use meshwork_core::agreement::Disagreement;
 use meshwork_core::{CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
@@ -53,7 +54,7 @@ pub enum TrainError {
         /// What is the case.
         broken: String,
         /// What would be valid.
-        valid: &'static str,
+        valid: String,
     },
     /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones, so that a decoder
     /// would give other logits than a pass over the whole sequence. Every rank has this error.
@@ -88,19 +89,14 @@ pub enum TrainError {
         /// What would be valid.
         valid: &'static str,
     },
-    /// Ranks that were given different input, found by its hash with the report of the step, after its update.
-    #[error("step {step}: rank {rank} has {what} that differs from rank {other}'s; {valid}")]
+    /// Ranks that were given input that they should not have. Other samples on the ranks of one dp rank, and another number of steps, are found
+    /// with the report of the step, after its update; the same samples on two dp ranks before it. Every rank has the same error.
+    #[error("step {step}: {of}")]
     Disagreement {
         /// The step, from 1.
         step: u64,
-        /// This rank, or the one that differs from most.
-        rank: usize,
-        /// A rank that has something else.
-        other: usize,
-        /// What differs.
-        what: &'static str,
-        /// What would be valid.
-        valid: &'static str,
+        /// What differs, or does not, on which ranks, and what would be valid.
+        of: Box<Disagreement>,
     },
     /// Samples without numbers, where AQ-SGD keeps an activation of each.
     #[error(

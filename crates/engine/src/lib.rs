@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod agreement;
 mod boundary;
 mod chunk;
 mod clock;
@@ -49,7 +50,7 @@ pub use history::SAMPLES;
 pub use layout::TIED;
 pub use mixed::{LossScale, MixedPrecision};
 pub use model_plan::{LocalModel, ModelPlan, TiedWeight};
-pub use plan::{Numerics, Plan, PlanError, Recompute, ScheduleSpec};
+pub use plan::{Numerics, Plan, PlanError, Recompute, Samples, ScheduleSpec};
 pub use segment::{Segment, SegmentSpec};
 pub use slow_build::slow_build_warning;
 pub use state::{

@@ -1,10 +1,10 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
-use crate::verify::Claims;
 use crate::{PlanError, Recompute, TrainError, Watch};
 use meshwork_core::{Axis, Buffer, Rank, SpmdError, Ty};
 use meshwork_nn::{Activation, Batch, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
+use meshwork_tensor::verify::Claims;
 use meshwork_tensor::{Device, Var};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -71,7 +71,7 @@ pub struct Pass {
     /// The observer of a pass that trains.
     pub watch: Option<Arc<dyn Watch>>,
     /// The claims of a pass that is verified.
-    pub claims: Option<Arc<Claims>>,
+    pub claims: Option<Claims>,
 }
 
 impl Pass {

@@ -77,6 +77,8 @@ pub struct Plan {
     /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
     /// have not drifted apart.
     pub verify: Verify,
+    /// Whether two data-parallel ranks may have the same samples.
+    pub samples: Samples,
 }
 
 impl Default for Plan {
@@ -103,8 +105,21 @@ impl Default for Plan {
             compress: Compress::default(),
             virtual_cuts: Vec::new(),
             verify: Verify::default(),
+            samples: Samples::default(),
         }
     }
+}
+
+/// Whether two data-parallel ranks may have the same samples in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Samples {
+    /// No: each has its own [part](crate::Trainer::samples) of the global batch. The first step of a trainer and those that are
+    /// [verified](Plan::verify) refuse ranks whose samples are all the same, in whatever order. Ranks whose loss has no terms may be alike: their
+    /// samples are padding.
+    #[default]
+    Distinct,
+    /// Yes: data that repeats within a batch, such as a tiny corpus, equal samples on purpose, the constant input of a benchmark.
+    MayRepeat,
 }
 
 /// The order of sums.

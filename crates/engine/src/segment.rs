@@ -175,8 +175,7 @@ impl Segment {
         tape.compress_rows(of.rows);
         if mode == Mode::Train && (pass.watch.is_some() || pass.claims.is_some()) {
             let at = At { stage: self.of_stage, micro: of.micro, recomputed: repeated.is_some() };
-            let (watch, claims, rank) = (pass.watch.clone(), pass.claims.clone(), pass.rank.clone());
-            tape.observe(Rc::new(Watched { watch, claims, rank, at }));
+            tape.observe(Rc::new(Watched { watch: pass.watch.clone(), claims: pass.claims.clone(), at }));
         }
         if let Some(decisions) = repeated {
             tape.repeat(decisions);

@@ -1,10 +1,10 @@
 //! Observers of the training passes of a rank.
 
-use crate::verify::Claims;
-use meshwork_core::{Rank, Types};
+use meshwork_core::Types;
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::{Observer, Seen};
-use std::fmt::Debug;
+use meshwork_tensor::verify::Claims;
+use std::fmt::{self, Debug, Display};
 use std::sync::Arc;
 
 /// The place of a tape in the pipeline.
@@ -28,24 +28,30 @@ pub trait Watch: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) watch: Option<Arc<dyn Watch>>,
-    pub(super) claims: Option<Arc<Claims>>,
-    pub(super) rank: Arc<Rank>,
+    pub(super) claims: Option<Claims>,
     pub(super) at: At,
 }
 
 impl Observer for Watched {
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let by = self.watch.as_ref().map_or(Ok(None), |watch| watch.see(self.at, seen))?;
-        if let Some(claims) = &self.claims {
-            claims.see(self.rank.mesh(), self.at, seen, by.as_ref().unwrap_or(seen.tensor))?;
+        // What a recomputed forward gives has been seen.
+        if let Some(claims) = self.claims.as_ref().filter(|_| !self.at.recomputed || seen.operand.is_some()) {
+            claims.see(&self.at, seen, by.as_ref().unwrap_or(seen.tensor))?;
         }
         Ok(by)
     }
 
     fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
-        if let Some(claims) = &self.claims {
-            // A rank that could not read the value has a claim less, and the exchange refuses that.
-            _ = claims.source(self.rank.mesh(), self.at, (kind, types), tensor);
+        if let Some(claims) = self.claims.as_ref().filter(|_| !self.at.recomputed) {
+            // A rank that could not read the value has a claim less, and the comparison says so.
+            _ = claims.source(&self.at, kind, types, tensor);
         }
+    }
+}
+
+impl Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stage {}, micro-batch {}", self.stage, self.micro)
     }
 }

@@ -1,15 +1,19 @@
-//! Programs that once gave wrong numbers without a word, because ranks disagreed about what each believed to be the same: found by
-//! hash, in every step (batch, plan, number of steps) or in a verified one (values, weights). Beside each the corrected program.
+//! Programs that once gave wrong numbers without a word, because ranks disagreed about what each believed to be the same: found when a
+//! trainer is made (plan, model), in every step (batch, number of steps), in the first (samples) or in a verified one (values, weights). Beside
+//! each the corrected program.
 
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
-use meshwork_engine::{Plan, StateKey, TrainError, Trainer, Verify, WholeState};
+use meshwork_engine::{
+    Decoder, Numerics, Plan, Samples, StateKey, TrainError, TrainState, Trainer, Verify, WholeState,
+};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
-use meshwork_optim::Sgd;
+use meshwork_optim::{LrSchedule, Sgd};
 use meshwork_tensor::cpu::Cpu;
+use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::{Backward, Forward, Op};
-use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Tensor, Var};
+use meshwork_tensor::{Declarations, Init, ParamId, ParamSpec, Placement, Result, Role, Tape, Tensor, Var};
 use std::sync::Arc;
 
 const WIDTH: usize = 4;
@@ -127,43 +131,188 @@ fn right(_: &Tape, y: &Var) -> Result<Var> {
 
 #[test]
 fn another_batch_on_one_rank_is_refused_at_the_first_step() {
-    for mesh in ["tp=2", "dp=2,tp=2"] {
+    for mesh in ["tp=2", "dp=2,tp=2", "dp=2,pp=1,tp=2"] {
         // Whether values are verified or not: batches are compared in every step.
         let plan = plan(mesh, Verify::Off);
         let swapped = run(&plan, right, 3, |_, rank, step| if step == 2 && rank.world_rank() == 1 { 2.0 } else { 1.0 });
-        assert!(
-            swapped.contains(
-                &"step 2: rank 0 has a batch, or a count of its terms, that differs from rank 1's; both are of one dp rank and train on the same samples: \
-                  give each the Trainer::samples() of one global batch"
-                    .to_owned()
-            ),
-            "{swapped:?}"
-        );
+        assert_eq!(swapped.len(), plan.mesh.world_size(), "every rank has the error");
+        for told in &swapped {
+            assert!(
+                told.starts_with(
+                    "step 2: the samples of a dp rank, and the count of their terms, should be the same on each of its ranks, and rank 0 has \
+                     those of hash "
+                ) && told.ends_with("; give each rank the Trainer::samples() of one global batch"),
+                "{told}"
+            );
+        }
         assert!(run(&plan, right, 3, |_, _, _| 1.0).is_empty());
     }
 }
 
+/// Every dp rank used to step on the samples of the first, also with `Verify::Every(1)`: the loss was off by up to 33%.
 #[test]
-fn another_plan_on_one_rank_is_refused_at_the_first_step() {
-    let plans = [plan("dp=2", Verify::Off), Plan { seed: 99, ..plan("dp=2", Verify::Off) }];
-    let model: Arc<dyn Model> = Arc::new(Line(right));
-    let trained = |plan_of: fn(usize) -> usize| {
-        refusals(thread::run_mesh(&plans[0].mesh, |rank| {
-            let plan = &plans[plan_of(rank.world_rank())];
+fn the_same_samples_on_two_dp_ranks_are_refused() {
+    let trained = |plan: &Plan, batch_of: fn(&Trainer, u64) -> Batch| {
+        let model: Arc<dyn Model> = Arc::new(Line(right));
+        refusals(thread::run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), Cpu::device())?;
-            trainer.step(&batch(trainer.samples(), 1.0)).map(drop)
+            for step in 1..=4 {
+                trainer.step(&batch_of(&trainer, step))?;
+            }
+            Ok::<(), TrainError>(())
         }))
     };
-    let refused = trained(|rank| rank);
-    assert!(
-        refused.contains(
-            &"step 1: rank 1 has a plan, a model or a number of steps that differs from rank 0's; make every rank's Trainer of the \
-              same model and plan, and call step() as often on each"
-                .to_owned()
+    let first = |trainer: &Trainer, _: u64| batch(0..trainer.samples().len(), 1.0);
+    // In an order of its own on each rank.
+    let shuffled = |trainer: &Trainer, _: u64| {
+        let held = trainer.samples().len();
+        let order = (0..held).map(|at| (at + trainer.samples().start / held) % held);
+        let picked: Vec<Batch> = order.map(|sample| batch(sample..sample + 1, 1.0)).collect();
+        let values =
+            |name| picked.iter().flat_map(|one| one.values::<f32>(name).unwrap().to_vec()).collect::<Vec<f32>>();
+        Batch::new(held).with("x", [WIDTH], values("x")).unwrap().with("y", [WIDTH], values("y")).unwrap()
+    };
+    let later = |trainer: &Trainer, step: u64| match step {
+        3 => batch(0..trainer.samples().len(), 1.0),
+        _ => batch(trainer.samples(), 1.0),
+    };
+    let own = |trainer: &Trainer, _: u64| batch(trainer.samples(), 1.0);
+    let told = |step: u64, ranks: &str| {
+        format!(
+            "step {step}: the samples of a step should differ over dp, and those of ranks {ranks} are the same; give each data-parallel rank its \
+             Trainer::samples() of the global batch; if samples repeat on purpose, set Plan::samples to Samples::MayRepeat"
+        )
+    };
+    for (mesh, ranks) in [("dp=2", "0, 1"), ("dp=4", "0-3"), ("dp=2,tp=2", "0, 2"), ("dp=4,ep=2", "0-3")] {
+        for verify in [Verify::Off, Verify::FirstStep, Verify::Every(1)] {
+            let plan = plan(mesh, verify);
+            let expected = vec![told(1, ranks); plan.mesh.world_size()];
+            assert_eq!(trained(&plan, first), expected, "{mesh} {verify:?}");
+            assert_eq!(trained(&plan, shuffled), expected, "{mesh} {verify:?}, in another order on each rank");
+            assert!(trained(&plan, own).is_empty(), "{mesh} {verify:?}");
+            let found = trained(&plan, later);
+            match verify {
+                Verify::Every(_) => assert_eq!(found, vec![told(3, ranks); plan.mesh.world_size()], "{mesh}"),
+                _ => assert!(found.is_empty(), "step 3 is not verified"),
+            }
+            assert!(trained(&Plan { samples: Samples::MayRepeat, ..plan }, first).is_empty(), "on purpose");
+        }
+    }
+}
+
+/// The error used to say that "a plan, a model or a number of steps" differs, of whatever it was.
+#[test]
+fn what_differs_between_the_plans_of_two_ranks_is_named() {
+    let model: Arc<dyn Model> = Arc::new(Line(right));
+    let base = || plan("dp=2", Verify::Off);
+    let trained = |other: &Plan| {
+        let plans = [base(), other.clone()];
+        refusals(thread::run_mesh(&plans[0].mesh, |rank| {
+            Trainer::new(model.clone(), &plans[rank.world_rank()], rank.clone(), Cpu::device()).map(drop)
+        }))
+    };
+    let lr = |base: f64| LrSchedule { base, ..Plan::default().lr };
+    for (other, told) in [
+        (
+            Plan { seed: 99, ..base() },
+            "the seed (Plan::seed) should be the same on all ranks, and rank 0 has 1234, rank 1 has 99; give every rank \
+            the same Plan: initial weights and dropout follow from the seed and the place in the whole model and batch, so no rank needs a seed of \
+            its own",
         ),
-        "{refused:?}"
-    );
-    assert!(trained(|_| 1).is_empty());
+        (
+            Plan { lr: lr(0.5), ..base() },
+            "the learning rate (Plan::lr) should be the same on all ranks, and rank 0 has LrSchedule { base: 0.0003",
+        ),
+        (
+            Plan { max_norm: 2.0, ..base() },
+            "the norm at which gradients are clipped (Plan::max_norm) should be the same on all ranks, and rank 0 \
+            has 1.0, rank 1 has 2.0; give every rank the same Plan",
+        ),
+        (
+            Plan { mesh: "tp=2".parse().unwrap(), ..base() },
+            "the mesh (Plan::mesh) should be the same on all ranks, and rank 0 has tp=1,dp=2,pp=1, \
+            rank 1 has tp=2,dp=1,pp=1",
+        ),
+        (
+            Plan { global_batch_size: 16, ..base() },
+            "(Plan::global_batch_size) should be the same on all ranks, and rank 0 has 8, rank 1 has 16",
+        ),
+        (
+            Plan { num_microbatches: Some(2), ..base() },
+            "(Plan::num_microbatches) should be the same on all ranks, and rank 0 has Some(1), rank 1 \
+            has Some(2)",
+        ),
+        (
+            Plan { verify: Verify::Every(1), ..base() },
+            "(Plan::verify) should be the same on all ranks, and rank 0 has Off, rank 1 has Every(1)",
+        ),
+        (
+            Plan { optimizer: Sgd { momentum: 0.9, weight_decay: 0.0 }.into(), ..base() },
+            "the update rule (Plan::optimizer) should be",
+        ),
+    ] {
+        let found = trained(&other);
+        assert_eq!(found.len(), 2, "every rank has the error: {found:?}");
+        assert!(found.iter().all(|found| found.contains(told)) && found[0] == found[1], "{found:?} should say {told}");
+    }
+    assert!(trained(&base()).is_empty());
+}
+
+#[test]
+fn what_differs_between_the_models_of_two_ranks_is_named() {
+    /// A line of this width.
+    #[derive(Debug)]
+    struct Wide(usize, bool);
+    impl Model for Wide {
+        fn num_layers(&self) -> usize {
+            1
+        }
+        fn fields(&self) -> Vec<Field> {
+            Line(right).fields()
+        }
+        fn stage(&self, params: &mut Declarations, _: &Mesh, _: &StageSpec) -> Result<Box<dyn Stage>> {
+            let init = Init::Normal { std: 0.5 };
+            let w = params.declare("w", &[self.0, WIDTH], Placement::replicated(), Role::Weight, init)?;
+            if self.1 {
+                params.declare("b", &[self.0], Placement::replicated(), Role::Bias, Init::Zeros)?;
+            }
+            Ok(Box::new(Part(right, w)))
+        }
+        fn activation(&self, _: &Mesh, _: usize, _: &Batch) -> Result<Activation> {
+            unreachable!("one stage")
+        }
+    }
+    let plan = plan("dp=2", Verify::Off);
+    let told = |models: [Wide; 2]| {
+        let models = models.map(|model| Arc::new(model) as Arc<dyn Model>);
+        let made = thread::run_mesh(&plan.mesh, |rank| {
+            Trainer::new(models[rank.world_rank()].clone(), &plan, rank.clone(), Cpu::device()).map(drop)
+        });
+        refusals(made)
+    };
+    let shape = told([Wide(WIDTH, false), Wide(8, false)]);
+    let wrong = "the shape of parameter w should be the same on all ranks, and rank 0 has [4, 4], rank 1 has [8, 4]; give every rank the same model";
+    assert!(shape.len() == 2 && shape.iter().all(|told| told.starts_with(wrong)), "{shape:?}");
+    let count = told([Wide(WIDTH, false), Wide(WIDTH, true)]);
+    assert!(count.iter().all(|told| {
+        told.starts_with("the number of parameters should be the same on all ranks, and rank 0 has 1, rank 1 has 2")
+    }));
+    assert!(count.len() == 2 && told([Wide(WIDTH, false), Wide(WIDTH, false)]).is_empty());
+}
+
+#[test]
+fn another_number_of_steps_on_one_rank_is_named() {
+    let plan = plan("dp=2", Verify::Off);
+    let found = run(&plan, right, 2, |trainer, rank, step| {
+        if step == 1 && rank.world_rank() == 1 {
+            let state = TrainState { step: 7, ..trainer.state().unwrap() };
+            trainer.load_state(&WholeState::merge(&[state]).unwrap()).unwrap();
+        }
+        1.0
+    });
+    let told = "the number of steps should be the same on all ranks, and rank 0 has 1, rank 1 has 8; call step() as often on every rank, and load \
+                the same state on each";
+    assert!(found.iter().all(|found| found.ends_with(told)) && found.len() == 2, "{found:?}");
 }
 
 #[test]
@@ -186,9 +335,9 @@ fn weights_that_have_drifted_apart_are_named() {
         for error in found {
             assert!(
                 error.starts_with(&format!("step 3: the {named} of w should be the same over "))
-                    && error.contains("ranks 2, 3 have different bits")
+                    && error.contains("have different bits")
                     && error.ends_with(
-                        "load the same weights and states on every rank, and let only the trainer change them"
+                        "load the same weights and states on every rank, and let nothing but the update of all ranks change them"
                     ),
                 "{error}"
             );
@@ -233,8 +382,8 @@ fn a_constant_that_is_the_same_on_all_ranks_is_no_partial_sum() {
     let found = run(&plan("tp=2", Verify::FirstStep), wrong, 1, |_, _, _| 1.0);
     assert_eq!(
         found[0],
-        "step 1: a constant of [8, 4] (stage 0, micro-batch 0) is Partial over tp, and it has the same bits on all of them: its sum \
-         would count it once for each rank; type it Invariant, or give each rank its own part of the sum"
+        "step 1: a constant of [8, 4] (stage 0, micro-batch 0) is Partial over tp, and it has the same bits on all of them; its sum \
+         would count it once for each rank: type it Invariant, or give each rank its own part of the sum"
     );
     for corrected in [(|tape, y| with(tape, y, own(tape, &y.shape()))) as Twist, |tape, y| {
         with(tape, y, Tensor::zeros(tape.device(), DType::F32, y.shape())?)
@@ -317,4 +466,34 @@ fn steps_are_verified_as_the_plan_says() {
     assert_eq!(verified(Verify::FirstStep), [0]);
     assert_eq!(verified(Verify::Every(3)), [0, 3, 6]);
     assert_eq!(verified(Verify::Every(0)), [0, 1, 2, 3, 4, 5, 6]);
+}
+
+/// Such a decoder used to mix the logits of two models.
+#[test]
+fn a_decoder_of_other_weights_or_another_plan_on_one_rank_is_refused() {
+    let (base, model) = (plan("tp=2", Verify::FirstStep), Arc::new(Line(right)) as Arc<dyn Model>);
+    let made = |plans: [&Plan; 2], capacities: [usize; 2], weights: [f32; 2]| {
+        refusals(thread::run_mesh(&base.mesh, |rank| {
+            let me = rank.world_rank();
+            let read = |_: &ParamSpec, slice: &LocalSlice| Ok::<_, TrainError>(vec![weights[me]; slice.stored.count()]);
+            Decoder::new(model.clone(), plans[me], rank, Cpu::device(), capacities[me], read).map(drop)
+        }))
+    };
+    let told = |found: Vec<String>, told: &str| {
+        assert!(found.len() == 2 && found.iter().all(|found| found.starts_with(told)), "{found:?}");
+    };
+    let other = Plan { numerics: Numerics::Canonical { blocks: 2 }, ..base.clone() };
+    told(
+        made([&base; 2], [8, 8], [0.5, 0.25]),
+        "the weights of w should be the same over tp, and ranks 0, 1 have different bits; load the same",
+    );
+    told(
+        made([&base; 2], [8, 9], [0.5; 2]),
+        "the number of tokens that a sequence may have should be the same on all ranks, and rank 0 has 8, rank 1 has 9",
+    );
+    told(
+        made([&base, &other], [8, 8], [0.5; 2]),
+        "the order of sums (Plan::numerics) should be the same on all ranks, and rank 0 has Fast, rank 1",
+    );
+    assert!(made([&base; 2], [8, 8], [0.5; 2]).is_empty());
 }

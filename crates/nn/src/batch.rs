@@ -140,6 +140,23 @@ impl Batch {
         self.fields.iter().map(field).fold(self.samples as u64, hash::combine)
     }
 
+    /// A hash of the samples by what they have in these fields, whatever their order: by which ranks find that they have the same ones.
+    ///
+    /// # Errors
+    /// A field that the batch does not have.
+    pub fn hash_of_samples(&self, fields: &[Field]) -> Result<u64> {
+        let mut samples = vec![0; self.samples];
+        for field in fields {
+            let (_, dims, values) = self.field(field.name)?;
+            let (bytes, each) = (values.as_bytes()?, dims.count() * values.dtype().size());
+            for (at, hash) in samples.iter_mut().enumerate() {
+                *hash = hash::combine(*hash, hash::hash(&bytes[at * each..(at + 1) * each]));
+            }
+        }
+        samples.sort_unstable();
+        Ok(samples.into_iter().fold(self.samples as u64, hash::combine))
+    }
+
     /// Refuses a batch without exactly `samples` samples of these fields, each of the type and extents that the model
     /// declares, and ids that it has.
     pub fn require(&self, fields: &[Field], samples: usize) -> Result<()> {

@@ -23,6 +23,7 @@ mod verify;
 
 pub use evaluate::{AtCuts, Evaluation};
 
+use crate::agreement::{require_same_model, require_same_plan};
 use crate::chunk::{Chunk, Message};
 use crate::clock::Clock;
 use crate::codec::Codec;
@@ -44,23 +45,23 @@ use crate::slow_build;
 use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::transport::PipeTransport;
 use crate::update::{self, Updates};
-use crate::verify::{Claims, Verify};
+use crate::verify::Verify;
 use crate::weights::{Shared, WeightStore};
 use crate::zero::{Cuts, ZeroGroups};
 use crate::{
-    Compress, LocalModel, LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Recompute, TiedWeight, TrainError,
-    Vector, Watch, Zero, ZeroStage,
+    Compress, LocalModel, LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Recompute, Samples, TiedWeight,
+    TrainError, Vector, Watch, Zero, ZeroStage,
 };
 use asynchronous::Asynchronous;
 use driver::Driver;
 use meshwork_core::comm::Entered;
-use meshwork_core::hash::hash;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_data_parallel::Parking;
 use meshwork_nn::{Activation, Batch, Metric, Model};
 use meshwork_pipeline::{Event, Interpreter, Lowered, Schedule, forward_only_replicated, lower};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::{Encoding, Mode, Position};
+use meshwork_tensor::verify::Claims;
 use meshwork_tensor::{Device, MemoryUse, ParamId, ParamSpec, Params};
 use pending::{Measured, PendingStep, hash_of_input};
 use std::cell::{Cell, Ref, RefCell};
@@ -113,16 +114,15 @@ pub struct Trainer {
     zero: Zero,
     watch: Option<Arc<dyn Watch>>,
     verify: Verify,
+    samples: Samples,
     /// The claims of the step under way, if it is verified.
-    claims: Option<Arc<Claims>>,
+    claims: Option<Claims>,
     /// Steps that this trainer has begun, whatever their numbers.
     steps_of_trainer: u64,
     /// What is offloaded.
     disk: Option<Rc<Disk>>,
     /// What it had moved, and how long this rank had waited for it, at the last report.
     moved: Cell<(Traffic, Duration)>,
-    /// Hash of what every rank must have the same: the plan and the parameters.
-    run: u64,
 }
 
 /// The report of a step, the same on every rank.
@@ -182,9 +182,9 @@ impl Trainer {
     /// Creates this rank's trainer. Collective: every rank of the mesh creates one with the same model and plan.
     ///
     /// # Errors
-    /// A rank of a different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a
-    /// program that is wrongly distributed, or [another one on one rank](TrainError::OneRank), which the first passes over the model find
-    /// without data.
+    /// Ranks whose plans or models differ, with the setting or parameter and the values that they have; a rank of a different mesh than the
+    /// plan's; a plan that does not fit the model, the schedule or the device; a program that is wrongly distributed,
+    /// or [another one on one rank](TrainError::OneRank), which the first passes over the model find without data.
     pub fn new(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -193,11 +193,14 @@ impl Trainer {
     ) -> Result<Self, TrainError> {
         let name = rank.log().name_next("Trainer");
         let _entered = rank.enter(&*format!("{name}::new"));
+        require_same_plan(plan, &rank)?;
         require_fit(plan, &rank, &*device)?;
         let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let schedule = plan.build_schedule()?;
         let pp_rank = rank.coords().get(Axis::Pp);
         let model_plan = ModelPlan::new(model.clone(), plan)?;
+        let parameters = model_plan.parameters()?;
+        require_same_model(&model_plan, &parameters, &rank)?;
         let device = model_plan.device(device);
         let local = model_plan.local_model(&schedule, pp_rank)?;
         require_synchronous(plan, &schedule, &model_plan)?;
@@ -259,8 +262,6 @@ impl Trainer {
         let ordered = declarations.reduction_blocks().map(|_| copies());
         let gradients = Gradients::new(reducer, layout.members(), traced, (ordered, kept), device.clone());
 
-        let parameters = model_plan.parameters()?;
-        let run = hash(format!("{plan:?} {parameters:?}").as_bytes());
         let norms = norm_shards(&params, &layout, cuts, &tied, &rank);
         let reported = Reported::new(&model_plan.whole_model()?.declarations, &declarations, |spec| {
             replica(spec, &tied, &rank, |_| false).0 == 0
@@ -332,11 +333,11 @@ impl Trainer {
             zero: plan.zero,
             watch: None,
             verify: plan.verify,
+            samples: plan.samples,
             claims: None,
             steps_of_trainer: 0,
             moved: Cell::new((disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic()), Duration::ZERO)),
             disk,
-            run,
             rank,
             name,
             device,
@@ -492,7 +493,7 @@ impl Trainer {
             return self.pass_over(batch, &terms, stop, observe);
         }
         self.codec.borrow_mut().begin_step(batch, self.rank.data_group())?;
-        self.begin_claims();
+        self.begin_claims(batch)?;
         match self.driver {
             Driver::Synchronous(_) => self.step_synchronously(batch, &terms, stop, observe),
             Driver::Asynchronous(_) => self.step_asynchronously(batch, &terms, stop, observe),

@@ -7,6 +7,7 @@ use super::{Offloaded, StepReport, Trainer};
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
 use crate::{OPTIMIZER, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use meshwork_core::agreement::Disagreement;
 use meshwork_core::exact;
 use meshwork_core::hash::combine;
 use meshwork_core::{Axis, Buffer, DType, EXPERT_DATA, Pending, Record, ReduceOp, tree};
@@ -170,7 +171,7 @@ impl Trainer {
     /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some rank should
     /// stop, and the statistics that are reported.
     ///
-    /// Also sends the hashes of this rank's [input](hash_of_input), and of what must be the same on every rank: plan, parameters and step.
+    /// Also sends the number of this rank's steps, and the hash of its [input](hash_of_input).
     pub(super) fn start_stats(
         &self,
         records: &[Record],
@@ -190,8 +191,8 @@ impl Trainer {
             values[peaks + world.rank() * CATEGORIES + at] = bytes as f64;
         }
         let hashes = peaks + world.size() * CATEGORIES + world.rank() * HASHES;
-        let run = combine(self.run, self.steps_begun);
-        values[hashes..hashes + HASHES].copy_from_slice(&[halves(run), halves(batch)].concat());
+        let [high, low] = halves(batch);
+        values[hashes..hashes + HASHES].copy_from_slice(&[self.steps_begun as f64, high, low]);
         values.extend(self.reported.part(statistics));
         let pending = world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?;
         self.rank.log().drain(); // the report itself does not count
@@ -207,36 +208,41 @@ impl Trainer {
         vec![moved.read as f64, moved.written as f64, (now.1 - waited).as_secs_f64()]
     }
 
-    /// Refuses a step for which ranks were given different input: another plan, another model or another number of steps on
-    /// any rank, or other samples on ranks of one dp rank. `hashes` are those of all ranks.
+    /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other samples. `hashes` are those
+    /// of all ranks, which find the same.
     fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<(), TrainError> {
         if !self.device.has_values() {
             return Ok(()); // a dry run has no other ranks
         }
-        let (mesh, own) = (self.rank.mesh(), self.rank.world_rank());
-        let hash = |rank: usize, at: usize| &hashes[rank * HASHES + at..rank * HASHES + at + 2];
-        let mut others = (0..mesh.world_size()).filter(|&other| other != own);
-        if let Some(other) = others.find(|&other| hash(other, 0) != hash(own, 0)) {
-            return Err(TrainError::Disagreement {
-                step,
-                rank: own,
-                other,
-                what: "a plan, a model or a number of steps",
-                valid: "make every rank's Trainer of the same model and plan, and call step() as often on each",
-            });
-        }
+        let mesh = self.rank.mesh();
+        let of_rank = |rank: usize| &hashes[rank * HASHES..(rank + 1) * HASHES];
+        let differ = |ranks: &[usize], of: fn(&[f64]) -> String, claim: &str, over: String, valid: &str| {
+            let values: Vec<String> = ranks.iter().map(|&rank| of(of_rank(rank))).collect();
+            match Disagreement::between(claim, over, &values, ranks, valid) {
+                None => Ok(()),
+                Some(of) => Err(TrainError::Disagreement { step, of: Box::new(of) }),
+            }
+        };
+        let all: Vec<usize> = (0..mesh.world_size()).collect();
+        differ(
+            &all,
+            |sent| sent[0].to_string(),
+            "the number of steps should be the same",
+            "on all ranks".to_owned(),
+            "call step() as often on every rank, and load the same state on each",
+        )?;
         // The ranks of one dp rank are those that differ along the other axes.
         let axes: Vec<Axis> = mesh.axes().filter(|axis| !Axis::DATA.contains(axis)).collect();
-        match mesh.group(own, &axes).into_iter().find(|&other| hash(other, 2) != hash(own, 2)) {
-            None => Ok(()),
-            Some(other) => Err(TrainError::Disagreement {
-                step,
-                rank: own,
-                other,
-                what: "a batch, or a count of its terms,",
-                valid: "both are of one dp rank and train on the same samples: give each the Trainer::samples() of one global batch",
-            }),
+        for ranks in all.iter().map(|&rank| mesh.group(rank, &axes)).filter(|ranks| ranks.len() > 1) {
+            differ(
+                &ranks,
+                |sent| format!("those of hash {:08x}{:08x}", sent[1] as u32, sent[2] as u32),
+                "the samples of a dp rank, and the count of their terms, should be the same",
+                "on each of its ranks".to_owned(),
+                "give each rank the Trainer::samples() of one global batch",
+            )?;
         }
+        Ok(())
     }
 
     /// The report of a step whose loss and norm are known.
@@ -290,8 +296,8 @@ pub(super) fn hash_of_input(batch: &Batch, terms: &[u64]) -> u64 {
 /// Numbers by which a rank sends what holds its memory.
 const CATEGORIES: usize = Category::ALL.len();
 
-/// Numbers by which a rank sends its two hashes: each as two halves, which f64 holds exactly.
-const HASHES: usize = 4;
+/// Numbers by which a rank sends its steps and the hash of its input, as two halves, which f64 holds exactly.
+const HASHES: usize = 3;
 
 fn halves(hash: u64) -> [f64; 2] {
     [(hash >> 32) as f64, f64::from(hash as u32)]

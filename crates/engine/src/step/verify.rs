@@ -2,45 +2,73 @@
 
 use super::{Driver, Trainer};
 use crate::statistics::StatisticSums;
-use crate::verify::{Claims, Over, of_doubles, of_floats};
-use crate::{TrainError, Vector};
-use meshwork_core::Axis;
+use crate::{Samples, TrainError, Vector};
+use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
+use meshwork_core::hash::{combine, hash};
+use meshwork_core::{Buffer, Group};
 use meshwork_data_parallel::cuts_batch;
-use meshwork_tensor::ParamId;
+use meshwork_nn::Batch;
 use meshwork_tensor::param::StatisticId;
+use meshwork_tensor::verify::{Claims, Over, Part};
+use meshwork_tensor::{Error, ParamId};
 use std::ops::Range;
-use std::sync::Arc;
 
 impl Trainer {
-    /// Begins to note claims, if this step is verified.
-    pub(super) fn begin_claims(&mut self) {
-        let verified = self.verify.includes(self.steps_of_trainer) && self.device.has_values();
+    /// Begins to note claims, if this step is verified. In the first step of a trainer, whatever is verified, and in those that are, ranks
+    /// compare their samples. Collective over the world.
+    ///
+    /// # Errors
+    /// Two data-parallel ranks with the same samples.
+    pub(super) fn begin_claims(&mut self, batch: &Batch) -> Result<(), TrainError> {
+        let verified = self.verify.includes(self.steps_of_trainer);
+        let several = self.device.has_values() && self.rank.world().size() > 1;
+        if several && (verified || self.steps_of_trainer == 0) && self.samples == Samples::Distinct {
+            self.require_distinct(batch)?;
+        }
         self.steps_of_trainer += 1;
-        self.claims = (verified && self.rank.world().size() > 1).then(Arc::default);
+        self.claims = (verified && several).then(|| Claims::new(self.rank.clone(), self.steps_begun + 1));
+        Ok(())
     }
 
-    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over each axis.
+    /// Refuses a batch that two data-parallel ranks have.
+    fn require_distinct(&self, batch: &Batch) -> Result<(), TrainError> {
+        let model = self.plan.model();
+        // Samples that count nothing are padding.
+        let hash = match model.loss_terms(batch, 0..batch.samples())? {
+            0 => 0,
+            _ => batch.hash_of_samples(&model.fields())?,
+        };
+        let valid = "give each data-parallel rank its Trainer::samples() of the global batch; if samples repeat on purpose, set Plan::samples to \
+                     Samples::MayRepeat";
+        let mut facts = Agreement::default();
+        facts.push(Fact::hash("the samples of a step should differ", Must::Differ, hash, valid));
+        let found = facts.find(self.rank.data_group())?;
+        match agreement::first(self.rank.world(), found)? {
+            None => Ok(()),
+            Some(of) => Err(TrainError::Disagreement { step: self.steps_begun + 1, of: Box::new(of) }),
+        }
+    }
+
+    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over the world.
     ///
     /// # Errors
     /// The first claim that does not hold.
     pub(super) fn verify_claims(&mut self, statistics: &StatisticSums) -> Result<(), TrainError> {
         let Some(values) = self.claims.take() else { return Ok(()) };
         // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
-        let weights = Claims::default();
+        let weights = Claims::new(self.rank.clone(), self.steps_begun + 1);
         self.claim_parameters(&weights, &values, statistics)?;
-        // The exchange is no part of the step.
-        let records = self.rank.log().drain();
-        let step = self.steps_begun + 1;
-        for claims in [&weights, &*values] {
-            for axis in self.rank.mesh().value_axes().filter(|&axis| self.rank.mesh().degree(axis) > 1) {
-                claims.compare(self.rank.group(axis), &Over::Axis(axis), step)?;
-            }
-            for (pp_ranks, group) in self.tied_groups.iter().filter(|(_, group)| group.size() > 1) {
-                claims.compare(group, &Over::Tied(pp_ranks.clone()), step)?;
-            }
+        let tied = self.tied_groups.iter().filter(|(_, group)| group.size() > 1);
+        let tied: Vec<(String, &Group)> = tied.map(|(pp_ranks, group)| (tied_name(pp_ranks), group)).collect();
+        for claims in [weights, values] {
+            claims.compare_with(&tied).map_err(|error| match error {
+                Error::Claim { step, claim } => {
+                    let Disagreement { claim, over, found, valid, .. } = *claim;
+                    TrainError::Claim { step, claim: format!("{claim} {over}"), broken: found, valid }
+                }
+                other => other.into(),
+            })?;
         }
-        self.rank.log().drain();
-        records.into_iter().for_each(|record| self.rank.log().push(record));
         Ok(())
     }
 
@@ -53,7 +81,8 @@ impl Trainer {
             step: self.steps_begun + 1,
             claim: format!("the loss of samples {samples:?} of this rank has {terms} terms"),
             broken: format!("those of the samples one by one add up to {alone}"),
-            valid: "count in Model::loss_terms the terms of each sample, whatever samples there are beside it",
+            valid: "count in Model::loss_terms the terms of each sample, whatever samples there are beside it"
+                .to_owned(),
         })
     }
 
@@ -71,15 +100,17 @@ impl Trainer {
         ids.sort_by_key(|&id| &params.declarations().spec(id).name);
         for id in ids {
             let spec = params.declarations().spec(id);
-            let uncut =
-                |&axis: &Axis| mesh.degree(axis) > 1 && spec.placement.shards().iter().all(|(cut, _)| *cut != axis);
             let tied = self.tied.iter().find(|tied| tied.name == spec.name);
-            let tied: Vec<Over> = tied.map(|tied| Over::Tied(tied.pp_ranks.clone())).into_iter().collect();
+            let whole: Vec<Over> = weights
+                .uncut(spec)
+                .into_iter()
+                .chain(tied.map(|tied| Over::Group(tied_name(&tied.pp_ranks))))
+                .collect();
             // What ranks share out is not the same on those that cut the batch.
             let over = |vector: Vector| -> Vec<Over> {
                 let cut = self.is_cut(id, vector);
-                let same = mesh.value_axes().filter(uncut).filter(|&axis| !(cut && cuts_batch(axis)));
-                same.map(Over::Axis).chain(tied.iter().cloned()).collect()
+                let shared = |over: &&Over| cut && matches!(over, Over::Axis(axis) if cuts_batch(*axis));
+                whole.iter().filter(|over| !shared(over)).cloned().collect()
             };
             let sets = self.set_states(id)?.concat();
             if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
@@ -87,26 +118,41 @@ impl Trainer {
             }
             let states = of_floats(self.optimizer_states(id)?.concat())?;
             let mut parts = vec![
-                (over(Vector::Weights), weights, "weights", of_floats(params.read(id)?)?),
-                (over(Vector::States), weights, "optimizer states", states),
+                (over(Vector::Weights), weights, Part::Weights, of_floats(params.read(id)?)?),
+                (over(Vector::States), weights, Part::States, states),
             ];
             if !sets.is_empty() {
                 // Whole on every rank, whatever cuts the parameter.
                 let all = mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
-                parts.push((all.chain(tied.iter().cloned()).collect(), weights, "optimizer states", of_floats(sets)?));
+                let tied = whole.iter().filter(|over| matches!(over, Over::Group(_))).cloned();
+                parts.push((all.chain(tied).collect(), weights, Part::States, of_floats(sets)?));
             }
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.driver {
-                parts.push((over(Vector::Gradients), gradients, "gradient", of_floats(self.gradient(id)?)?));
+                parts.push((over(Vector::Gradients), gradients, Part::Gradient, of_floats(self.gradient(id)?)?));
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);
             let sums = statistics.iter().filter(|(of, _)| updates(of)).map(|(_, sums)| of_doubles(sums));
-            let whole = mesh.value_axes().filter(uncut).map(Over::Axis).chain(tied.iter().cloned()).collect::<Vec<_>>();
-            parts.extend(sums.map(|hash| (whole.clone(), gradients, "statistics", hash)));
-            for (over, claims, part, hash) in &parts {
-                over.iter().for_each(|over| claims.parameter(over, part, &spec.name, *hash));
+            parts.extend(sums.map(|hash| (whole.clone(), gradients, Part::Statistics, hash)));
+            for (over, claims, part, hash) in parts {
+                claims.parameter(&over, part, &spec.name, hash);
             }
         }
         Ok(())
     }
+}
+
+/// The pp ranks that share a weight, as messages name them.
+fn tied_name(pp_ranks: &[usize]) -> String {
+    format!("the pp ranks {pp_ranks:?}, which share it")
+}
+
+/// The hash of some elements of a parameter.
+fn of_floats(values: Vec<f32>) -> Result<u64, Error> {
+    Ok(hash(Buffer::from_vec(values).as_bytes()?))
+}
+
+/// The hash of the sums of a statistic.
+fn of_doubles(values: &[f64]) -> u64 {
+    values.iter().map(|value| value.to_bits()).fold(values.len() as u64, combine)
 }

@@ -4,7 +4,7 @@ use crate::generate::{self, Target};
 use crate::program::Program;
 use meshwork_core::{Axis, Mesh, tree};
 use meshwork_engine::{
-    Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, Verify, Zero, ZeroStage,
+    Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, Samples, ScheduleSpec, Verify, Zero, ZeroStage,
 };
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
@@ -155,6 +155,7 @@ fn plan(rng: &mut Rng, seed: u64) -> Option<Plan> {
         compress: Compress::default(), // what it loses has no run of one rank to be compared with
         virtual_cuts: Vec::new(),
         verify: rng.pick(&[Verify::FirstStep, Verify::Every(1)]),
+        samples: Samples::Distinct,
     };
     plan.build_schedule().is_ok().then_some(plan)
 }

@@ -5,7 +5,7 @@ use super::words::{MoeRouter, OffloadWord};
 use super::{Config, DecayName, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::offload::{Backing, Folder, Offload};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, Zero, ZeroStage};
+use meshwork_engine::{Numerics, Plan, Samples, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{Boundary, Frozen};
@@ -146,6 +146,8 @@ impl Config {
             seed: self.training.seed,
             scatter_gather: self.pipeline.scatter_gather,
             verify: self.training.verify.into(),
+            // Data reads each rank's part of the batch by the place of the rank, and a small corpus repeats.
+            samples: Samples::MayRepeat,
             zero: self.parallelism.zero(),
             offload: self.memory.offload(),
             virtual_cuts: self.compress.virtual_cuts.clone(),
