@@ -85,7 +85,7 @@ impl ParamSpec {
     pub fn local(&self, mesh: &Mesh, coords: Coords) -> LocalSlice {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
-        for dim in 0..self.dims.len() {
+        for (dim, range) in ranges.iter_mut().enumerate() {
             let cuts = || self.placement.shards().iter().filter(|&&(_, cut)| cut == dim).map(|&(axis, _)| axis);
             if cuts().next().is_none() {
                 continue;
@@ -94,7 +94,7 @@ impl ParamSpec {
             let rank = cuts().rev().fold(0, |rank, axis| rank * mesh.degree(axis) + coords.get(axis));
             let extent = self.dims[dim];
             let held = self.placement.stored(extent, ranks);
-            ranges[dim] = (rank * held).min(extent)..((rank + 1) * held).min(extent);
+            *range = (rank * held).min(extent)..((rank + 1) * held).min(extent);
             stored = stored.with(dim, held);
         }
         LocalSlice { stored, ranges }
