@@ -365,11 +365,11 @@ impl Tape {
                 valid: "it on an Invariant or Shard value: before copy or all_gather, or on samples in place of a parameter",
             });
         }
-        let gathered = |var: &&&Var| {
+        let gathered = |var: &&Var| {
             let data = |axis| var.types.get(axis) == Some(Ty::Replicate);
             matches!(var.source, Source::Node(_)) && Axis::DATA.into_iter().any(data)
         };
-        if records && self.reduction_blocks().is_some() && !op.only_moves() && inputs.iter().find(gathered).is_some() {
+        if records && self.reduction_blocks().is_some() && !op.only_moves() && inputs.iter().any(gathered) {
             return Err(Error::NotCanonical {
                 op: op.name(),
                 problem: "an operand is Replicate over the ranks with other samples, and its gradient would be a sum over samples in an order \
