@@ -9,7 +9,7 @@
 //! | a parameter | name, extents, role, initial values, group |
 //! | the activation at a cut | extents over all ranks |
 //! | an operation | extents of its result over all ranks; [numbers](meshwork_tensor::tape::Op::scalars) that it computes with |
-//! | a constant | elements: those of one rank, or the slice of them that its types say |
+//! | a constant of which ranks hold slices | elements: the slice of those of one rank |
 //! | an auxiliary loss | its coefficient |
 //!
 //! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an axis, and their sums, are each
@@ -57,16 +57,18 @@ pub(crate) fn compare(
     refuse(of_parameters(here.declarations.specs(), model.declarations.specs()))?;
     let batch = Batch::blank(&plan.model().fields(), micro.samples() * plan.mesh().data_degree());
     let Ok(alone) = Whole::of(&alone, model, 0, &batch, mode) else { return Ok(()) };
-    refuse(of_activations(&here, &alone).or_else(|| of_operations(&here, &alone)).or_else(|| of_notes(&here, &alone)))?;
-    match of_constants(&here, &alone, plan.mesh().coords(world_rank)) {
-        None => Ok(()),
-        differs => {
-            let again = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
-            // What is drawn anew each time is another on one rank, too.
-            let same = |(a, b): (&Constant, &Constant)| bytes(a) == bytes(b);
-            let drawn = !here.program.constants.iter().zip(&again.program.constants).all(same);
-            refuse(differs.filter(|_| !drawn))
-        }
+    let pairs = Pairs::of([&here.program, &alone.program]);
+    refuse(of_activations(&here, &alone).or_else(|| of_operations(&pairs)).or_else(|| of_notes(&here, &alone)))?;
+    // On all ranks or on none: a pass may draw numbers that ranks must have alike.
+    if !here.program.constants.iter().any(|constant| is_cut(plan.mesh(), constant)) {
+        return Ok(());
+    }
+    let again = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
+    let same = |(a, b): (&Constant, &Constant)| bytes(a) == bytes(b);
+    match here.program.constants.iter().zip(&again.program.constants).all(same) {
+        true => refuse(of_constants(&pairs, plan.mesh().coords(world_rank))),
+        // Drawn anew each time.
+        false => Ok(()),
     }
 }
 
@@ -120,20 +122,22 @@ fn of_activations(here: &Whole, alone: &Whole) -> Option<Differs> {
     )
 }
 
-fn of_operations(here: &Whole, alone: &Whole) -> Option<Differs> {
-    let (mesh, one) = (&here.program.mesh, &alone.program.mesh);
+fn of_operations(pairs: &Pairs<'_>) -> Option<Differs> {
+    let [here, alone] = pairs.programs;
+    let (mesh, one) = (&here.mesh, &alone.mesh);
     let cuts = |axis: &Axis| mesh.degree(*axis) > 1;
     let varies = |value: &Value| value.types.iter().any(|(axis, ty)| cuts(&axis) && ty == Ty::Varying);
     // Of each operation on the mesh: whether its result is each rank's own, or a sum of such.
     let mut own: Vec<bool> = Vec::new();
-    for op in &here.program.ops {
+    for op in &here.ops {
         let partial = |value: &Value| value.types.partial_axes().any(|axis| cuts(&axis));
         let of_own = op.makers.iter().flatten().any(|&maker| own.get(maker).copied().unwrap_or(false));
-        own.push(op.values.iter().any(|value| varies(value) || of_own && partial(value)));
+        let shares = of_own || op.name == "as_partial";
+        own.push(op.values.iter().any(|value| varies(value) || shares && partial(value)));
     }
-    for pair in Pairs::of([&here.program, &alone.program]).order {
+    for &pair in &pairs.order {
         let [Some(a), Some(b)] = pair else { continue };
-        let ops = [&here.program.ops[a], &alone.program.ops[b]];
+        let ops = [&here.ops[a], &alone.ops[b]];
         let [[value], [other]] = ops.map(|op| &op.values[..]) else { continue };
         if own[a] || varies(other) {
             continue;
@@ -177,21 +181,32 @@ fn bytes(constant: &Constant) -> Option<&[u8]> {
     constant.values.as_ref()?.as_bytes().ok()
 }
 
-fn of_constants(here: &Whole, alone: &Whole, coords: Coords) -> Option<Differs> {
-    let (mesh, programs) = (&here.program.mesh, [&here.program, &alone.program]);
+/// Whether ranks hold slices of a constant that has a place on all ranks, and no samples.
+fn is_cut(mesh: &Mesh, constant: &Constant) -> bool {
+    let own = |(axis, ty): (Axis, Ty)| match ty {
+        Ty::Shard(_) => axis.is_data(),
+        Ty::Varying | Ty::Partial => true,
+        Ty::Replicate | Ty::Invariant => false,
+    };
+    let cut = || constant.types.iter().filter(|&(axis, _)| mesh.degree(axis) > 1);
+    bytes(constant).is_some() && !cut().any(own) && cut().any(|(_, ty)| matches!(ty, Ty::Shard(_)))
+}
+
+fn of_constants(pairs: &Pairs<'_>, coords: Coords) -> Option<Differs> {
+    let programs = pairs.programs;
     let before = |side: usize, op: usize| {
         let (program, op) = (programs[side], &programs[side].ops[op]);
         let of_op = |constant: &&Constant| (constant.stage, constant.before) == (op.stage, op.number);
         program.constants.iter().filter(of_op).collect::<Vec<_>>()
     };
-    for pair in Pairs::of(programs).order {
+    for &pair in &pairs.order {
         let [Some(a), Some(b)] = pair else { continue };
         let constants = [before(0, a), before(1, b)];
         if constants[0].len() != constants[1].len() {
             continue;
         }
         for (constant, whole) in constants[0].iter().zip(&constants[1]) {
-            let Some((at, [held, meant])) = first_other(constant, whole, (mesh, coords)) else { continue };
+            let Some((at, [held, meant])) = first_other(constant, whole, (&programs[0].mesh, coords)) else { continue };
             return Some(Differs {
                 what: format!("a constant of {:?} before {}", constant.shape, programs[0].ops[a].describe()),
                 here: format!("has {held} at {at:?} of this rank's elements"),
@@ -210,19 +225,14 @@ fn first_other(
     (mesh, coords): (&Mesh, Coords),
 ) -> Option<(Vec<usize>, [String; 2])> {
     let cut: Vec<_> = constant.types.iter().filter(|&(axis, _)| mesh.degree(axis) > 1).collect();
-    let own = |&(axis, ty): &(Axis, Ty)| match ty {
-        Ty::Shard(_) => axis.is_data(),
-        Ty::Varying | Ty::Partial => true,
-        Ty::Replicate | Ty::Invariant => false,
-    };
     let (values, held, meant) = (constant.values.as_ref()?, bytes(constant)?, bytes(whole)?);
     let shape = whole_extents(mesh, constant.types, &constant.shape);
-    if cut.iter().any(own) || *shape != *whole.shape || constant.shape.count() == 0 {
+    if !is_cut(mesh, constant) || *shape != *whole.shape || constant.shape.count() == 0 {
         return None;
     }
-    // Where this rank's slice begins; dims cut over several axes are cut over the first of them first.
+    // Where this rank's slice begins: of the cuts of a dim, the slowest axis is outermost.
     let (mut start, mut extents) = (vec![0; shape.len()], shape.clone());
-    for (dim, axis) in cut.iter().filter_map(|(axis, ty)| ty.dim().map(|dim| (dim, *axis))) {
+    for (dim, axis) in cut.iter().rev().filter_map(|(axis, ty)| ty.dim().map(|dim| (dim, *axis))) {
         extents[dim] /= mesh.degree(axis);
         start[dim] += coords.get(axis) * extents[dim];
     }

@@ -9,6 +9,7 @@ use meshwork_optim::Sgd;
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Declarations, Init, ParamId, ParamSpec, Placement, Result, Role, Shape, Tape, Tensor, Var};
+use std::cell::Cell;
 use std::sync::Arc;
 
 const SEQ: usize = 6;
@@ -53,7 +54,13 @@ enum Counts {
     Dropout,
     /// The extent of what a stage sends, and receives.
     Activation,
+    /// The numbers of the heads of this rank, in a constant.
+    Places,
     // Right, though they do not look so.
+    /// Those numbers over all ranks.
+    PlacesOfAll,
+    /// A constant that is drawn anew each time.
+    Drawn,
     /// Features that the degree does not divide.
     Padded,
     /// A mean over the ranks of values of their own.
@@ -93,6 +100,7 @@ struct Part {
 
 #[derive(Debug)]
 struct Layer {
+    number: usize,
     counts: Counts,
     up: ParamId,
     down: ParamId,
@@ -130,6 +138,7 @@ impl Model for Layers {
                 params.declare(name(part), dims, placement, role, init)
             };
             Ok(Layer {
+                number,
                 counts,
                 up: declare("up", &[self.inner, WIDTH], up, Role::Weight, init)?,
                 down: declare("down", &[WIDTH, self.inner], down, Role::Weight, init)?,
@@ -163,6 +172,11 @@ impl Model for Layers {
     }
 }
 
+thread_local! {
+    /// Draws of a rank.
+    static DRAWN: Cell<usize> = const { Cell::new(0) };
+}
+
 impl Part {
     fn layer(&self, tape: &Tape, layer: &Layer, x: &Var) -> Result<Var> {
         let (mesh, counts, heads) = (tape.rank().mesh(), layer.counts, self.of.heads);
@@ -170,14 +184,15 @@ impl Part {
         let n = x.shape()[0];
         let eps = if counts == Epsilon { 1e-5 / tp as f64 } else { 1e-5 };
         let mut read = x.layer_norm(&tape.param(layer.gamma)?, None, eps)?; // [n, s, h]
-        if let Some(extra) = layer.extra {
-            let rows = tape.param(extra)?; // [rows, h]
-            read = read.mul(&rows.mean(0)?)?;
-        }
         if counts == ShortCut && tp == 1 {
             read = read.reshape(&[n, SEQ * WIDTH])?.tanh()?.reshape(&[n, SEQ, WIDTH])?;
         }
-        let inner = read.copy(Axis::Tp)?.linear(&tape.param(layer.up)?, 1)?; // [n, s, f/tp]
+        let mut entered = read.copy(Axis::Tp)?;
+        if let Some(extra) = layer.extra {
+            let rows = tape.param(extra)?; // [rows, h]
+            entered = entered.mul(&rows.mean(0)?)?;
+        }
+        let inner = entered.linear(&tape.param(layer.up)?, 1)?; // [n, s, f/tp]
         let features = inner.shape()[2];
         let held = match counts {
             Heads => heads,
@@ -200,11 +215,22 @@ impl Part {
             Stored => scored.scale(1.0 / (features * tp) as f64)?,
             _ => scored.scale(1.0 / self.of.inner as f64)?,
         };
-        if counts == Dropout {
-            scored = scored.dropout(0.25, &format!("mask of {tp}"))?;
-        } else {
-            scored = scored.dropout(0.25, &format!("mask {layer:?}"))?;
+        if let Places | PlacesOfAll | Drawn = counts {
+            let first = match counts {
+                PlacesOfAll => tape.rank().coords().get(Axis::Tp) * held,
+                Drawn => DRAWN.replace(DRAWN.get() + 1),
+                _ => 0,
+            };
+            let slopes: Vec<f32> = (0..held * width).map(|at| 1.0 / (1 + first + at / width) as f32).collect();
+            let types = Types::all(mesh, Ty::Replicate).with(Axis::Tp, Ty::Shard(0));
+            let slopes = tape.constant(Tensor::from_slice(tape.device(), &slopes, [held, width])?, types);
+            scored = scored.mul(&slopes)?;
         }
+        scored = match counts {
+            Padded | Stored => scored,
+            Dropout => scored.dropout(0.25, &format!("mask of {tp}"))?,
+            _ => scored.dropout(0.25, &format!("mask {}", layer.number))?,
+        };
         let mixed = match counts {
             // As many operations as heads, of which all but the first change nothing.
             Loop => (0..held).try_fold(scored, |x, _| x.relu())?.softmax()?,
@@ -299,26 +325,31 @@ const MESHES: [&str; 6] = ["tp=2", "tp=4", "tp=3", "tp=2,pp=2", "dp=2,tp=2", "dp
 #[test]
 fn what_is_counted_on_one_rank_is_refused() {
     let cut = [
-        (Heads, "the result of reshape (layer.0.up; operation"),
-        (Factor, "factor of scale (after layer.0.up; operation"),
-        (Function, "f(1) of scores (after layer.0.up; operation"),
-        (Mean, "factor of scale (after layer.0.up; operation"),
+        (Heads, "the result of reshape (after layer.0; operation"),
+        (Factor, "factor of scale (after layer.0; operation"),
+        (Function, "f(1) of scores (after layer.0; operation"),
+        (Mean, "factor of scale (after layer.0; operation"),
         (
             Rows,
-            "parameter layer.0.scales has extents [2, 4] on tp=2 and [1, 4] on one rank: declare the whole parameter",
+            "parameter layer.0.scales has extents [2, 4] on tp=2,dp=1,pp=1 and [1, 4] on one rank: declare the whole parameter",
         ),
-        (Table, "parameter layer.0.table has extents [8, 4] on tp=2 and [7, 4] on one rank"),
+        (Table, "parameter layer.0.table has extents [8, 4] on tp=2,dp=1,pp=1 and [7, 4] on one rank"),
         (Initial, "parameter layer.0.up is Weight, Normal { std: "),
-        (Names, "parameter layer.0.of_2_ranks is declared on tp=2 and is not on one rank"),
+        (Names, "parameter layer.0.of_2_ranks is declared on tp=2,dp=1,pp=1 and is not on one rank"),
         (Auxiliary, "the coefficient of the auxiliary loss size is "),
-        (Epsilon, "eps of layer_norm (layer.0; operation 0 of stage 0) is 0.000005 on tp=2 and 0.00001 on one rank"),
-        (Dropout, "key word 0 of dropout (after layer.0.up; operation"),
+        (
+            Epsilon,
+            "eps of layer_norm (layer.0; operation 0 of stage 0) is 0.000005 on tp=2,dp=1,pp=1 and 0.00001 on one rank",
+        ),
+        (Places, "a constant of [6, 12] before mul (after layer.0)"),
+        (Dropout, "key word 0 of dropout (after layer.0; operation"),
     ];
     for (counts, says) in cut {
         let error = refused(Layers::new(counts), "tp=2");
         assert!(error.contains(says), "{counts:?}: {error}");
         for mesh in MESHES {
-            assert!(refused(Layers::new(counts), mesh).contains(" on one rank: "), "{counts:?} on {mesh}");
+            let error = refused(Layers::new(counts), mesh);
+            assert!(error.contains(" on one rank: "), "{counts:?} on {mesh}: {error}");
         }
     }
 }
@@ -328,7 +359,7 @@ fn what_is_counted_on_one_rank_is_refused() {
 fn what_ranks_store_is_no_extent() {
     for mesh in ["tp=4", "tp=3", "tp=4,pp=2"] {
         let error = refused(Layers::new(Stored), mesh);
-        assert!(error.contains("factor of scale (after layer.0.up; operation"), "{error}");
+        assert!(error.contains("factor of scale (after layer.0; operation"), "{error}");
         assert!(error.contains("and 0.1 on one rank: compute it from extents over all ranks"), "{error}");
     }
     let one = trained(Layers::new(Padded), &plan("dp=1")).unwrap();
@@ -352,8 +383,8 @@ fn every_rank_names_a_fault_of_a_later_stage() {
         let error = Trainer::new(model.clone(), &plan, alone, Cpu::device()).err().unwrap().to_string();
         assert_eq!(
             error,
-            "the result of reshape (after layer.1.up; operation 3 of stage 1) has extents [4, 6, 24, 6] over all ranks ([4, 6, 12, 6] on \
-             this one, Shard(2) on tp) on pp=2,tp=2 and [4, 6, 12, 12] on one rank: an extent that this rank has stands for one over all \
+            "the result of reshape (after layer.1; operation 3 of stage 1) has extents [4, 6, 24, 6] over all ranks ([4, 6, 12, 6] on \
+             this one, Shard(2) on tp) on tp=2,dp=1,pp=2 and [4, 6, 12, 12] on one rank: an extent that this rank has stands for one over all \
              ranks, or one over all ranks for this rank's; count what is cut from the shape of the value, or divide the extent over all \
              ranks by the degree of the axis (a model that is meant to depend on its mesh is run with Verify::Off)"
         );
@@ -375,7 +406,7 @@ fn an_activation_counts_what_all_ranks_have() {
 fn samples_and_experts_are_counted_over_the_ranks_that_share_them() {
     for mesh in ["dp=2", "dp=4", "dp=2,tp=2", "dp=2,pp=2", "dp=2,ep=2"] {
         let error = refused(Layers::new(Samples), mesh);
-        assert!(error.contains("factor of scale (after layer.0.up; operation"), "{mesh}: {error}");
+        assert!(error.contains("factor of scale (after layer.0; operation"), "{mesh}: {error}");
     }
     for mesh in ["dp=2,ep=2", "dp=4,ep=4", "dp=2,ep=2,tp=2"] {
         let error = refused(Layers::new(Experts), mesh);
@@ -387,21 +418,18 @@ fn samples_and_experts_are_counted_over_the_ranks_that_share_them() {
 #[test]
 fn a_rank_names_what_it_alone_counts_wrongly() {
     let error = refused(Layers::new(HeadsOfRank1), "tp=2");
-    assert!(
-        error.contains("rank 1") && error.contains("the result of reshape (after layer.0.up; operation 3"),
-        "{error}"
-    );
+    assert!(error.contains("rank 1") && error.contains("the result of reshape (after layer.0; operation 3"), "{error}");
 }
 
 /// Programs that run other operations on other meshes, or have values of each rank's own, are no other programs.
 #[test]
 fn right_programs_are_trained() {
-    for counts in [Right, Loop, ShortCut, OfRanks] {
+    for counts in [Right, Loop, PlacesOfAll, Drawn, ShortCut, OfRanks] {
         let one = trained(Layers::new(counts), &plan("dp=1")).unwrap();
         for mesh in MESHES {
             let found = trained(Layers::new(counts), &plan(mesh)).unwrap_or_else(|error| panic!("{counts:?}: {error}"));
-            // The other two mean something else on each mesh.
-            if matches!(counts, Right | Loop) {
+            // The others mean something else on each mesh.
+            if matches!(counts, Right | Loop | PlacesOfAll) {
                 assert_alike(&format!("{counts:?} on {mesh}"), &found, &one);
             }
         }
