@@ -182,7 +182,14 @@ impl Op for GroupedAttention {
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {
-        self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key))
+        let mut scalars = self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key));
+        if let Some(Rotary { theta, scaling }) = self.shape.rotary {
+            scalars.push(("theta", theta));
+            let scaling =
+                scaling.map(|scaling| [("factor", scaling.factor), ("positions", scaling.original_positions as f64)]);
+            scalars.extend(scaling.into_iter().flatten());
+        }
+        scalars
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
