@@ -6,7 +6,7 @@ use meshwork_nn::{Activation, Batch, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
 use meshwork_tensor::verify::Claims;
 use meshwork_tensor::{Device, Var};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -64,6 +64,8 @@ pub struct Pass {
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
     /// ..]`, each row as long as the global batch.
     pub numbers: RefCell<Buffer>,
+    /// Whether a layer said that samples depend on each other by design.
+    pub mixes_samples: Cell<bool>,
     /// How rows are compressed that layers exchange.
     pub rows: RowSchemes,
     /// Samples of the global batch.
@@ -123,6 +125,7 @@ impl Pass {
 
     /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of no step.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
+        self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         if self.purpose == Purpose::Predict {
             return Ok(());
         }

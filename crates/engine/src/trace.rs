@@ -227,6 +227,17 @@ impl Whole {
     }
 }
 
+/// Whether the model takes a micro-batch like `batch`: one whose operations count their samples by a number of their own takes no other.
+pub fn takes(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> bool {
+    let run = || {
+        let LocalModel { declarations, stages } = plan.whole_model()?;
+        let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch, Recompute::None)?;
+        stages.iter().try_for_each(|(number, segments)| forward.stage(*number, segments, |_, _, _| Ok(())))
+    };
+    let ran: Result<(), TrainError> = run();
+    ran.is_ok()
+}
+
 /// A walk over the tape of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Walk {

@@ -168,6 +168,9 @@ impl Var {
 
     fn convert(&self, name: &'static str, axes: Axes, from: Ty, to: Ty, forward: Move, backward: Move) -> Result<Var> {
         let (axes, rank, types) = (self.on_mesh(axes), self.tape().rank(), self.types());
+        if forward == Move::Gather(0) && axes.iter().any(|axis| axis.is_data()) {
+            self.tape().mixes_samples();
+        }
         let zeros = match forward {
             // What is left of the cuts keeps the padding.
             Move::Gather(dim) if types.cuts(dim).all(|axis| axes.contains(&axis)) => {

@@ -250,6 +250,14 @@ impl Meter {
         self.flops.iter().map(|flops| flops.load(Ordering::Relaxed)).sum()
     }
 
+    /// Leaves the floating point operations of `run` out of the count: those of a check beside the work.
+    pub fn uncounted<T>(&self, run: impl FnOnce() -> T) -> T {
+        let before = self.flops.each_ref().map(|flops| flops.load(Ordering::Relaxed));
+        let done = run();
+        self.flops.iter().zip(before).for_each(|(flops, before)| flops.store(before, Ordering::Relaxed));
+        done
+    }
+
     /// Makes new buffers belong to `category` while the result lives. Without one they are [`Category::Other`].
     pub fn enter(&self, category: Category) -> CategoryScope<'_> {
         self.accounts.enter(category)

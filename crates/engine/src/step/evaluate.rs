@@ -11,7 +11,7 @@ use crate::transport::PipeTransport;
 use crate::{Compress, TrainError};
 use meshwork_core::Axis;
 use meshwork_nn::Batch;
-use meshwork_pipeline::run;
+use meshwork_pipeline::{Schedule, forward_only_replicated, lower, run};
 use meshwork_tensor::Error;
 use meshwork_tensor::param::host_floats;
 use std::cell::RefCell;
@@ -63,7 +63,7 @@ impl Trainer {
             samples += self.global_batch_size;
             let mut pass = self.pass(Purpose::Evaluate, &batch)?;
             pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
-            self.forward_only(&pass, cuts)?;
+            self.forward_only(&pass, cuts, self.micros)?;
             let totals = self.totals(self.start_sums(pass.numbers.into_inner(), 1)?)?;
             loss += totals.loss;
             metrics.iter_mut().zip(totals.metrics).for_each(|(sum, total)| *sum += total);
@@ -106,7 +106,7 @@ impl Trainer {
         pass.micro_batch = batch.samples();
         pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
         pass.activations = self.plan.activations(batch)?.into();
-        self.forward_only(&pass, cuts)?;
+        self.forward_only(&pass, cuts, 1)?;
         let mut values = vec![0f32; columns];
         if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
             let width = output.shape().last().copied().unwrap_or(1);
@@ -136,13 +136,21 @@ impl Trainer {
         }
     }
 
-    /// Runs all micro-batches of a pass that does not train.
-    fn forward_only(&mut self, pass: &Pass, cuts: AtCuts) -> Result<(), TrainError> {
-        let schedule = if pass.purpose == Purpose::Predict { &self.prediction } else { &self.evaluation };
+    /// Runs the first `micros` micro-batches of a pass that does not train.
+    pub(super) fn forward_only(&mut self, pass: &Pass, cuts: AtCuts, micros: usize) -> Result<(), TrainError> {
+        let other;
+        let schedule = match micros {
+            1 => &self.prediction,
+            _ if micros == self.micros => &self.evaluation,
+            _ => {
+                let Schedule { placement, replicas, .. } = self.evaluation.schedule();
+                other = lower(&forward_only_replicated(placement, replicas, micros))?;
+                &other
+            }
+        };
         let pp_rank = self.rank.coords().get(Axis::Pp);
         let (device, activations) = (self.device.clone(), pass.activations.clone());
         let in_flight = schedule.report().in_flight;
-        let micros = if pass.purpose == Purpose::Predict { 1 } else { self.micros };
         let clock = Clock::beside(pass.purpose, pass.position.step, micros);
         let compress = self.compress_in(cuts);
         let gathers = compress.weights != NOTHING && compress.includes(pass.position.step);

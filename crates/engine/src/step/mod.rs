@@ -17,6 +17,7 @@ mod driver;
 mod evaluate;
 mod finite;
 mod pending;
+mod samples;
 mod state;
 mod synchronous;
 mod verify;
@@ -486,6 +487,7 @@ impl Trainer {
         let _entered = self.enter("step");
         slow_build::warn(&*self.device);
         self.require_batch(batch)?;
+        self.require_samples_apart(batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
         self.gathers.iter().for_each(|gathers| gathers.begin_step());
         let terms = self.count_terms(batch)?;
@@ -585,6 +587,7 @@ impl Trainer {
             saved: self.saved.clone(),
             metrics: self.metrics.clone(),
             numbers: RefCell::new(self.numbers(purpose)?),
+            mixes_samples: Cell::new(false),
             rows: self.compress.rows_in(self.steps_begun),
             global_batch_size: self.global_batch_size,
             watch: self.watch.clone(),

@@ -65,7 +65,7 @@ fn activations_of_samples_that_come_again_are_sent_as_differences() {
         };
         let wanted = run(&tower(4), &on("pp=4", compress, &[]), false);
         let lossy = Lossy::model(tower(4), &[1; 4], compress, Plan::default().seed);
-        assert_same(forward, &wanted, &run(&lossy, &on("dp=1", Compress::default(), &[]), false));
+        assert_same(forward, &wanted, &run(&lossy, &simulating(on("dp=1", Compress::default(), &[])), false));
         for (mesh, opaque) in [("dp=1", false), ("pp=2", false), ("dp=1", true)] {
             let got = run(&tower(4), &on(mesh, compress, &[1, 2, 3]), opaque);
             assert!(got.1 == wanted.1, "{forward} on {mesh}: states");

@@ -55,6 +55,7 @@ impl Var {
             });
         }
         let groups = batches("batch_norm", self.shape())?;
+        self.tape().mixes_samples();
         let beta = beta.into();
         let op = self.by_its_own("batch_norm", groups, None, (gamma, beta), eps)?;
         let [mean, variance] = op.moments.clone();

@@ -41,6 +41,7 @@ pub struct StatisticNote {
 pub(super) struct Kept {
     per_sample: Vec<(&'static str, Option<f64>, Tensor, Types, Source)>,
     statistics: Vec<StatisticNote>,
+    mixes_samples: bool,
 }
 
 /// All notes of a tape.
@@ -50,6 +51,8 @@ pub struct Notes {
     pub per_sample: Vec<PerSample>,
     /// Notes of statistics.
     pub statistics: Vec<StatisticNote>,
+    /// Whether numbers of a sample [depend on others](Tape::mixes_samples) by design.
+    pub mixes_samples: bool,
 }
 
 impl Tape {
@@ -201,13 +204,20 @@ impl Tape {
         })
     }
 
+    /// Says that what this tape computes of a sample depends on the samples beside it by design: a contrastive loss, statistics of the batch.
+    /// A trainer holds the losses of a micro-batch against those of its samples one by one, unless a layer says so. Operations of
+    /// meshwork that do so ([`Var::batch_norm`], samples gathered over a data axis) say it themselves.
+    pub fn mixes_samples(&self) {
+        self.inner.notes.borrow_mut().mixes_samples = true;
+    }
+
     /// Takes all notes from the tape.
     pub fn take_notes(&self) -> Notes {
-        let Kept { per_sample, statistics } = self.inner.notes.take();
+        let Kept { per_sample, statistics, mixes_samples } = self.inner.notes.take();
         let with_tape = |(name, coefficient, tensor, types, source)| {
             let value = self.value(tensor, types, source);
             PerSample { name, value, coefficient }
         };
-        Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics }
+        Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics, mixes_samples }
     }
 }
