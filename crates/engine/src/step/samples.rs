@@ -66,7 +66,8 @@ impl Trainer {
                     ),
                     broken: format!("it is {:?} in one of its own", alone[sample]),
                     valid: "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or \
-                            say by Tape::mixes_samples that samples depend on each other by design",
+                            say by Tape::mixes_samples that samples depend on each other by design"
+                .to_owned(),
                 });
             }
         }
