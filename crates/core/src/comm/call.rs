@@ -181,7 +181,7 @@ pub struct Call {
     /// The buffer that is written.
     pub output: Option<Buffer>,
     /// What the operation is part of: for messages, and for comparing ranks.
-    pub caller: Option<Caller>,
+    pub caller: Option<Arc<Caller>>,
 }
 
 impl Call {
@@ -332,7 +332,7 @@ pub struct OpInfo {
     /// The fingerprint of a message.
     pub signature: Option<u64>,
     /// What it is part of.
-    pub caller: Option<Caller>,
+    pub caller: Option<Arc<Caller>>,
 }
 
 impl OpInfo {

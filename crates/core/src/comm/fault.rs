@@ -288,8 +288,9 @@ impl Fault {
                 if callers.windows(2).all(|pair| pair[0] == pair[1]) {
                     return self.kind.to_string();
                 }
-                let word =
-                    |caller: &Option<Caller>| caller.as_ref().map_or("no named call".to_owned(), Caller::to_string);
+                let word = |caller: &Option<Arc<Caller>>| {
+                    caller.as_ref().map_or("no named call".to_owned(), |caller| caller.to_string())
+                };
                 let at = cycle.iter().zip(&callers).map(|(rank, caller)| format!("rank {rank} is in {}", word(caller)));
                 format!("{}; {}{SAME_CALLS}", self.kind, at.collect::<Vec<_>>().join(", "))
             }

@@ -88,7 +88,7 @@ impl Group {
     pub(crate) fn split_as(&self, call: &str, name: &str, members: &[usize]) -> Result<Group, CommError> {
         let part = Group::new(self.comm.split(name, members)?, self.log.clone());
         if self.size() > 1 {
-            let caller = Some(Caller { name: call.into(), about: Some(name.into()) });
+            let caller = Some(Arc::new(Caller { name: call.into(), about: Some(name.into()) }));
             self.comm.start(Call { caller, ..Call::new(Op::Barrier, None, None) })?.wait()?;
         }
         Ok(part)

@@ -45,7 +45,7 @@ pub struct CommLog(Arc<Mutex<Log>>);
 struct Log {
     records: Vec<Record>,
     /// The calls that the rank is in, the innermost last.
-    callers: Vec<Caller>,
+    callers: Vec<Arc<Caller>>,
     /// Objects that were numbered, by kind.
     numbers: BTreeMap<&'static str, usize>,
 }
@@ -60,7 +60,7 @@ impl CommLog {
     /// carries this name, or that of a call within. Faults print it, and the [threads](super::thread)' communicator refuses ranks that meet
     /// in a collective of different calls.
     pub fn enter(&self, caller: impl Into<Caller>) -> Entered {
-        self.log().callers.push(caller.into());
+        self.log().callers.push(Arc::new(caller.into()));
         Entered(self.clone())
     }
 
@@ -71,7 +71,7 @@ impl CommLog {
     }
 
     /// The innermost call that the rank is in.
-    pub fn caller(&self) -> Option<Caller> {
+    pub fn caller(&self) -> Option<Arc<Caller>> {
         self.log().callers.last().cloned()
     }
 
