@@ -348,7 +348,13 @@ fn weights_that_have_drifted_apart_are_named() {
             "step 3: the {named} of w should be the same over dp, and the bits of rank 2 differ from those of the others;"
         );
         assert!(of_four.iter().all(|error| error.starts_with(&one)) && !of_four.is_empty(), "{of_four:?}");
-        assert!(run(&plan("dp=2,tp=2", Verify::FirstStep), right, 3, drift(part)).is_empty(), "only the first step is");
+        let loaded = run(&plan("dp=2,tp=2", Verify::FirstStep), right, 3, drift(part));
+        assert!(!loaded.is_empty(), "the step after a load is verified");
+        assert!(
+            loaded.iter().all(|error| error.starts_with(&format!("step 3: the {named} of w should"))),
+            "{loaded:?}"
+        );
+        assert!(run(&plan("dp=2,tp=2", Verify::Off), right, 3, drift(part)).is_empty(), "unnoticed without");
     }
 }
 

@@ -140,7 +140,9 @@ impl Trainer {
         self.codec.borrow_mut().end_step()?;
         self.verify_claims(&StatisticSums::new())?;
         self.steps_begun += 1;
-        let (step, numbers) = (self.steps_begun, Some(pass.numbers.into_inner()));
+        let mut numbers = pass.numbers.into_inner();
+        self.tell_loads(&mut numbers)?;
+        let (step, numbers) = (self.steps_begun, Some(numbers));
         let (batch, terms) = (hash_of_input(batch, terms), terms.iter().sum());
         let (records, statistics) = (self.rank.log().drain(), StatisticSums::new());
         self.pending.push_back(PendingStep {
@@ -201,6 +203,7 @@ impl Trainer {
                 self.pending.pop_front()
         {
             let measured = self.measure(sums, terms, loss_scale)?;
+            self.verify_loads(step, measured.loaded)?;
             if let Some((what, value)) = measured.not_finite() {
                 return Err(TrainError::Diverged { step, what, value });
             }

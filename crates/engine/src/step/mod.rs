@@ -16,6 +16,7 @@ mod asynchronous;
 mod driver;
 mod evaluate;
 mod finite;
+mod loads;
 mod pending;
 mod samples;
 mod state;
@@ -55,6 +56,7 @@ use crate::{
 };
 use asynchronous::Asynchronous;
 use driver::Driver;
+use loads::Loads;
 use meshwork_core::comm::Entered;
 use meshwork_core::{Axis, DType, Group, Rank, Record, ReduceOp, ReductionOrder, tree};
 use meshwork_data_parallel::Parking;
@@ -120,6 +122,7 @@ pub struct Trainer {
     claims: Option<Claims>,
     /// Steps that this trainer has begun, whatever their numbers.
     steps_of_trainer: u64,
+    loads: Loads,
     /// What is offloaded.
     disk: Option<Rc<Disk>>,
     /// What it had moved, and how long this rank had waited for it, at the last report.
@@ -337,6 +340,7 @@ impl Trainer {
             samples: plan.samples,
             claims: None,
             steps_of_trainer: 0,
+            loads: Loads::default(),
             moved: Cell::new((disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic()), Duration::ZERO)),
             disk,
             rank,
@@ -518,8 +522,15 @@ impl Trainer {
         let stats = self.start_stats(&records, &statistics, stop(), hash_of_input(batch, terms))?;
         let loss_scale = self.scaler.scale(self.steps_begun - 1);
         self.scaler.pass_over(self.steps_begun);
-        let nothing =
-            Measured { loss: f64::NAN, grad_norm: 0.0, metrics: Vec::new(), loss_scale, terms: 0, skipped: true };
+        let nothing = Measured {
+            loss: f64::NAN,
+            grad_norm: 0.0,
+            metrics: Vec::new(),
+            loss_scale,
+            terms: 0,
+            skipped: true,
+            loaded: false,
+        };
         reports.push(self.report(self.steps_begun, nothing, stats, records)?);
         Ok(reports)
     }

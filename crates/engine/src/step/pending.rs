@@ -1,6 +1,7 @@
 //! The sums over the world that give a step's loss, metrics and norm, and the report of the step.
 //!
-//! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm]`,
+//! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm | ranks that
+//! loaded something]`,
 //! which is summed over the world and downloaded once, whatever the number of micro-batches and layers.
 
 use super::{Offloaded, StepReport, Trainer};
@@ -58,6 +59,8 @@ pub(super) struct Totals {
     pub(super) metrics: Vec<f64>,
     /// Mean squared norm over the updates.
     pub(super) norm_squared: f64,
+    /// Whether a rank has loaded something since the step before.
+    pub(super) loaded: bool,
 }
 
 /// The loss and the gradient norm of a step, not checked.
@@ -70,6 +73,8 @@ pub(super) struct Measured {
     pub(super) terms: u64,
     /// Whether the step changes no weight.
     pub(super) skipped: bool,
+    /// Whether a rank has loaded something since the step before.
+    pub(super) loaded: bool,
 }
 
 impl Measured {
@@ -99,8 +104,13 @@ fn norm_squared(numbers: &[f64]) -> f64 {
 impl Trainer {
     /// Memory for the numbers of a pass, all zero, with room for the sums of the squared norm if it trains.
     pub(super) fn numbers(&self, purpose: Purpose) -> Result<Buffer, TrainError> {
-        let slots = if purpose == Purpose::Train { self.weights.borrow().norm_slots() } else { 0 };
-        Ok(self.device.zeros(DType::F64, self.norms_at() + slots)?)
+        let count = if purpose == Purpose::Train { self.loads_at() + 1 } else { self.norms_at() };
+        Ok(self.device.zeros(DType::F64, count)?)
+    }
+
+    /// Where in the numbers of a step ranks say that they loaded something.
+    pub(super) fn loads_at(&self) -> usize {
+        self.norms_at() + self.weights.borrow().norm_slots()
     }
 
     /// Where in the numbers of a pass the sums of the squared norm begin.
@@ -122,10 +132,12 @@ impl Trainer {
         let samples = self.global_batch_size;
         let (per_sample, norms) = all.split_at(self.norms_at());
         let (losses, metrics) = per_sample.split_at(samples);
+        let (loaded, norms) = norms.split_last().map_or((0.0, norms), |(&loaded, norms)| (loaded, norms));
         Ok(Totals {
             loss: sum(losses),
             metrics: metrics.chunks(samples).map(sum).collect(),
             norm_squared: norm_squared(norms) / sums.updates.max(1) as f64,
+            loaded: loaded > 0.0,
         })
     }
 
@@ -140,7 +152,7 @@ impl Trainer {
 
     /// Waits for the sums of a step whose loss has `terms` terms, and whose gradients are `loss_scale` times too large.
     pub(super) fn measure(&self, sums: Sums, terms: u64, loss_scale: f64) -> Result<Measured, TrainError> {
-        let Totals { loss, metrics, norm_squared } = self.totals(sums)?;
+        let Totals { loss, metrics, norm_squared, loaded } = self.totals(sums)?;
         let metrics = self.means(&metrics, self.global_batch_size, terms);
         Ok(Measured {
             loss: loss / terms as f64,
@@ -149,6 +161,7 @@ impl Trainer {
             loss_scale,
             terms,
             skipped: false,
+            loaded,
         })
     }
 
@@ -249,7 +262,7 @@ impl Trainer {
     pub(super) fn report(
         &self,
         step: u64,
-        Measured { loss, grad_norm, metrics, loss_scale, terms, skipped }: Measured,
+        Measured { loss, grad_norm, metrics, loss_scale, terms, skipped, .. }: Measured,
         stats: StepStats,
         records: Vec<Record>,
     ) -> Result<StepReport, TrainError> {

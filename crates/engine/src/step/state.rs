@@ -1,9 +1,11 @@
 //! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
+use super::loads::of_values;
 use crate::TrainError;
 use crate::lossy_sum::{SumState, of_replica};
 use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, loss_scale, vectors};
+use meshwork_core::hash::combine;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
@@ -17,7 +19,8 @@ impl Trainer {
     /// only the slice that it holds, which is empty if the parameter is on other stages. Optimizer states stay as they
     /// are.
     ///
-    /// Not collective, but ranks that hold the same elements must be given the same values.
+    /// Not collective, but every rank that holds a part of the parameter must be given the same values: the next step verifies
+    /// it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
@@ -28,6 +31,7 @@ impl Trainer {
             return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
         }
         self.require_complete()?;
+        self.loads.note(Some(name), of_values(whole));
         let weights = self.weights.get_mut();
         let Some(id) = weights.params().declarations().find(name) else { return Ok(()) };
         let local = spec.local(self.rank.mesh(), self.rank.coords());
@@ -40,7 +44,8 @@ impl Trainer {
     /// here, as they are stored, padding zero. This is how a run starts from a model of elsewhere; optimizer states and counters stay
     /// as they are.
     ///
-    /// Not collective, but ranks that hold the same elements must be given the same values.
+    /// Not collective, but every rank calls it, and those that hold the same elements must be given the same values: the next step
+    /// verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     ///
     /// # Errors
     /// Weights that cannot be read, of another number, or not finite; while steps are under way.
@@ -49,6 +54,7 @@ impl Trainer {
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
     ) -> Result<(), TrainError> {
         self.require_complete()?;
+        self.loads.note(None, 1);
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
         let refuse = |name: &str, problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let weights = self.weights.get_mut();
@@ -159,13 +165,15 @@ impl Trainer {
     }
 
     /// Continues from the state of another run of the same model and update rule. That run may have had any mesh,
-    /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state.
+    /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state, which the next step
+    /// verifies, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     ///
     /// # Errors
     /// While steps are under way; state that is missing, does not fit or is not finite, after which this trainer cannot be used any
     /// more.
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
+        self.loads.note(None, combine(source.step(), source.updates()));
         let weights = self.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());

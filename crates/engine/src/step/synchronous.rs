@@ -104,6 +104,7 @@ impl Trainer {
         let statistics = self.sum_statistics()?;
         self.verify_claims(&statistics)?;
         self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
+        self.tell_loads(&mut numbers)?;
         let sums = self.start_sums(numbers, 1)?;
         let (hash, lr) = (hash_of_input(batch, terms), self.weights.get_mut().lr(step));
         let (terms, loss_scale) = (terms.iter().sum(), pass.loss_scale);
@@ -193,6 +194,7 @@ impl Trainer {
     /// skipped. Any other value that is not finite is refused.
     fn measured(&mut self, sums: Sums, terms: u64, loss_scale: f64, step: u64) -> Result<Measured, TrainError> {
         let measured = self.measure(sums, terms, loss_scale)?;
+        self.verify_loads(step, measured.loaded)?;
         let overflowed = measured.loss.is_finite() && !measured.grad_norm.is_finite();
         match self.scaler.skips(step, loss_scale, overflowed) {
             true => Ok(Measured { skipped: true, ..measured }),

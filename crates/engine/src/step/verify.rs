@@ -58,9 +58,18 @@ impl Trainer {
         // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
         let weights = Claims::new(self.rank.clone(), self.steps_begun + 1);
         self.claim_parameters(&weights, &values, statistics)?;
+        self.loads.forget();
+        self.compare_claims([weights, values])
+    }
+
+    /// Compares claims with those of the other ranks, in this order. Collective over the world.
+    ///
+    /// # Errors
+    /// The first claim that does not hold.
+    pub(super) fn compare_claims(&self, all: impl IntoIterator<Item = Claims>) -> Result<(), TrainError> {
         let tied = self.tied_groups.iter().filter(|(_, group)| group.size() > 1);
         let tied: Vec<(String, &Group)> = tied.map(|(pp_ranks, group)| (tied_name(pp_ranks), group)).collect();
-        for claims in [weights, values] {
+        for claims in all {
             claims.compare_with(&tied).map_err(|error| match error {
                 Error::Claim { step, claim } => {
                     let Disagreement { claim, over, found, valid, .. } = *claim;
@@ -86,8 +95,9 @@ impl Trainer {
         })
     }
 
-    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums that update buffers.
-    fn claim_parameters(
+    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums that update buffers; and
+    /// that the same was loaded of a parameter wherever some of it is.
+    pub(super) fn claim_parameters(
         &self,
         weights: &Claims,
         gradients: &Claims,
@@ -113,7 +123,17 @@ impl Trainer {
                 whole.iter().filter(|over| !shared(over)).cloned().collect()
             };
             let sets = self.set_states(id)?.concat();
+            let axes = || mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
+            let groups = || whole.iter().filter(|over| matches!(over, Over::Group(_))).cloned();
+            let claim_loads = || {
+                for over in axes().chain(groups()) {
+                    let claim = format!("what was loaded of {} should be the same", spec.name);
+                    let valid = "load the same on every rank that holds a part of it";
+                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.of(&spec.name), valid));
+                }
+            };
             if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
+                claim_loads();
                 continue;
             }
             let states = of_floats(self.optimizer_states(id)?.concat())?;
@@ -123,9 +143,7 @@ impl Trainer {
             ];
             if !sets.is_empty() {
                 // Whole on every rank, whatever cuts the parameter.
-                let all = mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
-                let tied = whole.iter().filter(|over| matches!(over, Over::Group(_))).cloned();
-                parts.push((all.chain(tied).collect(), weights, Part::States, of_floats(sets)?));
+                parts.push((axes().chain(groups()).collect(), weights, Part::States, of_floats(sets)?));
             }
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.driver {
@@ -137,6 +155,7 @@ impl Trainer {
             for (over, claims, part, hash) in parts {
                 claims.parameter(&over, part, &spec.name, hash);
             }
+            claim_loads();
         }
         Ok(())
     }
