@@ -81,7 +81,8 @@ impl ParamSpec {
     }
 
     /// The slice that the rank at `coords` holds. A dim that the degree does not divide is padded at its end: every rank
-    /// stores ⌈extent / degree⌉, and the last ones hold fewer elements than they store. Of axes that cut one dim the slowest cuts outermost.
+    /// stores ⌈extent / degree⌉, or the [multiple](Placement::each_in_multiples_of) that the placement asks for, and the last ones hold fewer elements than
+    /// they store. One rank alone may store padding too. Of axes that cut one dim the slowest cuts outermost.
     pub fn local(&self, mesh: &Mesh, coords: Coords) -> LocalSlice {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
