@@ -2,7 +2,7 @@
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
-use meshwork_engine::{Decoder, Plan, ScheduleSpec, Trainer, Verify};
+use meshwork_engine::{Decoder, Plan, ScheduleSpec, Trainer, Verify, one_rank};
 use meshwork_nn::model::{Metric, Per};
 use meshwork_nn::{Batch, Field, Model, Stage, StageSpec, sample_types};
 use meshwork_optim::Sgd;
@@ -172,6 +172,12 @@ impl Model for Layers {
     }
 }
 
+/// The types of what every sample meets alike.
+fn of_all_samples(mesh: &Mesh) -> Types {
+    let alike = |types: Types, axis| types.with(axis, Ty::Replicate);
+    Axis::DATA.into_iter().filter(|&axis| mesh.has(axis)).fold(sample_types(mesh), alike)
+}
+
 thread_local! {
     /// Draws of a rank.
     static DRAWN: Cell<usize> = const { Cell::new(0) };
@@ -182,29 +188,26 @@ impl Part {
         let (mesh, counts, heads) = (tape.rank().mesh(), layer.counts, self.of.heads);
         let tp = mesh.degree(Axis::Tp);
         let n = x.shape()[0];
+        let flat = self.of.inner % heads > 0; // no heads
         let eps = if counts == Epsilon { 1e-5 / tp as f64 } else { 1e-5 };
         let mut read = x.layer_norm(&tape.param(layer.gamma)?, None, eps)?; // [n, s, h]
         if counts == ShortCut && tp == 1 {
             read = read.reshape(&[n, SEQ * WIDTH])?.tanh()?.reshape(&[n, SEQ, WIDTH])?;
         }
-        let mut entered = read.copy(Axis::Tp)?;
         if let Some(extra) = layer.extra {
-            let rows = tape.param(extra)?; // [rows, h]
-            entered = entered.mul(&rows.mean(0)?)?;
+            let scores = read.linear(&tape.param(extra)?, 1)?; // [n, s, rows]
+            tape.add_loss("size", 0.25, &size(tape, &scores.mean(2)?)?)?;
         }
-        let inner = entered.linear(&tape.param(layer.up)?, 1)?; // [n, s, f/tp]
+        let inner = read.copy(Axis::Tp)?.linear(&tape.param(layer.up)?, 1)?; // [n, s, f/tp]
         let features = inner.shape()[2];
         let held = match counts {
             Heads => heads,
             HeadsOfRank1 if tape.rank().coords().get(Axis::Tp) == 1 => heads,
-            Padded | Stored => 1,
+            _ if flat => 1,
             _ => heads / tp,
         };
         let width = features / held; // of a head
-        let scored = match counts {
-            Padded | Stored => inner,
-            _ => inner.reshape(&[n, SEQ, held, width])?,
-        };
+        let scored = if flat { inner } else { inner.reshape(&[n, SEQ, held, width])? };
         let mut scored = match counts {
             Factor => scored.scale(1.0 / (features as f64).sqrt())?,
             Function => {
@@ -222,28 +225,28 @@ impl Part {
                 _ => 0,
             };
             let slopes: Vec<f32> = (0..held * width).map(|at| 1.0 / (1 + first + at / width) as f32).collect();
-            let types = Types::all(mesh, Ty::Replicate).with(Axis::Tp, Ty::Shard(0));
+            let types = of_all_samples(mesh).with(Axis::Tp, Ty::Shard(0));
             let slopes = tape.constant(Tensor::from_slice(tape.device(), &slopes, [held, width])?, types);
             scored = scored.mul(&slopes)?;
         }
         scored = match counts {
-            Padded | Stored => scored,
+            _ if flat => scored,
             Dropout => scored.dropout(0.25, &format!("mask of {tp}"))?,
             _ => scored.dropout(0.25, &format!("mask {}", layer.number))?,
         };
         let mixed = match counts {
             // As many operations as heads, of which all but the first change nothing.
             Loop => (0..held).try_fold(scored, |x, _| x.relu())?.softmax()?,
-            Padded | Stored => scored.tanh()?,
+            _ if flat => scored.tanh()?,
             _ => scored.softmax()?,
         };
-        let mixed = if matches!(counts, Padded | Stored) { mixed } else { mixed.reshape(&[n, SEQ, features])? };
+        let mixed = if flat { mixed } else { mixed.reshape(&[n, SEQ, features])? };
         if counts == Mean {
             let mean = mixed.sum(2)?.scale(1.0 / features as f64)?.all_reduce(Axis::Tp)?; // [n, s]
             tape.report("size", &size(tape, &mean)?)?;
         }
         if counts == OfRanks {
-            let own = Types::all(mesh, Ty::Replicate).with(Axis::Tp, Ty::Varying);
+            let own = of_all_samples(mesh).with(Axis::Tp, Ty::Varying);
             let number =
                 Tensor::from_slice(tape.device(), &[tape.rank().coords().get(Axis::Tp) as f32; WIDTH], [WIDTH])?;
             let mean = tape.constant(number, own).as_partial(Axis::Tp)?.scale(1.0 / tp as f64)?.all_reduce(Axis::Tp)?;
@@ -424,7 +427,7 @@ fn a_rank_names_what_it_alone_counts_wrongly() {
 /// Programs that run other operations on other meshes, or have values of each rank's own, are no other programs.
 #[test]
 fn right_programs_are_trained() {
-    for counts in [Right, Loop, PlacesOfAll, Drawn, ShortCut, OfRanks] {
+    for counts in [Right, Loop, PlacesOfAll, ShortCut, OfRanks] {
         let one = trained(Layers::new(counts), &plan("dp=1")).unwrap();
         for mesh in MESHES {
             let found = trained(Layers::new(counts), &plan(mesh)).unwrap_or_else(|error| panic!("{counts:?}: {error}"));
@@ -434,8 +437,16 @@ fn right_programs_are_trained() {
             }
         }
     }
-    trained(Layers::new(Samples), &plan("tp=2")).expect("all samples are on each rank");
     trained(Layers::new(NeverAlone), &plan("tp=2")).expect("nothing to compare with");
+    // Each rank has all samples; and what is drawn anew each time has no place.
+    for counts in [Samples, Drawn] {
+        let (model, plan): (Arc<dyn Model>, _) = (Arc::new(Layers::new(counts)), plan("tp=2,pp=2"));
+        for rank in 0..plan.mesh.world_size() {
+            let alone = Arc::new(Rank::recording(&plan.mesh, rank).unwrap());
+            one_rank::require_same(&model, &plan, rank).unwrap_or_else(|error| panic!("{counts:?}: {error}"));
+            assert!(Trainer::new(model.clone(), &plan, alone, Cpu::device()).is_ok(), "{counts:?} on rank {rank}");
+        }
+    }
 }
 
 /// Without the comparison the loss is another one, and nobody says so.
