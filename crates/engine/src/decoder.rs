@@ -81,10 +81,10 @@ impl Decoder {
         let layout = [declarations.ids().collect::<Vec<_>>()];
         let (mesh, coords) = (rank.mesh(), rank.coords());
         let sample = Batch::blank(&model_plan.model().fields(), 1);
-        match one_rank::compare(&model_plan, rank.world_rank(), &sample, (Mode::Evaluate, plan.verify)) {
-            Err(error @ TrainError::OneRank { .. }) => return Err(error),
-            // What else a whole sequence lacks, the tokens that are decoded may not need.
-            _ => {}
+        // What else a whole sequence lacks, the tokens that are decoded may not need.
+        let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, (Mode::Evaluate, plan.verify));
+        if let Err(error @ TrainError::OneRank { .. }) = compared {
+            return Err(error);
         }
         let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;
         for id in declarations.ids() {

@@ -155,8 +155,8 @@ fn of_operations(pairs: &Pairs<'_>) -> Option<Differs> {
                 valid: EXTENTS,
             });
         }
-        let numbers = ops[0].scalars.iter().zip(&ops[1].scalars);
-        for (a, b) in numbers.filter(|(a, b)| a.0 == b.0 && a.1.to_bits() != b.1.to_bits()) {
+        let mut numbers = ops[0].scalars.iter().zip(&ops[1].scalars);
+        if let Some((a, b)) = numbers.find(|(a, b)| a.0 == b.0 && a.1.to_bits() != b.1.to_bits()) {
             return Some(Differs {
                 what: what(&format!("{} of", a.0)),
                 here: format!("is {}", a.1),
