@@ -226,7 +226,8 @@ sections! {
         numerics: String = is("fast"), one_of(&["fast", "canonical"]), Numbers;
         /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations, gradients,
         /// weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches are compared in every step.
-        /// Unless it is off, the model is also held against itself on one rank before the first step.
+        /// Unless it is off, the step after a load is verified too, and before the first step the model is held against itself on one rank,
+        /// and a micro-batch against its samples one by one.
         verify: VerifySteps = is("first_step"), WordOrCount(VerifyWord::WORDS), Speed;
     }
 
