@@ -2,7 +2,7 @@
 
 use meshwork_core::agreement::{Agreement, Disagreement, Fact, Must, first};
 use meshwork_core::comm::record;
-use meshwork_core::{Axis, CommError, Group, Mesh, Rank, comm::thread};
+use meshwork_core::{Axis, Group, Mesh, Rank, comm::thread};
 use meshwork_testkit::run_world;
 
 /// What every rank finds in a world whose ranks claim these facts; `None` if all hold.
