@@ -97,7 +97,7 @@ impl Pass {
     /// Numbers of the samples of other ranks, gathered and not cut again.
     pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
         let shared = |&axis: &Axis| value.types().get(axis).is_some_and(|ty| ty != Ty::Shard(0));
-        if let Some(axis) = Axis::DATA.into_iter().find(shared) {
+        if let Some(axis) = Axis::DATA.into_iter().rev().find(shared) {
             let name = row.checked_sub(1).map_or("loss", |metric| self.metrics[metric].name);
             let ty = value.ty(axis);
             return Err(SpmdError {

@@ -20,8 +20,8 @@ const STEPS: usize = 3;
 struct Clip {
     /// Whether every rank computes the rows of all samples, and not those of its own alone.
     all_rows: bool,
-    /// Whether the scale of the logits is trained.
-    temperature: bool,
+    /// Whether a scale of each feature is trained that the logits are computed with.
+    scales: bool,
     /// Whether the losses of all samples are cut again; else each rank would report those of others.
     splits: bool,
 }
@@ -48,7 +48,7 @@ impl Model for Clip {
             params.declare(name, &[SHARED, width], whole(), Role::Weight, Init::Normal { std: 0.7 })
         };
         let weights = [tower(FIELDS[0])?, tower(FIELDS[1])?];
-        let scale = self.temperature.then(|| params.declare("scale", &[], whole(), Role::Norm, Init::Ones));
+        let scale = self.scales.then(|| params.declare("scale", &[SHARED], whole(), Role::Norm, Init::Ones));
         Ok(Box::new(Towers { weights, scale: scale.transpose()?, clip: *self }))
     }
 
@@ -79,11 +79,11 @@ impl Stage for Towers {
         let targets: Vec<i32> = (first..first + own[0].shape()[0]).map(|sample| sample as i32).collect();
         let targets = tape.constant(Tensor::from_slice(tape.device(), &targets, [targets.len()])?, own[0].types());
         let found = |this: usize, other: usize| -> Result<Var> {
-            let logits = own[this].linear(&all[other], 1)?; // [b, B]
-            let logits = match self.scale {
-                Some(scale) => logits.mul(&tape.param(scale)?)?,
-                None => logits,
+            let scaled = match self.scale {
+                Some(scale) => own[this].mul(&tape.param(scale)?)?,
+                None => own[this].clone(),
             };
+            let logits = scaled.linear(&all[other], 1)?; // [b, B]
             logits.cross_entropy(&targets)
         };
         let loss = found(0, 1)?.add(&found(1, 0)?)?.scale(0.5)?;
@@ -138,9 +138,9 @@ const MESHES: [&str; 5] = ["dp=2", "dp=2,ep=2", "dp=4,ep=2", "dp=4", "tp=2,dp=2"
 #[test]
 fn a_contrastive_model_trains_on_every_mesh_as_on_one_rank() {
     for all_rows in [false, true] {
-        let clip = Clip { all_rows, temperature: true, splits: true };
+        let clip = Clip { all_rows, scales: true, splits: true };
         let alone = train(clip, &plan("dp=1", ZeroStage::Off, Numerics::Fast)).unwrap();
-        assert!(alone[0] != alone[2] && alone.len() == 2 * STEPS + 33, "{alone:?}");
+        assert!(alone[0] != alone[2] && alone.len() == 2 * STEPS + 36, "{alone:?}");
         let stages = [ZeroStage::Off, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights];
         let plain = MESHES.map(|mesh| (mesh, ZeroStage::Off));
         for (mesh, stage) in plain.into_iter().chain(stages.map(|stage| ("dp=2", stage))) {
@@ -158,14 +158,14 @@ fn a_contrastive_model_trains_on_every_mesh_as_on_one_rank() {
 #[test]
 fn in_canonical_numerics_it_has_the_bits_of_one_rank_or_is_refused() {
     let on = |mesh, clip| train(clip, &plan(mesh, ZeroStage::Off, Numerics::Canonical { blocks: 4 }));
-    let clip = Clip { all_rows: true, temperature: false, splits: true };
+    let clip = Clip { all_rows: true, scales: false, splits: true };
     let alone = on("dp=1", clip).unwrap();
     for mesh in MESHES {
         assert_eq!(on(mesh, clip).unwrap(), alone, "{mesh}");
     }
     for (clip, says) in [
         (Clip { all_rows: false, ..clip }, "all_gather_invariant in place of all_gather"),
-        (Clip { temperature: true, ..clip }, "it on each rank's own samples, before all_gather_invariant"),
+        (Clip { scales: true, ..clip }, "it on each rank's own samples, before all_gather_invariant"),
     ] {
         let refused = on("dp=2", clip).unwrap_err();
         assert!(refused.contains(says), "{clip:?}: {refused}");
@@ -175,7 +175,7 @@ fn in_canonical_numerics_it_has_the_bits_of_one_rank_or_is_refused() {
 /// Each rank would report the losses of all samples in the place of its own.
 #[test]
 fn losses_of_the_samples_of_other_ranks_are_refused() {
-    let clip = Clip { all_rows: true, temperature: false, splits: false };
+    let clip = Clip { all_rows: true, scales: false, splits: false };
     let says = "loss: on axis dp, it is Invariant: a number for each sample of the batch lies on the rank that has the sample; \
                 split(I→S) it over Axis::DATA along dim 0 first";
     for mesh in ["dp=1", "dp=2"] {

@@ -103,7 +103,7 @@ impl LocalSlice {
             split -= 1;
         }
         let split = split.saturating_sub(1);
-        let inner: usize = dims[split + 1..].iter().product();
+        let inner: usize = dims.get(split + 1..).unwrap_or_default().iter().product();
         let run = self.ranges.get(split).map_or(1, Range::len) * inner;
         let outer = Shape::new(&self.ranges[..split].iter().map(Range::len).collect::<Vec<_>>());
         for index in 0..outer.count() {
@@ -132,6 +132,14 @@ impl LocalSlice {
 mod tests {
     use super::super::{Piece, assemble};
     use super::*;
+
+    /// A parameter without dims, such as the temperature of a loss, panicked.
+    #[test]
+    fn a_number_is_one_run() {
+        let (mut runs, number) = (Vec::new(), LocalSlice { stored: Shape::new(&[]), ranges: Vec::new() });
+        number.for_each_run(Shape::new(&[]), |global, local| runs.push((global, local)));
+        assert_eq!(runs, [(0, 0..1)]);
+    }
 
     /// Every range of arrays of up to four dims, padded ones too: the boxes lie one after the other, and a piece of each holds exactly the
     /// elements of the range.
