@@ -41,7 +41,7 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 33] = [
+const ALONE: [(&str, Option<&str>); 24] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -63,15 +63,6 @@ const ALONE: [(&str, Option<&str>); 33] = [
     ("memory.recompute", None),
     ("memory.offload", None),
     ("memory.offload_dir", None),
-    ("compress.activations", None),
-    ("compress.activation_gradients", None),
-    ("compress.gradients", None),
-    ("compress.weights", None),
-    ("compress.dispatch", None),
-    ("compress.dispatch_gradients", None),
-    ("compress.feedback", None),
-    ("compress.share_indices", None),
-    ("compress.virtual_cuts", None),
     ("metrics.profile", None),
     // It would go on from what the mesh has saved.
     ("checkpoint.resume", None),
@@ -81,10 +72,12 @@ const ALONE: [(&str, Option<&str>); 33] = [
 
 /// The same on one rank.
 pub fn alone(case: &Case, config: &Config) -> Result<(Config, Data), String> {
+    let mut alone = case.with(&ALONE);
     // In canonical numerics one rank loses what every mesh does.
-    let loses = config.training.numerics == "canonical";
-    let alone: Vec<_> = ALONE.into_iter().filter(|(key, _)| !(loses && key.starts_with("compress."))).collect();
-    load(&Args::parse(case.with(&alone).flags())).map_err(|error| format!("refused on one rank:\n{error}"))
+    if config.training.numerics != "canonical" {
+        alone.keys.retain(|key, _| !key.starts_with("compress."));
+    }
+    load(&Args::parse(alone.flags())).map_err(|error| format!("refused on one rank:\n{error}"))
 }
 
 /// Trains a configuration that was accepted.
