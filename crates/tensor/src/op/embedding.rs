@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernel::TableGrad;
-use crate::shape::Shape;
+use crate::shape::{MAX_DIMS, Shape};
 use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
@@ -84,6 +84,7 @@ impl Op for Lookup {
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
         let (ids, table) = (inputs[0], inputs[1]);
         cx.require(table.shape().len() == 2, || "table is [rows, width]".to_owned(), inputs)?;
+        cx.require(ids.shape().len() < MAX_DIMS, || format!("the result has at most {MAX_DIMS} dims"), inputs)?;
         cx.save(ids)?;
         let width = table.shape()[1];
         let out =

@@ -5,7 +5,7 @@ use super::bias::{bias_grad, or_zeros};
 use super::swiglu;
 use crate::error::Result;
 use crate::kernel::Gemm;
-use crate::shape::Shape;
+use crate::shape::{MAX_DIMS, Shape};
 use crate::tape::{Backward, Forward, Op, Padded, RowBlocks, Terms, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
@@ -252,6 +252,7 @@ impl Op for Linear {
             inputs,
         )?;
         let (lead, out) = (&xs[..xs.len() - self.contract], &ws[..ws.len() - self.contract]);
+        cx.require(lead.len() + out.len() <= MAX_DIMS, || format!("the result has at most {MAX_DIMS} dims"), inputs)?;
         if let Then::Bias(bias) | Then::Gelu(Some(bias)) = &self.then {
             cx.require(bias[..] == *out, || "bias has the dims of weight that are not summed over".to_owned(), inputs)?;
         }

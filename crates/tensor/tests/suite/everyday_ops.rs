@@ -321,6 +321,10 @@ fn shapes_that_do_not_fit_are_refused() {
     for (result, message) in [
         (v.mul(&x(&[4])), "mul: the dims of y must be those of x, or its trailing ones (shapes [[2, 4, 6], [4]])"),
         (x(&[6]).sub(&v), "sub: the dims of y must be those of x, or its trailing ones (shapes [[6], [2, 4, 6]])"),
+        (
+            x(&[1, 1, 1, 1, 1, 2]).linear(&x(&[2, 2, 2]), 1),
+            "linear: the result has at most 6 dims (shapes [[1, 1, 1, 1, 1, 2], [2, 2, 2]])",
+        ),
         (v.sum(3), "sum: x has no dim 3: its dims are 0..3 (shapes [[2, 4, 6]])"),
         (x(&[]).softmax(), "softmax: x has at least one dim (shapes [[]])"),
         (
