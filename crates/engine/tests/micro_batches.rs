@@ -187,7 +187,7 @@ fn it_is_refused_in_canonical_numerics_in_16_bits_and_by_every_kind_of_schedule(
         Plan { numerics: Numerics::Canonical { blocks: 8 }, ..plan("tp=2,pp=2", 2) },
         Plan { mixed, ..plan("pp=2", 2) },
         Plan { schedule: named("zb_h2"), ..plan("pp=2", 2) },
-        Plan { schedule: named("pipedream"), ..plan("pp=2", 4) },
+        Plan { schedule: named("pipedream"), max_norm: 0.0, ..plan("pp=2", 4) },
         Plan { schedule: named("zb_v"), partition: vec![1, 0, 0, 1], ..plan("pp=2", 2) },
     ] {
         assert_eq!(refusals(&plan, right), [""; 0], "{:?}", plan.schedule);
