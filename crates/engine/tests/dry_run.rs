@@ -210,7 +210,8 @@ fn rules_that_read_whole_parameters_take_what_was_predicted() {
                 num_microbatches: Some(4),
                 ..tower::plan(mesh)
             };
-            let tokens = |samples: Range<usize>| vec![1; samples.len() * sizes.seq_len];
+            let tokens =
+                |samples: Range<usize>| samples.flat_map(|sample| vec![sample as i32; sizes.seq_len]).collect();
             for plan in [Plan { offload: Some(offload.clone()), ..plan.clone() }, plan] {
                 let found = assert_as_predicted(&model, &plan, |_, samples| {
                     language::batch(tokens(samples.clone()), tokens(samples), sizes.seq_len).unwrap()
