@@ -5,15 +5,28 @@ use crate::program::{Block, Cut, Data, Group, Instr, Op, Param, Program, Terms};
 use crate::run::{self, Ended};
 use crate::verdict::{self, Fate};
 use meshwork_core::{Axis, Ty};
-use meshwork_engine::{Numerics, Plan, ScheduleSpec, Verify, Zero, ZeroStage};
+use meshwork_engine::{
+    Numerics, Plan, ScheduleSpec, StateKey, StatePiece, TrainState, Verify, WholeState, Zero, ZeroStage,
+};
 use meshwork_optim::Sgd;
-use meshwork_tensor::{Init, Role};
+use meshwork_tensor::param::{LocalSlice, Piece};
+use meshwork_tensor::{Init, Role, Shape};
 
 pub const WIDTH: usize = 4;
 
 pub fn param(name: &str, dims: &[usize], role: Role) -> Param {
     let (group, init) = (Group::Usual, Init::Normal { std: 0.5 });
-    Param { name: name.to_owned(), dims: dims.to_vec(), cut: None, padded: false, role, init, group, tied: false }
+    Param {
+        name: name.to_owned(),
+        dims: dims.to_vec(),
+        wider: None,
+        cut: None,
+        padded: false,
+        role,
+        init,
+        group,
+        tied: false,
+    }
 }
 
 /// `x ← x · Wᵀ` for each of these weights `[WIDTH, WIDTH]`, in turn.
@@ -213,6 +226,35 @@ fn terms_that_do_not_add_up_over_samples_are_found() {
                  Model::loss_terms the terms of each sample, whatever samples there are beside it"
             ),
             (verify, other) => panic!("{verify:?}: {other:?}"),
+        }
+    }
+}
+
+/// A mistake in the model of one rank panicked where the states of all were merged.
+#[test]
+fn a_state_of_which_ranks_have_other_dims_is_refused() {
+    let state = |rank: usize, rows: usize| {
+        let dims = Shape::new(&[rows, 2]);
+        let key = StateKey { parameter: "w".to_owned(), state: None };
+        let piece = Piece { rank, dims, slice: LocalSlice::whole(dims), values: vec![0.0; 2 * rows] };
+        TrainState { step: 0, updates: 0, pieces: vec![StatePiece { key, piece }] }
+    };
+    let error = WholeState::merge(&[state(0, 2), state(1, 4)]).unwrap_err().to_string();
+    assert!(error.contains("it has the dims [2, 2] on rank 0 and [4, 2] on rank 1"), "{error}");
+}
+
+/// One sample, one token and one head on each rank: what is cut was taken for a dim behind the first.
+#[test]
+fn extents_of_one_have_the_types_of_any_other() {
+    let views = |inner: usize| {
+        let (split, gather) = (Op::Split(Axis::Tp, 1), Op::AllGatherInvariant(Axis::Tp, 1));
+        let view = [Op::SplitDim { dim: 2, inner }, Op::Transpose(1, 2), Op::Transpose(1, 2), Op::MergeDims { dim: 2 }];
+        block(Vec::new(), &[&[split][..], &view[..], &[gather][..]].concat())
+    };
+    for inner in [1, 2, WIDTH] {
+        let one = || Program { seq: 2, ..program(vec![views(inner), linears(&["a"], false)]) };
+        for (mesh, micros) in [("tp=2", 4), ("dp=2,tp=2", 2), ("dp=4", 1)] {
+            right(one(), Plan { num_microbatches: Some(micros), ..plan(mesh, Numerics::Fast) });
         }
     }
 }

@@ -4,11 +4,12 @@ use crate::interpret::{Net, misfit, tokens};
 use crate::mutate::{Careless, Change};
 use crate::run::{Given, STEPS};
 use meshwork_core::{Rank, Ty};
-use meshwork_engine::{Decoder, StateKey, StatePiece, TrainError, TrainState};
+use meshwork_engine::{Decoder, Samples, StateKey, StatePiece, TrainError, TrainState, Verify, one_rank};
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::{Gradients, Piece};
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
+use meshwork_tensor::verify::Claims;
 use meshwork_tensor::{Declarations, ParamId, ParamSpec, Params, Tape, Var};
 use std::sync::Arc;
 
@@ -18,7 +19,8 @@ pub fn train(given: &Given<'_>, rank: Arc<Rank>) -> Result<(Vec<Vec<f64>>, Train
     let (plan, mesh, coords) = (&given.plan, rank.mesh(), rank.coords());
     let mut declarations = Declarations::new();
     let part = StageSpec { layers: 0..given.program.layers(), first: true, last: true };
-    let model = Net(given.program.clone());
+    let model: Arc<dyn Model> = Arc::new(Net(given.program.clone()));
+    one_rank::require_same(&model, plan, rank.world_rank())?;
     let stage = model.stage(&mut declarations, mesh, &part)?;
     let (declarations, device) = (Arc::new(declarations), Cpu::new(plan.precision));
     let device: Arc<dyn meshwork_tensor::Device> = Arc::new(device);
@@ -31,6 +33,13 @@ pub fn train(given: &Given<'_>, rank: Arc<Rank>) -> Result<(Vec<Vec<f64>>, Train
     let mut losses = Vec::new();
     for step in 0..STEPS {
         let batch = given.batch(step, first..first + held);
+        let claims = (plan.verify != Verify::Off).then(|| Claims::new(rank.clone(), step + 1));
+        if let Some(claims) = &claims {
+            claims.weights(&params)?;
+            if plan.samples == Samples::Distinct {
+                claims.samples(batch.hash());
+            }
+        }
         let own = model.loss_terms(&batch, 0..held)?;
         let normaliser = match careless(Careless::OwnTerms) {
             true => Normaliser::Terms(own),
@@ -43,28 +52,42 @@ pub fn train(given: &Given<'_>, rank: Arc<Rank>) -> Result<(Vec<Vec<f64>>, Train
             let (first_sample, rank_samples) = ((first + micro * size) as u64, held as u64);
             let position = Position { seed: plan.seed, step, first_sample, rank_samples };
             let tape = Tape::new(rank.clone(), params.clone(), device.clone(), Mode::Train, position);
+            claims.iter().for_each(|claims| claims.observe(&tape));
             let output = stage.forward(&tape, &part, None)?;
             let loss = stage.loss(&tape, &part, &output)?;
             sums += whole(&loss)?;
-            let notes = if careless(Careless::LeavesNotes) { Vec::new() } else { tape.take_notes().per_sample };
-            let mut roots = vec![(&loss, tape.loss_seed(&loss, normaliser)?)];
-            for note in &notes {
-                if let Some(factor) = note.coefficient {
-                    let of_batch = Normaliser::Scale(factor / plan.global_batch_size as f64);
-                    roots.push((&note.value, tape.loss_seed(&note.value, of_batch)?));
+            let seed = tape.loss_seed(&loss, normaliser)?;
+            match (careless(Careless::LeavesNotes), micro % 2) {
+                (true, _) => tape.backward(&loss, seed, Weights::Now, &mut gradients)?,
+                // Auxiliary losses are trained with the loss, or by hand.
+                (_, 0) => tape.backward_from_loss(&loss, normaliser, Weights::Now, &mut gradients)?,
+                _ => {
+                    let (notes, mut roots) = (tape.take_notes().per_sample, vec![(&loss, seed)]);
+                    for note in &notes {
+                        if let Some(factor) = note.coefficient {
+                            let of_batch = Normaliser::Scale(factor / plan.global_batch_size as f64);
+                            roots.push((&note.value, tape.loss_seed(&note.value, of_batch)?));
+                        }
+                    }
+                    tape.backward_from(roots, Weights::Now, &mut gradients)?;
                 }
-            }
-            match careless(Careless::LeavesNotes) {
-                true => tape.backward_from_loss(&loss, normaliser, Weights::Now, &mut gradients)?,
-                false => tape.backward_from(roots, Weights::Now, &mut gradients)?,
             }
             if micro + 1 == micros && !careless(Careless::KeepsGradients) {
                 gradients.all_reduce(&tape)?;
             }
         }
+        if let Some(claims) = &claims {
+            claims.gradients(&params, &gradients)?;
+            claims.compare()?;
+        }
         let terms = model.loss_terms(&given.batch(step, 0..plan.global_batch_size), 0..plan.global_batch_size)?;
         losses.push(vec![sums / terms as f64]);
         gradients.descend(&mut params, rate)?;
+    }
+    if plan.verify != Verify::Off {
+        let claims = Claims::new(rank.clone(), STEPS);
+        claims.weights(&params)?;
+        claims.compare()?;
     }
     let pieces = declarations.ids().map(|id| {
         let spec = declarations.spec(id);

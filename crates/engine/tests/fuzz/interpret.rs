@@ -2,7 +2,7 @@
 
 use crate::program::{Block, Data, Group, Map, Op, Param, Program, Terms};
 use crate::user::{constant, sine, unsent};
-use meshwork_core::{DType, Mesh, Ty};
+use meshwork_core::{Axis, DType, Mesh, Ty};
 use meshwork_nn::model::{Metric, Per};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
 use meshwork_tensor::param::{ParamGroup, StatisticId, StatisticRule};
@@ -51,12 +51,12 @@ impl Model for Net {
         [INPUTS, TARGETS].map(field).to_vec()
     }
 
-    fn stage(&self, params: &mut Declarations, _: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
+    fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let back = self.0.back();
         let front = part.first.then_some(0);
         let last = if part.last { back..back + 2 } else { 0..0 };
         let blocks = front.into_iter().chain(part.layers.clone().map(|layer| layer + 1)).chain(last);
-        let declared = blocks.map(|number| Ok((number, declare(&self.0.blocks[number], params)?)));
+        let declared = blocks.map(|number| Ok((number, declare(&self.0.blocks[number], params, mesh)?)));
         let declared = declared.collect::<Result<_>>()?;
         Ok(Box::new(Part { program: self.0.clone(), spec: part.clone(), declared }))
     }
@@ -89,10 +89,10 @@ impl Model for Net {
     }
 }
 
-fn declare(block: &Block, params: &mut Declarations) -> Result<Declared> {
+fn declare(block: &Block, params: &mut Declarations, mesh: &Mesh) -> Result<Declared> {
     let mut declared = Declared::default();
     for (number, param) in block.params.iter().enumerate() {
-        let id = block.reads(number).then(|| declare_param(param, params)).transpose()?;
+        let id = block.reads(number).then(|| declare_param(param, params, mesh)).transpose()?;
         declared.params.push(id);
     }
     for instr in &block.code {
@@ -106,11 +106,17 @@ fn declare(block: &Block, params: &mut Declarations) -> Result<Declared> {
     Ok(declared)
 }
 
-fn declare_param(param: &Param, params: &mut Declarations) -> Result<ParamId> {
-    let Param { name, dims, cut, padded, role, init, group, tied } = param;
+fn declare_param(param: &Param, params: &mut Declarations, mesh: &Mesh) -> Result<ParamId> {
+    let Param { name, dims, wider, cut, padded, role, init, group, tied } = param;
+    let mut dims = dims.clone();
+    wider.iter().for_each(|&(axis, dim)| dims[dim] *= mesh.degree(axis));
     let mut placement = cut.map_or(Placement::replicated(), |(axis, dim)| Placement::replicated().shard(axis, dim));
     if *padded {
-        placement = placement.in_multiples_of(params.reduction_blocks().unwrap_or(1));
+        // As token tables are, with multiples that leave some words on every rank.
+        placement = match params.reduction_blocks() {
+            Some(blocks) => placement.in_multiples_of(blocks),
+            None => placement.in_multiples_of(3).each_in_multiples_of(2),
+        };
     }
     let group = match group {
         Group::Usual => ParamGroup::of(*role),
@@ -118,8 +124,8 @@ fn declare_param(param: &Param, params: &mut Declarations) -> Result<ParamId> {
         Group::Frozen => ParamGroup::FROZEN,
     };
     match tied {
-        true => params.tie_in(name, dims, placement, *role, *init, group),
-        false => params.declare_in(name, dims, placement, *role, *init, group),
+        true => params.tie_in(name, &dims[..], placement, *role, *init, group),
+        false => params.declare_in(name, &dims[..], placement, *role, *init, group),
     }
 }
 
@@ -197,6 +203,7 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::Copy(axis) => x()?.copy(*axis),
         Op::AllReduce(axis) => stored(&x()?.all_reduce(*axis)?),
         Op::AllReduceReplicate(axis) => stored(&x()?.all_reduce_replicate(*axis)?),
+        Op::AllGather(Axis::Dp, dim) => x()?.all_gather(Axis::DATA, *dim),
         Op::AllGather(axis, dim) => x()?.all_gather(*axis, *dim),
         Op::AllGatherInvariant(axis, dim) => x()?.all_gather_invariant(*axis, *dim),
         Op::ReduceScatter(axis, dim) => stored(&x()?.reduce_scatter(*axis, *dim)?),
@@ -238,26 +245,9 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
             let zeros = tape.constant(Tensor::zeros(tape.device(), x.tensor().dtype(), shape.with(1, 1))?, x.types());
             x.add(&zeros.concat(&x.narrow(1, 0..shape[1] - 1)?, 1)?.scale(0.5)?)
         }
-        Op::SplitDim { dim, inner } => {
-            let mut dims = x()?.shape().to_vec();
-            let extent = *dims.get(*dim).ok_or_else(|| misfit("a dim to cut in two that does not exist"))?;
-            dims.splice(*dim..=*dim, [extent / inner, *inner]);
-            x()?.reshape(&dims)
-        }
-        Op::SplitInto { dim, count } => {
-            let mut dims = x()?.shape().to_vec();
-            let extent = *dims.get(*dim).ok_or_else(|| misfit("a dim to cut in two that does not exist"))?;
-            dims.splice(*dim..=*dim, [*count, extent / count]);
-            x()?.reshape(&dims)
-        }
-        Op::MergeDims { dim } => {
-            let mut dims = x()?.shape().to_vec();
-            if dims.len() < dim + 2 {
-                return Err(misfit("two dims to merge that do not exist"));
-            }
-            dims.splice(*dim..dim + 2, [dims[*dim] * dims[dim + 1]]);
-            x()?.reshape(&dims)
-        }
+        Op::SplitDim { dim, inner } => x()?.unflatten(*dim, &[extent(x()?, *dim)? / inner, *inner]),
+        Op::SplitInto { dim, count } => x()?.unflatten(*dim, &[*count, extent(x()?, *dim)? / count]),
+        Op::MergeDims { dim } => x()?.flatten(*dim..dim + 2),
         Op::Attention { dropout } => x()?.causal_attention(None, dropout.as_ref().map(|(p, name)| (*p, &**name))),
         Op::GroupedAttention => x()?.grouped_attention(y()?, None, None, None),
         Op::Embedding { table } => x()?.embedding(&param(*table)?),
@@ -280,10 +270,7 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
             x()?.sub(&param(*buffer)?)
         }
 
-        Op::PerExtent { dim } => {
-            let extent = x()?.shape().get(*dim).copied();
-            x()?.scale(1.0 / extent.ok_or_else(|| misfit("an extent that does not exist"))? as f64)
-        }
+        Op::PerExtent { dim } => x()?.scale(1.0 / extent(x()?, *dim)? as f64),
         Op::CrossEntropy => x()?.cross_entropy(y()?),
         Op::VocabCrossEntropy { axis, vocab } => x()?.vocab_parallel_cross_entropy(y()?, *axis, *vocab),
         Op::SquaredError => x()?.mean_squared_error(y()?),
@@ -296,6 +283,11 @@ fn stored(x: &Var) -> Result<Var> {
         true => Ok(x.clone()),
         false => x.stored(),
     }
+}
+
+/// What this rank has of a dim.
+fn extent(x: &Var, dim: usize) -> Result<usize> {
+    x.shape().get(dim).copied().ok_or_else(|| misfit("an extent that does not exist"))
 }
 
 fn mean_square(tape: &Tape, x: &Var) -> Result<Var> {

@@ -67,7 +67,7 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
     if setting("MESHWORK_PROGRAMS") == Some(1) {
         println!("{}", verdict::told(&case));
     }
-    for mutant in mutate::mutants(&mut Rng::new(!seed), &case, mutants) {
+    for mutant in mutate::mutants(&mut Rng::new(!seed), &case, mutants, setting("MESHWORK_BY_KIND").is_some()) {
         let verdict = verdict::verdict(&case, &mutant, &alone)
             .map_err(|panic| format!("{}{mutant}: a rank panicked: {panic}", verdict::told(&case)))?;
         score.by_kind.entry(mutant.kind).or_default().add(&verdict);
@@ -158,7 +158,9 @@ fn random_programs_have_the_numbers_of_one_rank_and_their_mutants_are_noticed() 
     }
     for (kind, counts) in &score.by_kind {
         let few = counts.all() - counts.harmless - counts.another < 100;
-        assert!(few || counts.share() >= 0.9, "{:.1}% of {}\n{score}", 100.0 * counts.share(), kind.name());
+        // Nothing says how many samples the batch of a loop has.
+        let unknown = *kind == mutate::Kind::Count;
+        assert!(few || unknown || counts.share() >= 0.9, "{:.1}% of {}\n{score}", 100.0 * counts.share(), kind.name());
     }
     assert!(
         total.share() >= 0.99,

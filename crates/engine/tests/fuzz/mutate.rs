@@ -3,8 +3,8 @@
 use crate::case::{Case, Way};
 use crate::generate;
 use crate::program::{Block, Group, Holds, Instr, Lie, Op, Param, Program, Terms};
-use meshwork_core::{Axis, Mesh, Ty};
-use meshwork_engine::Plan;
+use meshwork_core::{Axis, Ty};
+use meshwork_engine::{Plan, Samples};
 use meshwork_testkit::Rng;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,7 +29,7 @@ pub enum Change {
     Swapped { block: usize, place: usize },
     /// A parameter is declared in another way.
     Param { block: usize, param: usize, to: Param },
-    /// A dim of these parameters is multiplied by the degree of an axis, on the mesh at hand.
+    /// A dim of these parameters is multiplied by the degree of an axis, whatever the mesh.
     Wider { block: usize, dims: Vec<(usize, usize)>, axis: Axis },
     /// Terms of the loss are counted in another way.
     Terms(Terms),
@@ -113,6 +113,7 @@ kinds! {
     Plan: "another plan on one rank",
     Weight: "other weights or optimizer states, loaded on one rank",
     Loop: "a loop that forgets what a trainer does",
+    Count: "a loop that takes the samples of its rank for those of the batch",
     Mixing: "tokens that a decoder's model mixes without a cache",
 }
 
@@ -124,8 +125,8 @@ impl fmt::Display for Mutant {
 }
 
 impl Mutant {
-    /// The program with the mistake, on a mesh.
-    pub fn program(&self, program: &Program, mesh: &Mesh) -> Program {
+    /// The program with the mistake.
+    pub fn program(&self, program: &Program) -> Program {
         let mut program = program.clone();
         match &self.change {
             Change::Instr { block, place, op } => program.blocks[*block].code[*place].op = op.clone(),
@@ -137,8 +138,7 @@ impl Mutant {
             }
             Change::Param { block, param, to } => program.blocks[*block].params[*param] = to.clone(),
             Change::Wider { block, dims, axis } => {
-                let degree = mesh.degree(*axis);
-                dims.iter().for_each(|&(param, dim)| program.blocks[*block].params[param].dims[dim] *= degree);
+                dims.iter().for_each(|&(param, dim)| program.blocks[*block].params[param].wider = Some((*axis, dim)));
             }
             Change::Terms(terms) => program.terms = *terms,
             Change::Batch | Change::FirstSamples | Change::Plan(_) | Change::Weight { .. } | Change::Loop(_) => {}
@@ -160,12 +160,14 @@ impl Mutant {
     }
 }
 
-/// `count` random mutants of a case: every kind that it can have as likely as every other, and so every site of a kind.
-pub fn mutants(rng: &mut Rng, case: &Case, count: usize) -> Vec<Mutant> {
+/// `count` random mutants of a case: every site as likely as every other, or every kind that it can have.
+pub fn mutants(rng: &mut Rng, case: &Case, count: usize, by_kind: bool) -> Vec<Mutant> {
     let mut all = sites(case);
     rng.shuffle(&mut all);
     let mut seen = BTreeMap::new();
-    all.sort_by_cached_key(|mutant| (turn(&mut seen, mutant.kind), rng.next_u64()));
+    if by_kind {
+        all.sort_by_cached_key(|mutant| (turn(&mut seen, mutant.kind), rng.next_u64()));
+    }
     all.truncate(count);
     // Mistakes in the program are made on all ranks, or now and then on one.
     let ranks = case.plan.mesh.world_size();
@@ -298,7 +300,8 @@ fn sites(case: &Case) -> Vec<Mutant> {
             add(Kind::Degree, Change::Wider { block, dims, axis });
         }
     }
-    if case.plan.mesh.degree(Axis::Dp) > 1 && case.way != Way::Decoder {
+    let distinct = case.plan.samples == Samples::Distinct;
+    if case.plan.mesh.degree(Axis::Dp) > 1 && distinct && case.way != Way::Decoder {
         add(Kind::Same, Change::FirstSamples);
     }
     if case.way == Way::Decoder {
@@ -308,15 +311,15 @@ fn sites(case: &Case) -> Vec<Mutant> {
         let has =
             |wanted: fn(&Op) -> bool| program.blocks.iter().flat_map(|it| &it.code).any(|instr| wanted(&instr.op));
         let careless = [
-            (Careless::LeavesNotes, has(|op| *op == Op::Penalty)),
-            (Careless::NoPosition, has(|op| matches!(op, Op::Dropout { .. }))),
-            (Careless::KeepsGradients, true),
-            (Careless::OwnTerms, true),
-            (Careless::OwnSeed, true),
-            (Careless::OwnRate, true),
+            (Kind::Loop, Careless::LeavesNotes, has(|op| *op == Op::Penalty)),
+            (Kind::Loop, Careless::KeepsGradients, true),
+            (Kind::Loop, Careless::OwnSeed, true),
+            (Kind::Loop, Careless::OwnRate, true),
+            (Kind::Count, Careless::OwnTerms, true),
+            (Kind::Count, Careless::NoPosition, has(|op| matches!(op, Op::Dropout { .. }))),
         ];
-        for (careless, _) in careless.into_iter().filter(|(_, possible)| *possible) {
-            add(Kind::Loop, Change::Loop(careless));
+        for (kind, careless, _) in careless.into_iter().filter(|(.., possible)| *possible) {
+            add(kind, Change::Loop(careless));
         }
     }
     add(Kind::Batch, Change::Batch);

@@ -63,6 +63,8 @@ pub struct Block {
 pub struct Param {
     pub name: String,
     pub dims: Vec<usize>,
+    /// A dim that is multiplied by the degree of an axis, as where an extent was counted on a shard.
+    pub wider: Option<(Axis, usize)>,
     pub cut: Option<(Axis, usize)>,
     /// Stored in multiples of the reduction blocks, as a table over the vocabulary is.
     pub padded: bool,

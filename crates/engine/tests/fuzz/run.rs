@@ -132,7 +132,7 @@ pub fn mutated(case: &Case, mutant: &Mutant, verified: bool) -> Ended {
 
 fn run(case: &Case, plan: &Plan, mutant: Option<&Mutant>, nudge: f32) -> Ended {
     let right = Arc::new(case.program.clone());
-    let wrong = mutant.map(|mutant| Arc::new(mutant.program(&case.program, &plan.mesh)));
+    let wrong = mutant.map(|mutant| Arc::new(mutant.program(&case.program)));
     let is_alone = plan.mesh.world_size() == 1;
     let loads = case.way == Way::Trainer { load: true };
     let stops = loads || mutant.is_some_and(|mutant| matches!(mutant.change, Change::Weight { .. }));
@@ -165,7 +165,9 @@ fn run(case: &Case, plan: &Plan, mutant: Option<&Mutant>, nudge: f32) -> Ended {
             };
             let not_finite = ends().any(of_numbers);
             let claim = ends().find_map(|end| match end {
-                RankEnd::Error(claim @ TrainError::Claim { .. }) => Some(claim.to_string()),
+                RankEnd::Error(
+                    claim @ (TrainError::Claim { .. } | TrainError::Tensor(meshwork_tensor::Error::Claim { .. })),
+                ) => Some(claim.to_string()),
                 _ => None,
             });
             match claim {

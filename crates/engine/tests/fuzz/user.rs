@@ -88,6 +88,9 @@ pub fn unsent(tape: &Tape, x: &Var, collective: &Op) -> Result<Var> {
     let there = Local::of(from, to);
     let back = Local::of(to.dual(), from.dual());
     let types = move |name: &str, operands: &[rules::Operand<'_>]| match operands[0].types.get(axis) {
+        Some(ty) if ty == from && axis.is_data() => {
+            Ok(Axis::DATA.into_iter().fold(operands[0].types, |types, data| types.with(data, to)))
+        }
         Some(ty) if ty == from => Ok(operands[0].types.with(axis, to)),
         _ => Err(SpmdError {
             op: name.to_owned(),

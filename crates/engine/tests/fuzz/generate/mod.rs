@@ -137,11 +137,11 @@ impl Generator<'_> {
         let group = match (role, self.rng.below(12)) {
             (Role::Buffer, _) => Group::Usual,
             (_, 0) => Group::Frozen,
-            // The update of a loop knows one rate.
-            (_, 1) if self.way != Way::Loop => Group::Slow,
+            (_, 1) => Group::Slow,
             _ => Group::Usual,
         };
-        let param = Param { name, dims: dims.to_vec(), cut, padded: false, role, init, group, tied: false };
+        let param =
+            Param { name, dims: dims.to_vec(), wider: None, cut, padded: false, role, init, group, tied: false };
         self.code.params.push(param);
         self.code.params.len() - 1
     }
