@@ -188,7 +188,7 @@ impl Part {
         let (mesh, counts, heads) = (tape.rank().mesh(), layer.counts, self.of.heads);
         let tp = mesh.degree(Axis::Tp);
         let n = x.shape()[0];
-        let flat = self.of.inner % heads > 0; // no heads
+        let flat = !self.of.inner.is_multiple_of(heads); // no heads
         let eps = if counts == Epsilon { 1e-5 / tp as f64 } else { 1e-5 };
         let mut read = x.layer_norm(&tape.param(layer.gamma)?, None, eps)?; // [n, s, h]
         if counts == ShortCut && tp == 1 {

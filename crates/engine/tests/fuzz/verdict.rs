@@ -236,7 +236,7 @@ impl fmt::Display for Score {
         )?;
         writeln!(f, "|---|---|---|---|---|---|---|---|---|")?;
         for kind in Kind::ALL {
-            if let Some(counts) = self.by_kind.get(&kind) {
+            if let Some(counts) = self.by_kind.get(kind) {
                 row(f, kind.name(), *counts)?;
             }
         }
