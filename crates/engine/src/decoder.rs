@@ -153,7 +153,7 @@ impl Decoder {
     /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of the model's output
     /// for the last of them, `[samples, columns]`: the logits of the next token. `batch` has the samples of this dp rank.
     ///
-    /// The first call also holds [a whole pass against a split one](split), on at most 16 tokens: three more passes. A plan with
+    /// The first call also holds a whole pass against a split one, on at most 16 tokens: three more passes. A plan with
     /// [`Verify::Off`] does not.
     ///
     /// Collective: every rank calls it with as many tokens. The ranks of one dp rank give the same tokens and get the same result.

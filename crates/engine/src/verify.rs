@@ -11,7 +11,7 @@
 /// In which steps every claim about values is [verified](crate::verify).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// In none. Nor is the program [held against that of one rank](TrainError::OneRank) when a trainer or a decoder is made.
+    /// In none. Nor is the program [held against that of one rank](crate::TrainError::OneRank) when a trainer or a decoder is made.
     Off,
     /// In the first step that a trainer makes.
     #[default]
