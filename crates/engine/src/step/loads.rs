@@ -11,31 +11,39 @@ use meshwork_core::hash::{combine, hash};
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 
-/// What was loaded since ranks last compared it.
+/// What was loaded since ranks last compared it. Only the last load of something counts: ranks that could not read a checkpoint all took an
+/// older one, however far each of them had come with the newer.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     /// The hash of what was loaded of single parameters, by name.
-    of: BTreeMap<String, u64>,
-    /// The hash of the loads of all parameters.
-    of_all: u64,
+    parameters: BTreeMap<String, u64>,
+    /// Whether all weights were loaded, and the hash of the load of a whole state.
+    weights: u64,
+    state: u64,
     /// Whether the others are still to be told.
     untold: bool,
 }
 
 impl Loads {
-    /// Notes a load of one parameter, or of all.
-    pub(super) fn note(&mut self, name: Option<&str>, hash: u64) {
+    /// Notes a load of one parameter.
+    pub(super) fn note(&mut self, name: &str, hash: u64) {
         self.untold = true;
-        let of = match name {
-            Some(name) => self.of.entry(name.to_owned()).or_default(),
-            None => &mut self.of_all,
-        };
-        *of = combine(*of, hash);
+        self.parameters.insert(name.to_owned(), hash);
+    }
+
+    /// Notes a load of all weights.
+    pub(super) fn note_weights(&mut self) {
+        *self = Self { untold: true, weights: 1, state: self.state, ..Self::default() };
+    }
+
+    /// Notes a load of a whole state.
+    pub(super) fn note_state(&mut self, hash: u64) {
+        *self = Self { untold: true, state: hash, ..Self::default() };
     }
 
     /// The hash of all that was loaded of a parameter.
     pub(super) fn of(&self, name: &str) -> u64 {
-        combine(self.of_all, self.of.get(name).copied().unwrap_or(0))
+        combine(combine(self.state, self.weights), self.parameters.get(name).copied().unwrap_or(0))
     }
 
     /// Forgets what ranks have compared.

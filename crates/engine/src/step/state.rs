@@ -31,7 +31,7 @@ impl Trainer {
             return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
         }
         self.require_complete()?;
-        self.loads.note(Some(name), of_values(whole));
+        self.loads.note(name, of_values(whole));
         let weights = self.weights.get_mut();
         let Some(id) = weights.params().declarations().find(name) else { return Ok(()) };
         let local = spec.local(self.rank.mesh(), self.rank.coords());
@@ -54,7 +54,7 @@ impl Trainer {
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
     ) -> Result<(), TrainError> {
         self.require_complete()?;
-        self.loads.note(None, 1);
+        self.loads.note_weights();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
         let refuse = |name: &str, problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let weights = self.weights.get_mut();
@@ -173,7 +173,7 @@ impl Trainer {
     /// more.
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
-        self.loads.note(None, combine(source.step(), source.updates()));
+        self.loads.note_state(combine(source.step(), source.updates()));
         let weights = self.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
