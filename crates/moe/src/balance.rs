@@ -42,6 +42,7 @@ impl Load {
     pub fn of_all(choices: &Tensor, experts: usize, scores: &Var) -> Result<Self> {
         let &[samples, seq, k] = &choices.shape()[..] else { return Err(no_choices(choices)) };
         let (device, rank) = (choices.device(), scores.tape().rank());
+        scores.tape().mixes_samples();
         let axes: Vec<_> = scores.types().iter().filter(|(_, ty)| *ty == Ty::Shard(0)).map(|(axis, _)| axis).collect();
         let group = rank.group_over(&axes);
         let counts = device.permutation()?.counts(choices.buffer(), 1, 0..experts)?;
