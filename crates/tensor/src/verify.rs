@@ -120,15 +120,15 @@ impl Claims {
         Self(Arc::new(Inner { rank, step, noted: Mutex::default() }))
     }
 
-    /// Notes every value of `tape` from now on, and that its ranks have one seed, step and number of samples. Errors name tapes by their
-    /// numbers in the order of these calls.
+    /// Notes every value of `tape` from now on, and that its ranks have one seed, step and number of samples, and other samples on other
+    /// data-parallel ranks. Errors name tapes by their numbers in the order of these calls.
     pub fn observe(&self, tape: &Tape) {
         let mut noted = self.noted();
         let place = format!("tape {}", noted.tapes);
         noted.tapes += 1;
         drop(noted);
         let mesh = self.0.rank.mesh();
-        let Position { seed, step, rank_samples, first_sample: _ } = tape.position();
+        let Position { seed, step, rank_samples, first_sample } = tape.position();
         for axis in mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1) {
             let own = "give every rank the same: what is random follows from it and from the place of a sample in the whole batch";
             let position = [("seed", seed), ("step", step), ("number of samples of a rank", rank_samples)];
@@ -136,6 +136,12 @@ impl Claims {
                 let name = format!("the {name} of {place}, in its Position,");
                 self.fact(Over::Axis(axis), Fact::value(name, &value, own));
             }
+        }
+        // A position without a number of samples is one that nobody cared for.
+        if rank_samples > 0 {
+            let claim = format!("the first sample of {place}, in its Position,");
+            let valid = "count it over the whole batch: what is random in a sample, and an auxiliary loss, follow from its place there";
+            self.fact(Over::Data, Fact::hash(format!("{claim} should differ"), Must::Differ, first_sample + 1, valid));
         }
         tape.observe(Rc::new(Observing { claims: self.clone(), place }));
     }

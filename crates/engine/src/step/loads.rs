@@ -22,6 +22,8 @@ pub(super) struct Loads {
     state: u64,
     /// Whether the others are still to be told.
     untold: bool,
+    /// The step in which a rank has told of a load that is still to be compared.
+    told: Option<u64>,
 }
 
 impl Loads {
@@ -33,17 +35,22 @@ impl Loads {
 
     /// Notes a load of all weights.
     pub(super) fn note_weights(&mut self) {
-        *self = Self { untold: true, weights: 1, state: self.state, ..Self::default() };
+        *self = Self { untold: true, weights: 1, state: self.state, told: self.told, ..Self::default() };
     }
 
     /// Notes a load of a whole state.
     pub(super) fn note_state(&mut self, hash: u64) {
-        *self = Self { untold: true, state: hash, ..Self::default() };
+        *self = Self { untold: true, state: hash, told: self.told, ..Self::default() };
     }
 
     /// The hash of all that was loaded of a parameter.
     pub(super) fn of(&self, name: &str) -> u64 {
         combine(combine(self.state, self.weights), self.parameters.get(name).copied().unwrap_or(0))
+    }
+
+    /// Notes that a rank has told of a load in the numbers of a step. Ranks compare it [where no message is on its way](Trainer::verify_told).
+    pub(super) fn told(&mut self, step: u64) {
+        self.told = Some(step);
     }
 
     /// Forgets what ranks have compared.
@@ -62,18 +69,18 @@ impl Trainer {
         Ok(())
     }
 
-    /// Compares weights, states and loads with those of the other ranks, if one of them has said that it loaded something. Collective.
+    /// Compares weights, states and loads with those of the other ranks, if one of them has told of a load. Collective, and so for a place in
+    /// the step where no rank waits for a message of another one: behind all actions of a step, or between steps.
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn verify_loads(&mut self, step: u64, told: bool) -> Result<(), TrainError> {
-        if told {
-            let claims = || Claims::new(self.rank.clone(), step);
-            let (weights, gradients) = (claims(), claims());
-            self.claim_parameters(&weights, &gradients, &StatisticSums::new())?;
-            self.compare_claims([weights])?;
-            self.loads.forget();
-        }
+    pub(super) fn verify_told(&mut self) -> Result<(), TrainError> {
+        let Some(step) = self.loads.told.take() else { return Ok(()) };
+        let claims = || Claims::new(self.rank.clone(), step);
+        let (weights, gradients) = (claims(), claims());
+        self.claim_parameters(&weights, &gradients, &StatisticSums::new())?;
+        self.compare_claims([weights])?;
+        self.loads.forget();
         Ok(())
     }
 }

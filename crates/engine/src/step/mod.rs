@@ -539,10 +539,12 @@ impl Trainer {
     /// a run.
     pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
         let _entered = self.enter("flush");
-        match self.driver {
-            Driver::Synchronous(_) => Ok(self.validate(false)?.into_iter().map(|(report, _)| report).collect()),
-            Driver::Asynchronous(_) => self.drain(&mut observe),
-        }
+        let reports = match self.driver {
+            Driver::Synchronous(_) => self.validate(false)?.into_iter().map(|(report, _)| report).collect(),
+            Driver::Asynchronous(_) => self.drain(&mut observe)?,
+        };
+        self.verify_told()?;
+        Ok(reports)
     }
 
     fn require_complete(&self) -> Result<(), TrainError> {

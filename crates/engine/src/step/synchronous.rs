@@ -103,6 +103,7 @@ impl Trainer {
         self.weights.get_mut().gradients.finish()?;
         let statistics = self.sum_statistics()?;
         self.verify_claims(&statistics)?;
+        self.verify_told()?;
         self.weights.borrow().add_norms(&mut numbers, self.norms_at())?;
         self.tell_loads(&mut numbers)?;
         let sums = self.start_sums(numbers, 1)?;
@@ -129,7 +130,9 @@ impl Trainer {
                 stats,
             });
         } else {
-            let measured = match self.measured(sums, terms, loss_scale, step) {
+            let measured = self.measured(sums, terms, loss_scale, step);
+            self.verify_told()?;
+            let measured = match measured {
                 Ok(measured) => measured,
                 Err(error) => {
                     self.forget_feedback()?;
@@ -194,7 +197,9 @@ impl Trainer {
     /// skipped. Any other value that is not finite is refused.
     fn measured(&mut self, sums: Sums, terms: u64, loss_scale: f64, step: u64) -> Result<Measured, TrainError> {
         let measured = self.measure(sums, terms, loss_scale)?;
-        self.verify_loads(step, measured.loaded)?;
+        if measured.loaded {
+            self.loads.told(step);
+        }
         let overflowed = measured.loss.is_finite() && !measured.grad_norm.is_finite();
         match self.scaler.skips(step, loss_scale, overflowed) {
             true => Ok(Measured { skipped: true, ..measured }),

@@ -267,6 +267,7 @@ enum Wrong {
     Constant,
     Factor,
     Seed,
+    Position,
     Rate,
     Program,
 }
@@ -287,7 +288,8 @@ fn verified(wrong: Wrong, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<()
         let mut gradients = Gradients::default();
         {
             let seed = if wrong == Wrong::Seed { dp as u64 } else { 7 };
-            let position = Position { seed, step, ..Position::default() };
+            let first_sample = if wrong == Wrong::Position { 0 } else { first as u64 };
+            let position = Position { seed, step, first_sample, rank_samples: network.held() as u64 };
             let tape = Tape::new(rank.clone(), network.params.clone(), device.clone(), Mode::Train, position);
             claims.observe(&tape);
             let mut loss = network.loss(&tape, (first, network.held()), false)?;
@@ -343,6 +345,10 @@ fn ranks_of_a_loop_that_disagree_are_named() {
         (
             Wrong::Seed,
             "step 0: the seed of tape 0, in its Position, should be the same over dp, and rank 0 has 0, rank 2 has 1; give every rank",
+        ),
+        (
+            Wrong::Position,
+            "step 0: the first sample of tape 0, in its Position, should differ over dp, and those of ranks 0, 2 are the same; count it",
         ),
         (
             Wrong::Rate,

@@ -125,14 +125,14 @@ fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let held = tables * table + whole + layers * (12 * h * h + 7 * h) / tp;
     let gradients = (4 * held + 8) as f64;
 
-    // tied: the tied table, where its two ends are on different ranks. world: the loss of each sample and the squared norm (f64).
+    // tied: the tied table, where its two ends are on different ranks. world: the loss of each sample, the squared norm, and whether a rank has loaded something (f64).
     let ends = if model.tied && first != last { 2 } else { 1 };
     [
         ("tp", moved(tp) * (blocks + loss + norms + gathered)),
         ("dp", moved(dp) * gradients),
         ("pp", sent),
         ("tied", moved(ends) * (4 * table) as f64),
-        ("world", moved(dp * tp * pp) * 8.0 * (BATCH as f64 + 1.0)),
+        ("world", moved(dp * tp * pp) * 8.0 * (BATCH as f64 + 2.0)),
     ]
 }
 
@@ -151,8 +151,8 @@ fn two_ranks_of_tp_by_hand() {
             .collect::<Vec<_>>()
     };
     // 16 sequences of 16 tokens with 32 features are 8192 elements. 18 = 4 layers · (2 forward + 2 backward), embedding, head.
-    // 256 largest logits; 256 pairs of Σ exp and target logit. Loss and squared norm.
-    let plain = ["tp all_reduce 256 x1", "tp all_reduce 512 x1", "tp all_reduce 8192 x18", "world all_reduce 17 x1"];
+    // 256 largest logits; 256 pairs of Σ exp and target logit. Loss, squared norm, and whether a rank has loaded something.
+    let plain = ["tp all_reduce 256 x1", "tp all_reduce 512 x1", "tp all_reduce 8192 x18", "world all_reduce 18 x1"];
     assert_eq!(calls(false), plain);
     // 1344 = 4 layers · 6 · 32 (two norms, two biases), 16 · 32 positions, 2 · 32 of the last norm.
     let sequence_parallel = [
@@ -161,7 +161,7 @@ fn two_ranks_of_tp_by_hand() {
         "tp all_reduce 512 x1",
         "tp all_reduce 1344 x1",
         "tp reduce_scatter 8192 x18",
-        "world all_reduce 17 x1",
+        "world all_reduce 18 x1",
     ];
     assert_eq!(calls(true), sequence_parallel);
 }
