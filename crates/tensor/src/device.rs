@@ -14,6 +14,82 @@ use meshwork_core::{Buffer, DType};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// The kernel traits, each with the name by which a device offers it.
+macro_rules! families {
+    ($each:ident) => {
+        $each! {
+            /// Matrix products.
+            matmul: Matmul, "matmul";
+            /// Sums, biases, activations, dropout.
+            pointwise: Pointwise, "pointwise";
+            /// Functions of one and of two numbers.
+            elementwise: Elementwise, "elementwise";
+            /// Sums over a dim, softmax, squared errors.
+            reduction: Reduction, "reduction";
+            /// Layer norm.
+            norm: Norm, "norm";
+            /// Norms over channels: batch and group norm.
+            channel_norm: ChannelNorm, "channel norm";
+            /// Windows over images: convolution and pooling.
+            window: Window, "window";
+            /// Causal attention.
+            attention: Attention, "attention";
+            /// Table lookups.
+            embedding: Embedding, "embedding";
+            /// Softmax cross entropy.
+            loss: Loss, "loss";
+            /// Products of groups of rows, each with its own matrix.
+            grouped_matmul: Grouped, "grouped";
+            /// Rows moved by integers.
+            permutation: Permutation, "permutation";
+            /// Routers of a mixture of experts.
+            routing: Routing, "routing";
+            /// Moving blocks of memory.
+            layout: Layout, "layout";
+            /// Flat vectors of weights, gradients and optimizer states.
+            optim: Optim, "optim";
+            /// Lossy compression.
+            compression: Compression, "compression";
+        }
+    };
+}
+
+/// Methods of [`Device`].
+macro_rules! accessors {
+    ($($(#[$on:meta])* $family:ident: $Trait:ident, $text:literal;)*) => {$(
+        $(#[$on])*
+        fn $family(&self) -> Result<&dyn $Trait> {
+            self.kernels().$family.ok_or_else(|| self.missing($text))
+        }
+    )*};
+}
+
+/// [`Kernels`].
+macro_rules! kernels_of_a_device {
+    ($($(#[$on:meta])* $family:ident: $Trait:ident, $text:literal;)*) => {
+        /// The kernels that a device has.
+        #[derive(Clone, Copy, Debug, Default)]
+        pub struct Kernels<'a> {$(
+            $(#[$on])*
+            pub $family: Option<&'a dyn $Trait>,
+        )*}
+
+        impl<'a> Kernels<'a> {
+            /// Those of a device that has all.
+            pub fn all<D: $($Trait +)*>(device: &'a D) -> Self {
+                Self { $($family: Some(device)),* }
+            }
+
+            /// Those of a device around an inner one that has these.
+            pub fn through<D: $($Trait +)*>(self, device: &D) -> Kernels<'_> {
+                Kernels { $($family: self.$family.map(|_| device as _)),* }
+            }
+        }
+    };
+}
+
+families!(kernels_of_a_device);
+
 /// Allocates memory and offers kernels. There is one device value per rank, so that its [`Meter`] counts that rank's
 /// work. Counts, here and in the kernels, may be 0.
 pub trait Device: Send + Sync + Debug {
@@ -97,85 +173,12 @@ pub trait Device: Send + Sync + Debug {
         dtype
     }
 
-    /// Matrix products.
-    fn matmul(&self) -> Result<&dyn Matmul> {
-        Err(self.missing("matmul"))
+    /// The kernels that this device has. By default it has none; one that has all gives [`Kernels::all`].
+    fn kernels(&self) -> Kernels<'_> {
+        Kernels::default()
     }
 
-    /// Sums, biases, activations, dropout.
-    fn pointwise(&self) -> Result<&dyn Pointwise> {
-        Err(self.missing("pointwise"))
-    }
-
-    /// Functions of one and of two numbers.
-    fn elementwise(&self) -> Result<&dyn Elementwise> {
-        Err(self.missing("elementwise"))
-    }
-
-    /// Sums over a dim, softmax, squared errors.
-    fn reduction(&self) -> Result<&dyn Reduction> {
-        Err(self.missing("reduction"))
-    }
-
-    /// Layer norm.
-    fn norm(&self) -> Result<&dyn Norm> {
-        Err(self.missing("norm"))
-    }
-
-    /// Norms over channels: batch and group norm.
-    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
-        Err(self.missing("channel norm"))
-    }
-
-    /// Windows over images: convolution and pooling.
-    fn window(&self) -> Result<&dyn Window> {
-        Err(self.missing("window"))
-    }
-
-    /// Causal attention.
-    fn attention(&self) -> Result<&dyn Attention> {
-        Err(self.missing("attention"))
-    }
-
-    /// Table lookups.
-    fn embedding(&self) -> Result<&dyn Embedding> {
-        Err(self.missing("embedding"))
-    }
-
-    /// Softmax cross entropy.
-    fn loss(&self) -> Result<&dyn Loss> {
-        Err(self.missing("loss"))
-    }
-
-    /// Products of groups of rows, each with its own matrix.
-    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
-        Err(self.missing("grouped"))
-    }
-
-    /// Rows moved by integers.
-    fn permutation(&self) -> Result<&dyn Permutation> {
-        Err(self.missing("permutation"))
-    }
-
-    /// Routers of a mixture of experts.
-    fn routing(&self) -> Result<&dyn Routing> {
-        Err(self.missing("routing"))
-    }
-
-    /// Moving blocks of memory.
-    fn layout(&self) -> Result<&dyn Layout> {
-        Err(self.missing("layout"))
-    }
-
-    /// Flat vectors of weights, gradients and optimizer states.
-    fn optim(&self) -> Result<&dyn Optim> {
-        Err(self.missing("optim"))
-    }
-
-    /// Lossy compression.
-    fn compression(&self) -> Result<&dyn Compression> {
-        Err(self.missing("compression"))
-    }
+    families!(accessors);
 
     /// The error for a kernel trait that this device lacks. The tape adds the name of its operation.
     fn missing(&self, kernels: &'static str) -> Error {

@@ -40,12 +40,9 @@ use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::Kernel;
 use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::kernel::{
-    Attention, ChannelNorm, Compression, Elementwise, Embedding, Grouped, Layout, Loss, Matmul, Norm, Optim,
-    Permutation, Pointwise, Reduction, Routing, Window, check_copy,
-};
+use meshwork_tensor::kernel::{Layout, Pointwise, check_copy};
 use meshwork_tensor::pinned::Pinned;
-use meshwork_tensor::{Category, Device, Download, Error, Launches, Meter, Result, Upload};
+use meshwork_tensor::{Category, Device, Download, Error, Kernels, Launches, Meter, Result, Upload};
 use rotary::LastAngles;
 use rows::Cuts;
 use std::any::Any;
@@ -400,67 +397,7 @@ impl Device for CudaDevice {
         self.precision.operand_dtype(dtype)
     }
 
-    fn matmul(&self) -> Result<&dyn Matmul> {
-        Ok(self)
-    }
-
-    fn pointwise(&self) -> Result<&dyn Pointwise> {
-        Ok(self)
-    }
-
-    fn elementwise(&self) -> Result<&dyn Elementwise> {
-        Ok(self)
-    }
-
-    fn reduction(&self) -> Result<&dyn Reduction> {
-        Ok(self)
-    }
-
-    fn window(&self) -> Result<&dyn Window> {
-        Ok(self)
-    }
-
-    fn norm(&self) -> Result<&dyn Norm> {
-        Ok(self)
-    }
-
-    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
-        Ok(self)
-    }
-
-    fn attention(&self) -> Result<&dyn Attention> {
-        Ok(self)
-    }
-
-    fn embedding(&self) -> Result<&dyn Embedding> {
-        Ok(self)
-    }
-
-    fn loss(&self) -> Result<&dyn Loss> {
-        Ok(self)
-    }
-
-    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
-        Ok(self)
-    }
-
-    fn permutation(&self) -> Result<&dyn Permutation> {
-        Ok(self)
-    }
-
-    fn routing(&self) -> Result<&dyn Routing> {
-        Ok(self)
-    }
-
-    fn layout(&self) -> Result<&dyn Layout> {
-        Ok(self)
-    }
-
-    fn optim(&self) -> Result<&dyn Optim> {
-        Ok(self)
-    }
-
-    fn compression(&self) -> Result<&dyn Compression> {
-        Ok(self)
+    fn kernels(&self) -> Kernels<'_> {
+        Kernels::all(self)
     }
 }

@@ -1,10 +1,9 @@
 //! Causal self-attention on a fused qkv tensor, and with groups of heads that share keys and values.
 
 use super::Rotary;
-use crate::error::Result;
+use super::table::*;
 use crate::random::Key;
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 
 /// Extents of `qkv [batch, seq, 3, heads, head_dim]`; `out` is `[batch, seq, heads, head_dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,46 +119,53 @@ pub struct AttentionMasks<'a> {
     pub documents: Option<DocumentPositions<'a>>,
 }
 
-/// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `decode` take 16 bits.
-pub trait Attention: Debug {
-    /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
-    fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>;
+kernels! {
+    /// Causal attention, scaled by 1/√head_dim, without the s×s matrix of all heads. All but `decode` take 16 bits.
+    pub trait Attention at attention {
+        /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
+        fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>
+            | profile(Attention: qkv), halves(as_is);
 
-    /// dqkv; probabilities are recomputed from lse.
-    fn causal_grad(
-        &self,
-        shape: AttentionShape,
-        dout: &Buffer,
-        qkv: &Buffer,
-        out: &Buffer,
-        lse: &Buffer,
-        masks: AttentionMasks<'_>,
-    ) -> Result<Buffer>;
+        /// dqkv; probabilities are recomputed from lse.
+        fn causal_grad(
+            &self,
+            shape: AttentionShape,
+            dout: &Buffer,
+            qkv: &Buffer,
+            out: &Buffer,
+            lse: &Buffer,
+            masks: AttentionMasks<'_>,
+        ) -> Result<Buffer>
+            | profile(Attention: dout, qkv, out, lse), halves(alike dout, qkv, out -> qkv);
 
-    /// (out, lse) of groups.
-    fn grouped(
-        &self,
-        shape: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
-        masks: AttentionMasks<'_>,
-    ) -> Result<(Buffer, Buffer)>;
+        /// (out, lse) of groups.
+        fn grouped(
+            &self,
+            shape: GroupedShape,
+            q: &Buffer,
+            kv: &Buffer,
+            masks: AttentionMasks<'_>,
+        ) -> Result<(Buffer, Buffer)>
+            | profile(Attention: q, kv), halves(alike q, kv -> q);
 
-    /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their queries.
-    /// The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
-    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>;
+        /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their queries.
+        /// The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
+        fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
+            | profile(Attention: q, kv), halves(own);
 
-    /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for
-    /// heads of keys and values that no head here reads.
-    #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
-    fn grouped_grad(
-        &self,
-        shape: GroupedShape,
-        dout: &Buffer,
-        q: &Buffer,
-        kv: &Buffer,
-        out: &Buffer,
-        lse: &Buffer,
-        masks: AttentionMasks<'_>,
-    ) -> Result<(Buffer, Buffer)>;
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for
+        /// heads of keys and values that no head here reads.
+        #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
+        fn grouped_grad(
+            &self,
+            shape: GroupedShape,
+            dout: &Buffer,
+            q: &Buffer,
+            kv: &Buffer,
+            out: &Buffer,
+            lse: &Buffer,
+            masks: AttentionMasks<'_>,
+        ) -> Result<(Buffer, Buffer)>
+            | profile(Attention: dout, q, kv, out, lse), halves(own);
+    }
 }

@@ -3,10 +3,9 @@
 //! Each group of channels of each block has its own mean and variance: `y = (x - mean) / √(variance + eps) · gamma + beta`.
 //! Batch norm has one block, all samples, and groups of one channel; group norm has a block per sample.
 
-use crate::error::Result;
+use super::table::*;
 use crate::tape::RowBlocks;
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 
 /// Extents of `x [blocks, rows, channels]`, and the number of groups in which the channels are normalised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,24 +52,29 @@ pub enum Statistics {
     Given,
 }
 
-/// The norm in separate steps, so that its statistics can be kept, and replaced by others.
-pub trait ChannelNorm: Debug {
-    /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows are summed
-    /// by 64 of them in order, then those in order, then the channels of a group in order.
-    fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>;
+kernels! {
+    /// The norm in separate steps, so that its statistics can be kept, and replaced by others.
+    pub trait ChannelNorm at channel_norm {
+        /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows are summed
+        /// by 64 of them in order, then those in order, then the channels of a group in order.
+        fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>
+            | profile(Norm: x), halves(wide x);
 
-    /// y; `affine` are gamma and beta.
-    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>;
+        /// y; `affine` are gamma and beta.
+        fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>
+            | profile(Norm: x, by.mean, by.variance, affine[0], affine[1]), halves(own);
 
-    /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
-    /// [`moments`](Self::moments).
-    fn normalise_grad(
-        &self,
-        groups: Groups,
-        dy: &Buffer,
-        x: &Buffer,
-        by: MeanVariance<'_>,
-        statistics: Statistics,
-        gamma: &Buffer,
-    ) -> Result<(Buffer, Buffer, Buffer)>;
+        /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
+        /// [`moments`](Self::moments).
+        fn normalise_grad(
+            &self,
+            groups: Groups,
+            dy: &Buffer,
+            x: &Buffer,
+            by: MeanVariance<'_>,
+            statistics: Statistics,
+            gamma: &Buffer,
+        ) -> Result<(Buffer, Buffer, Buffer)>
+            | profile(Norm: dy, x, by.mean, by.variance, gamma), halves(own);
+    }
 }

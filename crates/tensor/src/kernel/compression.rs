@@ -1,76 +1,86 @@
 //! Lossy compression of f32s: what is sent of a value, and what feedback keeps of it.
 
-use crate::error::Result;
+use super::table::*;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 
-/// Messages of the [wire format](meshwork_compress::wire), as bytes in buffers of the device, of schemes without a warm state; and the
-/// equations of [feedback](meshwork_compress::feedback). Every device gives the bits of `meshwork-compress`.
-pub trait Compression: Debug {
-    /// Writes the message of `x` to the bytes of `message` from `at` on: [`wire_bytes`](meshwork_compress::wire_bytes) of them.
-    ///
-    /// # Errors
-    /// A shape that the scheme does not compress, or that `x` does not have; no room for the message.
-    fn pack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        draws: Draws,
-        x: &Buffer,
-        message: &mut Buffer,
-        at: usize,
-    ) -> Result<()>;
+kernels! {
+    /// Messages of the [wire format](meshwork_compress::wire), as bytes in buffers of the device, of schemes without a warm state; and the
+    /// equations of [feedback](meshwork_compress::feedback). Every device gives the bits of `meshwork-compress`.
+    pub trait Compression at compression {
+        /// Writes the message of `x` to the bytes of `message` from `at` on: [`wire_bytes`](meshwork_compress::wire_bytes) of them.
+        ///
+        /// # Errors
+        /// A shape that the scheme does not compress, or that `x` does not have; no room for the message.
+        fn pack(
+            &self,
+            scheme: &Scheme,
+            shape: Shape,
+            draws: Draws,
+            x: &Buffer,
+            message: &mut Buffer,
+            at: usize,
+        ) -> Result<()>
+            | profile(Compression: x, message), halves(wide x);
 
-    /// Restores a message to the elements of `out` from `at` on, or adds it to them. `message` has its bytes and no others: a
-    /// [slice](Buffer::slice) of what was received.
-    ///
-    /// # Errors
-    /// A message of another scheme or shape, or a malformed one.
-    fn unpack(
-        &self,
-        scheme: &Scheme,
-        shape: Shape,
-        message: &Buffer,
-        fold: Fold,
-        out: &mut Buffer,
-        at: usize,
-    ) -> Result<()>;
+        /// Restores a message to the elements of `out` from `at` on, or adds it to them. `message` has its bytes and no others: a
+        /// [slice](Buffer::slice) of what was received.
+        ///
+        /// # Errors
+        /// A message of another scheme or shape, or a malformed one.
+        fn unpack(
+            &self,
+            scheme: &Scheme,
+            shape: Shape,
+            message: &Buffer,
+            fold: Fold,
+            out: &mut Buffer,
+            at: usize,
+        ) -> Result<()>
+            | profile(Compression: message, out), halves(own);
 
-    /// The elements of `x`, of this shape, that `indices` names: the [index bytes](Sparse::index_bytes) of a message of this scheme.
-    ///
-    /// # Errors
-    /// Bytes that no indices have.
-    fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer>;
+        /// The elements of `x`, of this shape, that `indices` names: the [index bytes](Sparse::index_bytes) of a message of this scheme.
+        ///
+        /// # Errors
+        /// Bytes that no indices have.
+        fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer>
+            | profile(Compression: indices), halves(wide x);
 
-    /// A value of this shape that has `values` where `indices` says, and zeros elsewhere.
-    ///
-    /// # Errors
-    /// As [`take`](Self::take).
-    fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer>;
+        /// A value of this shape that has `values` where `indices` says, and zeros elsewhere.
+        ///
+        /// # Errors
+        /// As [`take`](Self::take).
+        fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer>
+            | profile(Compression: indices, values), halves(wide values);
 
-    /// What is compressed in place of `x`: [`Feedback::outgoing`]. `first`: whether it is the first value of this sender.
-    fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>;
+        /// What is compressed in place of `x`: [`Feedback::outgoing`]. `first`: whether it is the first value of this sender.
+        fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>
+            | profile(Compression: x, x), halves(wide x);
 
-    /// Takes note of what was sent of a target: [`Feedback::sent`].
-    fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>;
+        /// Takes note of what was sent of a target: [`Feedback::sent`].
+        fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>
+            | profile(Compression: target, sent, target), halves(wide target, sent);
 
-    /// The first half of PowerSGD for a matrix `m` of this shape: draws the columns of `q` that are zero, and writes `p = m q`. `p` and `q`
-    /// have the elements of [`PowerSgd::factors`].
-    fn left_factor(
-        &self,
-        of: PowerSgd,
-        shape: Shape,
-        draws: Draws,
-        m: &Buffer,
-        q: &mut Buffer,
-        p: &mut Buffer,
-    ) -> Result<()>;
+        /// The first half of PowerSGD for a matrix `m` of this shape: draws the columns of `q` that are zero, and writes `p = m q`. `p` and `q`
+        /// have the elements of [`PowerSgd::factors`].
+        fn left_factor(
+            &self,
+            of: PowerSgd,
+            shape: Shape,
+            draws: Draws,
+            m: &Buffer,
+            q: &mut Buffer,
+            p: &mut Buffer,
+        ) -> Result<()>
+            | profile(Compression: m, q, p), halves(wide m);
 
-    /// The second half: makes the columns of `p` orthonormal, and writes `q = mᵀ p`.
-    fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()>;
+        /// The second half: makes the columns of `p` orthonormal, and writes `q = mᵀ p`.
+        fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()>
+            | profile(Compression: m, p, q), halves(wide m);
 
-    /// Writes `p qᵀ / among` for the factors `[p, q]`.
-    fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()>;
+        /// Writes `p qᵀ / among` for the factors `[p, q]`.
+        fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()>
+            | profile(= What::compression("join", &[&factors[0], &factors[1], out])), halves(as_is);
+    }
 }

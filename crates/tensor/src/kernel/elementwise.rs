@@ -1,8 +1,7 @@
 //! Functions of one and of two numbers, element by element.
 
-use crate::error::Result;
+use super::table::*;
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 
 /// A function of one number.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,18 +32,25 @@ pub enum Zip {
 /// A function of the host, with one number from each of the given vectors.
 pub type HostFn<'a> = dyn Fn(&[f64]) -> f64 + Sync + 'a;
 
-/// Functions of elements. Each element of a result is one fixed expression of the elements at its place.
-pub trait Elementwise: Debug {
-    /// f(x).
-    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer>;
-    /// dy · f'(x).
-    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
-    /// f(x, y), with y repeated over rows of its length.
-    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>;
-    /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no functions of
-    /// the host.
-    fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>> {
-        _ = (inputs, f);
-        Ok(None)
+kernels! {
+    /// Functions of elements. Each element of a result is one fixed expression of the elements at its place.
+    pub trait Elementwise at elementwise {
+        /// f(x).
+        fn map(&self, f: Map, x: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x), halves(wide x -> x);
+        /// dy · f'(x).
+        fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: dy, x), halves(wide dy, x -> x);
+        /// f(x, y), with y repeated over rows of its length.
+        fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x, y), halves(wide x, y -> x);
+        /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no functions of
+        /// the host.
+        fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>>
+            | profile(= What::of(Class::Pointwise, "host_map", inputs)), halves(own), proxy(default)
+            | default {
+                _ = (inputs, f);
+                Ok(None)
+            };
     }
 }

@@ -1,9 +1,8 @@
 //! Rows of a table.
 
-use crate::error::Result;
+use super::table::*;
 use crate::tape::BlockSlot;
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 use std::ops::Range;
 
 /// The destination of a table's gradient.
@@ -29,32 +28,38 @@ impl<'a> TableGrad<'a> {
     }
 }
 
-/// Lookups by i32 ids, and positions added to a sequence. They take 16 bits, but for the gradient of a table.
-pub trait Embedding: Debug {
-    /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of `vocab` over all
-    /// ranks. An id outside the vocabulary is an error.
-    fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>;
+kernels! {
+    /// Lookups by i32 ids, and positions added to a sequence. They take 16 bits, but for the gradient of a table.
+    pub trait Embedding at embedding {
+        /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of `vocab` over all
+        /// ranks. An id outside the vocabulary is an error.
+        fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>
+            | profile(= What::lookup(ids, table, width)), halves(as_is);
 
-    /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each block in the order of i.
-    fn lookup_grad(
-        &self,
-        ids: &Buffer,
-        dout: &Buffer,
-        rows: Range<usize>,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()>;
+        /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each block in the order of i.
+        fn lookup_grad(
+            &self,
+            ids: &Buffer,
+            dout: &Buffer,
+            rows: Range<usize>,
+            width: usize,
+            dtable: TableGrad<'_>,
+        ) -> Result<()>
+            | profile(= What::lookup_grad(ids, dout, width, &dtable)), halves(own);
 
-    /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
-    fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>;
+        /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
+        fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>
+            | profile(Embedding: x, table), halves(alike x, table -> x);
 
-    /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one after the other.
-    fn positions_grad(
-        &self,
-        dout: &Buffer,
-        first: usize,
-        seq: usize,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()>;
+        /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one after the other.
+        fn positions_grad(
+            &self,
+            dout: &Buffer,
+            first: usize,
+            seq: usize,
+            width: usize,
+            dtable: TableGrad<'_>,
+        ) -> Result<()>
+            | profile(= What::positions_grad(dout, width, &dtable)), halves(own);
+    }
 }

@@ -1,9 +1,8 @@
 //! Products of groups of rows, each with a matrix of its own: the linear layers of experts.
 
-use crate::error::Result;
+use super::table::*;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
-use std::fmt::Debug;
 use std::ops::Range;
 
 /// Groups of consecutive rows, of any length each, and the dims of their products: group g has `W_g[n, k]`.
@@ -46,35 +45,43 @@ pub struct GroupedGrad<'a> {
     pub accumulate: bool,
 }
 
-/// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
-/// operands may be stored as there. A result has the type of its operands where they have one type, and else that in which they are summed
-/// ([`GroupedGemm::result`]). The threads share all groups, however uneven they are.
-pub trait Grouped: Debug {
-    /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
-    fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>;
+kernels! {
+    /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
+    /// operands may be stored as there. A result has the type of its operands where they have one type, and else that in which they are summed
+    /// ([`GroupedGemm::result`]). The threads share all groups, however uneven they are.
+    pub trait Grouped at grouped_matmul {
+        /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
+        fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>
+            | profile(= What::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own);
 
-    /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[rows, n / 2]` of type
-    /// `stored`), with the bits of both one after the other. Sums of one block alone.
-    fn grouped_linear_swiglu(
-        &self,
-        spec: GroupedGemm<'_>,
-        x: &Buffer,
-        w: &Buffer,
-        stored: DType,
-    ) -> Result<(Buffer, Buffer)>;
-    /// `dX_g = dY_g · W_g`.
-    fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>;
-    /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.
-    fn grouped_weight_grad(
-        &self,
-        spec: GroupedGemm<'_>,
-        blocks: &GroupBlocks,
-        dy: &Buffer,
-        x: &Buffer,
-        dw: GroupedGrad<'_>,
-    ) -> Result<()>;
-    /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
-    fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero in each.
-    fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()>;
+        /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[rows, n / 2]` of type
+        /// `stored`), with the bits of both one after the other. Sums of one block alone.
+        fn grouped_linear_swiglu(
+            &self,
+            spec: GroupedGemm<'_>,
+            x: &Buffer,
+            w: &Buffer,
+            stored: DType,
+        ) -> Result<(Buffer, Buffer)>
+            | profile(= What::grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w])), halves(own);
+        /// `dX_g = dY_g · W_g`.
+        fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>
+            | profile(= What::grouped("grouped gemm nn", spec, w.dtype(), &[dy, w])), halves(own);
+        /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.
+        fn grouped_weight_grad(
+            &self,
+            spec: GroupedGemm<'_>,
+            blocks: &GroupBlocks,
+            dy: &Buffer,
+            x: &Buffer,
+            dw: GroupedGrad<'_>,
+        ) -> Result<()>
+            | profile(= What::grouped_weight_grad(spec, [dy, x], &dw)), halves(own);
+        /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
+        fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x, bias), halves(wide x, bias -> x);
+        /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero in each.
+        fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()>
+            | profile(Pointwise: dy), halves(own);
+    }
 }

@@ -1,40 +1,47 @@
 //! Moving blocks: for collectives along a dim other than the first, and for gathering the values of a step in one
 //! vector.
 
-use crate::error::Result;
+use super::table::*;
 use meshwork_core::{Buffer, BufferError};
-use std::fmt::Debug;
 use std::ops::Range;
 
-/// Copies of blocks, for any dtype.
-pub trait Layout: Debug {
-    /// `[a, b, inner] → [b, a, inner]`.
-    fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer>;
+kernels! {
+    /// Copies of blocks, for any dtype.
+    pub trait Layout at layout {
+        /// `[a, b, inner] → [b, a, inner]`.
+        fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer>
+            | profile(Memory: x), halves(as_is);
 
-    /// `[outer, extent, inner] → [outer, range, inner]`.
-    fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>;
+        /// `[outer, extent, inner] → [outer, range, inner]`.
+        fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>
+            | profile(= What::moved(Class::Memory, "narrow", x, outer * range.len() * inner)), halves(as_is);
 
-    /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
-    fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>;
+        /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
+        fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>
+            | profile(Memory: x), halves(as_is);
 
-    /// A copy of the elements in new memory.
-    fn copy(&self, x: &Buffer) -> Result<Buffer> {
-        self.narrow(x, 1, x.count(), 1, 0..x.count())
+        /// A copy of the elements in new memory.
+        fn copy(&self, x: &Buffer) -> Result<Buffer>
+            | profile(Memory: x), halves(as_is)
+            | default { self.narrow(x, 1, x.count(), 1, 0..x.count()) };
+
+        /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in order), which
+        /// [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of eight elements has the lowest bit of a byte. `None`
+        /// if both together take no less memory than x. How much they take depends on the values; a device without values takes as much as x.
+        fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>>
+            | profile(Memory: x), halves(as_is);
+
+        /// The `count` elements from what [`pack_nonzeros`](Self::pack_nonzeros) made of them.
+        fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer>
+            | profile(Memory: bits, values), halves(as_is);
+
+        /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
+        ///
+        /// # Errors
+        /// When the dtypes differ, when either range lies outside its buffer, or when `dst` is shared.
+        fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()>
+            | profile(= What::moved(Class::Memory, "copy_into", src, 2 * range.len())), halves(as_is);
     }
-
-    /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in order), which
-    /// [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of eight elements has the lowest bit of a byte. `None`
-    /// if both together take no less memory than x. How much they take depends on the values; a device without values takes as much as x.
-    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>>;
-
-    /// The `count` elements from what [`pack_nonzeros`](Self::pack_nonzeros) made of them.
-    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer>;
-
-    /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
-    ///
-    /// # Errors
-    /// When the dtypes differ, when either range lies outside its buffer, or when `dst` is shared.
-    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()>;
 }
 
 /// The checks that every device makes in [`Layout::copy_into`] and [`Device::upload_into`](crate::Device::upload_into).

@@ -1,9 +1,8 @@
 //! Softmax cross entropy in separate steps, so that reductions over ranks can run between them if the vocabulary is
 //! cut.
 
-use crate::error::Result;
+use super::table::*;
 use meshwork_core::Buffer;
-use std::fmt::Debug;
 
 /// A part of the vocabulary in this rank's logits `[rows, pitch]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,35 +34,43 @@ impl VocabShard {
     }
 }
 
-/// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is masked.
-pub trait Loss: Debug {
-    /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
-    /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
-    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>;
+kernels! {
+    /// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is masked.
+    pub trait Loss at loss {
+        /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
+        /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
+        fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>
+            | profile(= What::row_stats(logits, targets, shard)), halves(as_is);
 
-    /// Takes the larger of each two maxima.
-    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>;
+        /// Takes the larger of each two maxima.
+        fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>
+            | profile(Loss: other, other, other), halves(as_is);
 
-    /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be summed
-    /// over the shards, as the targets' logits can.
-    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>;
+        /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be summed
+        /// over the shards, as the targets' logits can.
+        fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>
+            | profile(Loss: sums, sums, local, global), halves(as_is);
 
-    /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse = max +
-    /// ln(sum of exp).
-    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>;
+        /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse = max +
+        /// ln(sum of exp).
+        fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>
+            | profile(Loss: max, sums, targets), halves(as_is);
 
-    /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and padding.
-    /// `scale` has an f64 per sample, the gradient of its total.
-    fn grad(
-        &self,
-        logits: &mut Buffer,
-        targets: &Buffer,
-        lse: &Buffer,
-        scale: &Buffer,
-        shard: VocabShard,
-    ) -> Result<()>;
+        /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and padding.
+        /// `scale` has an f64 per sample, the gradient of its total.
+        fn grad(
+            &self,
+            logits: &mut Buffer,
+            targets: &Buffer,
+            lse: &Buffer,
+            scale: &Buffer,
+            shard: VocabShard,
+        ) -> Result<()>
+            | profile(Loss: logits, logits, targets, lse), halves(as_is);
 
-    /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the first. Masked rows do
-    /// not count.
-    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>;
+        /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the first. Masked rows do
+        /// not count.
+        fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
+            | profile(Loss: logits, targets), halves(as_is);
+    }
 }

@@ -1,11 +1,10 @@
 //! Operations that touch each element once: sums, biases, activations, dropout.
 
-use crate::error::Result;
+use super::table::*;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
 use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType};
-use std::fmt::Debug;
 
 /// The elements that dropout keeps: a function of the global position of an element, so that it does not depend on the
 /// mesh.
@@ -25,50 +24,69 @@ pub struct DropoutMask {
     pub global: [u64; MAX_DIMS],
 }
 
-/// Element-wise operations. A `bias` is repeated over rows of its length. All but `tree_sum` and `relu` take 16 bits.
-pub trait Pointwise: Debug {
-    /// a + b.
-    fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>;
-    /// `a[at..at + b.count()] += b`.
-    fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>;
-    /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the [tree](meshwork_core::tree): written
-    /// to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
-    fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>;
-    /// x + bias.
-    fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>;
-    /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and then over
-    /// those in order.
-    fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer>;
-    /// x + bias + residual.
-    fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>;
-    /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
-    /// that of its [operands](crate::Device::operand_dtype).
-    fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>;
-    /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
-    /// dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad) does.
-    fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>;
-    /// gelu(x), tanh form.
-    fn gelu(&self, x: &Buffer) -> Result<Buffer>;
-    /// dy · gelu'(x).
-    fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>;
-    /// silu(gate) · up of the pairs (gate, up) in x, `[.., 2] → [..]`, of type `stored`: that of x or of its
-    /// [operands](crate::Device::operand_dtype).
-    fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>;
-    /// Turns those pairs into their gradient, in place.
-    fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>;
-    /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the first element in the lowest
-    /// bit of the first byte.
-    fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>;
-    /// dy where the bit is set, else 0.
-    fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>;
-    /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or f16, and back.
-    fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer>;
+kernels! {
+    /// Element-wise operations. A `bias` is repeated over rows of its length. All but `tree_sum` and `relu` take 16 bits.
+    pub trait Pointwise at pointwise {
+        /// a + b.
+        fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: a, b), halves(alike a, b -> a);
+        /// `a[at..at + b.count()] += b`.
+        fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>
+            | profile(Pointwise: b, b, b), halves(own);
+        /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the [tree](meshwork_core::tree): written
+        /// to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
+        fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>
+            | profile(= What::moved(Class::Pointwise, "tree_sum", x, (count + 1) * n)), halves(own);
+        /// x + bias.
+        fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x, bias), halves(alike x, bias -> x);
+        /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and then over
+        /// those in order.
+        fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer>
+            | profile(Pointwise: dy), halves(as_is);
+        /// x + bias + residual.
+        fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x, bias, residual), halves(alike x, bias, residual -> x);
+        /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
+        /// that of its [operands](crate::Device::operand_dtype).
+        fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>
+            | profile(Pointwise: x, bias), halves(alike x, bias => stored);
+        /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
+        /// dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad) does.
+        fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>
+            | profile(Pointwise: x, dy, dy, bias), halves(own);
+        /// gelu(x), tanh form.
+        fn gelu(&self, x: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x), halves(as_is);
+        /// dy · gelu'(x).
+        fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: dy, x), halves(alike dy, x -> x);
+        /// silu(gate) · up of the pairs (gate, up) in x, `[.., 2] → [..]`, of type `stored`: that of x or of its
+        /// [operands](crate::Device::operand_dtype).
+        fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>
+            | profile(Pointwise: x), halves(alike x => stored);
+        /// Turns those pairs into their gradient, in place.
+        fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>
+            | profile(Pointwise: dy, x, x), halves(own);
+        /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the first element in the lowest
+        /// bit of the first byte.
+        fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>
+            | profile(Pointwise: x), halves(wide x -> x);
+        /// dy where the bit is set, else 0.
+        fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: dy, above), halves(wide dy -> dy);
+        /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or f16, and back.
+        fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer>
+            | profile(Pointwise: x), halves(own);
 
-    /// The same in the type of `out`, written to its elements from `at` on.
-    ///
-    /// # Errors
-    /// As [`cast`](Self::cast), and when there is no room or `out` is shared.
-    fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()>;
-    /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
-    fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
+        /// The same in the type of `out`, written to its elements from `at` on.
+        ///
+        /// # Errors
+        /// As [`cast`](Self::cast), and when there is no room or `out` is shared.
+        fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()>
+            | profile(= What::cast_into(x, out)), halves(own);
+        /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
+        fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
+            | profile(Pointwise: x), halves(as_is);
+    }
 }

@@ -4,10 +4,9 @@
 //! described in [`permutation`](super::Permutation).
 
 use super::DropoutMask;
-use crate::error::Result;
+use super::table::*;
 use crate::random::Key;
 use meshwork_core::{Buffer, DType};
-use std::fmt::Debug;
 
 /// How a token chooses its experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,54 +74,68 @@ pub struct Selected {
     pub weights: Buffer,
 }
 
-/// The kernels of routers. Of equal scores, that of the lower expert is larger.
-pub trait Routing: Debug {
-    /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First choices come before second ones,
-    /// and among them tokens in order (GShard, algorithm 1).
-    fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>;
+kernels! {
+    /// The kernels of routers. Of equal scores, that of the lower expert is larger.
+    pub trait Routing at routing {
+        /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First choices come before second ones,
+        /// and among them tokens in order (GShard, algorithm 1).
+        fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>
+            | profile(Pointwise: scores), halves(own);
 
-    /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
-    /// the earlier. `[tokens, experts]`: expert or -1.
-    fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>;
+        /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
+        /// the earlier. `[tokens, experts]`: expert or -1.
+        fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
+            | profile(= What::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
 
-    /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if `normalise` over
-    /// their sum.
-    fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>;
+        /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if `normalise` over
+        /// their sum.
+        fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>
+            | profile(Pointwise: scores), halves(wide scores -> scores);
 
-    /// Its gradient with respect to the scores.
-    fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>;
+        /// Its gradient with respect to the scores.
+        fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>
+            | profile(Pointwise: scores, dout), halves(wide scores, dout -> scores);
 
-    /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the same for all.
-    fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>;
+        /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the same for all.
+        fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
+            | profile(Pointwise: scores, counts), halves(wide scores);
 
-    /// Its gradient with respect to the scores, where `dout` has an f64 per sample and they are of type `dtype`.
-    fn balance_grad(
-        &self,
-        dout: &Buffer,
-        counts: &Buffer,
-        tokens: usize,
-        experts: usize,
-        scale: f64,
-        dtype: DType,
-    ) -> Result<Buffer>;
+        /// Its gradient with respect to the scores, where `dout` has an f64 per sample and they are of type `dtype`.
+        fn balance_grad(
+            &self,
+            dout: &Buffer,
+            counts: &Buffer,
+            tokens: usize,
+            experts: usize,
+            scale: f64,
+            dtype: DType,
+        ) -> Result<Buffer>
+            | profile(Pointwise: dout, counts), halves(own);
 
-    /// Per sample an f64: the mean over its tokens of `ln(Σ_e e^logit)²`.
-    fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>;
+        /// Per sample an f64: the mean over its tokens of `ln(Σ_e e^logit)²`.
+        fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
+            | profile(Pointwise: logits), halves(wide logits);
 
-    /// Its gradient with respect to the logits, where `dout` has an f64 per sample.
-    fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer>;
+        /// Its gradient with respect to the logits, where `dout` has an f64 per sample.
+        fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer>
+            | profile(Pointwise: logits, dout), halves(wide logits -> logits);
 
-    /// Per sample an f64: the mean over its tokens of `-Σ_e p ln p`, where p are the scores over their sum.
-    fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer>;
+        /// Per sample an f64: the mean over its tokens of `-Σ_e p ln p`, where p are the scores over their sum.
+        fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
+            | profile(Pointwise: scores), halves(wide scores);
 
-    /// Per sample an f64: the share of its choices that are not used.
-    fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer>;
+        /// Per sample an f64: the share of its choices that are not used.
+        fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer>
+            | profile(Pointwise: kept), halves(as_is);
 
-    /// The number of choices of each expert, `[experts]` in f32, for a [note](crate::Tape::note).
-    fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer>;
+        /// The number of choices of each expert, `[experts]` in f32, for a [note](crate::Tape::note).
+        fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer>
+            | profile(Pointwise: choices), halves(as_is);
 
-    /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: Switch's jitter of the input of a router.
-    fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>;
+        /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: Switch's jitter of the input of a router.
+        fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
+            | profile(Pointwise: x), halves(wide x -> x);
+    }
 }
 
 /// How weights are made of scores.

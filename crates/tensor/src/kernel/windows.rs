@@ -4,9 +4,8 @@
 //! convolution is one product of patches `[pixels, window]` with weights `[features, window]` whose result has the
 //! layout that the next layer reads, and biases and norms repeat over rows as everywhere else.
 
-use crate::error::Result;
+use super::table::*;
 use meshwork_core::{Buffer, DType};
-use std::fmt::Debug;
 
 /// Extents of images and of the windows over them. Pixels beyond the edges are zero, and a maximum never sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,24 +65,32 @@ impl Windows {
     }
 }
 
-/// Patches and pooling. Each result is summed in one order, window by window, whatever the number of samples.
-pub trait Window: Debug {
-    /// `[rows, patch]`: each window, row by row (im2col).
-    fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer>;
+kernels! {
+    /// Patches and pooling. Each result is summed in one order, window by window, whatever the number of samples.
+    pub trait Window at window {
+        /// `[rows, patch]`: each window, row by row (im2col).
+        fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
+            | profile(Memory: x), halves(wide x -> x);
 
-    /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in order.
-    fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>;
+        /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in order.
+        fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>
+            | profile(Memory: dpatches), halves(wide dpatches -> dpatches);
 
-    /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is the first, and NaN is larger
-    /// than all. Places count the pixels of a window row by row, padding included, in [`place_dtype`](Windows::place_dtype).
-    fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>;
+        /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is the first, and NaN is larger
+        /// than all. Places count the pixels of a window row by row, padding included, in [`place_dtype`](Windows::place_dtype).
+        fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>
+            | profile(Pointwise: x), halves(wide x -> x);
 
-    /// The images' gradient from that of [`max_pool`](Self::max_pool) and the places.
-    fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer>;
+        /// The images' gradient from that of [`max_pool`](Self::max_pool) and the places.
+        fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: dy, places), halves(wide dy -> dy);
 
-    /// `[rows, channels]`: the sum over each window, divided by its number of pixels, padding counted.
-    fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>;
+        /// `[rows, channels]`: the sum over each window, divided by its number of pixels, padding counted.
+        fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: x), halves(wide x -> x);
 
-    /// The images' gradient from that of [`average_pool`](Self::average_pool).
-    fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer>;
+        /// The images' gradient from that of [`average_pool`](Self::average_pool).
+        fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer>
+            | profile(Pointwise: dy), halves(wide dy -> dy);
+    }
 }

@@ -21,7 +21,7 @@ mod routing;
 mod windows;
 
 use crate::cpu::Precision;
-use crate::device::{Device, Meter};
+use crate::device::{Device, Kernels, Meter};
 use crate::error::Result;
 use crate::kernel;
 use crate::memory::Category;
@@ -128,67 +128,7 @@ impl Device for Meta {
         self.precision.operand_dtype(dtype)
     }
 
-    fn matmul(&self) -> Result<&dyn kernel::Matmul> {
-        Ok(self)
-    }
-
-    fn pointwise(&self) -> Result<&dyn kernel::Pointwise> {
-        Ok(self)
-    }
-
-    fn elementwise(&self) -> Result<&dyn kernel::Elementwise> {
-        Ok(self)
-    }
-
-    fn reduction(&self) -> Result<&dyn kernel::Reduction> {
-        Ok(self)
-    }
-
-    fn norm(&self) -> Result<&dyn kernel::Norm> {
-        Ok(self)
-    }
-
-    fn channel_norm(&self) -> Result<&dyn kernel::ChannelNorm> {
-        Ok(self)
-    }
-
-    fn window(&self) -> Result<&dyn kernel::Window> {
-        Ok(self)
-    }
-
-    fn attention(&self) -> Result<&dyn kernel::Attention> {
-        Ok(self)
-    }
-
-    fn embedding(&self) -> Result<&dyn kernel::Embedding> {
-        Ok(self)
-    }
-
-    fn loss(&self) -> Result<&dyn kernel::Loss> {
-        Ok(self)
-    }
-
-    fn grouped_matmul(&self) -> Result<&dyn kernel::Grouped> {
-        Ok(self)
-    }
-
-    fn permutation(&self) -> Result<&dyn kernel::Permutation> {
-        Ok(self)
-    }
-
-    fn routing(&self) -> Result<&dyn kernel::Routing> {
-        Ok(self)
-    }
-
-    fn layout(&self) -> Result<&dyn kernel::Layout> {
-        Ok(self)
-    }
-
-    fn optim(&self) -> Result<&dyn kernel::Optim> {
-        Ok(self)
-    }
-
-    fn compression(&self) -> Result<&dyn kernel::Compression> {
-        Ok(self)
+    fn kernels(&self) -> Kernels<'_> {
+        Kernels::all(self)
     }
 }

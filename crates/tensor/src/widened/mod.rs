@@ -16,12 +16,12 @@
 
 mod kernels;
 
-use crate::device::{Device, Meter};
+use crate::device::{Device, Kernels, Meter};
 use crate::error::Result;
-use crate::kernel::*;
 use crate::later::{Download, Upload};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
+use crate::proxy::Outcome;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ use std::sync::Arc;
 /// ```
 #[derive(Debug)]
 pub struct Widened {
-    inner: Arc<dyn Device>,
+    pub(crate) inner: Arc<dyn Device>,
 }
 
 impl Widened {
@@ -52,7 +52,7 @@ impl Widened {
     }
 
     /// An operand in f32.
-    fn wide(&self, x: &Buffer) -> Result<Buffer> {
+    pub(crate) fn wide(&self, x: &Buffer) -> Result<Buffer> {
         match x.dtype().is_half() {
             true => self.inner.pointwise()?.cast(x, DType::F32),
             false => Ok(x.clone()),
@@ -68,7 +68,7 @@ impl Widened {
     }
 
     /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in f32.
-    fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
+    pub(crate) fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
         let mut alike = operands.map(Buffer::clone);
         if !are_alike(&operands) {
             for (x, operand) in alike.iter_mut().zip(operands) {
@@ -79,7 +79,7 @@ impl Widened {
     }
 
     /// The same with an operand that the result is added to.
-    fn alike_with<const N: usize>(
+    pub(crate) fn alike_with<const N: usize>(
         &self,
         operands: [&Buffer; N],
         sum: Option<Buffer>,
@@ -109,16 +109,16 @@ impl Widened {
     }
 
     /// The type in which the inner device stores a result on an operand of type `of` that becomes one of `dtype`.
-    fn stored(&self, of: DType, dtype: DType) -> DType {
+    pub(crate) fn stored(&self, of: DType, dtype: DType) -> DType {
         if dtype.is_half() && dtype != of && !self.is_factor(dtype) { DType::F32 } else { dtype }
     }
 
-    /// A result in this type, if that has 16 bits.
-    fn rounded(&self, y: Buffer, to: DType) -> Result<Buffer> {
-        match to.is_half() && y.dtype() == DType::F32 {
+    /// A result whose value is in this type, if that has 16 bits.
+    pub(crate) fn rounded<T: Outcome>(&self, result: T, to: DType) -> Result<T> {
+        result.map(&mut |y, is_value| match is_value && to.is_half() && y.dtype() == DType::F32 {
             true => self.inner.pointwise()?.cast(&y, to),
             false => Ok(y),
-        }
+        })
     }
 
     /// Writes elements of `x`: `write` gets memory that it may write in, and where they begin there. `read`: with their old values.
@@ -205,68 +205,7 @@ impl Device for Widened {
         dtype
     }
 
-    fn matmul(&self) -> Result<&dyn Matmul> {
-        self.inner.matmul().map(|_| self as _)
-    }
-
-    fn pointwise(&self) -> Result<&dyn Pointwise> {
-        self.inner.pointwise().map(|_| self as _)
-    }
-
-    fn elementwise(&self) -> Result<&dyn Elementwise> {
-        self.inner.elementwise().map(|_| self as _)
-    }
-
-    fn reduction(&self) -> Result<&dyn Reduction> {
-        self.inner.reduction().map(|_| self as _)
-    }
-
-    fn norm(&self) -> Result<&dyn Norm> {
-        self.inner.norm().map(|_| self as _)
-    }
-
-    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
-        self.inner.channel_norm().map(|_| self as _)
-    }
-
-    fn window(&self) -> Result<&dyn Window> {
-        self.inner.window().map(|_| self as _)
-    }
-
-    fn attention(&self) -> Result<&dyn Attention> {
-        self.inner.attention().map(|_| self as _)
-    }
-
-    fn embedding(&self) -> Result<&dyn Embedding> {
-        self.inner.embedding().map(|_| self as _)
-    }
-
-    fn loss(&self) -> Result<&dyn Loss> {
-        self.inner.loss().map(|_| self as _)
-    }
-
-    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
-        self.inner.grouped_matmul().map(|_| self as _)
-    }
-
-    fn permutation(&self) -> Result<&dyn Permutation> {
-        self.inner.permutation().map(|_| self as _)
-    }
-
-    fn routing(&self) -> Result<&dyn Routing> {
-        self.inner.routing().map(|_| self as _)
-    }
-
-    // Copies of blocks are for any type.
-    fn layout(&self) -> Result<&dyn Layout> {
-        self.inner.layout()
-    }
-
-    fn optim(&self) -> Result<&dyn Optim> {
-        self.inner.optim().map(|_| self as _)
-    }
-
-    fn compression(&self) -> Result<&dyn Compression> {
-        self.inner.compression().map(|_| self as _)
+    fn kernels(&self) -> Kernels<'_> {
+        self.inner.kernels().through(self)
     }
 }

@@ -7,7 +7,7 @@ use crate::common::{NoParams, POSITION, ids, on_mesh, tape_in, tape_on, tape_wit
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
 use meshwork_tensor::cpu::{Cpu, Precision};
-use meshwork_tensor::device::{Meter, Work};
+use meshwork_tensor::device::{Kernels, Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{Documents, Rotary, RowGroups};
@@ -408,8 +408,8 @@ impl Device for Closed {
         self.0.meter()
     }
 
-    fn elementwise(&self) -> Result<&dyn Elementwise> {
-        Ok(self)
+    fn kernels(&self) -> Kernels<'_> {
+        Kernels { elementwise: Some(self), ..Kernels::default() }
     }
 }
 

@@ -18,15 +18,14 @@
 //! ```
 
 mod communicator;
-mod kernels;
 mod memory;
 
 pub use communicator::communicator;
 
-use memory::{copy, hide, with_host};
+use memory::{copy, give_back, hide, host, into_host, take, with_host};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::*;
-use meshwork_tensor::{Device, Meter, Result};
+use meshwork_optim::Rule;
+use meshwork_tensor::{Device, Error, Kernels, Meter, Proxy, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -88,67 +87,48 @@ impl Device for Opaque {
         self.inner.operand_dtype(dtype)
     }
 
-    fn matmul(&self) -> Result<&dyn Matmul> {
-        Ok(self)
+    fn kernels(&self) -> Kernels<'_> {
+        Kernels::all(self)
+    }
+}
+
+impl Proxy for Opaque {
+    fn inner(&self) -> &dyn Device {
+        &*self.inner
     }
 
-    fn pointwise(&self) -> Result<&dyn Pointwise> {
-        Ok(self)
+    fn read(&self, x: &Buffer) -> Buffer {
+        host(x)
     }
 
-    fn elementwise(&self) -> Result<&dyn Elementwise> {
-        Ok(self)
+    fn take(&self, x: &mut Buffer) -> Buffer {
+        take(x)
     }
 
-    fn reduction(&self) -> Result<&dyn Reduction> {
-        Ok(self)
+    fn give_back(&self, x: &mut Buffer, inner: Buffer) {
+        give_back(x, inner);
     }
 
-    fn norm(&self) -> Result<&dyn Norm> {
-        Ok(self)
+    fn into_inner(&self, x: Buffer) -> Buffer {
+        into_host(x)
     }
 
-    fn channel_norm(&self) -> Result<&dyn ChannelNorm> {
-        Ok(self)
+    fn hide(&self, inner: Buffer) -> Buffer {
+        hide(inner)
     }
 
-    fn window(&self) -> Result<&dyn Window> {
-        Ok(self)
+    fn begin(&self, kernel: &'static str) {
+        if kernel == "select" {
+            self.selections.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
-    fn attention(&self) -> Result<&dyn Attention> {
-        Ok(self)
-    }
-
-    fn embedding(&self) -> Result<&dyn Embedding> {
-        Ok(self)
-    }
-
-    fn loss(&self) -> Result<&dyn Loss> {
-        Ok(self)
-    }
-
-    fn grouped_matmul(&self) -> Result<&dyn Grouped> {
-        Ok(self)
-    }
-
-    fn permutation(&self) -> Result<&dyn Permutation> {
-        Ok(self)
-    }
-
-    fn routing(&self) -> Result<&dyn Routing> {
-        Ok(self)
-    }
-
-    fn layout(&self) -> Result<&dyn Layout> {
-        Ok(self)
-    }
-
-    fn optim(&self) -> Result<&dyn Optim> {
-        Ok(self)
-    }
-
-    fn compression(&self) -> Result<&dyn Compression> {
-        Ok(self)
+    /// Like a device that has kernels for our rules and cannot run the host's code.
+    fn accepts(&self, rule: &Rule) -> Result<()> {
+        if rule.is_users() {
+            let (device, rule) = (self.name().to_owned(), rule.name().to_owned());
+            return Err(Error::UpdateRule { device, rule, valid: "a rule of meshwork-optim" });
+        }
+        Ok(())
     }
 }

@@ -8,7 +8,7 @@ use meshwork_core::{Axis, Buffer, DType};
 use meshwork_data_parallel::BucketEvent;
 use meshwork_pipeline::{ActionKind, Event, Phase};
 use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::{Device, Meter, Result, kernel};
+use meshwork_tensor::{Device, Kernels, Meter, Result, kernel};
 use meshwork_train::config::Config;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -36,14 +36,8 @@ impl Device for SlowCpu {
     fn upload(&self, host: &Buffer) -> Result<Buffer> { self.0.upload(host) }
     fn download(&self, buffer: &Buffer) -> Result<Buffer> { self.0.download(buffer) }
     fn meter(&self) -> &Meter { self.0.meter() }
-    fn matmul(&self) -> Result<&dyn kernel::Matmul> { self.0.matmul() }
-    fn pointwise(&self) -> Result<&dyn kernel::Pointwise> { self.0.pointwise() }
-    fn norm(&self) -> Result<&dyn kernel::Norm> { self.0.norm() }
-    fn attention(&self) -> Result<&dyn kernel::Attention> { self.0.attention() }
+    fn kernels(&self) -> Kernels<'_> { self.0.kernels() }
     fn embedding(&self) -> Result<&dyn kernel::Embedding> { self.pause(); self.0.embedding() }
-    fn loss(&self) -> Result<&dyn kernel::Loss> { self.0.loss() }
-    fn layout(&self) -> Result<&dyn kernel::Layout> { self.0.layout() }
-    fn optim(&self) -> Result<&dyn kernel::Optim> { self.0.optim() }
 }
 
 /// One rank's times of a step.

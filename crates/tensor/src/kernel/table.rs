@@ -1,0 +1,108 @@
+//! The table of kernels: [`kernels!`] states each method once, and makes of it the trait and what three devices around another one do with it.
+//!
+//! ```text
+//! fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
+//!     | profile(Pointwise: x, bias), halves(alike x, bias -> x);
+//! ```
+//!
+//! | clause | for | says |
+//! |---|---|---|
+//! | `profile(Class: x, bias)` | [`Profiled`] | the class of the span, and the memory that the call reads; what it returns is written. Memory that is read and written is named twice |
+//! | `profile(= What::..)` | | the span, where it has another name or moves other bytes |
+//! | `halves(as_is)` | [`Widened`] | every device takes operands in 16 bits, and rounds its results itself |
+//! | `halves(wide x -> x)` | | these operands are copied in f32; the result, of several the first, is rounded to the type of `x` |
+//! | `halves(alike x, bias -> x)` | | the same, but only where these operands differ in type. `=> stored`: the result gets the type of that argument. `; sum`: an operand that the result is added to |
+//! | `halves(own)` | | a method of `Widened` of the same name does it |
+//! | `proxy(default)` | [`Proxy`](crate::Proxy) | the method of the trait is not passed on |
+//! | `default {..}` | the trait | the body of a provided method |
+
+pub(super) use super::operand::Operand;
+pub(super) use crate::error::Result;
+pub(super) use crate::profiled::{Profiled, What};
+pub(super) use crate::proxy::{Proxy, hidden};
+pub(super) use crate::widened::Widened;
+pub(super) use meshwork_core::profile::Class;
+pub(super) use std::fmt::Debug;
+
+/// See the [module](self).
+macro_rules! kernels {
+    (
+        $(#[$on_trait:meta])*
+        pub trait $Trait:ident at $family:ident {$(
+            $(#[$on:meta])*
+            fn $name:ident(&$this:ident $(, $arg:ident: $type:ty)* $(,)?) -> Result<$result:ty>
+                | profile($($profile:tt)*), halves($($halves:tt)*) $(, proxy($proxy:ident))?
+                $(| default $default:block)?;
+        )*}
+    ) => {
+        $(#[$on_trait])*
+        pub trait $Trait: Debug {$(
+            kernels! { @declare [$(#[$on])* fn $name(&$this $(, $arg: $type)*) -> Result<$result>] $($default)? }
+        )*}
+
+        impl $Trait for Profiled {$(
+            fn $name(&$this $(, $arg: $type)*) -> Result<$result> {
+                let what = kernels!(@what $name $($profile)*);
+                $this.record(what, |device| device.$family()?.$name($($arg),*))
+            }
+        )*}
+
+        impl $Trait for Widened {$(
+            fn $name(&$this $(, $arg: $type)*) -> Result<$result> {
+                kernels!(@halves $this $name [$($arg)*] { $this.inner.$family()?.$name($($arg),*) } $($halves)*)
+            }
+        )*}
+
+        impl<P: Proxy> $Trait for P {$(
+            kernels! { @proxy $($proxy)? [fn $name(&$this $(, $arg: $type)*) -> Result<$result>] {
+                $this.begin(stringify!($name));
+                hidden($this, kernels!(@lend $this [$($arg)*] { $this.inner().$family()?.$name($($arg),*) }))
+            } }
+        )*}
+    };
+
+    (@declare [$($method:tt)*]) => { $($method)*; };
+    (@declare [$($method:tt)*] $default:block) => { $($method)* $default };
+
+    (@what $name:ident = $what:expr) => { $what };
+    (@what $name:ident Compression: $($read:expr),*) => { What::compression(stringify!($name), &[$(&*$read),*]) };
+    (@what $name:ident $Class:ident: $($read:expr),* $(; $sum:ident)?) => {
+        What::of(Class::$Class, stringify!($name), &[$(&*$read),*]) $(.reading($sum.as_ref()))?
+    };
+
+    (@halves $this:ident $name:ident $args:tt $call:block as_is) => { $call };
+    (@halves $this:ident $name:ident [$($arg:ident)*] $call:block own) => { Widened::$name($this, $($arg),*) };
+    (@halves $this:ident $name:ident $args:tt $call:block wide $($x:ident),*) => {{
+        $(let $x = &$this.wide($x)?;)*
+        $call
+    }};
+    (@halves $this:ident $name:ident $args:tt $call:block wide $($x:ident),* -> $to:ident) => {{
+        let to = $to.dtype();
+        $(let $x = &$this.wide($x)?;)*
+        $this.rounded($call?, to)
+    }};
+    (@halves $this:ident $name:ident $args:tt $call:block alike $($x:ident),* -> $to:ident) => {{
+        let to = $to.dtype();
+        let [$($x),*] = &$this.alike([$($x),*])?;
+        $this.rounded($call?, to)
+    }};
+    (@halves $this:ident $name:ident $args:tt $call:block alike $($x:ident),*; $sum:ident -> $to:ident) => {{
+        let to = $to.dtype();
+        let (operands, $sum) = $this.alike_with([$($x),*], $sum)?;
+        let [$($x),*] = &operands;
+        $this.rounded($call?, to)
+    }};
+    (@halves $this:ident $name:ident $args:tt $call:block alike $first:ident $(, $x:ident)* => $stored:ident) => {{
+        let [$first $(, $x)*] = &$this.alike([$first $(, $x)*])?;
+        let (to, $stored) = ($stored, $this.stored($first.dtype(), $stored));
+        $this.rounded($call?, to)
+    }};
+
+    (@proxy [$($method:tt)*] $body:block) => { $($method)* $body };
+    (@proxy default [$($method:tt)*] $body:block) => {};
+
+    (@lend $this:ident [] $call:block) => { $call };
+    (@lend $this:ident [$arg:ident $($rest:ident)*] $call:block) => {
+        Operand::lend($arg, $this, |$arg| kernels!(@lend $this [$($rest)*] $call))
+    };
+}

@@ -1,0 +1,125 @@
+//! A device in front of another one, whose kernels run on the other device's memory.
+
+use crate::device::Device;
+use crate::error::Result;
+use meshwork_core::Buffer;
+use meshwork_optim::Rule;
+use std::fmt::Debug;
+
+/// A device that computes as an inner one does, on memory of its own kind. It says how its memory becomes memory of the inner device and back, and so has
+/// all [kernels](crate::kernel) of the inner device.
+///
+/// testkit's opaque device is one: the CPU behind memory that the host cannot read.
+pub trait Proxy: Debug + Send + Sync {
+    /// The device that computes.
+    fn inner(&self) -> &dyn Device;
+
+    /// The inner memory of an operand that a kernel reads.
+    fn read(&self, x: &Buffer) -> Buffer;
+
+    /// The inner memory of an operand that a kernel writes, until it is [given back](Self::give_back).
+    fn take(&self, x: &mut Buffer) -> Buffer;
+
+    /// Ends the writing of memory that was [taken](Self::take).
+    fn give_back(&self, x: &mut Buffer, inner: Buffer);
+
+    /// The inner memory of an operand that a kernel keeps, and may write where nothing else refers to it.
+    fn into_inner(&self, x: Buffer) -> Buffer;
+
+    /// The memory of this device that a result of the inner one becomes.
+    fn hide(&self, inner: Buffer) -> Buffer;
+
+    /// Called before each kernel, by the name of its method.
+    fn begin(&self, kernel: &'static str) {
+        _ = kernel;
+    }
+
+    /// Refuses update rules that this device does not run.
+    ///
+    /// # Errors
+    /// [`Error::UpdateRule`](crate::Error::UpdateRule).
+    fn accepts(&self, rule: &Rule) -> Result<()> {
+        _ = rule;
+        Ok(())
+    }
+}
+
+/// The memory that a kernel returns.
+pub(crate) trait Outcome: Sized {
+    /// Calls `visit` with each buffer. The first one is the value, and the others go with it: statistics, indices, gradients of gains.
+    fn each(&self, visit: &mut dyn FnMut(&Buffer));
+
+    /// Each buffer replaced by another. `first`: whether it is the value.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self>;
+}
+
+/// A result of the inner device as one of `proxy`.
+pub(crate) fn hidden<T: Outcome>(proxy: &impl Proxy, result: Result<T>) -> Result<T> {
+    result?.map(&mut |buffer, _| Ok(proxy.hide(buffer)))
+}
+
+impl Outcome for () {
+    fn each(&self, _visit: &mut dyn FnMut(&Buffer)) {}
+
+    fn map(self, _f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self> {
+        Ok(())
+    }
+}
+
+impl Outcome for Buffer {
+    fn each(&self, visit: &mut dyn FnMut(&Buffer)) {
+        visit(self);
+    }
+
+    fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self> {
+        f(self, true)
+    }
+}
+
+impl<T: Outcome> Outcome for Option<T> {
+    fn each(&self, visit: &mut dyn FnMut(&Buffer)) {
+        if let Some(some) = self {
+            some.each(visit);
+        }
+    }
+
+    fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self> {
+        self.map(|some| some.map(f)).transpose()
+    }
+}
+
+/// A struct of buffers, or a tuple or an array by its numbers.
+macro_rules! outcome {
+    ($type:ty { $value:tt $(, $other:tt)* }) => {
+        impl Outcome for $type {
+            fn each(&self, visit: &mut dyn FnMut(&Buffer)) {
+                visit(&self.$value);
+                $(visit(&self.$other);)*
+            }
+
+            fn map(mut self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self> {
+                self.$value = f(self.$value, true)?;
+                $(self.$other = f(self.$other, false)?;)*
+                Ok(self)
+            }
+        }
+    };
+}
+
+outcome!((Buffer, Buffer) { 0, 1 });
+outcome!((Buffer, Buffer, Buffer) { 0, 1, 2 });
+outcome!(crate::kernel::Selected { weights, chosen, routed, kept });
+
+impl Outcome for [Buffer; 2] {
+    fn each(&self, visit: &mut dyn FnMut(&Buffer)) {
+        self.iter().for_each(visit);
+    }
+
+    fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self> {
+        let [value, other] = self;
+        Ok([f(value, true)?, f(other, false)?])
+    }
+}
