@@ -1,4 +1,6 @@
 //! Data parallelism for a training loop of any framework.
+//!
+//! More than 400 lines: the errors that a loop can meet stand beside the calls that give them.
 
 use crate::plan::{BucketPlan, Member, plan};
 use crate::reducer::{Bucket, ReduceError, Reducer};

@@ -1,4 +1,6 @@
 //! Mutations: small mistakes in a program, in its plan or in what a rank is given, as data.
+//!
+//! More than 400 lines: one table of all kinds of mistakes, what each changes, and where a program can have it.
 
 use crate::case::{Case, Way};
 use crate::generate;

@@ -1,4 +1,6 @@
 //! A program as plain data: a network of blocks of instructions. It names axes, but no degree: one program runs on every mesh.
+//!
+//! More than 400 lines: every instruction with its operands, and how each is printed.
 
 use meshwork_core::{Axis, Ty};
 use meshwork_tensor::{Init, Role};

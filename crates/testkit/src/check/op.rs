@@ -1,4 +1,6 @@
 //! An operation on several ranks against itself on one, over all types.
+//!
+//! More than 400 lines: the inputs of a check, its runs on all types, and its comparison with differences of the function, which share one set of cases.
 
 use super::array::Array;
 use super::layer::ids;
