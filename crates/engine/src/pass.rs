@@ -66,6 +66,8 @@ pub struct Pass {
     pub numbers: RefCell<Buffer>,
     /// Whether a layer said that samples depend on each other by design.
     pub mixes_samples: Cell<bool>,
+    /// Whether a layer decided something from values.
+    pub decides: Cell<bool>,
     /// How rows are compressed that layers exchange.
     pub rows: RowSchemes,
     /// Samples of the global batch.
@@ -126,6 +128,7 @@ impl Pass {
     /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of no step.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
+        self.decides.set(self.decides.get() || notes.decides);
         if self.purpose == Purpose::Predict {
             return Ok(());
         }

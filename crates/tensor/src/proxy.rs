@@ -24,7 +24,7 @@ pub trait Proxy: Debug + Send + Sync {
     fn give_back(&self, x: &mut Buffer, inner: Buffer);
 
     /// The inner memory of an operand that a kernel keeps, and may write where nothing else refers to it.
-    fn into_inner(&self, x: Buffer) -> Buffer;
+    fn keep(&self, x: Buffer) -> Buffer;
 
     /// The memory of this device that a result of the inner one becomes.
     fn hide(&self, inner: Buffer) -> Buffer;

@@ -601,6 +601,7 @@ impl Trainer {
             metrics: self.metrics.clone(),
             numbers: RefCell::new(self.numbers(purpose)?),
             mixes_samples: Cell::new(false),
+            decides: Cell::new(false),
             rows: self.compress.rows_in(self.steps_begun),
             global_batch_size: self.global_batch_size,
             watch: self.watch.clone(),

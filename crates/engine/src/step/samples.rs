@@ -8,7 +8,8 @@
 //!
 //! **Tolerance.** In canonical numerics a sample has the same bits, whatever samples are beside it. Else kernels choose an order of sums by the
 //! number of rows: a relative 1e-6 or so in f32, of which 1e-3 is refused; in 16 bits values may be rounded to the other neighbour,
-//! and 5e-2 is refused. A loss that is all but zero is held against the others of its micro-batch.
+//! and 5e-2 is refused. A loss that is all but zero is held against the others of its micro-batch. Where a layer decides something from
+//! values, as a router does, a rounding may choose another expert: of such models only the loss is compared, and 5e-2 of it is refused.
 
 use super::{AtCuts, Trainer};
 use crate::TrainError;
@@ -17,6 +18,9 @@ use crate::trace::takes;
 use meshwork_core::{DType, ReduceOp};
 use meshwork_nn::Batch;
 use meshwork_tensor::Error;
+
+const VALID: &str = "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or say by \
+                     Tape::mixes_samples that samples depend on each other by design";
 
 impl Trainer {
     /// Refuses a model whose loss or metrics of a sample depend on the samples of its micro-batch, unless a layer [said
@@ -37,18 +41,16 @@ impl Trainer {
         let (together, alone) = device.meter().uncounted(|| {
             Ok::<_, TrainError>((self.numbers_in(&first, self.micro_batch)?, self.numbers_in(&first, 1)?))
         })?;
-        let (Some(together), Some(alone)) = (together, alone) else { return Ok(()) };
+        let (Some((together, decides)), Some((alone, _))) = (together, alone) else { return Ok(()) };
         let canonical = self.params().declarations().reduction_blocks().is_some();
         let in_half = self.plan.is_mixed() || self.device.operand_dtype(DType::F32).is_half();
-        let most = if canonical {
-            0.0
-        } else if in_half {
-            5e-2
-        } else {
-            1e-3
+        let (most, rows) = match (canonical, decides) {
+            (true, _) => (0.0, 1 + self.metrics.len()),
+            (false, true) => (5e-2, 1),
+            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + self.metrics.len()),
         };
         let (samples, per_rank) = (self.global_batch_size, self.samples().len());
-        for (row, (together, alone)) in together.chunks(samples).zip(alone.chunks(samples)).enumerate() {
+        for (row, (together, alone)) in together.chunks(samples).zip(alone.chunks(samples)).take(rows).enumerate() {
             let apart = |first: usize| {
                 let of = first..first + self.micro_batch;
                 Some(first + first_apart(&together[of.clone()], &alone[of], most)?)
@@ -65,29 +67,29 @@ impl Trainer {
                         together[sample], self.micro_batch
                     ),
                     broken: format!("it is {:?} in one of its own", alone[sample]),
-                    valid: "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or \
-                            say by Tape::mixes_samples that samples depend on each other by design"
-                .to_owned(),
+                    valid: VALID.to_owned(),
                 });
             }
         }
         Ok(())
     }
 
-    /// Losses and metrics of the first samples of each rank, in micro-batches of `micro_batch`: rows as long as the global batch. `None` if
-    /// a layer says that samples depend on each other.
-    fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<Vec<f64>>, TrainError> {
+    /// Losses and metrics of the first samples of each rank, in micro-batches of `micro_batch`, in rows as long as the global batch, and whether a
+    /// layer decided something from values. `None` if one says that samples depend on each other.
+    fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<(Vec<f64>, bool)>, TrainError> {
         let mut pass = self.pass(Purpose::Evaluate, first)?;
         pass.micro_batch = micro_batch;
         pass.activations = self.plan.activations(&first.part(0..micro_batch)?)?.into();
         pass.rows = self.compress.exact_in_forward().of_rows();
         self.forward_only(&pass, AtCuts::Exact, first.samples() / micro_batch)?;
-        let mut mixes = [f64::from(u8::from(pass.mixes_samples.get()))];
-        self.rank.world().all_reduce_slice(&mut mixes, ReduceOp::Max)?;
+        let mut said = [pass.mixes_samples.get(), pass.decides.get()].map(|said| f64::from(u8::from(said)));
+        self.rank.world().all_reduce_slice(&mut said, ReduceOp::Max)?;
+        let [mixes, decides] = said.map(|said| said > 0.0);
         let sums = self.rank.world().start_all_reduce(pass.numbers.into_inner(), ReduceOp::Sum)?;
         let all = self.device.download(&sums.wait()?)?;
         self.rank.log().drain();
-        Ok((mixes[0] == 0.0).then_some(all.as_slice::<f64>().map_err(Error::from)?.to_vec()))
+        let numbers = all.as_slice::<f64>().map_err(Error::from)?.to_vec();
+        Ok((!mixes).then_some((numbers, decides)))
     }
 }
 

@@ -153,7 +153,7 @@ impl Operand for Option<Buffer> {
     type Inner<'a> = Self;
 
     fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self) -> Result<T>) -> Result<T> {
-        work(self.map(|x| proxy.into_inner(x)))
+        work(self.map(|x| proxy.keep(x)))
     }
 }
 

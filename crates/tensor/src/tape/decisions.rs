@@ -27,6 +27,7 @@ impl Tape {
     /// # Errors
     /// Those of `decide`; a forward that decides on other things than the one that it repeats.
     pub fn decide<const N: usize>(&self, decide: impl FnOnce() -> Result<[Tensor; N]>) -> Result<[Tensor; N]> {
+        self.note_decision();
         if let Some(repeated) = &mut self.inner.decided.borrow_mut().repeated {
             let next: Option<[Tensor; N]> = repeated.0.pop_front().and_then(|next| next.try_into().ok());
             return next.ok_or_else(|| Error::Shape {

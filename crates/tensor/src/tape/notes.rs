@@ -42,6 +42,7 @@ pub(super) struct Kept {
     per_sample: Vec<(&'static str, Option<f64>, Tensor, Types, Source)>,
     statistics: Vec<StatisticNote>,
     mixes_samples: bool,
+    decides: bool,
 }
 
 /// All notes of a tape.
@@ -53,6 +54,8 @@ pub struct Notes {
     pub statistics: Vec<StatisticNote>,
     /// Whether numbers of a sample [depend on others](Tape::mixes_samples) by design.
     pub mixes_samples: bool,
+    /// Whether a layer [decided](Tape::decide) something from values, where a rounding may decide otherwise.
+    pub decides: bool,
 }
 
 impl Tape {
@@ -211,13 +214,17 @@ impl Tape {
         self.inner.notes.borrow_mut().mixes_samples = true;
     }
 
+    pub(super) fn note_decision(&self) {
+        self.inner.notes.borrow_mut().decides = true;
+    }
+
     /// Takes all notes from the tape.
     pub fn take_notes(&self) -> Notes {
-        let Kept { per_sample, statistics, mixes_samples } = self.inner.notes.take();
+        let Kept { per_sample, statistics, mixes_samples, decides } = self.inner.notes.take();
         let with_tape = |(name, coefficient, tensor, types, source)| {
             let value = self.value(tensor, types, source);
             PerSample { name, value, coefficient }
         };
-        Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics, mixes_samples }
+        Notes { per_sample: per_sample.into_iter().map(with_tape).collect(), statistics, mixes_samples, decides }
     }
 }

@@ -167,6 +167,7 @@ impl Widened {
         self.rounded(out, q.dtype())
     }
 
+    #[expect(clippy::too_many_arguments, reason = "those of the kernel")]
     pub(crate) fn grouped_grad(
         &self,
         shape: GroupedShape,

@@ -109,7 +109,7 @@ impl Proxy for Opaque {
         give_back(x, inner);
     }
 
-    fn into_inner(&self, x: Buffer) -> Buffer {
+    fn keep(&self, x: Buffer) -> Buffer {
         into_host(x)
     }
 
