@@ -1,6 +1,6 @@
 //! Kernel traits: groups of operations that a device offers, as small object-safe traits over untyped buffers plus
 //! plain numbers. Shapes have been checked and types inferred by the time they are called. Each kernel trait has one
-//! file here, which states its methods [once](table), and one sibling per device.
+//! file here, which states its methods once, and one sibling per device.
 //!
 //! An extent may be 0: a rank has no samples of a batch, an expert no rows. Such a call writes nothing where its result has no elements, and
 //! zeros where it sums over them.
