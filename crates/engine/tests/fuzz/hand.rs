@@ -42,7 +42,7 @@ pub fn train(given: &Given<'_>, rank: Arc<Rank>) -> Result<(Vec<Vec<f64>>, Train
         }
         let own = model.loss_terms(&batch, 0..held)?;
         let normaliser = match careless(Careless::OwnTerms) {
-            true => Normaliser::Terms(own),
+            true => Normaliser::Scale(1.0 / own as f64),
             false => Normaliser::LocalTerms(own),
         };
         let (mut gradients, mut sums) = (Gradients::default(), 0.0);

@@ -158,9 +158,7 @@ fn random_programs_have_the_numbers_of_one_rank_and_their_mutants_are_noticed() 
     }
     for (kind, counts) in &score.by_kind {
         let few = counts.all() - counts.harmless - counts.another < 100;
-        // Nothing says how many samples the batch of a loop has.
-        let unknown = *kind == mutate::Kind::Count;
-        assert!(few || unknown || counts.share() >= 0.9, "{:.1}% of {}\n{score}", 100.0 * counts.share(), kind.name());
+        assert!(few || counts.share() >= 0.9, "{:.1}% of {}\n{score}", 100.0 * counts.share(), kind.name());
     }
     assert!(
         total.share() >= 0.99,

@@ -54,7 +54,7 @@ pub enum Careless {
     LeavesNotes,
     /// It updates with gradients that are not summed.
     KeepsGradients,
-    /// It divides by the terms of its own rank.
+    /// It divides by the terms of its own rank, by a factor of its own.
     OwnTerms,
     /// It draws the weights of this rank from a seed of its own.
     OwnSeed,
@@ -115,7 +115,6 @@ kinds! {
     Plan: "another plan on one rank",
     Weight: "other weights or optimizer states, loaded on one rank",
     Loop: "a loop that forgets what a trainer does",
-    Count: "a loop that takes the samples of its rank for those of the batch",
     Mixing: "tokens that a decoder's model mixes without a cache",
 }
 
@@ -313,15 +312,15 @@ fn sites(case: &Case) -> Vec<Mutant> {
         let has =
             |wanted: fn(&Op) -> bool| program.blocks.iter().flat_map(|it| &it.code).any(|instr| wanted(&instr.op));
         let careless = [
-            (Kind::Loop, Careless::LeavesNotes, has(|op| *op == Op::Penalty)),
-            (Kind::Loop, Careless::KeepsGradients, true),
-            (Kind::Loop, Careless::OwnSeed, true),
-            (Kind::Loop, Careless::OwnRate, true),
-            (Kind::Count, Careless::OwnTerms, true),
-            (Kind::Count, Careless::NoPosition, has(|op| matches!(op, Op::Dropout { .. }))),
+            (Careless::LeavesNotes, has(|op| *op == Op::Penalty)),
+            (Careless::KeepsGradients, true),
+            (Careless::OwnSeed, true),
+            (Careless::OwnRate, true),
+            (Careless::OwnTerms, true),
+            (Careless::NoPosition, has(|op| matches!(op, Op::Dropout { .. }))),
         ];
-        for (kind, careless, _) in careless.into_iter().filter(|(.., possible)| *possible) {
-            add(kind, Change::Loop(careless));
+        for (careless, _) in careless.into_iter().filter(|(_, possible)| *possible) {
+            add(Kind::Loop, Change::Loop(careless));
         }
     }
     add(Kind::Batch, Change::Batch);

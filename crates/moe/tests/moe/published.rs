@@ -44,8 +44,13 @@ fn check(recorded: &Value, logits: &[f64], shape: [usize; 3], factor: f64, loss:
     let x = tape.input(Tensor::from_slice(tape.device(), logits, shape).unwrap(), Types::NONE);
     let losses = loss(&x).unwrap();
     let values = losses.tensor().to_vec::<f64>().unwrap();
-    tape.backward_from_loss(&losses, Normaliser::Terms(values.len() as u64), Weights::Now, &mut Gradients::default())
-        .unwrap();
+    tape.backward_from_loss(
+        &losses,
+        Normaliser::LocalTerms(values.len() as u64),
+        Weights::Now,
+        &mut Gradients::default(),
+    )
+    .unwrap();
     let mean = factor * values.iter().sum::<f64>() / values.len() as f64;
     let want = recorded["loss"].as_f64().unwrap();
     assert!((mean - want).abs() <= 1e-6 * want.abs(), "{mean}, recorded {want}");

@@ -183,7 +183,7 @@ impl Tape {
         }
         Err(Error::Untaken {
             what: format!("the auxiliary losses {names:?}"),
-            valid: "backward_from_loss trains them on a tape whose Position::rank_samples is set, with Normaliser::LocalTerms or Terms; or \
+            valid: "backward_from_loss trains them on a tape whose Position::rank_samples is set, with Normaliser::LocalTerms; or \
                     take them with Tape::take_notes and give each to backward_from, its seed the coefficient / samples of the batch",
         })
     }

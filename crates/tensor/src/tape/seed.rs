@@ -69,8 +69,6 @@ pub enum Normaliser {
     /// micro-batches that add up to one update. They are summed over the axes that cut the samples, so that a rank whose samples
     /// have fewer terms does not count them more. Collective over these axes.
     LocalTerms(u64),
-    /// The mean over the terms of the loss, given how many the *whole batch* has, on all ranks and in all micro-batches.
-    Terms(u64),
     /// A plain factor of the gradient, the same on every rank. Nothing is counted and nothing divided.
     Scale(f64),
 }
@@ -80,7 +78,6 @@ impl Normaliser {
     fn scale(self, loss: &Var) -> Result<f64> {
         let terms = match self {
             Self::Scale(scale) => return Ok(scale),
-            Self::Terms(terms) => terms,
             Self::LocalTerms(terms) => {
                 let mut count = [i64::try_from(terms).unwrap_or(i64::MAX)];
                 for (axis, _) in loss.types().iter().filter(|(_, ty)| ty.dim().is_some()) {

@@ -79,7 +79,7 @@ fn step(rank: Arc<Rank>, device: Arc<dyn Device>, mut all: Declarations, gather:
     let loss = contrastive_loss(&images, &texts, gather)?;
     assert_eq!((loss.types(), &loss.shape()[..]), (types, &[held][..]));
     let mut gradients = Gradients::default();
-    tape.backward_from_loss(&loss, Normaliser::Terms(BATCH as u64), Weights::Now, &mut gradients)?;
+    tape.backward_from_loss(&loss, Normaliser::LocalTerms(held as u64), Weights::Now, &mut gradients)?;
     if !device.has_values() {
         return Ok((Vec::new(), Vec::new()));
     }

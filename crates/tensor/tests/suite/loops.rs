@@ -126,33 +126,28 @@ fn auxiliary_losses_of_a_hand_written_loop_are_trained() {
     let whole = oracle();
     for mesh in ["dp=1", "dp=2", "tp=2", "dp=2,tp=2", "dp=4,tp=3"] {
         for micros in [1, 2] {
-            for kind in ["terms", "local terms"] {
-                let found = on(mesh, |rank, device| {
-                    let network = Network::new(rank.clone(), device)?;
-                    let (held, mut gradients, mut last) = (network.held(), Gradients::default(), None);
-                    for micro in 0..micros {
-                        let tape = network.tape(held);
-                        let share = held / micros;
-                        let loss = network.loss(&tape, (network.first() + micro * share, share), true)?;
-                        let normaliser = match kind {
-                            "terms" => Normaliser::Terms(BATCH as u64),
-                            _ => Normaliser::LocalTerms(held as u64),
-                        };
-                        tape.backward_from_loss(&loss, normaliser, Weights::Now, &mut gradients)?;
-                        let names: Vec<&str> = tape.take_notes().per_sample.iter().map(|note| note.name).collect();
-                        assert_eq!(names, ["sizes", "outputs"], "they are still reported");
-                        last = Some(tape);
-                    }
-                    Ok((network.gradients(&last.unwrap(), gradients)?, part(&whole, &rank)))
-                });
-                for (rank, result) in found.into_iter().enumerate() {
-                    let (gradients, expected) = result.unwrap();
-                    let far = gradients.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-                    assert!(
-                        far < 1e-6 && gradients.len() == expected.len(),
-                        "{mesh}, {micros} micro-batches, {kind}, rank {rank}: {far}"
-                    );
+            let found = on(mesh, |rank, device| {
+                let network = Network::new(rank.clone(), device)?;
+                let (held, mut gradients, mut last) = (network.held(), Gradients::default(), None);
+                for micro in 0..micros {
+                    let tape = network.tape(held);
+                    let share = held / micros;
+                    let loss = network.loss(&tape, (network.first() + micro * share, share), true)?;
+                    let normaliser = Normaliser::LocalTerms(held as u64);
+                    tape.backward_from_loss(&loss, normaliser, Weights::Now, &mut gradients)?;
+                    let names: Vec<&str> = tape.take_notes().per_sample.iter().map(|note| note.name).collect();
+                    assert_eq!(names, ["sizes", "outputs"], "they are still reported");
+                    last = Some(tape);
                 }
+                Ok((network.gradients(&last.unwrap(), gradients)?, part(&whole, &rank)))
+            });
+            for (rank, result) in found.into_iter().enumerate() {
+                let (gradients, expected) = result.unwrap();
+                let far = gradients.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(
+                    far < 1e-6 && gradients.len() == expected.len(),
+                    "{mesh}, {micros} micro-batches, rank {rank}: {far}"
+                );
             }
         }
     }
@@ -169,17 +164,17 @@ fn auxiliary_losses_whose_mean_is_not_known_are_refused() {
         })
     };
     let refused = "backward: layers left the auxiliary losses [\"sizes\", \"outputs\"] on the tape, and nobody took them; backward_from_loss trains them \
-                   on a tape whose Position::rank_samples is set, with Normaliser::LocalTerms or Terms; or take them with Tape::take_notes and give \
+                   on a tape whose Position::rank_samples is set, with Normaliser::LocalTerms; or take them with Tape::take_notes and give \
                    each to backward_from, its seed the coefficient / samples of the batch";
-    for result in told(0, Normaliser::Terms(8)).into_iter().chain(told(4, Normaliser::Scale(0.125))) {
+    for result in told(0, Normaliser::LocalTerms(4)).into_iter().chain(told(4, Normaliser::Scale(0.125))) {
         assert_eq!(result.unwrap_err(), refused);
     }
-    for result in told(2, Normaliser::Terms(8)) {
+    for result in told(2, Normaliser::LocalTerms(4)) {
         assert!(result.unwrap_err().contains(
             "has a number for each of 4 samples, and the tape's position says that each rank has 2 in a step"
         ));
     }
-    assert!(told(4, Normaliser::Terms(8)).iter().all(std::result::Result::is_ok));
+    assert!(told(4, Normaliser::LocalTerms(4)).iter().all(std::result::Result::is_ok));
     // Whoever takes them has them, and decides.
     let taken = on("dp=2", |rank, device| {
         let network = Network::new(rank, device)?;
@@ -220,7 +215,7 @@ fn statistics_that_nobody_took_are_refused() {
         if takes {
             assert_eq!(tape.take_notes().statistics.len(), 1);
         }
-        tape.backward_from_loss(&loss, Normaliser::Terms(1), Weights::Now, &mut Gradients::default())
+        tape.backward_from_loss(&loss, Normaliser::LocalTerms(1), Weights::Now, &mut Gradients::default())
     };
     let told = backward(false).unwrap_err().to_string();
     assert!(
@@ -240,7 +235,7 @@ fn deferred_gradients_that_nobody_computes_are_refused() {
             let network = Network::new(rank, device)?;
             let (tape, mut gradients) = (network.tape(0), Gradients::default());
             let loss = network.loss(&tape, (network.first(), network.held()), false)?;
-            tape.backward_from_loss(&loss, Normaliser::Terms(8), Weights::Deferred, &mut gradients)?;
+            tape.backward_from_loss(&loss, Normaliser::LocalTerms(4), Weights::Deferred, &mut gradients)?;
             if completes {
                 tape.weight_gradients(&mut gradients)?;
             }
@@ -301,8 +296,11 @@ fn verified(wrong: Wrong, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<()
             if wrong == Wrong::Program && me == 3 {
                 loss.scale(1.0)?;
             }
-            let terms = if wrong == Wrong::Factor { 4 + dp } else { BATCH };
-            tape.backward_from_loss(&loss, Normaliser::Terms(terms as u64), Weights::Now, &mut gradients)?;
+            let normaliser = match wrong {
+                Wrong::Factor => Normaliser::Scale(1.0 / (4 + dp) as f64),
+                _ => Normaliser::LocalTerms(network.held() as u64),
+            };
+            tape.backward_from_loss(&loss, normaliser, Weights::Now, &mut gradients)?;
             gradients.all_reduce(&tape)?;
         }
         claims.gradients(&network.params, &gradients)?;

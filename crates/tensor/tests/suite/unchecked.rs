@@ -148,7 +148,7 @@ fn values_of_two_tapes_do_not_mix() {
     );
     let losses = y.mean_squared_error(&y).unwrap();
     let error =
-        a.backward_from_loss(&losses, Normaliser::Terms(2), Weights::Now, &mut NoParams).unwrap_err().to_string();
+        a.backward_from_loss(&losses, Normaliser::LocalTerms(2), Weights::Now, &mut NoParams).unwrap_err().to_string();
     assert_eq!(error, format!("backward_from_loss: loss {advice}"));
 
     // Corrected: the tensor of one is an input of the other.
@@ -209,13 +209,12 @@ fn a_mean_over_terms_counts_those_of_all_ranks() {
     let one = on_mesh("dp=1", |rank| run(&rank, local)).concat();
     assert_eq!(one, X.map(|x| 2.0 * x / 4.0));
     assert_eq!(on_mesh("dp=2", |rank| run(&rank, local)).concat(), one);
-    assert_eq!(on_mesh("dp=2", |rank| run(&rank, |_| Normaliser::Terms(4))).concat(), one);
     // What a program once did unnoticed, and now must say: a plain factor, here another on each rank.
     assert_ne!(on_mesh("dp=2", |rank| run(&rank, |terms| Normaliser::Scale(1.0 / terms as f64))).concat(), one);
 
     let tape = tape_of(&alone());
     let losses = input(&tape, &[1.0], &[1], Types::NONE);
-    let error = tape.backward_from_loss(&losses, Normaliser::Terms(0), Weights::Now, &mut NoParams).unwrap_err();
+    let error = tape.backward_from_loss(&losses, Normaliser::LocalTerms(0), Weights::Now, &mut NoParams).unwrap_err();
     assert_eq!(error.to_string(), "backward: the loss has no terms to take a mean over: every target is masked");
 }
 
