@@ -69,10 +69,9 @@ fn a_call_that_a_rank_never_makes_is_named() {
         "a world of 2 ranks failed: world group of world rank 0, op #0: rank 1 has returned and takes no part in \
          Trainer::evaluate, which every rank calls"
     );
-    assert!(
-        error.to_string().contains("\n  rank 0 waits in world #0 all_reduce(i64, 1) of Trainer::evaluate\n"),
-        "{error}"
-    );
+    // It waits, or has come so far that it is about to.
+    let line = error.to_string().lines().find(|line| line.starts_with("  rank 0 ")).unwrap_or_default().to_owned();
+    assert!(line.ends_with(" in world #0 all_reduce(i64, 1) of Trainer::evaluate"), "{error}");
 }
 
 #[test]

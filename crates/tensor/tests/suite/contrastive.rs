@@ -144,7 +144,9 @@ fn a_dry_run_counts_the_gathers_and_their_conjugates() {
         for gather in [Gather::OwnRows, Gather::AllRows] {
             let said = |rank: Arc<Rank>, device: Arc<dyn Device>| {
                 step(rank.clone(), device, Declarations::new(), gather).unwrap();
-                let mut said: Vec<String> = rank.log().drain().iter().map(|record| format!("{record:?}")).collect();
+                // Without the count of terms.
+                let records = rank.log().drain().into_iter().filter(|record| record.dtype.is_float());
+                let mut said: Vec<String> = records.map(|record| format!("{record:?}")).collect();
                 said.truncate(4); // without those of Gradients::all_reduce
                 said
             };
