@@ -61,7 +61,7 @@ impl Fact {
         Self { value: Some(value), ..fact }
     }
 
-    /// A claim about values of which ranks have the hashes.
+    /// A fact whose values are too long to exchange: ranks compare their hashes.
     pub fn hash(claim: impl Into<String>, must: Must, hash: u64, valid: impl Into<Cow<'static, str>>) -> Self {
         Self { claim: claim.into(), must, hash, value: None, valid: valid.into() }
     }
@@ -119,8 +119,8 @@ impl Agreement {
     /// exchanged only of a fact that does not hold. No record of it is kept in the group's log.
     ///
     /// # Errors
-    /// [`CommError::Disagreement`], the same on every rank of the group: the first fact that does not hold, or of which other ranks have
-    /// another one in its place. A failed communication.
+    /// [`CommError::Disagreement`], the same on every rank of the group: the first fact that does not hold, or the first place at which ranks
+    /// list different facts. A failed communication.
     pub fn compare(&self, group: &Group) -> Result<(), CommError> {
         self.find(group)?.map_or(Ok(()), |(_, found)| Err(found.into()))
     }

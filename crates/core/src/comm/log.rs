@@ -64,7 +64,7 @@ impl CommLog {
         Entered(self.clone())
     }
 
-    /// Another log, of which nothing is read: for communications that are no part of a step. They are part of the same call.
+    /// A log that is thrown away: for communications that do not count as those of a step. Faults name the same call for them.
     pub(crate) fn aside(&self) -> CommLog {
         let log = Log { callers: self.caller().into_iter().collect(), ..Log::default() };
         CommLog(Arc::new(Mutex::new(log)))

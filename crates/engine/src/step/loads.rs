@@ -7,7 +7,7 @@ use super::Trainer;
 use crate::statistics::StatisticSums;
 use crate::{TrainError, Verify};
 use meshwork_core::Buffer;
-use meshwork_core::hash::{combine, hash};
+use meshwork_core::hash::combine;
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub(super) struct Loads {
     /// The hash of what was loaded of single parameters, by name.
     parameters: BTreeMap<String, u64>,
     /// Whether all weights were loaded, and the hash of the load of a whole state.
-    weights: u64,
+    weights: bool,
     state: u64,
     /// Whether the others are still to be told.
     untold: bool,
@@ -35,7 +35,7 @@ impl Loads {
 
     /// Notes a load of all weights.
     pub(super) fn note_weights(&mut self) {
-        *self = Self { untold: true, weights: 1, state: self.state, told: self.told, ..Self::default() };
+        *self = Self { untold: true, weights: true, state: self.state, told: self.told, ..Self::default() };
     }
 
     /// Notes a load of a whole state.
@@ -45,7 +45,7 @@ impl Loads {
 
     /// The hash of all that was loaded of a parameter.
     pub(super) fn of(&self, name: &str) -> u64 {
-        combine(combine(self.state, self.weights), self.parameters.get(name).copied().unwrap_or(0))
+        combine(combine(self.state, u64::from(self.weights)), self.parameters.get(name).copied().unwrap_or(0))
     }
 
     /// Notes that a rank has told of a load in the numbers of a step. Ranks compare it [where no message is on its way](Trainer::verify_told).
@@ -83,9 +83,4 @@ impl Trainer {
         self.loads.forget();
         Ok(())
     }
-}
-
-/// The hash of a whole parameter.
-pub(super) fn of_values(values: &[f32]) -> u64 {
-    Buffer::from_slice(values).as_bytes().map_or(0, hash)
 }

@@ -1,7 +1,7 @@
 //! Saving and loading the state of a trainer, by global name and slice.
 
 use super::Trainer;
-use super::loads::of_values;
+use super::verify::of_floats;
 use crate::TrainError;
 use crate::lossy_sum::{SumState, of_replica};
 use crate::state::{StateKey, StatePiece, StateSource, StateVector, StateView, TrainState, loss_scale, vectors};
@@ -31,7 +31,7 @@ impl Trainer {
             return Err(refuse(format!("{given} elements for its dims {:?}, which have {wanted}", spec.dims)));
         }
         self.require_complete()?;
-        self.loads.note(name, of_values(whole));
+        self.loads.note(name, of_floats(whole.to_vec())?);
         let weights = self.weights.get_mut();
         let Some(id) = weights.params().declarations().find(name) else { return Ok(()) };
         let local = spec.local(self.rank.mesh(), self.rank.coords());

@@ -168,7 +168,7 @@ fn tied_name(pp_ranks: &[usize]) -> String {
 }
 
 /// The hash of some elements of a parameter.
-fn of_floats(values: Vec<f32>) -> Result<u64, Error> {
+pub(super) fn of_floats(values: Vec<f32>) -> Result<u64, Error> {
     Ok(hash(Buffer::from_vec(values).as_bytes()?))
 }
 

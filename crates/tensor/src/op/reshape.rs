@@ -36,9 +36,8 @@ impl Var {
     /// The same elements, in the same order, with the extents `extents` on this rank. Dim 0 counts samples and does not
     /// change. A sharded dim must be the first of the dims that it is merged with or cut into.
     ///
-    /// The extents on one rank do not always tell what becomes of a sharded dim, where extents of 1 are involved: `[2, 8, 8]` may become `[2, 8, 1, 8]`
-    /// by a split into heads, of which this rank has one, or by a dim that is inserted. Such a reshape is refused on that degree. In code for every mesh
-    /// say what is meant: [`unflatten`](Self::unflatten), [`flatten`](Self::flatten), [`unsqueeze`](Self::unsqueeze), [`squeeze`](Self::squeeze).
+    /// With extents of 1, the local extents can be ambiguous: `[2, 8, 8]` becomes `[2, 8, 1, 8]` by a split into heads with one head on this rank, or by
+    /// an inserted dim. An ambiguous reshape is refused, so a reshape may be refused at one degree and not at another. Code for every mesh uses [`unflatten`](Self::unflatten), [`flatten`](Self::flatten), [`unsqueeze`](Self::unsqueeze), [`squeeze`](Self::squeeze).
     pub fn reshape(&self, extents: &[usize]) -> Result<Var> {
         if extents.first() != self.shape().first() && extents.iter().product::<usize>() == self.shape().count() {
             return Err(self.misfit("reshape", "dim 0 counts samples and stays as it is".to_owned(), extents));

@@ -45,11 +45,11 @@ pub fn transpose(op: &str, x: Operand<'_>, a: usize, b: usize) -> Result<Types, 
 /// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same number of elements. A first
 /// extent that stays is the same dim.
 ///
-/// A rank's elements lie as they did if the sharded dim begins where a new dim begins: the same number of elements per index is left behind both. That
-/// dim is sharded. Dims of extent 1 begin at the same place as their neighbours, so several new dims may come into question. If as many old ones begin
-/// there, the dims are taken to be unchanged, one by one. If not, the extents of one rank cannot tell: of `[2, 8, 8]` with `Shard(2)`, reshaped to
-/// `[2, 8, 1, 8]`, dim 2 may have been split into heads, of which this rank has one (`Shard(2)`), or a dim inserted (`Shard(3)`). This is refused;
-/// [`regroup`] says what is meant.
+/// The sharded dim stays one contiguous run on each rank if a new dim begins at the same place: the product of the extents before both is equal. The
+/// new dim is then the sharded one. A dim of extent 1 begins at the same place as the dim behind it, so several new dims may qualify. If the old
+/// shape has equally many such dims, they are matched one by one. Otherwise the local extents are ambiguous, and the reshape is refused. An example is
+/// `[2, 8, 8]` with `Shard(2)`, reshaped to `[2, 8, 1, 8]`: either dim 2 is split into heads, one of them on this rank (`Shard(2)`), or a dim is
+/// inserted (`Shard(3)`). [`regroup`] takes the intent as an argument.
 pub fn reshape(op: &str, x: Operand<'_>, from: &[usize], to: &[usize]) -> Result<Types, SpmdError> {
     let kept = usize::from(!from.is_empty() && from.first() == to.first());
     let types = moves_dims(op, x, |sharded| {
