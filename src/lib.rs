@@ -5,6 +5,7 @@
 pub use meshwork_checkpoint as checkpoint;
 pub use meshwork_compress as compress;
 pub use meshwork_core as core;
+pub use meshwork_cpu as cpu;
 pub use meshwork_data_parallel as data_parallel;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
@@ -35,9 +36,9 @@ mod guides {
 pub mod prelude {
     pub use meshwork_core::comm::thread;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};
+    pub use meshwork_cpu::Cpu;
     pub use meshwork_engine::{Plan, StepReport, TrainError, Trainer};
     pub use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
-    pub use meshwork_tensor::cpu::Cpu;
     pub use meshwork_tensor::meta::Meta;
     pub use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Role, Tape, Tensor, Var};
     pub use meshwork_tensor_parallel::Region;

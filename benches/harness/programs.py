@@ -32,7 +32,7 @@ OURS = {
     "compress": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "compress"],
     "powersgd": ["bench", "--no-run", "-p", "meshwork-compress", "--bench", "powersgd"],
     "throttled": ["bench", "--no-run", "-p", "meshwork-engine", "--bench", "throttled"],
-    "gemm": ["bench", "--no-run", "-p", "meshwork-tensor", "--bench", "gemm"],
+    "gemm": ["bench", "--no-run", "-p", "meshwork-cpu", "--bench", "gemm"],
 }
 ONE_PROCESS = {"train.py", "products.py", "jax_gpt.py", "topk.py"}  # the peers that have all threads in one
 NAMES = {*OURS, *ONE_PROCESS, "mesh.py", "collectives.py", "powersgd.py"}

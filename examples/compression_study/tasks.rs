@@ -2,6 +2,7 @@
 //! stages, which one rank simulates.
 
 use meshwork::core::Rank;
+use meshwork::cpu::Cpu;
 use meshwork::engine::{AtCuts, Compress, Plan, StateKey, TrainError, Trainer, WholeState};
 use meshwork::models::gpt2::{Gpt2, Gpt2Config};
 use meshwork::models::network::ACCURACY;
@@ -9,7 +10,6 @@ use meshwork::models::resnet::ResNetConfig;
 use meshwork::nn::{Batch, Model, SAMPLE};
 use meshwork::optim::{AdamW, Decay, LrSchedule, Sgd};
 use meshwork::tensor::ParamSpec;
-use meshwork::tensor::cpu::Cpu;
 use meshwork::tensor::param::{LocalSlice, Piece};
 use meshwork::train::Data;
 use meshwork::train::data::Images;

@@ -4,8 +4,8 @@
 mod options;
 mod train;
 
+use meshwork::cpu::Cpu;
 use meshwork::nn::Model;
-use meshwork::tensor::cpu::Cpu;
 use meshwork::train::data::Images;
 use meshwork::train::diff::{Side, compare};
 use meshwork::train::profile::{self, layers, write_layers};

@@ -3,10 +3,10 @@
 use crate::show;
 use meshwork::core::comm::thread::{self, WorldError};
 use meshwork::core::{Axis, Rank};
+use meshwork::cpu::Cpu;
 use meshwork::engine::{Evaluation, Plan, TrainError, Trainer};
 use meshwork::models::network::ACCURACY;
 use meshwork::nn::Model;
-use meshwork::tensor::cpu::Cpu;
 use meshwork::train::data::Images;
 use meshwork::train::profile::{Probe, Profile, Profiler};
 use std::sync::Arc;

@@ -8,7 +8,7 @@
 // Geometry  append: a thread an element. Scores: half a warp a query, head and key. Weights: a warp a row. Values: a thread an element of out,
 //           which goes over the keys.
 // Bytes     keys and values once for each head, of a group from the cache of the GPU; scores written, and read three times.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals and outputs over the
+// Bits      those of the CPU: crates/cpu/src/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals and outputs over the
 //           keys in order, the outputs fused. Heads have at most 1024 features.
 #include "math.cuh"
 #include "warp.cuh"

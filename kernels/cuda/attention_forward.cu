@@ -10,7 +10,7 @@
 //           of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
 //           from the L2 cache; and the output.
-// Bits      those of the CPU (crates/tensor/src/cpu/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
+// Bits      those of the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
 //           maximum of the whole row, which an online softmax does not know: so the scores are computed twice, first for their maximum. S is one
 //           chain over the features; the total is summed and O is chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V
 //           and P∘M are rounded before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126 are zero

@@ -5,7 +5,7 @@
 // Shapes    a, b, out, x, residual, dy [rows, n]; bias, dbias [n]; parts [parts, n]; sums [blocks, n].
 // Geometry  a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums over rows a thread 16 bytes of the columns of a part (of up to 64 rows), then of those of a block of parts.
 // Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); of parts, 4 parts n more written and read.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/pointwise.rs, RowSums in crates/tensor/src/cpu/mod.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/pointwise.rs, RowSums in crates/cpu/src/lib.rs.
 #include "halves.cuh"
 
 struct Plus {

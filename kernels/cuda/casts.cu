@@ -6,7 +6,7 @@
 // Geometry  a thread eight elements, of buckets four: by 16 bytes (neighbours.cuh).
 // Bytes     6 an element; of buckets 4 read, 4 written.
 // Bits      exact where nothing is rounded. f32 to bf16: half's bf16::from_f32, as the communicator rounds; to operands of products,
-//           where subnormals become zeros: crates/tensor/src/cpu/kernels/round.rs. f32 to f16: half's f16::from_f32.
+//           where subnormals become zeros: crates/cpu/src/kernels/round.rs. f32 to f16: half's f16::from_f32.
 #include "float16.cuh"
 #include "neighbours.cuh"
 

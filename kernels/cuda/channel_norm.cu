@@ -7,7 +7,7 @@
 //           [blocks, n], by way of parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu adds them up).
 // Geometry  parts: a thread 16 bytes of the channels of a part; groups: a thread each; the rest: a thread 16 bytes of a row (neighbours.cuh).
 // Bytes     statistics 4 read an element twice; y 4 read and 4 written; backward 8 read twice and 4 written.
-// Bits      those of the CPU: crates/tensor/src/cpu/channel_norm.rs. Channels of a group are added one after another.
+// Bits      those of the CPU: crates/cpu/src/channel_norm.rs. Channels of a group are added one after another.
 #include "halves.cuh"
 
 // The number of the statistics of a row's channel.

@@ -10,7 +10,7 @@
 // Bytes     statistics 4 valid read an element, gradient 4 read and 4 written; half where logits have 16 bits (_16). Exponentials are of the differences from the largest of
 //           all, so a row is kept in shared memory from the search for that to the sum: its first 25,152 words, or 50,304 of 16 bits. What is beyond is read once more. Rows that
 //           are worked on at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second half comes from the L2 cache.
-// Bits      those of the CPU (crates/tensor/src/cpu/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
+// Bits      those of the CPU (crates/cpu/src/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
 //           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where
 //           the f64 lies within 1e-16 of the middle of two f32; the loss may differ by 1e-15 of itself. And if the maximum is zero, its
 //           sign may differ.

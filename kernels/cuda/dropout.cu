@@ -6,7 +6,7 @@
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
 // Geometry  a thread four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); where they are neighbours in a block of Philox it is computed once.
 // Bytes     4 read and 4 written an element, half in 16 bits (_16).
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/dropout.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/dropout.rs.
 #include "halves.cuh"
 #include "random.cuh"
 

@@ -6,7 +6,7 @@
 // Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
 // Geometry  a thread 16 bytes of each tensor (neighbours.cuh); of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
 // Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/elementwise.rs and relu.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/elementwise.rs and relu.rs.
 #include "math.cuh"
 #include "neighbours.cuh"
 

@@ -11,7 +11,7 @@
 // Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 written for each of the table, or 4 read and 4 written for each of a row that occurs; an id is read twice by
 //           the sort, and a place with its id by each row of its bucket, from the caches.
 //           Half of what is read and written of x, out, dout and, in lookups, the table, where they have 16 bits (_16); gradients of tables are f32.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
+// Bits      those of the CPU: crates/cpu/src/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
 //           added in the balanced tree.
 #include "checked.cuh"
 #include "halves.cuh"

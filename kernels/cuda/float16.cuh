@@ -9,7 +9,7 @@ DEVICE u16 to_bf16(float x) {
     return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// The same with subnormals as zeros of their sign, as products round their operands: crates/tensor/src/cpu/kernels/round.rs.
+// The same with subnormals as zeros of their sign, as products round their operands: crates/cpu/src/kernels/round.rs.
 DEVICE u16 to_operand(float x) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) < 0x00800000u) return static_cast<u16>(bits >> 16 & 0x8000u);

@@ -6,7 +6,7 @@
 // Shapes    x, out, dy [rows, n]; bias [n]. The gradient of the bias is the sum over the rows of dx (bias.cu).
 // Geometry  a thread four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the gradient of the bias (_parts_16) a thread eight columns of a part.
 // Bytes     4 read and 4 written an element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits (_16).
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
+// Bits      those of the CPU: crates/cpu/src/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
 #include "math.cuh"
 #include "halves.cuh"
 

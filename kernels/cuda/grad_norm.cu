@@ -7,7 +7,7 @@
 // Geometry  squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a thread 16 bytes (neighbours.cuh).
 // Launches  two for all parameters.
 // Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
-// Bits      those of the CPU: crates/tensor/src/cpu/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
+// Bits      those of the CPU: crates/cpu/src/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
 //           after another, then the pieces one after another, then the vectors. The CPU has no unscale: each element is one product.
 #include "neighbours.cuh"
 #include "vectors.cuh"

@@ -8,7 +8,7 @@
 //           warps a row (rows.cuh), and for the parts a thread 16 bytes of the columns of a part.
 // Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
 //           16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are read more than once, from the cache but for backward (_wide), and once more for the parts.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/norm.rs, and RowSums in crates/tensor/src/cpu/mod.rs for the parts, which sum_parts
+// Bits      those of the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which sum_parts
 //           (bias.cu) adds up.
 #include "norm.cuh"
 

@@ -1,4 +1,4 @@
-// The functions of crates/tensor/src/cpu/kernels/float.rs, operation by operation, so that the bits are the same. Errors are stated there.
+// The functions of crates/cpu/src/kernels/float.rs, operation by operation, so that the bits are the same. Errors are stated there.
 #pragma once
 #include "meshwork.cuh"
 

@@ -6,7 +6,7 @@
 //           consecutive elements of a matrix of `each` elements, whose last set is shorter; or with rows > 0 a column of a matrix [rows, length].
 // Geometry  a warp a set, whose lanes take every 32nd element; exact values of digits: a thread a sum; quotients: a thread an element.
 // Bytes     4 read an element; of columns, each in a line of its own.
-// Bits      exact sums and largest values are the CPU's (crates/tensor/src/cpu/whole.rs); sums in f64 are added in another order, and not exact.
+// Bits      exact sums and largest values are the CPU's (crates/cpu/src/whole.rs); sums in f64 are added in another order, and not exact.
 //           The value of digits and quotients are the CPU's.
 #include "exact.cuh"
 #include "runs.cuh"

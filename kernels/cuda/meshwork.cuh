@@ -1,7 +1,7 @@
 // What every kernel starts from: types with fixed sizes, and the words that differ between a GPU and the host.
 //
 // Compiled with -fmad=false (-ffp-contract=off on the host): a product and a sum are fused where fmaf says so and nowhere else,
-// because the bits of the results are those of the CPU kernels in crates/tensor/src/cpu/kernels. Indices of elements are 64 bits wide.
+// because the bits of the results are those of the CPU kernels in crates/cpu/src/kernels. Indices of elements are 64 bits wide.
 #pragma once
 
 using i64 = long long;

@@ -5,7 +5,7 @@
 // Shapes    x [count], bit patterns of 32 or 16 bits; bits [bytes = count / 8 rounded up]; counts [chunks], of CHUNK_BYTES bytes each; starts [chunks + 1].
 // Geometry  marks: a thread a byte; counts, values and elements: a block of threads a chunk, 8 bytes a thread; starts: one block.
 // Bytes     an element read twice, its value written; back: a value read, an element written.
-// Bits      bit patterns; those of the CPU: crates/tensor/src/cpu/kernels/zeros.rs.
+// Bits      bit patterns; those of the CPU: crates/cpu/src/kernels/zeros.rs.
 #include "message.cuh"
 
 #define EACH_BYTES 8

@@ -3,7 +3,7 @@
 // A block of threads takes rows in rounds. A round has as many rows as make 8 elements a thread; they are contiguous in memory and are read by 16 bytes. The block keeps them
 // in shared memory, where half warps sum each row in the order of rows.cuh. Forward, a block has one round. Backward, it has a part of up to 64 rows and goes through its
 // rounds in order: dy and x̂ stay in shared memory until dx is written, and each thread sums up to 8 columns, row after row, in the order of RowSums in
-// crates/tensor/src/cpu/mod.rs.
+// crates/cpu/src/lib.rs.
 //
 // Occupancy Forward: 256 threads, 512 for rows of more than 2048, 1024 for more than 4096, with 8 to 33 KiB of shared memory. An SM has 1024 threads at least, whose loads of
 //           32 KiB are twice what keeps memory busy. Backward: 512 threads of 64 registers with 33 KiB, two blocks on an SM; for rows of more than 4096, 1024 threads with

@@ -12,7 +12,7 @@
 // Launches  a sort two, with its inverse; counts one where samples are a part each, and two otherwise.
 // Bytes     a sort reads the choices twice and writes order and slots once; of p parts it writes and reads 2 p numbers an id, and each part reads p of them
 //           from the L2 cache. Counts read the choices once. Rows are read and written once; a sum reads a row for each choice.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/permutation.rs. Ids are below 2^16.
+// Bits      those of the CPU: crates/cpu/src/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
 #include "neighbours.cuh"

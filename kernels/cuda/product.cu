@@ -8,7 +8,7 @@
 //           block l is the l-th of `blocks` slices of every segment, with boundaries rounded down.
 // Geometry  a thread an element of c, neighbours in a row.
 // Bytes     8 k read an element of c (4 k of bf16), most of them from the caches, and 4 written: an oracle for cuBLAS, and slow.
-// Bits      those of the CPU with fused multiply-adds: crates/tensor/src/cpu/kernels/gemm/mod.rs, matmul/reduction_blocks.rs. Operands of bf16 are
+// Bits      those of the CPU with fused multiply-adds: crates/cpu/src/kernels/gemm/mod.rs, matmul/reduction_blocks.rs. Operands of bf16 are
 //           rounded as float16.cuh's to_operand does; where the CPU has an instruction for pairs of them, partial sums below 2^-126 are zero
 //           there and not here.
 #include "products.cuh"

@@ -1,4 +1,4 @@
-// One element of a matrix product in the CPU's order of sums: crates/tensor/src/cpu/kernels/gemm/mod.rs.
+// One element of a matrix product in the CPU's order of sums: crates/cpu/src/kernels/gemm/mod.rs.
 #pragma once
 #include "float16.cuh"
 #include "tree.cuh"

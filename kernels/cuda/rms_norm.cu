@@ -7,7 +7,7 @@
 // Geometry  as in layer_norm.cu.
 // Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
 //           16 bits (_16): x, weight, y, dy and dx. Wide rows as in layer_norm.cu.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/rms_norm.rs; parts as in layer_norm.cu.
+// Bits      those of the CPU: crates/cpu/src/kernels/rms_norm.rs; parts as in layer_norm.cu.
 #include "norm.cuh"
 
 template <int N, class In, class Out>

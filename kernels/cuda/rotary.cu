@@ -6,7 +6,7 @@
 //           cosines, then sines; row r is at positions[r], or without positions at r % seq. Backward: from may be to.
 // Geometry  a thread 16 bytes of the first features of a head's pairs, and of the second ones (neighbours.cuh).
 // Bytes     16 read (half of them angles, which the heads of a row share in the cache) and 8 written a pair; in 16 bits (_16) 12 and 4.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/attention/rotary.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/attention/rotary.rs.
 #include "halves.cuh"
 
 // Where the pairs of a thread are, and the angles of N of them.

@@ -13,7 +13,7 @@
 //           element or a sum.
 // Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and of p parts a sample k p numbers an expert, of which each part reads
 //           k² p / 2 from the L2 cache.
-// Bits      those of the CPU (crates/tensor/src/cpu/kernels/routing.rs), where losses are summed in f64, but for two: z and its gradient need an
+// Bits      those of the CPU (crates/cpu/src/kernels/routing.rs), where losses are summed in f64, but for two: z and its gradient need an
 //           exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and the host's C library round differently in the last
 //           bit; the gradient is rounded to f32 afterwards.
 #include "random.cuh"

@@ -1,4 +1,4 @@
-// Sums and maxima along rows, in the order of crates/tensor/src/cpu/kernels/reduce.rs.
+// Sums and maxima along rows, in the order of crates/cpu/src/kernels/reduce.rs.
 //
 // The CPU cuts a row into blocks of 1024 elements, adds element i of a block to lane i % 16, the lanes as a balanced tree (8, 4,
 // 2, 1 apart), and the blocks one after another in f64. Here half a warp is those 16 lanes: it reads 64 bytes at a time, and

@@ -7,7 +7,7 @@
 //           segment, with boundaries rounded down. logits [rows, width]; targets [rows], a negative one masks its row; right f64 [samples].
 // Geometry  a thread a sum, and an element of dx; a warp a row of logits, and a warp a sample that counts its rows.
 // Bytes     8 read an element, once for each sum; dx 8 read and 4 written; logits once.
-// Bits      those of the CPU, sums in f64 and in order: crates/tensor/src/cpu/kernels/reduction.rs, cpu/loss.rs.
+// Bits      those of the CPU, sums in f64 and in order: crates/cpu/src/kernels/reduction.rs, cpu/loss.rs.
 #include "warp.cuh"
 
 KERNEL squared_error(const float* x, const float* targets, double* loss, double scale, i64 samples, i64 elements, i64 segments, i64 blocks) {

@@ -6,7 +6,7 @@
 // Shapes    x [count, 2]; out, dy [count].
 // Geometry  a thread four pairs, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh).
 // Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits (_16).
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/swiglu.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/swiglu.rs.
 #include "math.cuh"
 #include "halves.cuh"
 

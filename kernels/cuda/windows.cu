@@ -8,7 +8,7 @@
 //           pools and places [windows, channels], places in bytes or i32.
 // Geometry  a thread an element of what is written. A thread of dx gathers from its windows in their order, so nothing is added twice at once.
 // Bytes     of patches 4 read and 4 written an element; of dx what the windows hold read, 4 written; of pools the window read, 4 + place written.
-// Bits      those of the CPU: crates/tensor/src/cpu/kernels/windows.rs.
+// Bits      those of the CPU: crates/cpu/src/kernels/windows.rs.
 #include "math.cuh"
 
 // What all kernels take of the windows; in padded coordinates the image begins at `padding`.

@@ -27,6 +27,7 @@ pub mod profile;
 pub mod random;
 mod rank;
 pub mod simd;
+mod slow_build;
 mod spmd;
 #[cfg(not(shuttle))]
 mod sync;
@@ -44,4 +45,5 @@ pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
+pub use slow_build::slow_build;
 pub use spmd::{SpmdError, Ty, Types, rules};

@@ -15,7 +15,7 @@ use meshwork_core::{Buffer, DType, random};
 use meshwork_cuda::CudaDevice;
 use meshwork_cuda::device::Products;
 use meshwork_optim::{AdamW, Rule, Update};
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{
     AttentionMasks, AttentionShape, DropoutMask, FlatParts, Gemm, GroupedGemm, GroupedGrad, TableGrad, VocabShard,
 };

@@ -13,7 +13,7 @@ use meshwork_cuda::device::Products;
 use meshwork_cuda::tuning::{LIBRARY, Tuning, USUAL, has_library};
 use meshwork_cuda::{CudaDevice, Driver};
 use meshwork_kernels::{VARIANTS, variants};
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, DropoutMask, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Error};

@@ -8,11 +8,11 @@
 use meshwork_compress::Scheme;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Plan, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::Model;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::throttled;
 use std::sync::Arc;

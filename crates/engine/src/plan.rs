@@ -10,7 +10,7 @@ use meshwork_optim::{AdamW, Decay, LrSchedule, Rule};
 use meshwork_pipeline::{
     Generator, Schedule, Shape, ShapeError, UnknownSchedule, Weights, default_micros, one_f_one_b_replicated,
 };
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, Keep, SavedPolicy, Selective};
 use std::rc::Rc;
 

@@ -153,7 +153,7 @@ impl Noted {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_tensor::cpu::Cpu;
+    use meshwork_cpu::Cpu;
     use meshwork_tensor::param::StatisticRule;
     use meshwork_tensor::{Tensor, Widened};
 

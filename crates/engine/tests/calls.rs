@@ -2,12 +2,12 @@
 
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{CommError, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{AtCuts, Decoder, Plan, ScheduleSpec, TrainError, Trainer};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use std::sync::Arc;
 

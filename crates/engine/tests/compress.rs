@@ -15,6 +15,7 @@ use meshwork_compress::sum::SumBuffers;
 use meshwork_compress::{Draws, Feedback, Fold, Message, Partial, Reduction, Scheme, Shape as Matrix, wire_bytes};
 use meshwork_core::comm::thread;
 use meshwork_core::{DType, OpKind, Rank, Record, ReduceOp};
+use meshwork_cpu::Cpu;
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
     AtCuts, Compress, Decoder, Numerics, Plan, PlanError, Recompute, ScheduleSpec, StateKey, StepReport, TrainError,
@@ -24,7 +25,6 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::random;
 use meshwork_testkit::opaque::{self, Opaque};

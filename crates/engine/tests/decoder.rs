@@ -2,6 +2,7 @@
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Decoder, LossScale, MixedPrecision, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState,
 };
@@ -10,7 +11,6 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::Model;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;

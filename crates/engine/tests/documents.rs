@@ -3,6 +3,7 @@
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary};
@@ -10,7 +11,7 @@ use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Rule, Sgd};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -5,6 +5,7 @@ mod noise;
 mod tower;
 
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::dry_run::{Prediction, costs, predict};
 use meshwork_engine::offload::{Folder, Offload, Traffic};
 use meshwork_engine::{
@@ -17,7 +18,6 @@ use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, Muon, Rule, Sgd};
 use meshwork_tensor::Category;
-use meshwork_tensor::cpu::Cpu;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;

@@ -5,6 +5,7 @@
 use meshwork_compress::Feedback;
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, Verify,
     WholeState, dry_run,
@@ -16,7 +17,6 @@ use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_moe::balance::imbalance;
 use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
 use meshwork_nn::{Batch, Model};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -3,12 +3,12 @@
 
 use meshwork_core::Axis;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Plan, ScheduleSpec, TrainError, Trainer, WholeState};
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
 use meshwork_models::language;
 use meshwork_nn::Model;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_testkit::parity::assert_close;
 use std::path::{Path, PathBuf};

@@ -5,6 +5,7 @@ mod noise;
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, Mesh, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};
 use meshwork_models::layers::{Classes, MaxPool, Norm};
 use meshwork_models::network::{IMAGES, LABELS, Network};
@@ -13,7 +14,6 @@ use meshwork_models::vgg::VggConfig;
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use meshwork_testkit::parity::assert_close;
 use noise::{BATCH, batch, images};

@@ -2,12 +2,12 @@
 //! was checked in float64): over dp, tp with fewer heads of keys and values than ranks among them, pp, and sequence parallelism.
 
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model;
 use meshwork_optim::{AdamW, Decay, LrSchedule, Rule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use serde_json::Value;
 use std::collections::BTreeMap;

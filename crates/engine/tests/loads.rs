@@ -3,12 +3,12 @@
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{Axis, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, Verify, WholeState, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use std::sync::Arc;
 

@@ -3,10 +3,10 @@
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{Axis, DType, Mesh, Ty};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, TrainError, Trainer, Verify};
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};
 use meshwork_optim::Sgd;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
 use std::ops::Range;

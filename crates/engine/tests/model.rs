@@ -6,10 +6,11 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Mesh, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_nn::Model;
+use meshwork_tensor::Precision;
 use meshwork_tensor::Role;
-use meshwork_tensor::cpu::{Cpu, Precision};
 use meshwork_testkit::opaque::{self, Opaque};
 use meshwork_testkit::parity::assert_close;
 use std::collections::BTreeMap;

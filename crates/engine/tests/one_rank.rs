@@ -4,11 +4,11 @@
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Decoder, Plan, ScheduleSpec, Trainer, Verify, one_rank};
 use meshwork_nn::model::{Metric, Per};
 use meshwork_nn::{Batch, Field, Model, Stage, StageSpec, sample_types};
 use meshwork_optim::Sgd;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Declarations, Init, ParamId, ParamSpec, Placement, Result, Role, Shape, Tape, Tensor, Var};
 use std::cell::Cell;

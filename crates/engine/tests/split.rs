@@ -3,12 +3,13 @@
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{DType, Rank, rules};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Decoder, LossScale, MixedPrecision, Numerics, Plan, TrainError, Verify};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{

@@ -14,6 +14,7 @@ mod tower;
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh, OpKind};
+use meshwork_cpu::Cpu;
 use meshwork_data_parallel::GatherEvent;
 use meshwork_engine::{
     Numerics, Plan, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, state_layout,
@@ -25,7 +26,6 @@ use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Adafactor, AdamW, Decay, LrSchedule, Rule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_testkit::parity::assert_close;
 use std::ops::Range;

@@ -7,12 +7,12 @@
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Decoder, Numerics, Plan, Samples, StateKey, TrainError, TrainState, Trainer, Verify, WholeState,
 };
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
 use meshwork_optim::{LrSchedule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::{Backward, Forward, Op};
 use meshwork_tensor::{Declarations, Init, ParamId, ParamSpec, Placement, Result, Role, Tape, Tensor, Var};

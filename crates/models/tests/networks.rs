@@ -1,11 +1,11 @@
 //! ResNet and VGG as ordered layers: their extents, their parameters, and that any cut declares each parameter once.
 
 use meshwork_core::{DType, Rank, Types};
+use meshwork_cpu::Cpu;
 use meshwork_models::layers::Norm;
 use meshwork_models::network::Network;
 use meshwork_models::resnet::ResNetConfig;
 use meshwork_models::vgg::VggConfig;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{Encoded, Encoding, HalfType, Keep, Mode, Position, Saved, SavedPolicy};
 use meshwork_tensor::{Declarations, Device, Params, Tape, Tensor};

@@ -2,8 +2,8 @@
 //! meta device counts what the cpu does at every point of it.
 
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_nn::{Embedding, LayerNorm, Mlp, Positions, SelfAttention};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};

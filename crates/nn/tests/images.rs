@@ -1,8 +1,8 @@
 //! Layers of images: what they declare, and how batch norm goes from its own statistics in training to the moving averages in evaluation.
 
 use meshwork_core::{Rank, Types};
+use meshwork_cpu::Cpu;
 use meshwork_nn::{BatchNorm2d, Conv2d, GroupNorm};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, Params, Role, Shape, Tape, Tensor, Var};

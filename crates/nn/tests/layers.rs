@@ -1,8 +1,8 @@
 //! Each layer against its equation, written out in f64; and what each declares.
 
 use meshwork_core::{Rank, Types};
+use meshwork_cpu::Cpu;
 use meshwork_nn::{Embedding, GroupedSelfAttention, LayerNorm, Linear, Mlp, Positions, RmsNorm, SelfAttention, SwiGlu};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{Mode, Position};

@@ -2,15 +2,15 @@
 //!
 //! # Where things are
 //!
-//! - [`Tensor`]: contiguous, row-major memory on a [`Device`] ([`cpu`], [`meta`]).
+//! - [`Tensor`]: contiguous, row-major memory on a [`Device`]: [`meta`] here, others in crates of their own.
 //! - [`Tape`] and [`Var`]: operations on values that know, per mesh axis, whether they are replicated, sharded or partially
 //!   summed. [`op`] has the local operations, [`collective`] the only ones that change an SPMD type.
 //! - [`param`]: parameters with placements, from which initialisation and gradient synchronisation follow.
 
+#![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
 pub mod collective;
-pub mod cpu;
 pub mod device;
 mod error;
 pub mod kernel;
@@ -33,6 +33,7 @@ mod widened;
 
 pub use device::{Device, Kernels, Meter, Transfers, Work};
 pub use error::{Error, Result};
+pub use kernel::Precision;
 pub use later::{Download, Upload};
 pub use launches::Launches;
 pub use memory::{Category, MemoryUse};

@@ -16,7 +16,8 @@
 //! # use meshwork_core::comm::thread::{self, Options};
 //! # use meshwork_core::{Axis, Mesh, Rank, Ty, Types, hash};
 //! # use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
-//! # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu, param::Gradients};
+//! # use meshwork_cpu::Cpu;
+//! # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, param::Gradients};
 //! # use std::sync::Arc;
 //! use meshwork_tensor::verify::Claims;
 //!

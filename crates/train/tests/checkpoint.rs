@@ -6,6 +6,7 @@ use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name, th
 use meshwork_compress::Feedback;
 use meshwork_core::Axis;
 use meshwork_core::comm::thread::{self, RankEnd, WorldError};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Compress, Numerics, Plan, ScheduleSpec, StepReport, TrainState, Trainer, WholeState, Zero, ZeroStage, state_layout,
 };
@@ -14,7 +15,6 @@ use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model, SAMPLE};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Muon, Rule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_train::checkpoint::{CheckpointError, Leeway, Resumed, States, resume, save, save_plan};
 use serde_json::{Value, json};

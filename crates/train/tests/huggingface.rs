@@ -6,11 +6,11 @@ mod small;
 
 use meshwork_checkpoint::{Checkpoint, Slice};
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{ModelPlan, Trainer};
 use meshwork_models::huggingface::{Dtype, Pretrained};
 use meshwork_models::language;
 use meshwork_tensor::Role;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_train::checkpoint::{CheckpointError, Leeway, resume};
 use meshwork_train::config::{Args, Config};

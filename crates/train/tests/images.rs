@@ -4,6 +4,7 @@
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Span};
 use meshwork_core::{Axis, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_data_parallel::BucketEvent;
 use meshwork_engine::{At, Numerics, Plan, TrainError, Trainer, Watch};
 use meshwork_models::layers::Norm;
@@ -13,7 +14,6 @@ use meshwork_nn::{BatchSource, Model};
 use meshwork_optim::Sgd;
 use meshwork_pipeline::partition::{Level, Options as PlanOptions, States, plan as partition};
 use meshwork_pipeline::{ActionKind, Event, Phase};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Tensor, random};
 use meshwork_train::data::Images;

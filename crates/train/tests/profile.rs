@@ -3,9 +3,9 @@
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};
+use meshwork_cpu::Cpu;
 use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as LayerProfile, States, plan};
 use meshwork_pipeline::{ActionKind, Timeline};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config};
 use meshwork_train::profile::{
     Ceilings, Kind, Profile, Profiler, Rows, layers, schedule_timelines, slices, write_trace,

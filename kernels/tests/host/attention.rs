@@ -4,12 +4,12 @@ use crate::launch::{At, AtMut, Given, Null};
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::simd::{Level, level};
-use meshwork_tensor::cpu::Precision;
-use meshwork_tensor::cpu::kernels::attention::{
+use meshwork_cpu::kernels::attention::{
     Angles, Cached, Dims, Dropout, Groups, Masks, Packing, SavedGrouped, append, attend, grouped_backward,
     grouped_forward,
 };
-use meshwork_tensor::cpu::kernels::dropout::Mask;
+use meshwork_cpu::kernels::dropout::Mask;
+use meshwork_tensor::Precision;
 use meshwork_tensor::random::key;
 
 #[derive(Clone, Copy)]

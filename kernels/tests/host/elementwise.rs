@@ -1,7 +1,7 @@
 //! Functions of one and of two numbers, the rectifier, sums over a dim and softmax, bit by bit against the CPU.
 
 use crate::{assert_bits, launch, values};
-use meshwork_tensor::cpu::kernels::{elementwise, reduction, relu};
+use meshwork_cpu::kernels::{elementwise, reduction, relu};
 use meshwork_tensor::kernel::{Map, Zip};
 
 /// Ordinary values and the ends of the range, NaN last.

@@ -6,10 +6,11 @@ use crate::launch::{Given, Null};
 use crate::{assert_bits, launch, values};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Buffer, DType, Element};
+use meshwork_cpu::Cpu;
+use meshwork_cpu::kernels::round::round;
 use meshwork_kernels::GROUPED_ROWS;
 use meshwork_tensor::MAX_DIMS;
-use meshwork_tensor::cpu::kernels::round::round;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{
     Choices, Draw, DropoutMask, Grouped, GroupedGemm, GroupedGrad, Overflow, Permutation, Pick, Routing, Selection,
 };

@@ -5,8 +5,8 @@ use crate::tables::bucketed;
 use crate::{assert_bits, launch, values};
 use bytemuck::Pod;
 use half::{bf16, f16};
+use meshwork_cpu::kernels::round;
 use meshwork_kernels::{NORM_WIDTH, RowParts};
-use meshwork_tensor::cpu::kernels::round;
 
 /// A type of 16 bits, as kernels are told of it, and its casts.
 trait Half: Pod {

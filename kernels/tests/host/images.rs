@@ -2,8 +2,8 @@
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
+use meshwork_cpu::Cpu;
 use meshwork_kernels::RowParts;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::{ChannelNorm, Groups, Loss, MeanVariance, Reduction, Statistics};
 use meshwork_tensor::tape::Terms;
 

@@ -2,7 +2,7 @@
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::kernel::{Loss, VocabShard};
 
 /// The words are cut over three ranks. A shard has a block of 256 threads, one of 512, or more words than shared memory keeps, with padding in it and the columns of other shards around it.

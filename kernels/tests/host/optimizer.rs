@@ -4,9 +4,9 @@ use crate::launch::Given;
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
 use meshwork_core::exact::LIMBS;
+use meshwork_cpu::Cpu;
 use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE, Type, UPDATE_PIECE};
 use meshwork_optim::{AdamW, Optimizer, Sgd, Update};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::Optim;
 
 /// Vectors of odd lengths, of a block and of more, and empty ones at each end and between.

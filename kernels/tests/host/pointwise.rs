@@ -3,8 +3,8 @@
 use crate::launch::{At, AtMut, Element, Null};
 use crate::{assert_bits, launch, values};
 use half::{bf16, f16};
-use meshwork_tensor::cpu::kernels::round::{Stored, round};
-use meshwork_tensor::cpu::kernels::{gelu, pointwise, swiglu};
+use meshwork_cpu::kernels::round::{Stored, round};
+use meshwork_cpu::kernels::{gelu, pointwise, swiglu};
 
 /// Ordinary values and the ends of the range, NaN last.
 fn awkward(name: &str, count: usize) -> Vec<f32> {

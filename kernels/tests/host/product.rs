@@ -4,8 +4,9 @@ use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::Buffer;
 use meshwork_core::simd::{Level, level};
-use meshwork_tensor::cpu::kernels::round::round;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_cpu::Cpu;
+use meshwork_cpu::kernels::round::round;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, Matmul};
 use meshwork_tensor::tape::Terms;
 

@@ -4,8 +4,8 @@ use crate::launch::{At, AtMut};
 use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::{Buffer, DType};
+use meshwork_cpu::Cpu;
 use meshwork_kernels::{NORM_WIDTH, RowParts};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::Norm;
 use meshwork_tensor::tape::RowBlocks;
 
@@ -45,7 +45,7 @@ pub fn layer_norms_are_those_of_the_cpu() {
         }
         let mut rounded = vec![bf16::NAN; rows * n];
         launch!(args.1, [rows, n], &x, &gamma, &beta, EPS, &mut rounded, &mut mean, &mut rstd, rows, n);
-        let cpu = Cpu::new(meshwork_tensor::cpu::Precision::Bf16);
+        let cpu = Cpu::new(meshwork_tensor::Precision::Bf16);
         let [x_, gamma_, beta_] = [&x, &gamma, &beta].map(|x| Buffer::from_slice(x));
         let want = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::F32).unwrap();
         let (want_rounded, ..) = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::Bf16).unwrap();
@@ -120,7 +120,7 @@ fn rms_norms_are_those_of_the_cpu() {
         }
         let mut rounded = vec![bf16::NAN; rows * n];
         launch!("rms_norm_forward_bf16", [rows, n], &x, &weight, EPS, &mut rounded, &mut rstd, rows, n);
-        let cpu = Cpu::new(meshwork_tensor::cpu::Precision::Bf16);
+        let cpu = Cpu::new(meshwork_tensor::Precision::Bf16);
         let [x_, weight_] = [&x, &weight].map(|x| Buffer::from_slice(x));
         let want = cpu.rms_norm(&x_, &weight_, f64::from(EPS), DType::F32).unwrap();
         let (want_rounded, _) = cpu.rms_norm(&x_, &weight_, f64::from(EPS), DType::Bf16).unwrap();

@@ -3,11 +3,11 @@
 use crate::launch::Null;
 use crate::{assert_bits, launch, values};
 use meshwork_core::Buffer;
+use meshwork_cpu::Cpu;
+use meshwork_cpu::kernels::dropout::{Mask, Region, dropout};
+use meshwork_cpu::kernels::embedding;
+use meshwork_cpu::kernels::round::{Loaded, Stored};
 use meshwork_kernels::TABLE_ROWS;
-use meshwork_tensor::cpu::Cpu;
-use meshwork_tensor::cpu::kernels::dropout::{Mask, Region, dropout};
-use meshwork_tensor::cpu::kernels::embedding;
-use meshwork_tensor::cpu::kernels::round::{Loaded, Stored};
 use meshwork_tensor::kernel::{Embedding, TableGrad};
 use meshwork_tensor::random::key;
 

@@ -2,7 +2,7 @@
 
 use crate::launch::{Given, launch};
 use crate::{assert_bits, values};
-use meshwork_tensor::cpu::kernels::windows as cpu;
+use meshwork_cpu::kernels::windows as cpu;
 use meshwork_tensor::kernel::Windows;
 
 /// Launches a kernel for `count` elements: its buffers, then the count and the extents.

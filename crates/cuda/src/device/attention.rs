@@ -1,7 +1,7 @@
 use super::{CudaDevice, Products, documents::Packed};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim, Pointwise};
 use meshwork_tensor::{Device, Result, Work};
 

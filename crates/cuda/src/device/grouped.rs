@@ -2,7 +2,7 @@ use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::GROUPED_ROWS;
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Result, Work};

@@ -1,7 +1,7 @@
 use super::{CudaDevice, Products};
 use crate::driver::{Argument, Operand, Product};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, Matmul, Pointwise};
 use meshwork_tensor::tape::Terms;
 use meshwork_tensor::{Device, Result, Work};

@@ -39,7 +39,7 @@ use crate::tuning::{Tuning, fitting};
 use memory::{DeviceMemory, Origin, Pool};
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::Kernel;
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Layout, Pointwise, check_copy};
 use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Category, Device, Download, Error, Kernels, Launches, Meter, Result, Upload};

@@ -10,7 +10,7 @@ use meshwork_cuda::tuning::Tuning;
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_kernels::{Launch, kernel};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedGemm, GroupedGrad};
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::key;

@@ -3,7 +3,7 @@
 use crate::ops::{devices, devices_of, numbers, same, values};
 use meshwork_core::{Buffer, DType};
 use meshwork_cuda::device::Products;
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::*;
 use meshwork_tensor::random::key;
 use meshwork_tensor::tape::Terms;

@@ -2,10 +2,11 @@
 
 use crate::driver;
 use meshwork_core::{Buffer, DType};
+use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, GroupedGemm};
 use meshwork_tensor::tape::Terms;
 use meshwork_testkit::halves::{CALLS, Operands};

@@ -3,6 +3,7 @@
 use crate::driver;
 use crate::train::{small, train_watched};
 use meshwork_core::simd::{Level, level};
+use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{Address, Stream};
 use meshwork_cuda::replay::Replaying;
@@ -10,7 +11,6 @@ use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_engine::Numerics;
 use meshwork_kernels::kernel;
 use meshwork_models::gpt2::Gpt2Config;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::{Device, Launches};
 use std::sync::Arc;
 

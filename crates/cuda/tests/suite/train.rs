@@ -5,6 +5,7 @@ use crate::{driver, drivers, orders};
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Axis, DType, Mesh, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Order};
 use meshwork_engine::dry_run::predict;
@@ -15,7 +16,7 @@ use meshwork_models::language;
 use meshwork_nn::{Batch, Model};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, Muon, Rule};
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -395,7 +395,7 @@ mod tests {
     use super::super::Backing;
     use super::*;
     use meshwork_core::Mesh;
-    use meshwork_tensor::cpu::Cpu;
+    use meshwork_cpu::Cpu;
     use std::sync::Mutex;
 
     /// Answers once its other end is dropped.

@@ -2,10 +2,10 @@
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, TrainError, Trainer, Verify, WholeState, Zero, ZeroStage};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
 use meshwork_optim::{Decay, LrSchedule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var, random};
 use std::ops::Range;
 use std::sync::Arc;

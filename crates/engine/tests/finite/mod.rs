@@ -2,9 +2,9 @@
 
 use super::{batch, llama, on};
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_optim::{AdamW, LrSchedule};
-use meshwork_tensor::cpu::Cpu;
 
 /// What every rank ends with, once the update of step 1 has made weights infinite.
 fn after_a_wild_step(

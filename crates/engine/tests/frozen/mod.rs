@@ -2,6 +2,7 @@
 
 use super::{batch, go_on_with, on};
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{
     ModelPlan, Numerics, Plan, ScheduleSpec, StateKey, TrainError, Trainer, Zero, ZeroStage, dry_run,
@@ -11,7 +12,6 @@ use meshwork_models::language::Frozen;
 use meshwork_models::llama::Llama;
 use meshwork_nn::Model;
 use meshwork_optim::{AdamW, LrSchedule, Muon, Rule, Sgd};
-use meshwork_tensor::cpu::Cpu;
 use std::sync::Arc;
 
 const CANONICAL: Numerics = Numerics::Canonical { blocks: 8 };

@@ -8,7 +8,7 @@ use meshwork_engine::{
 };
 use meshwork_optim::{Decay, LrSchedule, Sgd};
 use meshwork_pipeline::Generator;
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use meshwork_testkit::Rng;
 

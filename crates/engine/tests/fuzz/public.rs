@@ -5,12 +5,12 @@ use crate::interpret::{self, Net};
 use crate::program::{Block, Group, Instr, Map, Op, Param};
 use meshwork_core::Axis;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     LossScale, MixedPrecision, Numerics, Plan, Recompute, TrainError, TrainState, Trainer, WholeState,
 };
 use meshwork_engine::{Zero, ZeroStage};
 use meshwork_nn::Model;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Init, Role};
 use std::sync::{Arc, Mutex};

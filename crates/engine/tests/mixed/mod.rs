@@ -304,7 +304,7 @@ fn compression_takes_and_gives_16_bits() {
 fn what_does_not_go_with_it_is_refused() {
     let refused = |plan: Plan| {
         let made = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
-            Trainer::new(model(), &plan, rank, meshwork_tensor::cpu::Cpu::device()).map(drop)
+            Trainer::new(model(), &plan, rank, meshwork_cpu::Cpu::device()).map(drop)
         });
         made.unwrap_err().to_string()
     };
@@ -355,7 +355,7 @@ fn a_fixed_scale_goes_with_asynchronous_schedules() {
         let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
         let plan = Plan { mixed, schedule, max_norm: 0.0, num_microbatches: Some(4), ..on("pp=2", Numerics::Fast) };
         let ranks = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
-            let mut trainer = Trainer::new(untied.clone(), &plan, rank, meshwork_tensor::cpu::Cpu::device())?;
+            let mut trainer = Trainer::new(untied.clone(), &plan, rank, meshwork_cpu::Cpu::device())?;
             let mut reports = Vec::new();
             for step in 0..6 {
                 reports.extend(trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?);

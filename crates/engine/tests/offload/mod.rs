@@ -2,6 +2,7 @@
 
 use super::{SEQ, VOCAB, batch, go_on, model, on};
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::offload::{Backing, Folder, Offload, OffloadError, Store};
 use meshwork_engine::{
     Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, TrainError, Trainer, WholeState,
@@ -11,7 +12,6 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_nn::{Model, SAMPLE};
 use meshwork_optim::{AdamW, Lamb, Rule};
 use meshwork_tensor::Category;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::tape::HalfType;
 use std::io::{self, ErrorKind};
 use std::ops::Range;

@@ -7,6 +7,7 @@ use super::{batch, go_on_with, llama, model, on};
 use meshwork_core::comm::thread;
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{DType, OpKind};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{
     ModelPlan, Numerics, OPTIMIZER, Plan, ScheduleSpec, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
 };
@@ -19,7 +20,6 @@ use meshwork_optim::{
     Adafactor, Adam8bit, AdamW, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
     WholeOptimizer,
 };
-use meshwork_tensor::cpu::Cpu;
 use meshwork_testkit::parity::assert_close;
 use std::sync::Arc;
 

@@ -5,13 +5,13 @@ use super::{CANONICAL, cut, experts};
 use crate::{batch, llama, model};
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
+use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Numerics, Plan, StateKey, TrainError, Trainer, Vector, WholeState};
 use meshwork_models::experts::ExpertsConfig;
 use meshwork_models::llama::Llama;
 use meshwork_moe::{MoeConfig, RouterKind};
 use meshwork_nn::Model;
 use meshwork_optim::{Adafactor, AdamW, Lamb, Muon, Rule};
-use meshwork_tensor::cpu::Cpu;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

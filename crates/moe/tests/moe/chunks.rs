@@ -4,7 +4,7 @@ use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::comm::thread;
 use meshwork_core::comm::{Call, OpKind, PendingOp};
 use meshwork_core::{Axis, Buffer, CommError, Communicator, DType, Pending, Rank, ReductionOrder, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Observer, Position, Seen, Weights};
 use meshwork_tensor::{Result, Tape, Tensor};

@@ -3,9 +3,9 @@
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, OpKind, Rank, Record, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_moe::dispatch::{Chosen, Dispatch};
 use meshwork_moe::{MoeConfig, RouterKind};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::device::Work;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::param::Gradients;

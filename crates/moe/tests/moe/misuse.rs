@@ -2,10 +2,10 @@
 
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::{Axis, Rank, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_moe::balance::{Load, switch_loss};
 use meshwork_moe::dispatch::{Chosen, Dispatch};
 use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, Router, RouterKind};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Role, Tape, Tensor, Var};

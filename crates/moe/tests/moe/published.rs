@@ -2,8 +2,8 @@
 //! hand.
 
 use meshwork_core::{Rank, Types};
+use meshwork_cpu::Cpu;
 use meshwork_moe::balance::{Load, gshard_loss, switch_loss, z_loss};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};

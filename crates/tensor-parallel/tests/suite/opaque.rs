@@ -3,9 +3,10 @@
 
 use meshwork_core::comm::ReduceOp;
 use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_nn::{LayerNorm, Positions};
 use meshwork_optim::{AdamW, Rule, Sgd, Update, clip_factor};
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::FlatParts;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot, Mode, Normaliser, Position, Selective, Weights};
 use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Result, Role, Tape, Tensor, Var};

@@ -27,7 +27,7 @@ impl Groups {
     }
 
     /// The rows of all blocks: each is summed by itself.
-    pub(crate) fn row_blocks(&self) -> RowBlocks {
+    pub fn row_blocks(&self) -> RowBlocks {
         RowBlocks { samples: self.blocks, slices: 1 }
     }
 }

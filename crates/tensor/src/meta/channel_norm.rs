@@ -1,5 +1,4 @@
 use super::Meta;
-use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
@@ -7,7 +6,7 @@ use meshwork_core::Buffer;
 
 impl Groups {
     fn parts(&self) -> usize {
-        RowSums::new(self.blocks * self.rows, self.row_blocks()).parts()
+        self.row_blocks().parts(self.blocks * self.rows)
     }
 }
 

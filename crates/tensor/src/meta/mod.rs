@@ -20,10 +20,9 @@ mod reduction;
 mod routing;
 mod windows;
 
-use crate::cpu::Precision;
 use crate::device::{Device, Kernels, Meter};
 use crate::error::Result;
-use crate::kernel;
+use crate::kernel::{self, Precision};
 use crate::memory::Category;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;

@@ -1,5 +1,4 @@
 use super::Meta;
-use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::Norm;
@@ -31,7 +30,7 @@ impl Norm for Meta {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let (n, of) = (gamma.count(), x.dtype().widened());
-        let _parts = self.alloc(of, 2 * n * RowSums::new(x.count() / n, blocks).parts())?;
+        let _parts = self.alloc(of, 2 * n * blocks.parts(x.count() / n))?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         let vectors = n * blocks.count();
         Ok((dx, self.alloc(of, vectors)?, self.alloc(of, vectors)?))
@@ -52,7 +51,7 @@ impl Norm for Meta {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let (n, of) = (weight.count(), x.dtype().widened());
-        let _parts = self.alloc(of, n * RowSums::new(x.count() / n, blocks).parts())?;
+        let _parts = self.alloc(of, n * blocks.parts(x.count() / n))?;
         let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
         Ok((dx, self.alloc(of, n * blocks.count())?))
     }

@@ -1,5 +1,4 @@
 use super::Meta;
-use crate::cpu::RowSums;
 use crate::device::Device;
 use crate::error::Result;
 use crate::kernel::{DropoutMask, Pointwise};
@@ -31,7 +30,7 @@ impl Pointwise for Meta {
 
     fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer> {
         let sums = dy.dtype().widened();
-        let _parts = self.alloc(sums, n * RowSums::new(dy.count() / n, blocks).parts())?;
+        let _parts = self.alloc(sums, n * blocks.parts(dy.count() / n))?;
         self.alloc(sums, n * blocks.count())
     }
 
@@ -45,7 +44,7 @@ impl Pointwise for Meta {
 
     fn bias_gelu_grad(&self, _dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer> {
         let (n, sums) = (bias.count(), x.dtype().widened());
-        let _parts = self.alloc(sums, n * RowSums::new(x.count() / n, blocks).parts())?;
+        let _parts = self.alloc(sums, n * blocks.parts(x.count() / n))?;
         self.alloc(sums, n * blocks.count())
     }
 

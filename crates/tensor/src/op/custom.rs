@@ -25,7 +25,8 @@ impl Var {
     ///
     /// ```
     /// # use meshwork_core::{Rank, Types};
-    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, cpu::Cpu, tape::{Mode, Position}};
+    /// # use meshwork_cpu::Cpu;
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, tape::{Mode, Position}};
     /// # use std::sync::Arc;
     /// # let (rank, device) = (Arc::new(Rank::alone()?), Cpu::device());
     /// # let params = Params::new(Arc::default(), rank.mesh(), rank.coords(), &device, &[], 0)?;
@@ -123,7 +124,8 @@ impl Tape {
     ///
     /// ```
     /// # use meshwork_core::{Rank, Types, rules};
-    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, cpu::Cpu, tape::{Mode, Position}};
+    /// # use meshwork_cpu::Cpu;
+    /// # use meshwork_tensor::{Error, Params, Tape, Tensor, Var, tape::{Mode, Position}};
     /// # use std::sync::Arc;
     /// use meshwork_testkit::check::{OpInput, check_op};
     ///

@@ -31,7 +31,8 @@ impl Declarations {
 ///
 /// ```
 /// # use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-/// # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu};
+/// # use meshwork_cpu::Cpu;
+/// # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor};
 /// # use meshwork_tensor::{param::Gradients, tape::{Mode, Normaliser, Position, Weights}};
 /// # use std::sync::Arc;
 /// # let rank = Arc::new(Rank::recording(&Mesh::new([(Axis::Dp, 1)])?, 0)?);

@@ -66,6 +66,15 @@ impl RowBlocks {
         self.samples * self.slices
     }
 
+    /// Rows of a part of a block. Gradients of biases and gains are summed part by part, and then over the parts, so
+    /// that threads can share a block, and the order depends on its number of rows alone.
+    pub const PART_ROWS: usize = 64;
+
+    /// The number of parts of all blocks, for `rows` rows in total.
+    pub fn parts(self, rows: usize) -> usize {
+        self.rows(rows).map(|rows| rows.div_ceil(Self::PART_ROWS)).sum()
+    }
+
     /// The number of rows of each block in order, for `rows` rows in total.
     pub fn rows(self, rows: usize) -> impl Iterator<Item = usize> {
         let Self { samples, slices } = self;

@@ -32,7 +32,8 @@ use std::sync::Arc;
 ///
 /// ```
 /// use meshwork_core::bf16;
-/// use meshwork_tensor::{Tensor, Widened, cpu::Cpu};
+/// use meshwork_cpu::Cpu;
+/// use meshwork_tensor::{Tensor, Widened};
 ///
 /// let device = Widened::device(Cpu::device());
 /// let x = Tensor::from_slice(&device, &[bf16::from_f32(1.0), bf16::from_f32(0.01)], [2])?;

@@ -4,7 +4,7 @@
 use crate::common::{on_mesh, values};
 use meshwork_core::comm::record;
 use meshwork_core::{Axis, Group, Mesh, Rank, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};

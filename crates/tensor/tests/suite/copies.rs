@@ -2,7 +2,7 @@
 
 use meshwork_core::profile::Recorder;
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::device::Transfers;
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::profiled::Profiled;

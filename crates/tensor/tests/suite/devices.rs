@@ -6,7 +6,8 @@
 use crate::common::{NoParams, POSITION, ids, on_mesh, tape_in, tape_on, tape_with};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Buffer, DType, Mesh, Rank, Record, Ty, Types};
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_cpu::Cpu;
+use meshwork_tensor::Precision;
 use meshwork_tensor::device::{Kernels, Meter, Work};
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
 use meshwork_tensor::meta::Meta;

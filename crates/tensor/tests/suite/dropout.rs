@@ -2,7 +2,7 @@
 
 use crate::common::{alone, input, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Mode, Position, Tape};
 use meshwork_tensor::{Declarations, Params, Var};
 use std::sync::Arc;

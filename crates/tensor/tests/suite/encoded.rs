@@ -3,7 +3,7 @@
 use crate::common::{NoParams, alone, tape_with};
 use half::{bf16, f16};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Encoded, Encoding, HalfType, Keep, SavedPolicy, Seed, Weights};
 use meshwork_tensor::{Device, Tensor};
 use std::rc::Rc;

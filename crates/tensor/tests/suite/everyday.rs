@@ -4,9 +4,10 @@
 // The program of a user, from here to the end of `train`.
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
-use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, cpu::Cpu};
+use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor};
 use std::sync::Arc;
 
 const IN: usize = 6;

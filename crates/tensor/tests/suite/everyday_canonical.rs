@@ -2,7 +2,7 @@
 
 use crate::common::{on_mesh, values};
 use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Normaliser, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;

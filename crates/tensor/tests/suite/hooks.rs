@@ -4,7 +4,7 @@
 
 use crate::common::{POSITION, alone, ids, integers, to_f64, values};
 use meshwork_core::{Buffer, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{
     GradShard, GradSink, Keep, Mode, Observer, Saved, SavedPolicy, SavedTensor, Seen, Weights,
 };

@@ -3,7 +3,7 @@
 
 use crate::common::{NoParams, POSITION, alone, input, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::{Axis, Ty, Types, tree};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::parity::assert_close;

@@ -2,12 +2,11 @@
 //! and ranks that disagree about what each believes to be the same. Beside each the right program.
 
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types, comm::thread};
+use meshwork_cpu::Cpu;
 use meshwork_tensor::param::{Gradients, StatisticRule};
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
 use meshwork_tensor::verify::Claims;
-use meshwork_tensor::{
-    Declarations, Device, Error, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var, cpu::Cpu,
-};
+use meshwork_tensor::{Declarations, Device, Error, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@ use crate::common::{NoParams, tape_on};
 use crate::devices::{Case, MESH, cases, types};
 use meshwork_core::comm::thread;
 use meshwork_core::{DType, Mesh, Rank};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Seed, Weights};
 use meshwork_tensor::{Device, Error, Result, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};

@@ -3,8 +3,8 @@
 
 use meshwork_core::comm::{ReduceOp, record};
 use meshwork_core::{Axis, Buffer, BufferError, DType, Group, Mesh};
+use meshwork_cpu::Cpu;
 use meshwork_optim::{AdamW, OptimError, Optimizer, Rule, Sgd, Update};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::FlatParts;
 use meshwork_tensor::{Declarations, Device, Error, Init, Params, Placement, Role};
 use meshwork_testkit::opaque::{self, Opaque};

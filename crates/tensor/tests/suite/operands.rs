@@ -2,7 +2,8 @@
 
 use crate::common::{NoParams, alone, on_mesh, on_tp, tape_with, to_f64, values};
 use meshwork_core::{Axis, DType, Rank, Ty};
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_cpu::Cpu;
+use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Keep, SavedPolicy, Selective, Weights};
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::rc::Rc;

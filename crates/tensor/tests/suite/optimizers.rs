@@ -4,11 +4,11 @@
 
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
+use meshwork_cpu::Cpu;
 use meshwork_optim::{
     Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
 };
 use meshwork_optim::{WholeOptimizer, clip_factor};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::{LocalSlice, Piece};

@@ -2,7 +2,7 @@
 
 use crate::common::{ids, on_tp};
 use meshwork_core::{Axis, Mesh, Rank, Ty};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Mode, Position};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::check::{LayerInput, check_layer};

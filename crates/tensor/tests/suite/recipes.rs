@@ -3,7 +3,7 @@
 use crate::common::{NoParams, alone, on_mesh, on_tp, tape_with, to_f64, values};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, Rank, SpmdError, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Backward, Forward, Keep, Op, SavedPolicy, Selective, Weights};
 use meshwork_tensor::{Result, Tape, Tensor, Var};
 use std::cell::Cell;

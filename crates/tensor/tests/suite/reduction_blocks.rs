@@ -3,8 +3,9 @@
 
 use crate::common::values;
 use meshwork_core::{Buffer, tree};
+use meshwork_cpu::Cpu;
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::{Cpu, Precision};
+use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, TableGrad, VocabShard};
 use meshwork_tensor::tape::{RowBlocks, Terms};
 use meshwork_testkit::Rng;

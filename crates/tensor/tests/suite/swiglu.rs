@@ -3,7 +3,7 @@
 
 use crate::common::{NoParams, POSITION, alone, tape_of, to_f64, values};
 use meshwork_core::Types;
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{GradShard, GradSink, Keep, Mode, SavedPolicy, Selective, Weights};
 use meshwork_tensor::{Declarations, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
 use std::collections::BTreeMap;

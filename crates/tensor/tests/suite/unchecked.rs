@@ -3,7 +3,7 @@
 use crate::common::{NoParams, alone, input, on_mesh, tape_of, to_f64};
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Rank, SpmdError, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Normaliser, Op, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};

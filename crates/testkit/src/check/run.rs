@@ -3,7 +3,7 @@
 use super::array::{Array, number};
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::{Axis, DType, Group, Mesh, Rank, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Position, Seed, Weights};
 use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};

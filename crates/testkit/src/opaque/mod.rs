@@ -6,7 +6,7 @@
 //! refused, as on any device that cannot call the host's code. Collectives need [`communicator`].
 //!
 //! ```
-//! use meshwork_tensor::cpu::Cpu;
+//! use meshwork_cpu::Cpu;
 //! use meshwork_tensor::Tensor;
 //! use meshwork_testkit::opaque::Opaque;
 //!

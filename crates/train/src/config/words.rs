@@ -4,7 +4,7 @@ use std::fmt;
 
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
-use meshwork_tensor::cpu::Precision;
+use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
 use toml::Value;

@@ -32,7 +32,7 @@ const STEPS: usize = 5;
 /// use meshwork_engine::Plan;
 /// use meshwork_models::vgg::VggConfig;
 /// use meshwork_nn::Model;
-/// use meshwork_tensor::cpu::Cpu;
+/// use meshwork_cpu::Cpu;
 /// use meshwork_train::{data::Images, profile::layers};
 /// use std::sync::{Arc, atomic::AtomicBool};
 ///

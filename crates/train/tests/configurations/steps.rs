@@ -7,10 +7,10 @@ use std::sync::atomic::AtomicBool;
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread::{self, Options};
+use meshwork_cpu::Cpu;
 use meshwork_engine::{ScheduleSpec, StepReport, dry_run};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_pipeline::Generator;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::{Args, Config, Dtype, MatmulDtype, SavedDtype};
 use meshwork_train::{Data, TrainError, Trainer, load};
 

@@ -5,9 +5,9 @@ use crate::world::{assert_same_pieces, assert_same_report, on_mesh, pieces, trai
 use meshwork_core::Axis;
 use meshwork_core::comm::FaultKind;
 use meshwork_core::comm::thread::{Options, RankEnd};
+use meshwork_cpu::Cpu;
 use meshwork_models::language;
 use meshwork_pipeline::Phase;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::data::MASKED;
 use meshwork_train::{TrainError, Trainer};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -5,9 +5,9 @@
 use crate::world::try_on_mesh;
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Axis, Buffer, DType};
+use meshwork_cpu::Cpu;
 use meshwork_data_parallel::BucketEvent;
 use meshwork_pipeline::{ActionKind, Event, Phase};
-use meshwork_tensor::cpu::Cpu;
 use meshwork_tensor::{Device, Kernels, Meter, Result, kernel};
 use meshwork_train::config::Config;
 use std::sync::{Arc, Mutex};

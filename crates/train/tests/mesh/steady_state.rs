@@ -3,8 +3,8 @@
 use crate::cases::{ADAMW, Case, UNEVEN};
 use crate::world::{train, try_on_mesh};
 use meshwork_core::comm::thread::Options;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::MatmulDtype;
 use std::sync::Arc;
 

@@ -3,9 +3,9 @@
 use crate::cases::Case;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, Rank};
+use meshwork_cpu::Cpu;
 use meshwork_engine::Vector;
 use meshwork_tensor::Device;
-use meshwork_tensor::cpu::Cpu;
 use meshwork_train::config::Config;
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
 use std::collections::BTreeMap;

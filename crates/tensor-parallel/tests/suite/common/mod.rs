@@ -3,7 +3,7 @@
 
 use meshwork_core::comm::record;
 use meshwork_core::{Axis, Communicator, Mesh, Rank, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::random::{key, normal};
 use meshwork_tensor::tape::{GradShard, GradSink, Mode, Position, Weights};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tape, Tensor, Var};

@@ -4,7 +4,7 @@ pub mod check;
 pub mod naive;
 
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
-use meshwork_tensor::cpu::Cpu;
+use meshwork_cpu::Cpu;
 use meshwork_tensor::random;
 use meshwork_tensor::tape::{GradShard, GradSink, HalfType, Keep, Mode, Position, SavedPolicy, Tape};
 use meshwork_tensor::{Declarations, Device, ParamId, Params, Result, Tensor, Var};

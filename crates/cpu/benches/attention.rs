@@ -1,0 +1,135 @@
+//! Causal attention at the shapes of the presets and at long sequences: GFLOP/s, forward and backward, in both
+//! precisions, counting the pairs that the mask keeps. Also for the same heads in groups that share keys and values,
+//! rotated by their positions.
+//!
+//! `cargo bench -p meshwork-cpu --bench attention` measures with all threads; `MESHWORK_THREADS=1` with one. An
+//! argument selects the shapes whose name contains it. Without `--bench`, among the tests, each shape runs once, small.
+
+use meshwork_core::pool;
+use meshwork_cpu::kernels::attention::{
+    Angles, Dims, Groups, Masks, Packing, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
+};
+use meshwork_tensor::Precision;
+use meshwork_tensor::kernel::AttentionShape;
+use meshwork_tensor::random::{fill_normal, key};
+use std::time::Instant;
+
+/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a sequence, each
+/// of the same length. The pairs between documents are counted too, so that the speeds show what leaving them out saves.
+const SHAPES: [(&str, [usize; 4], Option<usize>, usize); 13] = [
+    ("tiny", [16, 128, 4, 32], None, 1),
+    ("small", [12, 256, 6, 64], None, 1),
+    ("medium", [8, 256, 8, 64], None, 1),
+    ("gpt2", [4, 512, 12, 64], None, 1),
+    ("long 1024", [2, 1024, 12, 64], None, 1),
+    ("long 4096", [1, 4096, 4, 64], None, 1),
+    ("long 4096, wide", [1, 4096, 4, 128], None, 1),
+    ("tiny, grouped", [16, 128, 4, 32], Some(2), 1),
+    ("small, grouped", [12, 256, 6, 64], Some(3), 1),
+    ("gpt2, grouped", [4, 512, 12, 64], Some(3), 1),
+    ("long 4096, grouped", [1, 4096, 4, 128], Some(2), 1),
+    ("gpt2, documents", [4, 512, 12, 64], None, 8),
+    ("long 4096, grouped, documents", [1, 4096, 4, 128], Some(2), 8),
+];
+
+/// Seconds spent on a shape, at least.
+const SECONDS: f64 = 0.5;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let measured = arguments.iter().any(|argument| argument == "--bench");
+    let only = arguments.iter().find(|argument| !argument.starts_with('-'));
+    println!("{} threads; GFLOP/s, best/median", pool::threads());
+    print!("{:<30} {:<20}", "shape", "batch seq heads dim");
+    println!(" {:>13} {:>13} {:>13} {:>13}", "forward", "backward", "bf16 forward", "bf16 backward");
+    for (name, shape, group, documents) in SHAPES {
+        if only.is_some_and(|only| !name.contains(only.as_str())) {
+            continue;
+        }
+        let [batch, seq, heads, head_dim] =
+            if measured { shape } else { [1, shape[1].min(40), group.unwrap_or(1), shape[3]] };
+        print!("{name:<30} {:<20}", format!("{batch} {seq} {heads} {head_dim}"));
+        for precision in [Precision::F32, Precision::Bf16] {
+            let shape = AttentionShape { batch, seq, heads, head_dim };
+            let [forward, backward] = match group {
+                None => rates(precision, shape, documents, measured),
+                Some(group) => grouped_rates(precision, shape, group, documents, measured),
+            };
+            print!(" {forward:>13} {backward:>13}");
+        }
+        println!();
+    }
+}
+
+/// GFLOP/s forward and backward, as text.
+fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured: bool) -> [String; 2] {
+    let packing = packed(shape, documents);
+    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let AttentionShape { batch, seq, heads, head_dim } = shape;
+    let dims = Dims { batch, seq, heads, head_dim };
+    let elements = batch * seq * heads * head_dim;
+    let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
+    let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
+    let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, masks));
+    let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
+    let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, masks));
+    [there, back]
+}
+
+/// The same for groups of `size` heads.
+fn grouped_rates(
+    precision: Precision,
+    shape: AttentionShape,
+    size: usize,
+    documents: usize,
+    measured: bool,
+) -> [String; 2] {
+    let packing = packed(shape, documents);
+    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let AttentionShape { batch, seq, heads, head_dim } = shape;
+    let dims = Dims { batch, seq, heads, head_dim };
+    let groups = Groups { size, kv_heads: heads / size, first: 0 };
+    let (of_q, of_kv) = (batch * seq * heads * head_dim, 2 * batch * seq * groups.kv_heads * head_dim);
+    let (q, kv, dout) = (normal("q", of_q), normal("kv", of_kv), normal("dout", of_q));
+    let angle =
+        |at: usize| (at / head_dim) as f32 * 1e4_f32.powf(-2.0 * (at % (head_dim / 2)) as f32 / head_dim as f32);
+    let turn = |at: usize| if at % head_dim < head_dim / 2 { angle(at).cos() } else { angle(at).sin() };
+    let angles: Vec<f32> = (0..seq * head_dim).map(turn).collect();
+    let angles = Some(Angles(&angles));
+    let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
+    let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
+    let there = rate(shape.forward_flops(), measured, || {
+        grouped_forward(precision, dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
+    });
+    let saved = SavedGrouped { q: &q, kv: &kv, out: &out, lse: &lse };
+    let back = rate(shape.backward_flops(), measured, || {
+        grouped_backward(precision, dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
+    });
+    [there, back]
+}
+
+/// Sequences of several documents.
+fn packed(AttentionShape { batch, seq, .. }: AttentionShape, documents: usize) -> Option<Packing> {
+    let positions: Vec<i32> = (0..batch * seq).map(|at| (at % seq % seq.div_ceil(documents)) as i32).collect();
+    (documents > 1).then(|| Packing::new(&positions, [batch, seq], true).expect("documents one after the other"))
+}
+
+fn normal(name: &str, len: usize) -> Vec<f32> {
+    let mut x = vec![0.0_f32; len];
+    fill_normal(key(0, name), 0, &mut x);
+    x
+}
+
+/// Best and median GFLOP/s of a call.
+fn rate(flops: u64, measured: bool, mut call: impl FnMut()) -> String {
+    let start = Instant::now();
+    let mut times = Vec::new();
+    while times.is_empty() || measured && (times.len() < 5 || start.elapsed().as_secs_f64() < SECONDS) {
+        let start = Instant::now();
+        call();
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    let rate = |seconds: f64| flops as f64 / seconds * 1e-9;
+    format!("{:.1}/{:.1}", rate(times[0]), rate(times[times.len() / 2]))
+}

@@ -1,0 +1,227 @@
+use super::kernels::{self, attention, dropout};
+use super::{Cpu, for_float, for_stored};
+use attention::{Angles, Groups, Masks, Misplaced, Packing, SavedGrouped};
+use kernels::Float;
+use meshwork_core::{Buffer, Element};
+use meshwork_tensor::device::{Device, Work};
+use meshwork_tensor::kernel::{
+    Attention, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape, Rotary,
+};
+use meshwork_tensor::{Error, Result};
+use std::sync::{Mutex, PoisonError};
+
+fn dims(shape: AttentionShape) -> attention::Dims {
+    let AttentionShape { batch, seq, heads, head_dim } = shape;
+    attention::Dims { batch, seq, heads, head_dim }
+}
+
+/// The documents of a call, checked.
+fn packing(
+    op: &'static str,
+    shape: AttentionShape,
+    documents: Option<DocumentPositions<'_>>,
+) -> Result<Option<Packing>> {
+    let Some(DocumentPositions { positions, apart }) = documents else { return Ok(None) };
+    let AttentionShape { batch, seq, .. } = shape;
+    let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
+    let positions = positions.as_slice::<i32>()?;
+    if positions.len() != batch * seq {
+        return Err(refuse(format!("{} positions: every token has one", positions.len())));
+    }
+    let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
+        refuse(format!(
+            "token {place} of sample {sample} is at position {position} of its document: 0 begins a document, each other position \
+             is one more than the one before, and all are below {seq}"
+        ))
+    })?;
+    Ok(Some(packing))
+}
+
+fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'a> {
+    let dropout = masks.dropout.map(|d| attention::Dropout {
+        mask: dropout::Mask { key: d.key, p: d.p },
+        first_sample: d.first_sample,
+        first_head: d.first_head,
+        global_heads: d.global_heads,
+    });
+    Masks { dropout, packing }
+}
+
+/// The share of `flops` that documents leave.
+fn left(flops: u64, shape: AttentionShape, packing: Option<&Packing>) -> u64 {
+    let pairs = packing.map_or(shape.pairs(), |packing| shape.heads as u64 * packing.pairs(shape.seq));
+    flops / shape.pairs().max(1) * pairs
+}
+
+fn groups(shape: GroupedShape) -> Groups {
+    Groups { size: shape.group, kv_heads: shape.kv_heads, first: shape.first_kv_head }
+}
+
+/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share them.
+#[derive(Debug, Default)]
+pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
+
+impl LastAngles {
+    /// The angles of at least `seq` positions.
+    fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |of: &(Rotary, usize, Buffer)| {
+            (of.0, of.1, of.2.dtype()) == (rotary, head_dim, T::DTYPE) && of.2.count() >= seq * head_dim
+        };
+        if let Some((.., angles)) = last.as_ref().filter(|last| fits(last)) {
+            return angles.clone();
+        }
+        let frequencies: Vec<f64> = (0..head_dim / 2).map(|pair| rotary.frequency(pair, head_dim)).collect();
+        let row = |position: usize| {
+            let angles = frequencies.iter().map(move |frequency| position as f64 * frequency);
+            angles.clone().map(f64::cos).chain(angles.map(f64::sin))
+        };
+        let angles = Buffer::from_vec((0..seq).flat_map(row).map(T::from_f64).collect::<Vec<T>>());
+        *last = Some((rotary, head_dim, angles.clone()));
+        angles
+    }
+}
+
+impl Attention for Cpu {
+    fn causal(&self, shape: AttentionShape, qkv: &Buffer, with: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
+        let packing = packing("attention", shape, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
+        for_stored!(self, "attention", qkv, S, T => {
+            let qkv = qkv.as_slice::<S>()?;
+            let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
+            let rows = lse.as_mut_slice::<T>()?;
+            let out = self.output::<S>(qkv.len() / 3, |out| {
+                attention::forward(self.precision, dims(shape), qkv, out, rows, masks(with, packing));
+            })?;
+            Ok((out, lse))
+        })
+    }
+
+    fn causal_grad(
+        &self,
+        shape: AttentionShape,
+        dout: &Buffer,
+        qkv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        with: AttentionMasks<'_>,
+    ) -> Result<Buffer> {
+        let packing = packing("attention", shape, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
+        for_stored!(self, "attention", qkv, S, T => {
+            let saved = attention::Saved {
+                qkv: qkv.as_slice::<S>()?,
+                out: out.as_slice::<S>()?,
+                lse: lse.as_slice::<T>()?,
+            };
+            let dout = dout.as_slice::<S>()?;
+            self.output::<S>(qkv.count(), |dqkv| {
+                attention::backward(self.precision, dims(shape), saved, dout, dqkv, masks(with, packing));
+            })
+        })
+    }
+
+    fn grouped(
+        &self,
+        shape: GroupedShape,
+        q: &Buffer,
+        kv: &Buffer,
+        with: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
+        let of = shape.queries;
+        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(of.forward_flops(), of, packing));
+        for_stored!(self, "grouped_attention", q, S, T => {
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
+            let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
+            let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, packing));
+            let out = self.output::<S>(q.count(), |out| {
+                attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, masks);
+            })?;
+            Ok((out, lse))
+        })
+    }
+
+    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        let DecodeShape { new, past, capacity } = shape;
+        let (of, groups, cached) = (dims(new.queries), groups(new), attention::Cached { past, capacity });
+        for_float!(self, "attention", q, T => {
+            let angles = new.rotary.map(|rotary| self.angles.of::<T>(rotary, past + of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            attention::append(of, groups, cached, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
+            if past == 0 && of.seq > 1 {
+                return Ok(self.grouped(new, q, kv, AttentionMasks::default())?.0);
+            }
+            self.meter().add_flops(Work::Attention, shape.flops());
+            let (q, cache) = (q.as_slice::<T>()?, cache.as_slice::<T>()?);
+            self.output::<T>(q.len(), |out| attention::attend(of, groups, cached, angles, q, cache, out))
+        })
+    }
+
+    fn grouped_grad(
+        &self,
+        shape: GroupedShape,
+        dout: &Buffer,
+        q: &Buffer,
+        kv: &Buffer,
+        out: &Buffer,
+        lse: &Buffer,
+        with: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
+        let of = shape.queries;
+        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing.as_ref();
+        self.meter().add_flops(Work::Attention, left(of.backward_flops(), of, packing));
+        for_stored!(self, "grouped_attention", q, S, T => {
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
+            let saved = SavedGrouped {
+                q: q.as_slice::<S>()?,
+                kv: kv.as_slice::<S>()?,
+                out: out.as_slice::<S>()?,
+                lse: lse.as_slice::<T>()?,
+            };
+            let (dout, groups, masks) = (dout.as_slice::<S>()?, groups(shape), masks(with, packing));
+            let mut dq = self.alloc(S::DTYPE, q.count())?;
+            let mut dkv = self.alloc(S::DTYPE, kv.count())?;
+            let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
+            attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, masks);
+            Ok((dq, dkv))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Precision;
+    use meshwork_tensor::random::{fill_normal, key};
+
+    const NONE: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None };
+
+    /// Both directions compute in the precision of the device, the gradient from the same saved results.
+    #[test]
+    fn the_precision_is_that_of_the_device() -> Result<()> {
+        let shape = AttentionShape { batch: 1, seq: 9, heads: 2, head_dim: 5 };
+        let [f32, bf16] = [Precision::F32, Precision::Bf16].map(Cpu::new);
+        let qkv = f32.output::<f32>(270, |x| fill_normal(key(0, "qkv"), 0, x))?;
+        let dout = f32.output::<f32>(90, |x| fill_normal(key(0, "dout"), 0, x))?;
+        let (out, lse) = f32.causal(shape, &qkv, NONE)?;
+        let results = [&f32, &bf16].map(|device| {
+            let (there, _) = device.causal(shape, &qkv, NONE)?;
+            let back = device.causal_grad(shape, &dout, &qkv, &out, &lse, NONE)?;
+            Ok([there.as_slice::<f32>()?.to_vec(), back.as_slice::<f32>()?.to_vec()])
+        });
+        let [exact, rounded]: [Result<[Vec<f32>; 2]>; 2] = results;
+        for (exact, rounded) in exact?.iter().zip(rounded?) {
+            let error = exact.iter().zip(&rounded).map(|(exact, rounded)| (exact - rounded).abs()).fold(0.0, f32::max);
+            assert!((1e-4..0.1).contains(&error), "{error} off");
+        }
+        Ok(())
+    }
+}

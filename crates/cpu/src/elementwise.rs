@@ -1,0 +1,64 @@
+use super::kernels::{Float, elementwise};
+use super::{Cpu, PIECE, for_float, row_piece};
+use meshwork_core::Buffer;
+use meshwork_core::pool::share;
+use meshwork_tensor::Result;
+use meshwork_tensor::kernel::{Elementwise, HostFn, Map, Zip};
+
+/// Number of elements that a function of the host gets at a time.
+const HOST_PIECE: usize = 1 << 12;
+
+impl Elementwise for Cpu {
+    fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "map", x, T => {
+            let x = x.as_slice::<T>()?;
+            self.output::<T>(x.len(), |out| {
+                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| elementwise::map(f, x, out));
+            })
+        })
+    }
+
+    fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
+        for_float!(self, "map", x, T => {
+            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
+            self.output::<T>(x.len(), |dx| {
+                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
+                share(pieces, |((dx, x), dy)| elementwise::map_backward(f, x, dy, dx));
+            })
+        })
+    }
+
+    fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
+        for_float!(self, "zip", x, T => {
+            let (x, y) = (x.as_slice::<T>()?, y.as_slice::<T>()?);
+            self.output::<T>(x.len(), |out| {
+                // Rows of y, or pieces of both.
+                if x.len() == y.len() {
+                    let pieces = out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(y.chunks(PIECE));
+                    return share(pieces, |((out, x), y)| elementwise::zip(f, x, y, out));
+                }
+                let piece = row_piece(y.len());
+                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| elementwise::zip(f, x, y, out));
+            })
+        })
+    }
+
+    fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>> {
+        let Some(first) = inputs.first() else { return Ok(None) };
+        let out = for_float!(self, "map", first, T => {
+            let inputs = inputs.iter().map(|input| Ok(input.as_slice::<T>()?)).collect::<Result<Vec<&[T]>>>()?;
+            self.output::<T>(first.count(), |out| {
+                share(out.chunks_mut(HOST_PIECE).enumerate(), |(piece, out)| {
+                    let mut arguments = vec![0.0; inputs.len()];
+                    for (i, out) in out.iter_mut().enumerate() {
+                        for (argument, input) in arguments.iter_mut().zip(&inputs) {
+                            *argument = input[piece * HOST_PIECE + i].to_f64();
+                        }
+                        *out = T::from_f64(f(&arguments));
+                    }
+                });
+            })
+        });
+        out.map(Some)
+    }
+}

@@ -1,0 +1,376 @@
+//! Causal self attention of many heads, without the matrix of all pairs.
+//!
+//! Layout: `qkv[batch, seq, 3, heads, head_dim]`, `out[batch, seq, heads, head_dim]`, `lse[batch, heads, seq]`. Per
+//! sample and head, with `S = Q Kᵀ / √head_dim` for `j <= i` and `M` the dropout factors (1 without dropout):
+//! `lse_i = ln Σ_j e^{S_ij}`, `P = e^{S - lse}`, `O = (P∘M) V`. Backward, `P` recomputed from `lse` (as in Dao et
+//! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
+//! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
+//!
+//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, seq, 2, kv_heads,
+//! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
+//! them. Queries and keys may be [rotated](Angles) by their positions first.
+//!
+//! Sequences may be [packed](Packing) with documents, each of which is then computed as a sequence of its own.
+//!
+//! # The order of sums
+//!
+//! Each product is summed in tiles, one chain in the order of its terms (see `tiles`), and blocks of terms are added
+//! one after another:
+//!
+//! - `S` and `dP`: one chain over the features.
+//! - `O`: over the keys, in blocks of 256 from key 0; multiplied at the end by one over the row's total of `e^{S - max}`,
+//!   which is summed in the same order.
+//! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0; then over
+//!   the heads of a group, in the [tree](meshwork_core::tree).
+//!
+//! Masked elements are skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ` depend
+//! on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later positions,
+//! other heads, other samples, or the thread that computed them.
+//!
+//! # The precision
+//!
+//! In [`Precision::Bf16`] both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`, but
+//! also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does
+//! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
+//! `f64` stays `f64`.
+//!
+//! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed on, and rounded once
+//! afterwards, with the bits of the same on copies of the whole tensors.
+//!
+//! # The work
+//!
+//! Groups of heads (without groups: heads) are distributed over threads. One thread computes all of a group, and packs
+//! its keys and values once. Forward: panels of queries, as wide as a tile, are multiplied with all keys, with a row of
+//! scores for each key. A vector holds one key's scores of many queries, so that maxima, totals and exponentials need
+//! no sums within a vector. Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that memory
+//! that is written often stays in the L2 cache, however long the sequence is. On the diagonal both stop at a tile's
+//! edge.
+//!
+//! A head's rows are short and far apart, so no CPU prefetches them; loading them from memory would take a third of the
+//! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one fetch the rows of the
+//! next into the L2 cache, its gradients' too (see `ahead`), unless the sequence is too long for them to stay there.
+
+mod ahead;
+mod backward;
+mod decode;
+mod documents;
+mod forward;
+mod heads;
+mod layout;
+mod rotary;
+mod rows;
+mod runs;
+mod scratch;
+mod stored;
+mod tiles;
+
+use super::dropout::Mask;
+pub use decode::{Cached, append, attend};
+pub use documents::{Misplaced, Packing};
+use heads::heads_mut;
+use layout::{Call, Layout};
+use meshwork_core::pool;
+use meshwork_tensor::Precision;
+pub use rotary::Angles;
+use rows::VECTOR;
+use runs::Runs;
+use std::ops::Range;
+pub use stored::StoredAs;
+pub use tiles::Tiled;
+use tiles::Tiles;
+
+/// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
+const FORWARD_KEYS: usize = 256;
+
+/// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
+const BLOCK: usize = 128;
+
+/// Distance between rows of the backward's squares of scores: one vector longer than a row, so that rows do not all map
+/// to the same sets of the L1 cache.
+const STRIDE: usize = BLOCK + VECTOR;
+
+/// The dims of one call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// Samples.
+    pub batch: usize,
+    /// Positions of each sample.
+    pub seq: usize,
+    /// Heads of queries held here.
+    pub heads: usize,
+    /// Elements of a head's query, key and value.
+    pub head_dim: usize,
+}
+
+/// Which heads of keys and values the heads of queries share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// Heads of queries to one of keys and values; they divide those held here.
+    pub size: usize,
+    /// Heads of keys and values in memory.
+    pub kv_heads: usize,
+    /// The head of keys and values that the first heads of queries share; each following group has the next one.
+    pub first: usize,
+}
+
+/// Dropout of the probabilities. Element `(sample, head, i, j)` of the global `[samples, heads, seq, seq]` decides.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Stream and probability.
+    pub mask: Mask,
+    /// Global index of sample 0 of this call.
+    pub first_sample: u64,
+    /// Global index of head 0 of this call.
+    pub first_head: u64,
+    /// Heads of all ranks together.
+    pub global_heads: u64,
+}
+
+/// What decides which pairs count, besides their order in the sequence.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Masks<'a> {
+    /// Dropout of probabilities.
+    pub dropout: Option<Dropout>,
+    /// The documents of each sequence.
+    pub packing: Option<&'a Packing>,
+}
+
+impl Dropout {
+    /// Global index of the first element of a head, both local.
+    fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
+        let sample = self.first_sample + sample as u64;
+        let head = self.first_head + head as u64;
+        (sample * self.global_heads + head) * (dims.seq * dims.seq) as u64
+    }
+}
+
+/// The results of the forward that the backward needs.
+#[derive(Clone, Copy, Debug)]
+pub struct Saved<'a, S, T> {
+    /// The forward's input.
+    pub qkv: &'a [S],
+    /// The forward's output.
+    pub out: &'a [S],
+    /// The forward's log-sum-exp per row.
+    pub lse: &'a [T],
+}
+
+/// The results of the grouped forward that the backward needs.
+#[derive(Clone, Copy, Debug)]
+pub struct SavedGrouped<'a, S, T> {
+    /// The forward's queries.
+    pub q: &'a [S],
+    /// The forward's keys and values.
+    pub kv: &'a [S],
+    /// The forward's output.
+    pub out: &'a [S],
+    /// The forward's log-sum-exp per row.
+    pub lse: &'a [T],
+}
+
+/// `out` and `lse` from `qkv`, in a precision. Overwrites both.
+pub fn forward<S: StoredAs<T>, T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    qkv: &[S],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
+    forward_in(T::tiles(precision), dims, qkv, out, lse, masks);
+}
+
+/// `dqkv` from `dout`, with the forward's precision and masks. Overwrites it.
+pub fn backward<S: StoredAs<T>, T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    saved: Saved<'_, S, T>,
+    dout: &[S],
+    dqkv: &mut [S],
+    masks: Masks<'_>,
+) {
+    backward_in(T::tiles(precision), dims, saved, dout, dqkv, masks);
+}
+
+/// `out` and `lse` from `q` and `kv`, in a precision. Overwrites both.
+#[expect(clippy::too_many_arguments, reason = "two operands, two results, and what they are")]
+pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    groups: Groups,
+    angles: Option<Angles<'_, T>>,
+    [q, kv]: [&[S]; 2],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
+    grouped_forward_in(T::tiles(precision), dims, groups, angles, [q, kv], out, lse, masks);
+}
+
+/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and masks. Overwrites both, with zeros
+/// for heads of keys and values that no head here reads.
+#[expect(clippy::too_many_arguments, reason = "as above")]
+pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
+    precision: Precision,
+    dims: Dims,
+    groups: Groups,
+    angles: Option<Angles<'_, T>>,
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    [dq, dkv]: [&mut [S]; 2],
+    masks: Masks<'_>,
+) {
+    grouped_backward_in(T::tiles(precision), dims, groups, angles, saved, dout, [dq, dkv], masks);
+}
+
+/// [`forward`] with these tiles.
+fn forward_in<S: StoredAs<T>, T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    qkv: &[S],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
+    dims.check(&[qkv.len() / 3, out.len()], lse.len());
+    assert_eq!(qkv.len(), 3 * out.len(), "elements of qkv for {dims:?}");
+    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
+    forward_of(&call, [qkv, qkv], out, lse);
+}
+
+/// [`grouped_forward`] with these tiles.
+#[expect(clippy::too_many_arguments, reason = "as above")]
+fn grouped_forward_in<S: StoredAs<T>, T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    groups: Groups,
+    angles: Option<Angles<'_, T>>,
+    [q, kv]: [&[S]; 2],
+    out: &mut [S],
+    lse: &mut [T],
+    masks: Masks<'_>,
+) {
+    dims.check(&[q.len(), out.len()], lse.len());
+    groups.check(dims, &[kv.len()]);
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
+    forward_of(&call, [q, kv], out, lse);
+}
+
+/// The forward of all heads; queries lie in the first slice, keys and values in the second one.
+fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], out: &mut [S], lse: &mut [T]) {
+    let Call { dims, groups, layout, .. } = *call;
+    call.check();
+    let (read, used) = (call.as_read::<S>(), groups.used(dims));
+    let outputs = heads_mut::<1, S>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
+    let outputs = outputs.zip(lse.chunks_mut((groups.size * dims.seq).max(1)));
+    let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
+    pool::share(items, |((group, ([mut out], lse)), next)| {
+        for (rows, to_next) in call.parts(group, next) {
+            let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.range(), 0));
+            let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let operands = [
+                (&q[q_start..], layout.q.row, wide),
+                (&kv[k_start..], layout.k.row, dims.head_dim),
+                (&kv[v_start..], layout.v.row, dims.head_dim),
+            ];
+            stored::read(rows.len, operands, |operands| {
+                stored::write([out], |[out]| forward::part(&read, (group, rows), operands, out, lse, to_next));
+            });
+        }
+    });
+}
+
+/// [`backward`] with these tiles.
+fn backward_in<S: StoredAs<T>, T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    saved: Saved<'_, S, T>,
+    dout: &[S],
+    dqkv: &mut [S],
+    masks: Masks<'_>,
+) {
+    let Saved { qkv, out, lse } = saved;
+    dims.check(&[out.len(), dout.len()], lse.len());
+    assert_eq!([qkv.len(), dqkv.len()], [3 * out.len(); 2], "elements of qkv for {dims:?}");
+    let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
+    let gradients = heads_mut::<3, S>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
+    backward_of(&call, SavedGrouped { q: qkv, kv: qkv, out, lse }, dout, gradients);
+}
+
+/// [`grouped_backward`] with these tiles.
+#[expect(clippy::too_many_arguments, reason = "as above")]
+fn grouped_backward_in<S: StoredAs<T>, T: Tiled>(
+    tiles: Tiles<T>,
+    dims: Dims,
+    groups: Groups,
+    angles: Option<Angles<'_, T>>,
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    [dq, dkv]: [&mut [S]; 2],
+    masks: Masks<'_>,
+) {
+    dims.check(&[saved.q.len(), dq.len(), saved.out.len(), dout.len()], saved.lse.len());
+    groups.check(dims, &[saved.kv.len(), dkv.len()]);
+    let Dims { batch, seq, head_dim, .. } = dims;
+    let Groups { size, kv_heads, first } = groups;
+    let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
+    let used = groups.used(dims);
+    if used < kv_heads {
+        dkv.fill(S::zeroed());
+    }
+    let read = (0..batch).flat_map(|_| 0..kv_heads).map(move |head| (first..first + used).contains(&head));
+    let of_kv = heads_mut::<2, S>(dkv, [batch, seq, kv_heads, head_dim]).zip(read);
+    let of_kv = of_kv.filter(|(_, read)| *read).map(|(gradients, _)| gradients);
+    let gradients =
+        heads_mut::<1, S>(dq, [batch, seq, used, size * head_dim]).zip(of_kv).map(|([q], [k, v])| [q, k, v]);
+    backward_of(&call, saved, dout, gradients);
+}
+
+/// The backward of all heads, whose gradients come group by group.
+fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
+    call: &Call<'_, T>,
+    saved: SavedGrouped<'_, S, T>,
+    dout: &[S],
+    gradients: impl Iterator<Item = [heads::RowsMut<'g, S>; 3]> + Send,
+) {
+    let Call { dims, groups, layout, .. } = *call;
+    let SavedGrouped { q, kv, out, lse } = saved;
+    call.check();
+    let read = call.as_read::<S>();
+    let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
+    pool::share(items, |((group, mut gradients), next)| {
+        let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
+        for (rows, to_next) in call.parts(group, next) {
+            let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
+            let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let operands = [
+                (&q[q_start..], layout.q.row, wide),
+                (&kv[k_start..], layout.k.row, dims.head_dim),
+                (&kv[v_start..], layout.v.row, dims.head_dim),
+                (&out[o..], layout.out.row, wide),
+                (&dout[o..], layout.out.row, wide),
+            ];
+            let gradients = gradients.each_mut().map(|gradient| gradient.part(rows.range(), 0));
+            stored::read(rows.len, operands, |operands| {
+                stored::write(gradients, |gradients| {
+                    backward::part(&read, (group, rows), operands, lse, gradients, to_next);
+                });
+            });
+        }
+    });
+}
+
+/// A range in pieces of `len`, the last one shorter.
+fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(len).map(move |start| start..range.end.min(start + len))
+}
+
+/// A range in the smallest number of pieces of at most `height`, all of about the same length.
+fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usize>> {
+    let pieces = range.len().div_ceil(height);
+    let edge = move |piece: usize| range.start + piece * range.len() / pieces;
+    (0..pieces).map(move |piece| edge(piece)..edge(piece + 1))
+}
+
+#[cfg(test)]
+mod tests;

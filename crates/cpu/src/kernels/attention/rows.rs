@@ -1,0 +1,132 @@
+//! Operations on rows besides the products: softmax, for a vector of queries at a time. Loops that the compiler does
+//! not vectorise use vector instructions.
+
+use super::super::Float;
+use super::FORWARD_KEYS;
+use meshwork_core::simd::wide;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+/// Queries whose scores are worked on at a time.
+pub(super) const VECTOR: usize = 16;
+
+/// The scores of a vector of queries: a row for each key, `stride` apart, beginning with the first element of `scores`.
+#[inline(always)]
+fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VECTOR]> {
+    scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
+}
+
+/// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides them.
+/// Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`]. The first
+/// query's own key is row `own`, the others' follow.
+pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: usize) -> [[T; VECTOR]; 2] {
+    wide(
+        #[inline(always)]
+        || {
+            let seen = ((own + VECTOR) * stride).min(scores.len());
+            let (scores, unseen) = scores.split_at_mut(seen);
+            rows(unseen, stride).for_each(|scores| *scores = [T::ZERO; VECTOR]);
+            for (row, scores) in rows(&mut scores[own * stride..], stride).enumerate() {
+                for (query, score) in scores.iter_mut().enumerate() {
+                    *score = if (query as i32) < row as i32 { T::NEG_INFINITY } else { *score };
+                }
+            }
+            let mut max = [T::NEG_INFINITY; VECTOR];
+            for scores in rows(scores, stride) {
+                for l in 0..VECTOR {
+                    max[l] = scores[l].larger(max[l]);
+                }
+            }
+            let mut total = [T::ZERO; VECTOR];
+            for scores in scores.chunks_mut(FORWARD_KEYS * stride) {
+                let mut sum = [T::ZERO; VECTOR];
+                for scores in rows(scores, stride) {
+                    for l in 0..VECTOR {
+                        scores[l] = ((scores[l] - max[l]) * scale).exp();
+                    }
+                    // A separate loop, short enough to keep the sums in registers.
+                    for l in 0..VECTOR {
+                        sum[l] += scores[l];
+                    }
+                }
+                for l in 0..VECTOR {
+                    total[l] += sum[l];
+                }
+            }
+            let mut results = [[T::ZERO; VECTOR]; 2];
+            for l in 0..VECTOR {
+                results[0][l] = max[l] * scale + total[l].ln();
+                results[1][l] = T::ONE / total[l];
+            }
+            results
+        },
+    )
+}
+
+/// The sum of the products of two rows of one length, in the order of `reduce.rs`; the last elements, fewer than a
+/// vector, one by one.
+pub(super) fn dot<T: Float>(x: &[T], y: &[T]) -> T {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<VECTOR>(), y.as_chunks::<VECTOR>());
+    let mut lanes = [T::ZERO; VECTOR];
+    for (x, y) in x.iter().zip(y) {
+        for l in 0..VECTOR {
+            lanes[l] += x[l] * y[l];
+        }
+    }
+    for width in [8, 4, 2, 1] {
+        for l in 0..width {
+            let other = lanes[l + width];
+            lanes[l] += other;
+        }
+    }
+    x_rest.iter().zip(y_rest).fold(lanes[0], |sum, (&x, &y)| sum + x * y)
+}
+
+/// [`dot`] in instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+pub(super) fn dot_avx512(x: &[f32], y: &[f32]) -> f32 {
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks(), y.as_chunks());
+    let mut lanes = _mm512_setzero_ps();
+    for (x, y) in x.iter().zip(y) {
+        lanes = _mm512_add_ps(lanes, _mm512_mul_ps(load(x), load(y)));
+    }
+    // Lane l and l + 8, then l + 4, l + 2 and l + 1.
+    let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(lanes), _mm512_castps_pd(lanes)));
+    let x = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high));
+    let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+    let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    let whole = _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    x_rest.iter().zip(y_rest).fold(whole, |sum, (&x, &y)| sum + x * y)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn load(x: &[f32; VECTOR]) -> __m512 {
+    // SAFETY: a vector's worth of floats.
+    unsafe { _mm512_loadu_ps(x.as_ptr()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::oracle::values;
+    use crate::kernels::reduce;
+
+    /// Every kind gives the bits of `reduce.rs`.
+    #[test]
+    fn dots_follow_the_order_of_reduce() {
+        for len in [1, 16, 40, 64, 256] {
+            let (x, y): (Vec<f32>, Vec<f32>) = (values("x", len), values("y", len));
+            let whole = len / VECTOR * VECTOR;
+            let [want] = reduce::sums(&x[..whole], &y[..whole], &y[..whole], |x, y, _| [x * y]);
+            let want = (whole..len).fold(want, |sum, e| sum + x[e] * y[e]);
+            assert_eq!(dot(&x, &y), want);
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx512f") {
+                // SAFETY: the CPU has it.
+                assert_eq!(unsafe { dot_avx512(&x, &y) }, want);
+            }
+        }
+    }
+}

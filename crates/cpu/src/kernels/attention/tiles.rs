@@ -1,0 +1,389 @@
+//! Products in tiles: attention multiplies small blocks whose operands it packs once per head, and skips masked tiles.
+//!
+//! A tile of C is at most `rows` by two vectors of `lanes`. B is packed in panels as wide as a tile. A is read in place
+//! in [`Precision::F32`]; in [`Precision::Bf16`] it is rounded first, once a head or once a product. A packed or
+//! rounded operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles
+//! are those of [`gemm`](super::super::gemm): an element is one chain of fused multiply-adds over its terms in order,
+//! from zero, which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in
+//! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so that of rounded
+//! operands all kinds make the same bits, but for subnormal numbers.
+
+use super::super::Float;
+#[cfg(target_arch = "x86_64")]
+use super::super::gemm::{
+    Elements, Micro, Rounded, Strip, Tile,
+    avx2::Avx2,
+    avx512::{Avx512, Avx512Bf16},
+};
+use super::super::gemm::{Path, rounded};
+use super::super::matmul::{Strides, Update};
+use super::ahead::{Ahead, Start};
+use super::heads::RowsMut;
+use super::rows::dot;
+#[cfg(target_arch = "x86_64")]
+use super::rows::dot_avx512;
+use super::stored::StoredAs;
+use meshwork_tensor::Precision;
+use std::ops::Range;
+
+/// Number of rows of B copied at a time if its rows are contiguous: few streams, each as long as a row. Even, for whole
+/// words.
+const COPIED_ROWS: usize = 16;
+
+/// Columns of the widest tile of any CPU.
+pub(super) const MAX_WIDTH: usize = 32;
+
+/// A slice of elements and the distance between its rows, which are contiguous.
+pub(super) type Rows<S> = (S, usize);
+
+/// Computes one tile: `[rows, columns, words]`, A, B, C; may fetch a line per word. The caller knows that this CPU can.
+type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update, Option<Start<T>>);
+
+/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every column at `l step`, zero
+/// beyond the last column and the last term. The caller knows that this CPU can.
+type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
+
+/// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller knows that this CPU can.
+type RoundFn<T> = unsafe fn([usize; 2], Rows<&[T]>, Rows<&mut [T]>);
+
+/// How this CPU multiplies tiles of `T`.
+#[derive(Clone, Copy)]
+pub(super) struct Tiles<T> {
+    /// Rows of the highest tile.
+    pub(super) rows: usize,
+    /// Elements of a vector; the widest tile has two.
+    pub(super) lanes: usize,
+    /// Terms of a packed word.
+    terms: usize,
+    /// Whether A is read in place.
+    in_place: bool,
+    tile: TileFn<T>,
+    pack: PackFn<T>,
+    round: RoundFn<T>,
+    /// The sum of the products of two rows of one length. The caller knows that this CPU can.
+    dot: unsafe fn(&[T], &[T]) -> T,
+}
+
+/// An element type that attention computes in.
+pub trait Tiled: Float + StoredAs<Self> {
+    #[doc(hidden)]
+    #[expect(private_interfaces, reason = "for attention alone")]
+    fn tiles(precision: Precision) -> Tiles<Self>;
+}
+
+impl Tiled for f32 {
+    #[expect(private_interfaces, reason = "for attention alone")]
+    fn tiles(precision: Precision) -> Tiles<f32> {
+        Path::best(precision).map_or_else(|| plain(precision), vectors)
+    }
+}
+
+impl Tiled for f64 {
+    #[expect(private_interfaces, reason = "for attention alone")]
+    fn tiles(_: Precision) -> Tiles<f64> {
+        loops()
+    }
+}
+
+/// A packed B of `words` rows: for each panel of columns, its rows one after the other.
+#[derive(Clone, Copy)]
+pub(super) struct Panels<'a, T> {
+    packed: &'a [T],
+    words: usize,
+    /// Its terms.
+    pub(super) terms: usize,
+}
+
+impl<T: Float> Tiles<T> {
+    /// Columns of the widest tile.
+    pub(super) fn width(&self) -> usize {
+        2 * self.lanes
+    }
+
+    /// Elements of a packed B.
+    pub(super) fn packed_len(&self, [terms, columns]: [usize; 2]) -> usize {
+        terms.div_ceil(self.terms) * columns.next_multiple_of(self.width())
+    }
+
+    /// Number of elements for the words of an A, `[rows, terms]`.
+    pub(super) fn left_len(&self, [rows, terms]: [usize; 2]) -> usize {
+        if self.in_place { 0 } else { rows.next_multiple_of(self.lanes) * terms.div_ceil(self.terms) }
+    }
+
+    /// A, `[rows, terms]`, one of them contiguous, as tiles read it. `to` has [`left_len`](Self::left_len).
+    pub(super) fn left<'a>(
+        &self,
+        [rows, terms]: [usize; 2],
+        (from, (row, step)): (&'a [T], Strides),
+        to: &'a mut [T],
+    ) -> Left<'a, T> {
+        if self.in_place {
+            return Left { a: from, strides: (row, step), terms: 1 };
+        }
+        // Words are as contiguous as terms or rows were.
+        let strides = if step == 1 {
+            let words = terms.div_ceil(self.terms);
+            // SAFETY: a table is only made of functions that this CPU runs.
+            unsafe { (self.round)([rows, terms], (from, row), (&mut *to, words)) };
+            (words, 1)
+        } else {
+            let lanes = rows.next_multiple_of(self.lanes);
+            for first in (0..rows).step_by(self.lanes) {
+                let strip = [terms, self.lanes.min(rows - first)];
+                // SAFETY: as above.
+                unsafe { (self.pack)(strip, (&from[first * row..], (step, row)), (&mut to[first..], lanes)) };
+            }
+            (1, lanes)
+        };
+        Left { a: to, strides, terms: self.terms }
+    }
+
+    /// The sum of the products of two rows of one length, at most 1024, in the order of `reduce.rs`.
+    pub(super) fn dot(&self, x: &[T], y: &[T]) -> T {
+        // SAFETY: a table is only made of functions that this CPU runs.
+        unsafe { (self.dot)(x, y) }
+    }
+
+    /// Packs B, `[terms, columns]`.
+    pub(super) fn pack<'a>(
+        &self,
+        [terms, columns]: [usize; 2],
+        (from, (along, apart)): (&[T], Strides),
+        to: &'a mut [T],
+    ) -> Panels<'a, T> {
+        let (width, words) = (self.width(), terms.div_ceil(self.terms));
+        let slice = if apart == 1 { COPIED_ROWS } else { terms };
+        for first in (0..terms).step_by(slice.max(1)) {
+            let rows = slice.min(terms - first);
+            for column in (0..columns).step_by(self.lanes) {
+                let start = (column / width * words + first / self.terms) * width + column % width;
+                let from = (&from[first * along + column * apart..], (along, apart));
+                let strip = [rows, self.lanes.min(columns - column)];
+                // SAFETY: a table is only made of functions that this CPU runs.
+                unsafe { (self.pack)(strip, from, (&mut to[start..], width)) };
+            }
+        }
+        Panels { packed: to, words, terms }
+    }
+
+    /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
+    /// at an even one, the columns at a whole vector of a panel, with no more of it. A and C begin at the first of
+    /// their rows, terms and columns. Meanwhile a line per word of what is `ahead` is fetched.
+    pub(super) fn times(
+        &self,
+        rows: usize,
+        a: Left<'_, T>,
+        (b, terms, columns): (Panels<'_, T>, Range<usize>, Range<usize>),
+        mut c: RowsMut<'_, T>,
+        update: Update,
+        ahead: &mut Ahead<'_, T>,
+    ) {
+        let (width, words) = (self.width(), terms.len().div_ceil(self.terms));
+        debug_assert_eq!(terms.start % 2, 0, "terms from the start of a word");
+        let skipped = columns.start % width;
+        debug_assert!(skipped == 0 || skipped == self.lanes && columns.len() <= self.lanes, "columns {columns:?}");
+        for column in columns.clone().step_by(width) {
+            let at = (column - skipped) * b.words + terms.start / self.terms * width + skipped;
+            let dims = [rows, width.min(columns.end - column), words];
+            let c = c.part(0..rows, column - columns.start);
+            // SAFETY: a table is only made of functions that this CPU runs.
+            unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update, ahead.take(words)) };
+        }
+    }
+}
+
+/// A left operand: word (i, l) at `i row + l step`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a, T> {
+    a: &'a [T],
+    strides: Strides,
+    /// Terms of a word.
+    terms: usize,
+}
+
+impl<T> Left<'_, T> {
+    /// The operand from this row and this term (an even one) on.
+    pub(super) fn from(self, row: usize, term: usize) -> Self {
+        Left { a: &self.a[row * self.strides.0 + term / self.terms * self.strides.1..], ..self }
+    }
+}
+
+/// Checks a tile against its slices.
+fn check<T>([rows, columns, words]: [usize; 3], (a, (a_row, a_step)): (&[T], Strides), (b, b_step): Rows<&[T]>) {
+    assert!(rows > 0 && columns > 0 && words > 0, "a tile of {rows} by {columns}, {words} words");
+    // Strides are extents of slices in memory, far from overflow.
+    let a_last = (rows - 1) * a_row + (words - 1) * a_step;
+    assert!(a_last < a.len() && (words - 1) * b_step + columns <= b.len(), "operands of a tile");
+}
+
+/// There is no path on other architectures.
+#[cfg(not(target_arch = "x86_64"))]
+fn vectors(path: Path) -> Tiles<f32> {
+    match path {}
+}
+
+/// The tiles of a path that this CPU runs, as the caller knows.
+#[cfg(target_arch = "x86_64")]
+fn vectors(path: Path) -> Tiles<f32> {
+    match path {
+        Path::Avx512 => of_micro::<Avx512>(as_it_lies, dot_avx512),
+        Path::Avx512Bf16 => of_micro::<Avx512Bf16>(round_pairs, dot_avx512),
+        Path::Avx512Rounded => of_micro::<Rounded<Avx512>>(round_loop, dot_avx512),
+        Path::Avx2 => of_micro::<Avx2>(as_it_lies, dot),
+        Path::Avx2Rounded => of_micro::<Rounded<Avx2>>(round_loop, dot),
+    }
+}
+
+/// The tiles of vector instructions that this CPU has, as the caller knows.
+#[cfg(target_arch = "x86_64")]
+fn of_micro<M: Micro>(round: RoundFn<f32>, dot: unsafe fn(&[f32], &[f32]) -> f32) -> Tiles<f32> {
+    let (tile, pack) = (vector_tile::<M>, vector_pack::<M>);
+    Tiles { rows: M::ROWS, lanes: M::LANES, terms: M::TERMS, in_place: M::IN_PLACE, tile, pack, round, dot }
+}
+
+/// A [`TileFn`].
+///
+/// # Safety
+/// The CPU has the instructions of `M`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn vector_tile<M: Micro>(
+    dims: [usize; 3],
+    (a, (a_row, a_step)): (&[f32], Strides),
+    (b, b_step): Rows<&[f32]>,
+    mut c: RowsMut<'_, f32>,
+    update: Update,
+    ahead: Option<Start<f32>>,
+) {
+    check(dims, (a, (a_row, a_step)), (b, b_step));
+    let [rows, columns, words] = dims;
+    let (c, c_row) = c.block([rows, columns]);
+    assert!(rows <= M::ROWS && columns <= 2 * M::LANES, "a tile of {rows} by {columns}");
+    let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
+    let (line, step) = ahead.unwrap_or((a, 0));
+    let ahead = (line.cast(), step * size_of::<f32>());
+    // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
+    unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
+}
+
+/// A [`PackFn`].
+///
+/// # Safety
+/// The CPU has the instructions of `M`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn vector_pack<M: Micro>(
+    [k, lanes]: [usize; 2],
+    (from, (along, apart)): (&[f32], Strides),
+    (to, step): Rows<&mut [f32]>,
+) {
+    assert!(k > 0 && (1..=M::LANES).contains(&lanes), "a strip of {lanes} by {k}");
+    assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of an operand");
+    assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
+    // SAFETY: the caller's promise; the asserts held the farthest elements against the slices.
+    unsafe { M::pack(Strip { from: Elements::Full(from.as_ptr()), lanes, k, apart, along }, to.as_mut_ptr(), step) }
+}
+
+/// A [`RoundFn`] to pairs, as products pack rows: one after the other.
+///
+/// # Safety
+/// The CPU has the instructions of `Avx512Bf16`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn round_pairs([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+    const LANES: usize = Avx512Bf16::LANES;
+    let words = Avx512Bf16::words(terms);
+    assert!(rows == 0 || (rows - 1) * row + terms <= from.len(), "rows of an operand");
+    assert!(to_row == words && rows.next_multiple_of(LANES) * words <= to.len(), "rows of words");
+    for i in (0..rows).step_by(LANES) {
+        let (from, lanes) = (Elements::Full(from[i * row..].as_ptr()), LANES.min(rows - i));
+        // SAFETY: the caller's promise; the asserts held these rows, and words of as many as there are lanes, against the
+        // slices.
+        unsafe {
+            Avx512Bf16::pack_rows(Strip { from, lanes, k: terms, apart: row, along: 1 }, to[i * words..].as_mut_ptr())
+        };
+    }
+}
+
+/// Tiles of plain loops for `f32`.
+fn plain(precision: Precision) -> Tiles<f32> {
+    match precision {
+        Precision::F32 => loops(),
+        Precision::Bf16 => Tiles { in_place: false, pack: rounded_loop_pack, round: round_loop, ..loops() },
+    }
+}
+
+/// Tiles of plain loops.
+fn loops<T: Float>() -> Tiles<T> {
+    let (tile, pack, round) = (loop_tile, loop_pack, as_it_lies);
+    Tiles { rows: LOOP_ROWS, lanes: LOOP_LANES, terms: 1, in_place: true, tile, pack, round, dot }
+}
+
+const LOOP_ROWS: usize = 4;
+const LOOP_LANES: usize = 8;
+
+/// A [`TileFn`].
+fn loop_tile<T: Float>(
+    dims: [usize; 3],
+    (a, (a_row, a_step)): (&[T], Strides),
+    (b, b_step): Rows<&[T]>,
+    mut c: RowsMut<'_, T>,
+    update: Update,
+    _: Option<Start<T>>,
+) {
+    check(dims, (a, (a_row, a_step)), (b, b_step));
+    let [rows, columns, terms] = dims;
+    let mut sums = [[T::ZERO; 2 * LOOP_LANES]; LOOP_ROWS];
+    for l in 0..terms {
+        let b = &b[l * b_step..][..columns];
+        for (i, sums) in sums[..rows].iter_mut().enumerate() {
+            let x = a[i * a_row + l * a_step];
+            sums.iter_mut().zip(b).for_each(|(sum, &b)| *sum += x * b);
+        }
+    }
+    for (i, sums) in sums[..rows].iter().enumerate() {
+        for (c, &sum) in c.row(i)[..columns].iter_mut().zip(sums) {
+            *c = if update == Update::Accumulate { *c + sum } else { sum };
+        }
+    }
+}
+
+/// A [`PackFn`].
+fn loop_pack<T: Float>(
+    [terms, columns]: [usize; 2],
+    (from, (along, apart)): (&[T], Strides),
+    (to, step): Rows<&mut [T]>,
+) {
+    for (l, to) in to.chunks_mut(step).take(terms).enumerate() {
+        for (j, to) in to[..LOOP_LANES].iter_mut().enumerate() {
+            *to = if j < columns { from[l * along + j * apart] } else { T::ZERO };
+        }
+    }
+}
+
+/// A [`PackFn`] that rounds to `bf16`.
+fn rounded_loop_pack(dims: [usize; 2], from: (&[f32], Strides), (to, step): Rows<&mut [f32]>) {
+    loop_pack(dims, from, (&mut *to, step));
+    for to in to.chunks_mut(step).take(dims[0]) {
+        to[..LOOP_LANES].iter_mut().for_each(|x| *x = rounded(*x));
+    }
+}
+
+/// A [`RoundFn`] if A is read in place.
+fn as_it_lies<T>(_: [usize; 2], _: Rows<&[T]>, _: Rows<&mut [T]>) {
+    unreachable!("words of an operand that needs none");
+}
+
+/// A [`RoundFn`] to `bf16`, one term a word.
+fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row): Rows<&mut [f32]>) {
+    for i in 0..rows {
+        let (from, to) = (&from[i * row..][..terms], &mut to[i * to_row..][..terms]);
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = rounded(x));
+    }
+}
+
+#[cfg(test)]
+impl Tiles<f32> {
+    /// Every kind of a precision that this CPU runs, the best first, the plain loops last.
+    pub(super) fn all(precision: Precision) -> Vec<Tiles<f32>> {
+        let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
+        paths.map(vectors).chain([plain(precision)]).collect()
+    }
+}

@@ -1,0 +1,777 @@
+//! Products of `f32` matrices on x86-64, with AVX-512 or with AVX2 and FMA; in `f32`, or of operands rounded to `bf16`.
+//!
+//! # The bits
+//!
+//! Element (i, j) of `C` is, with `fma` rounding once and `K` = [`K_BLOCK`]:
+//!
+//! ```text
+//! s_0 = fma(a[i, K-1], b[K-1, j], .. fma(a[i, 1], b[1, j], fma(a[i, 0], b[0, j], 0)) ..)
+//! s_1 = the same over l = K .. 2K, and so on
+//! c[i, j] = ((s_0 + s_1) + s_2) + ..        or, accumulating,        ((c[i, j] + s_0) + s_1) + ..
+//! ```
+//!
+//! So the bits depend only on the element's row of `A`, its column of `B` and its old value, never on `m`, `n`,
+//! strides, the element's place or how the work was cut; and they are the same on both paths. (The payload of a NaN is
+//! not defined.) Everything below may be tuned except this order: [`K_BLOCK`], one chain of `fma` per element and
+//! block. The tests compare every path with this formula, element by element.
+//!
+//! In [`Precision::Bf16`] the formula is the same for operands rounded by [`rounded`]; sums stay `f32`. `vdpbf16ps`
+//! adds two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair
+//! holds its first term in the upper half. It treats subnormal sums as zero and produces none: a partial sum below
+//! 2^-126 is zero, where the paths without that instruction keep it. They agree on everything else, bit for bit.
+//!
+//! # The work
+//!
+//! ```text
+//! for each block of N_BLOCK columns
+//!   for each block of K_BLOCK terms
+//!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, as it lies)
+//!     for each panel of A, as high as a tile
+//!       pack the panel, stays in L1                                       (unless A lies well, as it lies)
+//!       for each panel of B: one tile of C, its sums in registers, while the next panel of A is fetched
+//! ```
+//!
+//! The panels of a transposed A are a few columns of a wide matrix, so [`GROUP`] of them are packed and fetched
+//! together.
+//!
+//! [`Micro`] has the parts that differ between CPUs: the tile and the packing of a strip. A tile takes both operands by
+//! pointer and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of
+//! words of 32 bits: one `f32`, or two terms in `bf16`.
+//!
+//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies instead of converting. Memory
+//! has the first of two neighbours in the lower half of a word, so rows of A are copied with the halves exchanged and
+//! stay rows; if terms are in rows, two rows are interleaved.
+//!
+//! All of B can be packed beforehand, in the same blocks ([`pieces`]), for all threads at once.
+//!
+//! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
+//! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can
+//! share a product by calling this on blocks of C.
+//!
+//! Packed operands are in a buffer of the calling thread that grows to its largest product and is kept (at most 128 KiB
+//! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
+//! depends on what the CPU can do.
+//!
+//! More than 400 lines: how operands are cut and packed must agree with how the tiles read them, pointer by pointer.
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests;
+
+use super::update::{Strides, Update};
+use half::bf16;
+use meshwork_core::simd::wide;
+#[cfg(target_arch = "x86_64")]
+use meshwork_core::simd::{Level, level};
+use meshwork_tensor::Precision;
+use std::cell::RefCell;
+use std::marker::PhantomData;
+#[cfg(target_arch = "x86_64")]
+use {
+    avx2::Avx2,
+    avx512::{Avx512, Avx512Bf16},
+};
+
+/// Terms summed in registers before they are added to C. Part of the definition of the bits.
+pub(super) const K_BLOCK: usize = 256;
+
+/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's width.
+pub(super) const N_BLOCK: usize = 768;
+
+/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its rows are read from
+/// end to end and what is packed stays in the first cache.
+pub(super) const FEW_ROWS: usize = 16;
+
+/// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
+const PIECE: usize = 192;
+
+/// Number of rows of B, or terms of a transposed A, copied at a time if they are contiguous: few streams, each long
+/// enough to be prefetched.
+const COPIED_ROWS: usize = 16;
+
+/// Panels of a transposed A packed at once: 112 columns, of which whole lines are read, one after the other. Together
+/// with the same amount that is fetched ahead, they stay in the L2 cache.
+const GROUP: usize = 8;
+
+/// Up to this many columns, packing A costs more than its layout can.
+const A_IN_PLACE: usize = 512;
+
+/// So few rows of A are read as they lie, wherever they map to.
+const UNPACKED_ROWS: usize = 4;
+
+/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is always packed.
+const ALIASED: usize = 1024;
+
+/// An implementation of the product: the instructions it needs, and the precision. There is none except on x86-64.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Path {
+    /// `avx512f`: tiles of 14 by 32.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// `avx2` and `fma`: tiles of 6 by 16.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// `avx512bf16`: the tiles of `avx512f`, two terms at a time.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// `avx512f` on rounded operands.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Rounded,
+    /// `avx2` and `fma` on rounded operands.
+    #[cfg(target_arch = "x86_64")]
+    Avx2Rounded,
+}
+
+/// Runs `$body` with `$M` standing for the [`Micro`] of `$path`.
+macro_rules! for_micro {
+    ($path:expr, $M:ident => $body:expr) => {
+        match $path {
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => {
+                type $M = Avx512;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => {
+                type $M = Avx2;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Bf16 => {
+                type $M = Avx512Bf16;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Rounded => {
+                type $M = Rounded<Avx512>;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2Rounded => {
+                type $M = Rounded<Avx2>;
+                $body
+            }
+        }
+    };
+}
+
+impl Path {
+    /// All paths of a precision, the fastest first.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn all(_: Precision) -> &'static [Path] {
+        &[]
+    }
+
+    /// All paths of a precision, the fastest first.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn all(precision: Precision) -> &'static [Path] {
+        match precision {
+            Precision::F32 => &[Path::Avx512, Path::Avx2],
+            Precision::Bf16 => &[Path::Avx512Bf16, Path::Avx512Rounded, Path::Avx2Rounded],
+        }
+    }
+
+    /// The fastest path that runs here, if any. This is cheap, because the CPU is detected once.
+    pub(super) fn best(precision: Precision) -> Option<Path> {
+        Path::all(precision).iter().copied().find(|path| path.runs_here())
+    }
+
+    /// Whether this CPU has the instructions, and they may be used.
+    pub(super) fn runs_here(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 | Path::Avx512Rounded => level() >= Level::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 | Path::Avx2Rounded => level() >= Level::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Bf16 => level() >= Level::Avx512 && is_x86_feature_detected!("avx512bf16"),
+        }
+    }
+
+    /// Words of a packed `[k, n]`: a whole number of cache lines.
+    pub(super) fn words(self, [k, n]: [usize; 2]) -> usize {
+        for_micro!(self, M => M::columns(n) * M::words(k))
+    }
+}
+
+/// The start of an operand's elements.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Elements {
+    Full(*const f32),
+    /// Rounded before; only for products in [`Precision::Bf16`].
+    Rounded(*const bf16),
+}
+
+impl Elements {
+    /// The elements from index `at` on.
+    fn from(self, at: usize) -> Elements {
+        match self {
+            Elements::Full(start) => Elements::Full(start.wrapping_add(at)),
+            Elements::Rounded(start) => Elements::Rounded(start.wrapping_add(at)),
+        }
+    }
+
+    /// As the words that tiles of `M` read, if they can.
+    fn in_place<M: Micro>(self) -> Option<*const f32> {
+        match self {
+            Elements::Full(start) if M::IN_PLACE => Some(start),
+            _ => None,
+        }
+    }
+
+    /// The first byte, and the bytes of an element.
+    fn bytes(self) -> (*const u8, usize) {
+        match self {
+            Elements::Full(start) => (start.cast(), size_of::<f32>()),
+            Elements::Rounded(start) => (start.cast(), size_of::<bf16>()),
+        }
+    }
+
+    /// The first element.
+    ///
+    /// # Safety
+    /// It is readable.
+    unsafe fn first(self) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Elements::Full(start) => *start,
+                Elements::Rounded(start) => (*start).to_f32(),
+            }
+        }
+    }
+}
+
+/// The right operand of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Right {
+    /// In place.
+    Strided(Elements, Strides),
+    /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product needs,
+    /// and no longer if the product's k is odd.
+    Packed(*const f32, [usize; 2]),
+}
+
+/// `C = A · B` or `C += A · B` for `[m, n, k]`, then `finish`. With `k = 0` the product is zero.
+///
+/// # Safety
+/// The CPU runs `path`, one in `bf16` beside rounded elements. Each pointer with its (row, column) strides is valid for
+/// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share memory,
+/// nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
+/// packed B is as [`Right`] says.
+pub(super) unsafe fn product<F: Finish<f32>>(
+    path: Path,
+    [m, n, k]: [usize; 3],
+    a: (Elements, Strides),
+    b: Right,
+    (c, (c_row, c_column)): (*mut f32, Strides),
+    update: Update,
+    finish: F,
+) {
+    let a = Matrix::new(a);
+    // If C is stored by columns, the transpose is computed; its products are the same, commuted.
+    let by_rows = c_column == 1 || n == 1;
+    debug_assert!(by_rows || c_row == 1 || m == 1, "C has a contiguous dim");
+    let product = match b {
+        Right::Strided(start, strides) if by_rows => {
+            let b = Operand::Strided(Matrix::new((start, strides)));
+            Product { m, n, k, a, b, c, c_row, update, finish }
+        }
+        Right::Strided(start, strides) => {
+            let b = Matrix::new((start, strides)).transposed();
+            Product { m: n, n: m, k, a: b, b: Operand::Strided(a.transposed()), c, c_row: c_column, update, finish }
+        }
+        Right::Packed(start, dims) => {
+            debug_assert!(by_rows, "the rows of C are contiguous");
+            Product { m, n, k, a, b: Operand::Packed(start, dims), c, c_row, update, finish }
+        }
+    };
+    // SAFETY: the caller's promise; `product` holds the same matrices.
+    unsafe { for_micro!(path, M => product.run::<M>()) }
+}
+
+/// A part of a packed B: terms l .. l + k of columns j .. j + columns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) l: usize,
+    pub(super) k: usize,
+    pub(super) j: usize,
+    pub(super) columns: usize,
+}
+
+/// The pieces of a packed `[k, n]` and their lengths in words, in the order in which they lie one after the other.
+///
+/// By blocks of `N_BLOCK` columns, in those by blocks of `K_BLOCK` terms, in those by panels as wide as a tile.
+pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Piece, usize)> {
+    let blocks = move |block: usize| (0..k).step_by(K_BLOCK).map(move |l| (block, l));
+    let piece = move |(block, l): (usize, usize)| {
+        let end = n.min(block + N_BLOCK);
+        (block..end).step_by(PIECE).map(move |j| Piece { l, k: K_BLOCK.min(k - l), j, columns: PIECE.min(end - j) })
+    };
+    let all = (0..n).step_by(N_BLOCK).flat_map(blocks).flat_map(piece);
+    all.map(move |piece| (piece, path.words([piece.k, piece.columns])))
+}
+
+/// Packs a piece of B.
+///
+/// # Safety
+/// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for writing
+/// its words.
+pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: Piece, to: *mut f32) {
+    let Piece { l, k, j, columns } = piece;
+    // SAFETY: the caller's promise.
+    unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
+}
+
+/// The nearest `bf16`, ties to even, as an `f32`: as `vcvtneps2bf16` does. Subnormals become zeros of their sign, and of
+/// a NaN the upper bits stay, quiet.
+#[inline(always)]
+pub(super) fn rounded(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    f32::from_bits(match bits & 0x7fff_ffff {
+        0x7f80_0001.. => bits & 0xffff_0000 | 0x0040_0000,
+        ..0x0080_0000 => bits & 0x8000_0000,
+        _ => up & 0xffff_0000,
+    })
+}
+
+/// [`rounded`] of each.
+pub(super) fn round(from: &[f32], to: &mut [bf16]) {
+    #[cfg(target_arch = "x86_64")]
+    if Path::Avx512Bf16.runs_here() {
+        // SAFETY: the CPU has the instructions.
+        return unsafe { avx512::round(from, to) };
+    }
+    round_plainly(from, to);
+}
+
+/// [`round`] without the instruction for it.
+fn round_plainly(from: &[f32], to: &mut [bf16]) {
+    assert_eq!(from.len(), to.len(), "elements to round against their places");
+    wide(
+        #[inline(always)]
+        || {
+            for (to, &x) in to.iter_mut().zip(from) {
+                *to = bf16::from_bits((rounded(x).to_bits() >> 16) as u16);
+            }
+        },
+    );
+}
+
+/// What is done to the elements of C as soon as they are complete, while they are in the cache.
+pub(super) trait Finish<T>: Copy {
+    /// Finishes the rectangle of these (first, number of) rows and columns of a C, given with the distance of its rows.
+    ///
+    /// # Safety
+    /// It lies inside C and inside what this names, and nobody else uses it.
+    unsafe fn rows(self, c: (*mut T, usize), rows: (usize, usize), columns: (usize, usize));
+}
+
+/// The operations that depend on the CPU.
+///
+/// # Safety of the functions
+/// The CPU has the instructions of the implementation.
+pub(super) trait Micro {
+    /// Words of a vector: lanes of a packed strip. A tile is two vectors wide.
+    const LANES: usize;
+    /// Rows of the highest tile, at most `LANES`.
+    const ROWS: usize;
+    /// Terms of a word.
+    const TERMS: usize = 1;
+    /// Whether tiles can read operands that are not packed.
+    const IN_PLACE: bool = true;
+
+    /// Computes one tile.
+    ///
+    /// # Safety
+    /// `1 <= rows <= ROWS` and `1 <= columns <= 2 LANES`; the pointers with their strides are valid for `rows` by `words`,
+    /// `words` by `columns`, and (for writing) `rows` by `columns`.
+    unsafe fn tile(tile: &Tile);
+
+    /// Writes a vector of `LANES` words for every `TERMS` of the strip's k terms, `step` words apart: vector l is word l of
+    /// every lane. Zero beyond the last lane and the last term.
+    ///
+    /// # Safety
+    /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize);
+
+    /// Packs a panel of A whose rows are contiguous. Returns the (row, step) strides of its words.
+    ///
+    /// # Safety
+    /// `strip` is readable and contiguous along its lanes, `1 <= lanes <= LANES`, and `to` writable for a vector of
+    /// `LANES` words for every `TERMS` of its terms.
+    unsafe fn pack_rows(strip: Strip, to: *mut f32) -> Strides {
+        // SAFETY: the caller's promise.
+        unsafe { Self::pack(strip, to, Self::LANES) };
+        (1, Self::LANES)
+    }
+
+    /// Number of words for `k` terms.
+    fn words(k: usize) -> usize {
+        k.div_ceil(Self::TERMS)
+    }
+
+    /// Number of columns of the panels that hold `n` columns.
+    fn columns(n: usize) -> usize {
+        n.next_multiple_of(2 * Self::LANES)
+    }
+}
+
+/// Operands rounded to `bf16` as they are packed, and multiplied in `f32`: for CPUs without the instructions.
+pub(super) struct Rounded<M>(PhantomData<M>);
+
+impl<M: Micro> Micro for Rounded<M> {
+    const LANES: usize = M::LANES;
+    const ROWS: usize = M::ROWS;
+    const IN_PLACE: bool = false;
+
+    unsafe fn tile(tile: &Tile) {
+        // SAFETY: the caller's promise.
+        unsafe { M::tile(tile) }
+    }
+
+    unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
+        // SAFETY: the caller's promise; what is rounded are the vectors just packed. Of what is stored rounded, that is
+        // what subnormals need.
+        unsafe {
+            M::pack(strip, to, step);
+            for l in 0..strip.k {
+                let vector = std::slice::from_raw_parts_mut(to.add(l * step), M::LANES);
+                vector.iter_mut().for_each(|x| *x = rounded(*x));
+            }
+        }
+    }
+}
+
+/// One tile of C: `rows` by `columns`, the sum of the products of `words` words added to it or replacing it.
+pub(super) struct Tile {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) words: usize,
+    /// Word (i, l) at `i a_row + l a_step`.
+    pub(super) a: *const f32,
+    pub(super) a_row: usize,
+    pub(super) a_step: usize,
+    /// Row l at `l b_step`, its columns contiguous.
+    pub(super) b: *const f32,
+    pub(super) b_step: usize,
+    /// Row i at `i c_row`, its columns contiguous.
+    pub(super) c: *mut f32,
+    pub(super) c_row: usize,
+    /// Add to C instead of replacing it.
+    pub(super) add: bool,
+    /// Memory that may be fetched into the second cache on the way, a line per word: the first, and the distance to the
+    /// next in bytes. Need not be readable.
+    pub(super) ahead: (*const u8, usize),
+}
+
+/// Rows of A or columns of B, `lanes` of them and `k` long: element l of a lane at `lane · apart + l · along`.
+#[derive(Clone, Copy)]
+pub(super) struct Strip {
+    pub(super) from: Elements,
+    pub(super) lanes: usize,
+    pub(super) k: usize,
+    pub(super) apart: usize,
+    pub(super) along: usize,
+}
+
+impl Strip {
+    /// [`Micro::pack`] in `f32` for any elements and strides, one element at a time.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn gather<const LANES: usize>(self, to: *mut f32, step: usize) {
+        for l in 0..self.k {
+            for lane in 0..LANES {
+                // SAFETY: elements of the strip and of its packed form, by the caller's promise.
+                unsafe {
+                    let from = self.from.from(lane * self.apart + l * self.along);
+                    *to.add(l * step + lane) = if lane < self.lanes { from.first() } else { 0.0 };
+                }
+            }
+        }
+    }
+}
+
+/// An operand.
+#[derive(Clone, Copy)]
+struct Matrix {
+    start: Elements,
+    row: usize,
+    column: usize,
+}
+
+impl Matrix {
+    fn new((start, (row, column)): (Elements, Strides)) -> Matrix {
+        Matrix { start, row, column }
+    }
+
+    fn transposed(self) -> Matrix {
+        Matrix { row: self.column, column: self.row, ..self }
+    }
+
+    fn at(&self, i: usize, j: usize) -> Elements {
+        self.start.from(i * self.row + j * self.column)
+    }
+}
+
+/// The right operand as [`Product`] reads it.
+enum Operand {
+    Strided(Matrix),
+    /// See [`Right::Packed`].
+    Packed(*const f32, [usize; 2]),
+}
+
+/// A product with the rows of C contiguous.
+struct Product<F> {
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Matrix,
+    b: Operand,
+    c: *mut f32,
+    c_row: usize,
+    update: Update,
+    finish: F,
+}
+
+/// A cache line, for the alignment of the packed operands.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub(super) struct Line(#[expect(dead_code, reason = "read and written through pointers")] [f32; Line::WORDS]);
+
+impl Line {
+    pub(super) const WORDS: usize = 16;
+    pub(super) const ZERO: Line = Line([0.0; Line::WORDS]);
+}
+
+thread_local! {
+    /// The packed panel of A and the packed block of B.
+    static PACKED: RefCell<[Vec<Line>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+}
+
+/// The buffer, grown to at least `words` words.
+fn room(buffer: &mut Vec<Line>, words: usize) -> *mut f32 {
+    let lines = words.div_ceil(Line::WORDS);
+    if buffer.len() < lines {
+        buffer.resize(lines, Line::ZERO);
+    }
+    buffer.as_mut_ptr().cast()
+}
+
+impl Matrix {
+    /// Packs terms l.. and columns j.. of a right operand: a panel as wide as a tile after the other.
+    ///
+    /// # Safety
+    /// The CPU runs M; the block lies inside the matrix, has at most `K_BLOCK` terms, and fits in `to`.
+    unsafe fn pack<M: Micro>(&self, (l, k): (usize, usize), (j, columns): (usize, usize), to: *mut f32) {
+        let (along, apart) = (self.row, self.column);
+        let (width, words) = (2 * M::LANES, M::words(k));
+        let slice = if apart == 1 { COPIED_ROWS } else { k };
+        for first in (0..k).step_by(slice) {
+            for strip in (0..columns).step_by(M::LANES) {
+                let (from, lanes) = (self.at(l + first, j + strip), (columns - strip).min(M::LANES));
+                let k = (k - first).min(slice);
+                // SAFETY: columns and terms inside the block; the panels before this one, the words of this one before
+                // these and the lanes before these end before `columns` rounded up times `words`.
+                unsafe {
+                    let to = to.add(strip / width * width * words + first / M::TERMS * width + strip % width);
+                    M::pack(Strip { from, lanes, k, apart, along }, to, width);
+                }
+            }
+        }
+    }
+}
+
+impl<F: Finish<f32>> Product<F> {
+    /// Computes the whole product.
+    ///
+    /// # Safety
+    /// That of [`product`].
+    unsafe fn run<M: Micro>(&self) {
+        if self.m == 0 || self.n == 0 {
+            return;
+        }
+        if self.k == 0 {
+            for i in 0..self.m {
+                if self.update == Update::Overwrite {
+                    // SAFETY: row i of C.
+                    unsafe { self.c.add(i * self.c_row).write_bytes(0, self.n) };
+                }
+                // SAFETY: the same row.
+                unsafe { self.finish.rows((self.c, self.c_row), (i, 1), (0, self.n)) };
+            }
+        }
+        PACKED.with_borrow_mut(|[packed_a, packed_b]| {
+            let at_once = match self.b {
+                Operand::Strided(b) if self.m <= FEW_ROWS && b.row == 1 => 2 * M::LANES,
+                _ => N_BLOCK,
+            };
+            for j in (0..self.n).step_by(at_once) {
+                let columns = (self.n - j).min(at_once);
+                for l in (0..self.k).step_by(K_BLOCK) {
+                    let k = (self.k - l).min(K_BLOCK);
+                    // SAFETY: a block of columns and terms of a product that the caller vouches for.
+                    unsafe {
+                        let b = self.block_of_b::<M>((l, k), (j, columns), packed_b);
+                        self.columns::<M>((l, k), (j, columns), b, packed_a);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Terms l.. and columns j.. of B as tiles read them: a panel of k rows after the other, or in place if it is read
+    /// once and needs no transpose.
+    ///
+    /// # Safety
+    /// That of [`product`]; the block lies inside it, and there are at most `K_BLOCK` terms.
+    unsafe fn block_of_b<M: Micro>(
+        &self,
+        (l, k): (usize, usize),
+        (j, columns): (usize, usize),
+        buffer: &mut Vec<Line>,
+    ) -> Panels {
+        let step = 2 * M::LANES;
+        match self.b {
+            Operand::Packed(start, [all_k, all_n]) => {
+                let block = M::columns((all_n - j).min(N_BLOCK));
+                let words = M::words((all_k - l).min(K_BLOCK));
+                let start = start.wrapping_add(j * M::words(all_k) + block * (l / M::TERMS));
+                Panels { start, step, panel: step * words }
+            }
+            Operand::Strided(b) => {
+                if let (Some(start), 1) = (b.at(l, j).in_place::<M>(), b.column)
+                    && self.m <= M::ROWS
+                {
+                    return Panels { start, step: b.row, panel: step };
+                }
+                let to = room(buffer, M::columns(columns) * M::words(k));
+                // SAFETY: the block lies inside B, and there is room.
+                unsafe { b.pack::<M>((l, k), (j, columns), to) };
+                Panels { start: to, step, panel: step * M::words(k) }
+            }
+        }
+    }
+
+    /// Terms l.. of columns j.. of C, finished if they are the last.
+    ///
+    /// # Safety
+    /// That of [`product`]; the block lies inside it, there are at most `K_BLOCK` terms, and `b` is that block of B.
+    unsafe fn columns<M: Micro>(
+        &self,
+        (l, k): (usize, usize),
+        (j, columns): (usize, usize),
+        b: Panels,
+        buffer: &mut Vec<Line>,
+    ) {
+        let Matrix { row: apart, column: along, .. } = self.a;
+        let far = if along == 1 { apart } else { along };
+        let lies_well =
+            (along == 1 || apart == 1) && (self.m <= UNPACKED_ROWS || self.n <= A_IN_PLACE && far % ALIASED != 0);
+        let in_place = self.a.at(0, l).in_place::<M>().filter(|_| lies_well);
+        let group = if along == 1 { 1 } else { GROUP };
+        let words = M::words(k);
+        let packed = room(buffer, if in_place.is_some() { 0 } else { GROUP * words * M::LANES });
+        let add = l > 0 || self.update == Update::Accumulate;
+        let width = 2 * M::LANES;
+        let panels = self.m.div_ceil(M::ROWS);
+        for first in (0..panels).step_by(group) {
+            let end = panels.min(first + group);
+            let (a_row, a_step) = match in_place {
+                Some(_) => (apart, along),
+                // SAFETY: terms and panels of A, and `packed` has room for the vectors of a group.
+                None => unsafe { self.pack_a::<M>((l, k), (first, end), packed) },
+            };
+            let next = match (end < panels, l + k < self.k) {
+                (true, _) => Some(self.a.at(self.panel::<M>(end).0, l)),
+                (false, true) => Some(self.a.at(0, l + k)),
+                (false, false) => None,
+            };
+            let mut tiles = (end - first) * columns.div_ceil(width);
+            for panel in first..end {
+                let (i, rows) = self.panel::<M>(panel);
+                let a = match in_place {
+                    Some(start) => start.wrapping_add(i * apart),
+                    None => packed.wrapping_add((panel - first) * words * M::LANES).cast_const(),
+                };
+                for first in (0..columns).step_by(width) {
+                    let columns = (columns - first).min(width);
+                    tiles -= 1;
+                    let ahead = next.and_then(|next| self.ahead::<M>(next, tiles)).unwrap_or((a.cast(), 0));
+                    // SAFETY: at most `ROWS` rows, at most `width` columns and k terms, all inside the product.
+                    unsafe {
+                        let c = self.c.add(i * self.c_row + j + first);
+                        let b_start = b.start.wrapping_add(first / width * b.panel);
+                        let (b, b_step, c_row) = (b_start, b.step, self.c_row);
+                        M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead });
+                    }
+                }
+                if l + k == self.k {
+                    // SAFETY: inside C, and written.
+                    unsafe { self.finish.rows((self.c, self.c_row), (i, rows), (j, columns)) };
+                }
+            }
+        }
+    }
+
+    /// First row and rows of a panel of A.
+    fn panel<M: Micro>(&self, panel: usize) -> (usize, usize) {
+        let panels = self.m.div_ceil(M::ROWS);
+        let [first, end] = [panel, panel + 1].map(|panel| panel * self.m / panels);
+        (first, end - first)
+    }
+
+    /// Packs terms l.. of some panels of A, a row-major one alone, one after the other. Returns the (row, step) strides of
+    /// their words.
+    ///
+    /// # Safety
+    /// The CPU runs M; the terms and panels lie inside A, and their vectors fit in `to`.
+    unsafe fn pack_a<M: Micro>(&self, (l, k): (usize, usize), (first, end): (usize, usize), to: *mut f32) -> Strides {
+        let Matrix { row: apart, column: along, .. } = self.a;
+        if along == 1 {
+            let (i, lanes) = self.panel::<M>(first);
+            // SAFETY: at most `ROWS`, so at most `LANES`, rows of A.
+            return unsafe { M::pack_rows(Strip { from: self.a.at(i, l), lanes, k, apart, along }, to) };
+        }
+        for at in (0..k).step_by(COPIED_ROWS) {
+            for panel in first..end {
+                let (i, rows) = self.panel::<M>(panel);
+                let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
+                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the panels
+                // and terms before.
+                unsafe {
+                    let to = to.add(((panel - first) * M::words(k) + at / M::TERMS) * M::LANES);
+                    M::pack(strip, to, M::LANES);
+                }
+            }
+        }
+        (1, M::LANES)
+    }
+
+    /// The part of the next panels of A, which begin at `next`, that a tile fetches if `tiles` tiles follow before
+    /// them: a row of one panel or, for a transposed A, one line of every `TERMS` terms of a group.
+    fn ahead<M: Micro>(&self, next: Elements, tiles: usize) -> Option<(*const u8, usize)> {
+        let Matrix { row: apart, column: along, .. } = self.a;
+        let (_, size) = next.bytes();
+        if along == 1 {
+            return (tiles < M::ROWS).then(|| (next.from(tiles * apart).bytes().0, M::TERMS * size));
+        }
+        let (line, term) = (tiles / M::TERMS, tiles % M::TERMS);
+        let length = size_of::<Line>() / size;
+        let lines = (GROUP * M::ROWS).div_ceil(length) + 1;
+        (line < lines).then(|| (next.from(line * length + term * along).bytes().0, M::TERMS * along * size))
+    }
+}
+
+/// A block of B in panels as wide as a tile: `panel` words from one to the next, `step` from row to row.
+#[derive(Clone, Copy)]
+struct Panels {
+    start: *const f32,
+    step: usize,
+    panel: usize,
+}

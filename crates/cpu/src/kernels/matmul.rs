@@ -1,0 +1,635 @@
+//! Matrix products: our own for `f32` where the CPU has AVX-512 or AVX2, `matrixmultiply` elsewhere.
+//!
+//! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices of
+//! larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add the
+//! blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product that
+//! holds it (tested below), alone or [shared](gemm_shared) by any number of threads. Between the two implementations
+//! they may differ. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
+//!
+//! More than 400 lines: the assertions of the entry points are the requirements of the unsafe calls below, and both are
+//! read together.
+
+mod few_rows;
+mod reduction_blocks;
+#[cfg(test)]
+mod tests;
+
+pub use super::update::{Strides, Update};
+pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
+
+use super::Float;
+use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
+use super::round::Stored;
+use super::{gelu, pointwise, swiglu};
+use half::{bf16, f16};
+use meshwork_core::{Block, pool};
+use meshwork_tensor::Precision;
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::thread::LocalKey;
+
+/// An operand of a product: a matrix of these (row, column) strides.
+#[derive(Clone, Copy, Debug)]
+pub enum MatmulOperand<'a, T> {
+    /// Stored in the type of the product.
+    Full(&'a [T], Strides),
+    /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in [`Precision::Bf16`],
+    /// which give the same bits with the operand in full.
+    Rounded(&'a [bf16], Strides),
+}
+
+/// An operation on the elements of a C with contiguous rows, done as soon as they are complete, while they are in the
+/// cache.
+#[derive(Debug)]
+pub enum Epilogue<'a, T> {
+    /// Nothing.
+    Nothing,
+    /// `C[i, j] += bias[j]`: the bits of [`pointwise::bias`] after the product.
+    Bias(&'a [T]),
+    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` has the layout of C: the bits of [`gelu::bias_gelu`] after
+    /// the product, which stays in C.
+    BiasGelu(&'a [T], Stored<'a, T>),
+    /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are even: the
+    /// bits of [`swiglu::swiglu`] after the product, which stays in C.
+    Swiglu(Stored<'a, T>),
+}
+
+/// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
+///
+/// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round, or if
+/// the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With `k = 0` the
+/// product is zero.
+pub fn gemm<T: Float>(
+    dims: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: (&mut [T], Strides),
+    update: Update,
+) {
+    gemm_in(Precision::F32, dims, a, b, c, update);
+}
+
+/// [`gemm`] in a precision.
+pub fn gemm_in<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: (&mut [T], Strides),
+    update: Update,
+) {
+    serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
+}
+
+/// Products with fewer multiplications are not shared: at 50 per ns they are 80 µs of work, of which waking a thread
+/// and separate packing would take a large part.
+const SHARED: usize = 1 << 22;
+
+/// Up to this many words of B are packed at once for all threads: 8 MiB, which stay in the last-level cache.
+const PACKED: usize = 1 << 21;
+
+/// Columns of B packed at once for all threads before terms are cut.
+const COLUMNS: usize = 4 * gemm::N_BLOCK;
+
+/// Largest number of multiplications of a block of C: about a millisecond, so that threads join and leave soon.
+const BLOCK: usize = 50 << 20;
+
+/// Least number of blocks of C per thread, so that a late or slow thread delays the others little.
+const BLOCKS: usize = 4;
+
+/// With fewer rows of C, reading a packed B for a block is not worth it.
+const ROWS: usize = 28;
+
+/// [`gemm_in`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
+///
+/// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of it.
+/// If B is too large for the cache, parts of its columns and terms are processed one after the other.
+pub fn gemm_shared<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: &mut [T],
+    update: Update,
+    epilogue: Epilogue<'_, T>,
+) {
+    if few_rows::few(m) {
+        return few_rows::product(precision, [m, n, k], a, b, c, update, epilogue);
+    }
+    let threads = pool::threads();
+    if threads == 1 || m.saturating_mul(n).saturating_mul(k) < SHARED {
+        serial(precision, [m, n, k], a, Source::Strided(b), (c, (n, 1)), update, epilogue);
+    } else {
+        cut(threads, precision, [m, n, k], a, b, c, update, epilogue);
+    }
+}
+
+/// [`gemm_shared`] for a product of at least one element and term, cut for `threads` threads.
+#[expect(clippy::too_many_arguments, reason = "those of the product, and one")]
+fn cut<T: Float>(
+    threads: usize,
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: &mut [T],
+    update: Update,
+    mut epilogue: Epilogue<'_, T>,
+) {
+    a.check("A", [m, k], precision);
+    b.check("B", [k, n], precision);
+    assert_inside("C", m, n, (n, 1), c.len());
+    epilogue.check(m, n, n);
+    let path = T::path(precision);
+    let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
+    let rows = rows(threads, [m, columns, terms]);
+    // Taken out, because other work may run on this thread meanwhile.
+    let mut packed = Packed { dims: [0, 0], memory: MEMORY.take() };
+    for (j, columns) in parts(n, columns) {
+        for (l, terms) in parts(k, terms) {
+            let update = if l > 0 { Update::Accumulate } else { update };
+            let b = b.from(l, j);
+            let b = match path {
+                Some(path) => {
+                    packed.dims = [terms, columns];
+                    pool::share(packed.parts(path), |part| pack(precision, path, b, part));
+                    Source::Packed(&packed)
+                }
+                None => Source::Strided(b),
+            };
+            let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
+            pool::share(blocks.enumerate(), |(block, (c, epilogue))| {
+                let dims = [c.len() / n, columns, terms];
+                serial(precision, dims, a.from(block * rows, l), b, (&mut c[j..], (n, 1)), update, epilogue);
+            });
+        }
+    }
+    MEMORY.set(packed.memory);
+}
+
+/// Rows of a block of C: as even as possible, so that every thread has the same number of blocks and none waits for
+/// another's last one.
+fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
+    let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
+    m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
+}
+
+/// Terms and columns of B to pack at once.
+fn at_once(n: usize, k: usize) -> (usize, usize) {
+    let terms = (PACKED / n.min(COLUMNS)).next_multiple_of(gemm::K_BLOCK).min(k);
+    (terms, (PACKED / terms).next_multiple_of(gemm::N_BLOCK).min(n))
+}
+
+/// Cuts `0..len` into parts of length `part` and a rest: (start, length).
+fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
+}
+
+impl<'a, T: Float> MatmulOperand<'a, T> {
+    fn strides(self) -> Strides {
+        match self {
+            MatmulOperand::Full(_, strides) | MatmulOperand::Rounded(_, strides) => strides,
+        }
+    }
+
+    /// The part from this row and column on; empty if there are no elements.
+    pub(crate) fn from(self, row: usize, column: usize) -> Self {
+        let (row_stride, column_stride) = self.strides();
+        self.part(row * row_stride + column * column_stride)
+    }
+
+    /// The matrix of the same strides that begins at this element; empty if there are no elements.
+    pub fn part(self, at: usize) -> Self {
+        match self {
+            MatmulOperand::Full(x, strides) => MatmulOperand::Full(x.get(at..).unwrap_or_default(), strides),
+            MatmulOperand::Rounded(x, strides) => MatmulOperand::Rounded(x.get(at..).unwrap_or_default(), strides),
+        }
+    }
+
+    /// Panics unless this holds a matrix of this number of rows and columns for a product in this precision.
+    fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
+        let len = match self {
+            MatmulOperand::Full(x, _) => x.len(),
+            MatmulOperand::Rounded(x, _) => {
+                let product = std::any::type_name::<T>();
+                assert!(
+                    T::narrows(precision),
+                    "{name}: stored in bf16, but a product of {product} in {precision:?} does not round"
+                );
+                x.len()
+            }
+        };
+        assert_inside(name, rows, columns, self.strides(), len);
+    }
+
+    /// The start of the elements of an `f32` operand.
+    fn elements(self) -> (Elements, Strides) {
+        match self {
+            MatmulOperand::Full(x, strides) => (Elements::Full(x.as_ptr().cast()), strides),
+            MatmulOperand::Rounded(x, strides) => (Elements::Rounded(x.as_ptr()), strides),
+        }
+    }
+
+    /// The elements as the product reads them.
+    fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
+        match self {
+            MatmulOperand::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
+            MatmulOperand::Full(x, _) => x.iter().map(|x| x.in_precision(precision)).collect(),
+            MatmulOperand::Rounded(x, _) => x.iter().map(|x| T::from(x.to_f32()).in_precision(precision)).collect(),
+        }
+    }
+}
+
+impl<T: Float> Epilogue<'_, T> {
+    /// Panics if it does not fit a C of m rows and n columns with rows `c_row` apart.
+    fn check(&self, m: usize, n: usize, c_row: usize) {
+        if let Epilogue::Bias(bias) | Epilogue::BiasGelu(bias, _) = self {
+            assert_inside("bias", 1, n, (0, 1), bias.len());
+        }
+        if let Epilogue::BiasGelu(_, out) = self {
+            assert_inside("out", m, n, (c_row, 1), out.len());
+        }
+        if let Epilogue::Swiglu(out) = self {
+            assert!(n.is_multiple_of(2) && c_row.is_multiple_of(2), "C: {n} columns, rows {c_row} apart, are no pairs");
+            assert_inside("out", m, n / 2, (c_row / 2, 1), out.len());
+        }
+    }
+
+    /// The epilogues of the consecutive parts of a C that are `len` elements long, from column j on: `Nothing` unless
+    /// `last`.
+    fn parts(&mut self, len: usize, j: usize, last: bool) -> impl Iterator<Item = Epilogue<'_, T>> + Send {
+        let (bias, out, halves) = match self {
+            Epilogue::Bias(bias) if last => (Some(&bias[j..]), None, 2),
+            Epilogue::BiasGelu(bias, out) if last => (Some(&bias[j..]), Some(out.reborrow()), 2),
+            Epilogue::Swiglu(out) if last => (None, Some(out.reborrow()), 1),
+            _ => (None, None, 2),
+        };
+        let mut outs = out.map(|out| out.chunks(len * halves / 2));
+        std::iter::from_fn(move || {
+            let out = match &mut outs {
+                Some(outs) => Some(outs.next()?.split_at(j * halves / 2).1),
+                None => None,
+            };
+            Some(match (bias, out) {
+                (Some(bias), Some(out)) => Epilogue::BiasGelu(bias, out),
+                (Some(bias), None) => Epilogue::Bias(bias),
+                (None, Some(out)) => Epilogue::Swiglu(out),
+                (None, None) => Epilogue::Nothing,
+            })
+        })
+    }
+
+    fn raw(&mut self) -> Finish<T> {
+        match self {
+            Epilogue::Nothing => Finish::Nothing,
+            Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::of(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::of(out)),
+        }
+    }
+}
+
+thread_local! {
+    /// Memory of the packed operand of shared products that this thread began, as large as the largest of them.
+    static MEMORY: RefCell<Block> = RefCell::default();
+}
+
+/// A right operand as packed for one of our paths.
+struct Packed {
+    dims: [usize; 2],
+    memory: Block,
+}
+
+impl Packed {
+    /// The parts of B for its dims, each with its memory.
+    fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [f32])> + Send {
+        let bytes = path.words(self.dims) * size_of::<f32>();
+        if self.memory.bytes() < bytes {
+            self.memory = Block::zeroed(bytes);
+        }
+        let mut rest: &mut [f32] = bytemuck::cast_slice_mut(self.memory.as_mut_slice());
+        gemm::pieces(path, self.dims).map(move |(piece, words)| {
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(words);
+            rest = after;
+            (piece, part)
+        })
+    }
+}
+
+/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been [checked](MatmulOperand::check).
+fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (Piece, &mut [f32])) {
+    b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
+    assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
+    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
+    // from `T::path`.
+    unsafe { gemm::pack(path, b.elements(), piece, to.as_mut_ptr()) }
+}
+
+/// A right operand.
+#[derive(Clone, Copy)]
+enum Source<'a, T> {
+    Strided(MatmulOperand<'a, T>),
+    /// Packed, if there is a path.
+    Packed(&'a Packed),
+}
+
+/// The product on this thread, checked.
+fn serial<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: Source<'_, T>,
+    c: (&mut [T], Strides),
+    update: Update,
+    mut epilogue: Epilogue<'_, T>,
+) {
+    a.check("A", [m, k], precision);
+    assert_inside("C", m, n, c.1, c.0.len());
+    assert_apart(m, n, c.1);
+    match b {
+        Source::Strided(b) => b.check("B", [k, n], precision),
+        Source::Packed(Packed { dims, .. }) => assert_eq!(*dims, [k, n], "B: dims of the packed one"),
+    }
+    epilogue.check(m, n, c.1.0);
+    let by_rows_only = matches!(b, Source::Packed(_)) || !matches!(epilogue, Epilogue::Nothing);
+    assert!(c.1.1 == 1 || !by_rows_only, "C: its rows are not contiguous beside a packed B or an epilogue");
+    let (c, finish) = ((c.0.as_mut_ptr(), c.1), epilogue.raw());
+    // SAFETY: `assert_inside` held each operand's farthest element against its slice, so every access is in bounds,
+    // and strides fit isize; `check` did so for the epilogue. `assert_apart`: no two elements of C share memory, and
+    // they are contiguous along a dim. C and `out` are borrowed mutably, so they overlap nothing else. Only `f32` has a
+    // path, and the CPU runs it; a packed B was filled on it, or is dense.
+    unsafe {
+        if let Some(path) = T::path(precision) {
+            let b = match b {
+                Source::Strided(b) => {
+                    let (start, strides) = b.elements();
+                    Right::Strided(start, strides)
+                }
+                Source::Packed(b) => Right::Packed(b.memory.as_slice().as_ptr().cast(), b.dims),
+            };
+            let c = (c.0.cast(), c.1);
+            return gemm::product(path, [m, n, k], a.elements(), b, c, update, finish.cast());
+        }
+        let Source::Strided(b) = b else { unreachable!("a B packed for no path") };
+        portable(precision, [m, n, k], a, b, c, update);
+        finish.rows((c.0, c.1.0), (0, m), (0, n));
+    }
+}
+
+/// The product over `matrixmultiply`, whose operands are rounded in copies.
+///
+/// # Safety
+/// That of [`Product::portable`], and A and B lie inside their slices.
+unsafe fn portable<T: Float>(
+    precision: Precision,
+    dims: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: (*mut T, Strides),
+    update: Update,
+) {
+    let (a_slice, b_slice) = (a.in_precision(precision), b.in_precision(precision));
+    // SAFETY: the caller's promise; a copy is as long as its operand.
+    unsafe { T::portable(dims, (a_slice.as_ptr(), a.strides()), (b_slice.as_ptr(), b.strides()), c, update) }
+}
+
+/// The unchecked form of an epilogue. Everything has the layout of C, whose rows are contiguous; in SwiGLU, pairs of
+/// its elements.
+#[derive(Clone, Copy)]
+enum Finish<T> {
+    Nothing,
+    /// As [`Epilogue::Bias`].
+    Bias(*const T),
+    /// As [`Epilogue::BiasGelu`].
+    BiasGelu(*const T, OutSlot<T>),
+    /// As [`Epilogue::Swiglu`].
+    Swiglu(OutSlot<T>),
+}
+
+/// A [`Stored`], unchecked.
+#[derive(Clone, Copy)]
+enum OutSlot<T> {
+    Full(*mut T),
+    Bf16(*mut bf16),
+    F16(*mut f16),
+}
+
+impl<T> OutSlot<T> {
+    fn of(stored: &mut Stored<'_, T>) -> OutSlot<T> {
+        match stored {
+            Stored::Full(to) => OutSlot::Full(to.as_mut_ptr()),
+            Stored::Bf16(to) => OutSlot::Bf16(to.as_mut_ptr()),
+            Stored::F16(to) => OutSlot::F16(to.as_mut_ptr()),
+        }
+    }
+
+    fn cast<U>(self) -> OutSlot<U> {
+        match self {
+            OutSlot::Full(to) => OutSlot::Full(to.cast()),
+            OutSlot::Bf16(to) => OutSlot::Bf16(to),
+            OutSlot::F16(to) => OutSlot::F16(to),
+        }
+    }
+
+    /// `len` elements from `at` on.
+    ///
+    /// # Safety
+    /// They are there for as long as the result lives, and nobody else uses them.
+    unsafe fn part<'a>(self, at: usize, len: usize) -> Stored<'a, T> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                OutSlot::Full(to) => Stored::Full(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::Bf16(to) => Stored::Bf16(std::slice::from_raw_parts_mut(to.add(at), len)),
+                OutSlot::F16(to) => Stored::F16(std::slice::from_raw_parts_mut(to.add(at), len)),
+            }
+        }
+    }
+}
+
+impl<T: Float> Finish<T> {
+    fn cast<U>(self) -> Finish<U> {
+        match self {
+            Finish::Nothing => Finish::Nothing,
+            Finish::Bias(bias) => Finish::Bias(bias.cast()),
+            Finish::BiasGelu(bias, out) => Finish::BiasGelu(bias.cast(), out.cast()),
+            Finish::Swiglu(out) => Finish::Swiglu(out.cast()),
+        }
+    }
+}
+
+impl<T: Float> gemm::Finish<T> for Finish<T> {
+    unsafe fn rows(self, (c, c_row): (*mut T, usize), (i, rows): (usize, usize), (j, columns): (usize, usize)) {
+        if let Finish::Nothing = self {
+            return;
+        }
+        for at in (i..i + rows).map(|i| i * c_row + j) {
+            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart. Of pairs, the rectangle is
+            // made: tiles and blocks are an even number of columns wide, and so is C.
+            unsafe {
+                let c = std::slice::from_raw_parts_mut(c.add(at), columns);
+                let bias = |bias: *const T| std::slice::from_raw_parts(bias.add(j), columns);
+                match self {
+                    Finish::Nothing => {}
+                    Finish::Bias(b) => pointwise::add_assign(c, bias(b)),
+                    Finish::BiasGelu(b, out) => gelu::bias_gelu(c, bias(b), out.part(at, columns)),
+                    Finish::Swiglu(out) => swiglu::swiglu(c, out.part(at / 2, columns / 2)),
+                }
+            }
+        }
+    }
+}
+
+/// Whether a `rows` by `columns` matrix lies inside a slice of `len` elements, and its strides inside `isize`.
+fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len: usize) {
+    assert!(
+        isize::try_from(strides.0).is_ok() && isize::try_from(strides.1).is_ok(),
+        "{name}: strides {strides:?} are too large"
+    );
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    let last_row = (rows - 1).checked_mul(strides.0);
+    let last_column = (columns - 1).checked_mul(strides.1);
+    let last = last_row.zip(last_column).and_then(|(row, column)| row.checked_add(column));
+    assert!(
+        last.is_some_and(|last| last < len),
+        "{name}: {rows} by {columns} with strides {strides:?} does not fit in {len} elements"
+    );
+}
+
+/// Whether the elements of a matrix lie at distinct places (the far stride steps over all that the near one covers),
+/// contiguous along its rows or its columns.
+fn assert_apart(rows: usize, columns: usize, strides: Strides) {
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    let (row, column) = ((strides.0, rows), (strides.1, columns));
+    let (near, far) = if strides.0 < strides.1 { (row, column) } else { (column, row) };
+    let covered = near.1.saturating_sub(1).saturating_mul(near.0);
+    assert!(
+        (near.1 <= 1 || near.0 > 0) && (far.1 <= 1 || far.0 > covered),
+        "C: the elements of {rows} by {columns} overlap with strides {strides:?}"
+    );
+    assert!(
+        near.0 == 1 || rows == 1 || columns == 1,
+        "C: {rows} by {columns} with strides {strides:?} is contiguous along no dim"
+    );
+}
+
+/// Memory of a thread for waiting sums: for the largest number of waiting sums so far, each as long as the longest.
+type Sums<T> = RefCell<Vec<Vec<T>>>;
+
+/// The parts of products that depend on the element type.
+pub trait Product: Sized + Copy + Send + Sync + 'static {
+    /// Our own implementation for this CPU: only for `f32`.
+    fn path(precision: Precision) -> Option<Path>;
+
+    /// Whether the precision rounds operands.
+    fn narrows(precision: Precision) -> bool;
+
+    /// This thread's room for sums.
+    fn sums() -> &'static LocalKey<Sums<Self>>;
+
+    /// An operand's element as the product reads it.
+    fn in_precision(self, precision: Precision) -> Self;
+
+    /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
+    ///
+    /// # Safety
+    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
+    /// fit isize; no two elements of C may share memory, nor C with A or B.
+    unsafe fn portable(
+        dims: [usize; 3],
+        a: (*const Self, Strides),
+        b: (*const Self, Strides),
+        c: (*mut Self, Strides),
+        update: Update,
+    );
+}
+
+impl Product for f32 {
+    fn sums() -> &'static LocalKey<Sums<f32>> {
+        thread_local!(static SUMS: Sums<f32> = const { RefCell::new(Vec::new()) });
+        &SUMS
+    }
+
+    fn path(precision: Precision) -> Option<Path> {
+        Path::best(precision)
+    }
+
+    fn narrows(precision: Precision) -> bool {
+        precision == Precision::Bf16
+    }
+
+    fn in_precision(self, precision: Precision) -> f32 {
+        if f32::narrows(precision) { gemm::rounded(self) } else { self }
+    }
+
+    unsafe fn portable(
+        dims: [usize; 3],
+        a: (*const f32, Strides),
+        b: (*const f32, Strides),
+        c: (*mut f32, Strides),
+        update: Update,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { portable_f32(dims, a, b, c, update) }
+    }
+}
+
+impl Product for f64 {
+    fn sums() -> &'static LocalKey<Sums<f64>> {
+        thread_local!(static SUMS: Sums<f64> = const { RefCell::new(Vec::new()) });
+        &SUMS
+    }
+
+    fn path(_: Precision) -> Option<Path> {
+        None
+    }
+
+    fn narrows(_: Precision) -> bool {
+        false
+    }
+
+    fn in_precision(self, _: Precision) -> f64 {
+        self
+    }
+
+    unsafe fn portable(
+        dims: [usize; 3],
+        a: (*const f64, Strides),
+        b: (*const f64, Strides),
+        c: (*mut f64, Strides),
+        update: Update,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe { portable_f64(dims, a, b, c, update) }
+    }
+}
+
+macro_rules! portable {
+    ($name:ident, $t:ty, $routine:path) => {
+        /// [`Product::portable`].
+        ///
+        /// # Safety
+        /// As there.
+        unsafe fn $name(
+            [m, n, k]: [usize; 3],
+            (a, a_strides): (*const $t, Strides),
+            (b, b_strides): (*const $t, Strides),
+            (c, c_strides): (*mut $t, Strides),
+            update: Update,
+        ) {
+            let beta = if update == Update::Accumulate { 1.0 } else { 0.0 };
+            let [a_row, a_column, b_row, b_column, c_row, c_column] =
+                [a_strides.0, a_strides.1, b_strides.0, b_strides.1, c_strides.0, c_strides.1].map(|s| s as isize);
+            // SAFETY: the caller's promise is the routine's precondition; with a beta of zero it does not read C.
+            unsafe {
+                $routine(m, k, n, 1.0, a, a_row, a_column, b, b_row, b_column, beta, c, c_row, c_column);
+            }
+        }
+    };
+}
+portable!(portable_f32, f32, matrixmultiply::sgemm);
+portable!(portable_f64, f64, matrixmultiply::dgemm);

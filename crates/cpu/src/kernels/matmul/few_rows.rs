@@ -1,0 +1,72 @@
+//! Products of few rows, as decoding has them: B is read once, and reading it is what they cost.
+//!
+//! Packing B for all threads would write and read it once more. So threads share the columns of C instead of its rows, and each packs
+//! a tile's width of B that stays in its first cache until it is multiplied (see [`gemm::FEW_ROWS`]). The order of sums is that of every
+//! other product, and so are the bits.
+
+use super::{Epilogue, MatmulOperand, Precision, Source, Update, assert_inside, serial};
+use crate::kernels::Float;
+use crate::kernels::gemm;
+use meshwork_core::pool;
+
+/// Elements of B in the columns that a thread takes at a time, some 20 µs of reading; smaller products are not shared.
+const PART: usize = 1 << 16;
+
+/// Columns at a time: whole tiles on every path.
+const TILES: usize = 64;
+
+/// Whether a product of so many rows is computed here.
+pub(super) fn few(m: usize) -> bool {
+    (1..=gemm::FEW_ROWS).contains(&m)
+}
+
+/// [`gemm_shared`](super::gemm_shared) for few rows.
+pub(super) fn product<T: Float>(
+    precision: Precision,
+    [m, n, k]: [usize; 3],
+    a: MatmulOperand<'_, T>,
+    b: MatmulOperand<'_, T>,
+    c: &mut [T],
+    update: Update,
+    epilogue: Epilogue<'_, T>,
+) {
+    a.check("A", [m, k], precision);
+    b.check("B", [k, n], precision);
+    assert_inside("C", m, n, (n, 1), c.len());
+    by_columns([m, n, k], c, update, |first, columns, c| {
+        let b = Source::Strided(b.from(0, first));
+        serial(precision, [m, columns, k], a, b, (c, (columns, 1)), update, Epilogue::Nothing);
+    });
+    // No terms are added, and the epilogue follows.
+    let none = Source::Strided(b);
+    serial(precision, [m, n, 0], a, none, (c, (n, 1)), Update::Accumulate, epilogue);
+}
+
+/// Has the free threads compute a row-major C, some columns at a time: `part` gets the first of them, their number, and their rows
+/// without gaps, which hold what is in C if `update` adds to it.
+pub(super) fn by_columns<T: Float>(
+    [m, n, k]: [usize; 3],
+    c: &mut [T],
+    update: Update,
+    part: impl Fn(usize, usize, &mut [T]) + Sync,
+) {
+    let c = &mut c[..m * n];
+    let columns = (PART / k.max(1)).next_multiple_of(TILES).max(TILES);
+    if pool::threads() == 1 || columns >= n {
+        return part(0, n, c);
+    }
+    let mut rows: Vec<_> = c.chunks_mut(n).map(|row| row.chunks_mut(columns)).collect();
+    let parts = (0..n).step_by(columns).map(|first| (first, rows.iter_mut().filter_map(Iterator::next).collect()));
+    pool::share(parts, |(first, mut rows): (usize, Vec<&mut [T]>)| {
+        if let [row] = &mut rows[..] {
+            return part(first, row.len(), row);
+        }
+        let columns = rows[0].len();
+        let mut held = match update {
+            Update::Accumulate => rows.concat(),
+            Update::Overwrite => vec![T::ZERO; m * columns],
+        };
+        part(first, columns, &mut held);
+        rows.iter_mut().zip(held.chunks(columns)).for_each(|(row, held)| row.copy_from_slice(held));
+    });
+}

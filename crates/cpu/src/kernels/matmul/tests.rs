@@ -1,0 +1,426 @@
+//! The products against three loops, and against themselves: however a product is cut, laid out, shared or finished, its
+//! bits are the same.
+//!
+//! More than 400 lines: every path of a product is held to the same formula.
+
+use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
+use super::MatmulOperand::{Full, Rounded};
+use super::*;
+use meshwork_tensor::tape::Terms;
+use proptest::prelude::*;
+
+/// `Y[m, n] = X[m, k] · W[n, k]ᵀ`, the linear layer forward. Overwrites `y`.
+fn linear<T: Float>([m, n, k]: [usize; 3], x: &[T], w: &[T], y: &mut [T]) {
+    gemm([m, n, k], Full(x, (k, 1)), Full(w, (1, k)), (y, (n, 1)), Update::Overwrite);
+}
+
+/// `dX[m, k] = dY[m, n] · W[n, k]`, the linear layer's gradient of its input. Overwrites `dx`.
+fn linear_dx<T: Float>([m, n, k]: [usize; 3], dy: &[T], w: &[T], dx: &mut [T]) {
+    gemm([m, k, n], Full(dy, (n, 1)), Full(w, (k, 1)), (dx, (k, 1)), Update::Overwrite);
+}
+
+/// `dW[n, k] = dY[m, n]ᵀ · X[m, k]`, the linear layer's gradient of its weight, added to `dw` or replacing it.
+fn linear_dw<T: Float>([m, n, k]: [usize; 3], dy: &[T], x: &[T], dw: &mut [T], update: Update) {
+    gemm([n, k, m], Full(dy, (1, n)), Full(x, (k, 1)), (dw, (k, 1)), update);
+}
+
+/// Three loops over flat operands with strides.
+fn naive([m, n, k]: [usize; 3], a: (&[f64], Strides), b: (&[f64], Strides)) -> Vec<f64> {
+    let at = |x: (&[f64], Strides), i: usize, j: usize| x.0[i * x.1.0 + j * x.1.1];
+    let element = |i, j| (0..k).map(|l| at(a, i, l) * at(b, l, j)).sum();
+    (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j)).collect()
+}
+
+proptest! {
+    #[test]
+    fn products_match_three_loops(m in 0..40_usize, n in 0..40_usize, k in 0..300_usize, pad in 0..3_usize) {
+        let (lda, ldb, ldc) = (k + pad, k + pad, n + pad);
+        let a: Vec<f32> = values("a", m * lda);
+        let b: Vec<f32> = values("b", n * ldb);
+        let old: Vec<f32> = values("c", m * ldc);
+        let want = naive([m, n, k], (&widen(&a), (lda, 1)), (&widen(&b), (1, ldb)));
+        for update in [Update::Overwrite, Update::Accumulate] {
+            let mut c = old.clone();
+            gemm([m, n, k], Full(&a, (lda, 1)), Full(&b, (1, ldb)), (&mut c, (ldc, 1)), update);
+            for i in 0..m {
+                let base = |j: usize| if update == Update::Accumulate { old[i * ldc + j].to_f64() } else { 0.0 };
+                let row: Vec<f64> = (0..n).map(|j| base(j) + want[i * n + j]).collect();
+                assert_close(&c[i * ldc..][..n], &row, 2e-5);
+                prop_assert_eq!(&c[i * ldc + n..][..pad], &old[i * ldc + n..][..pad]);
+            }
+        }
+    }
+
+    /// Any block of C alone has the bits it has in the whole, for every K.
+    #[test]
+    fn blocks_of_c_have_the_bits_of_the_whole(
+        m in 1..70_usize, n in 1..70_usize, k in 1..700_usize, cut in prop::array::uniform4(0.0..1.0),
+    ) {
+        let span = |from: f64, to: f64, len: usize| {
+            let at = ((from * len as f64) as usize).min(len - 1);
+            (at, 1 + (to * (len - at) as f64) as usize)
+        };
+        let (i, rows) = span(cut[0], cut[1], m);
+        let (j, columns) = span(cut[2], cut[3], n);
+        let (rows, columns) = (rows.min(m - i), columns.min(n - j));
+        split_case::<f32>([m, n, k], (i, rows), (j, columns));
+        split_case::<f64>([m, n, k], (i, rows), (j, columns));
+    }
+}
+
+#[track_caller]
+fn split_case<T: Float>([m, n, k]: [usize; 3], (i, rows): (usize, usize), (j, columns): (usize, usize)) {
+    let (x, w): (Vec<T>, Vec<T>) = (values("x", m * k), values("w", n * k));
+    let mut whole = vec![T::ZERO; m * n];
+    linear([m, n, k], &x, &w, &mut whole);
+    let mut part = vec![T::ZERO; rows * columns];
+    linear([rows, columns, k], &x[i * k..][..rows * k], &w[j * k..][..columns * k], &mut part);
+    for r in 0..rows {
+        let want = &whole[(i + r) * n + j..][..columns];
+        assert_eq!(&part[r * columns..][..columns], want, "{m}x{n}x{k}, rows {i}+{rows}, columns {j}+{columns}");
+    }
+}
+
+/// Splits that change bits in other libraries: one row or column, all but one, halves, edges of blocks.
+#[test]
+fn adversarial_splits_have_the_bits_of_the_whole() {
+    for k in [1, 16, 63, 255, 256, 257, 511, 513, 1024, 2048] {
+        for [m, n] in [[33, 65], [2, 96], [64, 7], [129, 34]] {
+            let parts = |len: usize| [(0, 1), (len - 1, 1), (0, len - 1), (1, len - 1), (len / 2, len - len / 2)];
+            for rows in parts(m) {
+                split_case::<f32>([m, n, k], rows, (0, n));
+            }
+            for columns in parts(n) {
+                split_case::<f32>([m, n, k], (0, m), columns);
+            }
+        }
+    }
+}
+
+/// `matrixmultiply` in `f32`, which [`gemm`] only uses on CPUs without a path of our own: rectangles of C with a
+/// transposed B against the whole, and that against three loops.
+#[test]
+fn portable_products_have_the_bits_of_the_whole() {
+    let product = |precision, [m, n, k]: [usize; 3], a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>, update| {
+        let mut c = vec![1.0; m * n];
+        a.check("A", [m, k], precision);
+        b.check("B", [k, n], precision);
+        // SAFETY: A and B were checked; C is dense.
+        unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
+        c
+    };
+    for (i, [m, n, k]) in [[33, 65, 1], [2, 96, 300], [64, 7, 256], [29, 34, 513]].repeat(2).into_iter().enumerate() {
+        let precision = if i < 4 { Precision::F32 } else { Precision::Bf16 };
+        let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+        let transposed: Vec<f32> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+        let wide = |x: &[f32]| x.iter().map(|x| x.in_precision(precision).to_f64()).collect::<Vec<f64>>();
+        let want = naive([m, n, k], (&wide(&a), (k, 1)), (&wide(&b), (n, 1)));
+        for (update, old) in [(Update::Overwrite, 0.0), (Update::Accumulate, 1.0)] {
+            let whole = product(precision, [m, n, k], Full(&a, (k, 1)), Full(&b, (n, 1)), update);
+            assert_close(&whole, &want.iter().map(|x| x + old).collect::<Vec<f64>>(), 2e-5);
+            for (i, j, rows, columns) in [(0, 0, 1, n), (1, 2, m - 1, 1), (m / 2, 3, m - m / 2, n - 3)] {
+                let (a, b) = (Full(&a[i * k..], (k, 1)), Full(&transposed[j * k..], (1, k)));
+                let part = product(precision, [rows, columns, k], a, b, update);
+                for (r, part) in part.chunks(columns).enumerate() {
+                    assert_eq!(part, &whole[(i + r) * n + j..][..columns], "[{m}, {n}, {k}], row {i} + {r}");
+                }
+            }
+        }
+    }
+}
+
+/// Layouts and accumulation do not change the order either: a product in two transposed layouts, and one added
+/// to zero.
+#[test]
+fn layout_and_update_keep_the_bits() {
+    for dims in [[5, 7, 300], [64, 33, 600], [1, 9, 257]] {
+        let [m, n, k] = dims;
+        let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+        let transpose = |x: &[f32], rows: usize, columns: usize| -> Vec<f32> {
+            (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect()
+        };
+        let mut plain = vec![f32::NAN; m * n];
+        gemm(dims, Full(&a, (k, 1)), Full(&b, (n, 1)), (&mut plain, (n, 1)), Update::Overwrite);
+        let (at, bt) = (transpose(&a, m, k), transpose(&b, k, n));
+        let mut other = vec![0.0; m * n];
+        gemm(dims, Full(&at, (1, m)), Full(&bt, (1, k)), (&mut other, (1, m)), Update::Accumulate);
+        assert_eq!(transpose(&plain, m, n), other);
+    }
+}
+
+/// What `gemm`, and after it separate passes over C, would give.
+fn one_after_the_other<T: Float>(
+    (precision, [m, n, k]): (Precision, [usize; 3]),
+    (a, b, bias, old): (&[T], &[T], &[T], &[T]),
+    update: Update,
+) -> [Vec<T>; 4] {
+    let mut c = old.to_vec();
+    gemm_in(precision, [m, n, k], Full(a, (k, 1)), Full(b, (n, 1)), (&mut c, (n, 1)), update);
+    let (mut biased, mut activated) = (c.clone(), c.clone());
+    pointwise::bias(&c, bias, &mut biased);
+    gelu::bias_gelu(&c, bias, Stored::Full(&mut activated));
+    let mut gated = vec![T::ZERO; c.len() / 2];
+    swiglu::swiglu(&c[..2 * gated.len()], Stored::Full(&mut gated));
+    [c, biased, activated, gated]
+}
+
+/// The nearest `bf16` of each, where the precision rounds.
+fn stored<T: Float>(precision: Precision, x: &[T]) -> Vec<bf16> {
+    if !T::narrows(precision) {
+        return Vec::new();
+    }
+    let mut to = vec![bf16::ZERO; x.len()];
+    T::round(x, &mut to);
+    to
+}
+
+/// Shared or not, with epilogues, and with operands and results stored in bf16 where they may be: the bits of the plain
+/// product.
+fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
+    let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
+    let old: Vec<T> = values("c", m * n);
+    let b_transpose: Vec<T> = (0..k * n).map(|at| b[at % k * n + at / k]).collect();
+    let (right, right_strides) = if b_transposed { (&b_transpose, (1, k)) } else { (&b, (n, 1)) };
+    let (rounded_a, rounded_right) = (stored(precision, &a), stored(precision, right));
+    for update in [Update::Overwrite, Update::Accumulate] {
+        let want = one_after_the_other((precision, dims), (&a, &b, &bias, &old), update);
+        let kinds = if n % 2 == 0 { 0..4 } else { 0..3 };
+        for (threads, epilogue) in
+            [1, 2, 3, 7, 64].into_iter().flat_map(|threads| kinds.clone().map(move |e| (threads, e)))
+        {
+            // Every combination occurs in one of the rounds.
+            let rounds = |bit: usize| T::narrows(precision) && (threads + epilogue) >> bit & 1 == 1;
+            let left = if rounds(0) { Rounded(&rounded_a, (k, 1)) } else { Full(&a, (k, 1)) };
+            let right = if rounds(1) { Rounded(&rounded_right, right_strides) } else { Full(right, right_strides) };
+            let results = if epilogue == 3 { m * n / 2 } else { m * n };
+            let (mut c, mut out, mut rounded_out) = (old.clone(), old[..results].to_vec(), vec![bf16::ONE; results]);
+            let to = if rounds(0) { Stored::Bf16(&mut rounded_out) } else { Stored::Full(&mut out) };
+            let after = match epilogue {
+                0 => Epilogue::Nothing,
+                1 => Epilogue::Bias(&bias),
+                2 => Epilogue::BiasGelu(&bias, to),
+                _ => Epilogue::Swiglu(to),
+            };
+            if threads > 1 && k > 0 {
+                cut(threads, precision, dims, left, right, &mut c, update, after);
+            } else {
+                gemm_shared(precision, dims, left, right, &mut c, update, after);
+            }
+            let at = format!("{precision:?}, {dims:?}, {update:?}, epilogue {epilogue}, for {threads} threads");
+            assert!(c == want[usize::from(epilogue == 1)], "{at}");
+            let activated = if epilogue >= 2 { &want[epilogue] } else { &old };
+            if epilogue >= 2 && rounds(0) {
+                assert!(rounded_out == stored(precision, activated), "{at}, rounded");
+            } else {
+                assert!(out == *activated, "{at}, out");
+            }
+        }
+    }
+}
+
+#[test]
+fn shared_and_finished_products_have_the_bits_of_the_plain_one() {
+    for (i, dims) in [
+        [1, 1, 1],
+        [5, 40, 0],
+        [37, 33, 257],
+        [3, 900, 515],
+        [300, 200, 100],
+        [29, 800, 300],
+        [57, 1601, 96],
+        [700, 65, 1030],
+        [113, 3100, 1300],
+        [1, 3000, 1500],
+        [4096, 33, 64],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        same_bits_case::<f32>(Precision::F32, dims, i % 2 == 0);
+        same_bits_case::<f32>(Precision::Bf16, dims, i % 2 == 1);
+    }
+    same_bits_case::<f64>(Precision::Bf16, [170, 130, 300], true);
+    same_bits_case::<f64>(Precision::F32, [3, 7, 5], false);
+}
+
+/// Tests all kinds of layouts and blocks, in parts of larger operands.
+#[test]
+fn leaves_of_rounded_factors_have_the_bits_of_full_ones() {
+    for (i, [m, n, k]) in
+        [[37, 33, 258], [128, 384, 642], [30, 3, 129], [3, 2100, 4101], [64, 64, 66]].into_iter().enumerate()
+    {
+        for terms in [Terms::WHOLE, Terms { segments: 1, blocks: 3 }, Terms { segments: 3, blocks: 4 }] {
+            let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+            let (a_strides, b_strides) = ([(1, m), (k, 1)][i % 2], [(n, 1), (1, k)][i / 2 % 2]);
+            let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
+            let (a, b) = (
+                [Full(&a, a_strides), Rounded(&rounded_a, a_strides)],
+                [Full(&b, b_strides), Rounded(&rounded_b, b_strides)],
+            );
+            let product = |a, b| {
+                let mut c = vec![f32::NAN; m * n];
+                gemm_blocks(Precision::Bf16, [m, n, k], a, b, &mut c, terms);
+                c
+            };
+            let want = product(a[0], b[0]);
+            for (a, b) in [(a[0], b[1]), (a[1], b[0]), (a[1], b[1])] {
+                assert!(product(a, b) == want, "[{m}, {n}, {k}], {terms:?}");
+            }
+        }
+    }
+}
+
+/// The same over `matrixmultiply`.
+#[test]
+fn portable_products_of_rounded_factors_have_the_bits_of_full_ones() {
+    let [m, n, k] = [29, 34, 300];
+    let (mut a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", k * n));
+    a[7] = 1e-40;
+    let (rounded_a, rounded_b) = (stored(Precision::Bf16, &a), stored(Precision::Bf16, &b));
+    let (a, b) = ([Full(&a, (k, 1)), Rounded(&rounded_a, (k, 1))], [Full(&b, (1, k)), Rounded(&rounded_b, (1, k))]);
+    let product = |a: MatmulOperand<'_, f32>, b: MatmulOperand<'_, f32>| {
+        let mut c = vec![f32::NAN; m * n];
+        // SAFETY: all matrices are dense.
+        unsafe { portable(Precision::Bf16, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), Update::Overwrite) };
+        c
+    };
+    let want = product(a[0], b[0]);
+    for (a, b) in [(a[0], b[1]), (a[1], b[0]), (a[1], b[1])] {
+        assert!(product(a, b) == want);
+    }
+}
+
+#[test]
+#[should_panic(expected = "A: stored in bf16, but a product of f32 in F32 does not round")]
+fn rounded_factors_are_refused_by_products_that_do_not_round() {
+    let b = Full(&[0.0; 3], (3, 1));
+    gemm([2, 3, 1], Rounded(&[bf16::ZERO; 2], (1, 1)), b, (&mut [0.0_f32; 6], (3, 1)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "B: stored in bf16, but a product of f64 in Bf16 does not round")]
+fn rounded_factors_are_refused_by_products_of_f64() {
+    let (a, b) = (Full(&[0.0_f64; 2], (1, 1)), Rounded(&[bf16::ZERO; 3], (3, 1)));
+    gemm_shared(Precision::Bf16, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Nothing);
+}
+
+#[test]
+#[should_panic(expected = "results in f64 are not stored in bf16")]
+fn results_in_f64_are_not_rounded() {
+    gelu::bias_gelu(&[0.0_f64; 2], &[0.0; 2], Stored::Bf16(&mut [bf16::ZERO; 2]));
+}
+
+/// Products that are cut along every dim.
+#[test]
+fn large_operands_are_packed_in_parts() {
+    assert_eq!(at_once(1152, 384), (384, 1152));
+    assert_eq!(at_once(50_304, 768), (768, 3072));
+    assert_eq!(at_once(768, 50_304), (2816, 768));
+    let (terms, columns) = at_once(3100, 1300);
+    assert!(terms < 1300 && columns < 3100);
+}
+
+/// Every thread has the same number of blocks, whatever limits their number, size or rows.
+#[test]
+fn every_thread_has_as_many_blocks() {
+    for dims in [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
+    {
+        for threads in [1, 2] {
+            let (m, rows) = (dims[0], rows(threads, dims));
+            assert_eq!(m.div_ceil(rows) % threads, 0, "{dims:?}: blocks of {rows} rows for {threads} threads");
+            assert!(rows >= ROWS && m / rows < m.div_ceil(ROWS), "{dims:?}: {rows} rows");
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "bias: 1 by 3 with strides (0, 1) does not fit in 2 elements")]
+fn short_biases_are_refused() {
+    let (a, b) = (Full(&[1.0_f32; 2][..], (1, 1)), Full(&[1.0_f32; 3][..], (3, 1)));
+    gemm_shared(Precision::F32, [2, 3, 1], a, b, &mut [0.0; 6], Update::Overwrite, Epilogue::Bias(&[0.0; 2]));
+}
+
+#[test]
+fn linear_gradients_match_finite_differences() {
+    let [m, n, k] = [3, 4, 5];
+    let (x, w, dy): (Vec<f64>, Vec<f64>, Vec<f64>) = (values("x", m * k), values("w", n * k), values("dy", m * n));
+    let loss = |x: &[f64], w: &[f64]| {
+        let mut y = vec![0.0; m * n];
+        linear([m, n, k], x, w, &mut y);
+        dot(&y, &dy)
+    };
+    let (mut dx, mut dw) = (vec![9.0; m * k], vec![9.0; n * k]);
+    linear_dx([m, n, k], &dy, &w, &mut dx);
+    linear_dw([m, n, k], &dy, &x, &mut dw, Update::Overwrite);
+    check_gradient(&x, &dx, |x| loss(x, &w));
+    check_gradient(&w, &dw, |w| loss(&x, w));
+    let twice: Vec<f64> = dw.iter().map(|g| 2.0 * g).collect();
+    linear_dw([m, n, k], &dy, &x, &mut dw, Update::Accumulate);
+    assert_close(&dw, &twice, 1e-15);
+}
+
+#[test]
+#[should_panic(expected = "B: 3 by 2 with strides (2, 1) does not fit in 5 elements")]
+fn short_operands_are_refused() {
+    let c = &mut [0.0_f32; 4];
+    gemm([2, 2, 3], Full(&[0.0; 6], (3, 1)), Full(&[0.0; 5], (2, 1)), (c, (2, 1)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "C: 2 by 3 with strides (6, 2) is contiguous along no dim")]
+fn outputs_with_gaps_both_ways_are_refused() {
+    let c = &mut [0.0_f32; 12];
+    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (6, 2)), Update::Overwrite);
+}
+
+#[test]
+#[should_panic(expected = "C: the elements of 2 by 3 overlap with strides (2, 1)")]
+fn overlapping_outputs_are_refused() {
+    let c = &mut [0.0_f32; 9];
+    gemm([2, 3, 1], Full(&[0.0; 2], (1, 1)), Full(&[0.0; 3], (3, 1)), (c, (2, 1)), Update::Overwrite);
+}
+
+/// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
+/// end at the same places.
+/// A row has the same bits whether it is multiplied with few others or many, with sums in blocks or without: what is decoded token
+/// by token is what a whole pass computes.
+#[test]
+fn few_rows_have_the_bits_of_many() {
+    let (m, n, k) = (40, 700, 1030);
+    let (a, b): (Vec<f32>, Vec<f32>) = (values("a", m * k), values("b", n * k));
+    let rounded = stored(Precision::Bf16, &b);
+    for precision in [Precision::F32, Precision::Bf16] {
+        let right = match precision {
+            Precision::F32 => [Full(&b[..], (1, k)), Full(&b, (n, 1))],
+            Precision::Bf16 => [Rounded(&rounded[..], (1, k)), Rounded(&rounded, (n, 1))],
+        };
+        for (right, blocks) in right.into_iter().flat_map(|right| [1, 4].map(|blocks| (right, blocks))) {
+            let terms = Terms { segments: 1, blocks };
+            let product = |m: usize| {
+                let mut c = vec![f32::NAN; m * n];
+                gemm_blocks(precision, [m, n, k], Full(&a, (k, 1)), right, &mut c, terms);
+                c
+            };
+            let many = product(m);
+            for few in [1, 2, 5, gemm::FEW_ROWS, gemm::FEW_ROWS + 1] {
+                assert!(product(few) == many[..few * n], "{precision:?}, {few} rows, {blocks} blocks");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sum_of_products_has_the_bits_of_one_of_longer_sums() {
+    for ([m, n, k], blocks) in [([5, 33, 40], 4), ([70, 64, 96], 8), ([300, 130, 256], 1), ([20, 900, 5000], 2)] {
+        let [a, b]: [Vec<f32>; 2] = [values("a", m * 2 * k), values("b", 2 * k * n)];
+        let mut want = vec![f32::NAN; m * n];
+        let terms = if blocks == 1 { Terms::WHOLE } else { Terms { segments: 2, blocks } };
+        let precision = Precision::F32;
+        gemm_blocks(precision, [m, n, 2 * k], Full(&a, (2 * k, 1)), Full(&b, (n, 1)), &mut want, terms);
+        let terms = Terms { segments: 1, blocks };
+        let half = |i: usize| Summand { k, a: Full(&a[i * k..], (2 * k, 1)), b: Full(&b[i * k * n..], (n, 1)), terms };
+        let mut got = vec![f32::NAN; m * n];
+        gemm_sum(precision, [m, n], &[half(0), half(1)], &mut got);
+        assert!(got == want, "{m} by {n}, {k}, {blocks} blocks");
+    }
+}

@@ -1,0 +1,48 @@
+//! CPU kernels: pure functions on slices, the arithmetic under the `cpu` device.
+//!
+//! Slices are contiguous and row-major. Lengths are preconditions, asserted at the head of each function; the layer
+//! above validates shapes and reports typed errors. Every kernel is generic over [`Float`]: `f32` is the fast one,
+//! `f64` is for finite differences. Kernels are serial; the caller parallelises.
+//!
+//! **The bits of an output element depend only on the terms of its own sum and their order**, never on how many rows,
+//! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes parts
+//! alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
+//! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls give
+//! the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself, and
+//! then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`):
+//! every function and closure on the way from `wide` to the arithmetic is `#[inline(always)]`, otherwise the compiler
+//! may not inline it, and compile it for the vector width of every x86-64.
+
+mod float;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, unused_imports, unused_variables, unused_unsafe, unreachable_code)
+)]
+mod gemm;
+mod reduce;
+
+pub mod attention;
+pub mod channel_norm;
+pub mod dropout;
+pub mod elementwise;
+pub mod embedding;
+pub mod gelu;
+pub mod loss;
+pub mod matmul;
+pub mod norm;
+pub mod permutation;
+pub mod pointwise;
+pub mod reduction;
+pub mod relu;
+pub mod rms_norm;
+pub mod round;
+pub mod routing;
+pub mod swiglu;
+mod update;
+pub mod windows;
+pub mod zeros;
+
+#[cfg(test)]
+mod oracle;
+
+pub use float::Float;

@@ -1,0 +1,415 @@
+//! Elements in 16 bits: operands that are widened, results that are rounded, a piece at a time.
+//!
+//! Kernels compute in f32. A tensor that is stored in 16 bits is read and written by pieces whose copies in f32 stay in the caches of the
+//! core that computes on them ([`Loaded`], [`Stored`]), so that memory sees 16 bits alone. The bits are those of a copy of the whole
+//! tensor. Products in [`Precision::Bf16`](super::matmul::Precision) round their operands anyway, and rounding twice changes nothing: an
+//! operand that is rounded when stored gives the same bits as one that is rounded when read.
+//!
+//! More than 400 lines: how 16 bits are read and how they are written mirror each other.
+
+use super::Float;
+use super::gemm;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use meshwork_core::Block;
+use meshwork_core::simd::wide;
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// Number of elements computed at a time before they are rounded; they stay in the L1 cache.
+const PIECE: usize = 256;
+
+/// Elements that wait to be rounded, each vector of them in one cache line.
+#[repr(align(64))]
+struct Piece<T>([T; PIECE]);
+
+/// Elements of f32 in a cache line: every copy begins with one.
+const LINE: usize = 16;
+
+thread_local! {
+    /// Memory of this thread for copies in f32, which grows to the largest of them.
+    static SPARE: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `f` with memory for `len` elements, with unspecified contents. Calls may be nested.
+pub(crate) fn with_room<T: bytemuck::Pod, R>(len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
+    let mut block = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+    if block.bytes() < len * size_of::<T>() {
+        block = Block::zeroed(len * size_of::<T>());
+    }
+    let result = f(&mut bytemuck::cast_slice_mut(block.as_mut_slice())[..len]);
+    SPARE.with_borrow_mut(|spare| spare.push(block));
+    result
+}
+
+/// What a type that kernels compute in has to do with floats of 16 bits, which only `f32` has: the others panic.
+pub trait Narrow: bytemuck::Pod {
+    /// [`round`] of each.
+    fn round(_: &[Self], _: &mut [bf16]) {
+        panic!("results in {} are not stored in bf16", std::any::type_name::<Self>());
+    }
+
+    /// [`to_f16`] of each.
+    fn to_f16(_: &[Self], _: &mut [f16]) {
+        panic!("results in {} are not stored in f16", std::any::type_name::<Self>());
+    }
+
+    /// [`from_bf16`] of each.
+    fn from_bf16(_: &[bf16], _: &mut [Self]) {
+        panic!("operands in bf16 are not read in {}", std::any::type_name::<Self>());
+    }
+
+    /// [`from_f16`] of each.
+    fn from_f16(_: &[f16], _: &mut [Self]) {
+        panic!("operands in f16 are not read in {}", std::any::type_name::<Self>());
+    }
+}
+
+impl Narrow for f32 {
+    fn round(from: &[f32], to: &mut [bf16]) {
+        round(from, to);
+    }
+
+    fn to_f16(from: &[f32], to: &mut [f16]) {
+        to_f16(from, to);
+    }
+
+    fn from_bf16(from: &[bf16], to: &mut [f32]) {
+        from_bf16(from, to);
+    }
+
+    fn from_f16(from: &[f16], to: &mut [f32]) {
+        from_f16(from, to);
+    }
+}
+
+impl Narrow for f64 {}
+
+/// The nearest `bf16` of each, ties to even, as products in [`Precision::Bf16`](super::matmul::Precision) round their
+/// operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites `to`.
+///
+/// Panics if the lengths differ.
+///
+/// ```
+/// use half::bf16;
+/// let mut stored = [bf16::ZERO; 3];
+/// meshwork_cpu::kernels::round::round(&[1.0, 1.0 + 2_f32.powi(-8), 1e-40], &mut stored);
+/// assert_eq!(stored, [bf16::ONE, bf16::ONE, bf16::ZERO]);
+/// ```
+pub fn round(from: &[f32], to: &mut [bf16]) {
+    gemm::round(from, to);
+}
+
+/// These values as f32, which has all of them. Panics if the lengths differ.
+pub fn from_bf16(from: &[bf16], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len());
+    wide(|| to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16)));
+}
+
+/// The nearest `f16` of each, ties to even; beyond its range infinity. Panics if the lengths differ.
+pub fn to_f16(from: &[f32], to: &mut [f16]) {
+    to.convert_from_f32_slice(from);
+}
+
+/// These values as f32, which has all of them. Panics if the lengths differ.
+pub fn from_f16(from: &[f16], to: &mut [f32]) {
+    from.convert_to_f32_slice(to);
+}
+
+/// Operands as they lie in memory, contiguous.
+#[derive(Clone, Copy, Debug)]
+pub enum Loaded<'a, T> {
+    /// In the type that is computed in.
+    Full(&'a [T]),
+    /// In 16 bits; only for `f32`.
+    Bf16(&'a [bf16]),
+    /// In 16 bits; only for `f32`.
+    F16(&'a [f16]),
+}
+
+/// Runs `$body` with `$x` standing for the slice of a [`Loaded`] or [`Stored`], and gives it the variant back.
+macro_rules! within {
+    ($of:ident, $self:expr, $x:ident => $body:expr) => {
+        match $self {
+            $of::Full($x) => $of::Full($body),
+            $of::Bf16($x) => $of::Bf16($body),
+            $of::F16($x) => $of::F16($body),
+        }
+    };
+}
+
+impl<'a, T: Copy> Loaded<'a, T> {
+    /// The number of elements.
+    #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
+    pub fn len(&self) -> usize {
+        match self {
+            Loaded::Full(x) => x.len(),
+            Loaded::Bf16(x) => x.len(),
+            Loaded::F16(x) => x.len(),
+        }
+    }
+
+    /// Some of the elements. Panics if they are not there.
+    pub fn part(self, range: Range<usize>) -> Loaded<'a, T> {
+        within!(Loaded, self, x => &x[range])
+    }
+
+    /// Consecutive parts of `len` elements; the last part has the rest. Panics if `len` is zero.
+    pub fn chunks(self, len: usize) -> impl Iterator<Item = Loaded<'a, T>> {
+        let whole = self.len();
+        (0..whole).step_by(len).map(move |at| self.part(at..whole.min(at + len)))
+    }
+}
+
+impl<'a, T: Float> Loaded<'a, T> {
+    /// All of them, widened: for a few that many pieces read.
+    pub fn whole(self) -> Cow<'a, [T]> {
+        if let Loaded::Full(x) = self {
+            return Cow::Borrowed(x);
+        }
+        let mut all = vec![T::ZERO; self.len()];
+        self.widen(&mut all);
+        Cow::Owned(all)
+    }
+
+    /// Writes all of them, widened.
+    pub(crate) fn widen(self, to: &mut [T]) {
+        match self {
+            Loaded::Full(x) => to.copy_from_slice(x),
+            Loaded::Bf16(x) => T::from_bf16(x, to),
+            Loaded::F16(x) => T::from_f16(x, to),
+        }
+    }
+}
+
+/// Calls `f` with all elements of each operand, widened. Panics for 16 bits and another type than `f32`.
+#[inline]
+pub fn read<'a, T: Float, const N: usize, R>(operands: [Loaded<'a, T>; N], f: impl FnOnce([&[T]; N]) -> R) -> R {
+    let copied = operands.map(|x| if let Loaded::Full(_) = x { 0 } else { x.len().next_multiple_of(LINE) });
+    with_room(copied.iter().sum(), |mut room| {
+        f(operands.map(|x| match x {
+            Loaded::Full(x) => x,
+            half => {
+                let (copy, rest) = std::mem::take(&mut room).split_at_mut(half.len().next_multiple_of(LINE));
+                room = rest;
+                half.widen(&mut copy[..half.len()]);
+                &copy[..half.len()]
+            }
+        }))
+    })
+}
+
+/// The destination of results, as contiguous elements.
+#[derive(Debug)]
+pub enum Stored<'a, T> {
+    /// In the type they are computed in.
+    Full(&'a mut [T]),
+    /// Rounded by [`round`]; only for `f32`.
+    Bf16(&'a mut [bf16]),
+    /// Rounded by [`to_f16`]; only for `f32`.
+    F16(&'a mut [f16]),
+}
+
+impl<'a, T> Stored<'a, T> {
+    /// The number of elements.
+    #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
+    pub fn len(&self) -> usize {
+        match self {
+            Stored::Full(to) => to.len(),
+            Stored::Bf16(to) => to.len(),
+            Stored::F16(to) => to.len(),
+        }
+    }
+
+    /// The same destination, borrowed for a shorter time.
+    pub fn reborrow(&mut self) -> Stored<'_, T> {
+        within!(Stored, self, to => to)
+    }
+
+    /// Some of the elements. Panics if they are not there.
+    pub fn part(self, range: Range<usize>) -> Stored<'a, T> {
+        within!(Stored, self, to => &mut to[range])
+    }
+
+    /// What is there.
+    pub(crate) fn loaded(&self) -> Loaded<'_, T> {
+        match self {
+            Stored::Full(to) => Loaded::Full(to),
+            Stored::Bf16(to) => Loaded::Bf16(to),
+            Stored::F16(to) => Loaded::F16(to),
+        }
+    }
+
+    /// The first `len` elements, and the elements after them. Panics if there are fewer.
+    pub fn split_at(self, len: usize) -> (Stored<'a, T>, Stored<'a, T>) {
+        match self {
+            Stored::Full(to) => {
+                let (first, rest) = to.split_at_mut(len);
+                (Stored::Full(first), Stored::Full(rest))
+            }
+            Stored::Bf16(to) => {
+                let (first, rest) = to.split_at_mut(len);
+                (Stored::Bf16(first), Stored::Bf16(rest))
+            }
+            Stored::F16(to) => {
+                let (first, rest) = to.split_at_mut(len);
+                (Stored::F16(first), Stored::F16(rest))
+            }
+        }
+    }
+
+    /// Consecutive parts of `len` elements; the last part has the rest. Panics if `len` is zero.
+    pub fn chunks(self, len: usize) -> impl Iterator<Item = Stored<'a, T>> {
+        assert!(len > 0, "parts of no elements");
+        let mut rest = Some(self);
+        std::iter::from_fn(move || {
+            let whole = rest.take().filter(|rest| rest.len() > 0)?;
+            let len = len.min(whole.len());
+            let (part, after) = whole.split_at(len);
+            rest = Some(after);
+            Some(part)
+        })
+    }
+}
+
+impl<T: Float> Stored<'_, T> {
+    /// Calls `f` with memory for the elements, and rounds what it writes there: all of it. Panics for 16 bits and another type than
+    /// `f32`.
+    #[inline]
+    pub fn write<R>(self, f: impl FnOnce(&mut [T]) -> R) -> R {
+        if let Stored::Full(to) = self {
+            return f(to);
+        }
+        with_room(self.len(), |room| {
+            let result = f(room);
+            self.round(room);
+            result
+        })
+    }
+
+    /// The same with what is there.
+    #[inline]
+    pub fn update<R>(self, f: impl FnOnce(&mut [T]) -> R) -> R {
+        if let Stored::Full(to) = self {
+            return f(to);
+        }
+        with_room(self.len(), |room| {
+            self.loaded().widen(room);
+            let result = f(room);
+            self.round(room);
+            result
+        })
+    }
+
+    /// Rounds these elements to their places.
+    pub(crate) fn round(self, from: &[T]) {
+        match self {
+            Stored::Full(to) => to.copy_from_slice(from),
+            Stored::Bf16(to) => T::round(from, to),
+            Stored::F16(to) => T::to_f16(from, to),
+        }
+    }
+
+    /// Fills it by `compute`, which gets the index of the first element and memory for some elements.
+    ///
+    /// Panics for 16 bits and another type than `f32`.
+    #[inline(always)]
+    pub(super) fn fill(self, compute: impl FnMut(usize, &mut [T])) {
+        match self {
+            Stored::Full(to) => {
+                let mut compute = compute;
+                compute(0, to);
+            }
+            Stored::Bf16(to) => in_pieces(to, compute, T::round),
+            Stored::F16(to) => in_pieces(to, compute, T::to_f16),
+        }
+    }
+}
+
+/// Fills `to` by pieces that are rounded while they are in the first cache.
+#[inline(always)]
+fn in_pieces<T: Float, H>(to: &mut [H], mut compute: impl FnMut(usize, &mut [T]), round: impl Fn(&[T], &mut [H])) {
+    let Piece(piece) = &mut Piece([T::ZERO; PIECE]);
+    let (whole, rest) = to.as_chunks_mut::<PIECE>();
+    let last = whole.len() * PIECE;
+    // A separate loop, in which the compiler knows the length.
+    for (i, to) in whole.iter_mut().enumerate() {
+        compute(i * PIECE, piece);
+        round(piece, to);
+    }
+    if !rest.is_empty() {
+        let piece = &mut piece[..rest.len()];
+        compute(last, piece);
+        round(piece, rest);
+    }
+}
+
+/// Elements one after the other, of which some can be taken.
+pub(crate) trait Cut: Sized {
+    /// The first `len` elements, and those after them. Panics if there are fewer.
+    fn cut_at(self, len: usize) -> (Self, Self);
+}
+
+impl<T> Cut for &[T] {
+    fn cut_at(self, len: usize) -> (Self, Self) {
+        self.split_at(len)
+    }
+}
+
+impl<T> Cut for &mut [T] {
+    fn cut_at(self, len: usize) -> (Self, Self) {
+        self.split_at_mut(len)
+    }
+}
+
+impl<T: Copy> Cut for Loaded<'_, T> {
+    fn cut_at(self, len: usize) -> (Self, Self) {
+        (self.part(0..len), self.part(len..self.len()))
+    }
+}
+
+impl<T> Cut for Stored<'_, T> {
+    fn cut_at(self, len: usize) -> (Self, Self) {
+        self.split_at(len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_follow_each_other_and_cover_all() {
+        let (mut full, mut rounded) = ([0.0_f32; 10], [bf16::ZERO; 10]);
+        for (len, want) in [(1, 10), (3, 4), (5, 2), (10, 1), (11, 1)] {
+            let mut at = 0;
+            for stored in [Stored::Full(&mut full), Stored::Bf16(&mut rounded)] {
+                assert_eq!(stored.chunks(len).count(), want);
+            }
+            for part in Stored::Bf16(&mut rounded).chunks(len) {
+                at += part.len();
+                part.fill(|_, part| part.fill(at as f32));
+            }
+            assert_eq!(at, 10);
+            let ends: Vec<f32> = (0..10).map(|i| (i / len * len + len).min(10) as f32).collect();
+            assert_eq!(rounded.map(|x| x.to_f32()).to_vec(), ends);
+        }
+    }
+
+    #[test]
+    fn pieces_are_computed_where_they_lie() {
+        let mut to = vec![bf16::ZERO; 2 * PIECE + 3];
+        let index = |at: usize| (at % 251) as f32;
+        Stored::Bf16(&mut to).fill(|at, piece| {
+            piece.iter_mut().enumerate().for_each(|(i, x): (usize, &mut f32)| *x = index(at + i));
+        });
+        assert!(to.iter().enumerate().all(|(at, x)| x.to_f32() == index(at)));
+    }
+
+    #[test]
+    #[should_panic(expected = "elements to round against their places")]
+    fn lengths_must_agree() {
+        round(&[1.0; 3], &mut [bf16::ZERO; 2]);
+    }
+}

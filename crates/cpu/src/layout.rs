@@ -1,0 +1,125 @@
+use super::kernels::relu::PER_BYTE;
+use super::kernels::zeros::{self, Pattern};
+use super::{Cpu, PIECE};
+use bytemuck::Pod;
+use meshwork_core::pool::share;
+use meshwork_core::{Buffer, DType};
+use meshwork_tensor::Result;
+use meshwork_tensor::device::Device;
+use meshwork_tensor::kernel::{Layout, check_copy};
+use std::ops::Range;
+
+/// Cuts `values` into parts of these lengths.
+fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&mut [P]> {
+    let mut parts = Vec::with_capacity(lengths.size_hint().0);
+    for length in lengths {
+        let (part, rest) = values.split_at_mut(length);
+        parts.push(part);
+        values = rest;
+    }
+    parts
+}
+
+impl Cpu {
+    /// [`Layout::pack_nonzeros`] of bit patterns.
+    fn pack_patterns<P: Pattern + Pod + Send + Sync>(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        let from = bytemuck::cast_slice::<u8, P>(x.as_bytes()?);
+        let mut bits = self.alloc(DType::U8, from.len().div_ceil(PER_BYTE))?;
+        let mut counts = vec![0; from.len().div_ceil(PIECE)];
+        let marks = bits.as_mut_slice::<u8>()?.chunks_mut(PIECE / PER_BYTE).zip(from.chunks(PIECE)).zip(&mut counts);
+        share(marks, |((bits, x), count)| *count = zeros::mark(x, bits));
+        let count: usize = counts.iter().sum();
+        if bits.bytes() + count * x.dtype().size() >= x.bytes() {
+            return Ok(None);
+        }
+        let mut values = self.alloc(x.dtype(), count)?;
+        let to = parts(bytemuck::cast_slice_mut::<u8, P>(values.as_bytes_mut()?), counts.into_iter());
+        share(to.into_iter().zip(from.chunks(PIECE)), |(values, x)| zeros::gather(x, values));
+        Ok(Some([bits, values]))
+    }
+
+    /// [`Layout::unpack_nonzeros`] of bit patterns.
+    fn unpack_patterns<P: Pattern + Pod + Send + Sync>(
+        &self,
+        bits: &Buffer,
+        values: &Buffer,
+        count: usize,
+    ) -> Result<Buffer> {
+        let (bits, from) = (bits.as_slice::<u8>()?, bytemuck::cast_slice::<u8, P>(values.as_bytes()?));
+        let mut out = self.alloc(values.dtype(), count)?;
+        let pieces =
+            bits.chunks(PIECE / PER_BYTE).zip(bytemuck::cast_slice_mut::<u8, P>(out.as_bytes_mut()?).chunks_mut(PIECE));
+        let mut at = 0;
+        let pieces: Vec<_> = pieces
+            .map(|(bits, x)| {
+                let first = at;
+                at += zeros::set(bits);
+                (bits, &from[first..at], x)
+            })
+            .collect();
+        share(pieces, |(bits, values, x)| zeros::scatter(bits, values, x));
+        Ok(out)
+    }
+}
+
+impl Layout for Cpu {
+    fn swap_blocks(&self, x: &Buffer, a: usize, b: usize, inner: usize) -> Result<Buffer> {
+        let mut out = self.alloc(x.dtype(), x.count())?;
+        let block = inner * x.dtype().size();
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        share(to.chunks_mut((a * block).max(1)).enumerate(), |(j, to)| {
+            for (i, to) in to.chunks_exact_mut(block).enumerate() {
+                to.copy_from_slice(&from[(i * b + j) * block..][..block]);
+            }
+        });
+        Ok(out)
+    }
+
+    fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        let mut out = self.alloc(x.dtype(), outer * range.len() * inner)?;
+        let unit = inner * x.dtype().size();
+        let part = range.len() * unit;
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for i in 0..outer {
+            to[i * part..][..part].copy_from_slice(&from[(i * extent + range.start) * unit..][..part]);
+        }
+        Ok(out)
+    }
+
+    fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
+        let mut out = self.zeros(x.dtype(), outer * extent * inner)?;
+        let unit = inner * x.dtype().size();
+        let part = range.len() * unit;
+        let (from, to) = (x.as_bytes()?, out.as_bytes_mut()?);
+        for i in 0..outer {
+            to[(i * extent + range.start) * unit..][..part].copy_from_slice(&from[i * part..][..part]);
+        }
+        Ok(out)
+    }
+
+    fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        match x.dtype() {
+            DType::F32 => self.pack_patterns::<u32>(x),
+            DType::Bf16 | DType::F16 => self.pack_patterns::<u16>(x),
+            other => Err(self.unsupported("pack_nonzeros", other)),
+        }
+    }
+
+    fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer> {
+        match values.dtype() {
+            DType::F32 => self.unpack_patterns::<u32>(bits, values, count),
+            DType::Bf16 | DType::F16 => self.unpack_patterns::<u16>(bits, values, count),
+            other => Err(self.unsupported("unpack_nonzeros", other)),
+        }
+    }
+
+    fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()> {
+        check_copy(src, &range, dst, at)?;
+        let size = src.dtype().size();
+        let (from, to) = (src.as_bytes()?, dst.as_bytes_mut()?);
+        let to = to[at * size..][..range.len() * size].chunks_mut(PIECE);
+        let from = from[range.start * size..range.end * size].chunks(PIECE);
+        share(to.zip(from), |(to, from)| to.copy_from_slice(from));
+        Ok(())
+    }
+}

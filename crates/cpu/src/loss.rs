@@ -1,0 +1,112 @@
+use super::kernels::round::{Loaded, read};
+use super::kernels::{Float, loss};
+use super::{Cpu, for_float, for_widened, loaded, row_piece_of, stored};
+use meshwork_core::Buffer;
+use meshwork_core::pool::share;
+use meshwork_tensor::kernel::{Loss, VocabShard};
+use meshwork_tensor::{Error, Result};
+
+fn columns(shard: VocabShard) -> loss::Columns {
+    let VocabShard { width, skipped, pitch, valid, first, .. } = shard;
+    loss::Columns { width, skipped, pitch, valid, first }
+}
+
+impl Loss for Cpu {
+    fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
+        for_widened!(self, "cross_entropy", logits, T => {
+            let (dtype, logits, ids) = (logits.dtype(), loaded::<T>(logits)?, targets.as_slice::<i32>()?);
+            if let Some(at) = ids.iter().position(|&id| usize::try_from(id).is_ok_and(|id| id >= shard.vocab)) {
+                return Err(Error::Id { op: "cross_entropy", id: ids[at], at, vocab: shard.vocab });
+            }
+            let mut max = self.output::<T>(ids.len(), |_| {})?;
+            let maxima = max.as_mut_slice::<T>()?;
+            let sums = self.output::<T>(2 * ids.len(), |sums| {
+                let (sum_exp, target) = sums.split_at_mut(ids.len());
+                let piece = row_piece_of(dtype, shard.pitch);
+                let rows = piece / shard.pitch;
+                let outputs = maxima.chunks_mut(rows).zip(sum_exp.chunks_mut(rows)).zip(target.chunks_mut(rows));
+                let pieces = logits.chunks(piece).zip(ids.chunks(rows)).zip(outputs);
+                share(pieces, |((logits, ids), ((max, sum_exp), target))| {
+                    read([logits], |[logits]| loss::row_stats(columns(shard), logits, ids, max, sum_exp, target));
+                });
+            })?;
+            Ok((max, sums))
+        })
+    }
+
+    fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()> {
+        for_float!(self, "cross_entropy", other, T => {
+            loss::larger(max.as_mut_slice::<T>()?, other.as_slice::<T>()?);
+            Ok(())
+        })
+    }
+
+    fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()> {
+        for_float!(self, "cross_entropy", local, T => {
+            let (local, global) = (local.as_slice::<T>()?, global.as_slice::<T>()?);
+            loss::rescale(local, global, &mut sums.as_mut_slice::<T>()?[..local.len()]);
+            Ok(())
+        })
+    }
+
+    fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)> {
+        for_float!(self, "cross_entropy", max, T => {
+            let (max, sums, targets) = (max.as_slice::<T>()?, sums.as_slice::<T>()?, targets.as_slice::<i32>()?);
+            let (sum_exp, target) = sums.split_at(max.len());
+            let mut totals = vec![0.0; samples];
+            let rows = (targets.len() / samples.max(1)).max(1);
+            let lse = self.output::<T>(max.len(), |lse| {
+                for (i, (total, lse)) in totals.iter_mut().zip(lse.chunks_mut(rows)).enumerate() {
+                    let of = i * rows..(i + 1) * rows;
+                    let (targets, max) = (&targets[of.clone()], &max[of.clone()]);
+                    *total = loss::finish(targets, max, &sum_exp[of.clone()], &target[of], lse);
+                }
+            })?;
+            Ok((self.output::<f64>(samples, |out| out.copy_from_slice(&totals))?, lse))
+        })
+    }
+
+    fn grad(
+        &self,
+        logits: &mut Buffer,
+        targets: &Buffer,
+        lse: &Buffer,
+        scale: &Buffer,
+        shard: VocabShard,
+    ) -> Result<()> {
+        for_float!(self, "cross_entropy", lse, T => {
+            let (targets, lse) = (targets.as_slice::<i32>()?, lse.as_slice::<T>()?);
+            let scale = scale.as_slice::<f64>()?;
+            // Pieces of the rows of one sample, which share a scale.
+            let sample = (targets.len() / scale.len().max(1)).max(1);
+            let rows = row_piece_of(logits.dtype(), shard.pitch) / shard.pitch;
+            let samples = stored::<T>(logits)?.chunks(sample * shard.pitch).zip(scale);
+            let pieces = samples.zip(targets.chunks(sample).zip(lse.chunks(sample))).flat_map(|((logits, &scale), (targets, lse))| {
+                logits.chunks(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
+            });
+            share(pieces, |((logits, (targets, lse)), scale)| {
+                logits.update(|logits| loss::backward(columns(shard), logits, targets, lse, T::from_f64(scale)));
+            });
+            Ok(())
+        })
+    }
+
+    fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer> {
+        for_widened!(self, "correct", logits, T => {
+            let (logits, targets) = (loaded::<T>(logits)?, targets.as_slice::<i32>()?);
+            let rows = (targets.len() / samples.max(1)).max(1);
+            let right = |(row, &target): (Loaded<'_, T>, &i32)| read([row], |[row]| {
+                let target = usize::try_from(target).ok().filter(|&target| target < row.len());
+                target.is_some_and(|t| {
+                    row[..t].iter().all(|x| x.to_f64() < row[t].to_f64())
+                        && row[t..].iter().all(|x| x.to_f64() <= row[t].to_f64())
+                })
+            });
+            let of = |(logits, targets): (Loaded<'_, T>, &[i32])| {
+                logits.chunks(width.max(1)).zip(targets).filter(|&row| right(row)).count() as f64
+            };
+            let counts: Vec<f64> = logits.chunks((rows * width).max(1)).zip(targets.chunks(rows)).map(of).collect();
+            self.output::<f64>(samples, |out| out.copy_from_slice(&counts))
+        })
+    }
+}
