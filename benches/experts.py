@@ -29,8 +29,9 @@ MODELS = {
     DENSE: {"model.preset": "tiny"},
     SWITCH: {"model.preset": "tiny", "moe.num_experts": 8, "moe.router": "switch", "moe.capacity_factor": 1.25},
 }
-# How a text of the user's is trained on, which has more to learn than the default one: each of eight experts sees an eighth of the tokens, so
-# batches are four times larger. In batches of 16 experts end level with the dense model, or behind it: docs/moe.md has the numbers.
+# How a text of the user's is trained on, which has more to learn than the default one: each of eight experts sees an
+# eighth of the tokens, so batches are four times larger. In batches of 16 experts end level with the dense model, or
+# behind it: docs/moe.md has the numbers.
 OF_TEXT = {
     "training.global_batch_size": 64,
     "optimizer.lr": 2e-3,

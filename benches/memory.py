@@ -30,8 +30,9 @@ TINY = {"model.hidden_size": 16, "model.num_layers": 2, "model.seq_len": 16}
 
 ZERO, RECOMPUTE, OFFLOAD, RULE = "parallelism.zero_stage", "memory.recompute", "memory.offload", "optimizer.name"
 
-# Of each way: its settings, and the bytes of weights, gradients and states between steps for each of a rank's parameters, f of N
-# ranks of dp, where they have a formula. Adafactor, Muon and 8-bit Adam depend on the shapes: docs/optimizers.md.
+# Of each way: its settings, and the bytes of weights, gradients and states between steps for each of a rank's
+# parameters, f of N ranks of dp, where they have a formula. Adafactor, Muon and 8-bit Adam depend on the shapes:
+# docs/optimizers.md.
 WAYS = {
     "nothing": ({}, "16 Ψ", lambda n: 16),
     "ZeRO 1": ({ZERO: 1}, "8 Ψ + 8 Ψ/N", lambda n: 8 + 8 / n),

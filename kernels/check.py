@@ -74,7 +74,8 @@ def compile_one(compiler, source, target, folder, variant=("", ""), macros=()):
         elif found := USED.search(line):
             if only in ("", kernel):
                 table[variant if only else kernel, target] = (int(found.group(1)), int(found.group(2) or 0))
-    # The reciprocal is a step of CUDA's own logarithm in f64; the power of two is that of tensor_core.cuh, whose users promise no bits.
+    # The reciprocal is a step of CUDA's own logarithm in f64; the power of two is that of tensor_core.cuh, whose users
+    # promise no bits.
     ptx = next(kept.glob("*.ptx")).read_text(encoding="utf-8")
     for allowed in ("rcp.approx.ftz.f64", "ex2.approx.ftz.f32"):
         ptx = ptx.replace(allowed, "")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks and times a GPU with the programs that scripts/gpu-pack.sh packed, on a machine without Rust and without a network:
+# Checks and times a GPU with the programs that scripts/gpu-pack.sh packed, on a machine without Rust and without a
+# network:
 #
 #   scripts/gpu-check.sh [--list] [--device cuda] [--quick] [PART...]
 #

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds what scripts/gpu-check.sh runs, and packs it with the scripts and peers into one file, for a machine with a GPU and no Rust.
+# Builds what scripts/gpu-check.sh runs, and packs it with the scripts and peers into one file, for a machine with a GPU
+# and no Rust.
 #
 #   scripts/gpu-pack.sh [FILE.tar.xz]       # target/meshwork-gpu.tar.xz unless FILE is given; unpack it there, and run scripts/gpu-check.sh
 #   scripts/gpu-pack.sh --programs FOLDER   # the programs alone, with the build of the tests, for .ci/run

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A Llama of `transformers` is trained on one mesh, killed, resumed on another, exported, and loaded by `transformers` again, which
-# continues a text as meshwork does. docs/huggingface.md shows what this prints.
+# A Llama of `transformers` is trained on one mesh, killed, resumed on another, exported, and loaded by `transformers`
+# again, which continues a text as meshwork does. docs/huggingface.md shows what this prints.
 #
 #   MESHWORK_PEER_PYTHON=python scripts/session_llama.sh [FOLDER]     # a Python that has torch and transformers
 set -euo pipefail

@@ -12,7 +12,8 @@ FOLDERS = "/usr/local/cuda/bin:/opt/nvidia/nsight-systems/bin"
 # What a table of results says of the GPU, by the names of nvidia-smi.
 FACTS = ["name", "driver_version", "memory.total", "compute_cap", "clocks.max.sm", "clocks.max.memory", "power.limit"]
 TOOLS = ["memcheck", "initcheck", "racecheck", "synccheck"]
-# How far the loss may be from the CPU's, relative to it, in fast numerics. Bits of f32 differ by the order of sums, bf16 by rounding.
+# How far the loss may be from the CPU's, relative to it, in fast numerics. Bits of f32 differ by the order of sums,
+# bf16 by rounding.
 NEAR = {"f32": 0.005, "bf16": 0.03}
 
 

@@ -12,7 +12,8 @@ import time
 
 import torch
 
-# As in crates/cpu/benches/gemm.rs: tokens, hidden size, vocabulary; outputs of a layer in units of the last two, inputs of the hidden size.
+# As in crates/cpu/benches/gemm.rs: tokens, hidden size, vocabulary; outputs of a layer in units of the last two, inputs
+# of the hidden size.
 PRESETS = {"tiny": (2048, 128, 256), "small": (3072, 384, 256), "medium": (2048, 512, 50257), "gpt2": (2048, 768, 50304)}
 LAYERS = {"qkv": (3, 0, 1), "projection": (1, 0, 1), "up": (4, 0, 1), "down": (1, 0, 4), "head": (0, 1, 1)}
 SECONDS = 0.25

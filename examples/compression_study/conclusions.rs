@@ -1,7 +1,8 @@
-//! The published conclusions (Rudakov et al., arXiv:2401.07788), each asked of the results: it holds here, it does not, or that cannot be told.
+//! The published conclusions (Rudakov et al., arXiv:2401.07788), each asked of the results: it holds here, it does not,
+//! or that cannot be told.
 //!
-//! Runs of one seed start from the same weights and see the same data, so settings are compared seed by seed. A difference counts where its
-//! mean over seeds is above [`SIGNIFICANT`] standard errors.
+//! Runs of one seed start from the same weights and see the same data, so settings are compared seed by seed. A
+//! difference counts where its mean over seeds is above [`SIGNIFICANT`] standard errors.
 
 use crate::results::Results;
 use crate::settings::{BITS, quantised, top};

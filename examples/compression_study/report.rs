@@ -100,7 +100,8 @@ fn panel(out: &mut String, results: &Results, of: &Scored, left: f64) {
         let at = y(value);
         _ = writeln!(
             out,
-            "<line x1=\"{:.1}\" x2=\"{:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#ddd\"/><text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{value:.2}</text>",
+            "<line x1=\"{:.1}\" x2=\"{:.1}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#ddd\"/><text x=\"{:.1}\" \
+             y=\"{:.1}\" text-anchor=\"end\">{value:.2}</text>",
             x(0),
             x(PERCENT.len()),
             x(0) - 6.0,
@@ -122,7 +123,8 @@ fn panel(out: &mut String, results: &Results, of: &Scored, left: f64) {
             let (up, down) = (y(mean.mean + 2.0 * mean.error), y(mean.mean - 2.0 * mean.error));
             _ = writeln!(
                 out,
-                "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{up:.1}\" y2=\"{down:.1}\" stroke=\"{colour}\"/><circle cx=\"{0:.1}\" cy=\"{1:.1}\" r=\"3\" fill=\"{colour}\"/>",
+                "<line x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{up:.1}\" y2=\"{down:.1}\" stroke=\"{colour}\"/><circle \
+                 cx=\"{0:.1}\" cy=\"{1:.1}\" r=\"3\" fill=\"{colour}\"/>",
                 x(*at),
                 y(mean.mean)
             );

@@ -27,8 +27,8 @@ pub fn top(percent: u32) -> String {
     format!("top{percent}")
 }
 
-/// Every setting, for runs of this many steps on so many samples. `topk` is by sample, and `quant` between the extremes of the batch, as in the study of Rudakov
-/// et al.
+/// Every setting, for runs of this many steps on so many samples. `topk` is by sample, and `quant` between the extremes
+/// of the batch, as in the study of Rudakov et al.
 pub fn all(steps: u64, samples: usize) -> Vec<Setting> {
     let setting = |name: String, compress| Setting { name, compress };
     let both = |forward: Scheme, backward: Scheme| Compress {

@@ -1,5 +1,5 @@
-//! What the study trains: a GPT-2 that has learned one text and goes on with another, and a ResNet on handwritten digits. Both are cut into four
-//! stages, which one rank simulates.
+//! What the study trains: a GPT-2 that has learned one text and goes on with another, and a ResNet on handwritten
+//! digits. Both are cut into four stages, which one rank simulates.
 
 use meshwork::core::Rank;
 use meshwork::cpu::Cpu;

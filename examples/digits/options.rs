@@ -49,8 +49,9 @@ pub struct Options {
     /// Keep only the inputs of stages, and run each forward again before its backward
     #[arg(long)]
     pub recompute: bool,
-    /// What forward keeps for backward. selective: all but the outputs of norms and ReLU, which are run again; all: these too; the others keep
-    /// all as Gist does: sparse without its zeros, bf16 rounded, both rounded and without its zeros
+    /// What forward keeps for backward. selective: all but the outputs of norms and ReLU, which are run again; all:
+    /// these too; the others keep all as Gist does: sparse without its zeros, bf16 rounded, both rounded and without
+    /// its zeros
     #[arg(long, value_name = "WHAT", default_value = "selective", value_parser = ["selective", "all", "sparse", "bf16", "both"])]
     pub saved: String,
     /// Passes over all images
@@ -62,15 +63,16 @@ pub struct Options {
     /// Norm of the whole gradient above which it is scaled down; 0 = off
     #[arg(long, value_name = "X", default_value = "0", allow_negative_numbers = true, value_parser = norm)]
     pub max_norm: f64,
-    /// Print where the time of three steps went; write their timeline to trace.json and, with several ranks in the pipeline, its picture to
-    /// schedule.svg
+    /// Print where the time of three steps went; write their timeline to trace.json and, with several ranks in the
+    /// pipeline, its picture to schedule.svg
     #[arg(long)]
     pub profile: bool,
-    /// Time each layer before training, and write the result for the planner: cargo run --example partition -- --profile FILE
+    /// Time each layer before training, and write the result for the planner: cargo run --example partition --
+    /// --profile FILE
     #[arg(long, value_name = "FILE")]
     pub layer_profile: Option<PathBuf>,
-    /// Do not train: take two steps on the mesh of --dp and --pp and on this one (dp=2,pp=2) with the same micro-batches, and print how far
-    /// their values are apart, as docs/mesh_diff.md explains
+    /// Do not train: take two steps on the mesh of --dp and --pp and on this one (dp=2,pp=2) with the same
+    /// micro-batches, and print how far their values are apart, as docs/mesh_diff.md explains
     #[arg(long, value_name = "MESH", value_parser = mesh)]
     pub compare: Option<Mesh>,
 }
@@ -193,7 +195,8 @@ impl Options {
         })
     }
 
-    /// The plan to compare with, if any: the same over another mesh, and with the same micro-batches, because batch norm depends on them.
+    /// The plan to compare with, if any: the same over another mesh, and with the same micro-batches, because batch
+    /// norm depends on them.
     pub fn other(&self, plan: &Plan) -> Option<Plan> {
         let mesh = self.compare.clone()?;
         let micros = self.dp * self.micros / mesh.degree(Axis::Dp);

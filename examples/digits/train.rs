@@ -15,8 +15,9 @@ use std::time::Instant;
 /// Steps that a profile has.
 const PROFILED: u64 = 3;
 
-/// Trains for some epochs, every rank a thread, and prints a line after each: the loss, and the scores of the images held out. The last
-/// images of an epoch that fill no mini-batch are left out; each epoch has another order. Gives a profile of some steps if asked for.
+/// Trains for some epochs, every rank a thread, and prints a line after each: the loss, and the scores of the images
+/// held out. The last images of an epoch that fill no mini-batch are left out; each epoch has another order. Gives a
+/// profile of some steps if asked for.
 pub fn train(
     model: &Arc<dyn Model>,
     plan: &Plan,

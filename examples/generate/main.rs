@@ -1,5 +1,6 @@
 //! Continues a text by a trained model, on any mesh, with a cache of keys and values:
-//! `cargo run --release --example generate -- --model DIR --prompt "..." --tokens 100 --mesh tp=2`. docs/generation.md says more.
+//! `cargo run --release --example generate -- --model DIR --prompt "..." --tokens 100 --mesh tp=2`. docs/generation.md
+//! says more.
 
 mod options;
 #[path = "../shared/output.rs"]

@@ -83,7 +83,8 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     }
 }
 
-/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step or the batch of a validation under way, the second one at once.
+/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step or the batch of a validation under way, the second
+/// one at once.
 fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if stop.swap(true, Ordering::Relaxed) {

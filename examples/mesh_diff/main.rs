@@ -1,5 +1,6 @@
 //! Compares what two meshes compute, value by value:
-//! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md says how to read it.
+//! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md says how to read
+//! it.
 
 mod options;
 #[path = "../shared/output.rs"]

@@ -1,6 +1,6 @@
 //! Finds the layers of each stage, and its number of machines, with PipeDream's planner:
-//! `cargo run --release --example partition -- --profile FILE --machines 4 --bandwidth 1e9`. docs/partition.md says how to
-//! get a profile.
+//! `cargo run --release --example partition -- --profile FILE --machines 4 --bandwidth 1e9`. docs/partition.md says how
+//! to get a profile.
 
 mod options;
 #[path = "../shared/output.rs"]

@@ -11,7 +11,8 @@ use std::path::PathBuf;
 #[derive(Parser)]
 #[command(after_help = "Exit code: 2 on bad input, else 0.")]
 pub struct Options {
-    /// What each layer takes, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE, digits with --layer-profile FILE
+    /// What each layer takes, in PipeDream's format; gpt_train writes one with --set metrics.layer_profile=FILE, digits
+    /// with --layer-profile FILE
     #[arg(long, value_name = "FILE")]
     profile: PathBuf,
     /// Machines of each level of the topology, innermost first
@@ -20,7 +21,8 @@ pub struct Options {
     /// Bytes per second between the machines of each level, innermost first
     #[arg(long, value_name = "B,..", required = true, value_delimiter = ',', allow_hyphen_values = true, value_parser = bandwidth)]
     bandwidth: Vec<f64>,
-    /// Cost of a stage: computation plus communication, as the published code has it, or the longer of the two, as the paper has it
+    /// Cost of a stage: computation plus communication, as the published code has it, or the longer of the two, as the
+    /// paper has it
     #[arg(long, default_value = "code", value_parser = PossibleValuesParser::new(["code", "paper"]).map(method))]
     method: Method,
     /// Compression ratio of the activations that are sent, 1 for none; without it, sending them costs nothing

@@ -22,7 +22,10 @@ pub struct Report {
 impl Report {
     /// One object: states, stages of each level (the outermost first), and times of a mini-batch in seconds.
     pub fn json(&self) -> Value {
-        let stage = |&PlannedStage { start, end, replication, compute_s }: &PlannedStage| json!({ "start": start, "end": end, "replication": replication, "compute_s": compute_s });
+        let stage = |stage: &PlannedStage| {
+            let PlannedStage { start, end, replication, compute_s } = stage;
+            json!({ "start": start, "end": end, "replication": replication, "compute_s": compute_s })
+        };
         let level = |stages: &Vec<PlannedStage>| json!({ "stages": stages.iter().map(stage).collect::<Vec<_>>() });
         json!({
             "states": self.states.count(),

@@ -1,5 +1,5 @@
-//! The pipeline by itself, over stages of your own: a network of four layers on `Vec<f32>`, a thread per rank, channels between them,
-//! and no other part of meshwork. `cargo run --release --example pipeline_only`
+//! The pipeline by itself, over stages of your own: a network of four layers on `Vec<f32>`, a thread per rank, channels
+//! between them, and no other part of meshwork. `cargo run --release --example pipeline_only`
 
 use meshwork::pipeline::{Lowered, StageRunner, channels, interleaved_1f1b, lower, run, zb_h1};
 use std::{collections::HashMap, convert::Infallible, mem::take, thread};

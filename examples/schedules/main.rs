@@ -1,5 +1,6 @@
 //! Draws, prices and compares pipeline schedules:
-//! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows what it prints.
+//! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows what it
+//! prints.
 
 mod options;
 #[path = "../shared/output.rs"]

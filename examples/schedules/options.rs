@@ -30,7 +30,8 @@ pub struct Options {
     /// Chunks per rank, for interleaved_1f1b and breadth_first [default: 2]
     #[arg(long = "virtual", value_name = "V", allow_negative_numbers = true, value_parser = count)]
     virtual_stages: Option<usize>,
-    /// Times of forward, input gradient and weight gradient of all layers of a rank for one micro-batch; chunks share them equally
+    /// Times of forward, input gradient and weight gradient of all layers of a rank for one micro-batch; chunks share
+    /// them equally
     #[arg(long, value_name = "F,B,W", default_value = "1,1,1", allow_hyphen_values = true, value_parser = costs)]
     costs: [f64; 3],
     /// Time of a message between two ranks

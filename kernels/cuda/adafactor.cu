@@ -96,8 +96,9 @@ KERNEL adafactor_column_factors(double* totals, i64 count) {
     if (i < count) totals[i] = 1.0 / sqrt(totals[i]);
 }
 
-// Sums of the squares of u and of w, each of `matrices` matrices or vectors of `elements` elements: the size of the step takes the place of the
-// first. `lr`: of relative steps the largest share of the root mean square of w, else the size itself.
+// Sums of the squares of u and of w, each of `matrices` matrices or vectors of `elements` elements: the size of the
+// step takes the place of the first. `lr`: of relative steps the largest share of the root mean square of w, else the
+// size itself.
 KERNEL adafactor_settle(double* totals, double elements, int relative, double lr, double eps_scale, double clip, i64 matrices) {
     i64 i = global_thread();
     if (i >= matrices) return;

@@ -5,7 +5,8 @@
 //
 // Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries, rows dkv_row apart: in
 //           place without groups, else in [batch, seq, heads, head_dim], which rotary_backward turns back and attention_group_sum adds up.
-// Geometry  dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head and 16 keys, over the
+// Geometry dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head
+// and 16 keys, over the
 //           queries by 16. A thread has one pair of a tile, then features. Shared memory for tiles of Q, dO, K, V and of P and dS.
 // Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
 // Bits      those of the CPU, as in attention_forward.cu, with dO, P∘M and dS rounded likewise in the precision bf16: S and dP are chains over the features, dQ is chained over the keys and dK and dV
@@ -215,7 +216,8 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 
-// The sums over the heads of each group, from [rows, heads, head_dim] to heads first .. of rows to_row apart, in the tree.
+// The sums over the heads of each group, from [rows, heads, head_dim] to heads first .. of rows to_row apart, in the
+// tree.
 KERNEL attention_group_sum(const float* from, float* to, i64 to_row, i64 rows, i64 heads, i64 group, i64 first, i64 head_dim) {
     i64 at = global_thread(), groups = heads / group;
     if (at >= rows * groups * head_dim) return;

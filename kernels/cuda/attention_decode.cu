@@ -5,7 +5,8 @@
 // Shapes    kv [batch, seq, 2, kv_heads, head_dim] of the new tokens; cache [batch, capacity, 2, kv_heads, head_dim], of which the first `past` tokens
 //           are there, their keys rotated; q, out [batch, seq, heads, head_dim], q rotated; scores [batch, seq, heads, past + seq]; angles
 //           [positions, 2, head_dim/2].
-// Geometry  append: a thread an element. Scores: half a warp a query, head and key. Weights: a warp a row. Values: a thread an element of out,
+// Geometry append: a thread an element. Scores: half a warp a query, head and key. Weights: a warp a row. Values: a
+// thread an element of out,
 //           which goes over the keys.
 // Bytes     keys and values once for each head, of a group from the cache of the GPU; scores written, and read three times.
 // Bits      those of the CPU: crates/cpu/src/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals and outputs over the

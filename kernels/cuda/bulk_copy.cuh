@@ -1,15 +1,17 @@
-// Copies of tiles by the instructions that came with sm_90 (TMA): one thread begins a copy of thousands of bytes, which costs no registers and no addresses of
-// the others, and a barrier in shared memory (mbarrier) counts the bytes that have come.
+// Copies of tiles by the instructions that came with sm_90 (TMA): one thread begins a copy of thousands of bytes, which
+// costs no registers and no addresses of the others, and a barrier in shared memory (mbarrier) counts the bytes that
+// have come.
 //
-// Each function has a device form and a host twin in ../host/bulk_copy_host.h, which finds reads without a wait, a wrong number of bytes, and tiles that are
-// filled again while somebody reads them. No header of the toolkit is needed.
+// Each function has a device form and a host twin in ../host/bulk_copy_host.h, which finds reads without a wait, a
+// wrong number of bytes, and tiles that are filled again while somebody reads them. No header of the toolkit is needed.
 //
 // Maps      what copies are told of an operand in memory (PTX ISA, "Tensor-map"): MAP_WORDS words at a multiple of 64 bytes. A kernel writes them by
 //           write_map, launched before those that use them, so that a launch needs no call of the driver and no argument of its own kind
 //           (docs/decisions/0046-kernels-write-their-tensor-maps.md). Of an operand [samples, rows, heads, features]: heads lie behind each other,
 //           rows as far apart as the caller says. Its address and the distance of its rows are multiples of 16 bytes.
 // Tiles     panels of warp_group.cuh, BOX_ROWS rows a copy, in the swizzle of 128 bytes, which the hardware writes; zeros beyond the features and the rows.
-// Barriers  each BARRIER_SIZE places of a tile, and filled by phases: the thread that begins copies says by expect_bytes how many bytes its copies will bring, and then
+// Barriers each BARRIER_SIZE places of a tile, and filled by phases: the thread that begins copies says by expect_bytes
+// how many bytes its copies will bring, and then
 //           begins them; wait_for_bytes waits for the end of a phase of that parity, 0 for the first. Who waited may read. Between the last read of a
 //           tile and the next copy to it is a barrier of the block.
 #pragma once
@@ -84,7 +86,8 @@ DEVICE void wait_for_bytes(Tiles tiles, int barrier, int parity) {
     }
 }
 
-// Begins to copy BOX_ROWS rows from `row` on, of PANEL features of a head from `feature` on, to the place `to` of tiles.
+// Begins to copy BOX_ROWS rows from `row` on, of PANEL features of a head from `feature` on, to the place `to` of
+// tiles.
 DEVICE void copy_box(Tiles tiles, int to, const u64* map, int feature, int head, int row, int sample, int barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(

@@ -1,11 +1,13 @@
-// Norms over channels that come last, batch norm and group norm (Ioffe and Szegedy, arXiv:1502.03167; Wu and He, arXiv:1803.08494).
+// Norms over channels that come last, batch norm and group norm (Ioffe and Szegedy, arXiv:1502.03167; Wu and He,
+// arXiv:1803.08494).
 //
 //   y = (x - mean) rstd gamma + beta,  rstd = 1/√(variance + eps),  mean and variance of all rows and channels of a group in a block
 //   dx = rstd (dy gamma - mean(g) - x̂ mean(g x̂)),  g = dy gamma,  x̂ = (x - mean) rstd;  dgamma = Σ dy x̂,  dbeta = Σ dy over the rows of a block
 //
 // Shapes    x, y, dy, dx [blocks, rows, n]; mean, variance, and the means of g and g x̂ [blocks, groups]; gamma, beta [n]; sums over rows
 //           [blocks, n], by way of parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu adds them up).
-// Geometry  parts: a thread 16 bytes of the channels of a part; groups: a thread each; the rest: a thread 16 bytes of a row (neighbours.cuh).
+// Geometry parts: a thread 16 bytes of the channels of a part; groups: a thread each; the rest: a thread 16 bytes of a
+// row (neighbours.cuh).
 // Bytes     statistics 4 read an element twice; y 4 read and 4 written; backward 8 read twice and 4 written.
 // Bits      those of the CPU: crates/cpu/src/channel_norm.rs. Channels of a group are added one after another.
 #include "halves.cuh"

@@ -1,13 +1,14 @@
 // Integers that a block of threads checks, and what it says of the first one that is wrong.
 //
-// `found` are four numbers: 1 if something was found, else 0; the first place; what stands there; and the limit that it breaks. What is found is not
-// overwritten: launches of one stream run in order, so the first fault stays.
+// `found` are four numbers: 1 if something was found, else 0; the first place; what stands there; and the limit that it
+// breaks. What is found is not overwritten: launches of one stream run in order, so the first fault stays.
 #pragma once
 #include "warp.cuh"
 
 #define CHECK_WARPS (THREADS / WARP)
 
-// Called by all threads of the only block: `wrong(i)` for the places below `count`. `firsts` is shared memory of CHECK_WARPS numbers.
+// Called by all threads of the only block: `wrong(i)` for the places below `count`. `firsts` is shared memory of
+// CHECK_WARPS numbers.
 template <class T, class Firsts, class Wrong>
 DEVICE void find_first(const T* x, i64 count, i64 limit, i64* found, Firsts& firsts, Wrong wrong) {
     i64 first = count;

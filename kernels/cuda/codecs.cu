@@ -4,7 +4,8 @@
 //
 // Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes a part, of quant a minimum and a step; codes [count] (u8) as bytes, or as
 //           `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
-// Geometry  scales: a block of threads a part, 16 bytes of f32 a thread at a time (neighbours.cuh), of sign 16 threads; codes and values: a thread 16 bytes of f32, or of bf16;
+// Geometry scales: a block of threads a part, 16 bytes of f32 a thread at a time (neighbours.cuh), of sign 16 threads;
+// codes and values: a thread 16 bytes of f32, or of bf16;
 //           planes: a thread a byte.
 // Bytes     4 read an element for its scale and 4 for its code; codes once more for planes.
 // Bits      those of the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.
@@ -189,7 +190,8 @@ struct Range {
     float least, step;
 };
 
-// `draws` is not 0: rounded up with the probability of what is above the integer below, by the draw of element start + i.
+// `draws` is not 0: rounded up with the probability of what is above the integer below, by the draw of element start +
+// i.
 KERNEL quant_codes(const float* x, const u8* pairs, i64 unit, float levels, int draws, u32 key0, u32 key1, u64 start, u8* codes,
                    i64 count) {
     i64 at = global_thread() * FOUR;

@@ -3,7 +3,8 @@
 //   to[i, j] = from[i, j]
 //
 // Shapes    from, to [rows, n] of elements of 8, 16 or 32 bits, whose rows begin from_row and to_row elements apart; the two do not overlap.
-// Geometry  a thread 16 bytes of a row (neighbours.cuh): where the rows do not lie at multiples of 16 bytes, by elements.
+// Geometry a thread 16 bytes of a row (neighbours.cuh): where the rows do not lie at multiples of 16 bytes, by
+// elements.
 // Bytes     twice those of an element.
 // Bits      those that were there.
 #include "neighbours.cuh"

@@ -5,7 +5,8 @@
 // Shapes    logits [rows, pitch], of which columns skipped .. skipped + width are this shard's, the first `valid` of them words, from word `first`
 //           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
 //           negative target masks its row.
-// Geometry  statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh); for statistics of more than 16,384 words a block of 512 threads a row, of more than 32,768 of 1024.
+// Geometry statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh); for statistics
+// of more than 16,384 words a block of 512 threads a row, of more than 32,768 of 1024.
 //           Rescaling and lse: a thread a row; the loss: a warp a sample.
 // Bytes     statistics 4 valid read an element, gradient 4 read and 4 written; half where logits have 16 bits (_16). Exponentials are of the differences from the largest of
 //           all, so a row is kept in shared memory from the search for that to the sum: its first 25,152 words, or 50,304 of 16 bits. What is beyond is read once more. Rows that
@@ -19,7 +20,8 @@
 
 #define WARP 32
 
-// Bytes of shared memory for rows, at most: with what the source takes there is room on every GPU that has 99 KiB; src/geometry.rs has the same.
+// Bytes of shared memory for rows, at most: with what the source takes there is room on every GPU that has 99 KiB;
+// src/geometry.rs has the same.
 #define HELD_BYTES 100608
 #define HELD_THREADS 1024
 #define HELD_HALVES (HELD_THREADS / ROW_LANES)
@@ -47,8 +49,8 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
     SHARED(float, partial, HELD_HALVES);
     Team team = team_of(rows, valid);
     In row = logits + (team.live ? team.row * pitch + skipped : 0);
-    // Elements that are kept, and where the 16 bytes around one are: in odd blocks of 1024, what half a warp reads changes places with its neighbour, so that the two halves
-    // of a warp meet in no bank.
+    // Elements that are kept, and where the 16 bytes around one are: in odd blocks of 1024, what half a warp reads
+    // changes places with its neighbour, so that the two halves of a warp meet in no bank.
     i64 kept = smaller((valid + 31) / 32 * 32, HELD_BYTES / 16 * N), before = team.first / team.halves * (kept / N);
     auto place = [=](i64 i) { return 4 * (before + (i / N ^ (i / ROW_BLOCK % 2 * (ROW_LANES / N)))); };
     float largest = row_max_of<N>(team, valid, partial, [&](i64 i) {
@@ -110,7 +112,8 @@ KERNEL cross_entropy_lse(const float* max, const float* sum, float* lse, i64 row
     if (i < rows) lse[i] = static_cast<float>(static_cast<double>(max[i]) + log(static_cast<double>(sum[i])));
 }
 
-// For each sample the sum over its unmasked rows, in order: each lane has a row's term, and they are added one after another.
+// For each sample the sum over its unmasked rows, in order: each lane has a row's term, and they are added one after
+// another.
 KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum, const float* target, double* loss, i64 samples,
                           i64 rows) {
     i64 sample = global_thread() / WARP, each = rows / samples;

@@ -4,7 +4,8 @@
 //   jitter, of the input of a router: factor(i) = low + step uniform(key, i)
 //
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
-// Geometry  a thread four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); where they are neighbours in a block of Philox it is computed once.
+// Geometry a thread four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); where they are neighbours in a block
+// of Philox it is computed once.
 // Bytes     4 read and 4 written an element, half in 16 bits (_16).
 // Bits      those of the CPU: crates/cpu/src/kernels/dropout.rs.
 #include "halves.cuh"
@@ -15,8 +16,8 @@
 #define EACH 4
 #endif
 
-// The place of a local tensor of `dims` dims in the global one: sizes are its extents, then the first global index of each dim, then the
-// global extents.
+// The place of a local tensor of `dims` dims in the global one: sizes are its extents, then the first global index of
+// each dim, then the global extents.
 DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
     u64 index = 0, stride = 1;
     for (int d = dims - 1; d >= 0; d--) {

@@ -4,7 +4,8 @@
 //   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
 //
 // Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
-// Geometry  a thread 16 bytes of each tensor (neighbours.cuh); of the rectifier a thread 8 neighbouring elements, so that no two write one byte.
+// Geometry a thread 16 bytes of each tensor (neighbours.cuh); of the rectifier a thread 8 neighbouring elements, so
+// that no two write one byte.
 // Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
 // Bits      those of the CPU: crates/cpu/src/kernels/elementwise.rs and relu.rs.
 #include "math.cuh"

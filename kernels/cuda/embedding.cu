@@ -4,7 +4,8 @@
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry  lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block. Gradients of a table without atomics: the places of the ids are
+// Geometry lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block.
+// Gradients of a table without atomics: the places of the ids are
 //           sorted by buckets of 64 ids (`group_ids`, `choice_parts` and `choice_places` of permutation.cu), in order within each. A block of threads for a row of the table and 256
 //           vectors of columns finds those of its own id in its bucket, and adds them in that order. Positions: a thread four elements of dtable.
 // Launches  the gradient of a table four, with the sort.
@@ -45,7 +46,8 @@ KERNEL check_ids(const int* ids, i64 vocab, int masked, i64* found, i64 count) {
     find_first(ids, count, vocab, found, firsts, [&](i64 i) { return ids[i] >= vocab || (ids[i] < 0 && !masked); });
 }
 
-// Calls add(i, bits) for the places i at which `ids` has `id`, in order, with what dout has there from `column` on. `order` has the places of the id's bucket from begin to end.
+// Calls add(i, bits) for the places i at which `ids` has `id`, in order, with what dout has there from `column` on.
+// `order` has the places of the id's bucket from begin to end.
 template <int N, class In, class Add>
 DEVICE void for_places(const int* ids, i64 id, const int* order, i64 begin, i64 end, const In& dout, i64 column, i64 h, Add add) {
     SHARED(u32, masks, THREADS / WARP);
@@ -108,7 +110,8 @@ KERNEL embedding_backward_16(const int* ids, const int* order, const int* ends, 
     embedding_backward_of<EIGHT>(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, h);
 }
 
-// The same with the ids cut into `runs` runs of `run`, each summed from zero, which are added up in the tree, and the sum to dtable.
+// The same with the ids cut into `runs` runs of `run`, each summed from zero, which are added up in the tree, and the
+// sum to dtable.
 template <class In>
 DEVICE void embedding_tree_of(const int* ids, const int* order, const int* ends, In dout, i64 first_row, float* dtable, int accumulate, i64 runs, i64 run,
                               i64 h) {
@@ -169,8 +172,8 @@ KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, 
     positions_forward_of<EIGHT>(halves(x, f16), halves(table, f16), first, seq, halves(out, f16), count, h);
 }
 
-// Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are cut into runs of
-// `run`, each summed in order from zero, which are added up in the tree.
+// Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are
+// cut into runs of `run`, each summed in order from zero, which are added up in the tree.
 template <class In>
 DEVICE void positions_backward_of(In dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
     i64 at = global_thread() * FOUR, count = seq * h;

@@ -6,7 +6,8 @@
 #define DIGITS 19
 #define LOW_BITS 0xffffffffull
 
-// 19 digits of 32 bits, the lowest first, that grow beyond them until `carry`; and a count of terms that were not finite.
+// 19 digits of 32 bits, the lowest first, that grow beyond them until `carry`; and a count of terms that were not
+// finite.
 struct Digits {
     u64 of[LIMBS];
 

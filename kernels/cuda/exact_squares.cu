@@ -4,8 +4,8 @@
 //
 // Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts [pieces, 20] (u64),
 //           one for each piece of 16384 elements of a vector, digits below 2^32; digits [20].
-// Geometry  a warp a piece for the parts, 16 bytes a lane at a time (neighbours.cuh); one warp for their sum, of which a lane has a digit, and lane 0 carries.
-// Launches  two for all parameters.
+// Geometry a warp a piece for the parts, 16 bytes a lane at a time (neighbours.cuh); one warp for their sum, of which a
+// lane has a digit, and lane 0 carries. Launches two for all parameters.
 // Bytes     4 read an element, 160 written and read a piece.
 // Bits      those of the CPU: crates/core/src/exact.rs. Whole numbers add up to the same in any order.
 #include "exact.cuh"

@@ -1,4 +1,5 @@
-// What the forms of flash attention share: sizes of tiles, the rows of a lane, the mask, the online softmax, products of a warp.
+// What the forms of flash attention share: sizes of tiles, the rows of a lane, the mask, the online softmax, products
+// of a warp.
 #pragma once
 #include "attention.cuh"
 #include "tensor_core.cuh"
@@ -68,8 +69,8 @@ struct OnlineSoftmax {
     float max0, max1, total0, total1;
 };
 
-// Takes more scores in, which become their powers, and scales what was added up of the outputs (Milakov and Gimelshein, arXiv:1805.02867). `scale_2` is the
-// scale of the scores times log₂e.
+// Takes more scores in, which become their powers, and scales what was added up of the outputs (Milakov and Gimelshein,
+// arXiv:1805.02867). `scale_2` is the scale of the scores times log₂e.
 template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)[N][4], float (&o)[M][4], float scale_2) {
     float max0 = of.max0, max1 = of.max1;
 #pragma unroll
@@ -92,7 +93,8 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
     }
 }
 
-// Divides the outputs by the sums and writes them, and lse, of the rows of a block; the outputs pass through the first tile.
+// Divides the outputs by the sums and writes them, and lse, of the rows of a block; the outputs pass through the first
+// tile.
 template <int DIM>
 DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 8][4], const Head& head, const QueryPair& rows, u16* out, float* lse,
                           i64 heads, int first, int tokens, int head_dim, float scale) {
@@ -127,7 +129,8 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// The queries that see a key of FLASH_ROWS keys from `first` on: from these to the end, or to the end of the document of the last key, in steps.
+// The queries that see a key of FLASH_ROWS keys from `first` on: from these to the end, or to the end of the document
+// of the last key, in steps.
 template <int STEP> DEVICE int end_of_queries(const Documents& documents, int first, int tokens) {
     int end = first;
     while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;

@@ -1,16 +1,19 @@
-// Causal self attention on tensor cores, backward, with the probabilities recomputed from lse (FlashAttention-2, Dao, arXiv:2307.08691).
+// Causal self attention on tensor cores, backward, with the probabilities recomputed from lse (FlashAttention-2, Dao,
+// arXiv:2307.08691).
 //
 //   P = 2^(S scale log₂e - lse log₂e),  dP = dO Vᵀ,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D)
 //   dQ = scale dS K,  dK = scale dSᵀ Q,  dV = Pᵀ dO,  dK and dV over all queries of a group's heads
 //
 // Shapes    as in flash_forward.cu and attention_backward.cu; all of 16 bits but lse and dots; dq rows dq_row apart, dk and dv rows dkv_row apart, of
 //           heads first_kv on: groups are summed here, and nothing is left to add.
-// Geometry  dots: head_dim / 8 lanes a row, rounded up to a power of two. dQ: a block a head and 128 queries, over the keys by 64; dK and dV: a block a
+// Geometry dots: head_dim / 8 lanes a row, rounded up to a power of two. dQ: a block a head and 128 queries, over the
+// keys by 64; dK and dV: a block a
 //           head of keys and 128 keys, over the heads of its group and their queries by 32 (_64) or 16 (_128). Each of 8 warps has 16 rows. dK and dV
 //           work on Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands as they come out of the products. Two kernels, because sums of dQ over blocks of
 //           keys would take atomics, whose order differs from run to run: 7 products where 5 would do. Shared memory: two tiles of the block's own
 //           rows and two pairs of the others: dQ 2 head_dim (256 + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB.
-// Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12 and more in flight. Q, dO, K and V come from
+// Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12
+// and more in flight. Q, dO, K and V come from
 //           shared memory for each product. 204 and 236, 199 and 243 (kernels/report.md): one block on an SM, 8 warps.
 // Banks     as in flash_forward.cu: no conflicts.
 // Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, and a power of two for each pair in both: 3.5 times that of forward.

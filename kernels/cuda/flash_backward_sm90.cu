@@ -1,13 +1,16 @@
-// Causal self attention on tensor cores, backward, by the products of sm_90a: the equations of flash_backward.cu, whose `flash_dots` gives D.
+// Causal self attention on tensor cores, backward, by the products of sm_90a: the equations of flash_backward.cu, whose
+// `flash_dots` gives D.
 //
 // Shapes    those of flash_backward.cu, but for q, k, v and dout, which come by their maps (flash_maps.cu).
-// Geometry  as flash_forward_sm90.cu: a block a head and 128 rows, 64 for each of 2 groups of four warps, tiles copied one ahead by one thread. dQ: over the
+// Geometry as flash_forward_sm90.cu: a block a head and 128 rows, 64 for each of 2 groups of four warps, tiles copied
+// one ahead by one thread. dQ: over the
 //           keys by STEP, 128 (_64) or 64 (_128). dK and dV: a block a head of keys and 128 keys, over the heads of its group and their queries by 64; on
 //           Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands in registers as they come out of the products, and nothing but results passes through shared
 //           memory. lse and D of the next 64 queries are read by 64 threads while a tile is multiplied, and lie in two places in turn. Sums of dQ over blocks
 //           of keys would take atomics, whose order differs from run to run: 7 products where 5 would do.
 //           Shared memory: 2 head_dim (256 + 4 STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
-// Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32 more: 160 and 224; then descriptors and
+// Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32
+// more: 160 and 224; then descriptors and
 //           numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one block on an SM, 8 warps, nothing spilled.
 // Banks     panels in the 128-byte swizzle, which the copies write, and numbers of columns of which 8 lanes read each: no conflicts.
 // Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, a power of two for each pair in both. An SM does 4096 operations and 16 powers

@@ -1,15 +1,18 @@
-// Causal self attention on tensor cores, forward: operands of bf16, sums in f32, without the matrix of all pairs (FlashAttention-2, Dao,
-// arXiv:2307.08691), heads of queries in groups that share keys and values (Ainslie et al., arXiv:2305.13245).
+// Causal self attention on tensor cores, forward: operands of bf16, sums in f32, without the matrix of all pairs
+// (FlashAttention-2, Dao, arXiv:2307.08691), heads of queries in groups that share keys and values (Ainslie et al.,
+// arXiv:2305.13245).
 //
 //   S = Q Kᵀ for j <= i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
 //   O = P V / Σ P,  lse = m scale + ln Σ P
 //
 // Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128 (_128), q_row and kv_row
 //           multiples of 8, q, k, v and out at multiples of 16 bytes. Dropout is attention_forward.cu's alone.
-// Geometry  a block a head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128), from the first that a query sees to the
+// Geometry a block a head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128), from the
+// first that a query sees to the
 //           diagonal. The last queries have most keys and are launched first. Shared memory: a tile of queries and two of keys and of values, one
 //           of which is copied while the other is multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
-// Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and addresses. 128 are left for 2 blocks on an SM
+// Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
+// addresses. 128 are left for 2 blocks on an SM
 //           of 64 K registers: _64 takes 126 (kernels/report.md), so 16 warps; _128 takes 210, 8 warps. Shared memory allows as many.
 // Banks     tiles lie so that ldmatrix, copies and the output, which passes through the queries' tile, have no conflicts: tensor_core.cuh.
 // Work      2 seq² head_dim operations a head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100 does 4096 operations of bf16 and 16

@@ -1,13 +1,16 @@
-// Causal self attention on tensor cores, forward, by the products of sm_90a, in which four warps multiply from shared memory: the equations of flash_forward.cu.
+// Causal self attention on tensor cores, forward, by the products of sm_90a, in which four warps multiply from shared
+// memory: the equations of flash_forward.cu.
 //
 // Shapes    those of flash_forward.cu, but for q, k and v, which come by their maps (flash_maps.cu).
-// Geometry  a block a head and 128 queries, 64 for each of 2 groups of four warps, over the keys by STEP = 128, from the first that a query sees to the
+// Geometry a block a head and 128 queries, 64 for each of 2 groups of four warps, over the keys by STEP = 128, from the
+// first that a query sees to the
 //           diagonal. While one group computes powers of two, the tensor cores have the other's products. One thread copies tiles (bulk_copy.cuh), keys and
 //           values STAGES - 1 = 1 tile ahead: a tile of 32 KiB of keys and values a head of 64 takes an SM's share of an H100's L2 (some 5.5 TB/s, 24 bytes
 //           a clock) 1400 clocks, its products 2 · 2 · 128 · 128 · 64 / 4096 = 1024 and its powers of two 128 · 128 / 16 = 1024; of 128 features all
 //           but the powers double. Shared memory: a tile of queries and STAGES of keys and of values, and barriers:
 //           2 head_dim (128 + 2·2·128) + 24 bytes, 80 KiB for 64 and 160 KiB for 128, of 227.
-// Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and descriptors; 168 and 214 (kernels/report.md).
+// Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and descriptors;
+// 168 and 214 (kernels/report.md).
 //           256 threads of more than 128 registers: one block on an SM.
 // Banks     panels in the 128-byte swizzle, which the copies write: no conflicts.
 // Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and neither ldmatrix nor copies take

@@ -17,8 +17,8 @@ struct TileOf {
     int head, sample;
 };
 
-// STAGES pairs of tiles of ROWS rows by two maps from place `pairs` on, each with a barrier; behind those one for the block's own tiles. Pair n takes the
-// places of pair n - STAGES.
+// STAGES pairs of tiles of ROWS rows by two maps from place `pairs` on, each with a barrier; behind those one for the
+// block's own tiles. Pair n takes the places of pair n - STAGES.
 template <int ROWS, int DIM, int STAGES> struct Ring {
     static constexpr int SECOND = ROWS * DIM, PAIR = 2 * SECOND, BARRIERS = (STAGES + 1) * BARRIER_SIZE;
     int pairs, barriers;

@@ -1,4 +1,5 @@
-// Numbers of 16 bits by integer arithmetic alone: no header of the toolkit is needed, and the bits are those of the CPU.
+// Numbers of 16 bits by integer arithmetic alone: no header of the toolkit is needed, and the bits are those of the
+// CPU.
 #pragma once
 #include "meshwork.cuh"
 

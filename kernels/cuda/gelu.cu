@@ -4,7 +4,8 @@
 //   out = gelu(x + bias);  dx = dy gelu'(x + bias) in place of dy;  without a bias: bias null
 //
 // Shapes    x, out, dy [rows, n]; bias [n]. The gradient of the bias is the sum over the rows of dx (bias.cu).
-// Geometry  a thread four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the gradient of the bias (_parts_16) a thread eight columns of a part.
+// Geometry a thread four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the gradient of
+// the bias (_parts_16) a thread eight columns of a part.
 // Bytes     4 read and 4 written an element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits (_16).
 // Bits      those of the CPU: crates/cpu/src/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
 #include "math.cuh"
@@ -83,8 +84,8 @@ KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n
     gelu_backward_of<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(dy, f16), count, n);
 }
 
-// The same, and for each part, of the rows starts[part] .. starts[part + 1], the sum of dx before it is rounded, one row after another: the gradient of
-// the bias, whose parts sum_parts adds up.
+// The same, and for each part, of the rows starts[part] .. starts[part + 1], the sum of dx before it is rounded, one
+// row after another: the gradient of the bias, whose parts sum_parts adds up.
 KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
     RowPlace at = row_place<EIGHT>(parts, n);
     if (!at.there) return;

@@ -4,8 +4,8 @@
 //
 // Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts, an f64 for
 //           each piece of 32768 elements of a vector; totals [vectors] (f64).
-// Geometry  squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a thread 16 bytes (neighbours.cuh).
-// Launches  two for all parameters.
+// Geometry squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a
+// thread 16 bytes (neighbours.cuh). Launches two for all parameters.
 // Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
 // Bits      those of the CPU: crates/cpu/src/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
 //           after another, then the pieces one after another, then the vectors. The CPU has no unscale: each element is one product.
@@ -67,7 +67,8 @@ KERNEL sum_of_parts(const double* parts, const i64* starts, i64 vectors, double*
     if (thread == 0) *sum = all;
 }
 
-// x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it write the same.
+// x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it
+// write the same.
 KERNEL unscale(float* x, float inverse, int* overflow, i64 count) {
     i64 at = global_thread() * FOUR;
     if (at >= count) return;

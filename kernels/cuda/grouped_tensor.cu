@@ -1,17 +1,20 @@
-// Products of groups of rows on tensor cores, all groups in one launch: the linear layers of experts without capacity (Gale et al., MegaBlocks, arXiv:2211.15841).
+// Products of groups of rows on tensor cores, all groups in one launch: the linear layers of experts without capacity
+// (Gale et al., MegaBlocks, arXiv:2211.15841).
 //
 //   y[r] = x[r] W_gᵀ,  dx[r] = dy[r] W_g  for the rows r of group g;  dW_g = dY_gᵀ X_g, the sum over the rows of g
 //
 // Shapes    x, dx [rows, k], y, dy [rows, n], W, dW [groups, n, k]. Operands of 16 bits at multiples of 16 bytes, n and k multiples of 8; results in f32, of
 //           rows in bf16 too, rounded once, at multiples of 8 bytes. Group g has the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in grouped.cu. Groups may be
 //           empty: their dW is zero, or stays.
-// Geometry  a block a tile of one group's result, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not cross groups: of y there are Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉, of dW
+// Geometry a block a tile of one group's result, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not cross
+// groups: of y there are Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉, of dW
 //           groups × ⌈n / 128⌉ × ⌈k / 256⌉; of 64 experts with 4096 rows each and 2048 × 2048 features 16384 and 8192. Each warp finds the group of its block from the
 //           starts, 32 groups at a time; blocks behind the last tile end at once, so that the launch need not know the rows. Tiles are in the order of groups, and in a
 //           group in bands of 8 tiles of rows, each column of a band behind the other: the 108 or 132 blocks that run at a time are 8 tiles of rows and 16 of columns, which
 //           share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache. A warp whose rows or columns are all beyond the group's has copies alone to do.
 //           Sums run by 64 terms; STAGES = 3 tiles of both operands lie in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) = 144 KiB.
-// Registers of a lane: sums 128, A 16, B 4 and more in flight, addresses and places: 215, 218 and 226 (kernels/report.md). 256 threads of more than 128: one block on
+// Registers of a lane: sums 128, A 16, B 4 and more in flight, addresses and places: 215, 218 and 226
+// (kernels/report.md). 256 threads of more than 128: one block on
 //           an SM, 8 warps.
 // Banks     tiles lie as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts. Results go from registers to memory, 4 lanes to each
 //           32 bytes: whole sectors.
@@ -61,7 +64,8 @@ DEVICE Place place_of(i64 number, i64 rows, i64 columns) {
     return {band * BAND + in_band % height, in_band / height};
 }
 
-// A group's rows, and the tile of this block among those of their results. Of a block behind the last tile there are none.
+// A group's rows, and the tile of this block among those of their results. Of a block behind the last tile there are
+// none.
 struct GroupRows {
     i64 group, first, end;
     Place tile;
@@ -88,7 +92,8 @@ DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
     return {0, 0, 0, {0, 0}};
 }
 
-// An operand of a tile: where its first row or column begins, the elements from a stored row to the next, and the rows or columns that are left from there on.
+// An operand of a tile: where its first row or column begins, the elements from a stored row to the next, and the rows
+// or columns that are left from there on.
 struct Side {
     const u16* at;
     i64 row;
@@ -153,7 +158,8 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
     }
 }
 
-// Writes two neighbouring elements of a result, rounded once to the type that it is stored in, or adds to what is there.
+// Writes two neighbouring elements of a result, rounded once to the type that it is stored in, or adds to what is
+// there.
 template <class T> DEVICE void store_two(T* to, float left, float right, bool accumulate) {
     Vector<T, 2>* two = reinterpret_cast<Vector<T, 2>*>(to);
     if (accumulate) left += term_of(two->of, 0), right += term_of(two->of, 1);

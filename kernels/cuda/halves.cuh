@@ -1,4 +1,5 @@
-// Tensors of 16 bits that a kernel reads and writes as they are, and computes on in f32: bf16, or f16 if `f16` is not 0. A result is rounded once.
+// Tensors of 16 bits that a kernel reads and writes as they are, and computes on in f32: bf16, or f16 if `f16` is not
+// 0. A result is rounded once.
 //
 // Bits      those of a copy in f32, the kernel for f32, and the result rounded: bf16 as operands of products are, with subnormals as zeros.
 #pragma once

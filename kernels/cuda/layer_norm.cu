@@ -4,7 +4,8 @@
 //   x̂ = (x - mean) rstd,  g = dy gamma,  dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n),  dgamma = Σ_rows dy x̂,  dbeta = Σ_rows dy
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
-// Geometry  forward a block of threads for as many rows as it holds, backward, with the parts, for a part of up to 64 rows (norm.cuh). Rows of more than 8192: a team of half
+// Geometry forward a block of threads for as many rows as it holds, backward, with the parts, for a part of up to 64
+// rows (norm.cuh). Rows of more than 8192: a team of half
 //           warps a row (rows.cuh), and for the parts a thread 16 bytes of the columns of a part.
 // Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
 //           16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are read more than once, from the cache but for backward (_wide), and once more for the parts.

@@ -1,9 +1,11 @@
-// A matrix as the product of two thin ones (PowerSGD; Vogels, Karimireddy and Jaggi 2019): crates/compress/src/low_rank.rs.
+// A matrix as the product of two thin ones (PowerSGD; Vogels, Karimireddy and Jaggi 2019):
+// crates/compress/src/low_rank.rs.
 //
 //   P = M Q, its columns made orthonormal (Gram-Schmidt), Q = Mᵀ P;  M ≈ P Qᵀ
 //
 // Shapes    m, out [rows, cols]; p [rows, rank]; q [rank, cols], columns of Q one after the other.
-// Geometry  draws: a block of threads a column of Q; P: 16 threads an element; orthonormal columns: one warp, whose lane l has every 32nd row from l on;
+// Geometry draws: a block of threads a column of Q; P: 16 threads an element; orthonormal columns: one warp, whose lane
+// l has every 32nd row from l on;
 //           Q and out: a thread an element.
 // Bytes     M once for each column of Q.
 // Bits      those of the CPU: P in 16 lanes that are added one after another, dots of columns in f64 in the order of the rows.

@@ -1,11 +1,13 @@
-// The functions of crates/cpu/src/kernels/float.rs, operation by operation, so that the bits are the same. Errors are stated there.
+// The functions of crates/cpu/src/kernels/float.rs, operation by operation, so that the bits are the same. Errors are
+// stated there.
 #pragma once
 #include "meshwork.cuh"
 
 #define LOG2_E 1.44269504088896340736
 #define INFINITE __uint_as_float(0x7f800000u)
 
-// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low bits.
+// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low
+// bits.
 #define ROUND 12583039.0f
 
 // e^x. NaN passes.

@@ -1,10 +1,12 @@
-// What update rules measure of whole parameters: for each of some sets of elements the sum of squares, or the largest absolute value.
+// What update rules measure of whole parameters: for each of some sets of elements the sum of squares, or the largest
+// absolute value.
 //
 //   sums[s] += Σ x²  or  sums[s] = max(sums[s], |x|)  over the numbers x of the elements of set s that lie here
 //
 // Shapes    x [numbers], by the numbers of elements (runs.cuh); sums f64 [sets], of exact sums `LIMBS` digits each (exact.cuh). A set is `length`
 //           consecutive elements of a matrix of `each` elements, whose last set is shorter; or with rows > 0 a column of a matrix [rows, length].
-// Geometry  a warp a set, whose lanes take every 32nd element; exact values of digits: a thread a sum; quotients: a thread an element.
+// Geometry a warp a set, whose lanes take every 32nd element; exact values of digits: a thread a sum; quotients: a
+// thread an element.
 // Bytes     4 read an element; of columns, each in a line of its own.
 // Bits      exact sums and largest values are the CPU's (crates/cpu/src/whole.rs); sums in f64 are added in another order, and not exact.
 //           The value of digits and quotients are the CPU's.

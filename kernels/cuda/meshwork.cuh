@@ -1,7 +1,8 @@
 // What every kernel starts from: types with fixed sizes, and the words that differ between a GPU and the host.
 //
-// Compiled with -fmad=false (-ffp-contract=off on the host): a product and a sum are fused where fmaf says so and nowhere else,
-// because the bits of the results are those of the CPU kernels in crates/cpu/src/kernels. Indices of elements are 64 bits wide.
+// Compiled with -fmad=false (-ffp-contract=off on the host): a product and a sum are fused where fmaf says so and
+// nowhere else, because the bits of the results are those of the CPU kernels in crates/cpu/src/kernels. Indices of
+// elements are 64 bits wide.
 #pragma once
 
 using i64 = long long;
@@ -16,7 +17,8 @@ using u8 = unsigned char;
 #define MOST_THREADS THREADS
 #define FULL_WARP 0xffffffffu
 
-// Blocks for which an SM shall have registers at the same time: a file that wants more for a kernel defines this anew before it, and as it was behind.
+// Blocks for which an SM shall have registers at the same time: a file that wants more for a kernel defines this anew
+// before it, and as it was behind.
 #define RESIDENT 1
 #define KERNEL extern "C" __global__ void __launch_bounds__(MOST_THREADS, RESIDENT)
 #define DEVICE __device__ __forceinline__
@@ -34,7 +36,8 @@ DEVICE i64 global_thread() { return static_cast<i64>(blockIdx.x) * THREADS + thr
 
 DEVICE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// Which of `count` ranges holds i: the last that starts at or before it. Of ranges with the same start all but the last are empty.
+// Which of `count` ranges holds i: the last that starts at or before it. Of ranges with the same start all but the last
+// are empty.
 DEVICE i64 range_of(const i64* starts, i64 count, i64 i) {
     i64 low = 0, high = count;
     while (high - low > 1) {

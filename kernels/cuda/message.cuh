@@ -29,7 +29,8 @@ template <int N> DEVICE void fold_vector(float* to, i64 at, i64 count, Vector<fl
     store_vector(to, at, count, x);
 }
 
-// Calls of(j, number) for the neighbours at + j of a thread that are below `count`, with number_of(part) of the part of `unit` elements that each lies in.
+// Calls of(j, number) for the neighbours at + j of a thread that are below `count`, with number_of(part) of the part of
+// `unit` elements that each lies in.
 template <int N, class Number, class Of> DEVICE void in_parts(i64 at, i64 count, i64 unit, Number number_of, Of of) {
     i64 part = at / unit, within = at % unit;
     auto number = number_of(part);

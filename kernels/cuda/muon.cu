@@ -1,4 +1,5 @@
-// Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024); the matrices themselves are made so by products.
+// Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024); the matrices themselves are made so by
+// products.
 //
 //   g = grad_scale grad,  m += (1 - μ)(g - m),  u = g + μ (m - g);  w = w keep - size X, X the orthogonal matrix near u
 //

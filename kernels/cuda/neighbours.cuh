@@ -1,5 +1,6 @@
-// Neighbours in memory that a thread reads and writes by 16 bytes, of any type. Where they lie at a multiple of 16 bytes (or of their size, if that is less) and all of
-// them are there, it takes as few accesses as that; at the end of a tensor, or in a part of one that begins elsewhere, one for each of them.
+// Neighbours in memory that a thread reads and writes by 16 bytes, of any type. Where they lie at a multiple of 16
+// bytes (or of their size, if that is less) and all of them are there, it takes as few accesses as that; at the end of
+// a tensor, or in a part of one that begins elsewhere, one for each of them.
 #pragma once
 #include "meshwork.cuh"
 
@@ -58,7 +59,8 @@ template <class Row> DEVICE Beside<Row> beside(Row row, i64 n) { return {row, n}
 
 template <int N, class Row> DEVICE auto load_vector(const Beside<Row>& x, i64 at, i64) { return load_around<N>(x.row, at % x.n, x.n); }
 
-// The N neighbours of a thread in a row of n elements, of `rows` rows: none goes on in the next row, and the last of a row may be fewer.
+// The N neighbours of a thread in a row of n elements, of `rows` rows: none goes on in the next row, and the last of a
+// row may be fewer.
 struct RowPlace {
     i64 row, column;
     bool there;
@@ -69,7 +71,8 @@ template <int N> DEVICE RowPlace row_place(i64 rows, i64 n) {
     return {at / each, at % each * N, at < rows * each};
 }
 
-// Calls use(i, load(i)) for the numbers begin .. end in order. AHEAD are loaded before the first of them is used: `load` gives what is in memory, and leaves to `use` what waits for it.
+// Calls use(i, load(i)) for the numbers begin .. end in order. AHEAD are loaded before the first of them is used:
+// `load` gives what is in memory, and leaves to `use` what waits for it.
 template <int AHEAD = 4, class Load, class Use> DEVICE void in_order(i64 begin, i64 end, Load load, Use use) {
     i64 next = begin;
     for (; next + AHEAD <= end; next += AHEAD) {
@@ -82,7 +85,8 @@ template <int AHEAD = 4, class Load, class Use> DEVICE void in_order(i64 begin, 
     for (; next < end; next++) use(next, load(next));
 }
 
-// Rows of n elements, of which row i is row source(i) of x: zeros where that is negative. The elements from `at` on of `count`.
+// Rows of n elements, of which row i is row source(i) of x: zeros where that is negative. The elements from `at` on of
+// `count`.
 template <int N, class X, class Source> DEVICE auto load_rows(const X& x, i64 at, i64 count, i64 n, Source source) {
     i64 row = at / n, column = at % n, from = source(row);
     decltype(load_vector<N>(x, column, n)) vector = {};

@@ -1,9 +1,11 @@
-// Vectors without their zeros (Gist, Jain et al. 2018): a bit of each element, and the elements whose bit is set, in order.
+// Vectors without their zeros (Gist, Jain et al. 2018): a bit of each element, and the elements whose bit is set, in
+// order.
 //
 //   bits[i / 8] has bit i % 8 set if x[i] is not +0;  values = the x[i] whose bit is set;  back: x[i] = the next value, or +0
 //
 // Shapes    x [count], bit patterns of 32 or 16 bits; bits [bytes = count / 8 rounded up]; counts [chunks], of CHUNK_BYTES bytes each; starts [chunks + 1].
-// Geometry  marks: a thread a byte; counts, values and elements: a block of threads a chunk, 8 bytes a thread; starts: one block.
+// Geometry marks: a thread a byte; counts, values and elements: a block of threads a chunk, 8 bytes a thread; starts:
+// one block.
 // Bytes     an element read twice, its value written; back: a value read, an element written.
 // Bits      bit patterns; those of the CPU: crates/cpu/src/kernels/zeros.rs.
 #include "message.cuh"
@@ -50,7 +52,8 @@ KERNEL nonzeros_starts(const i64* counts, i64 chunks, i64* starts) {
     if (threadIdx.x == 0) starts[chunks] = total;
 }
 
-// Calls each(element, number, whether its bit is set) for the elements of this thread, with the number of the next value.
+// Calls each(element, number, whether its bit is set) for the elements of this thread, with the number of the next
+// value.
 template <class Parts, class Each>
 DEVICE void for_elements(const u8* bits, i64 bytes, const i64* starts, i64 count, Parts& parts, Each each) {
     i64 number = starts[blockIdx.x] + prefix_of_block(set_bits(bits, bytes), parts).before;

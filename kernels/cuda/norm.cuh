@@ -1,11 +1,14 @@
-// Layer norm and RMS norm with one pass over memory, forward and backward, for rows of up to 8192. RMS norm is layer norm with a mean of zero and without beta.
+// Layer norm and RMS norm with one pass over memory, forward and backward, for rows of up to 8192. RMS norm is layer
+// norm with a mean of zero and without beta.
 //
-// A block of threads takes rows in rounds. A round has as many rows as make 8 elements a thread; they are contiguous in memory and are read by 16 bytes. The block keeps them
-// in shared memory, where half warps sum each row in the order of rows.cuh. Forward, a block has one round. Backward, it has a part of up to 64 rows and goes through its
-// rounds in order: dy and x̂ stay in shared memory until dx is written, and each thread sums up to 8 columns, row after row, in the order of RowSums in
-// crates/cpu/src/lib.rs.
+// A block of threads takes rows in rounds. A round has as many rows as make 8 elements a thread; they are contiguous in
+// memory and are read by 16 bytes. The block keeps them in shared memory, where half warps sum each row in the order of
+// rows.cuh. Forward, a block has one round. Backward, it has a part of up to 64 rows and goes through its rounds in
+// order: dy and x̂ stay in shared memory until dx is written, and each thread sums up to 8 columns, row after row, in
+// the order of RowSums in crates/cpu/src/lib.rs.
 //
-// Occupancy Forward: 256 threads, 512 for rows of more than 2048, 1024 for more than 4096, with 8 to 33 KiB of shared memory. An SM has 1024 threads at least, whose loads of
+// Occupancy Forward: 256 threads, 512 for rows of more than 2048, 1024 for more than 4096, with 8 to 33 KiB of shared
+// memory. An SM has 1024 threads at least, whose loads of
 //           32 KiB are twice what keeps memory busy. Backward: 512 threads of 64 registers with 33 KiB, two blocks on an SM; for rows of more than 4096, 1024 threads with
 //           66 KiB, one block.
 // Time      On paper, backward on an H100. A round of 4096 elements reads 32 KiB and writes 16 KiB in f32, which takes 3400 cycles at an SM's share of 3.35 TB/s. A block waits
@@ -26,7 +29,8 @@
 #define NORM_ROOM (NORM_EACH * NORM_THREADS)
 #define NORM_HELD (NORM_ROOM + NORM_ROOM / 32)
 
-// Where an element of a round stands in shared memory: a gap behind each 32, so that threads that write 8 neighbours each meet in no bank.
+// Where an element of a round stands in shared memory: a gap behind each 32, so that threads that write 8 neighbours
+// each meet in no bank.
 DEVICE int spread(int at) { return at + at / 32; }
 
 // What a block of threads holds at a time.
@@ -44,8 +48,8 @@ DEVICE Round round_of(int n) {
     return {threads, thread, room, room / n < NORM_ROWS ? room / n : NORM_ROWS, (n + ROW_BLOCK - 1) / ROW_BLOCK, at, spread(at)};
 }
 
-// partial[k * NORM_ROWS + task] of each block of each of `rows` rows: the sum of the terms that term(row, i, place, terms) gives for element i of the row, which
-// stands at `place`. All threads call it, and may read the sums then.
+// partial[k * NORM_ROWS + task] of each block of each of `rows` rows: the sum of the terms that term(row, i, place,
+// terms) gives for element i of the row, which stands at `place`. All threads call it, and may read the sums then.
 template <int K, class Partial, class Term>
 DEVICE void sum_held(const Round& round, int rows, int n, Partial& partial, Term term) {
     int tasks = rows * round.blocks, lane = round.thread % ROW_LANES;

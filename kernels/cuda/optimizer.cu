@@ -1,12 +1,14 @@
-// Update rules on many vectors at once: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and SGD with and without momentum.
+// Update rules on many vectors at once: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and SGD with and without
+// momentum.
 //
 //   AdamW  g = grad_scale grad,  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  w = w (1 - lr decay) - lr/(1 - β₁ᵗ) m / (√v / √(1 - β₂ᵗ) + ε)
 //   SGD    b = momentum b + (grad_scale grad + decay w),  w -= lr b
 //
 // Shapes    weights, grads, states: [vectors] addresses of f32; counts their elements, starts the first block of each and the number of all (vectors.cuh).
 //           Scalars are the same for all vectors, computed on the host in f64 and rounded once (crates/optim/src/adamw.rs, sgd.rs).
-// Geometry  a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (neighbours.cuh). `items` are 1024 for each block.
-// Launches  one for all parameters with the same rule and factors: of GPT-2 two, those that decay and those that do not.
+// Geometry a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (neighbours.cuh). `items` are 1024
+// for each block. Launches one for all parameters with the same rule and factors: of GPT-2 two, those that decay and
+// those that do not.
 // Bytes     AdamW 16 read, 12 written an element; SGD 8 and 4; with momentum 12 and 8; for a block some words of the table, from the cache.
 // Bits      those of the CPU: crates/optim/src/adamw.rs, crates/optim/src/sgd.rs.
 #include "neighbours.cuh"
@@ -24,7 +26,8 @@ DEVICE Own own_of(const i64* starts, const i64* counts, i64 vectors) {
     return Own{piece.vector, (piece.number * THREADS + threadIdx.x) * FOUR, counts[piece.vector]};
 }
 
-// keep = 1 - lr decay, lr_hat = lr / (1 - β₁ᵗ), root_hat = √(1 - β₂ᵗ), mean_new = 1 - β₁, square_old = β₂, square_new = 1 - β₂.
+// keep = 1 - lr decay, lr_hat = lr / (1 - β₁ᵗ), root_hat = √(1 - β₂ᵗ), mean_new = 1 - β₁, square_old = β₂, square_new =
+// 1 - β₂.
 KERNEL adamw(float* const* weights, const float* const* grads, float* const* mean, float* const* square, const i64* starts, const i64* counts,
              i64 vectors, float grad_scale, float keep, float lr_hat, float root_hat, float mean_new, float square_old, float square_new,
              float eps) {

@@ -1,4 +1,5 @@
-// Rows moved to where they are computed, and back: the permutations of a mixture of experts (crates/tensor/src/kernel/permutation.rs).
+// Rows moved to where they are computed, and back: the permutations of a mixture of experts
+// (crates/tensor/src/kernel/permutation.rs).
 //
 //   order = the positions of the choices with ids in a range, by id and then in order;  slots[order[i]] = i, -1 elsewhere
 //   out[i] = x[index[i] / per];  y[t] = Σ_j w[t, j] rows[slots[t, j]] in the balanced tree over the ids of the choices that have a slot
@@ -6,7 +7,8 @@
 //
 // Shapes    choices, slots, w, dw [tokens, k] (i32 and f32), ids ascending along a token, -1 where a place is not in use; order [rows of them];
 //           x, rows, drows [rows, width]; y, dy [tokens, width].
-// Geometry  counting and sorting: a warp a part of the choices, 32 at a time; those with the same id find each other by ballots, one a bit of the ids, and
+// Geometry counting and sorting: a warp a part of the choices, 32 at a time; those with the same id find each other by
+// ballots, one a bit of the ids, and
 //           the first of them counts: no atomics, and the order is that of the choices. Sums over parts, inversion and groups: a thread a place. Moved
 //           rows, sums and their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
 // Launches  a sort two, with its inverse; counts one where samples are a part each, and two otherwise.
@@ -18,7 +20,8 @@
 #include "neighbours.cuh"
 #include "warp.cuh"
 
-// How often a warp's choices have each id. A part has `part` choices of a sample of `each`, the last of it fewer. counts [samples, parts, ids].
+// How often a warp's choices have each id. A part has `part` choices of a sample of `each`, the last of it fewer.
+// counts [samples, parts, ids].
 KERNEL choice_parts(const int* choices, i64 each, i64 part, i64 parts, i64 first, i64 ids, int* counts, i64 samples) {
     i64 at = global_thread() / WARP;
     if (at >= samples * parts) return;
@@ -47,8 +50,9 @@ KERNEL choice_loads(const int* parts_counts, i64 parts, float* loads, i64 ids) {
     if (id < ids) loads[id] = static_cast<float>(sum_over_parts(parts_counts, 0, id, parts, ids));
 }
 
-// Both the order and its inverse. A warp has a part: it begins each id behind those with smaller ids and those of the parts before, by the counts of all
-// parts, and writes where it is into `next` [parts, ids]. `total` choices have these ids, or found[0] becomes 1; then what is missing in `order` is 0.
+// Both the order and its inverse. A warp has a part: it begins each id behind those with smaller ids and those of the
+// parts before, by the counts of all parts, and writes where it is into `next` [parts, ids]. `total` choices have these
+// ids, or found[0] becomes 1; then what is missing in `order` is 0.
 KERNEL choice_places(const int* choices, i64 count, i64 part, i64 parts, i64 first, i64 ids, const int* counts, int* next, int* order, i64 total,
                      int* slots, i64* found) {
     i64 at = global_thread() / WARP;
@@ -132,8 +136,8 @@ DEVICE int level_of(u32 bits) {
     return level;
 }
 
-// The sum in the tree over the ids, of which only some are there. Two neighbours part where the highest bit differs; left sides wait at that level
-// until all that lies right of them below it is summed.
+// The sum in the tree over the ids, of which only some are there. Two neighbours part where the highest bit differs;
+// left sides wait at that level until all that lies right of them below it is summed.
 template <int N>
 DEVICE Vector<float, N> combine(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, i64 token, i64 column) {
     Vector<float, N> waiting[TREE_LEVELS], sum = {};

@@ -13,7 +13,8 @@ struct Runs {
     float sum;
     bool any;
 
-    // Adds the terms begin .. end of a row and a column, in runs of 256, each a chain of fused multiplications and additions from zero on.
+    // Adds the terms begin .. end of a row and a column, in runs of 256, each a chain of fused multiplications and
+    // additions from zero on.
     template <class T> DEVICE void add(const T* a, i64 a_term, const T* b, i64 b_term, i64 begin, i64 end) {
         for (i64 from = begin; from < end; from += K_BLOCK) {
             float chain = 0.0f;

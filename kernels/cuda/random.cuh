@@ -1,4 +1,5 @@
-// The random bits of crates/tensor/src/random.rs: Philox4x32-10 (Salmon et al., SC 2011) of the block index / 4, word index % 4.
+// The random bits of crates/tensor/src/random.rs: Philox4x32-10 (Salmon et al., SC 2011) of the block index / 4, word
+// index % 4.
 #pragma once
 #include "meshwork.cuh"
 

@@ -3,7 +3,8 @@
 //   out[i] = Σ_ranks inputs[rank][i];  or their maximum or minimum
 //
 // Shapes    inputs [ranks], the addresses of buffers [count]; out [count], which may be one of them.
-// Geometry  a thread 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16 ranks, else one after another; the sums that wait are in
+// Geometry a thread 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16 ranks,
+// else one after another; the sums that wait are in
 //           registers. Sums of vectors that follow each other, in the place of ranks: the same.
 // Bytes     an element of each rank read and one written.
 // Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once,

@@ -4,7 +4,8 @@
 //   softmax: y = e^(x - max x) / Σ e^(x - max x);  dx = y (dy - Σ dy y), along rows
 //
 // Shapes    x, dx [outer, extent, inner]; out [blocks, outer, inner]; dy [outer, inner]. Of softmax all are [rows, n].
-// Geometry  a thread a sum, in order; a thread four elements of dx, by 16 bytes where an inner row has them (neighbours.cuh); a team of half warps a row of softmax (rows.cuh). Neighbouring threads
+// Geometry a thread a sum, in order; a thread four elements of dx, by 16 bytes where an inner row has them
+// (neighbours.cuh); a team of half warps a row of softmax (rows.cuh). Neighbouring threads
 //           of a sum read neighbouring inner elements: with an inner extent of 1 and a long dim it is slow.
 // Bytes     x once, out once; dy extent times, dx once. Softmax reads x three times and writes y once; backward reads both twice.
 // Bits      those of the CPU: sums over a dim in f64, rounded once (crates/cpu/src/kernels/reduction.rs, reduce.rs).

@@ -1,4 +1,5 @@
-// Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly (crates/tensor/src/kernel/routing.rs).
+// Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly
+// (crates/tensor/src/kernel/routing.rs).
 //
 //   ranked[t] = the experts by score + bias, of equal ones the lower first;  kept: a choice that finds room, first choices before second ones
 //   w[t, j] = scale s[t, e_j] / (1e-20 + Σ_i s[t, e_i]), or scale s[t, e_j];  ds[t, e_j] = (dw[t, j] - Σ_i s_i dw_i / sum) scale / sum
@@ -6,8 +7,9 @@
 //
 // Shapes    scores, logits [tokens, experts], the tokens of a sample one after another; ranked [tokens, width]; choices, kept, weights
 //           [tokens, k]; counts [samples, experts], or [experts] for all samples; losses and measures f64 [samples].
-// Launches  a choice with its weights: without capacity and draws one, with a capacity three, where choices may go to other experts five with a fill.
-// Geometry  the choice: a warp a token, which takes the largest of what is free `width` times; a lane has every 32nd expert, so there are at most
+// Launches a choice with its weights: without capacity and draws one, with a capacity three, where choices may go to
+// other experts five with a fill. Geometry the choice: a warp a token, which takes the largest of what is free `width`
+// times; a lane has every 32nd expert, so there are at most
 //           2048. Capacity: a warp a part of the tokens of a sample, which counts the choices of each expert (warp.cuh), and begins each behind those of the choices and parts
 //           before. Where a choice may go to another expert one thread has a sample, because each choice depends on all before it: slow. The rest: a thread a token, an
 //           element or a sum.
@@ -34,7 +36,8 @@ struct Largest {
     float value;
 };
 
-// The first of the largest values that are free in the warp; NaN if that is the first of all, and passed over otherwise.
+// The first of the largest values that are free in the warp; NaN if that is the first of all, and passed over
+// otherwise.
 template <class Value> DEVICE Largest largest(u64 free, Value value) {
     int first = NOWHERE, best = NOWHERE;
     float first_value = 0.0f, most = 0.0f;
@@ -93,8 +96,9 @@ DEVICE void weigh(const float* row, const int* choices, i64 token, i64 k, int no
     }
 }
 
-// `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice. With `kept` all choices are used, and come in ascending
-// order, in both of the results, and with their weights; without, they come as the token prefers them.
+// `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice. With `kept` all
+// choices are used, and come in ascending order, in both of the results, and with their weights; without, they come as
+// the token prefers them.
 KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 groups, i64 top_groups, i64 group_best, i64 width,
                   float* group_scores, int* ranked, int* kept, int normalise, float scale, float* weights, i64 tokens) {
     i64 token = global_thread() / WARP;
@@ -165,8 +169,8 @@ DEVICE void sort_choices(int* routed, int* kept, i64 k, i64 token) {
     }
 }
 
-// The choices with this number of the tokens of a sample, of which a warp has a part: token i has its expert, or -1 if the draw passes over it. `draws`: whether second
-// choices are drawn, by the token's index from `first_token` on.
+// The choices with this number of the tokens of a sample, of which a warp has a part: token i has its expert, or -1 if
+// the draw passes over it. `draws`: whether second choices are drawn, by the token's index from `first_token` on.
 struct Drawn {
     const float* scores;
     const int* ranked;
@@ -182,7 +186,8 @@ struct Drawn {
     }
 };
 
-// How many choices with each number have each expert, by parts of `part` tokens of a sample of `each`, the last of it fewer: counts [samples, k, parts, experts].
+// How many choices with each number have each expert, by parts of `part` tokens of a sample of `each`, the last of it
+// fewer: counts [samples, k, parts, experts].
 KERNEL route_parts(const float* scores, const int* ranked, i64 experts, i64 k, int draws, u32 key0, u32 key1, i64 first_token, i64 part, i64 parts,
                    int* counts, i64 samples, i64 each) {
     i64 at = global_thread() / WARP;
@@ -195,8 +200,9 @@ KERNEL route_parts(const float* scores, const int* ranked, i64 experts, i64 k, i
     count_numbers(own, begin, smaller(begin + part, (sample + 1) * each), experts, drawn, [](i64, i64) {});
 }
 
-// Choices beyond the capacity are not used. Leaves the choices of a token in ascending order of experts, with their weights. A warp has a part and counts into
-// `taken` [samples, parts, experts], for each number of choices from the counts of those before it.
+// Choices beyond the capacity are not used. Leaves the choices of a token in ascending order of experts, with their
+// weights. A warp has a part and counts into `taken` [samples, parts, experts], for each number of choices from the
+// counts of those before it.
 KERNEL route_limit(const float* scores, int* ranked, i64 experts, i64 k, i64 capacity, int draws, u32 key0, u32 key1, i64 first_token, i64 part,
                    i64 parts, const int* counts, int* taken, int* kept, int normalise, float scale, float* weights, i64 samples, i64 each) {
     i64 at = global_thread() / WARP;
@@ -223,8 +229,8 @@ KERNEL route_limit(const float* scores, int* ranked, i64 experts, i64 k, i64 cap
     }
 }
 
-// A choice beyond the capacity goes to the best expert with room that its token did not choose. `ranked` has `width` experts a token, and `taken`
-// [samples, experts] is zero at first.
+// A choice beyond the capacity goes to the best expert with room that its token did not choose. `ranked` has `width`
+// experts a token, and `taken` [samples, experts] is zero at first.
 KERNEL route_reroute(const float* scores, const int* ranked, i64 experts, i64 k, i64 width, i64 capacity, int draws, u32 key0, u32 key1,
                      i64 first_token, int* taken, int* kept, i64 samples, i64 each) {
     i64 sample = global_thread();
@@ -250,7 +256,8 @@ KERNEL route_reroute(const float* scores, const int* ranked, i64 experts, i64 k,
     }
 }
 
-// The first k of a token's `width` experts: chosen, in ascending order; and routed, with those that are used in the place of those chosen.
+// The first k of a token's `width` experts: chosen, in ascending order; and routed, with those that are used in the
+// place of those chosen.
 KERNEL route_first(const int* ranked, const int* kept, i64 width, i64 k, int* chosen, int* routed, i64 tokens) {
     i64 token = global_thread();
     if (token >= tokens) return;
@@ -271,7 +278,8 @@ KERNEL route_sort(const float* scores, i64 experts, int* routed, int* kept, i64 
     weigh(scores + token * experts, routed, token, k, normalise, scale, weights, 0, 1);
 }
 
-// Expert choice: an expert takes a token if fewer than `capacity` tokens of the sample have larger scores, or equal ones and come before it.
+// Expert choice: an expert takes a token if fewer than `capacity` tokens of the sample have larger scores, or equal
+// ones and come before it.
 KERNEL route_tokens(const float* scores, i64 experts, i64 capacity, int* kept, i64 count, i64 each) {
     i64 at = global_thread();
     if (at >= count) return;

@@ -1,10 +1,10 @@
 // Sums and maxima along rows, in the order of crates/cpu/src/kernels/reduce.rs.
 //
-// The CPU cuts a row into blocks of 1024 elements, adds element i of a block to lane i % 16, the lanes as a balanced tree (8, 4,
-// 2, 1 apart), and the blocks one after another in f64. Here half a warp is those 16 lanes: it reads 64 bytes at a time, and
-// shuffles are the tree. A team of `halves` half warps has a row, a power of two that grows with the row's blocks, so that a block of
-// 256 threads has 16 rows of up to 1024 elements or one of more than 8192. Each half warp takes every halves-th block of the row, and all threads
-// of the team add the sums of the blocks in order.
+// The CPU cuts a row into blocks of 1024 elements, adds element i of a block to lane i % 16, the lanes as a balanced
+// tree (8, 4, 2, 1 apart), and the blocks one after another in f64. Here half a warp is those 16 lanes: it reads 64
+// bytes at a time, and shuffles are the tree. A team of `halves` half warps has a row, a power of two that grows with
+// the row's blocks, so that a block of 256 threads has 16 rows of up to 1024 elements or one of more than 8192. Each
+// half warp takes every halves-th block of the row, and all threads of the team add the sums of the blocks in order.
 //
 // The maximum is taken in another order, which can only be seen if it is zero: whether it is -0 or 0.
 #pragma once
@@ -44,12 +44,14 @@ DEVICE Team team_of(i64 rows, i64 n) {
     return team;
 }
 
-// Elements of its row for this thread, in steps: for (i64 i = first_of(team); i < n; i += stride_of(team)); both times N for N neighbours a step.
+// Elements of its row for this thread, in steps: for (i64 i = first_of(team); i < n; i += stride_of(team)); both times
+// N for N neighbours a step.
 DEVICE i64 first_of(const Team& team) { return static_cast<i64>(team.half) * ROW_LANES + team.lane; }
 DEVICE i64 stride_of(const Team& team) { return static_cast<i64>(team.halves) * ROW_LANES; }
 
-// sums[k] of the terms that term(i, terms) gives for each element of the row, the same in all threads of the team. `partial` is shared
-// memory of K * ROW_HALVES floats; of one for each half warp for K = 1. All threads of the block call it, also those without a row.
+// sums[k] of the terms that term(i, terms) gives for each element of the row, the same in all threads of the team.
+// `partial` is shared memory of K * ROW_HALVES floats; of one for each half warp for K = 1. All threads of the block
+// call it, also those without a row.
 template <int K, class Partial, class Term>
 DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K], Term term) {
     i64 blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK;
@@ -85,7 +87,8 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
 }
 
-// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes the N neighbours that load(i) gives. Called as row_sums.
+// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes the N neighbours
+// that load(i) gives. Called as row_sums.
 template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& team, i64 n, Partial& partial, Load load) {
     float max = -INFINITE;
     if (team.live) {

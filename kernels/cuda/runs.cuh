@@ -1,8 +1,9 @@
-// The elements of a parameter that lie in flat vectors: runs, each consecutive in the whole parameter, which counts matrix by matrix, and in the
-// vectors.
+// The elements of a parameter that lie in flat vectors: runs, each consecutive in the whole parameter, which counts
+// matrix by matrix, and in the vectors.
 //
-// They are numbered one after the other, 0 .. their number. `table` has for each run the number of its first element, and after the last the number of
-// all; then for each run that element's index in the whole parameter; then its place in the vectors. Runs ascend in the whole parameter.
+// They are numbered one after the other, 0 .. their number. `table` has for each run the number of its first element,
+// and after the last the number of all; then for each run that element's index in the whole parameter; then its place
+// in the vectors. Runs ascend in the whole parameter.
 #pragma once
 #include "meshwork.cuh"
 

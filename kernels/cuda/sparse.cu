@@ -1,10 +1,12 @@
-// Messages of few elements, the largest or drawn ones: their indices, and what moves by them. crates/compress/src/wire.rs has the format.
+// Messages of few elements, the largest or drawn ones: their indices, and what moves by them.
+// crates/compress/src/wire.rs has the format.
 //
 //   chosen = the `keep` largest |x| of each part, of equal ones the first;  out[i] = x[indices[i]] factor;  out[indices[i]] = values[i]
 //
 // Shapes    x [len] in parts of `unit`; indices [count] (u32), ascending, below `below`: as a bitmap, or the low `width` bits of each and the rests as
 //           the number of zeros before a one. taken: a bitmap of u64.
-// Geometry  choice: a block of threads a part, which finds the least key bit by bit; draws: one thread; decoding: one block; else a thread a byte
+// Geometry choice: a block of threads a part, which finds the least key bit by bit; draws: one thread; decoding: one
+// block; else a thread a byte
 //           or an element.
 // Bytes     choice 128 read an element, most from the caches, and slow for one part of millions.
 // Bits      integers; those of the CPU: crates/compress/src/select.rs, indices.rs, sparse.rs. Infinities and NaN are larger than all numbers.
@@ -43,7 +45,8 @@ KERNEL topk_choose(const float* x, i64 len, i64 unit, i64 keep, i64 last_keep, u
     }
 }
 
-// Draws `count` numbers below `below` (Floyd) by the key and the first counter in `draws`, 16 bytes. `taken` is zero before.
+// Draws `count` numbers below `below` (Floyd) by the key and the first counter in `draws`, 16 bytes. `taken` is zero
+// before.
 KERNEL draw_indices(const u8* draws, i64 count, i64 below, u64* taken) {
     if (global_thread() > 0) return;
     // The values may draw from the same stream: another key.
@@ -71,7 +74,8 @@ template <class Of> DEVICE i64 first_from(i64 count, i64 x, Of of) {
     return low;
 }
 
-// Sets a bit for each index shifted to the right by `width`, plus its number if `spread`: a bitmap, or the rests of packed differences.
+// Sets a bit for each index shifted to the right by `width`, plus its number if `spread`: a bitmap, or the rests of
+// packed differences.
 KERNEL indices_bits(const u32* indices, i64 count, int width, int spread, u8* to, i64 bytes) {
     i64 at = global_thread();
     if (at >= bytes) return;

@@ -1,7 +1,9 @@
-// What tensor cores need of PTX: products of 16 × 8 × 16, how their operands come from shared memory, and copies that run behind the computation.
+// What tensor cores need of PTX: products of 16 × 8 × 16, how their operands come from shared memory, and copies that
+// run behind the computation.
 //
-// Each function has a device form, instructions of sm_80 and newer, and a host twin in ../host/tensor_core_host.h with the same places of
-// elements in lanes, so that a kernel runs on the host as it is. There a chunk that is touched between the begin of its copy and the wait for it is a fault.
+// Each function has a device form, instructions of sm_80 and newer, and a host twin in ../host/tensor_core_host.h with
+// the same places of elements in lanes, so that a kernel runs on the host as it is. There a chunk that is touched
+// between the begin of its copy and the wait for it is a fault.
 //
 // Places    (PTX ISA, "Matrix Fragments for mma.m16n8k16") of lane = 4 g + t, two neighbouring elements to a word:
 //           A [16, 16]  word 0: row g, k = 2t; 1: row g + 8, k = 2t; 2: row g, k = 2t + 8; 3: row g + 8, k = 2t + 8
@@ -37,7 +39,8 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 × 8, lane l giving the place of row l % 8 of matrix l / 8. Word m of lane 4 g + t: row g, columns 2t and 2t + 1 of matrix m.
+// Four matrices of 8 × 8, lane l giving the place of row l % 8 of matrix l / 8. Word m of lane 4 g + t: row g, columns
+// 2t and 2t + 1 of matrix m.
 DEVICE void load_matrices(u32 (&words)[4], Tiles tiles, int at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -53,7 +56,8 @@ DEVICE void load_matrices_transposed(u32 (&words)[4], Tiles tiles, int at) {
                  : "memory");
 }
 
-// Begins to copy a chunk to shared memory; zeros if it is not `inside`. `from` is a multiple of 16 bytes, and an address that may be read.
+// Begins to copy a chunk to shared memory; zeros if it is not `inside`. `from` is a multiple of 16 bytes, and an
+// address that may be read.
 DEVICE void copy_begin(Tiles tiles, int at, const u16* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tiles + at)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
@@ -90,11 +94,12 @@ DEVICE void store_chunk(u16* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>
 // Where chunk `chunk` of row `row` of a tile begins.
 template <int WIDTH> DEVICE int place(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) * CHUNK); }
 
-// The place of chunk `half` of row `row`, of this lane, in a piece of a tile that begins at a row that is a multiple of 8. Of column 16 e it is that
-// with 16 e added without carry: one instruction for each load, and one register for all.
+// The place of chunk `half` of row `row`, of this lane, in a piece of a tile that begins at a row that is a multiple of
+// 8. Of column 16 e it is that with 16 e added without carry: one instruction for each load, and one register for all.
 template <int WIDTH> DEVICE int lane_place(int row, int half, int column) { return place<WIDTH>(row, half) ^ column; }
 
-// A of rows row .. row + 16 and columns column .. column + 16 of a tile. Rows are multiples of 8, columns of 16, here and below.
+// A of rows row .. row + 16 and columns column .. column + 16 of a tile. Rows are multiples of 8, columns of 16, here
+// and below.
 template <int WIDTH> DEVICE void load_a(u32 (&a)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
@@ -106,13 +111,15 @@ template <int WIDTH> DEVICE void load_a_transposed(u32 (&a)[4], Tiles tiles, int
     load_matrices_transposed(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
 }
 
-// Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the 8 behind them. k = column .. column + 16.
+// Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the 8 behind them. k =
+// column .. column + 16.
 template <int WIDTH> DEVICE void load_b(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
 }
 
-// Two B from a tile whose rows are k: words 0, 1 of columns column .. column + 8; 2, 3 of the 8 behind them. k = row .. row + 16.
+// Two B from a tile whose rows are k: words 0, 1 of columns column .. column + 8; 2, 3 of the 8 behind them. k = row ..
+// row + 16.
 template <int WIDTH> DEVICE void load_b_transposed(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices_transposed(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
@@ -147,8 +154,9 @@ DEVICE float largest_of_row(float x) {
     return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
 }
 
-// Begins to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column `width`. A thread has the same
-// chunk of every THREADS * CHUNK / WIDTH-th row, a multiple of 8 rows, whose place is always as far from the last.
+// Begins to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column
+// `width`. A thread has the same chunk of every THREADS * CHUNK / WIDTH-th row, a multiple of 8 rows, whose place is
+// always as far from the last.
 template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
     constexpr int STEP = THREADS * CHUNK / WIDTH;
     int r = static_cast<int>(threadIdx.x) / (WIDTH / CHUNK), chunk = static_cast<int>(threadIdx.x) % (WIDTH / CHUNK);
@@ -162,8 +170,9 @@ template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, cons
     }
 }
 
-// Writes the tiles of C that each warp has of its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane, through a tile to memory: whole
-// chunks, where 4 lanes of a row would write 16 bytes in 4 pieces. Barriers of the block are inside.
+// Writes the tiles of C that each warp has of its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane,
+// through a tile to memory: whole chunks, where 4 lanes of a row would write 16 bytes in 4 pieces. Barriers of the
+// block are inside.
 template <int WIDTH>
 DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
     int lane = lane_of_warp(), g = static_cast<int>(threadIdx.x) / WARP * 16 + lane / 4, t = lane % 4;

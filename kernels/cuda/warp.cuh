@@ -17,7 +17,8 @@ DEVICE i64 sum_of_warp(i64 x) {
     return x;
 }
 
-// The lanes that are `there` with the same number as this one, of numbers from 0 to end - 1. All lanes of a warp come here.
+// The lanes that are `there` with the same number as this one, of numbers from 0 to end - 1. All lanes of a warp come
+// here.
 DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
     u32 lanes = __ballot_sync(FULL_WARP, there);
     for (i64 bit = 1; bit < end; bit *= 2) {
@@ -27,8 +28,9 @@ DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
     return lanes;
 }
 
-// Counts the numbers of begin .. end in the warp's counts [numbers], which the warp has written: number_of(i) is one below `numbers`, or none. In the order of i, 32 at a time.
-// Calls of(i, count) with how many had the number of i before it, -1 if it has none. All lanes of a warp come here.
+// Counts the numbers of begin .. end in the warp's counts [numbers], which the warp has written: number_of(i) is one
+// below `numbers`, or none. In the order of i, 32 at a time. Calls of(i, count) with how many had the number of i
+// before it, -1 if it has none. All lanes of a warp come here.
 template <class Number, class Of> DEVICE void count_numbers(int* counts, i64 begin, i64 end, i64 numbers, Number number_of, Of of) {
     int lane = lane_of_warp();
     for (i64 next = begin; next < end; next += WARP) {

@@ -1,7 +1,9 @@
-// Products of four warps by the instructions that sm_90a alone has (wgmma): 64 rows at a time, both operands or the right one from shared memory.
+// Products of four warps by the instructions that sm_90a alone has (wgmma): 64 rows at a time, both operands or the
+// right one from shared memory.
 //
-// Each function has a device form and a host twin in ../host/tensor_core_host.h, which takes descriptors apart as the PTX ISA says ("Asynchronous Warpgroup
-// Level Matrix Multiply-Accumulate Instructions") and computes when it is waited for. No header of the toolkit is needed.
+// Each function has a device form and a host twin in ../host/tensor_core_host.h, which takes descriptors apart as the
+// PTX ISA says ("Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions") and computes when it is waited
+// for. No header of the toolkit is needed.
 //
 // Places    accumulators: warp w of the four has rows 16 w .. 16 w + 16, in each the places of C in tensor_core.cuh; A in registers likewise.
 // Panels    operands in shared memory: panels of 64 columns, rows of 128 bytes, chunks where place<64> of tensor_core.cuh has them, which is the 128-byte
@@ -111,8 +113,9 @@ template <int N> DEVICE void warp_group_product_of(float (&)[N][4], Tiles, const
 #endif
 #endif
 
-// What products are told of an operand in shared memory: `at` is where its first row begins, plus 16 for each step over columns in a panel; `next_panel` how
-// many elements lie between panels, which only an operand needs whose rows are summed over (tensor_core.cuh calls that transposed).
+// What products are told of an operand in shared memory: `at` is where its first row begins, plus 16 for each step over
+// columns in a panel; `next_panel` how many elements lie between panels, which only an operand needs whose rows are
+// summed over (tensor_core.cuh calls that transposed).
 DEVICE u64 descriptor(Tiles tiles, int at, int next_panel) {
     u64 swizzle = 1ull << 62, group_of_rows = static_cast<u64>(8 * 2 * PANEL / 16) << 32;
     return descriptor_address(tiles, at) | static_cast<u64>(2 * next_panel / 16) << 16 | group_of_rows | swizzle;
@@ -123,7 +126,8 @@ template <int ROWS> DEVICE int panel_place(int tile, int row, int column) {
     return tile + (column / PANEL * ROWS + row) * PANEL + column % PANEL;
 }
 
-// d [64, 8 N] = A Bᵀ, over DIM columns, of rows row .. row + 64 of tile a, which has A_ROWS, and the 8 N rows of tile b.
+// d [64, 8 N] = A Bᵀ, over DIM columns, of rows row .. row + 64 of tile a, which has A_ROWS, and the 8 N rows of tile
+// b.
 template <int DIM, int A_ROWS, int N> DEVICE void multiply_groups(float (&d)[N][4], Tiles tiles, int a, int row, int b) {
 #pragma unroll
     for (int e = 0; e < DIM; e += 16) {

@@ -1,4 +1,5 @@
-// Windows that slide over images, channels last: patches of convolutions, and pools (crates/tensor/src/kernel/windows.rs).
+// Windows that slide over images, channels last: patches of convolutions, and pools
+// (crates/tensor/src/kernel/windows.rs).
 //
 //   patches[w, e] = the pixel under element e of window w, 0 beyond the edges;  dx = for each pixel Σ over the windows that hold it
 //   max pool: the largest pixel of each window, NaN above all, of equal ones the first; its place counts pixels of the window, padding included
@@ -6,7 +7,8 @@
 //
 // Shapes    x, dx [samples, height, width, channels]; windows [samples, rows, columns]; patches [windows, down, across, channels];
 //           pools and places [windows, channels], places in bytes or i32.
-// Geometry  a thread an element of what is written. A thread of dx gathers from its windows in their order, so nothing is added twice at once.
+// Geometry a thread an element of what is written. A thread of dx gathers from its windows in their order, so nothing
+// is added twice at once.
 // Bytes     of patches 4 read and 4 written an element; of dx what the windows hold read, 4 written; of pools the window read, 4 + place written.
 // Bits      those of the CPU: crates/cpu/src/kernels/windows.rs.
 #include "math.cuh"
@@ -16,7 +18,8 @@ struct Windows {
     i64 height, width, channels, rows, columns, down, across, stride, padding;
 };
 
-// The window and the channel of an element of [samples, rows, columns, channels]: the sample, and where the window begins.
+// The window and the channel of an element of [samples, rows, columns, channels]: the sample, and where the window
+// begins.
 struct Corner {
     i64 sample, top, left, channel;
 };

@@ -1,7 +1,8 @@
-// The twins of ../cuda/bulk_copy.cuh: copies of boxes and the barriers that count their bytes, on the host. `cuda_host.h` includes this.
+// The twins of ../cuda/bulk_copy.cuh: copies of boxes and the barriers that count their bytes, on the host.
+// `cuda_host.h` includes this.
 //
-// A copy comes when somebody waits for the phase it belongs to. Until then its places must not be touched; after that each thread may read them that
-// has waited for the phase itself, or for a barrier of the block behind such a wait.
+// A copy comes when somebody waits for the phase it belongs to. Until then its places must not be touched; after that
+// each thread may read them that has waited for the phase itself, or for a barrier of the block behind such a wait.
 #pragma once
 #include <map>
 

@@ -1,17 +1,19 @@
 // CUDA C++ on the host: what the kernels of ../cuda use of it, for g++ on x86-64, with checks.
 //
-// Every thread of a block is a fiber with a stack of its own. A fiber runs until it waits (for its block at __syncthreads, or for
-// its warp at a shuffle) or ends; the next one then runs. Their order, and that of the blocks, follows from a seed: a kernel
-// whose results depend on it has a race. A launch fails, with a message that names the thread, if
+// Every thread of a block is a fiber with a stack of its own. A fiber runs until it waits (for its block at
+// __syncthreads, or for its warp at a shuffle) or ends; the next one then runs. Their order, and that of the blocks,
+// follows from a seed: a kernel whose results depend on it has a race. A launch fails, with a message that names the
+// thread, if
 //
-// - two threads touch a word of shared memory, at least one writes it, and no barrier of the block is between them: this is found
-//   whatever the order in which they ran, because each word knows who read and wrote it since the last barrier;
+// - two threads touch a word of shared memory, at least one writes it, and no barrier of the block is between them:
+//   this is found whatever the order in which they ran, because each word knows who read and wrote it since the last
+//   barrier;
 // - a thread reads a word of shared memory that nobody in its block has written, or touches one beyond the array;
 // - threads wait at a barrier or shuffle that others of their block or warp never reach, or for bytes that never come.
 //
-// Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the threads of
-// a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX has are in tensor_core_host.h and
-// bulk_copy_host.h.
+// Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the
+// threads of a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX
+// has are in tensor_core_host.h and bulk_copy_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -258,7 +260,8 @@ inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, s
     return nullptr;
 }
 
-// A barrier of the source that threads pass without waiting, for tests of the checks: the end of a file's name, and a line.
+// A barrier of the source that threads pass without waiting, for tests of the checks: the end of a file's name, and a
+// line.
 inline std::string skipped_file;
 inline int skipped_line;
 

@@ -18,7 +18,8 @@ template <class... A> struct Call {
     }
 };
 
-// A kernel of any type. Plain pointers, and a function for each list of types: a `std::function` for each kernel would take the compiler longer than the kernels do.
+// A kernel of any type. Plain pointers, and a function for each list of types: a `std::function` for each kernel would
+// take the compiler longer than the kernels do.
 struct Entry {
     const char* name;
     void (*kernel)();

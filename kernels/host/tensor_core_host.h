@@ -1,4 +1,5 @@
-// The twins of ../cuda/tensor_core.cuh: what its instructions do with the elements of a warp's lanes, on the host. `cuda_host.h` includes this.
+// The twins of ../cuda/tensor_core.cuh: what its instructions do with the elements of a warp's lanes, on the host.
+// `cuda_host.h` includes this.
 #pragma once
 #include <deque>
 

@@ -1,4 +1,5 @@
-//! The sources, and the kernels that they define. The host library that the tests compile asserts each list of arguments.
+//! The sources, and the kernels that they define. The host library that the tests compile asserts each list of
+//! arguments.
 //!
 //! More than 400 lines: every kernel with all its arguments.
 
@@ -167,22 +168,27 @@ macro_rules! kernels {
     };
 }
 
-/// Ids of a bucket, by which `embedding_backward` has its ids sorted. `items` of its geometry are rows of the table, `width` is the vectors of a row: of four elements, eight for `embedding_backward_16`.
+/// Ids of a bucket, by which `embedding_backward` has its ids sorted. `items` of its geometry are rows of the table,
+/// `width` is the vectors of a row: of four elements, eight for `embedding_backward_16`.
 pub const TABLE_ROWS: u64 = 64;
 
-/// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a multiple of this.
+/// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a
+/// multiple of this.
 pub const UPDATE_PIECE: u64 = 4 * THREADS as u64;
 
-/// Elements that a warp of `exact_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
+/// Elements that a warp of `exact_squares` sums: `items` of its geometry are those of each vector divided by this,
+/// rounded up.
 pub const EXACT_PIECE: u64 = 16_384;
 
-/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this, rounded up.
+/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this,
+/// rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
 /// Rows of a result's tile in `grouped_tensor_*`: `items` of their geometry are the tiles of rows of all groups.
 pub const GROUPED_ROWS: u64 = 128;
 
-/// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels `*_backward_wide` and `*_backward_parts`.
+/// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels
+/// `*_backward_wide` and `*_backward_parts`.
 pub const NORM_WIDTH: u64 = 8192;
 
 /// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
@@ -201,17 +207,20 @@ const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 const ROWS_BY_SIXTEEN: Geometry = Geometry::RowVectors { each: 16 };
 
-/// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`, `cuda/flash_backward.cu`.
+/// Queries or keys of a block of flash attention, and its tiles in shared memory, of 16 bits: `cuda/flash_forward.cu`,
+/// `cuda/flash_backward.cu`.
 const fn flash(head_dim: u32, tiles: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
 }
 
-/// The same for the forms for sm_90a: beside tiles, barriers for their copies, and numbers of the columns: `cuda/flash_sm90.cuh`.
+/// The same for the forms for sm_90a: beside tiles, barriers for their copies, and numbers of the columns:
+/// `cuda/flash_sm90.cuh`.
 const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
 }
 
-/// Columns of a tile of products of groups, and the tiles of both operands in shared memory, of 16 bits: `cuda/grouped_tensor.cu`.
+/// Columns of a tile of products of groups, and the tiles of both operands in shared memory, of 16 bits:
+/// `cuda/grouped_tensor.cu`.
 pub(crate) const fn grouped(columns: u32, stages: u32) -> Geometry {
     Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUPED_ROWS as u32 + columns) * stages }
 }

@@ -1,8 +1,8 @@
-//! The least that a launch of a kernel can take: bytes that it must move, operations that it must do, and the time of both on a card. `kernels/floors.md` is the
-//! table, which [`report`] makes of this and of the arguments' types.
+//! The least that a launch of a kernel can take: bytes that it must move, operations that it must do, and the time of
+//! both on a card. `kernels/floors.md` is the table, which [`report`] makes of this and of the arguments' types.
 //!
-//! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which `crates/cuda/benches/ops.rs` times what it times, or of a network for images, or in
-//! [`WITHOUT`], with the reason.
+//! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which
+//! `crates/cuda/benches/ops.rs` times what it times, or of a network for images, or in [`WITHOUT`], with the reason.
 
 use crate::kernel::Arg;
 use std::fmt::Write;
@@ -64,7 +64,8 @@ const EXPERTS: u64 = 64;
 const IMAGES: u64 = 256 * 56 * 56 * 64;
 /// Elements of a flat vector.
 const FLAT: u64 = 1 << 28;
-/// Elements of an operand of attention, numbers of its rows, and pairs of a query and a key that it sees: 32 × 1024 tokens of 12 heads of 64, 4 × 4096 of 16 of 128.
+/// Elements of an operand of attention, numbers of its rows, and pairs of a query and a key that it sees: 32 × 1024
+/// tokens of 12 heads of 64, 4 × 4096 of 16 of 128.
 const A64: u64 = 32 * 1024 * 12 * 64;
 const R64: u64 = 32 * 1024 * 12;
 const P64: u64 = 32 * 12 * 1024 * 1025 / 2;

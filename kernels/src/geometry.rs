@@ -14,7 +14,8 @@ const ROW_BLOCK: u64 = 1024;
 const HELD_BYTES: u64 = 100_608;
 const HELD_HALVES: u64 = 64;
 
-/// For `Rounds` and `Parts`: elements of a thread, most threads of a block, and most rows that a block holds: `cuda/norm.cuh`.
+/// For `Rounds` and `Parts`: elements of a thread, most threads of a block, and most rows that a block holds:
+/// `cuda/norm.cuh`.
 const ROUND_EACH: u64 = 8;
 const ROUND_THREADS: u64 = 1024;
 const ROUND_ROWS: u64 = 64;
@@ -34,19 +35,20 @@ pub enum Geometry {
     },
     /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
     Rows,
-    /// As `Rows`, but that rows of more than 16,384 elements have a block of 512 threads each, and of more than 32,768 of 1024; and with shared memory for the rows of a block, at most 100,608 bytes:
-    /// `cuda/cross_entropy.cu`.
+    /// As `Rows`, but that rows of more than 16,384 elements have a block of 512 threads each, and of more than 32,768
+    /// of 1024; and with shared memory for the rows of a block, at most 100,608 bytes: `cuda/cross_entropy.cu`.
     HeldRows {
         /// Bytes of an element.
         bytes: u32,
     },
-    /// `items` rows of `width` elements. A block of threads takes as many rows as make eight elements a thread, at most 64, and the launch gives it shared
-    /// memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements go as in `Rows`.
+    /// `items` rows of `width` elements. A block of threads takes as many rows as make eight elements a thread, at most
+    /// 64, and the launch gives it shared memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements go
+    /// as in `Rows`.
     Rounds,
     /// A block of threads for each of `items` and each 256 of `width` columns.
     Columns,
-    /// `items` parts of up to 64 rows of `width` elements, a block of threads each. The block takes its rows in rounds, each as in `Rounds`, and has shared
-    /// memory for two numbers an element. Rows have at most 8192 elements.
+    /// `items` parts of up to 64 rows of `width` elements, a block of threads each. The block takes its rows in rounds,
+    /// each as in `Rounds`, and has shared memory for two numbers an element. Rows have at most 8192 elements.
     Parts,
     /// A warp for each of `items`; `width` is not used.
     Warps,
@@ -78,8 +80,8 @@ pub struct Launch {
 }
 
 impl Geometry {
-    /// The grid for sizes of a call, each as the variant says. `None` if there is nothing to do, or if it is more than a grid
-    /// can have: 2^31 - 1 blocks in x, 65,535 in y.
+    /// The grid for sizes of a call, each as the variant says. `None` if there is nothing to do, or if it is more than
+    /// a grid can have: 2^31 - 1 blocks in x, 65,535 in y.
     ///
     /// ```
     /// use meshwork_kernels::{Geometry, Launch};
@@ -152,8 +154,8 @@ fn rows_per_block(n: u64) -> u64 {
     halves / n.div_ceil(ROW_BLOCK).clamp(1, halves).next_power_of_two()
 }
 
-/// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names end in `parts` sum
-/// the rows of each part; `sum_parts` then sums the parts of each block.
+/// How rows are cut for the gradients of biases and gains: blocks of rows into parts of up to 64. Kernels whose names
+/// end in `parts` sum the rows of each part; `sum_parts` then sums the parts of each block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowParts {
     /// The first row of each part, and the number of rows.

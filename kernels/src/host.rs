@@ -1,7 +1,7 @@
 //! The kernels compiled for the host, by g++, and run there thread by thread: feature `host`.
 //!
-//! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks what a kernel does with them.
-//! A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
+//! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks what a kernel does with
+//! them. A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
 
 use crate::{HEADERS, KERNELS, Kernel, Launch, SOURCES};
 use libloading::Library;
@@ -90,8 +90,8 @@ impl Host {
         Self::compile(folder, &files, KERNELS, false)
     }
 
-    /// Kernels of these files, the `.cu` among them included in order; `sanitized`: with the address and undefined-behaviour
-    /// sanitizers, which must be in the process from its start.
+    /// Kernels of these files, the `.cu` among them included in order; `sanitized`: with the address and
+    /// undefined-behaviour sanitizers, which must be in the process from its start.
     ///
     /// # Errors
     /// As [`new`](Self::new), and if g++ finds a fault.
@@ -158,11 +158,12 @@ impl Host {
         loaded
     }
 
-    /// Runs a kernel to its end, in the order of threads and blocks that follows from a seed: 0 is as numbered, 1 reversed, the others random. `args`
-    /// has each argument's bits: a number, or an address.
+    /// Runs a kernel to its end, in the order of threads and blocks that follows from a seed: 0 is as numbered, 1
+    /// reversed, the others random. `args` has each argument's bits: a number, or an address.
     ///
     /// # Errors
-    /// What the checks found: a race, a read of what nobody wrote, a barrier that not all threads reach. The first in that order.
+    /// What the checks found: a race, a read of what nobody wrote, a barrier that not all threads reach. The first in
+    /// that order.
     ///
     /// # Safety
     /// `args` are what the kernel's table says, and the addresses those of host memory as large as its source says.
@@ -170,7 +171,8 @@ impl Host {
         assert_eq!(args.len(), kernel.args.len(), "arguments of {}", kernel.name);
         let name = CString::new(kernel.name).map_err(|error| error.to_string())?;
         let mut addresses: Vec<*mut c_void> = args.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-        // SAFETY: the library's function of this type; the caller answers for the arguments, whose types the library asserts.
+        // SAFETY: the library's function of this type; the caller answers for the arguments, whose types the library
+        // asserts.
         let failure = unsafe {
             let entry = self.library.get::<Entry>(b"meshwork_launch").map_err(|error| error.to_string())?;
             let failure = entry(

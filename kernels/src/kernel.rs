@@ -138,7 +138,8 @@ impl Arg {
         }
     }
 
-    /// What the number, or the address in bytes, is a multiple of. A GPU faults at an element, or at 16 bytes, that lie across such a multiple.
+    /// What the number, or the address in bytes, is a multiple of. A GPU faults at an element, or at 16 bytes, that lie
+    /// across such a multiple.
     pub fn multiple(&self) -> u64 {
         match self.pass {
             Pass::Value | Pass::Divisor => 1,

@@ -18,8 +18,9 @@ pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
 pub use variants::{VARIANTS, Variant, variants};
 
-/// What the compiler must be told, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product and sum are fused but
-/// where the source says so. Division, square roots and subnormal numbers stay as the standard has them, which is the default.
+/// What the compiler must be told, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product
+/// and sum are fused but where the source says so. Division, square roots and subnormal numbers stay as the standard
+/// has them, which is the default.
 pub const OPTIONS: [&str; 5] = ["-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"];
 
 /// The kernel of this name.
@@ -73,8 +74,9 @@ mod tests {
         assert!(seen > 50, "{seen} divisions");
     }
 
-    /// What a kernel of tensor cores reads or writes by whole chunks, the table demands at multiples of 16 bytes, and the distances of their rows in eights. What it
-    /// writes two at a time lies at multiples of two. Other kernels look at each address (`neighbours.cuh`).
+    /// What a kernel of tensor cores reads or writes by whole chunks, the table demands at multiples of 16 bytes, and
+    /// the distances of their rows in eights. What it writes two at a time lies at multiples of two. Other kernels look
+    /// at each address (`neighbours.cuh`).
     #[test]
     fn addresses_that_no_kernel_looks_at_are_declared() {
         let mut seen = 0;
@@ -103,8 +105,9 @@ mod tests {
         }
     }
 
-    /// A GPU counts what a launch gives and what the source takes by itself together: where the former has room, so has the sum. 99, 163 and 227 KiB are what a block may have on
-    /// cards of the architectures 8.6, 8.9 and 12, on an A100, and on an H100.
+    /// A GPU counts what a launch gives and what the source takes by itself together: where the former has room, so has
+    /// the sum. 99, 163 and 227 KiB are what a block may have on cards of the architectures 8.6, 8.9 and 12, on an
+    /// A100, and on an H100.
     #[test]
     fn shared_memory_of_launch_and_source_fits_together() {
         let report = include_str!("../report.md");

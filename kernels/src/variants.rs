@@ -1,5 +1,5 @@
-//! Forms of kernels with other sizes of tiles or stages, or more elements a thread: the same results within rounding, and another speed. Which is the fastest depends on the GPU
-//! and on the sizes of a call; a device chooses by a table.
+//! Forms of kernels with other sizes of tiles or stages, or more elements a thread: the same results within rounding,
+//! and another speed. Which is the fastest depends on the GPU and on the sizes of a call; a device chooses by a table.
 //!
 //! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
 
@@ -100,7 +100,8 @@ pub fn variants(kernel: &str) -> impl Iterator<Item = &'static Variant> {
 mod tests {
     use super::*;
 
-    /// A variant has a name of its own among those of its kernel, a file of its own, and every macro that it defines stands in that file or in a header.
+    /// A variant has a name of its own among those of its kernel, a file of its own, and every macro that it defines
+    /// stands in that file or in a header.
     #[test]
     fn variants_differ_in_what_they_say() {
         for (at, variant) in VARIANTS.iter().enumerate() {

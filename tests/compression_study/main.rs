@@ -1,5 +1,5 @@
-//! The study of compression as a user runs it, in a short form: it goes on where it was interrupted, and its directions are those of the
-//! published table.
+//! The study of compression as a user runs it, in a short form: it goes on where it was interrupted, and its directions
+//! are those of the published table.
 
 use serde_json::Value;
 use std::collections::BTreeMap;

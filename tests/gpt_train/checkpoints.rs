@@ -68,7 +68,8 @@ fn resume_says_from_where() {
     );
 }
 
-/// A checkpoint behind the last step that is asked for: nothing is trained, which is said, and the export is that of the checkpoint.
+/// A checkpoint behind the last step that is asked for: nothing is trained, which is said, and the export is that of
+/// the checkpoint.
 #[test]
 fn fewer_steps_than_the_checkpoint_has_are_said_and_still_export() {
     let folder = folder("resume_behind");
@@ -147,7 +148,8 @@ fn a_run_that_is_told_to_end_saves_and_goes_on_later() {
     assert!(out.starts_with(&format!("resumed after step {last}\n")), "{out}");
 }
 
-/// The folder goes away while the run is on: it trains to its end, and says with its exit code that the end was not kept.
+/// The folder goes away while the run is on: it trains to its end, and says with its exit code that the end was not
+/// kept.
 #[test]
 fn a_run_whose_folder_went_away_trains_on() {
     let folder = folder("resume_gone");

@@ -18,7 +18,8 @@ pub fn emulates() -> bool {
     found
 }
 
-/// Runs the program, whose kernels for the host are kept among the files of the tests. Its exit code, standard output and standard error.
+/// Runs the program, whose kernels for the host are kept among the files of the tests. Its exit code, standard output
+/// and standard error.
 pub fn run(line: &str) -> (Option<i32>, String, String) {
     let mut command = command(line);
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));
@@ -65,7 +66,8 @@ fn every_rank_has_an_emulated_device_with_the_cpus_numbers_and_the_predicted_mem
     assert!(run != cpu && run.as_flattened().iter().zip(cpu.as_flattened()).all(near), "{run:?} and {cpu:?}");
 }
 
-/// Products of experts on tensor cores, with weights and activations in bf16: numbers near the CPU's on meshes, and the predicted memory.
+/// Products of experts on tensor cores, with weights and activations in bf16: numbers near the CPU's on meshes, and the
+/// predicted memory.
 #[test]
 fn experts_in_bf16_are_near_the_cpus() {
     if !emulates() {
@@ -242,7 +244,8 @@ fn ranks_share_the_gpus_of_a_machine() {
     let report = fs::read_to_string(folder.join("report")).unwrap();
     assert!(report.lines().filter(|line| line.starts_with("left: ")).all(|line| line == left), "{report}");
 
-    // Products of experts run the form that has room: the usual one needs 144 KiB of shared memory, a variant 96. The library has what is left.
+    // Products of experts run the form that has room: the usual one needs 144 KiB of shared memory, a variant 96. The
+    // library has what is left.
     let experts = "--steps 1 --device cuda --set moe.num_experts=4 --set training.dtype=bf16";
     for (shared, form) in
         [("65536", None), ("101376", Some(".grouped_tensor_forward_bf16.stages=2")), ("232448", Some(""))]

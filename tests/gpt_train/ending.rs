@@ -80,7 +80,8 @@ fn ctrl_c_cuts_the_sample_short() {
     assert!(sample.starts_with("Non eram nescius") && sample.chars().count() < 100, "{sample}");
 }
 
-/// A validation of many batches, which would take half a minute: it ends at the next batch, says so, and no further step is trained.
+/// A validation of many batches, which would take half a minute: it ends at the next batch, says so, and no further
+/// step is trained.
 #[cfg(unix)]
 #[test]
 fn a_stop_cuts_a_validation_short_and_saves_the_step_before_it() {

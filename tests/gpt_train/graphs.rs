@@ -7,8 +7,8 @@ use serde_json::Value;
 
 const MORE: &str = "--set training.numerics=canonical --set model.dropout=0.1 --set model.num_layers=4 --set model.seq_len=8 --set lr_scheduler.warmup_steps=4";
 
-/// How rank 0 queued the last of six steps: as graphs that were captured before, but for what is too short, and for collectives: the rank that
-/// arrives last queues their work, and a rank may do so for the first time in any step.
+/// How rank 0 queued the last of six steps: as graphs that were captured before, but for what is too short, and for
+/// collectives: the rank that arrives last queues their work, and a rank may do so for the first time in any step.
 #[track_caller]
 fn steady(run: &[Value], what: &str) -> [u64; 3] {
     let launches = &events(run, "end")[0]["launches"];
@@ -24,9 +24,9 @@ fn steady(run: &[Value], what: &str) -> [u64; 3] {
     [asked, made, changed]
 }
 
-/// Every synchronous schedule, meshes, ZeRO, recomputation, storage in 16 bits and offload: the numbers of one rank of the CPU, with the
-/// steady step as graphs. Dropout, the update and the learning rate change their numbers in each step. All of them if `MESHWORK_SWEEP` is
-/// `all`, as in `.ci/nightly`, else some.
+/// Every synchronous schedule, meshes, ZeRO, recomputation, storage in 16 bits and offload: the numbers of one rank of
+/// the CPU, with the steady step as graphs. Dropout, the update and the learning rate change their numbers in each
+/// step. All of them if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else some.
 #[test]
 fn graphs_change_no_number() {
     if !emulates() {
@@ -85,7 +85,8 @@ fn graphs_change_no_number_of_fast_steps() {
     }
 }
 
-/// Results of products in 16 bits are rounded as they are written, and updates are few: a kernel more for each layer would be seen here.
+/// Results of products in 16 bits are rounded as they are written, and updates are few: a kernel more for each layer
+/// would be seen here.
 #[test]
 fn launches_of_a_fast_step_are_as_documented() {
     if !emulates() {

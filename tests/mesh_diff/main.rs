@@ -149,7 +149,8 @@ fn help_names_every_flag() {
     }
 }
 
-/// The bits of the CPU on a mesh of emulated CUDA devices, and a fault on one of them is named by the operation that has it.
+/// The bits of the CPU on a mesh of emulated CUDA devices, and a fault on one of them is named by the operation that
+/// has it.
 #[cfg(feature = "emulator")]
 #[test]
 fn sides_may_have_different_devices() {

@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 
 const VGG16: &str = "--profile crates/pipeline/tests/partition/profiles/vgg16.txt";
 
-/// (exit code, standard output, standard error) of an example, from the root of the repository, and words without spaces.
+/// (exit code, standard output, standard error) of an example, from the root of the repository, and words without
+/// spaces.
 fn run(example: &str, line: &str) -> (Option<i32>, String, String) {
     let test = std::env::current_exe().unwrap();
     let profile = test.parent().and_then(Path::parent).unwrap();

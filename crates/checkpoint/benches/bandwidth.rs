@@ -1,14 +1,17 @@
-//! How fast checkpoints are saved and loaded, beside one plain sequential writer and reader of the same bytes on the same disk.
+//! How fast checkpoints are saved and loaded, beside one plain sequential writer and reader of the same bytes on the
+//! same disk.
 //!
-//! `cargo bench -p meshwork-checkpoint --bench bandwidth [-- --dir DIR]`: weights and two optimizer states of GPT-2 with 124 M parameters,
-//! 1.5 GB, in a folder in the system's place for temporary files, or in DIR. Each round measures, in turn:
+//! `cargo bench -p meshwork-checkpoint --bench bandwidth [-- --dir DIR]`: weights and two optimizer states of GPT-2
+//! with 124 M parameters, 1.5 GB, in a folder in the system's place for temporary files, or in DIR. Each round
+//! measures, in turn:
 //!
-//! - `plain`: one file, written in blocks of a MiB and synced; then read in such blocks, into memory that is used again;
-//! - `N ranks`: a save by N writers from the end of the snapshot until it is committed, checksums included; then all tensors are read,
-//!   each rank its share, into memory that is used again, and verified.
+//! - `plain`: one file, written in blocks of a MiB and synced; then read in such blocks, into memory that is used
+//!   again;
+//! - `N ranks`: a save by N writers from the end of the snapshot until it is committed, checksums included; then all
+//!   tensors are read, each rank its share, into memory that is used again, and verified.
 //!
-//! Reads are timed with the files out of the page cache (`cold`, on Linux), and in it (`warm`). The last lines are medians over the rounds,
-//! and medians of the ratios to `plain` of the same round.
+//! Reads are timed with the files out of the page cache (`cold`, on Linux), and in it (`warm`). The last lines are
+//! medians over the rounds, and medians of the ratios to `plain` of the same round.
 //!
 //! Without `--bench` (as under `cargo test`), it runs one round of a model of a few kilobytes.
 

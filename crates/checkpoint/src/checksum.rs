@@ -1,8 +1,9 @@
 //! The checksum of a piece: XXH3 with 64 bits.
 //!
-//! It finds what disks, cables and copies do by accident: a change passes with a chance of 2^-64. It is faster than memory, so a save
-//! costs no more for it, and other languages have it (`xxhash.xxh3_64` in Python). A cryptographic hash would also find what somebody
-//! forged; CRC-32C would let one change in 2^32 pass, and a checkpoint of some terabytes has a million pieces.
+//! It finds what disks, cables and copies do by accident: a change passes with a chance of 2^-64. It is faster than
+//! memory, so a save costs no more for it, and other languages have it (`xxhash.xxh3_64` in Python). A cryptographic
+//! hash would also find what somebody forged; CRC-32C would let one change in 2^32 pass, and a checkpoint of some
+//! terabytes has a million pieces.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;

@@ -162,7 +162,8 @@ pub struct JsonDifference {
     pub second: Option<Value>,
 }
 
-/// The values that differ between two JSON documents: between the metadata of two checkpoints, or of a checkpoint and a run.
+/// The values that differ between two JSON documents: between the metadata of two checkpoints, or of a checkpoint and a
+/// run.
 pub fn json_differences(first: &Value, second: &Value) -> Vec<JsonDifference> {
     let mut differences = Vec::new();
     compare("", Some(first), Some(second), &mut differences);

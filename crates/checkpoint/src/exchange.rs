@@ -2,12 +2,13 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// One rank's end of a line between the writers of all ranks. Writers run beside training, on threads of their own, so this must not be a
-/// communicator that training uses.
+/// One rank's end of a line between the writers of all ranks. Writers run beside training, on threads of their own, so
+/// this must not be a communicator that training uses.
 ///
 /// [`threads`] connects the threads of one process. An adapter of MPI is one `Allgatherv` on a communicator of its own.
 pub trait Exchange: Send + 'static {
-    /// Gives the message of every rank to every rank, in the order of the ranks. Waits for all of them; ranks call it equally often.
+    /// Gives the message of every rank to every rank, in the order of the ranks. Waits for all of them; ranks call it
+    /// equally often.
     ///
     /// # Errors
     /// A rank that will not come any more.

@@ -67,7 +67,8 @@ pub(crate) fn sync(dir: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
 }
 
-/// Turns what was written for a step into the checkpoint of that step, in one go. An older one of the same step is kept until then.
+/// Turns what was written for a step into the checkpoint of that step, in one go. An older one of the same step is kept
+/// until then.
 pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
     let (written, complete, old) = (partial(dir, step), dir.join(folder_name(step)), marked(dir, step, OLD));
     sync(&written)?;
@@ -88,7 +89,8 @@ pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBu
     older.map(|step| room::remove(dir, step)).collect()
 }
 
-/// Removes what a run that was killed left over. A complete checkpoint that was about to be replaced gets its name back.
+/// Removes what a run that was killed left over. A complete checkpoint that was about to be replaced gets its name
+/// back.
 pub(crate) fn remove_leftovers(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let mut removed = Vec::new();
     for name in names(dir)? {

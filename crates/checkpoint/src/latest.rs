@@ -21,8 +21,8 @@ pub struct PassedOver {
     pub damage: Vec<Damage>,
 }
 
-/// The newest checkpoint of a folder all of whose bytes are as they were written, with the damaged ones before it. A folder that is not
-/// there has none.
+/// The newest checkpoint of a folder all of whose bytes are as they were written, with the damaged ones before it. A
+/// folder that is not there has none.
 ///
 /// # Errors
 /// A folder or a checkpoint that cannot be read now: an older one is not taken for the newest.

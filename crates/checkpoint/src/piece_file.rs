@@ -3,8 +3,8 @@
 //! ```text
 //! length of the JSON, 8 bytes little-endian │ JSON, padded with spaces to a multiple of 8 │ pieces
 //! ```
-//! The crate `safetensors` reads these files (a test does). It does not write them, because it puts `__metadata__` in random order and
-//! needs the bytes of all tensors beside each other in memory.
+//! The crate `safetensors` reads these files (a test does). It does not write them, because it puts `__metadata__` in
+//! random order and needs the bytes of all tensors beside each other in memory.
 
 use crate::{SavePlan, Slice, Tensor};
 use serde_json::{Map, Value, json};

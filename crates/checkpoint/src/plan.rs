@@ -1,7 +1,9 @@
-//! Who writes what. A pure function of what every rank holds, so that all ranks compute the same plan and need not talk.
+//! Who writes what. A pure function of what every rank holds, so that all ranks compute the same plan and need not
+//! talk.
 //!
-//! Ranks that hold the same elements share the work of writing them: large slices are cut, and each part goes to the holder with the
-//! fewest bytes so far. Slices with few holders come first, because they leave no choice; then the largest.
+//! Ranks that hold the same elements share the work of writing them: large slices are cut, and each part goes to the
+//! holder with the fewest bytes so far. Slices with few holders come first, because they leave no choice; then the
+//! largest.
 
 use crate::index::{Index, Written};
 use crate::piece_file::header;
@@ -110,7 +112,8 @@ const PIECES_PER_WRITER: u64 = 32;
 const SMALLEST_CUT: u64 = 4096;
 
 impl SavePlan {
-    /// The plan of `world` ranks that hold these slices. Slices of one tensor may overlap; together they must be all of it.
+    /// The plan of `world` ranks that hold these slices. Slices of one tensor may overlap; together they must be all of
+    /// it.
     ///
     /// # Errors
     /// Names that are not unique, slices outside of their tensor, elements that no rank holds.

@@ -1,7 +1,8 @@
 //! Reads a checkpoint, slice by slice.
 //!
-//! A read takes only the bytes of the slice from the files. It verifies the checksum of each piece that the slice covers whole. A piece
-//! that is covered in part must be verified before the read: [`Checkpoint::units_not_read_whole`] lists these.
+//! A read takes only the bytes of the slice from the files. It verifies the checksum of each piece that the slice
+//! covers whole. A piece that is covered in part must be verified before the read: [`Checkpoint::units_not_read_whole`]
+//! lists these.
 
 use crate::checksum::Summing;
 use crate::index::{self, FORMAT};
@@ -94,12 +95,12 @@ fn out_of_range(name: &str, slice: &Slice, dims: &[u64]) -> String {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in a folder: reads its index, and compares the sizes of its files. Takes no more memory than the index has
-    /// bytes, times a small factor.
+    /// Opens the checkpoint in a folder: reads its index, and compares the sizes of its files. Takes no more memory
+    /// than the index has bytes, times a small factor.
     ///
     /// # Errors
-    /// [`Damage`]: an index that is missing, damaged or contradicts itself; files that are missing or have another size. Else what cannot be
-    /// read now, or has another format.
+    /// [`Damage`]: an index that is missing, damaged or contradicts itself; files that are missing or have another
+    /// size. Else what cannot be read now, or has another format.
     pub fn open(path: &Path) -> Result<Self, Unread> {
         let file = path.join(index::FILE);
         let bytes = fs::read(&file).map_err(failed(&file))?;
@@ -154,12 +155,12 @@ impl Checkpoint {
         Ok(bytes)
     }
 
-    /// Reads a slice into a row-major array of `extents`, which may be larger than the slice: padding at the end of a dim, which stays as
-    /// it is.
+    /// Reads a slice into a row-major array of `extents`, which may be larger than the slice: padding at the end of a
+    /// dim, which stays as it is.
     ///
     /// # Errors
-    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was written. The array
-    /// may then hold bytes of the damaged piece.
+    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was
+    /// written. The array may then hold bytes of the damaged piece.
     pub fn read_into(&self, name: &str, slice: &Slice, extents: &[u64], into: &mut [u8]) -> Result<(), ReadError> {
         let Some(tensor) = self.tensor(name) else {
             return Err(ReadError::Unknown { path: self.path.clone(), name: name.to_owned() });

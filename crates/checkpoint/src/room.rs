@@ -5,8 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Bytes that this process may still write to the file system of a folder, or of its nearest parent that exists. `None` where the system does
-/// not say; quotas do not count.
+/// Bytes that this process may still write to the file system of a folder, or of its nearest parent that exists. `None`
+/// where the system does not say; quotas do not count.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let mut parents = dir.ancestors().map(|at| if at.as_os_str().is_empty() { Path::new(".") } else { at });
@@ -32,8 +32,9 @@ pub fn stored_bytes(dir: &Path, step: u64) -> io::Result<u64> {
     fs::read_dir(dir.join(folder_name(step)))?.map(|entry| Ok(entry?.metadata()?.len())).sum()
 }
 
-/// The checkpoints that may go before the next one is written, in this order: all but the newest whole one. Later ones than that are damaged,
-/// or the run would have gone on from them, and go first; then the oldest. Where no checkpoint is known to be whole, none may go.
+/// The checkpoints that may go before the next one is written, in this order: all but the newest whole one. Later ones
+/// than that are damaged, or the run would have gone on from them, and go first; then the oldest. Where no checkpoint
+/// is known to be whole, none may go.
 pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
     let Some(whole) = whole else { return Ok(Vec::new()) };
     let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole).collect();

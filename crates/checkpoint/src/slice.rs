@@ -104,8 +104,8 @@ impl fmt::Display for Slice {
     }
 }
 
-/// A row-major array in memory or in a file that holds a slice from its first element on. Its extents may be larger than those of the
-/// slice: padding at the end of a dim.
+/// A row-major array in memory or in a file that holds a slice from its first element on. Its extents may be larger
+/// than those of the slice: padding at the end of a dim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     origin: Vec<u64>,
@@ -129,8 +129,8 @@ impl Block {
     }
 }
 
-/// Calls `visit(first element in from, first element in to, elements)` for each run of elements of `slice` that is contiguous in both
-/// arrays, in order. Both hold the slice.
+/// Calls `visit(first element in from, first element in to, elements)` for each run of elements of `slice` that is
+/// contiguous in both arrays, in order. Both hold the slice.
 pub(crate) fn for_each_run<E>(
     slice: &Slice,
     from: &Block,

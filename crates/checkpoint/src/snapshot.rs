@@ -5,7 +5,8 @@ use crate::{Block, SavePlan, Slice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A copy of what one rank writes, in the order of its file: [`SavePlan::bytes`] of memory, whatever else the rank holds.
+/// A copy of what one rank writes, in the order of its file: [`SavePlan::bytes`] of memory, whatever else the rank
+/// holds.
 #[derive(Debug)]
 pub struct Snapshot {
     plan: Arc<SavePlan>,
@@ -66,7 +67,8 @@ pub enum SnapshotError {
 debug_as_display!(SnapshotError);
 
 impl Snapshot {
-    /// An empty snapshot in the memory of an older one. Without memory it takes nothing, and the save fails on every rank.
+    /// An empty snapshot in the memory of an older one. Without memory it takes nothing, and the save fails on every
+    /// rank.
     pub(crate) fn new(plan: Arc<SavePlan>, rank: usize, mut memory: Vec<u8>) -> Self {
         let bytes = plan.bytes(rank) as usize;
         if memory.try_reserve_exact(bytes.saturating_sub(memory.len())).is_ok() {
@@ -82,8 +84,8 @@ impl Snapshot {
         Self { plan, rank, data: memory, missing, of_tensor }
     }
 
-    /// Copies what this rank writes of a tensor from the slice that it holds. `bytes` are the elements of that slice as a row-major array
-    /// of `extents`, which may be larger than the slice: padding at the end of each dim.
+    /// Copies what this rank writes of a tensor from the slice that it holds. `bytes` are the elements of that slice as
+    /// a row-major array of `extents`, which may be larger than the slice: padding at the end of each dim.
     ///
     /// # Errors
     /// A tensor that the plan does not have, or a slice that does not fit.

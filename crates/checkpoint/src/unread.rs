@@ -1,7 +1,7 @@
 //! Why a checkpoint, or a part of one, was not read.
 //!
-//! Content that is not what was written, and a read that failed, are two types: only [`Damage`] permits to use an older checkpoint, and no
-//! error of the system becomes one by accident. [`failed`] is the only place that sorts them.
+//! Content that is not what was written, and a read that failed, are two types: only [`Damage`] permits to use an older
+//! checkpoint, and no error of the system becomes one by accident. [`failed`] is the only place that sorts them.
 
 use crate::Damage;
 use crate::index::FORMAT;
@@ -51,7 +51,8 @@ pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {
     move |source| {
         let path = path.to_path_buf();
         match source.kind() {
-            // Of a link that leads nowhere, or in a folder that is one, the target may come back: a disk that is not mounted.
+            // Of a link that leads nowhere, or in a folder that is one, the target may come back: a disk that is not
+            // mounted.
             ErrorKind::NotFound if is_gone(&path) => Damage::Missing { path }.into(),
             ErrorKind::NotADirectory | ErrorKind::IsADirectory => Damage::Missing { path }.into(),
             _ => Unreadable::Io { path, source }.into(),

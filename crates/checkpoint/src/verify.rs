@@ -90,8 +90,8 @@ impl Checkpoint {
         headers.chain(self.piece_units(|_, _| true)).collect()
     }
 
-    /// What is left to verify where these slices are read, by whichever rank: the headers, and the pieces that no slice holds whole. The
-    /// reads verify the others.
+    /// What is left to verify where these slices are read, by whichever rank: the headers, and the pieces that no slice
+    /// holds whole. The reads verify the others.
     pub fn units_not_read_whole<'a>(&self, slices: impl IntoIterator<Item = (&'a str, &'a Slice)>) -> Vec<Unit> {
         let mut read: std::collections::BTreeMap<&str, Vec<&Slice>> = std::collections::BTreeMap::new();
         for (name, slice) in slices {

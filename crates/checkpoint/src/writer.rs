@@ -4,8 +4,9 @@
 //! training thread   snapshot ─┐ step, step, step ...            ┌─ outcome
 //! writer's thread             └ write, sync ─ all done? ─ commit ┘
 //! ```
-//! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an older checkpoint is
-//! touched before, unless the disk lacks room: then older ones go first, but never the newest whole one.
+//! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an
+//! older checkpoint is touched before, unless the disk lacks room: then older ones go first, but never the newest whole
+//! one.
 //!
 //! More than 400 lines: one protocol between two threads of each rank, and all of its ends.
 
@@ -180,8 +181,8 @@ impl Writer {
         Self { plan, rank, memory, saving, whole: None, jobs, results, thread }
     }
 
-    /// Says that the checkpoint of a step is whole, because the run goes on from it: where room is short, all others may go before the first
-    /// one of this writer is complete.
+    /// Says that the checkpoint of a step is whole, because the run goes on from it: where room is short, all others
+    /// may go before the first one of this writer is complete.
     pub fn goes_on_from(&mut self, step: u64) {
         self.whole = Some(step);
     }
@@ -191,15 +192,16 @@ impl Writer {
         &self.plan
     }
 
-    /// An empty snapshot to fill. Waits for the save under way, if there is one, and also returns its outcome: a run that saves more often
-    /// than its disk can write is slowed down here, and holds no more than one snapshot.
+    /// An empty snapshot to fill. Waits for the save under way, if there is one, and also returns its outcome: a run
+    /// that saves more often than its disk can write is slowed down here, and holds no more than one snapshot.
     pub fn snapshot(&mut self) -> (Snapshot, Option<Result<Saved, SaveError>>) {
         let before = self.wait();
         (Snapshot::new(self.plan.clone(), self.rank, std::mem::take(&mut self.memory)), before)
     }
 
-    /// Starts to save a snapshot, and returns. All ranks save the same steps; of their `metadata`, that of rank 0 is kept. Where a snapshot
-    /// lacks elements that its rank writes, all ranks are told, and there is no checkpoint of that step.
+    /// Starts to save a snapshot, and returns. All ranks save the same steps; of their `metadata`, that of rank 0 is
+    /// kept. Where a snapshot lacks elements that its rank writes, all ranks are told, and there is no checkpoint of
+    /// that step.
     pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
         let job = Job { step, metadata, snapshot: snapshot.into_data(), whole: self.whole, began: Instant::now() };
         if let Some(jobs) = &self.jobs {
@@ -270,7 +272,8 @@ impl Task {
             exchange.all_gather(Vec::new()).map_err(|source| SaveError::Exchange { step, source })?;
             let result = self.write_and_commit(job, &made_room, exchange);
             if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. } | SaveError::Full { .. })) {
-                // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at the next start.
+                // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at
+                // the next start.
                 _ = fs::remove_dir_all(folder::partial(&self.dir, step));
             }
             if !matches!(result, Err(SaveError::Full { .. })) {

@@ -1,5 +1,5 @@
-//! Indices and headers that were changed at random: they are refused or read, without a panic, and nothing that they state takes memory that
-//! the files do not have.
+//! Indices and headers that were changed at random: they are refused or read, without a panic, and nothing that they
+//! state takes memory that the files do not have.
 
 mod world;
 
@@ -15,13 +15,14 @@ static MEMORY: PeakAlloc = PeakAlloc;
 
 /// Mutants of each kind.
 const MUTANTS: usize = 600;
-/// The most memory for each byte of the files: an index is text, and its numbers, names and lists are larger when they are read.
+/// The most memory for each byte of the files: an index is text, and its numbers, names and lists are larger when they
+/// are read.
 const FACTOR: usize = 16;
 /// Names, paths and messages.
 const CONSTANT: usize = 16 << 10;
 
-/// Opens a checkpoint, verifies it and reads all of it. Returns whether it could be opened, and whether it was whole. Fails if that takes more
-/// memory than the files justify.
+/// Opens a checkpoint, verifies it and reads all of it. Returns whether it could be opened, and whether it was whole.
+/// Fails if that takes more memory than the files justify.
 fn read(folder: &Path) -> (bool, bool) {
     let files: u64 = fs::read_dir(folder).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
     let before = MEMORY.current_usage();

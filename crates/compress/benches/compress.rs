@@ -1,8 +1,9 @@
 //! Speed of compressing and restoring on one core, in bytes of the full value.
 //!
-//! `cargo bench -p meshwork-compress --bench compress -- [--json] [SCHEME...] [BYTES...]`. A time is that of the fastest repeat, which other
-//! programs disturb least; all memory is touched before. `copy` is that of the standard library, from one buffer to another, and the last column is a fraction of its rate at
-//! this size. Without `--bench` (as under `cargo test`), everything runs once on small values. `benches/peers/topk.py` measures `torch.topk`.
+//! `cargo bench -p meshwork-compress --bench compress -- [--json] [SCHEME...] [BYTES...]`. A time is that of the
+//! fastest repeat, which other programs disturb least; all memory is touched before. `copy` is that of the standard
+//! library, from one buffer to another, and the last column is a fraction of its rate at this size. Without `--bench`
+//! (as under `cargo test`), everything runs once on small values. `benches/peers/topk.py` measures `torch.topk`.
 
 use meshwork_compress::{Compressor, Draws, Fold, Message, Scheme, Shape};
 use meshwork_core::random::{fill_uniform, key};

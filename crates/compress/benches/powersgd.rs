@@ -1,8 +1,10 @@
-//! The sum of `small`'s gradients (GPT-2 of 6 layers and 384 features) over two ranks by PowerSGD of rank 4 with error feedback.
+//! The sum of `small`'s gradients (GPT-2 of 6 layers and 384 features) over two ranks by PowerSGD of rank 4 with error
+//! feedback.
 //!
-//! `cargo bench -p meshwork-compress --bench powersgd -- [--json]`: each rank is a thread. A time is the median of ten sums behind two, of the slower rank. The
-//! error is that of the mean of all these sums of one gradient: ‖mean - gradient‖² / ‖gradient‖². `benches/peers/powersgd.py` does the same with the hook of
-//! PyTorch, on the same gradients. Without `--bench` (as under `cargo test`) two sums of a tiny model are made.
+//! `cargo bench -p meshwork-compress --bench powersgd -- [--json]`: each rank is a thread. A time is the median of ten
+//! sums behind two, of the slower rank. The error is that of the mean of all these sums of one gradient: ‖mean -
+//! gradient‖² / ‖gradient‖². `benches/peers/powersgd.py` does the same with the hook of PyTorch, on the same gradients.
+//! Without `--bench` (as under `cargo test`) two sums of a tiny model are made.
 
 use meshwork_compress::{CompressError, Feedback, Partial, Reduction, Scheme, Shape};
 use meshwork_core::ReduceOp;

@@ -1,7 +1,7 @@
 //! Activations of the same samples, epoch after epoch (AQ-SGD; Wang et al. 2022).
 //!
-//! Sender and receiver keep a buffer m of each sample's activation. The first time, the sender sends the activation a as it is; after
-//! that C(a - m). Both add what was sent to m, and the receiver goes on with m.
+//! Sender and receiver keep a buffer m of each sample's activation. The first time, the sender sends the activation a
+//! as it is; after that C(a - m). Both add what was sent to m, and the receiver goes on with m.
 
 use crate::compressor::Draws;
 use crate::{CompressError, Compressor, Fold, Message, Shape, StateKind, StateSpec, Values, wire_bytes};
@@ -57,8 +57,8 @@ impl Store for MemoryStore {
     }
 }
 
-/// Buffers in a file, which another run can go on with: the eight bytes `MWAQSGD1`, numbers of samples and elements (u64), a bit for each
-/// sample that was seen, then the f32s of each sample; all little-endian.
+/// Buffers in a file, which another run can go on with: the eight bytes `MWAQSGD1`, numbers of samples and elements
+/// (u64), a bit for each sample that was seen, then the f32s of each sample; all little-endian.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
@@ -160,7 +160,8 @@ impl AqSgd {
     /// A link for activations of one shape. Both sides use the same compressor.
     ///
     /// # Errors
-    /// A shape that the scheme cannot compress. A scheme that keeps a state (PowerSGD), because each sample would need its own.
+    /// A shape that the scheme cannot compress. A scheme that keeps a state (PowerSGD), because each sample would need
+    /// its own.
     pub fn new(compressor: Box<dyn Compressor>, shape: Shape, store: Box<dyn Store>) -> Result<AqSgd, CompressError> {
         compressor.check(shape)?;
         match compressor.warm_len(shape) {

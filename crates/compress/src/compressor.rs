@@ -4,7 +4,8 @@ use crate::{CompressError, MessageError, Method, Per, PowerSgd, Shape, Sparse};
 use meshwork_core::random::{Key, key};
 use std::fmt::Debug;
 
-/// What a method keeps of a value: E|C(x) - x|² is at most `error` · |x|², in exact arithmetic, for values in the range of normal numbers.
+/// What a method keeps of a value: E|C(x) - x|² is at most `error` · |x|², in exact arithmetic, for values in the range
+/// of normal numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guarantee {
     /// The bound. 0: nothing is lost. 1: nothing is known to be kept.
@@ -14,7 +15,8 @@ pub struct Guarantee {
 }
 
 impl Guarantee {
-    /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which error feedback needs above 0; `None` if it is not known to be.
+    /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which error feedback needs above 0; `None` if it is not
+    /// known to be.
     pub fn contraction(self) -> Option<f64> {
         (self.error < 1.0).then_some(1.0 - self.error)
     }
@@ -56,8 +58,8 @@ pub enum Fold {
 pub enum SumMethod {
     /// Messages are gathered and added in the order of the ranks. Right for every method.
     Gather,
-    /// Each rank gets the messages of its shard from all, adds them, compresses the sum again, and all gather these (1-bit Adam). Shards are
-    /// whole numbers of these parts, as long as there are several.
+    /// Each rank gets the messages of its shard from all, adds them, compresses the sum again, and all gather these
+    /// (1-bit Adam). Shards are whole numbers of these parts, as long as there are several.
     ScatterGather(Per),
     /// The method loses nothing: an all-reduce in f32.
     AllReduce,
@@ -69,8 +71,8 @@ pub enum SumMethod {
     Factors(PowerSgd),
 }
 
-/// A method of lossy compression, of f32s on slices. Implement it for a method of your own; use it through [`Message`](crate::Message) and
-/// [`sum`](crate::sum()), which check shapes and messages.
+/// A method of lossy compression, of f32s on slices. Implement it for a method of your own; use it through
+/// [`Message`](crate::Message) and [`sum`](crate::sum()), which check shapes and messages.
 ///
 /// The same input and draws give the same bytes on every machine.
 pub trait Compressor: Send + Sync + Debug {

@@ -156,8 +156,9 @@ impl Feedback {
     }
 }
 
-/// States of the replicas of a group, for a group of `ranks` replicas: their sum, which is what training depends on, stays. Old replica i of
-/// n goes to new replica ⌊i · ranks / n⌋. Those that meet are added in order; the others start at zero.
+/// States of the replicas of a group, for a group of `ranks` replicas: their sum, which is what training depends on,
+/// stays. Old replica i of n goes to new replica ⌊i · ranks / n⌋. Those that meet are added in order; the others start
+/// at zero.
 ///
 /// It serves residuals, estimates and momenta of [`Reduction`](crate::Reduction): the states of kind
 /// [`PerReplica`](crate::StateKind::PerReplica).

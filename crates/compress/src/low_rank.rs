@@ -7,13 +7,14 @@ use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
 use std::fmt;
 
-/// Rank-r factors of a matrix M, by one step of subspace iteration: `P = M Q`, `P̂ = orthogonalise(P)`, `Q = Mᵀ P̂`; restored is `P̂ Qᵀ`.
+/// Rank-r factors of a matrix M, by one step of subspace iteration: `P = M Q`, `P̂ = orthogonalise(P)`, `Q = Mᵀ P̂`;
+/// restored is `P̂ Qᵀ`.
 ///
-/// Q is kept from one use to the next (warm start). A column of Q that is zero, as all are at first, is drawn: uniform in [-1, 1).
-/// What is not finite makes all that is restored NaN.
+/// Q is kept from one use to the next (warm start). A column of Q that is zero, as all are at first, is drawn: uniform
+/// in [-1, 1). What is not finite makes all that is restored NaN.
 ///
-/// The methods are its steps, on slices: M is row-major, P has a row of `rank` elements for each row of M, Q a run of columns for each rank.
-/// Slices of other lengths leave elements out.
+/// The methods are its steps, on slices: M is row-major, P has a row of `rank` elements for each row of M, Q a run of
+/// columns for each rank. Slices of other lengths leave elements out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
     /// Columns of the factors.
@@ -94,8 +95,8 @@ impl PowerSgd {
         );
     }
 
-    /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A column that lies in the
-    /// space of those before it, up to rounding, becomes zero.
+    /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A
+    /// column that lies in the space of those before it, up to rounding, becomes zero.
     pub fn orthogonalise(self, p: &mut [f32]) {
         /// Squared length of what is left, of the squared length at the start: the rounding of f32, with room.
         const ROUNDING: f64 = 1e-10;

@@ -63,7 +63,8 @@ fn unpack_strided(planes: &[u8], stride: usize, bits: usize, codes: &mut [u8; TI
     }
 }
 
-/// As [`pack_strided`], with lengths that the compiler knows. A comparison and a mask are vector instructions, a shift of bytes is not.
+/// As [`pack_strided`], with lengths that the compiler knows. A comparison and a mask are vector instructions, a shift
+/// of bytes is not.
 #[inline(always)]
 fn pack_tile(codes: &[u8; TILE], bits: usize, out: &mut [u8]) {
     let (rows, _) = codes.as_chunks::<{ TILE / 8 }>();

@@ -11,7 +11,8 @@ use std::ops::{Deref, Range};
 #[derive(Clone, Copy, Debug)]
 pub struct Partial<'a>(pub &'a [f32]);
 
-/// A value that is the same on every rank. It is no [`Partial`]: to sum it again, with feedback or not, would count it once for each rank.
+/// A value that is the same on every rank. It is no [`Partial`]: to sum it again, with feedback or not, would count it
+/// once for each rank.
 ///
 /// ```compile_fail,E0308
 /// use meshwork_compress::{CompressError, Partial, Reduction};
@@ -79,7 +80,8 @@ pub struct Reduction {
 }
 
 impl Reduction {
-    /// The sums of the value called `name`, on rank `rank` of `ranks`. All ranks use the same name, compressor, feedback, shape and seed.
+    /// The sums of the value called `name`, on rank `rank` of `ranks`. All ranks use the same name, compressor,
+    /// feedback, shape and seed.
     ///
     /// # Errors
     /// A shape that the scheme does not compress, or feedback that it cannot have.
@@ -124,8 +126,8 @@ impl Reduction {
     /// The sum over the group, the same bits on every rank. Steps must increase.
     ///
     /// # Errors
-    /// A second use in one step, another group than the planned one, a part of another length, or a failed collective. After a failed
-    /// collective the states are those of no step: load them again.
+    /// A second use in one step, another group than the planned one, a part of another length, or a failed collective.
+    /// After a failed collective the states are those of no step: load them again.
     pub fn all_reduce(&mut self, group: &Group, step: u64, part: Partial<'_>) -> Result<Replicated<'_>, CompressError> {
         if [group.rank(), group.size()] != [self.rank, self.ranks] {
             return Err(CompressError::Group {

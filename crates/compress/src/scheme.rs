@@ -192,8 +192,8 @@ fn values(mut words: Words<'_>) -> Result<Values, String> {
 }
 
 impl Scheme {
-    /// The same scheme, which quantises with stochastic rounding if `rounding` is stochastic. One that says so already, or does not
-    /// quantise, stays as it is.
+    /// The same scheme, which quantises with stochastic rounding if `rounding` is stochastic. One that says so already,
+    /// or does not quantise, stays as it is.
     pub fn rounding_at_least(mut self, rounding: Rounding) -> Scheme {
         let values = match &mut self {
             Scheme::Values(values) => values,
@@ -233,7 +233,8 @@ impl Scheme {
         self
     }
 
-    /// Whether each row of a value of this shape is compressed by itself, so that what is lost of it does not depend on the others.
+    /// Whether each row of a value of this shape is compressed by itself, so that what is lost of it does not depend on
+    /// the others.
     pub fn takes_rows_apart(&self, shape: Shape) -> bool {
         let within = |per: Per, cols: usize| match per {
             Per::Tensor => false,

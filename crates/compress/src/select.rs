@@ -1,7 +1,7 @@
 //! The largest elements, exactly.
 //!
-//! Elements are compared by the bits of |x|, an order in which infinity is larger than all numbers and a NaN larger than
-//! infinity: what is not finite is always among the largest. Of equal elements the one with the lower index is.
+//! Elements are compared by the bits of |x|, an order in which infinity is larger than all numbers and a NaN larger
+//! than infinity: what is not finite is always among the largest. Of equal elements the one with the lower index is.
 
 use meshwork_core::simd::wide;
 
@@ -32,7 +32,8 @@ fn threshold(x: &[f32], count: usize) -> (u32, usize) {
     if x.len() < SMALL {
         return kth(&mut x.iter().map(|&x| key(x)).collect::<Vec<_>>(), count);
     }
-    // Sign, exponent and three bits of the mantissa; four histograms, so that equal neighbours do not wait for each other.
+    // Sign, exponent and three bits of the mantissa; four histograms, so that equal neighbours do not wait for each
+    // other.
     const SHIFT: u32 = 20;
     let mut tables = vec![[0_u32; 4]; 1 << (31 - SHIFT)];
     let (fours, rest) = x.as_chunks::<4>();

@@ -31,10 +31,11 @@ impl Keep {
 /// Which elements are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Choice {
-    /// The largest |x| of each part, of equal ones those with lower indices. What is not finite is larger than all numbers, and a NaN
-    /// larger than infinity.
+    /// The largest |x| of each part, of equal ones those with lower indices. What is not finite is larger than all
+    /// numbers, and a NaN larger than infinity.
     Largest(Per),
-    /// Drawn uniformly without replacement (R. Floyd's algorithm). Values that are not drawn are lost, also those that are not finite.
+    /// Drawn uniformly without replacement (R. Floyd's algorithm). Values that are not drawn are lost, also those that
+    /// are not finite.
     Random {
         /// Whether values are multiplied by n/k, so that the mean over all draws is x.
         unbiased: bool,
@@ -117,8 +118,8 @@ impl Sparse {
         chosen
     }
 
-    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as those of a message are known by its
-    /// draws.
+    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as those of a
+    /// message are known by its draws.
     pub fn index_bytes(&self, shape: Shape) -> Range<usize> {
         let bytes = match self.choice {
             Choice::Largest(_) => indices::bytes(self.count(shape), shape.len()),

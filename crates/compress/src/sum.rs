@@ -12,13 +12,13 @@ use std::ops::Range;
 pub struct SumBuffers<'a> {
     /// The sum, as long as the value. Overwritten.
     pub sum: &'a mut [f32],
-    /// This rank's part of the sum, as long as the value: what it sent of `x` where ranks send messages, or an equal share of the sum of PowerSGD, as
-    /// its authors' feedback has it. Overwritten.
+    /// This rank's part of the sum, as long as the value: what it sent of `x` where ranks send messages, or an equal
+    /// share of the sum of PowerSGD, as its authors' feedback has it. Overwritten.
     pub sent: &'a mut [f32],
     /// The warm state of the compressor, of [`Compressor::warm_len`] elements; the same on every rank for PowerSGD.
     pub warm: &'a mut [f32],
-    /// What the second compression of this rank's shard of the sum lost, to be added to the next sum (the server error of 1-bit Adam), of
-    /// [`shard_len`] elements. Empty: it stays lost.
+    /// What the second compression of this rank's shard of the sum lost, to be added to the next sum (the server error
+    /// of 1-bit Adam), of [`shard_len`] elements. Empty: it stays lost.
     pub shard: &'a mut [f32],
 }
 
@@ -30,8 +30,8 @@ fn shape_of(range: &Range<usize>, per: Per, shape: Shape) -> Result<Shape, Compr
     }
 }
 
-/// The elements of each rank's shard in a sum of the method [`SumMethod::ScatterGather`]: equal numbers of parts, fewer or none for the
-/// last ranks. A value of one part is cut between any elements.
+/// The elements of each rank's shard in a sum of the method [`SumMethod::ScatterGather`]: equal numbers of parts, fewer
+/// or none for the last ranks. A value of one part is cut between any elements.
 pub fn shards(per: Per, shape: Shape, ranks: usize) -> Vec<Range<usize>> {
     let unit = if per.parts(shape) > 1 { per.unit(shape) } else { 1 };
     let (len, each) = (shape.len(), shape.len().div_ceil(unit).div_ceil(ranks) * unit);
@@ -94,10 +94,11 @@ pub fn traffic(
     Ok(calls.into_iter().map(record).collect())
 }
 
-/// The sum over the ranks of a group of what each rank's compressor leaves of its `x`, in `sum`: the same bits on every rank. All ranks call
-/// it with the same compressor, shape and draws.
+/// The sum over the ranks of a group of what each rank's compressor leaves of its `x`, in `sum`: the same bits on every
+/// rank. All ranks call it with the same compressor, shape and draws.
 ///
-/// Rank r of a group draws from element r·n on where ranks draw apart; their second compression draws from element `ranks`·n on.
+/// Rank r of a group draws from element r·n on where ranks draw apart; their second compression draws from element
+/// `ranks`·n on.
 ///
 /// # Errors
 /// A shape that the scheme does not compress, slices of other lengths, or a failed collective.

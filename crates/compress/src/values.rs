@@ -1,9 +1,10 @@
 //! Values that are all sent, in fewer bits each.
 //!
-//! A part ([`Per`]) that holds a NaN or an infinity has a NaN as its scale, so that all of it is restored as NaN; `none` and `bf16` keep
-//! each such value as it is.
+//! A part ([`Per`]) that holds a NaN or an infinity has a NaN as its scale, so that all of it is restored as NaN;
+//! `none` and `bf16` keep each such value as it is.
 //!
-//! Above 400 lines, because the five casts share one enum, and each has its size, bound, writer and reader side by side with the others'.
+//! Above 400 lines, because the five casts share one enum, and each has its size, bound, writer and reader side by side
+//! with the others'.
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
@@ -40,15 +41,16 @@ pub enum Values {
     F32,
     /// Rounded to the nearest bfloat16, ties to even. What is above its largest number becomes infinity.
     Bf16,
-    /// `s · fp8(x / s)`, rounded to nearest, ties to even; s is the smallest power of two, at least 2^-126, with which the largest |x| of
-    /// the part is in range.
+    /// `s · fp8(x / s)`, rounded to nearest, ties to even; s is the smallest power of two, at least 2^-126, with which
+    /// the largest |x| of the part is in range.
     Fp8 {
         /// The format.
         format: Fp8Format,
         /// What has a scale.
         per: Per,
     },
-    /// `min + round((x - min) / step) · step` with `step = (max - min) / (2^bits - 1)`, of the part's smallest and largest value (Rudakov et al. 2024).
+    /// `min + round((x - min) / step) · step` with `step = (max - min) / (2^bits - 1)`, of the part's smallest and
+    /// largest value (Rudakov et al. 2024).
     Quantize {
         /// 1 to 8.
         bits: u8,
@@ -57,8 +59,8 @@ pub enum Values {
         /// How values are rounded.
         rounding: Rounding,
     },
-    /// `sign(x) · mean |x|` of the part (1-bit Adam, Tang et al. 2021); the sign is that of the float, also of a zero. The mean
-    /// is added up in f64, element i in lane i % 16, then the lanes in order.
+    /// `sign(x) · mean |x|` of the part (1-bit Adam, Tang et al. 2021); the sign is that of the float, also of a zero.
+    /// The mean is added up in f64, element i in lane i % 16, then the lanes in order.
     Sign {
         /// What has a scale.
         per: Per,
@@ -227,7 +229,8 @@ impl Compressor for Values {
                 let below_normal = f64::from(smallest) / f64::from(largest);
                 Guarantee { error: none * 4_f64.powi(-precision) + len * below_normal.powi(2), unbiased: false }
             }
-            // Each error is at most half a step, or has at most that variance; and (max - min)² is at most twice the sum of squares.
+            // Each error is at most half a step, or has at most that variance; and (max - min)² is at most twice the
+            // sum of squares.
             Values::Quantize { bits, rounding, .. } => {
                 let steps = f64::from((1_u32 << bits) - 1);
                 Guarantee { error: len / (2.0 * steps * steps), unbiased: rounding == Rounding::Stochastic }
@@ -274,7 +277,8 @@ impl Compressor for Values {
             Values::Quantize { bits, per, rounding } => {
                 let levels = ((1_u32 << bits) - 1) as f32;
                 let (head, packed) = body.split_at_mut(8 * parts);
-                // A part is read from memory once, where it fits into a cache: its step is found before its first codes.
+                // A part is read from memory once, where it fits into a cache: its step is found before its first
+                // codes.
                 let mut pairs = head.as_chunks_mut::<8>().0.iter_mut().zip(per.ranges(shape));
                 let (mut of, mut pair) = (usize::MAX, [0.0; 2]);
                 let mut noise = [0.5; TILE];
@@ -389,7 +393,8 @@ fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))
 }
 
-/// 2^23 and the numbers above it have no fraction: adding it rounds to the nearest integer, which is then in the low bits.
+/// 2^23 and the numbers above it have no fraction: adding it rounds to the nearest integer, which is then in the low
+/// bits.
 const INTEGERS: f32 = 8_388_608.0;
 
 fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {

@@ -23,14 +23,16 @@
 //! | `randk` | the two words of the key (u32) and the first counter (u64) that draw the indices; then the k values, likewise |
 //! | `powersgd:r` | the factors P (rows·r), row by row, and Q (cols·r), column by column, f32; nothing of an empty matrix |
 //!
-//! **Codes** of b bits are stored as bit planes, in tiles of 512 elements. A tile of m elements has for each of its b bits, the lowest
-//! first, a plane of s = ⌈m/8⌉ bytes, and bit j of byte i of a plane belongs to element j·s + i. Bits of elements beyond m are zero.
+//! **Codes** of b bits are stored as bit planes, in tiles of 512 elements. A tile of m elements has for each of its b
+//! bits, the lowest first, a plane of s = ⌈m/8⌉ bytes, and bit j of byte i of a plane belongs to element j·s + i. Bits
+//! of elements beyond m are zero.
 //!
-//! **Indices** are k increasing numbers below n, in the smaller of two codings, the first if they are equal. A bitmap has ⌈n/8⌉ bytes,
-//! and bit i % 8 of byte i / 8 is set for index i. Packed differences (Elias 1974, Fano 1971) cut each index into its low w bits and the
-//! rest, w = ⌊log2(n/k)⌋: first come the low bits of each index, one after the other, in ⌈k·w/8⌉ bytes; then a bit vector in which each
-//! index sets one bit, and the zeros between two ones count the difference of their rests: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Bits that are left over
-//! are zero. Either size depends on n and k alone.
+//! **Indices** are k increasing numbers below n, in the smaller of two codings, the first if they are equal. A bitmap
+//! has ⌈n/8⌉ bytes, and bit i % 8 of byte i / 8 is set for index i. Packed differences (Elias 1974, Fano 1971) cut each
+//! index into its low w bits and the rest, w = ⌊log2(n/k)⌋: first come the low bits of each index, one after the other,
+//! in ⌈k·w/8⌉ bytes; then a bit vector in which each index sets one bit, and the zeros between two ones count the
+//! difference of their rests: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Bits that are left over are zero. Either size depends on n and k
+//! alone.
 
 use crate::{Compressor, MessageError, Shape};
 use meshwork_core::hash::hash;

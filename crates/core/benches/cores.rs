@@ -8,8 +8,8 @@
 //! - `own`: GB/s at which both threads together pass over the data that each wrote itself the last time;
 //! - `other's`: the same over the data that the other thread wrote.
 //!
-//! On a Zen 4: two cores with one last cache hand off in 25 to 35 ns, and the rates differ little. With a last cache each it
-//! takes 150 to 180 ns, and `other's` falls to 90 to 105 GB/s.
+//! On a Zen 4: two cores with one last cache hand off in 25 to 35 ns, and the rates differ little. With a last cache
+//! each it takes 150 to 180 ns, and `other's` falls to 90 to 105 GB/s.
 //!
 //! Without `--bench` (as under `cargo test`), it prints one line of few repeats.
 

@@ -1,5 +1,6 @@
-//! What one rank cannot see: whether the other ranks of a group have the same plan, the same weights, other samples. Ranks list what they
-//! take for granted as [`Fact`]s with names, and [compare](Agreement::compare) all of them in one exchange.
+//! What one rank cannot see: whether the other ranks of a group have the same plan, the same weights, other samples.
+//! Ranks list what they take for granted as [`Fact`]s with names, and [compare](Agreement::compare) all of them in one
+//! exchange.
 //!
 //! ```
 //! use meshwork_core::agreement::{Agreement, Fact};
@@ -29,12 +30,13 @@ use std::fmt::{Debug, Display};
 /// Something that a rank takes for granted about the ranks of a group.
 #[derive(Clone, Debug)]
 pub struct Fact {
-    /// What is claimed, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same, by which ranks that
-    /// compare different facts are found.
+    /// What is claimed, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same,
+    /// by which ranks that compare different facts are found.
     pub claim: String,
     /// How the hashes of the ranks must relate.
     pub must: Must,
-    /// Hash of this rank's value. With [`Must::Vary`] and [`Must::Differ`], 0 says that nothing is claimed on this rank.
+    /// Hash of this rank's value. With [`Must::Vary`] and [`Must::Differ`], 0 says that nothing is claimed on this
+    /// rank.
     pub hash: u64,
     /// This rank's value, if it is short enough to be printed.
     pub value: Option<String>,
@@ -115,17 +117,18 @@ impl Agreement {
 
     /// Compares the facts of all ranks of `group`, in order. Collective over the group.
     ///
-    /// If all of them should be the same and are, it is one exchange of six numbers, whatever the number of facts and ranks. Values are
-    /// exchanged only of a fact that does not hold. No record of it is kept in the group's log.
+    /// If all of them should be the same and are, it is one exchange of six numbers, whatever the number of facts and
+    /// ranks. Values are exchanged only of a fact that does not hold. No record of it is kept in the group's log.
     ///
     /// # Errors
-    /// [`CommError::Disagreement`], the same on every rank of the group: the first fact that does not hold, or the first place at which ranks
-    /// list different facts. A failed communication.
+    /// [`CommError::Disagreement`], the same on every rank of the group: the first fact that does not hold, or the
+    /// first place at which ranks list different facts. A failed communication.
     pub fn compare(&self, group: &Group) -> Result<(), CommError> {
         self.find(group)?.map_or(Ok(()), |(_, found)| Err(found.into()))
     }
 
-    /// As [`compare`](Self::compare), with the fact that does not hold and its place as a value: for ranks that have more to compare before they end.
+    /// As [`compare`](Self::compare), with the fact that does not hold and its place as a value: for ranks that have
+    /// more to compare before they end.
     ///
     /// # Errors
     /// A failed communication.
@@ -195,8 +198,8 @@ impl Agreement {
     }
 }
 
-/// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: that of the lowest place, and of the
-/// lowest rank. Each rank passes what [`Agreement::find`] gave it. Collective over the group.
+/// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: that of the
+/// lowest place, and of the lowest rank. Each rank passes what [`Agreement::find`] gave it. Collective over the group.
 ///
 /// # Errors
 /// A failed communication.
@@ -307,8 +310,8 @@ impl Fact {
     }
 }
 
-/// The ranks that have each value, in the order of their first ranks, and the ranks that have another value than more than half of them: all
-/// if no value is that of more than half.
+/// The ranks that have each value, in the order of their first ranks, and the ranks that have another value than more
+/// than half of them: all if no value is that of more than half.
 fn classes<'a, T: PartialEq>(values: &'a [T], ranks: &[usize]) -> (Vec<(&'a T, Vec<usize>)>, Vec<usize>) {
     let mut classes: Vec<(&T, Vec<usize>)> = Vec::new();
     for (value, &rank) in values.iter().zip(ranks) {

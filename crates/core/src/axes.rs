@@ -3,7 +3,8 @@
 use crate::mesh::Axis;
 use std::ops::Deref;
 
-/// A set of axes, fastest first: what a collective runs over. One axis is a set too, and [`Axis::DATA`] are the axes of data parallelism.
+/// A set of axes, fastest first: what a collective runs over. One axis is a set too, and [`Axis::DATA`] are the axes of
+/// data parallelism.
 ///
 /// ```
 /// use meshwork_core::{Axes, Axis};

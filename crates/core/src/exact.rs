@@ -1,8 +1,8 @@
 //! Sums of squares that do not depend on their order: fixed-point numbers wide enough for the square of every f32.
 //!
-//! The square of an f32 is an integer of 48 bits times a power of two between 2^-298 and 2^208. A sum of squares is kept as an integer
-//! multiple of 2^-298, in [`LIMBS`] digits of 32 bits; adding integers rounds nothing. So ranks may cut a sum in any way, add up the
-//! digits of their parts in any order, and get the same bits from [`value`].
+//! The square of an f32 is an integer of 48 bits times a power of two between 2^-298 and 2^208. A sum of squares is
+//! kept as an integer multiple of 2^-298, in [`LIMBS`] digits of 32 bits; adding integers rounds nothing. So ranks may
+//! cut a sum in any way, add up the digits of their parts in any order, and get the same bits from [`value`].
 //!
 //! ```
 //! use meshwork_core::exact::{LIMBS, add_square, carry, value};
@@ -37,8 +37,8 @@ pub fn add_square(digits: &mut [u64; LIMBS], x: f32) {
     add(digits, exponent, square);
 }
 
-/// Adds Σ x². Squares of one exponent are added up first, so that many numbers take a fraction of the time of [`add_square`] and count
-/// as fewer additions.
+/// Adds Σ x². Squares of one exponent are added up first, so that many numbers take a fraction of the time of
+/// [`add_square`] and count as fewer additions.
 pub fn add_squares(digits: &mut [u64; LIMBS], x: &[f32]) {
     for x in x.chunks(RUN) {
         if x.len() < FEW {
@@ -106,7 +106,8 @@ pub fn value(digits: &[f64]) -> f64 {
     if whole[DIGITS] > 0 {
         return f64::NAN;
     }
-    // The three highest digits have at least 65 bits: what lies below is less than a thousandth of the last bit of an f64.
+    // The three highest digits have at least 65 bits: what lies below is less than a thousandth of the last bit of an
+    // f64.
     let Some(top) = whole[..DIGITS].iter().rposition(|&digit| digit > 0) else { return 0.0 };
     let first = top.saturating_sub(2);
     let high = whole[first..=top].iter().rev().fold(0u128, |high, &digit| high << 32 | u128::from(digit));

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// One rank's slice of a vector that ranks share out in equal, contiguous slices. The vector is padded at its end to a multiple of
-/// their number.
+/// One rank's slice of a vector that ranks share out in equal, contiguous slices. The vector is padded at its end to a
+/// multiple of their number.
 ///
 /// ```
 /// use meshwork_core::FlatSlice;
@@ -61,7 +61,8 @@ impl FlatSlice {
         self.index * self.count()..(self.index + 1) * self.count()
     }
 
-    /// The elements among those of `range` that lie in the slice, numbered in the vector; an empty range within `range` if there are none.
+    /// The elements among those of `range` that lie in the slice, numbered in the vector; an empty range within `range`
+    /// if there are none.
     pub fn part_of(self, range: Range<usize>) -> Range<usize> {
         let start = self.range().start.clamp(range.start, range.end);
         start..self.range().end.clamp(start, range.end)

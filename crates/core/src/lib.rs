@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
-/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`: the rule of every error of meshwork.
+/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`: the rule of every
+/// error of meshwork.
 #[macro_export]
 macro_rules! debug_as_display {
     ($($error:ty),+ $(,)?) => {

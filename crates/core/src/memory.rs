@@ -18,8 +18,9 @@ pub trait Memory: Send + Sync + Debug + Any {
     /// The bytes for writing, when the host can reach them.
     fn host_mut(&mut self) -> Option<&mut HostMemory>;
 
-    /// Where it lies on a device whose memory ranks of one process can exchange ([`comm::device`](crate::comm::device)). By default nowhere:
-    /// collectives refuse such memory unless the host can reach it.
+    /// Where it lies on a device whose memory ranks of one process can exchange
+    /// ([`comm::device`](crate::comm::device)). By default nowhere: collectives refuse such memory unless the host can
+    /// reach it.
     fn on_device(&self) -> Option<DevicePlace> {
         None
     }
@@ -226,8 +227,8 @@ impl HostMemory {
         self.block.as_mut_slice()
     }
 
-    /// Exchanges blocks with memory of the same size; false if the sizes differ. A block goes back to the recycler of the
-    /// memory that it is in at the end, so that each recycler gets back as much as it gave.
+    /// Exchanges blocks with memory of the same size; false if the sizes differ. A block goes back to the recycler of
+    /// the memory that it is in at the end, so that each recycler gets back as much as it gave.
     pub fn trade(&mut self, other: &mut HostMemory) -> bool {
         let alike = self.block.bytes() == other.block.bytes();
         if alike {

@@ -1,12 +1,12 @@
 //! The device mesh: named axes over a grid of ranks, and slices of that grid. Pure arithmetic, no I/O.
 //!
-//! Ranks are numbered with the fastest axis first in the order tp, cp, ep, dp, pp (Megatron's `tp-cp-ep-dp-pp`), so that the
-//! axes that communicate most are neighbours.
+//! Ranks are numbered with the fastest axis first in the order tp, cp, ep, dp, pp (Megatron's `tp-cp-ep-dp-pp`), so
+//! that the axes that communicate most are neighbours.
 //!
-//! Expert parallelism borrows its ranks from data parallelism. `dp=4,ep=2` has four data-parallel ranks; two of them share out the
-//! experts, and two hold the same ones. On the grid this is two axes: [`Axis::Ep`] of degree 2, and [`Axis::Dp`], the rest of data
-//! parallelism, of degree 2. [`Axis::DATA`] is both: the batch is split over their product, and so is everything else that has to do with
-//! data parallelism.
+//! Expert parallelism borrows its ranks from data parallelism. `dp=4,ep=2` has four data-parallel ranks; two of them
+//! share out the experts, and two hold the same ones. On the grid this is two axes: [`Axis::Ep`] of degree 2, and
+//! [`Axis::Dp`], the rest of data parallelism, of degree 2. [`Axis::DATA`] is both: the batch is split over their
+//! product, and so is everything else that has to do with data parallelism.
 //!
 //! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 for those that it does not name. The order of its
 //! parts does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
@@ -39,7 +39,8 @@ pub enum Axis {
     Cp,
     /// Expert parallel: the batch is split, and the experts are.
     Ep,
-    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the same ones.
+    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the
+    /// same ones.
     Dp,
     /// Pipeline parallel: the layers are split.
     Pp,
@@ -94,7 +95,8 @@ impl FromStr for Axis {
     }
 }
 
-/// Name of the groups of ranks that hold the same experts, where these are shared out (Megatron's expert data parallelism).
+/// Name of the groups of ranks that hold the same experts, where these are shared out (Megatron's expert data
+/// parallelism).
 pub const EXPERT_DATA: &str = "edp";
 
 /// Why a mesh is invalid.
@@ -169,7 +171,8 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// A mesh of the given axes and no others, with the degrees of the grid: `dp=4,ep=2` is `(Axis::Ep, 2), (Axis::Dp, 2)`. An axis of degree 1 is a real axis: values carry a type on it, and its
+    /// A mesh of the given axes and no others, with the degrees of the grid: `dp=4,ep=2` is
+    /// `(Axis::Ep, 2), (Axis::Dp, 2)`. An axis of degree 1 is a real axis: values carry a type on it, and its
     /// collectives are the identity.
     pub fn new(axes: impl IntoIterator<Item = (Axis, usize)>) -> Result<Self, MeshError> {
         let mut mesh = Self::default();
@@ -188,7 +191,8 @@ impl Mesh {
         }
     }
 
-    /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: that of dp includes ep.
+    /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: that of dp
+    /// includes ep.
     ///
     /// # Errors
     /// As [`new`](Self::new); a degree of ep that does not divide that of dp.
@@ -237,8 +241,8 @@ impl Mesh {
         coords.with(Axis::Ep, data_rank % ep).with(Axis::Dp, data_rank / ep)
     }
 
-    /// The name of a group over `axes`, slowest first: `dp+cp`. Data parallelism is `dp`. Of its two axes on a mesh with experts, `ep` has
-    /// the ranks that share out the experts, and `edp` those that hold the same ones.
+    /// The name of a group over `axes`, slowest first: `dp+cp`. Data parallelism is `dp`. Of its two axes on a mesh
+    /// with experts, `ep` has the ranks that share out the experts, and `edp` those that hold the same ones.
     pub fn group_name(&self, axes: &[Axis]) -> String {
         let has = |axis: Axis| axes.contains(&axis);
         let name = |axis: Axis| match axis {
@@ -301,8 +305,8 @@ impl Mesh {
         ranks
     }
 
-    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name. That of dp includes ep:
-    /// [`of_degrees`](Self::of_degrees) makes a mesh of them.
+    /// The degrees that a mesh string gives, in the order of [`Axis::ALL`]: 1 for an axis that it does not name. That
+    /// of dp includes ep: [`of_degrees`](Self::of_degrees) makes a mesh of them.
     ///
     /// # Errors
     /// Every invalid part, as written, and its error. Parsing the string as a `Mesh` reports the first.

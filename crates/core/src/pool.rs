@@ -30,8 +30,8 @@ const SPIN: Duration = Duration::from_micros(10);
 /// The environment variable for the number of [`threads`] that may compute.
 pub const THREADS_VARIABLE: &str = "MESHWORK_THREADS";
 
-/// Threads that may compute at once: the value of [`THREADS_VARIABLE`] if that is a whole number of at least 1, else the
-/// cores that this process may use. Read once.
+/// Threads that may compute at once: the value of [`THREADS_VARIABLE`] if that is a whole number of at least 1, else
+/// the cores that this process may use. Read once.
 pub fn threads() -> usize {
     #[cfg(shuttle)]
     return sync::model::threads();

@@ -43,8 +43,8 @@ pub enum Class {
     Post,
     /// The rank stands still until a communication is over.
     Wait,
-    /// A communication under way while the rank does something else: from the end of its start until the rank sees that it
-    /// is over, or waits for it. Only these spans overlap others instead of lying inside or after them.
+    /// A communication under way while the rank does something else: from the end of its start until the rank sees that
+    /// it is over, or waits for it. Only these spans overlap others instead of lying inside or after them.
     Flight,
 }
 
@@ -147,8 +147,8 @@ impl Span {
     }
 }
 
-/// Keeps the spans of one rank, between [`resume`](Recorder::resume) and [`pause`](Recorder::pause). Clones write to the
-/// same place. Ranks whose recorders have the same origin can be compared.
+/// Keeps the spans of one rank, between [`resume`](Recorder::resume) and [`pause`](Recorder::pause). Clones write to
+/// the same place. Ranks whose recorders have the same origin can be compared.
 #[derive(Clone, Debug)]
 pub struct Recorder {
     origin: Instant,

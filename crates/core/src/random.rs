@@ -5,8 +5,8 @@
 //!
 //! The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
 //! 2011). Block `i / 4` (the low 64 bits of the counter, the high ones zero) gives four 32-bit words, and element `i`
-//! of a stream comes from word `i % 4`. All distributions use the same words: give each use its own name. The uniform one is
-//! here; others implement [`Distribution`].
+//! of a stream comes from word `i % 4`. All distributions use the same words: give each use its own name. The uniform
+//! one is here; others implement [`Distribution`].
 
 use crate::simd::wide;
 

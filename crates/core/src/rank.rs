@@ -5,8 +5,8 @@ use crate::comm::{Caller, CommError, CommLog, Communicator, Entered, Group, reco
 use crate::mesh::{Axis, Coords, Mesh};
 use std::sync::Arc;
 
-/// The coordinates of a rank, and its groups: the world, one per axis, and one per product of axes. Groups of one rank are
-/// the identity.
+/// The coordinates of a rank, and its groups: the world, one per axis, and one per product of axes. Groups of one rank
+/// are the identity.
 #[derive(Debug)]
 pub struct Rank {
     mesh: Mesh,
@@ -22,12 +22,12 @@ impl Rank {
     ///
     /// Every group that [`group_over`](Self::group_over) can return is made here, in the same order on all ranks.
     /// Groups made on first use would deadlock if two ranks first use them in different orders. A mesh of three axes
-    /// above degree 1 has three products besides its axes and the world; a mesh of four axes has ten, and one of five 25. If a group is
-    /// expensive (NCCL), a backend splits it off its parent's resources and connects it on first use.
+    /// above degree 1 has three products besides its axes and the world; a mesh of four axes has ten, and one of five
+    /// 25. If a group is expensive (NCCL), a backend splits it off its parent's resources and connects it on first use.
     ///
     /// # Errors
-    /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh; [`CommError::Disagreement`] if ranks have other
-    /// meshes.
+    /// [`CommError::WorldSize`] if the world has another number of ranks than the mesh; [`CommError::Disagreement`] if
+    /// ranks have other meshes.
     pub fn new(mesh: &Mesh, world: Arc<dyn Communicator>) -> Result<Self, CommError> {
         let (me, size) = (world.rank(), world.size());
         if size != mesh.world_size() {
@@ -39,7 +39,8 @@ impl Rank {
         let mut facts = Agreement::default();
         facts.push(Fact::value("the mesh", &format_args!("{mesh}"), "let every rank of the world join one mesh"));
         facts.compare(&world)?;
-        // Where experts are shared out, the rest of data parallelism counts with any degree: the groups over both have a name of their own.
+        // Where experts are shared out, the rest of data parallelism counts with any degree: the groups over both have
+        // a name of their own.
         let wide = |axis: Axis| mesh.degree(axis) > 1 || axis == Axis::Dp && mesh.degree(Axis::Ep) > 1;
         let wide = set_of(Axis::ALL.into_iter().filter(|&axis| wide(axis)));
         // Without a wait for each: ranks that do not join are missed in the first collective.
@@ -116,8 +117,8 @@ impl Rank {
         &self.groups[set_of(axes.iter().copied())]
     }
 
-    /// An additional group of world ranks, which contains this one. Collective over the world: every rank calls it, and waits for the
-    /// others; ranks outside the group name only themselves.
+    /// An additional group of world ranks, which contains this one. Collective over the world: every rank calls it, and
+    /// waits for the others; ranks outside the group name only themselves.
     pub fn subgroup(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
         self.world.split_as("Rank::subgroup", name, members)
     }

@@ -2,7 +2,8 @@
 //!
 //! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide`]
 //! compiles a loop again for AVX2 and AVX-512 and picks at run time. The arithmetic is the same, operation by operation
-//! (Rust never fuses a multiplication with an addition by itself, and `mul_add` rounds once everywhere), so the bits are too.
+//! (Rust never fuses a multiplication with an addition by itself, and `mul_add` rounds once everywhere), so the bits
+//! are too.
 //!
 //! [`level`] says which instructions that is, for this and for all kernels written in instructions.
 
@@ -11,8 +12,8 @@ use std::sync::OnceLock;
 
 use thiserror::Error;
 
-/// The environment variable for the widest instructions that may be used: `portable`, `avx2` or `avx512`. It is for tests
-/// of the paths that this CPU would not take.
+/// The environment variable for the widest instructions that may be used: `portable`, `avx2` or `avx512`. It is for
+/// tests of the paths that this CPU would not take.
 pub const SIMD_VARIABLE: &str = "MESHWORK_SIMD";
 
 /// Vector instructions, each level with those before it.

@@ -40,8 +40,8 @@ pub fn degrees(leaves: usize) -> Vec<usize> {
     degrees
 }
 
-/// The largest subtrees that a run of leaves is made of, in order. Where the run begins at leaf 0, they are those of the
-/// tree over the run alone.
+/// The largest subtrees that a run of leaves is made of, in order. Where the run begins at leaf 0, they are those of
+/// the tree over the run alone.
 pub fn subtrees(leaves: Range<usize>) -> impl Iterator<Item = Range<usize>> + Clone {
     let mut start = leaves.start;
     std::iter::from_fn(move || {

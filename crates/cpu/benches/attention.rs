@@ -14,8 +14,9 @@ use meshwork_tensor::kernel::AttentionShape;
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
-/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a sequence, each
-/// of the same length. The pairs between documents are counted too, so that the speeds show what leaving them out saves.
+/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a
+/// sequence, each of the same length. The pairs between documents are counted too, so that the speeds show what leaving
+/// them out saves.
 const SHAPES: [(&str, [usize; 4], Option<usize>, usize); 13] = [
     ("tiny", [16, 128, 4, 32], None, 1),
     ("small", [12, 256, 6, 64], None, 1),

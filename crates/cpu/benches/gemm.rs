@@ -24,8 +24,8 @@ use meshwork_cpu::kernels::matmul::{Epilogue, MatmulOperand, Strides, Update, ge
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_tensor::Precision;
 
-/// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row reads its weight at
-/// twice as many bytes per second as it has operations.
+/// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
+/// reads its weight at twice as many bytes per second as it has operations.
 const PRESETS: [(&str, usize, usize, usize); 7] = [
     ("token", 1, 768, 50_257),
     ("tokens4", 4, 768, 50_257),

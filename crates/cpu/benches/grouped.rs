@@ -1,9 +1,10 @@
-//! Products of uneven groups of rows, as experts have them: against padding every group to the largest, and against one dense
-//! product of as many FLOPs.
+//! Products of uneven groups of rows, as experts have them: against padding every group to the largest, and against one
+//! dense product of as many FLOPs.
 //!
-//! Run with `cargo bench -p meshwork-cpu --bench grouped [-- WORD..]`. The rows of 8 groups are such that the largest has `load` times
-//! the mean. Columns are GFLOP/s of the rows that there are, medians of the three in turn, and the two ratios: grouped over padded,
-//! and grouped over dense. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
+//! Run with `cargo bench -p meshwork-cpu --bench grouped [-- WORD..]`. The rows of 8 groups are such that the largest
+//! has `load` times the mean. Columns are GFLOP/s of the rows that there are, medians of the three in turn, and the two
+//! ratios: grouped over padded, and grouped over dense. Without `--bench` (as under `cargo test`), everything runs once
+//! on small matrices.
 
 use meshwork_core::{Buffer, pool};
 use meshwork_cpu::Cpu;

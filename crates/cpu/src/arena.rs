@@ -20,9 +20,9 @@ impl Arena {
         self.system_allocations.load(Ordering::Relaxed)
     }
 
-    /// A block of at least `bytes`, and whether it is known to be zero; `None` if the system has no memory, also after the free blocks of
-    /// other sizes went back to it. Takes the smallest free block that fits and is not more than a quarter too large; larger ones are left
-    /// for larger requests.
+    /// A block of at least `bytes`, and whether it is known to be zero; `None` if the system has no memory, also after
+    /// the free blocks of other sizes went back to it. Takes the smallest free block that fits and is not more than a
+    /// quarter too large; larger ones are left for larger requests.
     fn take(&self, bytes: usize) -> Option<(Block, bool)> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = free.range_mut(bytes..=bytes + bytes / 4 + 64).find_map(|(_, blocks)| blocks.pop());

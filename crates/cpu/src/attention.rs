@@ -57,7 +57,8 @@ fn groups(shape: GroupedShape) -> Groups {
     Groups { size: shape.group, kv_heads: shape.kv_heads, first: shape.first_kv_head }
 }
 
-/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share them.
+/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share
+/// them.
 #[derive(Debug, Default)]
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 

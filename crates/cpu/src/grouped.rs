@@ -13,8 +13,9 @@ use meshwork_tensor::tape::Terms;
 /// A product with fewer multiplications is computed by one thread, beside others.
 const SMALL: usize = 1 << 22;
 
-/// Runs `product(group, first row, out)` for every group, of which `outs` has the destination. Small products are shared out among the
-/// threads; a large one is computed by all of them at once, so that no thread waits for the largest group.
+/// Runs `product(group, first row, out)` for every group, of which `outs` has the destination. Small products are
+/// shared out among the threads; a large one is computed by all of them at once, so that no thread waits for the
+/// largest group.
 fn each_group<Out: Send>(
     rows: &[usize],
     outs: impl IntoIterator<Item = Out>,
@@ -350,8 +351,8 @@ mod tests {
         );
     }
 
-    /// Operands of 16 bits are read as they are, and each result is rounded once: of small groups and of one that threads share in blocks, of whole sums
-    /// and of cut ones.
+    /// Operands of 16 bits are read as they are, and each result is rounded once: of small groups and of one that
+    /// threads share in blocks, of whole sums and of cut ones.
     #[test]
     fn results_have_the_16_bits_of_both_operands() {
         use meshwork_tensor::kernel::Pointwise;

@@ -110,8 +110,8 @@ fn row_piece(n: usize) -> usize {
     row_piece_of(DType::F32, n)
 }
 
-/// Elements of a piece that is whole rows of `n`, of a type: in 16 bits half as many, because copies in f32 of all operands of a piece stay
-/// in the cache too.
+/// Elements of a piece that is whole rows of `n`, of a type: in 16 bits half as many, because copies in f32 of all
+/// operands of a piece stay in the cache too.
 fn row_piece_of(dtype: DType, n: usize) -> usize {
     let (piece, n) = (if dtype.is_half() { PIECE / 2 } else { PIECE }, n.max(1));
     (piece / n).max(1) * n
@@ -125,9 +125,9 @@ fn rows_at_once(n: usize) -> usize {
 /// Rows of a part of a sum over rows.
 const PART: usize = RowBlocks::PART_ROWS;
 
-/// How rows are summed, for the gradients of biases and gains: each block in [parts](RowBlocks::PART_ROWS) of up to 64 rows, one row after
-/// another, from zero, and then the parts one after another. The order depends only on the number of rows of a block,
-/// and different threads can sum the parts.
+/// How rows are summed, for the gradients of biases and gains: each block in [parts](RowBlocks::PART_ROWS) of up to 64
+/// rows, one row after another, from zero, and then the parts one after another. The order depends only on the number
+/// of rows of a block, and different threads can sum the parts.
 struct RowSums {
     /// Rows of each part.
     parts: Vec<usize>,
@@ -232,8 +232,8 @@ macro_rules! for_float {
 }
 use for_float;
 
-/// Runs `$body` with `$T` standing for the type in which operations on the floats of `$buffer` compute: f32 for those of 16 bits, which
-/// [`loaded`] reads and [`stored`] writes.
+/// Runs `$body` with `$T` standing for the type in which operations on the floats of `$buffer` compute: f32 for those
+/// of 16 bits, which [`loaded`] reads and [`stored`] writes.
 macro_rules! for_widened {
     ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
         super::for_dtype!($cpu, $op, $buffer.dtype().widened(), $T => $body)

@@ -11,7 +11,8 @@ use meshwork_tensor::kernel::{Gemm, Matmul};
 use meshwork_tensor::tape::Terms;
 use std::ops::Range;
 
-/// Elements of a block of a result of 16 bits that are computed in f32 before they are rounded: 8 MiB, which stay in the last-level cache.
+/// Elements of a block of a result of 16 bits that are computed in f32 before they are rounded: 8 MiB, which stay in
+/// the last-level cache.
 const ROUNDED: usize = 1 << 21;
 
 /// Rows of such a block: enough that packing the right operand once more for each block is 1% of the product.

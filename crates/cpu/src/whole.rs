@@ -1,6 +1,6 @@
-//! Update rules that read whole matrices, on the elements that lie here. Elements are given to a rule in runs that lie one after the other in
-//! their matrix too; runs are put together to jobs that threads share. Jobs depend on extents alone, so that results do not
-//! depend on threads; the measures of jobs are added up in their order.
+//! Update rules that read whole matrices, on the elements that lie here. Elements are given to a rule in runs that lie
+//! one after the other in their matrix too; runs are put together to jobs that threads share. Jobs depend on extents
+//! alone, so that results do not depend on threads; the measures of jobs are added up in their order.
 
 use super::PIECE;
 use super::optim::sum_of_squares;

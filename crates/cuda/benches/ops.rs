@@ -3,10 +3,10 @@
 //! ```text
 //! cargo bench -p meshwork-cuda --features cuda --bench ops [-- --device cuda-emulated] [--small] [WORD..]
 //! ```
-//! Bytes are those that must be read and written once, FLOPs those of matrix work; so `bytes / rate` or `flops / rate` is the least time that a
-//! device can need. Each time is the median of some batches of calls; the host waits for a whole batch. Without `--bench` (as under `cargo
-//! test`), and with `--small`, everything runs once on a few rows, on the emulator if there is no GPU. An operation that the device lacks is a line
-//! that says so.
+//! Bytes are those that must be read and written once, FLOPs those of matrix work; so `bytes / rate` or `flops / rate`
+//! is the least time that a device can need. Each time is the median of some batches of calls; the host waits for a
+//! whole batch. Without `--bench` (as under `cargo test`), and with `--small`, everything runs once on a few rows, on
+//! the emulator if there is no GPU. An operation that the device lacks is a line that says so.
 
 mod bench;
 
@@ -147,7 +147,8 @@ fn products<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dty
     }
 }
 
-/// Rows of groups that are uneven, and as many in all as those of a product of the same name: a linear layer's output, and the gradients of its input and its weight.
+/// Rows of groups that are uneven, and as many in all as those of a product of the same name: a linear layer's output,
+/// and the gradients of its input and its weight.
 fn groups<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, dtype: DType, sizes: &'a Sizes) {
     let &[m, n, k] = &sizes.groups;
     let (rows, flops) = (uneven(m), 2 * (m * n * k) as u64);

@@ -1,9 +1,11 @@
-//! Variants of kernels on a device: each is held against the usual form's results, and timed; the fastest go into a table that the device reads.
+//! Variants of kernels on a device: each is held against the usual form's results, and timed; the fastest go into a
+//! table that the device reads.
 //!
 //! ```text
 //! cargo bench -p meshwork-cuda --features cuda --bench tune [-- --device cuda-emulated] [--small] [--out TABLE.toml] [WORD..]
 //! ```
-//! A JSON line for each kernel, size and form. Without `--bench`, and with `--small`, every form runs once on a few rows: the results count then, and the times mean nothing.
+//! A JSON line for each kernel, size and form. Without `--bench`, and with `--small`, every form runs once on a few
+//! rows: the results count then, and the times mean nothing.
 
 mod bench;
 
@@ -24,7 +26,8 @@ use std::sync::Arc;
 /// A variant must be as much faster to be chosen: less is noise.
 const WORTH: f64 = 0.97;
 
-/// How a kernel is called, what may differ between its forms, and the sizes at which they are compared: each stands for those up to the next one.
+/// How a kernel is called, what may differ between its forms, and the sizes at which they are compared: each stands for
+/// those up to the next one.
 struct Tuned {
     /// What the names of its kernels begin with.
     family: &'static str,

@@ -1,9 +1,11 @@
 //! The seam: all that a device asks of CUDA.
 //!
-//! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue work and return; the
-//! work of a stream runs in order, that of two streams in any order that [`record`](Driver::record) and [`wait`](Driver::wait) permit.
+//! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue
+//! work and return; the work of a stream runs in order, that of two streams in any order that
+//! [`record`](Driver::record) and [`wait`](Driver::wait) permit.
 //!
-//! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at once.
+//! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at
+//! once.
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use meshwork_tensor::Launches;
@@ -85,8 +87,9 @@ impl From<Address> for Argument {
     }
 }
 
-/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, all row-major and contiguous. Sums are in f32, in an order
-/// of the library's own, and what is added to them too: a C of bf16 is rounded once, to the nearest, subnormal numbers kept.
+/// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, all row-major and
+/// contiguous. Sums are in f32, in an order of the library's own, and what is added to them too: a C of bf16 is rounded
+/// once, to the nearest, subnormal numbers kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// Rows of C, columns of C, and the length of the sums.
@@ -99,12 +102,13 @@ pub struct Product {
     pub rounded: bool,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
-    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing, there is none. At a multiple of
-    /// [`BIAS_ALIGNED`] bytes.
+    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing,
+    /// there is none. At a multiple of [`BIAS_ALIGNED`] bytes.
     pub bias: Option<Address>,
 }
 
-/// Alignment of a bias in bytes. The epilogue of cuBLASLt reads the bias in chunks of 16 bytes, and no preference of the library lowers this.
+/// Alignment of a bias in bytes. The epilogue of cuBLASLt reads the bias in chunks of 16 bytes, and no preference of
+/// the library lowers this.
 pub const BIAS_ALIGNED: u64 = 16;
 
 impl Product {
@@ -113,7 +117,8 @@ impl Product {
         if self.rounded { 2 } else { 4 }
     }
 
-    /// That a library takes it: matrices at multiples of their elements, a bias at one of [`BIAS_ALIGNED`], and types and a bias as its fields say.
+    /// That a library takes it: matrices at multiples of their elements, a bias at one of [`BIAS_ALIGNED`], and types
+    /// and a bias as its fields say.
     ///
     /// # Errors
     /// The first that does not hold.
@@ -238,7 +243,8 @@ pub enum DriverError {
         /// What the table says.
         expected: String,
     },
-    /// An address at which a GPU faults, because the work reads or writes there by pieces that must not lie across such a multiple.
+    /// An address at which a GPU faults, because the work reads or writes there by pieces that must not lie across such
+    /// a multiple.
     #[error("{call}: {name} lies at {at:#x}, which is no multiple of {multiple} bytes, as this work needs it")]
     Misaligned {
         /// The kernel or call.
@@ -272,7 +278,8 @@ pub enum DriverError {
         /// What it takes.
         expected: usize,
     },
-    /// What went wrong in work that was queued, and was found at a later call: a GPU does not say whose it was. The device does no more work.
+    /// What went wrong in work that was queued, and was found at a later call: a GPU does not say whose it was. The
+    /// device does no more work.
     #[error(
         "found at {at}: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
     )]
@@ -282,7 +289,8 @@ pub enum DriverError {
         /// The code that the driver gave, with its meaning.
         why: String,
     },
-    /// Work that failed on a GPU that waits after each call ([`Driver`]), so that it is known whose the fault is. The device does no more work.
+    /// Work that failed on a GPU that waits after each call ([`Driver`]), so that it is known whose the fault is. The
+    /// device does no more work.
     #[error("{work} failed: {why}")]
     Culprit {
         /// The kernel or call.
@@ -331,7 +339,8 @@ meshwork_core::debug_as_display!(DriverError);
 /// The result of a call of a driver.
 pub type Result<T> = std::result::Result<T, DriverError>;
 
-/// One device and its queues of work. The host's copies of data are those of the call: `write` has copied its bytes when it returns.
+/// One device and its queues of work. The host's copies of data are those of the call: `write` has copied its bytes
+/// when it returns.
 ///
 /// An error of queued work comes out of a later call, and stays: the device does no more work, as with CUDA.
 pub trait Driver: Any + Send + Sync + Debug {
@@ -350,8 +359,8 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Gives memory back, once all queued work is done.
     fn free(&self, at: Address) -> Result<()>;
 
-    /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only [`save`](Self::save) and
-    /// [`load`](Self::load) use it.
+    /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only
+    /// [`save`](Self::save) and [`load`](Self::load) use it.
     fn alloc_host(&self, bytes: usize) -> Result<Address>;
 
     /// Gives pinned memory back, once all queued work is done.
@@ -363,7 +372,8 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues a copy from pinned memory to the device.
     fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
 
-    /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no number.
+    /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no
+    /// number.
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
 
     /// A moment after all that `stream` has queued so far.
@@ -390,8 +400,8 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Copies to the host what lies there after all that `stream` has queued, and waits for that.
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
 
-    /// Queues a copy of `bytes` bytes within the device. The two places do not overlap. Rows at a distance are copied by a kernel: the driver promises its own
-    /// copies of those only for distances that it chose itself.
+    /// Queues a copy of `bytes` bytes within the device. The two places do not overlap. Rows at a distance are copied
+    /// by a kernel: the driver promises its own copies of those only for distances that it chose itself.
     fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
 
     /// Queues that `bytes` bytes become zero.
@@ -403,11 +413,12 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues a matrix product.
     fn product(&self, stream: Stream, product: Product) -> Result<()>;
 
-    /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not kept.
+    /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not
+    /// kept.
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
 
-    /// Queues once more what was captured. `changed` has new arguments of some of its kernels, by their places in the captured work; they hold until they are
-    /// changed again.
+    /// Queues once more what was captured. `changed` has new arguments of some of its kernels, by their places in the
+    /// captured work; they hold until they are changed again.
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()>;
 
     /// How the work of some streams was queued so far, where repeated work is queued as [graphs](crate::replay).

@@ -1,4 +1,5 @@
-//! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything is computed.
+//! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything
+//! is computed.
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,

@@ -5,12 +5,13 @@
 //!                                                                                      ├▶ seen before: captured, and queued
 //!                                                                                      └▶ captured: numbers that differ set anew, then one launch
 //! ```
-//! A step does the same work at the same addresses as the step before, as long as its allocations are the same. Work is the same if every kernel, grid
-//! and address is. Numbers that kernels take by value may differ: the step of an optimizer, the key of a dropout. A graph gets those that changed before it is
-//! launched. What differs otherwise is queued call by call, as without graphs, and [counted](Launches) with the reason.
+//! A step does the same work at the same addresses as the step before, as long as its allocations are the same. Work is
+//! the same if every kernel, grid and address is. Numbers that kernels take by value may differ: the step of an
+//! optimizer, the key of a dropout. A graph gets those that changed before it is launched. What differs otherwise is
+//! queued call by call, as without graphs, and [counted](Launches) with the reason.
 //!
-//! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call reports the error of an earlier one, as
-//! with all queued work.
+//! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call
+//! reports the error of an earlier one, as with all queued work.
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Known, Product, Properties, Reach, Remote, Result, Stream,
@@ -121,8 +122,9 @@ impl Replaying {
         if pending.len() < MOST { Ok(()) } else { state.flush(&*self.inner, stream) }
     }
 
-    /// Queues the calls that were held back for a stream, and returns the locked state. A caller that queues calls of its own keeps the guard meanwhile: a buffer that is
-    /// dropped by another thread queues a wait, which must not come into a stream that is captured.
+    /// Queues the calls that were held back for a stream, and returns the locked state. A caller that queues calls of
+    /// its own keeps the guard meanwhile: a buffer that is dropped by another thread queues a wait, which must not come
+    /// into a stream that is captured.
     fn flushed(&self, stream: Stream) -> Result<MutexGuard<'_, State>> {
         let mut state = self.lock();
         state.flush(&*self.inner, stream)?;

@@ -1,4 +1,5 @@
-//! Which form of a kernel a device runs: tables by architecture, written by the benchmark `tune` on a device (`scripts/gpu-check.sh tune`).
+//! Which form of a kernel a device runs: tables by architecture, written by the benchmark `tune` on a device
+//! (`scripts/gpu-check.sh tune`).
 //!
 //! ```toml
 //! [[sm_90a]]
@@ -26,7 +27,8 @@ pub fn has_library(kernel: &str) -> bool {
     kernel.starts_with("grouped_tensor_")
 }
 
-/// A kernel's usual form, or its first variant that has room in so many bytes of shared memory; if none has, the usual form.
+/// A kernel's usual form, or its first variant that has room in so many bytes of shared memory; if none has, the usual
+/// form.
 pub(crate) fn fitting(name: &str, shared: u32) -> Option<&'static Kernel> {
     let usual = kernel(name)?;
     let forms = [usual].into_iter().chain(variants(name).map(|variant| &variant.kernel));
@@ -198,7 +200,8 @@ mod tests {
         assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
     }
 
-    /// 99 KiB is what an SM of the architectures 8.6, 8.9 and 12 has for a block. The forms for sm_90a alone are left out.
+    /// 99 KiB is what an SM of the architectures 8.6, 8.9 and 12 has for a block. The forms for sm_90a alone are left
+    /// out.
     #[test]
     fn every_kernel_has_a_form_for_little_shared_memory() {
         for usual in KERNELS.iter().filter(|kernel| !kernel.name.contains("_sm90_")) {

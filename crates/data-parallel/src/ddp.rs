@@ -61,8 +61,8 @@ pub enum DdpError {
     /// No step has been finished whose gradients are there.
     #[error("there are no reduced gradients yet: call `finish` until it returns true")]
     NotYet,
-    /// The ranks have other parameters or settings ([`Ddp::new`]), or what should be the same in a step is not ([`Ddp::verify`]). Every rank has
-    /// the same error.
+    /// The ranks have other parameters or settings ([`Ddp::new`]), or what should be the same in a step is not
+    /// ([`Ddp::verify`]). Every rank has the same error.
     #[error("{}{of}", step.map_or(String::new(), |step| format!("step {step}: ")))]
     Disagreement {
         /// The step, if it was one.
@@ -80,14 +80,15 @@ pub enum DdpError {
 
 meshwork_core::debug_as_display!(DdpError);
 
-/// Gradients of replicas, summed over their ranks while backward goes on: PyTorch's `DistributedDataParallel`, for any framework whose
-/// gradients can be read as `&[f32]`.
+/// Gradients of replicas, summed over their ranks while backward goes on: PyTorch's `DistributedDataParallel`, for any
+/// framework whose gradients can be read as `&[f32]`.
 ///
 /// Each rank has all parameters and a part of the batch. In a step it passes the gradient of each parameter to
-/// [`gradient`](Self::gradient), best from a hook that runs when backward has it; those of all micro-batches but the last within
-/// [`no_sync`](Self::no_sync). Full buckets are reduced at once, in one order on all ranks, in whatever order gradients come.
-/// [`finish`](Self::finish) waits for them and divides by the number of samples of all ranks: right for parts of unequal size too. Or ranks go on
-/// before they have each other's gradients: [`with_staleness`](Self::with_staleness).
+/// [`gradient`](Self::gradient), best from a hook that runs when backward has it; those of all micro-batches but the
+/// last within [`no_sync`](Self::no_sync). Full buckets are reduced at once, in one order on all ranks, in whatever
+/// order gradients come. [`finish`](Self::finish) waits for them and divides by the number of samples of all ranks:
+/// right for parts of unequal size too. Or ranks go on before they have each other's gradients:
+/// [`with_staleness`](Self::with_staleness).
 ///
 /// ```
 /// use meshwork_core::comm::thread::{self, Options};
@@ -135,19 +136,22 @@ struct Step {
 }
 
 impl Ddp {
-    /// Replicas over the ranks of `group`, which all call it with the same arguments, of parameters of so many `elements`, in the order in which forward uses them; reduced in buckets
-    /// of at most `bucket_bytes`, or of one parameter.
+    /// Replicas over the ranks of `group`, which all call it with the same arguments, of parameters of so many
+    /// `elements`, in the order in which forward uses them; reduced in buckets of at most `bucket_bytes`, or of one
+    /// parameter.
     ///
     /// # Errors
-    /// [`DdpError::Disagreement`] on every rank if ranks have other parameters or settings; no memory for the gradients.
+    /// [`DdpError::Disagreement`] on every rank if ranks have other parameters or settings; no memory for the
+    /// gradients.
     pub fn new(group: Group, elements: &[usize], bucket_bytes: usize) -> Result<Self, DdpError> {
         Self::with_staleness(group, elements, bucket_bytes, 0)
     }
 
-    /// The same, asynchronous with bounded staleness: [`finish`](Self::finish) gives the gradients of the step that lies `staleness` steps
-    /// back, and those of later steps are reduced meanwhile. A rank waits for the others only when it is `staleness` steps ahead of
-    /// them. The weights that an update changes are `staleness` updates newer than those that its gradients were computed with. All ranks make
-    /// the same updates, and every run the same numbers. It takes the memory of `staleness` more gradients.
+    /// The same, asynchronous with bounded staleness: [`finish`](Self::finish) gives the gradients of the step that
+    /// lies `staleness` steps back, and those of later steps are reduced meanwhile. A rank waits for the others only
+    /// when it is `staleness` steps ahead of them. The weights that an update changes are `staleness` updates newer
+    /// than those that its gradients were computed with. All ranks make the same updates, and every run the same
+    /// numbers. It takes the memory of `staleness` more gradients.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -207,7 +211,8 @@ impl Ddp {
         })
     }
 
-    /// Runs a micro-batch whose gradients only add to those of the step: the next one outside of it is the last, and is reduced.
+    /// Runs a micro-batch whose gradients only add to those of the step: the next one outside of it is the last, and is
+    /// reduced.
     ///
     /// # Errors
     /// Those of the micro-batch.
@@ -253,9 +258,9 @@ impl Ddp {
         }
     }
 
-    /// Ends a step: waits for the sums over all ranks and divides them by the number of `samples` of all ranks. `samples` is this rank's
-    /// number, over all its micro-batches: whatever its loss was summed over. Returns whether there are gradients to
-    /// [apply](Self::reduced): with [staleness](Self::with_staleness) not in the first steps.
+    /// Ends a step: waits for the sums over all ranks and divides them by the number of `samples` of all ranks.
+    /// `samples` is this rank's number, over all its micro-batches: whatever its loss was summed over. Returns whether
+    /// there are gradients to [apply](Self::reduced): with [staleness](Self::with_staleness) not in the first steps.
     ///
     /// # Errors
     /// A parameter without gradient, no samples, or a reduction that failed.
@@ -270,8 +275,8 @@ impl Ddp {
         if self.counts.len() == self.steps.len() { self.flush() } else { Ok(false) }
     }
 
-    /// Waits for the oldest step that is still being reduced, whatever the staleness: at the end of a run, until it returns that there is
-    /// none.
+    /// Waits for the oldest step that is still being reduced, whatever the staleness: at the end of a run, until it
+    /// returns that there is none.
     ///
     /// # Errors
     /// No samples, or a reduction that failed.
@@ -299,8 +304,8 @@ impl Ddp {
         Ok(true)
     }
 
-    /// The gradient of a parameter as [`finish`](Self::finish) or [`flush`](Self::flush) left it, the same on every rank: until the
-    /// first gradient of the next step.
+    /// The gradient of a parameter as [`finish`](Self::finish) or [`flush`](Self::flush) left it, the same on every
+    /// rank: until the first gradient of the next step.
     ///
     /// # Errors
     /// No such parameter, or no reduced gradients.
@@ -316,9 +321,9 @@ impl Ddp {
         self.group.log().enter(&*format!("{}::{call}", self.name))
     }
 
-    /// Compares the replicas, as often as a loop wants to know: the `parameters` in the order in which they were declared, and in the same way
-    /// anything else that an update reads, such as its states. Collective over the group, whose ranks hash their own; a rank whose update did
-    /// something else, which the gradients cannot show, is named.
+    /// Compares the replicas, as often as a loop wants to know: the `parameters` in the order in which they were
+    /// declared, and in the same way anything else that an update reads, such as its states. Collective over the group,
+    /// whose ranks hash their own; a rank whose update did something else, which the gradients cannot show, is named.
     ///
     /// ```
     /// # use meshwork_core::comm::thread::{self, Options};
@@ -342,7 +347,8 @@ impl Ddp {
     /// ```
     ///
     /// # Errors
-    /// [`DdpError::Disagreement`] on every rank, with the first parameter that is not the same on all of them; a failed communication.
+    /// [`DdpError::Disagreement`] on every rank, with the first parameter that is not the same on all of them; a failed
+    /// communication.
     pub fn verify<'a>(&self, step: u64, parameters: impl IntoIterator<Item = &'a [f32]>) -> Result<(), DdpError> {
         let mut facts = Agreement::default();
         for (at, values) in parameters.into_iter().enumerate() {
@@ -366,8 +372,8 @@ impl Ddp {
         &mut self.steps[at]
     }
 
-    /// Counts a gradient of the last micro-batch, and starts the reductions of the buckets that it completes: in the order of buckets,
-    /// because the ranks' gradients may come in different orders.
+    /// Counts a gradient of the last micro-batch, and starts the reductions of the buckets that it completes: in the
+    /// order of buckets, because the ranks' gradients may come in different orders.
     fn arrived(&mut self, parameter: usize) -> Result<(), DdpError> {
         let at = self.now % self.steps.len();
         // The memory of these is filled anew.

@@ -25,10 +25,11 @@ pub enum GatherEvent {
     Used(usize),
 }
 
-/// What ranks send of their slices in place of the slices themselves. Every rank uses what the messages restore to, also of its own slice; so all
-/// ranks use the same values.
+/// What ranks send of their slices in place of the slices themselves. Every rank uses what the messages restore to,
+/// also of its own slice; so all ranks use the same values.
 pub trait Messages: Debug + Send + Sync {
-    /// The message of this rank's slice of a vector, and memory for those of all ranks, in their order. `None`: the slice itself is sent.
+    /// The message of this rank's slice of a vector, and memory for those of all ranks, in their order. `None`: the
+    /// slice itself is sent.
     ///
     /// # Errors
     /// No memory.
@@ -65,8 +66,9 @@ pub enum GatherError {
 
 meshwork_core::debug_as_display!(GatherError);
 
-/// Gathers vectors in an order that was recorded before: while one is used, the next one is on its way, and one that is not used again is
-/// dropped. Every rank must use the same vectors in the same order; one that the order does not have is gathered when it is asked for.
+/// Gathers vectors in an order that was recorded before: while one is used, the next one is on its way, and one that is
+/// not used again is dropped. Every rank must use the same vectors in the same order; one that the order does not have
+/// is gathered when it is asked for.
 #[derive(Debug)]
 pub struct Gatherer {
     /// By vector; `None` for one that every rank has whole.
@@ -113,8 +115,8 @@ impl Gatherer {
         Self { messages: Some(Box::new(messages)), ..self }
     }
 
-    /// Begins a pass that uses vectors in this order; `slices` are this rank's of all of them. It ends, and what is left of it is freed,
-    /// when the guard is dropped.
+    /// Begins a pass that uses vectors in this order; `slices` are this rank's of all of them. It ends, and what is
+    /// left of it is freed, when the guard is dropped.
     pub fn begin<'a>(&'a self, order: &[usize], slices: &[Buffer]) -> GatherPass<'a> {
         let mut pass = self.pass();
         let events = std::mem::take(&mut pass.events);

@@ -1,6 +1,7 @@
 //! Runs the reductions of buckets.
 //!
-//! More than 400 lines: a bucket's way from its first share to its sum, and to where it is parked, is one state machine, beside its documented types.
+//! More than 400 lines: a bucket's way from its first share to its sum, and to where it is parked, is one state
+//! machine, beside its documented types.
 
 use crate::parking::Parking;
 use crate::sum::Sum;
@@ -9,8 +10,8 @@ use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Group, Pending, Rank, Re
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// The groups that sum gradients that are Partial on `axes`, one after the other. The batch is split over dp (with ep) and cp, whose ranks
-/// form one group; each other axis has its own, in the given order. Axes of degree 1 need none.
+/// The groups that sum gradients that are Partial on `axes`, one after the other. The batch is split over dp (with ep)
+/// and cp, whose ranks form one group; each other axis has its own, in the given order. Axes of degree 1 need none.
 ///
 /// ```
 /// use meshwork_core::{Axis, Rank};
@@ -44,15 +45,18 @@ pub struct Bucket {
     pub rounds: Vec<Group>,
     /// How the first round is summed, if not by an all-reduce or a reduce-scatter.
     pub sum: Option<Box<dyn Sum>>,
-    /// A group to sum over after the rounds whose ranks make their buckets ready in different orders. It never overlaps:
-    /// [`Reducer::finish`] sums over it, bucket by bucket. The ranks of the group must have such buckets in one order.
+    /// A group to sum over after the rounds whose ranks make their buckets ready in different orders. It never
+    /// overlaps: [`Reducer::finish`] sums over it, bucket by bucket. The ranks of the group must have such buckets in
+    /// one order.
     pub last: Option<Group>,
-    /// Whether the first round leaves each of its ranks only its [slice](FlatSlice) of the sum (a reduce-scatter), which the later ones
-    /// sum. The gradients then need memory of their own only until that round.
+    /// Whether the first round leaves each of its ranks only its [slice](FlatSlice) of the sum (a reduce-scatter),
+    /// which the later ones sum. The gradients then need memory of their own only until that round.
     pub scatter: bool,
-    /// How often each member is made ready before the bucket is reduced: once for each tape that reads it and adds to the same sum.
+    /// How often each member is made ready before the bucket is reduced: once for each tape that reads it and adds to
+    /// the same sum.
     pub shares: usize,
-    /// How often the bucket is filled and reduced in a step. More than once needs [`scatter`](Self::scatter): the slices add up.
+    /// How often the bucket is filled and reduced in a step. More than once needs [`scatter`](Self::scatter): the
+    /// slices add up.
     pub fills: usize,
 }
 
@@ -153,16 +157,17 @@ struct Slot {
     lost: bool,
 }
 
-/// Fills that may be on their way to slices at once: one that is reduced while the next is started. Each holds the memory of a whole
-/// bucket. That a further one waits for the oldest, whether or not that is done, keeps the peak of memory independent of timing.
+/// Fills that may be on their way to slices at once: one that is reduced while the next is started. Each holds the
+/// memory of a whole bucket. That a further one waits for the oldest, whether or not that is done, keeps the peak of
+/// memory independent of timing.
 const IN_FLIGHT: usize = 2;
 
 /// The two of a slot's vectors that can be parked.
 const FILLING: usize = 0;
 const SUM: usize = 1;
 
-/// Buckets that may be in memory where gradients are parked: the one that is being filled, and the one before it, to which a deferred gradient may
-/// still come.
+/// Buckets that may be in memory where gradients are parked: the one that is being filled, and the one before it, to
+/// which a deferred gradient may still come.
 const HERE: usize = 2;
 
 /// What is parked.
@@ -175,9 +180,9 @@ struct Lot {
 
 /// Reduces buckets of gradients as early as possible.
 ///
-/// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) for each as often as its bucket says, then
-/// [`finish`](Self::finish). Every rank of a bucket's rounds must make its buckets ready in the same order; the ranks of
-/// [`Bucket::last`] need not.
+/// In a step, add to [`gradient`](Self::gradient)s, call [`ready`](Self::ready) for each as often as its bucket says,
+/// then [`finish`](Self::finish). Every rank of a bucket's rounds must make its buckets ready in the same order; the
+/// ranks of [`Bucket::last`] need not.
 #[derive(Debug)]
 pub struct Reducer {
     slots: Vec<Slot>,
@@ -196,8 +201,9 @@ impl Reducer {
         Self::parked(buckets, vectors, None)
     }
 
-    /// The same, whose gradients wait in `parking`, if there is one, while nothing is added to them: two buckets of them are in memory, and those that
-    /// are on their way to slices. A reduction is waited for before a third bucket is filled. Between steps nothing is parked.
+    /// The same, whose gradients wait in `parking`, if there is one, while nothing is added to them: two buckets of
+    /// them are in memory, and those that are on their way to slices. A reduction is waited for before a third bucket
+    /// is filled. Between steps nothing is parked.
     ///
     /// # Errors
     /// No memory.
@@ -317,7 +323,8 @@ impl Reducer {
         self.bring(bucket, FILLING)
     }
 
-    /// Brings back the gradients of a bucket that were reduced last, if they are parked: before [`gradients`](Self::gradients).
+    /// Brings back the gradients of a bucket that were reduced last, if they are parked: before
+    /// [`gradients`](Self::gradients).
     ///
     /// # Errors
     /// What the parking says.
@@ -329,8 +336,8 @@ impl Reducer {
         self.bring(bucket, SUM)
     }
 
-    /// The gradients of a bucket, the range of a member in them, and whether it holds nothing of this fill yet: then write to it, else add
-    /// to it.
+    /// The gradients of a bucket, the range of a member in them, and whether it holds nothing of this fill yet: then
+    /// write to it, else add to it.
     ///
     /// # Panics
     /// If there is no such bucket or member.
@@ -358,8 +365,8 @@ impl Reducer {
         (slot.bucket.shares * (slot.reduced + 1)).saturating_sub(slot.members[member].ready)
     }
 
-    /// Counts a tape that has added its share to a gradient. The last one of a bucket starts its reduction, which is returned as an event;
-    /// what has no share at all is zero.
+    /// Counts a tape that has added its share to a gradient. The last one of a bucket starts its reduction, which is
+    /// returned as an event; what has no share at all is zero.
     ///
     /// # Panics
     /// If there is no such bucket or member.
@@ -451,7 +458,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Whether the first reduction of a bucket's last fill is over on this rank; without a round, whether its gradients are final.
+    /// Whether the first reduction of a bucket's last fill is over on this rank; without a round, whether its gradients
+    /// are final.
     pub fn is_reduced(&self, bucket: usize) -> bool {
         let slot = &self.slots[bucket];
         let pending = slot.reducing.as_ref().is_none_or(Pending::is_done);
@@ -459,8 +467,8 @@ impl Reducer {
         slot.reduced == slot.bucket.fills && pending && all && !slot.lost
     }
 
-    /// Waits for every bucket, and runs the rounds after the first and the last sum. Afterwards buckets hold the sums and can be filled
-    /// again.
+    /// Waits for every bucket, and runs the rounds after the first and the last sum. Afterwards buckets hold the sums
+    /// and can be filled again.
     pub fn finish(&mut self, mut on_event: impl FnMut(BucketEvent)) -> Result<(), ReduceError> {
         self.in_flight.clear();
         for bucket in 0..self.slots.len() {
@@ -508,7 +516,8 @@ impl Reducer {
         self.lot.is_some()
     }
 
-    /// A copy in host memory of the gradients of a bucket that were reduced last, if they are parked, which they still are afterwards.
+    /// A copy in host memory of the gradients of a bucket that were reduced last, if they are parked, which they still
+    /// are afterwards.
     ///
     /// # Errors
     /// What the parking says.
@@ -521,7 +530,8 @@ impl Reducer {
         parked.transpose().map_err(|source| ReduceError::Vectors { bucket, source })
     }
 
-    /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is under way, or if they are parked.
+    /// The gradients of a bucket that were reduced last, or this rank's slice of them; nothing while a reduction is
+    /// under way, or if they are parked.
     pub fn gradients(&self, bucket: usize) -> Option<&Buffer> {
         self.slots[bucket].sum.as_ref()
     }
@@ -548,7 +558,8 @@ impl Slot {
         2 * bucket + if self.bucket.scatter { which } else { 0 }
     }
 
-    /// Memory for the gradients that come in: that of the last sum, or new memory where only a slice of the sum is kept.
+    /// Memory for the gradients that come in: that of the last sum, or new memory where only a slice of the sum is
+    /// kept.
     fn filling(&mut self, bucket: usize, vectors: &dyn Vectors) -> Result<&mut Buffer, ReduceError> {
         let gradients = match (self.filling.take(), self.bucket.scatter) {
             (Some(gradients), _) => gradients,

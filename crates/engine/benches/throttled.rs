@@ -1,9 +1,10 @@
-//! Steps of `small` (GPT-2 of 6 layers and 384 features) on two data-parallel ranks over a slow link, by what compresses the gradients, or with ZeRO-3
-//! the weights.
+//! Steps of `small` (GPT-2 of 6 layers and 384 features) on two data-parallel ranks over a slow link, by what
+//! compresses the gradients, or with ZeRO-3 the weights.
 //!
-//! `cargo bench -p meshwork-engine --bench throttled -- [--json] [--bits 1e9] [--batch 12] [SCHEME...] [weights=SCHEME...]`: the link sends `--bits` bits a
-//! second, and a step has `--batch` samples of 256 tokens. With 12 of them backward hides most of what gradients send at 1 Gb/s; with 2 the link is what a step
-//! waits for. A time is the median of five steps behind one. Without `--bench` (as under `cargo test`) two steps of a tiny model are run.
+//! `cargo bench -p meshwork-engine --bench throttled -- [--json] [--bits 1e9] [--batch 12] [SCHEME...] [weights=SCHEME...]`:
+//! the link sends `--bits` bits a second, and a step has `--batch` samples of 256 tokens. With 12 of them backward
+//! hides most of what gradients send at 1 Gb/s; with 2 the link is what a step waits for. A time is the median of five
+//! steps behind one. Without `--bench` (as under `cargo test`) two steps of a tiny model are run.
 
 use meshwork_compress::Scheme;
 use meshwork_core::Rank;

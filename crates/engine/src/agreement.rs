@@ -1,5 +1,5 @@
-//! What must be the same on all ranks of a trainer or decoder, as facts with names, from one place: ranks compare them before anything else,
-//! so that an error says which setting or parameter differs, and how.
+//! What must be the same on all ranks of a trainer or decoder, as facts with names, from one place: ranks compare them
+//! before anything else, so that an error says which setting or parameter differs, and how.
 
 use crate::{ModelPlan, Plan, TrainError};
 use meshwork_core::Rank;

@@ -1,4 +1,5 @@
-//! The cuts of a model behind which values may be compressed: those between stages, and virtual ones, which a rank simulates within a stage.
+//! The cuts of a model behind which values may be compressed: those between stages, and virtual ones, which a rank
+//! simulates within a stage.
 
 use crate::PlanError;
 use meshwork_nn::StageSpec;
@@ -27,7 +28,8 @@ impl Boundary {
     }
 }
 
-/// The cuts of a model with these stages, in the order of the layers, and the parts of each stage between them, with the cut behind each.
+/// The cuts of a model with these stages, in the order of the layers, and the parts of each stage between them, with
+/// the cut behind each.
 ///
 /// # Errors
 /// Virtual cuts that do not increase, or behind layers that the model does not have.
@@ -72,7 +74,8 @@ pub fn boundaries(
 mod tests {
     use super::*;
 
-    /// The names of cuts, `*` for virtual ones, and the parts of each stage: `e` for an embedding, `h` for a head, numbers of layers.
+    /// The names of cuts, `*` for virtual ones, and the parts of each stage: `e` for an embedding, `h` for a head,
+    /// numbers of layers.
     fn drawn(layers: &[usize], virtual_cuts: &[usize]) -> (String, String) {
         let (all, parts) = boundaries(&StageSpec::cut(layers), virtual_cuts).unwrap();
         let name = |cut: &Boundary| format!("{}{}", cut.name, if cut.is_virtual { "*" } else { "" });

@@ -1,7 +1,8 @@
-//! What travels over the cuts of a pipeline in place of a value: the value itself, or a message that its scheme makes of it.
+//! What travels over the cuts of a pipeline in place of a value: the value itself, or a message that its scheme makes
+//! of it.
 //!
-//! A message is made of the whole value that a rank has; where that is the same on every tp rank, each of them makes the same message
-//! and sends its part of the bytes. So what is lost does not depend on tp. Rows are samples.
+//! A message is made of the whole value that a rank has; where that is the same on every tp rank, each of them makes
+//! the same message and sends its part of the bytes. So what is lost does not depend on tp. Rows are samples.
 //!
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
@@ -47,11 +48,13 @@ pub struct Codec {
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
-    /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate as receiver.
+    /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate
+    /// as receiver.
     kept: BTreeMap<Site, (Crossing, Sender<Buffer>)>,
     /// In a pass that may have to be repeated: what was kept before it, where it has changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
-    /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and micro-batch.
+    /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and
+    /// micro-batch.
     indices: BTreeMap<(usize, u64, usize), Buffer>,
     /// With AQ-SGD, the activations of samples.
     histories: Histories,
@@ -89,8 +92,8 @@ impl Codec {
         })
     }
 
-    /// The codec of a plan, in training, with the states of feedback of every message that this rank sends or receives in a step. `disk`: where
-    /// the activations of samples are, if not in memory. Collective over the world.
+    /// The codec of a plan, in training, with the states of feedback of every message that this rank sends or receives
+    /// in a step. `disk`: where the activations of samples are, if not in memory. Collective over the world.
     ///
     /// # Errors
     /// A device without kernels for compression; no memory.
@@ -146,7 +149,8 @@ impl Codec {
         self.histories.begin(batch, data, &*self.device)
     }
 
-    /// Begins a pass. One that may be repeated is repeated after [`clear`](Self::clear), or stays as it is when the next one begins.
+    /// Begins a pass. One that may be repeated is repeated after [`clear`](Self::clear), or stays as it is when the
+    /// next one begins.
     pub fn begin(&mut self, clock: Clock, may_repeat: bool) {
         self.clock = clock;
         self.before = may_repeat.then(BTreeMap::new);

@@ -26,19 +26,19 @@ pub struct Compress {
     pub activation_gradients: Scheme,
     /// Gradients of weights, summed over data-parallel ranks. Each bucket is one value, of one row.
     pub gradients: Scheme,
-    /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209): what a rank has of each parameter is one value, of one row. All
-    /// ranks use what messages restore to; the rank that updates a weight keeps it exactly.
+    /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209): what a rank has of each parameter is
+    /// one value, of one row. All ranks use what messages restore to; the rank that updates a weight keeps it exactly.
     pub weights: Scheme,
     /// Tokens that ranks exchange to reach their experts, and the results of these. Each token is one value.
     pub dispatch: Scheme,
     /// The gradients of both, likewise.
     pub dispatch_gradients: Scheme,
-    /// Whether gradients of activations are sent at the indices of the activations, without indices of their own (Rudakov et al.,
-    /// arXiv:2401.07788): both are TopK of one fraction.
+    /// Whether gradients of activations are sent at the indices of the activations, without indices of their own
+    /// (Rudakov et al., arXiv:2401.07788): both are TopK of one fraction.
     pub share_indices: bool,
-    /// AQ-SGD of activations in training (Wang et al., arXiv:2206.01299), with this number of samples: both sides of a cut keep the last
-    /// activation of each, and the scheme compresses the difference from it. Batches need the numbers of their samples, in the field
-    /// [`SAMPLE`](meshwork_nn::SAMPLE).
+    /// AQ-SGD of activations in training (Wang et al., arXiv:2206.01299), with this number of samples: both sides of a
+    /// cut keep the last activation of each, and the scheme compresses the difference from it. Batches need the numbers
+    /// of their samples, in the field [`SAMPLE`](meshwork_nn::SAMPLE).
     pub aqsgd: Option<usize>,
     /// How what compression lost is brought back, wherever something is compressed.
     pub feedback: Feedback,

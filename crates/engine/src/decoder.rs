@@ -24,7 +24,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// One rank of a model that continues sequences. It holds weights and cached keys and values; nothing that only training needs.
+/// One rank of a model that continues sequences. It holds weights and cached keys and values; nothing that only
+/// training needs.
 #[derive(Debug)]
 pub struct Decoder {
     rank: Arc<Rank>,
@@ -49,15 +50,16 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// This rank's part of a model, with the weights that `read` gives: the elements of the slice that lies here, as they are stored,
-    /// padding zero. Sequences may have `capacity` tokens. Of `plan`, the mesh, the placement of the stages and the numerics count.
+    /// This rank's part of a model, with the weights that `read` gives: the elements of the slice that lies here, as
+    /// they are stored, padding zero. Sequences may have `capacity` tokens. Of `plan`, the mesh, the placement of the
+    /// stages and the numerics count.
     ///
     /// Collective: every rank of the mesh creates one with the same model and plan.
     ///
     /// # Errors
-    /// Ranks whose plans, models or capacities differ, or that were given other weights where they hold the same; a rank of a different mesh than
-    /// the plan's; a plan that does not fit the model or the device; weights that cannot be read, or of another number; a
-    /// model that is [another one on one rank](TrainError::OneRank).
+    /// Ranks whose plans, models or capacities differ, or that were given other weights where they hold the same; a
+    /// rank of a different mesh than the plan's; a plan that does not fit the model or the device; weights that cannot
+    /// be read, or of another number; a model that is [another one on one rank](TrainError::OneRank).
     pub fn new<E: std::fmt::Display>(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -150,17 +152,19 @@ impl Decoder {
         self.caches.iter().for_each(KeyValueCache::clear);
     }
 
-    /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of the model's output
-    /// for the last of them, `[samples, columns]`: the logits of the next token. `batch` has the samples of this dp rank.
+    /// Continues the sequences by the tokens of `batch`, `tokens` of each, and returns the first `columns` numbers of
+    /// the model's output for the last of them, `[samples, columns]`: the logits of the next token. `batch` has the
+    /// samples of this dp rank.
     ///
     /// The first call also holds a whole pass against a split one, on at most 16 tokens: three more passes. A plan with
     /// [`Verify::Off`] does not.
     ///
-    /// Collective: every rank calls it with as many tokens. The ranks of one dp rank give the same tokens and get the same result.
+    /// Collective: every rank calls it with as many tokens. The ranks of one dp rank give the same tokens and get the
+    /// same result.
     ///
     /// # Errors
-    /// More tokens than a sequence may have; more columns than the output has; a model that mixes the tokens of a sequence without the
-    /// cache, the same error on every rank.
+    /// More tokens than a sequence may have; more columns than the output has; a model that mixes the tokens of a
+    /// sequence without the cache, the same error on every rank.
     pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         let _entered = self.rank.enter(&*format!("{}::next", self.name));
         if self.past + tokens > self.capacity {

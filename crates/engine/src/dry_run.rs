@@ -25,7 +25,8 @@ pub struct Prediction {
     pub flops: u64,
     /// Every communication, in order; in a run that compresses, that of a step that does.
     pub records: Vec<Record>,
-    /// That of the first step of such a run, where it does not compress yet: before `start_step`, or of AQ-SGD's samples that are all new.
+    /// That of the first step of such a run, where it does not compress yet: before `start_step`, or of AQ-SGD's
+    /// samples that are all new.
     pub exact: Option<Vec<Record>>,
     /// Bytes that the offload of a step reads and writes, and the most room that it takes.
     pub offloaded: Traffic,
@@ -84,10 +85,12 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, exact, offloaded })
 }
 
-/// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device without contents.
+/// Runs a step of the rank `world_rank` on a device of its own with recording communicators, for the errors of a device
+/// without contents.
 ///
 /// # Errors
-/// As [`predict`], and what the device lacks: [`TrainError::lack`] tells that from the rest, which the zeros of such a device can cause.
+/// As [`predict`], and what the device lacks: [`TrainError::lack`] tells that from the rest, which the zeros of such a
+/// device can cause.
 pub fn attempt(
     model: &Arc<dyn Model>,
     plan: &Plan,
@@ -112,8 +115,9 @@ pub fn watch(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, watch: Arc<
     Ok(())
 }
 
-/// Runs a step of the rank `world_rank` whose operations and collectives `recorder` keeps, with their FLOPs and bytes: what a step is made of,
-/// without a clock. `observe` sees every action of the pipeline start and end, and may record frames.
+/// Runs a step of the rank `world_rank` whose operations and collectives `recorder` keeps, with their FLOPs and bytes:
+/// what a step is made of, without a clock. `observe` sees every action of the pipeline start and end, and may record
+/// frames.
 ///
 /// # Errors
 /// As [`predict`].

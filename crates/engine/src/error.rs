@@ -38,7 +38,8 @@ pub enum TrainError {
     /// A failed action of the pipeline.
     #[error("{0}")]
     Pipeline(Box<RunError<TrainError, TrainError>>),
-    /// An evaluation whose loss has no terms: every token or sample is masked. A training step without terms is no error, it is skipped.
+    /// An evaluation whose loss has no terms: every token or sample is masked. A training step without terms is no
+    /// error, it is skipped.
     #[error("step {step}: every token or sample of the batch is masked, so the loss has no mean")]
     NoTerms {
         /// The step, from 1.
@@ -56,8 +57,8 @@ pub enum TrainError {
         /// What would be valid.
         valid: String,
     },
-    /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones, so that a decoder
-    /// would give other logits than a pass over the whole sequence. Every rank has this error.
+    /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones,
+    /// so that a decoder would give other logits than a pass over the whole sequence. Every rank has this error.
     #[error(
         "decode: one pass over {tokens} tokens, and two of which the second has the last token alone, give logits that differ by a relative \
          {relative:.1e} (at most {most:.0e} is rounding): an operation of the model mixes the tokens of a sequence without the cache, or counts \
@@ -72,8 +73,9 @@ pub enum TrainError {
         /// The largest that is taken for rounding.
         most: f64,
     },
-    /// Something that has other extents or other numbers on this mesh than on one rank. Found when a [`Trainer`](crate::Trainer) or a
-    /// [`Decoder`](crate::Decoder) is made, unless its plan has [`Verify::Off`](crate::Verify::Off).
+    /// Something that has other extents or other numbers on this mesh than on one rank. Found when a
+    /// [`Trainer`](crate::Trainer) or a [`Decoder`](crate::Decoder) is made, unless its plan has
+    /// [`Verify::Off`](crate::Verify::Off).
     #[error(
         "{what} {here} on {mesh} and {alone} on one rank: {valid} (a model that is meant to depend on its mesh is run with Verify::Off)"
     )]
@@ -89,8 +91,9 @@ pub enum TrainError {
         /// What would be valid.
         valid: &'static str,
     },
-    /// Ranks that were given input that they should not have. Other samples on the ranks of one dp rank, and another number of steps, are found
-    /// with the report of the step, after its update; the same samples on two dp ranks before it. Every rank has the same error.
+    /// Ranks that were given input that they should not have. Other samples on the ranks of one dp rank, and another
+    /// number of steps, are found with the report of the step, after its update; the same samples on two dp ranks
+    /// before it. Every rank has the same error.
     #[error("step {step}: {of}")]
     Disagreement {
         /// The step, from 1.
@@ -114,7 +117,8 @@ pub enum TrainError {
         /// Samples that have a place.
         samples: usize,
     },
-    /// The loss or the gradient norm is not finite. The weights were not changed; feedback of compression starts again from zeros.
+    /// The loss or the gradient norm is not finite. The weights were not changed; feedback of compression starts again
+    /// from zeros.
     #[error("step {step}: the {what} is {value}; the weights are those before this step")]
     NotFinite {
         /// The step, from 1.
@@ -124,7 +128,8 @@ pub enum TrainError {
         /// Its value.
         value: f64,
     },
-    /// Weights that are not finite: an update made them so, or they were read so. Every rank that takes part has this error.
+    /// Weights that are not finite: an update made them so, or they were read so. Every rank that takes part has this
+    /// error.
     #[error(
         "after step {step} {name} has elements that are not finite: go on from an earlier checkpoint, with a lower learning rate, or from \
          other weights"

@@ -1,14 +1,14 @@
-//! PowerSGD (Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727): sums of gradients over data-parallel ranks by all-reduces of thin factors, on
-//! the memory of a device.
+//! PowerSGD (Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727): sums of gradients over data-parallel ranks by
+//! all-reduces of thin factors, on the memory of a device.
 //!
 //! ```text
 //! start:   M = gradient + residual,  P = M Q      all-reduce P, while backward goes on
 //! finish:  P̂ = orthogonal columns of P,  Q = Mᵀ P̂   all-reduce Q;  sum = P̂ Qᵀ,  residual = M − sum / ranks
 //! ```
 //!
-//! A matrix is what a rank holds of one of the matrices of a parameter. Parameters whose factors would be no smaller, as all vectors, go with
-//! the P as they are. Q is kept from one sum to the next (warm start). Every rank gets the whole sum; with
-//! ZeRO it keeps its slice.
+//! A matrix is what a rank holds of one of the matrices of a parameter. Parameters whose factors would be no smaller,
+//! as all vectors, go with the P as they are. Q is kept from one sum to the next (warm start). Every rank gets the
+//! whole sum; with ZeRO it keeps its slice.
 
 use crate::lossy_sum::{Own, SumPlan, SumState, of_replica};
 use crate::{Compress, PlanError, StateKey};
@@ -77,8 +77,8 @@ impl Parts {
     }
 }
 
-/// The [matrices](Matrices) of a weight. What declares none is one, divided into rows and columns where both together are fewest, of the whole
-/// parameter, so that every mesh divides it there.
+/// The [matrices](Matrices) of a weight. What declares none is one, divided into rows and columns where both together
+/// are fewest, of the whole parameter, so that every mesh divides it there.
 fn matrices(spec: &ParamSpec) -> Option<Matrices> {
     let dims = &spec.dims;
     let both = |at: &usize| dims[..*at].iter().product::<usize>() + dims[*at..].iter().product::<usize>();
@@ -125,7 +125,8 @@ pub fn require_matrices(compress: &Compress, parameters: &[ParamSpec]) -> Result
     Err(PlanError::Compress { place: "gradients", scheme: of.to_string(), problem })
 }
 
-/// The slices of Q that a rank keeps of the members of a bucket. Rows that an axis cuts give each of its ranks a Q of its own.
+/// The slices of Q that a rank keeps of the members of a bucket. Rows that an axis cuts give each of its ranks a Q of
+/// its own.
 pub fn kept_factors<'a>(
     of: PowerSgd,
     plan: &SumPlan,

@@ -1,7 +1,9 @@
-//! The states of feedback at the cuts: which messages of a step a rank sends and receives, and what it keeps of each, by name and slice.
+//! The states of feedback at the cuts: which messages of a step a rank sends and receives, and what it keeps of each,
+//! by name and slice.
 //!
-//! A state has a place for each sample of the global batch, so that it does not depend on how the mesh cuts the batch. It is named after the
-//! layer behind which the cut lies: where another number of stages has no cut, it is dropped, and a new cut starts from zeros.
+//! A state has a place for each sample of the global batch, so that it does not depend on how the mesh cuts the batch.
+//! It is named after the layer behind which the cut lies: where another number of stages has no cut, it is dropped, and
+//! a new cut starts from zeros.
 
 use crate::boundary::Boundary;
 use crate::codec::Site;
@@ -99,7 +101,8 @@ pub fn crossings(
     Ok(crossings)
 }
 
-/// Refuses compression that does not go with a plan or with what the model sends, as a [`Trainer`](crate::Trainer) does.
+/// Refuses compression that does not go with a plan or with what the model sends, as a [`Trainer`](crate::Trainer)
+/// does.
 ///
 /// # Errors
 /// What does not go together, and what would be valid.
@@ -124,8 +127,8 @@ fn uncanonical(plan: &Plan, boundary: &Boundary, packed: Packed, direction: Dire
     refuse(packed.scheme, boundary, direction, problem)
 }
 
-/// The extents of a value over the whole batch, and the slice of them that a rank has of samples from `first` on; `None` where its types do
-/// not say.
+/// The extents of a value over the whole batch, and the slice of them that a rank has of samples from `first` on;
+/// `None` where its types do not say.
 fn place(value: &Activation, batch: usize, first: usize, mesh: &Mesh, coords: Coords) -> Option<(Shape, LocalSlice)> {
     let (mut dims, mut ranges) = (value.shape, value.shape.iter().map(|&extent| 0..extent).collect::<Vec<_>>());
     for (axis, ty) in value.types.iter().filter(|(axis, _)| mesh.degree(*axis) > 1 && !axis.is_data()) {

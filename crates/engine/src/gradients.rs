@@ -20,8 +20,8 @@ pub struct Gradients {
     reducer: RefCell<Reducer>,
     /// Per parameter: (bucket, member within it).
     places: Vec<(usize, usize)>,
-    /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets' reductions
-    /// follow.
+    /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets'
+    /// reductions follow.
     traced: Vec<(String, Option<Types>)>,
     /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
     ordered: Option<OrderedSums>,
@@ -34,8 +34,8 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient. `ordered` has the sums
-    /// of canonical numerics.
+    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient.
+    /// `ordered` has the sums of canonical numerics.
     pub fn new(
         reducer: Reducer,
         places: Vec<(usize, usize)>,
@@ -120,8 +120,8 @@ impl Gradients {
         self.reducer.borrow().parks()
     }
 
-    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of it, in host memory. What is parked
-    /// stays so, and the bytes that are read are not counted.
+    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of
+    /// it, in host memory. What is parked stays so, and the bytes that are read are not counted.
     pub fn peek(&self, bucket: usize, range: Range<usize>) -> std::result::Result<Vec<f32>, TrainError> {
         let reducer = self.reducer.borrow();
         if bucket >= reducer.buckets() || range.is_empty() {
@@ -137,7 +137,8 @@ impl Gradients {
         Ok(host_floats(&host)?)
     }
 
-    /// The reduced gradients of a bucket, or this rank's slice of them; nothing for a flat buffer of frozen parameters. Parked ones come back.
+    /// The reduced gradients of a bucket, or this rank's slice of them; nothing for a flat buffer of frozen parameters.
+    /// Parked ones come back.
     pub fn bucket(&self, bucket: usize) -> std::result::Result<Option<Buffer>, TrainError> {
         let mut reducer = self.reducer.borrow_mut();
         if bucket >= reducer.buckets() {
@@ -176,8 +177,8 @@ pub struct OrderedSums {
     sums: Vec<BTreeMap<usize, Waiting>>,
 }
 
-/// Sums of subtrees that wait for their siblings, in the order of their samples. A micro-batch of experts has samples of several
-/// ranks, so that they may come in any order.
+/// Sums of subtrees that wait for their siblings, in the order of their samples. A micro-batch of experts has samples
+/// of several ranks, so that they may come in any order.
 #[derive(Debug, Default)]
 struct Waiting {
     /// Number of copies that arrive together.

@@ -1,11 +1,14 @@
-//! AQ-SGD at the cuts (Wang et al. 2022, arXiv:2206.01299): sender and receiver keep the last activation m of every sample. The first time that
-//! samples cross, they cross as they are; after that the message is of a - m, and the receiver goes on with m and what the message restores to.
+//! AQ-SGD at the cuts (Wang et al. 2022, arXiv:2206.01299): sender and receiver keep the last activation m of every
+//! sample. The first time that samples cross, they cross as they are; after that the message is of a - m, and the
+//! receiver goes on with m and what the message restores to.
 //!
-//! A step crosses a cut in one way: as it is where any sample of the global batch is new there. m changes when the step is over, by all of its
-//! messages: where a sample comes twice in a step, by the last of them. So a step that begins anew begins with the same m.
+//! A step crosses a cut in one way: as it is where any sample of the global batch is new there. m changes when the step
+//! is over, by all of its messages: where a sample comes twice in a step, by the last of them. So a step that begins
+//! anew begins with the same m.
 //!
-//! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut gather each other's messages,
-//! and all have the same m ([why](../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
+//! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut
+//! gather each other's messages, and all have the same m
+//! ([why](../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
 
 use crate::feedback::Crossing;
 use crate::offload::disk::Disk;
@@ -101,7 +104,8 @@ impl Side {
     }
 }
 
-/// The slices in which a rank saves the activations of `samples` samples, where it has this slice of those of a micro-batch.
+/// The slices in which a rank saves the activations of `samples` samples, where it has this slice of those of a
+/// micro-batch.
 pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = LocalSlice> {
     let each = slice.stored.count() / slice.stored[0].max(1);
     let together = (SAVED / each.max(1)).max(1);
@@ -114,7 +118,8 @@ pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = 
 }
 
 impl Histories {
-    /// Reserves m of every sample at every cut of this rank, in memory or on disk. No sample has crossed yet. Collective over the world.
+    /// Reserves m of every sample at every cut of this rank, in memory or on disk. No sample has crossed yet.
+    /// Collective over the world.
     ///
     /// # Errors
     /// No memory.
@@ -200,7 +205,8 @@ impl Histories {
         self.of_cut.get(&cut)
     }
 
-    /// m of the samples of a micro-batch that crosses a cut, zeros in a step that crosses as it is: then the difference is the activation.
+    /// m of the samples of a micro-batch that crosses a cut, zeros in a step that crosses as it is: then the difference
+    /// is the activation.
     ///
     /// # Errors
     /// No memory; a disk that fails.
@@ -251,7 +257,8 @@ impl Histories {
     }
 }
 
-/// The group of this rank, its data-parallel ranks and those on these pp ranks, unless it was made before. Collective over the world.
+/// The group of this rank, its data-parallel ranks and those on these pp ranks, unless it was made before. Collective
+/// over the world.
 fn join(rank: &Rank, pp_ranks: Vec<usize>, groups: &mut BTreeMap<Vec<usize>, Group>) -> Result<Group, TrainError> {
     if let Some(group) = groups.get(&pp_ranks) {
         return Ok(group.clone());

@@ -26,15 +26,16 @@ use std::sync::Arc;
 /// Name of the groups that sum the gradients of tied weights across stages (Megatron's embedding group).
 pub const TIED: &str = "tied";
 
-/// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed, small
-/// enough that most are done before backward ends.
+/// Gradients are reduced in buckets of up to this many elements (1 MiB of f32): large enough to run at memory speed,
+/// small enough that most are done before backward ends.
 const BUCKET_ELEMENTS: usize = 1 << 18;
 
-/// Where ranks keep slices of gradients or weights, a few whole buckets are the memory that is left of them: each has at most this share of
-/// a rank's parameters, about a layer.
+/// Where ranks keep slices of gradients or weights, a few whole buckets are the memory that is left of them: each has
+/// at most this share of a rank's parameters, about a layer.
 const BUCKETS_OF_SLICES: usize = 16;
 
-/// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold it.
+/// What gradients of one bucket are reduced over: their Partial axes, and for a tied parameter the pp ranks that hold
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     /// The Partial axes, in the order of the rounds.
@@ -47,8 +48,8 @@ pub struct Key {
     pub copies: usize,
     /// What the update rule keeps of each element.
     pub states: Vec<State>,
-    /// Where gradients are compressed: the axes over which the parameters are cut. A message of a bucket that mixes what is cut with what
-    /// ranks hold alike would not be the same on them.
+    /// Where gradients are compressed: the axes over which the parameters are cut. A message of a bucket that mixes
+    /// what is cut with what ranks hold alike would not be the same on them.
     pub cut: Vec<Axis>,
 }
 
@@ -182,8 +183,8 @@ impl Layout {
         self.places.iter().map(|(flat, _, member)| (*flat, *member)).collect()
     }
 
-    /// The slice of a flat buffer that is a rank's own, by which ranks share out work and, with ZeRO, memory. Frozen parameters are not
-    /// shared out.
+    /// The slice of a flat buffer that is a rank's own, by which ranks share out work and, with ZeRO, memory. Frozen
+    /// parameters are not shared out.
     pub fn slice(&self, mesh: &Mesh, world_rank: usize, flat: usize) -> FlatSlice {
         match self.keys.get(flat) {
             Some(key) => self.zero.slice(mesh, world_rank, &key.axes, self.elements[flat]),
@@ -191,13 +192,14 @@ impl Layout {
         }
     }
 
-    /// The index of a rank's group among those that have all slices each of what is summed over `axes`, and the number of these.
+    /// The index of a rank's group among those that have all slices each of what is summed over `axes`, and the number
+    /// of these.
     pub fn replica(&self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
         self.zero.replica(mesh, world_rank, axes)
     }
 
-    /// How the gradients of a flat buffer are summed over data-parallel ranks, where they are compressed. `updates` is their number in a
-    /// step.
+    /// How the gradients of a flat buffer are summed over data-parallel ranks, where they are compressed. `updates` is
+    /// their number in a step.
     pub fn sum_plan(
         &self,
         plan: &Plan,
@@ -256,8 +258,8 @@ impl Layout {
         padding.collect()
     }
 
-    /// This rank's number among those whose gradients of a flat buffer are added up, and their number; or that of its sum over data-parallel
-    /// ranks among those sums.
+    /// This rank's number among those whose gradients of a flat buffer are added up, and their number; or that of its
+    /// sum over data-parallel ranks among those sums.
     pub fn replica_of_sum(&self, mesh: &Mesh, world_rank: usize, flat: usize, own: Own) -> [usize; 2] {
         let (coords, mut place) = (mesh.coords(world_rank), [0, 1]);
         let mut count = |index: usize, of: usize| place = [place[0] * of + index, place[1] * of];
@@ -387,8 +389,9 @@ pub struct NormShard {
     pub range: Range<usize>,
 }
 
-/// The parts of a rank's parameters that it counts in the norm. Ranks that hold the same elements share them out, so that each element
-/// is counted once: data-parallel ranks by their slices of the flat buffers, whether or not they keep more of the gradients than that.
+/// The parts of a rank's parameters that it counts in the norm. Ranks that hold the same elements share them out, so
+/// that each element is counted once: data-parallel ranks by their slices of the flat buffers, whether or not they keep
+/// more of the gradients than that.
 pub fn norm_shards(params: &Params, layout: &Layout, cuts: Cuts, tied: &[TiedWeight], rank: &Rank) -> Vec<NormShard> {
     let (declarations, mesh) = (params.declarations(), rank.mesh());
     let mut shards = Vec::new();
@@ -414,8 +417,8 @@ pub fn norm_shards(params: &Params, layout: &Layout, cuts: Cuts, tied: &[TiedWei
     shards
 }
 
-/// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks, not counting along
-/// the axes to `leave`.
+/// The index of this rank among the ranks that hold the same elements of a parameter, and the number of those ranks,
+/// not counting along the axes to `leave`.
 pub fn replica(spec: &ParamSpec, tied: &[TiedWeight], rank: &Rank, leave: impl Fn(Axis) -> bool) -> (usize, usize) {
     let (mut index, mut replicas) = (0, 1);
     for axis in rank.mesh().value_axes().filter(|&axis| !leave(axis)) {

@@ -1,5 +1,6 @@
-//! Sums of compressed gradients over data-parallel ranks, as [`meshwork_compress::sum()`] has them, on the memory of a device and in two
-//! halves: the first communication starts as soon as a bucket's gradients are final, and backward goes on.
+//! Sums of compressed gradients over data-parallel ranks, as [`meshwork_compress::sum()`] has them, on the memory of a
+//! device and in two halves: the first communication starts as soon as a bucket's gradients are final, and backward
+//! goes on.
 //!
 //! | scheme | first | then |
 //! |---|---|---|
@@ -29,8 +30,8 @@ use std::sync::Arc;
 pub enum Own {
     /// All whose gradients are added up.
     Each,
-    /// Those that are not in one sum: of the stages that share a tied weight, or of the axes that are summed over afterwards. In a sum all
-    /// have the same, or slices of it.
+    /// Those that are not in one sum: of the stages that share a tied weight, or of the axes that are summed over
+    /// afterwards. In a sum all have the same, or slices of it.
     EachSum,
 }
 
@@ -126,8 +127,8 @@ pub struct SumState {
     pub range: Range<usize>,
 }
 
-/// What a rank keeps of the members of a bucket, each with its range in it. A state has a dim before those of the parameter, for the replicas
-/// whose sum counts; `replica` says which of how many this rank is.
+/// What a rank keeps of the members of a bucket, each with its range in it. A state has a dim before those of the
+/// parameter, for the replicas whose sum counts; `replica` says which of how many this rank is.
 ///
 /// # Errors
 /// A scheme that does not compress the bucket.

@@ -1,9 +1,10 @@
-//! Mixed precision (Micikevicius et al., "Mixed Precision Training", ICLR 2018): weights, activations and gradients are stored and sent in 16 bits,
-//! every operation computes in f32, and the optimizer keeps the weights in f32.
+//! Mixed precision (Micikevicius et al., "Mixed Precision Training", ICLR 2018): weights, activations and gradients are
+//! stored and sent in 16 bits, every operation computes in f32, and the optimizer keeps the weights in f32.
 //!
-//! Small gradients would become zeros in f16. So the loss is multiplied by a scale before backward, and gradients are divided by it in the
-//! update. A dynamic scale is halved whenever a gradient overflows, and that step changes no weight; after so many steps without one it is
-//! doubled. The norm of a step is summed over the world, so all ranks skip the same steps.
+//! Small gradients would become zeros in f16. So the loss is multiplied by a scale before backward, and gradients are
+//! divided by it in the update. A dynamic scale is halved whenever a gradient overflows, and that step changes no
+//! weight; after so many steps without one it is doubled. The norm of a step is summed over the world, so all ranks
+//! skip the same steps.
 
 use crate::{Plan, PlanError};
 use meshwork_compress::Feedback;
@@ -17,7 +18,8 @@ use std::sync::Arc;
 pub struct MixedPrecision {
     /// The type of weights, activations and their gradients.
     pub dtype: HalfType,
-    /// Whether gradients of weights are added up over micro-batches and reduced over ranks in that type too; else in f32.
+    /// Whether gradients of weights are added up over micro-batches and reduced over ranks in that type too; else in
+    /// f32.
     pub reduce_in_half: bool,
     /// What the loss is multiplied by before backward.
     pub loss_scale: LossScale,
@@ -95,8 +97,9 @@ impl MixedPrecision {
 
 /// The loss scale of a run, step by step. Every rank has the same.
 ///
-/// Some schedules begin a step before the last one is certain, and such a step takes the scale that it would have if the last one did not overflow. So that all
-/// schedules have the same scales, a step that completes an interval doubles not the scale of the next step but that of the one behind it.
+/// Some schedules begin a step before the last one is certain, and such a step takes the scale that it would have if
+/// the last one did not overflow. So that all schedules have the same scales, a step that completes an interval doubles
+/// not the scale of the next step but that of the one behind it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scaler {
     /// The scale of the step behind the last one that is certain.
@@ -134,8 +137,9 @@ impl Scaler {
         }
     }
 
-    /// Takes note of the step of this number, from 1, which was computed with `scale`. Returns whether the step is skipped, because a gradient
-    /// overflowed; `false` too where no smaller scale is left, so that the step is an error.
+    /// Takes note of the step of this number, from 1, which was computed with `scale`. Returns whether the step is
+    /// skipped, because a gradient overflowed; `false` too where no smaller scale is left, so that the step is an
+    /// error.
     pub fn skips(&mut self, step: u64, scale: f64, overflowed: bool) -> bool {
         self.certain = step;
         if self.growth_interval.is_none() {
@@ -181,7 +185,8 @@ mod tests {
     #[test]
     fn a_scale_is_halved_by_overflow_and_doubled_after_clean_steps() {
         let mut scaler = scaler(1024.0, 2);
-        // Of each step: whether it overflows, the scale of the next one, and that of the one behind it if the next one does not overflow.
+        // Of each step: whether it overflows, the scale of the next one, and that of the one behind it if the next one
+        // does not overflow.
         let steps = [
             (true, 512.0, 512.0),
             (false, 512.0, 512.0),

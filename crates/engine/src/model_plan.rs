@@ -33,8 +33,8 @@ pub struct LocalModel {
     pub stages: Vec<(usize, Vec<Segment>)>,
 }
 
-/// A parameter that several pp ranks hold: two stages that tie it (Megatron's embedding group), or the replicas of one stage. Its
-/// gradient is Partial over them.
+/// A parameter that several pp ranks hold: two stages that tie it (Megatron's embedding group), or the replicas of one
+/// stage. Its gradient is Partial over them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TiedWeight {
     /// Its name.

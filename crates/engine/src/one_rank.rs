@@ -1,5 +1,6 @@
-//! A program held against itself on one rank. What a model counts from the shape of a value on its rank is a part of what it may mean: `[b, features]` that tp
-//! cuts, viewed as 2 heads, has 2 heads on each rank. Types cannot show it, and all ranks agree. On one rank the same code has 2 heads in all.
+//! A program held against itself on one rank. What a model counts from the shape of a value on its rank is a part of
+//! what it may mean: `[b, features]` that tp cuts, viewed as 2 heads, has 2 heads on each rank. Types cannot show it,
+//! and all ranks agree. On one rank the same code has 2 heads in all.
 //!
 //! Two passes on the meta device, over this mesh and over the same axes with degree 1, list all operations; those that
 //! [correspond](crate::program::Pairs) must agree:
@@ -12,8 +13,9 @@
 //! | a constant of which ranks hold slices | elements: the slice of those of one rank |
 //! | an auxiliary loss | its coefficient |
 //!
-//! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an axis, and their sums, are each
-//! rank's own, and are not compared; nor are constants of samples, or drawn anew each time, and layers that run other operations on one rank, or a model that refuses to run there.
+//! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an
+//! axis, and their sums, are each rank's own, and are not compared; nor are constants of samples, or drawn anew each
+//! time, and layers that run other operations on one rank, or a model that refuses to run there.
 
 use crate::program::{Constant, Op, Pairs, Value, whole_extents};
 use crate::trace::Whole;
@@ -24,8 +26,8 @@ use meshwork_tensor::ParamSpec;
 use meshwork_tensor::tape::Mode;
 use std::sync::Arc;
 
-/// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over the stages of a model. Nothing is
-/// communicated; each rank of the plan's mesh finds what its own program differs in.
+/// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over
+/// the stages of a model. Nothing is communicated; each rank of the plan's mesh finds what its own program differs in.
 ///
 /// # Errors
 /// [`TrainError::OneRank`]; a plan that does not fit the model; a program that is wrongly distributed.

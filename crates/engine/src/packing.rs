@@ -59,8 +59,8 @@ pub fn refuse(scheme: Scheme, boundary: &Boundary, direction: Direction, problem
     PlanError::Compress { place, scheme: scheme.name(), problem: format!("{}: {problem}", boundary.name) }
 }
 
-/// How a value is compressed in training, if it is, refused where that would lose its meaning. `canonical`: whether every mesh must lose the
-/// same.
+/// How a value is compressed in training, if it is, refused where that would lose its meaning. `canonical`: whether
+/// every mesh must lose the same.
 pub fn require(
     compress: &Compress,
     boundary: &Boundary,

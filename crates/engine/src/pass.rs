@@ -93,7 +93,8 @@ impl Pass {
         self.saved.iter().rev().fold(policy, |policy, &encoding| Rc::new(Encoded::new(policy, encoding)))
     }
 
-    /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one metric.
+    /// Adds a number for each sample to a row of the pass, where this rank counts it. Several layers may add to one
+    /// metric.
     ///
     /// # Errors
     /// Numbers of the samples of other ranks, gathered and not cut again.
@@ -125,7 +126,8 @@ impl Pass {
         Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
     }
 
-    /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of no step.
+    /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of
+    /// no step.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);

@@ -40,8 +40,8 @@ pub struct Plan {
     pub partition: Vec<usize>,
     /// Samples of a step, over all ranks.
     pub global_batch_size: usize,
-    /// Micro-batches of a step on each data-parallel rank. `None`: the smallest number that the schedule takes with a bubble under a
-    /// quarter, else the largest it takes.
+    /// Micro-batches of a step on each data-parallel rank. `None`: the smallest number that the schedule takes with a
+    /// bubble under a quarter, else the largest it takes.
     pub num_microbatches: Option<usize>,
     /// The order of sums.
     pub numerics: Numerics,
@@ -51,8 +51,8 @@ pub struct Plan {
     pub mixed: Option<MixedPrecision>,
     /// What backward recomputes instead of keeping it.
     pub recompute: Recompute,
-    /// The forms in which what forward keeps for backward is encoded, one after the other (Gist, Jain et al. 2018). What is recomputed is recomputed
-    /// from exact inputs, and encoded as what is kept.
+    /// The forms in which what forward keeps for backward is encoded, one after the other (Gist, Jain et al. 2018).
+    /// What is recomputed is recomputed from exact inputs, and encoded as what is kept.
     pub saved: Vec<Encoding>,
     /// The update rule.
     pub optimizer: Rule,
@@ -62,8 +62,8 @@ pub struct Plan {
     pub max_norm: f64,
     /// Seed of initial weights and of dropout.
     pub seed: u64,
-    /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on arrival
-    /// (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
+    /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on
+    /// arrival (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
     pub scatter_gather: bool,
     /// What data-parallel ranks share out instead of holding it whole.
     pub zero: Zero,
@@ -71,11 +71,11 @@ pub struct Plan {
     pub offload: Option<Offload>,
     /// What is compressed when ranks send it.
     pub compress: Compress,
-    /// Layers behind which one rank simulates a cut between ranks: values are compressed there as if they were sent, forward and backward,
-    /// wherever the stages lie. With the cuts of a mesh, one rank has the numbers of that mesh.
+    /// Layers behind which one rank simulates a cut between ranks: values are compressed there as if they were sent,
+    /// forward and backward, wherever the stages lie. With the cuts of a mesh, one rank has the numbers of that mesh.
     pub virtual_cuts: Vec<usize>,
-    /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks, replicas of weights
-    /// have not drifted apart.
+    /// In which steps every claim about values is verified: a value typed `Invariant` is the same on all ranks,
+    /// replicas of weights have not drifted apart.
     pub verify: Verify,
     /// Whether two data-parallel ranks may have the same samples.
     pub samples: Samples,
@@ -113,12 +113,13 @@ impl Default for Plan {
 /// Whether two data-parallel ranks may have the same samples in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Samples {
-    /// No: each has its own [part](crate::Trainer::samples) of the global batch. The first step of a trainer and those that are
-    /// [verified](Plan::verify) refuse ranks whose samples are all the same, in whatever order. Ranks whose loss has no terms may be alike: their
-    /// samples are padding.
+    /// No: each has its own [part](crate::Trainer::samples) of the global batch. The first step of a trainer and those
+    /// that are [verified](Plan::verify) refuse ranks whose samples are all the same, in whatever order. Ranks whose
+    /// loss has no terms may be alike: their samples are padding.
     #[default]
     Distinct,
-    /// Yes: data that repeats within a batch, such as a tiny corpus, equal samples on purpose, the constant input of a benchmark.
+    /// Yes: data that repeats within a batch, such as a tiny corpus, equal samples on purpose, the constant input of a
+    /// benchmark.
     MayRepeat,
 }
 
@@ -145,7 +146,8 @@ pub enum Recompute {
     Stage,
     /// Every layer from its input, one at a time, at the price of a second forward. An embedding and a head are kept.
     Full,
-    /// Of n layers of a stage, √n groups of neighbours, each from its input, at the price of a second forward (Chen et al. 2016).
+    /// Of n layers of a stage, √n groups of neighbours, each from its input, at the price of a second forward (Chen et
+    /// al. 2016).
     Sqrt,
     /// As [`Full`](Self::Full), the first layers of each stage, as many as this; the others are kept (Megatron-LM's
     /// `--recompute-method block`).
@@ -153,7 +155,8 @@ pub enum Recompute {
 }
 
 impl Recompute {
-    /// How saved tensors are kept for the backward pass. What recomputes more, recomputes norms and activation functions too.
+    /// How saved tensors are kept for the backward pass. What recomputes more, recomputes norms and activation
+    /// functions too.
     pub(crate) fn policy(self) -> Rc<dyn SavedPolicy> {
         if self == Self::None { Rc::new(Keep) } else { Rc::new(Selective) }
     }
@@ -481,8 +484,8 @@ impl Plan {
     /// The schedule of one step.
     ///
     /// # Errors
-    /// As [`num_microbatches`](Self::num_microbatches), a shape that the schedule does not take, and replicas of a stage that have
-    /// no micro-batch or, in canonical numerics, no subtree of the samples.
+    /// As [`num_microbatches`](Self::num_microbatches), a shape that the schedule does not take, and replicas of a
+    /// stage that have no micro-batch or, in canonical numerics, no subtree of the samples.
     pub fn build_schedule(&self) -> Result<Schedule, PlanError> {
         let micros = self.num_microbatches()?;
         let schedule = self.schedule.build(self.mesh.degree(Axis::Pp), micros)?;

@@ -1,6 +1,7 @@
-//! Segments: the parts of a stage that go forward and backward one after another, each on a tape of its own. A segment that is recomputed
-//! keeps only its input, and runs forward again before its backward (Chen et al. 2016, arXiv:1604.06174). A model may be cut between
-//! any two layers, so a segment is what a stage is: a [`Stage`] of the model. No model says anything about recomputation.
+//! Segments: the parts of a stage that go forward and backward one after another, each on a tape of its own. A segment
+//! that is recomputed keeps only its input, and runs forward again before its backward (Chen et al. 2016,
+//! arXiv:1604.06174). A model may be cut between any two layers, so a segment is what a stage is: a [`Stage`] of the
+//! model. No model says anything about recomputation.
 
 use crate::chunk::Message;
 use crate::offload::saved::Shelved;
@@ -41,9 +42,11 @@ pub struct Segment {
 impl Recompute {
     /// The segments of a stage, or of the part of a stage between two cuts.
     ///
-    /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each has a segment.
+    /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each
+    /// has a segment.
     ///
-    /// Where what is kept leaves memory (`apart`), so does a layer while the next one runs: each that is kept has a segment too.
+    /// Where what is kept leaves memory (`apart`), so does a layer while the next one runs: each that is kept has a
+    /// segment too.
     pub fn segments(self, stage: &StageSpec, apart: bool) -> Vec<SegmentSpec> {
         let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed, cut: None }];
         let layers = stage.layers.len();
@@ -159,8 +162,8 @@ pub struct Forwarded {
 }
 
 impl Segment {
-    /// Runs the forward of one micro-batch, on the last segment of a model up to the loss, and keeps what backward needs as `policy` says.
-    /// Running it again, with the decisions of the first time, gives the same bits.
+    /// Runs the forward of one micro-batch, on the last segment of a model up to the loss, and keeps what backward
+    /// needs as `policy` says. Running it again, with the decisions of the first time, gives the same bits.
     pub(crate) fn run(
         &self,
         pass: &Pass,

@@ -1,4 +1,5 @@
-//! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to another mesh.
+//! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to
+//! another mesh.
 
 use crate::feedback::{Crossing, crossings};
 use crate::history::{History, saved_slices};
@@ -22,7 +23,8 @@ use std::sync::Arc;
 pub struct StateKey {
     /// The parameter.
     pub parameter: String,
-    /// The optimizer state that goes with it, by the name that the update rule gives it; `None` for the weights themselves.
+    /// The optimizer state that goes with it, by the name that the update rule gives it; `None` for the weights
+    /// themselves.
     pub state: Option<String>,
 }
 
@@ -75,11 +77,11 @@ pub struct TrainState {
 pub enum StateKind {
     /// A parameter of this role, or a state of the optimizer that goes with it.
     Parameter(Role),
-    /// What follows from earlier steps and is of no parameter: what compression lost, for feedback; the loss scale. A run may begin without
-    /// it.
+    /// What follows from earlier steps and is of no parameter: what compression lost, for feedback; the loss scale. A
+    /// run may begin without it.
     Feedback,
-    /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the replicas. Training depends on
-    /// the sum of the residuals alone, so a run resumes with another number of replicas.
+    /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the
+    /// replicas. Training depends on the sum of the residuals alone, so a run resumes with another number of replicas.
     Shares,
 }
 
@@ -100,7 +102,8 @@ pub struct StateSlice {
     pub rank: usize,
 }
 
-/// What every rank holds of the state of a run: a pure function of model and plan, so that all ranks know it of each other.
+/// What every rank holds of the state of a run: a pure function of model and plan, so that all ranks know it of each
+/// other.
 ///
 /// # Errors
 /// A plan that does not fit the model.
@@ -282,7 +285,8 @@ impl WholeState {
     /// Assembles the parts of all ranks.
     ///
     /// # Errors
-    /// Elements that no rank holds, ranks that hold different values of one element or give a vector other dims, or ranks at different steps.
+    /// Elements that no rank holds, ranks that hold different values of one element or give a vector other dims, or
+    /// ranks at different steps.
     pub fn merge(ranks: &[TrainState]) -> Result<Self, TrainError> {
         let refuse =
             |name: &dyn fmt::Display, problem: String| Err(TrainError::State { name: name.to_string(), problem });

@@ -1,4 +1,5 @@
-//! The statistics of a step, from the notes of its micro-batches to their sums: see [`meshwork_tensor::param::Statistic`].
+//! The statistics of a step, from the notes of its micro-batches to their sums: see
+//! [`meshwork_tensor::param::Statistic`].
 //!
 //! Notes are kept by first sample. So a forward that runs again only replaces its notes by the same values, and the
 //! order of the sums does not depend on the schedule. Notes stay on the device until the end of the step, when one
@@ -39,7 +40,8 @@ pub struct Reported {
 }
 
 impl Reported {
-    /// The statistics of a `whole` model, of which this rank has the `local` ones, and puts in those whose first buffer it `owns`.
+    /// The statistics of a `whole` model, of which this rank has the `local` ones, and puts in those whose first buffer
+    /// it `owns`.
     pub fn new(whole: &Declarations, local: &Declarations, owns: impl Fn(&ParamSpec) -> bool) -> Self {
         let (mut all, mut own, mut at) = (Vec::new(), Vec::new(), 0);
         for (name, spec) in whole.statistics().iter().filter_map(|statistic| reported(whole, statistic)) {

@@ -1,6 +1,6 @@
-//! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each parameter's
-//! gradient is Partial, and the order in which gradients become final. One over all stages finds names of randomness that are used
-//! twice, and lists the operations that are [held against those of one rank](crate::one_rank).
+//! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each
+//! parameter's gradient is Partial, and the order in which gradients become final. One over all stages finds names of
+//! randomness that are used twice, and lists the operations that are [held against those of one rank](crate::one_rank).
 
 use crate::chunk::outgoing;
 use crate::program::{Listing, ListingOf, Program};
@@ -200,8 +200,8 @@ impl Whole {
     /// Runs all stages of `model`, which are those of `plan`, on a micro-batch like `batch`.
     ///
     /// # Errors
-    /// Two operations that draw randomness under one name, on whichever stages they lie: on one stage the tape would refuse them, and cut apart they
-    /// would draw the same numbers. A program that is wrongly distributed.
+    /// Two operations that draw randomness under one name, on whichever stages they lie: on one stage the tape would
+    /// refuse them, and cut apart they would draw the same numbers. A program that is wrongly distributed.
     pub fn of(
         plan: &ModelPlan,
         LocalModel { declarations, stages }: LocalModel,
@@ -227,7 +227,8 @@ impl Whole {
     }
 }
 
-/// Whether the model takes a micro-batch like `batch`: one whose operations count their samples by a number of their own takes no other.
+/// Whether the model takes a micro-batch like `batch`: one whose operations count their samples by a number of their
+/// own takes no other.
 pub fn takes(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> bool {
     let run = || {
         let LocalModel { declarations, stages } = plan.whole_model()?;
@@ -344,8 +345,8 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
 }
 
 impl Trace {
-    /// In canonical numerics, numbers the copies of tied weights over the stages of all ranks, later stages first, as one rank does. Two
-    /// uses on two ranks need no copies: the order of two summands does not matter.
+    /// In canonical numerics, numbers the copies of tied weights over the stages of all ranks, later stages first, as
+    /// one rank does. Two uses on two ranks need no copies: the order of two summands does not matter.
     pub fn number_tied_copies(
         &mut self,
         plan: &ModelPlan,

@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD types;
-/// the receiver refuses any other than it expects.
+/// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD
+/// types; the receiver refuses any other than it expects.
 ///
 /// A value that is `Invariant` on tp is the same on every tp rank, so it is sent once and not once per tp rank: each
 /// rank sends its part to its counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P,

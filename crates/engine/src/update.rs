@@ -1,10 +1,12 @@
-//! The update of parameters as their rules declare it. Which elements, sets and matrices a rule reads is data, so nothing here knows a rule.
+//! The update of parameters as their rules declare it. Which elements, sets and matrices a rule reads is data, so
+//! nothing here knows a rule.
 //!
-//! A rule that reads whole parameters takes passes: each rank measures the elements that it updates, one all-reduce brings together the
-//! measures of all parameters, and every rank settles the totals. In canonical numerics sums travel as the digits of
-//! [exact ones](meshwork_core::exact): they do not depend on who has which elements.
+//! A rule that reads whole parameters takes passes: each rank measures the elements that it updates, one all-reduce
+//! brings together the measures of all parameters, and every rank settles the totals. In canonical numerics sums travel
+//! as the digits of [exact ones](meshwork_core::exact): they do not depend on who has which elements.
 //!
-//! More than 400 lines: the states, passes, gathers and updates of a parameter, which follow from one table of declarations.
+//! More than 400 lines: the states, passes, gathers and updates of a parameter, which follow from one table of
+//! declarations.
 
 use crate::layout::{Layout, replica};
 use crate::offload::disk::Disk;
@@ -30,8 +32,8 @@ pub const OPTIMIZER: &str = "optimizer";
 /// The optimizer's state on one rank.
 #[derive(Debug)]
 pub struct States {
-    /// The states of elements, this rank's windows of the flat buffers. In mixed precision the last of them are the weights in f32, which the rule updates:
-    /// those in 16 bits are made of them.
+    /// The states of elements, this rank's windows of the flat buffers. In mixed precision the last of them are the
+    /// weights in f32, which the rule updates: those in 16 bits are made of them.
     pub elements: Elements,
     /// Per parameter: the states of sets, whole.
     pub sets: Vec<Vec<Buffer>>,
@@ -147,7 +149,8 @@ pub fn extents(over: Over, shape: &ParamShape) -> Shape {
     Shape::new(&over.extents(shape))
 }
 
-/// Refuses a rule for matrices of hidden layers where a model declares none, and where it would be given something else.
+/// Refuses a rule for matrices of hidden layers where a model declares none, and where it would be given something
+/// else.
 pub fn require_matrices(rule: &Rule, parameters: &[ParamSpec]) -> Result<(), PlanError> {
     let refuse = |problem, fix| Err(PlanError::Rule { rule: rule.name().to_owned(), problem, fix });
     let mut trained = parameters.iter().filter(|spec| !spec.group.frozen);
@@ -186,7 +189,8 @@ fn axes(rank: &Rank, cuts: Cuts, parameters: &[ParamSpec]) -> Vec<Axis> {
 }
 
 impl Updates {
-    /// The updates of the parameters in `layout` by `rule`. `parameters` are those of the whole model, `group` what [`join`] gave.
+    /// The updates of the parameters in `layout` by `rule`. `parameters` are those of the whole model, `group` what
+    /// [`join`] gave.
     pub fn new(
         rule: &Rule,
         params: &Params,
@@ -327,8 +331,8 @@ impl Updates {
         Ok(States { elements, sets: self.members.iter().map(of_param).collect::<Result<_, Error>>()? })
     }
 
-    /// The pages of states in the order in which [`measure`](Self::measure), [`gather`](Self::gather) and [`update`](Self::update) need
-    /// them, for parameters that lie in these elements of flat buffers.
+    /// The pages of states in the order in which [`measure`](Self::measure), [`gather`](Self::gather) and
+    /// [`update`](Self::update) need them, for parameters that lie in these elements of flat buffers.
     fn order(&self, parts: &BTreeMap<ParamId, (usize, Range<usize>)>, elements: &Elements) -> Vec<usize> {
         let pages = |id: &ParamId| parts.get(id).map_or(0..0, |(flat, range)| elements.cover(*flat, range));
         let mut order = Vec::new();
@@ -350,8 +354,8 @@ impl Updates {
         order
     }
 
-    /// Takes the passes of all parameters that are read whole: `of` gives the part of a parameter that is updated here, with its weights and
-    /// gradients. Changes states; weights stay.
+    /// Takes the passes of all parameters that are read whole: `of` gives the part of a parameter that is updated here,
+    /// with its weights and gradients. Changes states; weights stay.
     pub fn measure(
         &self,
         of: impl Fn(ParamId) -> Result<(Part, usize, Buffer, Buffer), TrainError>,
@@ -406,7 +410,8 @@ impl Updates {
         Ok(totals)
     }
 
-    /// Brings together the matrices of those of these parameters whose rules read them, and transforms them. Each rank transforms some.
+    /// Brings together the matrices of those of these parameters whose rules read them, and transforms them. Each rank
+    /// transforms some.
     pub fn gather(
         &self,
         ids: impl IntoIterator<Item = ParamId>,
@@ -460,8 +465,8 @@ impl Updates {
         Ok(Some(Gathered { all, places: places.into_iter().map(|(id, places)| (id, begin(places))).collect() }))
     }
 
-    /// Updates the weights of flat buffers. Rules that read whole parameters (LAMB, Adafactor, Muon) go through one parameter after the other; all elements
-    /// with the same elementwise rule and factors are updated by one call.
+    /// Updates the weights of flat buffers. Rules that read whole parameters (LAMB, Adafactor, Muon) go through one
+    /// parameter after the other; all elements with the same elementwise rule and factors are updated by one call.
     pub fn update(
         &self,
         flats: &mut [OfFlat],
@@ -528,7 +533,8 @@ impl Updates {
         Ok(())
     }
 
-    /// Updates the parameters whose rule updates each element by itself, such as AdamW. One call takes all elements with the same rule and factors.
+    /// Updates the parameters whose rule updates each element by itself, such as AdamW. One call takes all elements
+    /// with the same rule and factors.
     fn update_elements(&self, open: &mut [Open<'_>]) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
         let alike = |part: &Part| {

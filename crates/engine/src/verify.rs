@@ -1,5 +1,5 @@
-//! Verify mode: a trainer compares what its ranks claim about their values ([`meshwork_tensor::verify`]) in the steps that its plan names,
-//! before the update. Beside the claims of any loop it has those about
+//! Verify mode: a trainer compares what its ranks claim about their values ([`meshwork_tensor::verify`]) in the steps
+//! that its plan names, before the update. Beside the claims of any loop it has those about
 //!
 //! | claim | checked |
 //! |---|---|
@@ -11,7 +11,8 @@
 /// In which steps every claim about values is [verified](crate::verify).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// In none. Nor is the program [held against that of one rank](crate::TrainError::OneRank) when a trainer or a decoder is made.
+    /// In none. Nor is the program [held against that of one rank](crate::TrainError::OneRank) when a trainer or a
+    /// decoder is made.
     Off,
     /// In the first step that a trainer makes.
     #[default]

@@ -1,6 +1,7 @@
 //! The weights of one rank, in every version that is still read, with their gradients and optimizer states.
 //!
-//! More than 400 lines: versions, norms and updates of one store, which an asynchronous step and a rollback take together.
+//! More than 400 lines: versions, norms and updates of one store, which an asynchronous step and a rollback take
+//! together.
 
 use crate::TrainError;
 use crate::gradients::Gradients;
@@ -75,7 +76,8 @@ impl Shared {
     }
 }
 
-/// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does not depend on timing.
+/// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does
+/// not depend on timing.
 const IN_FLIGHT: usize = 2;
 
 /// Weights and states before an update.
@@ -94,8 +96,9 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`; weights in f32 that go with them, if they are stored in 16 bits, are zero until they are [set](Self::set_masters). Forwards may
-    /// read the `kept` newest versions. States of the optimizer are on `disk`, if there is one.
+    /// Starts from `params`; weights in f32 that go with them, if they are stored in 16 bits, are zero until they are
+    /// [set](Self::set_masters). Forwards may read the `kept` newest versions. States of the optimizer are on `disk`,
+    /// if there is one.
     pub fn new(
         params: Params,
         gradients: Gradients,
@@ -140,8 +143,8 @@ impl WeightStore {
         self.versions.back().unwrap_or_else(|| unreachable!("there is always a newest version"))
     }
 
-    /// Replaces the elements of a parameter that are kept here: `read` gives those of a range of it, as this rank holds it and counted from the
-    /// first one. `None` while something reads the weights.
+    /// Replaces the elements of a parameter that are kept here: `read` gives those of a range of it, as this rank holds
+    /// it and counted from the first one. `None` while something reads the weights.
     pub fn write<E: From<Error> + From<TrainError>>(
         &mut self,
         id: ParamId,
@@ -230,7 +233,8 @@ impl WeightStore {
         self.gradients.peek(flat, own_part(&self.window(id, Vector::Gradients), range))
     }
 
-    /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen one.
+    /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen
+    /// one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let flat = self.params().place(id).0;
         let states = 0..self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
@@ -245,7 +249,8 @@ impl WeightStore {
         sets.map(|set| Ok(self.device.download(set)?.as_slice::<f32>().map_err(Error::from)?.to_vec())).collect()
     }
 
-    /// A vector of the state of a parameter, as far as it is kept, in host memory: without a copy where the device computes there.
+    /// A vector of the state of a parameter, as far as it is kept, in host memory: without a copy where the device
+    /// computes there.
     pub fn vector(&self, id: ParamId, place: Place) -> Result<Buffer, TrainError> {
         let params = self.params();
         let (flat, range) = params.place(id);
@@ -278,8 +283,8 @@ impl WeightStore {
         if self.exact_norm { LIMBS } else { 1 }
     }
 
-    /// Adds this rank's share of the squared norm of the reduced gradients to the f64 vector `sums` on the device, from element `at`
-    /// on: each element of the model is counted by one rank.
+    /// Adds this rank's share of the squared norm of the reduced gradients to the f64 vector `sums` on the device, from
+    /// element `at` on: each element of the model is counted by one rank.
     pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
         let optim = self.device.optim()?;
         let parked = self.gradients.are_parked();
@@ -298,12 +303,14 @@ impl WeightStore {
         Ok(())
     }
 
-    /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nothing may read the old one.
+    /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nothing may read the
+    /// old one.
     pub fn update(&mut self, lr: f64, grad_scale: f32, statistics: &StatisticSums) -> Result<(), TrainError> {
         self.next_version(lr, grad_scale, statistics, Old::Replaced)
     }
 
-    /// The same, until it is [committed](Self::commit) or [rolled back](Self::rollback): the old weights and states stay.
+    /// The same, until it is [committed](Self::commit) or [rolled back](Self::rollback): the old weights and states
+    /// stay.
     pub fn update_tentatively(
         &mut self,
         lr: f64,
@@ -350,7 +357,8 @@ impl WeightStore {
         self.norms.remove(&step)
     }
 
-    /// Replaces this rank's part of the state of a run: `read` gives the elements of a vector of a parameter that are kept here.
+    /// Replaces this rank's part of the state of a run: `read` gives the elements of a vector of a parameter that are
+    /// kept here.
     pub fn load(
         &mut self,
         updates: u64,

@@ -1,5 +1,6 @@
-//! ZeRO (Rajbhandari et al. 2020): data-parallel ranks share out what each of them would otherwise hold whole. The stage is data: of each
-//! flat buffer a rank has one [slice](FlatSlice), and the stage says which vectors it keeps whole and of which only that slice.
+//! ZeRO (Rajbhandari et al. 2020): data-parallel ranks share out what each of them would otherwise hold whole. The
+//! stage is data: of each flat buffer a rank has one [slice](FlatSlice), and the stage says which vectors it keeps
+//! whole and of which only that slice.
 //!
 //! | stage | weights | gradients | optimizer states |
 //! |---|---|---|---|
@@ -8,9 +9,9 @@
 //! | 2 | whole | slice | slice |
 //! | 3 | slice | slice | slice |
 //!
-//! A rank updates its slice. Where it keeps the weights whole, the slices of all ranks are gathered after the update. In canonical numerics
-//! gradients are whole in every stage: a rank sums all of its samples before those of other ranks, and the norm has blocks that slices
-//! would cut.
+//! A rank updates its slice. Where it keeps the weights whole, the slices of all ranks are gathered after the update.
+//! In canonical numerics gradients are whole in every stage: a rank sums all of its samples before those of other
+//! ranks, and the norm has blocks that slices would cut.
 
 use crate::{Plan, PlanError};
 use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
@@ -42,8 +43,8 @@ impl ZeroStage {
 pub struct Zero {
     /// What is shared out.
     pub stage: ZeroStage,
-    /// The number of data-parallel ranks that share it out: each group of so many neighbours has all of it (hybrid sharding). `None`: all
-    /// of them.
+    /// The number of data-parallel ranks that share it out: each group of so many neighbours has all of it (hybrid
+    /// sharding). `None`: all of them.
     pub group: Option<usize>,
 }
 
@@ -94,8 +95,8 @@ impl Cuts {
         }
     }
 
-    /// The elements of a flat buffer that a rank keeps, of which `slice` is its own. Whether a buffer is cut does not follow from this: the
-    /// slice of one rank may have all of it.
+    /// The elements of a flat buffer that a rank keeps, of which `slice` is its own. Whether a buffer is cut does not
+    /// follow from this: the slice of one rank may have all of it.
     pub fn window(self, vector: Vector, slice: FlatSlice) -> Range<usize> {
         match self.cuts(vector) {
             true => slice.range(),
@@ -117,7 +118,8 @@ impl Zero {
         mesh.data_rank(mesh.coords(rank)) / self.group.unwrap_or(mesh.data_degree())
     }
 
-    /// The world ranks that share out with this one what is the same along `axes`, itself included; the same number for all of them.
+    /// The world ranks that share out with this one what is the same along `axes`, itself included; the same number for
+    /// all of them.
     fn sharers(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Vec<usize> {
         if self.group.is_none() {
             return mesh.group(world_rank, axes);
@@ -132,8 +134,8 @@ impl Zero {
         FlatSlice::new(elements, sharers, index)
     }
 
-    /// The number of [`sharers`](Self::sharers), and the index of this one among them: by arithmetic, because a dry run asks for every rank
-    /// of a large world.
+    /// The number of [`sharers`](Self::sharers), and the index of this one among them: by arithmetic, because a dry run
+    /// asks for every rank of a large world.
     fn place(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
         let (coords, ep) = (mesh.coords(world_rank), mesh.degree(Axis::Ep));
         let group = self.group.unwrap_or(mesh.data_degree());
@@ -148,7 +150,8 @@ impl Zero {
         })
     }
 
-    /// The index of a rank's group among those that have all of it each, and the number of these. Asked for each parameter.
+    /// The index of a rank's group among those that have all of it each, and the number of these. Asked for each
+    /// parameter.
     pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
         if self.group.is_none() {
             return (0, 1); // all share out

@@ -134,7 +134,8 @@ fn a_step_too_many_is_named() {
     }
 }
 
-/// Two trainers of the same plan communicate alike: what one rank computed with the first one met what another computed with the second.
+/// Two trainers of the same plan communicate alike: what one rank computed with the first one met what another computed
+/// with the second.
 #[test]
 fn two_trainers_in_another_order_are_told_apart() {
     for mesh in MESHES {

@@ -1,5 +1,5 @@
-//! Compressed communication between stages: what arrives is what the equations say, on any mesh, and takes the bytes that were
-//! predicted.
+//! Compressed communication between stages: what arrives is what the equations say, on any mesh, and takes the bytes
+//! that were predicted.
 //!
 //! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/compression.md`.
 
@@ -131,7 +131,8 @@ fn a_compressed_pipeline_is_its_serial_simulation() {
         let piped = run(&tower(4), &on("pp=4", compress));
         let lossy = Lossy::model(tower(4), &[1; 4], compress, Plan::default().seed);
         assert_same(&what, &piped, &run(&lossy, &simulating(on("dp=1", Compress::default()))));
-        // One rank that simulates the cuts has the same bits, those of feedback included; so have two, and other schedules.
+        // One rank that simulates the cuts has the same bits, those of feedback included; so have two, and other
+        // schedules.
         let simulated = Plan { virtual_cuts: vec![1, 2, 3], ..on("dp=1", compress) };
         let on_one = run(&tower(4), &simulated);
         assert_same(&what, &on_one, &piped);
@@ -147,8 +148,8 @@ fn a_compressed_pipeline_is_its_serial_simulation() {
     }
 }
 
-/// A step that overlaps with one that is clipped begins anew, with what was lost before it: states of feedback and numbers are those of steps
-/// that do not overlap.
+/// A step that overlaps with one that is clipped begins anew, with what was lost before it: states of feedback and
+/// numbers are those of steps that do not overlap.
 #[test]
 fn a_step_that_begins_anew_begins_with_what_was_lost_before() {
     for (activations, feedback, share_indices) in
@@ -179,7 +180,8 @@ fn a_step_that_begins_anew_begins_with_what_was_lost_before() {
     }
 }
 
-/// What is lost depends on neither tp, dp, the schedule nor the place of the stages: one micro-batch crosses the same cuts.
+/// What is lost depends on neither tp, dp, the schedule nor the place of the stages: one micro-batch crosses the same
+/// cuts.
 #[test]
 fn every_mesh_and_schedule_loses_the_same() {
     for compress in [cuts("quant:8", "quant:8", "none"), cuts("topk:0.3", "quant:8", "ef21")] {
@@ -277,8 +279,9 @@ fn bytes_and_memory_are_as_predicted() {
     assert!(sent.iter().all(|record| (record.dtype, record.elements) == (DType::U8, bytes / 2)), "{sent:?}");
 }
 
-/// In canonical numerics, with the same virtual cuts everywhere, what is lost of each sample is the same on every mesh and schedule, and with
-/// every number of micro-batches: the bits of one rank. Virtual cuts take no communication, and the memory that was predicted.
+/// In canonical numerics, with the same virtual cuts everywhere, what is lost of each sample is the same on every mesh
+/// and schedule, and with every number of micro-batches: the bits of one rank. Virtual cuts take no communication, and
+/// the memory that was predicted.
 #[test]
 fn canonical_numerics_lose_the_same_on_every_mesh() {
     for (forward, backward, feedback, share_indices) in [
@@ -396,8 +399,8 @@ fn inference_is_compressed_as_training_is() {
     assert!(plain.iter().zip(&lost).all(|(plain, lost)| plain != lost && lost.iter().all(|x| x.is_finite())));
 }
 
-/// A state of feedback is saved by sample: stopped and resumed, a run has the bits of one that was not, and on another mesh it goes on
-/// with what was lost.
+/// A state of feedback is saved by sample: stopped and resumed, a run has the bits of one that was not, and on another
+/// mesh it goes on with what was lost.
 #[test]
 fn a_resumed_run_goes_on_with_what_was_lost() {
     let on = |mesh: &str, micros, compress| Plan { compress, num_microbatches: Some(micros), ..plan(mesh) };
@@ -448,7 +451,8 @@ fn gradients(scheme: &str, feedback: &str) -> Compress {
     Compress { gradients: self::scheme(scheme), feedback: feedback.parse().unwrap(), ..Compress::default() }
 }
 
-/// The sums of three steps of two ranks are those of `meshwork-compress` on the gradients of each rank alone, bit by bit.
+/// The sums of three steps of two ranks are those of `meshwork-compress` on the gradients of each rank alone, bit by
+/// bit.
 #[test]
 fn compressed_gradients_are_summed_as_published() {
     for (scheme, feedback) in [
@@ -545,8 +549,8 @@ fn compressed_gradients_are_summed_as_published() {
     }
 }
 
-/// PowerSGD's sums of three steps are those of `meshwork-compress` on each matrix of each rank, with its authors' feedback, bit by bit; what is no
-/// matrix is summed as it is. With ZeRO a rank has its slice of the same sum.
+/// PowerSGD's sums of three steps are those of `meshwork-compress` on each matrix of each rank, with its authors'
+/// feedback, bit by bit; what is no matrix is summed as it is. With ZeRO a rank has its slice of the same sum.
 #[test]
 fn powersgd_sums_each_matrix_as_published() {
     let (compress, ranks) = (gradients("powersgd:2", "ef"), 2);
@@ -611,8 +615,8 @@ fn powersgd_sums_each_matrix_as_published() {
     assert_same("slices", &run(&tower(2), &sliced), &run(&tower(2), &plan));
 }
 
-/// On every mesh the replicas of a weight stay the same, padding stays zero, and half of the bits train as all do; calls, bytes and memory
-/// are predicted; a device whose memory the host cannot read gives the same bits.
+/// On every mesh the replicas of a weight stay the same, padding stays zero, and half of the bits train as all do;
+/// calls, bytes and memory are predicted; a device whose memory the host cannot read gives the same bits.
 #[test]
 fn compressed_gradients_train_on_every_mesh() {
     for (mesh, schedule, stage, feedback) in [
@@ -721,8 +725,8 @@ fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
     }
 }
 
-/// Asynchronous schedules lose at real cuts what they lose at virtual ones, step by step of each micro-batch, and feedback of a micro-batch
-/// goes on where the one of the step before ended.
+/// Asynchronous schedules lose at real cuts what they lose at virtual ones, step by step of each micro-batch, and
+/// feedback of a micro-batch goes on where the one of the step before ended.
 #[test]
 fn asynchronous_schedules_lose_the_same_at_virtual_cuts() {
     let tokens_of = |step, samples| tokens(step, samples);
@@ -762,7 +766,8 @@ fn asynchronous_schedules_lose_the_same_at_virtual_cuts() {
     }
 }
 
-/// A step that is not finite leaves the weights as they are, and feedback as if it began: nothing of that step comes back.
+/// A step that is not finite leaves the weights as they are, and feedback as if it began: nothing of that step comes
+/// back.
 #[test]
 fn a_step_that_is_not_finite_leaves_nothing_to_bring_back() {
     let compress = Compress { gradients: scheme("quant:4/block64"), ..cuts("topk:0.3", "topk:0.3", "ef") };

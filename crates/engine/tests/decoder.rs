@@ -172,7 +172,8 @@ fn fast_decoding_on_a_mesh_is_close_to_one_rank() {
     }
 }
 
-/// Weights, activations and cached keys in 16 bits: the logits of f32 but for rounding, in passes over the whole sequence too.
+/// Weights, activations and cached keys in 16 bits: the logits of f32 but for rounding, in passes over the whole
+/// sequence too.
 #[test]
 fn mixed_precision_decodes_as_it_predicts() {
     let loss_scale = LossScale::Fixed(1.0);

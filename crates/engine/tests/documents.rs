@@ -1,5 +1,5 @@
-//! Documents that follow each other in a sequence, through the engine: the loss and the gradients of the documents run each alone, and
-//! in canonical numerics the bits of one rank on every mesh.
+//! Documents that follow each other in a sequence, through the engine: the loss and the gradients of the documents run
+//! each alone, and in canonical numerics the bits of one rank on every mesh.
 
 use meshwork_core::Rank;
 use meshwork_core::comm::thread;
@@ -59,7 +59,8 @@ fn packed() -> Batch {
     language::batch(tokens, targets, SEQ).unwrap().with(language::POSITIONS, [SEQ], positions).unwrap()
 }
 
-/// A sequence for each document, filled up with tokens that no token of the document sees, and whose targets are masked.
+/// A sequence for each document, filled up with tokens that no token of the document sees, and whose targets are
+/// masked.
 fn alone() -> Batch {
     let (mut tokens, mut targets, mut first) = (Vec::new(), Vec::new(), 0);
     for len in DOCUMENTS.concat() {
@@ -105,7 +106,8 @@ fn plan(mesh: &str, samples: usize, numerics: Numerics) -> Plan {
     }
 }
 
-/// Largest differences of losses and gradients: a few times what two orders of f32 sums differ by in numbers of this size; of rounded operands in bf16, more.
+/// Largest differences of losses and gradients: a few times what two orders of f32 sums differ by in numbers of this
+/// size; of rounded operands in bf16, more.
 #[test]
 fn packed_documents_have_the_loss_and_the_gradients_that_they_have_alone() {
     for (precision, bound) in [(Precision::F32, 1e-6), (Precision::Bf16, 1e-3)] {

@@ -22,8 +22,8 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Holds a step of every rank against its prediction: the first, or, where steps overlap, the first that is under way with as many
-/// others as ever. Gives the names of the groups that communicated.
+/// Holds a step of every rank against its prediction: the first, or, where steps overlap, the first that is under way
+/// with as many others as ever. Gives the names of the groups that communicated.
 #[track_caller]
 fn assert_as_predicted(
     model: &Arc<dyn Model>,
@@ -114,8 +114,8 @@ fn a_tower_takes_what_was_predicted() {
     }
 }
 
-/// Where steps overlap, a prediction is of steps that do: from the second on, whether updates are rolled back or not. One step alone holds no
-/// more, and where ranks wait for the norm before they update, it holds the same.
+/// Where steps overlap, a prediction is of steps that do: from the second on, whether updates are rolled back or not.
+/// One step alone holds no more, and where ranks wait for the norm before they update, it holds the same.
 #[test]
 fn zero_bubble_schedules_hold_what_was_predicted_from_the_second_step_on() {
     for mesh in ["pp=2", "dp=2,pp=2", "dp=2,tp=2,pp=2"] {
@@ -275,7 +275,8 @@ fn what_is_offloaded_takes_what_was_predicted() {
     }
 }
 
-/// Between steps a rank holds 4 bytes of each parameter, 4 of its gradient and 8 of AdamW's states, as far as its stage of ZeRO leaves them.
+/// Between steps a rank holds 4 bytes of each parameter, 4 of its gradient and 8 of AdamW's states, as far as its stage
+/// of ZeRO leaves them.
 #[test]
 fn memory_is_counted_by_what_it_is_for() {
     for (stage, parts) in ZeroStage::ALL.iter().zip([[1, 1, 1], [1, 4, 4], [1, 4, 4], [4, 4, 4]]) {
@@ -311,7 +312,8 @@ fn memory_is_counted_by_what_it_is_for() {
     }
 }
 
-/// With the predicted bytes as its limit a rank trains; with one byte less the run ends on every rank, and the cause says what holds the memory.
+/// With the predicted bytes as its limit a rank trains; with one byte less the run ends on every rank, and the cause
+/// says what holds the memory.
 #[test]
 fn a_limit_is_held_to_the_byte_and_ends_every_rank() {
     let (model, plan) = (tower::tower(4), Plan { max_norm: NEVER, ..tower::plan("dp=2,pp=2") });
@@ -331,8 +333,8 @@ fn a_limit_is_held_to_the_byte_and_ends_every_rank() {
     }
 }
 
-/// Parts are measured on one rank, which has no groups to share out in. (The profile of layers and `partition = "cost"` of a run with
-/// `zero_group` were refused.)
+/// Parts are measured on one rank, which has no groups to share out in. (The profile of layers and `partition = "cost"`
+/// of a run with `zero_group` were refused.)
 #[test]
 fn the_costs_of_parts_do_not_depend_on_what_ranks_share_out() {
     let (model, plan) = (tower::tower(4), tower::plan("dp=4"));

@@ -1,4 +1,5 @@
-//! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and metrics included.
+//! Language models with experts, through the engine: the bits of one rank on every mesh and schedule, biases and
+//! metrics included.
 //!
 //! More than 400 lines: one program, because each costs a link.
 
@@ -166,7 +167,8 @@ fn every_mesh_has_the_bits_of_one_rank() {
     }
 }
 
-/// Experts that are whole on every rank of tp sum their inner features as cut ones do, and so does the norm of their gradients.
+/// Experts that are whole on every rank of tp sum their inner features as cut ones do, and so does the norm of their
+/// gradients.
 #[test]
 fn cut_and_whole_experts_have_the_same_bits() {
     let model = |over_tp| -> Arc<dyn Model> {
@@ -193,8 +195,8 @@ fn cut_and_whole_experts_have_the_same_bits() {
     }
 }
 
-/// A stage whose activations are recomputed runs forward twice, and its router decides once: in each of 3 steps, on each of 4 ranks, for each
-/// of 2 micro-batches (with GShard once more, for the first choices that its loss counts).
+/// A stage whose activations are recomputed runs forward twice, and its router decides once: in each of 3 steps, on
+/// each of 4 ranks, for each of 2 micro-batches (with GShard once more, for the first choices that its loss counts).
 #[test]
 fn a_router_decides_once_where_activations_are_recomputed() {
     let models: [(Arc<dyn Model>, usize); 2] = [(Arc::new(llama()), 1), (Arc::new(gpt2(RouterKind::Gshard)), 2)];
@@ -287,8 +289,8 @@ fn the_load_and_the_bias_are_those_of_the_whole_batch() {
     }
 }
 
-/// With `dp=6,ep=3` the three ranks that share experts hold 12 of the 24 samples. Canonical numerics sum the gradient of an expert over
-/// whole subtrees of the balanced tree over samples, and 12 samples are none, so the plan is refused.
+/// With `dp=6,ep=3` the three ranks that share experts hold 12 of the 24 samples. Canonical numerics sum the gradient
+/// of an expert over whole subtrees of the balanced tree over samples, and 12 samples are none, so the plan is refused.
 #[test]
 fn ranks_that_share_experts_hold_a_subtree_of_the_samples() {
     let model: Arc<dyn Model> = Arc::new(gpt2(RouterKind::Switch));
@@ -343,8 +345,8 @@ fn losses(reports: &[Vec<StepReport>]) -> Vec<f64> {
     reports[0].iter().map(|report| report.loss).collect()
 }
 
-/// Eight bits of tokens and gradients train as all do, on every mesh; a forward that is recomputed sends what the first one sent, also where it
-/// rounds at random.
+/// Eight bits of tokens and gradients train as all do, on every mesh; a forward that is recomputed sends what the first
+/// one sent, also where it rounds at random.
 #[test]
 fn compressed_tokens_train_as_exact_ones_do() {
     let model: Arc<dyn Model> = Arc::new(llama());
@@ -369,7 +371,8 @@ fn compressed_tokens_train_as_exact_ones_do() {
     }
 }
 
-/// Where the numbers of rows are known before (experts that choose, one on each rank), calls, bytes and memory of each rank are as predicted.
+/// Where the numbers of rows are known before (experts that choose, one on each rank), calls, bytes and memory of each
+/// rank are as predicted.
 #[test]
 fn bytes_of_compressed_tokens_are_as_predicted() {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router: RouterKind::ExpertChoice, ..MoeConfig::default() };

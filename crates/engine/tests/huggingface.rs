@@ -1,5 +1,6 @@
-//! Models as Hugging Face stores them, on any mesh: the logits are those of `transformers`, each rank reads its own slices, and what
-//! is written again is what was read. `crates/models/tests/fixtures/make_huggingface_fixtures.py` made the folders.
+//! Models as Hugging Face stores them, on any mesh: the logits are those of `transformers`, each rank reads its own
+//! slices, and what is written again is what was read. `crates/models/tests/fixtures/make_huggingface_fixtures.py` made
+//! the folders.
 
 use meshwork_core::Axis;
 use meshwork_core::comm::thread;

@@ -1,5 +1,5 @@
-//! Classifiers through the pipeline: the same bits on every cut into stages, with and without re-materialisation; the same
-//! numbers with dp and tp; and what cannot be trained is refused.
+//! Classifiers through the pipeline: the same bits on every cut into stages, with and without re-materialisation; the
+//! same numbers with dp and tp; and what cannot be trained is refused.
 
 mod noise;
 
@@ -130,7 +130,8 @@ fn every_cut_into_stages_gives_the_same_bits() {
                 }
             }
         }
-        // Activations of every shape: behind each layer once, pools and the mean over pixels among them; and stages without layers.
+        // Activations of every shape: behind each layer once, pools and the mean over pixels among them; and stages
+        // without layers.
         let layers = network.layers();
         for first in 0..=layers {
             let cut = Plan { mesh: mesh(1, 1, 2), partition: vec![first, layers - first], ..plan() };
@@ -181,8 +182,8 @@ fn rematerialisation_changes_memory_alone() {
     }
 }
 
-/// Sparse storage (Gist, section 4.2) on every cut and with any recomputation, in fast and in canonical numerics; behind rounding it changes no bit
-/// of what was rounded.
+/// Sparse storage (Gist, section 4.2) on every cut and with any recomputation, in fast and in canonical numerics;
+/// behind rounding it changes no bit of what was rounded.
 #[test]
 fn leaving_out_zeros_changes_memory_alone() {
     let (sparse, half) = (Encoding::Sparse, Encoding::Half(HalfType::Bf16));
@@ -214,8 +215,8 @@ fn leaving_out_zeros_changes_memory_alone() {
     }
 }
 
-/// Two dp ranks with two micro-batches each are one rank with those four: the same statistics, and sums in another order. tp has nothing
-/// to cut here, and changes nothing. All of it holds for steps that are clipped too.
+/// Two dp ranks with two micro-batches each are one rank with those four: the same statistics, and sums in another
+/// order. tp has nothing to cut here, and changes nothing. All of it holds for steps that are clipped too.
 #[test]
 fn dp_ranks_share_the_micro_batches_of_one() {
     for (norm, max_norm) in
@@ -251,7 +252,8 @@ fn canonical_numerics_give_the_bits_of_one_rank() {
         for (dp, tp, pp, micros) in [(2, 1, 2, 4), (4, 2, 1, 2), (2, 2, 2, 8), (1, 1, 4, 16)] {
             let mesh = mesh(dp, tp, pp);
             let (got, taken) = train(&network, &Plan { mesh, num_microbatches: Some(micros), ..canonical.clone() });
-            // A gradient of one rank's samples is no whole gradient before it is reduced, so weights and states are compared.
+            // A gradient of one rank's samples is no whole gradient before it is reduced, so weights and states are
+            // compared.
             let mesh = format!("dp={dp},tp={tp},pp={pp}");
             assert_eq!((got.state, got.scores), (whole.state.clone(), whole.scores.clone()), "{mesh}");
             assert_eq!(taken.norms, norms, "{mesh}");

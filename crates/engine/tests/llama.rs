@@ -1,5 +1,6 @@
-//! Llama against PyTorch, through the engine (`crates/models/tests/fixtures/make_llama_fixtures.py` says what was recorded, and how it
-//! was checked in float64): over dp, tp with fewer heads of keys and values than ranks among them, pp, and sequence parallelism.
+//! Llama against PyTorch, through the engine (`crates/models/tests/fixtures/make_llama_fixtures.py` says what was
+//! recorded, and how it was checked in float64): over dp, tp with fewer heads of keys and values than ranks among them,
+//! pp, and sequence parallelism.
 
 use meshwork_core::comm::thread;
 use meshwork_cpu::Cpu;
@@ -21,8 +22,8 @@ const WEIGHTS: f64 = 5e-6;
 
 const STEPS: usize = 3;
 
-/// Mesh, sequence parallelism, and micro-batches for the sequences of the fixture. More ranks than heads of keys and values among
-/// them; the 37 ids are not divided by 2.
+/// Mesh, sequence parallelism, and micro-batches for the sequences of the fixture. More ranks than heads of keys and
+/// values among them; the 37 ids are not divided by 2.
 const MESHES: [(&str, bool, usize); 8] = [
     ("dp=1", false, 1),
     ("tp=2", false, 3),
@@ -209,7 +210,8 @@ fn untied_embeddings_are_those_of_pytorch() {
     check(false);
 }
 
-/// Products of queries beside those of keys and values, gathered heads, groups that ranks share: all in one rank's order.
+/// Products of queries beside those of keys and values, gathered heads, groups that ranks share: all in one rank's
+/// order.
 #[test]
 fn canonical_numerics_give_the_bits_of_one_rank() {
     let fixture = Fixture::read();

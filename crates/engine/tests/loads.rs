@@ -1,5 +1,5 @@
-//! Weights and states that one rank loads alone, long after the first step: the next step is verified on every rank. Beside each, the same
-//! load on all ranks.
+//! Weights and states that one rank loads alone, long after the first step: the next step is verified on every rank.
+//! Beside each, the same load on all ranks.
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{Axis, Rank};

@@ -1,5 +1,6 @@
-//! A loss or metric of a sample that depends on the samples of its micro-batch is another one on every mesh. A trainer that verifies holds
-//! one micro-batch against its samples one by one before its first step. Beside each wrong program is the right one.
+//! A loss or metric of a sample that depends on the samples of its micro-batch is another one on every mesh. A trainer
+//! that verifies holds one micro-batch against its samples one by one before its first step. Beside each wrong program
+//! is the right one.
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{Axis, DType, Mesh, Ty};

@@ -129,9 +129,9 @@ fn frozen_weights_have_no_part_in_the_norm() {
 /// The norm that gradients are clipped to.
 const CLIP: f64 = 16.0;
 
-/// Every axis, every kind of schedule, re-materialisation and the opaque device: in canonical numerics the bits of one rank, in
-/// the loss, the norm, the metric of one stage and the weights. The report adds up the auxiliary losses of all stages in the order of
-/// the ranks: nothing is trained from that sum, and its last bit may differ.
+/// Every axis, every kind of schedule, re-materialisation and the opaque device: in canonical numerics the bits of one
+/// rank, in the loss, the norm, the metric of one stage and the weights. The report adds up the auxiliary losses of all
+/// stages in the order of the ranks: nothing is trained from that sum, and its last bit may differ.
 #[test]
 fn every_mesh_gives_the_bits_of_one_rank() {
     let model = tower(4);
@@ -228,8 +228,8 @@ fn a_model_that_contradicts_itself_is_refused() {
     }
 }
 
-/// The reductions of gradients follow a pass before step 1. A model that reads a weight otherwise later would have its gradient
-/// summed too little or too often.
+/// The reductions of gradients follow a pass before step 1. A model that reads a weight otherwise later would have its
+/// gradient summed too little or too often.
 #[test]
 fn a_gradient_of_other_types_than_before_the_first_step_is_refused() {
     let run = |mistake, mesh: &str| {

@@ -1,4 +1,5 @@
-//! A program that counts on one rank what is meant over all of them is refused when its trainer or decoder is made; the right one beside it trains.
+//! A program that counts on one rank what is meant over all of them is refused when its trainer or decoder is made; the
+//! right one beside it trains.
 //!
 //! More than 400 lines: each wrong program stands beside the right one.
 

@@ -1,5 +1,5 @@
-//! A model whose logits depend on how a sequence is split into passes is refused by a decoder at its first use: on every mesh, by the same
-//! error on every rank. Beside each such program is the right one.
+//! A model whose logits depend on how a sequence is split into passes is refused by a decoder at its first use: on
+//! every mesh, by the same error on every rank. Beside each such program is the right one.
 
 use meshwork_core::comm::thread::{self, RankEnd};
 use meshwork_core::{DType, Rank, rules};
@@ -304,7 +304,8 @@ fn compressed_activations_are_no_mixing() {
     assert_refused(&model(shifted::<1>, from_past), &plan, &[4, 1]);
 }
 
-/// Training drops the choices of tokens that find their expert full. How full it is depends on the tokens of a pass, so decoding drops none.
+/// Training drops the choices of tokens that find their expert full. How full it is depends on the tokens of a pass, so
+/// decoding drops none.
 #[test]
 fn experts_that_decode_take_all_tokens_whatever_their_capacity() {
     let experts = |capacity_factor| -> Arc<dyn Model> {

@@ -65,7 +65,8 @@ fn batch(step: u64, samples: Range<usize>) -> Batch {
     language::batch(row(0), row(1), SEQ).unwrap()
 }
 
-/// Trains steps `steps` on a mesh, from a state if there is one: the reports of one rank, and the whole state afterwards.
+/// Trains steps `steps` on a mesh, from a state if there is one: the reports of one rank, and the whole state
+/// afterwards.
 fn go_on(plan: &Plan, from: Option<&WholeState>, steps: Range<u64>) -> (Vec<StepReport>, WholeState) {
     go_on_with(&model(), batch, plan, from, steps)
 }
@@ -137,8 +138,9 @@ fn stages() -> impl Iterator<Item = Zero> {
     ZeroStage::ALL.into_iter().skip(1).map(|stage| Zero { stage, group: None })
 }
 
-/// With one micro-batch no sum changes its order: ranks that share out states, gradients and weights make the steps of ranks that hold
-/// them whole, bit by bit. With several, stages from 2 add up slices of micro-batches where ranks added up their own first.
+/// With one micro-batch no sum changes its order: ranks that share out states, gradients and weights make the steps of
+/// ranks that hold them whole, bit by bit. With several, stages from 2 add up slices of micro-batches where ranks added
+/// up their own first.
 #[test]
 fn ranks_that_share_out_have_the_bits_of_those_that_hold_all() {
     for (mesh, schedule, micros) in [
@@ -175,7 +177,8 @@ fn ranks_that_share_out_have_the_bits_of_those_that_hold_all() {
     }
 }
 
-/// Canonical numerics have one rank's bits at every stage, and a run goes from any to any: the state is named by slices.
+/// Canonical numerics have one rank's bits at every stage, and a run goes from any to any: the state is named by
+/// slices.
 #[test]
 fn in_canonical_numerics_stages_have_the_bits_of_one_rank_and_a_run_moves_between_them() {
     let canonical = Numerics::Canonical { blocks: 8 };
@@ -239,7 +242,8 @@ fn a_step_communicates_what_the_formulae_say() {
     }
 }
 
-/// What is left of the model between two steps, in bytes of f32: 4 for a weight, 4 for a gradient, 8 for the states of AdamW.
+/// What is left of the model between two steps, in bytes of f32: 4 for a weight, 4 for a gradient, 8 for the states of
+/// AdamW.
 #[test]
 fn a_rank_holds_what_the_formulae_say() {
     let ranks = 4;
@@ -267,8 +271,8 @@ fn a_rank_holds_what_the_formulae_say() {
     }
 }
 
-/// Groups of ranks each have everything, and share it out within: the numbers are the same, and so are the bits where groups are subtrees of
-/// the sum over ranks.
+/// Groups of ranks each have everything, and share it out within: the numbers are the same, and so are the bits where
+/// groups are subtrees of the sum over ranks.
 #[test]
 fn groups_share_out_within_and_agree() {
     for (mesh, group) in [("dp=4", 2), ("dp=4,pp=2", 2), ("dp=4", 1), ("dp=6", 3)] {
@@ -321,7 +325,8 @@ fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
     }
 }
 
-/// The model of a user's own, and its state: weights, frozen ones, states of both optimizers, the buffers of statistics, counters.
+/// The model of a user's own, and its state: weights, frozen ones, states of both optimizers, the buffers of
+/// statistics, counters.
 #[test]
 fn a_tower_moves_from_mesh_to_mesh() {
     let (model, batch) = (tower::tower(4), |step, samples| tower::batch(step as usize, samples));
@@ -362,8 +367,8 @@ fn a_tower_moves_from_mesh_to_mesh() {
     }
 }
 
-/// The running mean and variance of batch norms too. Cutting a network into stages changes no bit, and sharing out its micro-batches
-/// over dp the order of sums alone.
+/// The running mean and variance of batch norms too. Cutting a network into stages changes no bit, and sharing out its
+/// micro-batches over dp the order of sums alone.
 #[test]
 fn a_network_with_batch_norms_moves_from_mesh_to_mesh() {
     let network = ResNetConfig { groups: vec![(4, 2), (8, 2)], norm: Norm::Batch, ..ResNetConfig::digits() }.network();

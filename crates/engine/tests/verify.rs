@@ -1,6 +1,6 @@
-//! Programs that once gave wrong numbers without a word, because ranks disagreed about what each believed to be the same: found when a
-//! trainer is made (plan, model), in every step (batch, number of steps), in the first (samples) or in a verified one (values, weights). Beside
-//! each the corrected program.
+//! Programs that once gave wrong numbers without a word, because ranks disagreed about what each believed to be the
+//! same: found when a trainer is made (plan, model), in every step (batch, number of steps), in the first (samples) or
+//! in a verified one (values, weights). Beside each the corrected program.
 //!
 //! More than 400 lines: each wrong program stands beside the right one.
 

@@ -1,12 +1,13 @@
-//! Feed-forward blocks of language models: one MLP, or a mixture of experts in its place, with shared experts beside it.
+//! Feed-forward blocks of language models: one MLP, or a mixture of experts in its place, with shared experts beside
+//! it.
 //!
 //! ```text
 //! dense:    x ← x + MLP(norm(x))
 //! experts:  x ← x + Σ_e w_e(x̂) · E_e(x̂) + Shared(x̂),   x̂ = norm(x)
 //! ```
 //!
-//! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token; together they are one
-//! MLP as wide as all of them.
+//! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token;
+//! together they are one MLP as wide as all of them.
 
 use meshwork_core::{Axis, Mesh};
 pub use meshwork_moe::balance::{TOKENS, imbalance};
@@ -112,8 +113,8 @@ pub(crate) struct FeedForwardSpec {
 }
 
 impl<M: Mlp> FeedForward<M> {
-    /// Declares the block of a layer: by `dense(params, name, ffn)` an MLP of these inner features, by `of(params, name, shape)` the
-    /// networks of experts. `router` has the initial values of the router's weight.
+    /// Declares the block of a layer: by `dense(params, name, ffn)` an MLP of these inner features, by
+    /// `of(params, name, shape)` the networks of experts. `router` has the initial values of the router's weight.
     pub fn new<E: Experts + 'static>(
         params: &mut Declarations,
         mesh: &Mesh,

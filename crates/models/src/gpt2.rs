@@ -1,5 +1,5 @@
-//! GPT-2 (Radford et al., 2019): pre-LN blocks, learned positions, GELU (tanh form), biases, an output head tied to the token
-//! table or not. Weights start from N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
+//! GPT-2 (Radford et al., 2019): pre-LN blocks, learned positions, GELU (tanh form), biases, an output head tied to the
+//! token table or not. Weights start from N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
 //!
 //! ```text
 //! x = W_tok[ids] + W_pos                     x ← x + Attn(LN(x))    x ← x + MLP(LN(x))   (layers times)
@@ -140,7 +140,8 @@ impl Model for Gpt2 {
         language::fields(self.config.seq_len, self.config.vocab_size, self.language.boundary)
     }
 
-    /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `wte.weight` and the last one ties it: one logical
+    /// parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let Gpt2Config { vocab_size, hidden_size, seq_len, tie_embeddings, dropout, .. } = self.config;
         let init = Init::Normal { std: STD };

@@ -20,8 +20,8 @@ pub const TOKENS: &str = "tokens";
 /// The field of targets, `[seq]` for each sample; negative ones are masked.
 pub const TARGETS: &str = "targets";
 
-/// The field of positions, `[seq]` for each sample: the place of each token in its document. 0 begins a document, and each other
-/// position is one more than the one before.
+/// The field of positions, `[seq]` for each sample: the place of each token in its document. 0 begins a document, and
+/// each other position is one more than the one before.
 pub const POSITIONS: &str = "positions";
 
 /// What a boundary between two documents in a sequence means to a model. Each rule includes those before it.
@@ -84,10 +84,11 @@ pub fn no_input(model: &'static str) -> Error {
     }
 }
 
-/// A part of a language model, with its parameters, whose result is a hidden state `[samples, seq, hidden]` in the region.
+/// A part of a language model, with its parameters, whose result is a hidden state `[samples, seq, hidden]` in the
+/// region.
 pub trait HiddenModule: Debug {
-    /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the region. Without
-    /// `documents` each sequence is one.
+    /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the
+    /// region. Without `documents` each sequence is one.
     fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var>;
 }
 
@@ -129,8 +130,8 @@ impl Default for LanguageSpec {
     }
 }
 
-/// The parts of a language model that training does not change. They have no gradients and no optimizer states, and backward ends at the
-/// first part that is trained.
+/// The parts of a language model that training does not change. They have no gradients and no optimizer states, and
+/// backward ends at the first part that is trained.
 ///
 /// ```
 /// use meshwork_models::language::Frozen;
@@ -204,9 +205,9 @@ impl FromStr for Frozen {
     }
 }
 
-/// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and the output
-/// head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets; predictions are the whole
-/// logits `[samples, seq, vocab]`.
+/// One stage of a language model: some of the blocks, with the embedding in front on the first stage, and a norm and
+/// the output head behind on the last. The loss of a sample is the summed cross entropy of its unmasked targets;
+/// predictions are the whole logits `[samples, seq, vocab]`.
 #[derive(Clone, Debug)]
 pub struct LanguageStage<E, B, N> {
     spec: LanguageSpec,
@@ -216,7 +217,8 @@ pub struct LanguageStage<E, B, N> {
 }
 
 impl<E, B, N> LanguageStage<E, B, N> {
-    /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and head.
+    /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and
+    /// head.
     ///
     /// # Errors
     /// Those of the four declarations.
@@ -241,7 +243,8 @@ impl<E, B, N> LanguageStage<E, B, N> {
 }
 
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
-    /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head reads.
+    /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head
+    /// reads.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
         let documents = match self.spec.boundary {
             Boundary::Positions | Boundary::Attention if !tape.decodes() => Some(Documents {

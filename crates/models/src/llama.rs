@@ -1,6 +1,6 @@
-//! Llama (Touvron et al., 2023; Grattafiori et al., 2024): root mean square norms in front of each block, rotary positions, groups
-//! of heads that share keys and values, SwiGLU, no biases, an output head tied to the token table or not. Weights start from
-//! N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
+//! Llama (Touvron et al., 2023; Grattafiori et al., 2024): root mean square norms in front of each block, rotary
+//! positions, groups of heads that share keys and values, SwiGLU, no biases, an output head tied to the token table or
+//! not. Weights start from N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
 //!
 //! ```text
 //! x = W_tok[ids]                     x ← x + Attn(RMS(x))    x ← x + SwiGLU(RMS(x))   (layers times)
@@ -171,7 +171,8 @@ impl Model for Llama {
         language::fields(self.config.seq_len, self.config.vocab_size, self.language.boundary)
     }
 
-    /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical parameter on two stages.
+    /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical
+    /// parameter on two stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
         let init = Init::Normal { std: STD };

@@ -1,6 +1,6 @@
-//! ResNet (He, Zhang, Ren and Sun, 2015, arXiv:1512.03385), in the small form of its section 4.2 for small images: a 3×3
-//! convolution, groups of residual blocks, the first block of each but the first group halving height and width, the mean over
-//! pixels, a linear layer.
+//! ResNet (He, Zhang, Ren and Sun, 2015, arXiv:1512.03385), in the small form of its section 4.2 for small images: a
+//! 3×3 convolution, groups of residual blocks, the first block of each but the first group halving height and width,
+//! the mean over pixels, a linear layer.
 
 use crate::layers::{Conv, ConvNorm, Norm, PooledClasses};
 use crate::network::{Layer, Module, Network};

@@ -110,8 +110,9 @@ fn wide_vgg() -> VggConfig {
     VggConfig { image: [32, 32, 3], groups, hidden: vec![96], ..VggConfig::digits() }
 }
 
-/// Of each image a convolution keeps its input, the norm behind it the convolution's result, ReLU a bit of each element, and max pooling a byte
-/// of each maximum (Gist, section 4.1). A batch norm keeps the two moments of each channel too. In 16 bits all floats but the moments take half.
+/// Of each image a convolution keeps its input, the norm behind it the convolution's result, ReLU a bit of each
+/// element, and max pooling a byte of each maximum (Gist, section 4.1). A batch norm keeps the two moments of each
+/// channel too. In 16 bits all floats but the moments take half.
 #[test]
 fn networks_keep_bits_of_relu_and_places_of_max_pooling() {
     let (batch, vgg) = (4, wide_vgg());

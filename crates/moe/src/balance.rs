@@ -1,17 +1,18 @@
-//! Losses and measures that keep experts evenly loaded. Each is one f64 for every sequence, so the same on any mesh; training
-//! minimises coefficients times their means over the sequences of the batch ([`add_loss`](meshwork_tensor::Tape::add_loss)).
+//! Losses and measures that keep experts evenly loaded. Each is one f64 for every sequence, so the same on any mesh;
+//! training minimises coefficients times their means over the sequences of the batch
+//! ([`add_loss`](meshwork_tensor::Tape::add_loss)).
 //!
-//! For a sequence of T tokens, N experts, k experts of each token, `c_i` tokens that chose expert i, and the probabilities `p_i(t)`
-//! of the router:
+//! For a sequence of T tokens, N experts, k experts of each token, `c_i` tokens that chose expert i, and the
+//! probabilities `p_i(t)` of the router:
 //!
-//! - Switch (equations 4 to 6): `N · Σ_i f_i · P_i` with `f_i = c_i / T` and `P_i = 1/T Σ_t p_i(t)`; 1 where all are even. With k
-//!   experts of a token, `f_i = c_i / (k T)`, as DeepSeek-V3 (equations 17 to 20) and Megatron-LM have it. (The loss of
-//!   `transformers` for Mixtral does not divide by k, and counts all tokens of a batch as one sequence.)
+//! - Switch (equations 4 to 6): `N · Σ_i f_i · P_i` with `f_i = c_i / T` and `P_i = 1/T Σ_t p_i(t)`; 1 where all are
+//!   even. With k experts of a token, `f_i = c_i / (k T)`, as DeepSeek-V3 (equations 17 to 20) and Megatron-LM have it.
+//!   (The loss of `transformers` for Mixtral does not divide by k, and counts all tokens of a batch as one sequence.)
 //! - GShard (section 2.2, algorithm 1): `1/N · Σ_i c_i/T · P_i`, where `c_i` counts first choices alone.
 //! - z-loss (ST-MoE, equation 5): `1/T Σ_t ln(Σ_i e^{x_i(t)})²` of the logits x.
 //!
-//! DeepSeek-V3 balances by a bias instead ([`BiasUpdate`]): after each step the bias of an expert that had more tokens than the
-//! mean falls by γ, and that of one that had fewer rises by γ.
+//! DeepSeek-V3 balances by a bias instead ([`BiasUpdate`]): after each step the bias of an expert that had more tokens
+//! than the mean falls by γ, and that of one that had fewer rises by γ.
 
 use meshwork_core::rules::{Operand, per_axis};
 use meshwork_core::{DType, ReduceOp, SpmdError, Ty, Types};
@@ -56,8 +57,8 @@ fn no_choices(choices: &Tensor) -> Error {
     Error::Shape { op: "load", problem, shapes: vec![choices.shape().to_vec()] }
 }
 
-/// Switch's loss for each sequence, `[samples]` in f64, from the probabilities `[samples, seq, experts]` and the load: 1 where all are even.
-/// It is typed as the probabilities are, for [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
+/// Switch's loss for each sequence, `[samples]` in f64, from the probabilities `[samples, seq, experts]` and the load:
+/// 1 where all are even. It is typed as the probabilities are, for [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
 pub fn switch_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     let experts = load.counts.shape()[1] as f64;
     balance(probabilities, load, experts / load.k as f64)
@@ -80,15 +81,15 @@ pub fn z_loss(logits: &Var) -> Result<Var> {
     OfSequences::apply(Kind::Z, logits)
 }
 
-/// The mean entropy of the router's choice for each sequence, `[samples]` in f64, from probabilities `[samples, seq, experts]`: ln N where all
-/// experts are as likely, 0 where it is sure. A metric, without a gradient.
+/// The mean entropy of the router's choice for each sequence, `[samples]` in f64, from probabilities
+/// `[samples, seq, experts]`: ln N where all experts are as likely, 0 where it is sure. A metric, without a gradient.
 pub fn entropy(scores: &Var) -> Result<Var> {
     let detached = scores.tape().constant(scores.tensor().clone(), scores.types());
     OfSequences::apply(Kind::Entropy, &detached)
 }
 
-/// The share of the choices `[samples, seq, k]` of each sequence that are not used, `[samples]` in f64, of tokens that lie like `scores`. A
-/// metric.
+/// The share of the choices `[samples, seq, k]` of each sequence that are not used, `[samples]` in f64, of tokens that
+/// lie like `scores`. A metric.
 pub fn unused(kept: &Tensor, scores: &Var) -> Result<Var> {
     let kept = scores.tape().constant(kept.clone(), scores.types());
     OfSequences::apply(Kind::Unused, &kept)
@@ -208,8 +209,9 @@ pub const TOKENS: &str = "moe_tokens";
 
 /// The update of the tokens of experts, and of their bias, from the counts of a step's whole batch.
 ///
-/// A statistic of a layer: each micro-batch notes the counts of its choices, and the sums over all micro-batches and ranks update the
-/// buffers at the end of the step. No rank can update a bias from its own counts, because a buffer changes in no other way.
+/// A statistic of a layer: each micro-batch notes the counts of its choices, and the sums over all micro-batches and
+/// ranks update the buffers at the end of the step. No rank can update a bias from its own counts, because a buffer
+/// changes in no other way.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasUpdate {
     /// γ: what the bias of an expert with fewer tokens than the mean rises by.

@@ -1,16 +1,17 @@
 //! How many tokens of a sequence an expert takes.
 //!
-//! Switch (equation 3): "expert capacity = tokens per batch / number of experts × capacity factor". GShard (section 2.2) sets
-//! capacities for groups of tokens, 2N/(G·E) for two experts of each of N/G tokens. Here the groups are the sequences. So whether a
-//! token finds its expert full depends on its own sequence alone, and not on the mesh or on the other sequences of a micro-batch.
-//! First choices go before second ones, and among these earlier tokens before later ones (GShard, algorithm 1). A choice that finds
-//! its expert full is dropped, and the token passes through the residual connection; or it goes to the token's next best expert with
-//! room ([`Overflow`](crate::Overflow)).
+//! Switch (equation 3): "expert capacity = tokens per batch / number of experts × capacity factor". GShard (section
+//! 2.2) sets capacities for groups of tokens, 2N/(G·E) for two experts of each of N/G tokens. Here the groups are the
+//! sequences. So whether a token finds its expert full depends on its own sequence alone, and not on the mesh or on the
+//! other sequences of a micro-batch. First choices go before second ones, and among these earlier tokens before later
+//! ones (GShard, algorithm 1). A choice that finds its expert full is dropped, and the token passes through the
+//! residual connection; or it goes to the token's next best expert with room ([`Overflow`](crate::Overflow)).
 
 use crate::{MoeConfig, RouterKind};
 
-/// `⌈factor · k · tokens / experts⌉` tokens of a sequence for each expert, at least one; `None` where the factor is 0 and experts
-/// take all that come. Experts that choose take at most all tokens, and their even share where the factor is 0.
+/// `⌈factor · k · tokens / experts⌉` tokens of a sequence for each expert, at least one; `None` where the factor is 0
+/// and experts take all that come. Experts that choose take at most all tokens, and their even share where the factor
+/// is 0.
 pub fn capacity(config: &MoeConfig, tokens: usize) -> Option<usize> {
     let factor = match (config.capacity_factor, config.router) {
         (0.0, RouterKind::ExpertChoice) => 1.0,

@@ -13,8 +13,8 @@ pub enum RouterKind {
     Switch,
     /// The two largest of a softmax, the second used in proportion to its weight (Lepikhin et al., 2020).
     Gshard,
-    /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares the tokens of a sequence with later
-    /// ones: a causal model trained with it looks ahead, and cannot generate as it was trained.
+    /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares the tokens of a sequence
+    /// with later ones: a causal model trained with it looks ahead, and cannot generate as it was trained.
     ExpertChoice,
     /// The `top_k` largest of sigmoids plus a bias that balances the load (DeepSeek-V3).
     Bias,
@@ -48,13 +48,13 @@ pub enum AuxLossScope {
     /// Those of each sequence: the same on any mesh.
     #[default]
     Sequence,
-    /// Those of the micro-batches that all ranks compute at once. It depends on how the batch is cut, and canonical numerics
-    /// refuse it.
+    /// Those of the micro-batches that all ranks compute at once. It depends on how the batch is cut, and canonical
+    /// numerics refuse it.
     GlobalBatch,
 }
 
-/// Groups of consecutive experts that limit the choice: a token chooses among the experts of its best groups. With a group for
-/// each rank this limits the ranks that a token is sent to (device-limited routing).
+/// Groups of consecutive experts that limit the choice: a token chooses among the experts of its best groups. With a
+/// group for each rank this limits the ranks that a token is sent to (device-limited routing).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroups {
     /// Groups.
@@ -93,8 +93,8 @@ pub struct MoeConfig {
     pub bias_update_rate: f64,
     /// The input of the router is multiplied by numbers from `[1 - jitter, 1 + jitter)`.
     pub jitter: f64,
-    /// Whether the weights of a token's experts add up to 1. `gshard` and `bias` always normalise, `switch` and `expert_choice`
-    /// never.
+    /// Whether the weights of a token's experts add up to 1. `gshard` and `bias` always normalise, `switch` and
+    /// `expert_choice` never.
     pub normalise: bool,
     /// Factor of the weights of routed experts.
     pub routed_scaling: f64,

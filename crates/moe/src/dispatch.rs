@@ -6,12 +6,13 @@
 //! y [b, s, h] ◀──combine── one row per (token, expert) ◀══all-to-all══ ◀──gather── their results
 //! ```
 //!
-//! A token goes to a rank once, also if several of its experts are there. The results come back one by one, and are weighted and
-//! added up where the token is ([`combine`](Dispatch::combine)). Integers say which rows these are; they are made on the device, and
-//! the host reads counts alone: of tokens and rows for each sample and expert. Nothing has the size tokens × experts × capacity.
+//! A token goes to a rank once, also if several of its experts are there. The results come back one by one, and are
+//! weighted and added up where the token is ([`combine`](Dispatch::combine)). Integers say which rows these are; they
+//! are made on the device, and the host reads counts alone: of tokens and rows for each sample and expert. Nothing has
+//! the size tokens × experts × capacity.
 //!
-//! Where ranks share the experts, the samples of a rank are cut in two chunks, and the rows of one travel while the experts compute the
-//! other:
+//! Where ranks share the experts, the samples of a rank are cut in two chunks, and the rows of one travel while the
+//! experts compute the other:
 //!
 //! ```text
 //! forward                                              backward
@@ -20,19 +21,20 @@
 //! ```
 //!
 //! An operation that starts an exchange leaves it with its chunk, and gives a value without elements; the operation
-//! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So the order in which the
-//! tape runs operations is all that makes exchange and computation overlap.
+//! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So
+//! the order in which the tape runs operations is all that makes exchange and computation overlap.
 //!
-//! Each exchange may be [compressed](Tape::compress_rows), row by row: what goes to a rank is one message, also what a rank keeps for its own
-//! experts, so that what is lost of a token does not depend on where its experts are. The numbers of rows are exchanged before, so both sides know
-//! how long a message is.
+//! Each exchange may be [compressed](Tape::compress_rows), row by row: what goes to a rank is one message, also what a
+//! rank keeps for its own experts, so that what is lost of a token does not depend on where its experts are. The
+//! numbers of rows are exchanged before, so both sides know how long a message is.
 //!
-//! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first those of a rank, a subtree if it
-//! holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are. Chunks are whole samples, and
-//! [parts](Tape::for_parts) of one use of the experts' weights: nor do the bits depend on them.
+//! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first those of a rank, a
+//! subtree if it holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are.
+//! Chunks are whole samples, and [parts](Tape::for_parts) of one use of the experts' weights: nor do the bits depend on
+//! them.
 //!
-//! On a device without values the counts are those of an even choice: the tokens of every sample are spread evenly over the experts,
-//! and the number of tokens that a rank is sent is the mean over all choices of k experts.
+//! On a device without values the counts are those of an even choice: the tokens of every sample are spread evenly over
+//! the experts, and the number of tokens that a rank is sent is the mean over all choices of k experts.
 
 mod chunk;
 mod counts;
@@ -48,8 +50,8 @@ use ops::{Arrive, Combine, Return, Send};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The chunks of samples where ranks exchange rows: the fewest with which an exchange and the experts have something to do at a time. More
-/// would make the products of each smaller.
+/// The chunks of samples where ranks exchange rows: the fewest with which an exchange and the experts have something to
+/// do at a time. More would make the products of each smaller.
 const CHUNKS: usize = 2;
 
 /// Where the choices of a micro-batch go.
@@ -93,8 +95,8 @@ impl Dispatch {
     /// The way of the chosen tokens to the experts, of which each rank of `axis` holds an equal run.
     ///
     /// # Errors
-    /// Experts that the ranks cannot share; tokens that are the same on several ranks of `axis`; in canonical numerics ranks that
-    /// hold no whole subtree of the experts.
+    /// Experts that the ranks cannot share; tokens that are the same on several ranks of `axis`; in canonical numerics
+    /// ranks that hold no whole subtree of the experts.
     pub fn new(tape: &Tape, chosen: &Chosen, axis: Axis) -> Result<Self> {
         let (device, group) = (tape.device().clone(), tape.rank().group(axis).clone());
         let (ranks, num_experts) = (group.size(), chosen.num_experts);
@@ -148,9 +150,10 @@ impl Dispatch {
         Ok(Self { plan: Rc::new(plan) })
     }
 
-    /// Sends `x [b, s, h]`, its samples cut over the axis of the experts, to the experts: `experts` takes rows `[rows, h]` by expert,
-    /// `Varying` on that axis, and gives their results in the same places and of the same types. It is called for each chunk of the
-    /// samples. The results are on their way back then, and the value returned, to [`combine`](Self::combine) once, has no elements.
+    /// Sends `x [b, s, h]`, its samples cut over the axis of the experts, to the experts: `experts` takes rows
+    /// `[rows, h]` by expert, `Varying` on that axis, and gives their results in the same places and of the same types.
+    /// It is called for each chunk of the samples. The results are on their way back then, and the value returned, to
+    /// [`combine`](Self::combine) once, has no elements.
     pub fn through(&self, x: &Var, mut experts: impl FnMut(&Var, &Rc<RowGroups>) -> Result<Var>) -> Result<Var> {
         let (tape, plan) = (x.tape(), &self.plan);
         let width = x.shape().last().copied().unwrap_or(1);
@@ -173,8 +176,8 @@ impl Dispatch {
         })
     }
 
-    /// `y_t = Σ_j weights[t, j] · results[t, j]`, `[b, s, h]`, over the experts that took the token, in the balanced tree over the
-    /// experts. Zero for a token that none took. `results` is what [`through`](Self::through) returned.
+    /// `y_t = Σ_j weights[t, j] · results[t, j]`, `[b, s, h]`, over the experts that took the token, in the balanced
+    /// tree over the experts. Zero for a token that none took. `results` is what [`through`](Self::through) returned.
     pub fn combine(&self, results: &Var, weights: &Var) -> Result<Var> {
         results.tape().apply(Combine { plan: Rc::clone(&self.plan) }, &[results, weights])
     }

@@ -1,8 +1,10 @@
-//! Networks of experts: each is a feed-forward block, and all that a rank holds are computed together, on rows grouped by expert.
+//! Networks of experts: each is a feed-forward block, and all that a rank holds are computed together, on rows grouped
+//! by expert.
 //!
-//! The weights of E experts are `[E, out, in]`, cut along E over the axis of the experts, so their gradients are sums over the other
-//! data-parallel ranks alone. They may be cut over tp too, as in a tensor-parallel block: `copy` before the first product and
-//! `all_reduce` after the last, of rows; or experts are whole, and the ranks of tp do the same work.
+//! The weights of E experts are `[E, out, in]`, cut along E over the axis of the experts, so their gradients are sums
+//! over the other data-parallel ranks alone. They may be cut over tp too, as in a tensor-parallel block: `copy` before
+//! the first product and `all_reduce` after the last, of rows; or experts are whole, and the ranks of tp do the same
+//! work.
 
 use crate::MoeError;
 use meshwork_core::{Axis, Mesh};
@@ -78,8 +80,9 @@ pub struct GroupedMlp {
 }
 
 impl GroupedMlp {
-    /// Declares `{name}.up.weight` `[experts, ffn, hidden]`, `{name}.down.weight` `[experts, hidden, ffn]`, and with biases
-    /// `{name}.up.bias` `[experts, ffn]` and `{name}.down.bias` `[experts, hidden]`. `init` has the initial values of each product.
+    /// Declares `{name}.up.weight` `[experts, ffn, hidden]`, `{name}.down.weight` `[experts, hidden, ffn]`, and with
+    /// biases `{name}.up.bias` `[experts, ffn]` and `{name}.down.bias` `[experts, hidden]`. `init` has the initial
+    /// values of each product.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -135,8 +138,8 @@ pub struct GroupedSwiGlu {
 }
 
 impl GroupedSwiGlu {
-    /// Declares `{name}.gate_up.weight` `[experts, ffn, 2, hidden]`, with the gate and up weights of each inner feature next to
-    /// each other, and `{name}.down.weight` `[experts, hidden, ffn]`.
+    /// Declares `{name}.gate_up.weight` `[experts, ffn, 2, hidden]`, with the gate and up weights of each inner feature
+    /// next to each other, and `{name}.down.weight` `[experts, hidden, ffn]`.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,

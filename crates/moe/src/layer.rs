@@ -6,12 +6,12 @@ use meshwork_core::{Axis, Ty};
 use meshwork_tensor::{Result, Tape, Var};
 use std::sync::Arc;
 
-/// `y_t = Σ_e w_e(t) · E_e(x_t)` over the experts e that the router chose for token t (Switch, equation 2). A token that no expert
-/// takes gives zero, so that only the residual of the block passes it on.
+/// `y_t = Σ_e w_e(t) · E_e(x_t)` over the experts e that the router chose for token t (Switch, equation 2). A token
+/// that no expert takes gives zero, so that only the residual of the block passes it on.
 ///
-/// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts' ranks and back
-/// ([`dispatch`](crate::dispatch)). Over tp the sequences are whole, and with sequence parallelism they are gathered first: an
-/// expert's capacity and the losses are those of sequences.
+/// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts'
+/// ranks and back ([`dispatch`](crate::dispatch)). Over tp the sequences are whole, and with sequence parallelism they
+/// are gathered first: an expert's capacity and the losses are those of sequences.
 #[derive(Clone, Debug)]
 pub struct MoeLayer {
     router: Router,
@@ -35,8 +35,9 @@ impl MoeLayer {
         &*self.experts
     }
 
-    /// `normed [b, s, hidden]`, `Invariant` or `Shard(1)` on tp, → the same. It is read in the type of the weights, not as a stored
-    /// operand of products. The residual and shared experts, which are ordinary blocks beside these, are the caller's to add.
+    /// `normed [b, s, hidden]`, `Invariant` or `Shard(1)` on tp, → the same. It is read in the type of the weights, not
+    /// as a stored operand of products. The residual and shared experts, which are ordinary blocks beside these, are
+    /// the caller's to add.
     pub fn forward(&self, tape: &Tape, normed: &Var) -> Result<Var> {
         let sequence_parallel = normed.types().get(Axis::Tp) == Some(Ty::Shard(1));
         let x = match sequence_parallel {

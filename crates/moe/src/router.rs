@@ -8,10 +8,11 @@
 //! | `expert_choice` | softmax | each expert takes the tokens with the largest s | s |
 //! | `bias` (DeepSeek-V3, equations 12 to 16) | sigmoid | the k largest s + b | s over the sum of those chosen, scaled |
 //!
-//! Of equal scores the lower expert's counts as larger, so that the choice is a function of the scores. What is dropped for
-//! want of capacity does not change the weights of the rest; a choice that is re-routed has the score of the expert that takes it. The
-//! load, of which losses and biases are made, counts choices before either. The decision is made once, in the first forward: the tape keeps it as
-//! integers, and a forward that runs again to recompute its activations [repeats](meshwork_tensor::tape::Decisions) it.
+//! Of equal scores the lower expert's counts as larger, so that the choice is a function of the scores. What is dropped
+//! for want of capacity does not change the weights of the rest; a choice that is re-routed has the score of the expert
+//! that takes it. The load, of which losses and biases are made, counts choices before either. The decision is made
+//! once, in the first forward: the tape keeps it as integers, and a forward that runs again to recompute its
+//! activations [repeats](meshwork_tensor::tape::Decisions) it.
 
 use crate::balance::{self, BiasUpdate, Load, whole_sequences};
 use crate::dispatch::Chosen;
@@ -23,8 +24,8 @@ use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
 
-/// The names under which routers report, and which a model declares: the sums over its layers of both losses, before their
-/// coefficients, and the means over its layers of the entropy and of the share of choices that are not used.
+/// The names under which routers report, and which a model declares: the sums over its layers of both losses, before
+/// their coefficients, and the means over its layers of the entropy and of the share of choices that are not used.
 pub const METRICS: [&str; 4] = ["moe_aux_loss", "moe_z_loss", "moe_router_entropy", "moe_dropped"];
 
 /// Chooses experts for tokens.
@@ -48,8 +49,8 @@ pub struct Routed {
 }
 
 impl Router {
-    /// Declares `{name}.weight` `[experts, hidden]`, the buffer `{name}.tokens` `[experts]`, in which each step leaves the choices of
-    /// its whole batch, and for `bias` the buffer `{name}.bias` `[experts]`. All are replicated.
+    /// Declares `{name}.weight` `[experts, hidden]`, the buffer `{name}.tokens` `[experts]`, in which each step leaves
+    /// the choices of its whole batch, and for `bias` the buffer `{name}.bias` `[experts]`. All are replicated.
     ///
     /// # Errors
     /// A configuration that cannot be.
@@ -87,8 +88,8 @@ impl Router {
         &self.config
     }
 
-    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences are whole on this rank. Adds the losses, reports the metrics of
-    /// [`METRICS`], and notes the load.
+    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences are whole on this rank. Adds the losses, reports
+    /// the metrics of [`METRICS`], and notes the load.
     pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
@@ -127,14 +128,14 @@ impl Router {
         Ok(Routed { chosen, weights })
     }
 
-    /// The tokens of a sequence that an expert takes. In decoding it takes all that come: how many tokens a pass has is no property of the
-    /// sequence, and a token must not be dropped in one pass and not in another.
+    /// The tokens of a sequence that an expert takes. In decoding it takes all that come: how many tokens a pass has is
+    /// no property of the sequence, and a token must not be dropped in one pass and not in another.
     fn capacity(&self, tape: &Tape, seq: usize) -> Option<usize> {
         if tape.decodes() { None } else { capacity(&self.config, seq) }
     }
 
-    /// Choices, where they are routed, and those that are used; and the weights where the device makes them with the choice: all
-    /// `[samples, seq, places]`.
+    /// Choices, where they are routed, and those that are used; and the weights where the device makes them with the
+    /// choice: all `[samples, seq, places]`.
     fn choose(&self, tape: &Tape, scores: &Var, pick: Pick) -> Result<([Tensor; 3], Option<Tensor>)> {
         let (config, device) = (&self.config, tape.device());
         let &[samples, seq, experts] = &scores.shape()[..] else {
@@ -254,7 +255,8 @@ struct Weights {
     choices: Option<Tensor>,
     pick: Pick,
     shape: Shape,
-    /// The weights, if the device computed them with the choice. A recomputed forward reuses the choice and computes them again.
+    /// The weights, if the device computed them with the choice. A recomputed forward reuses the choice and computes
+    /// them again.
     made: Option<Tensor>,
 }
 

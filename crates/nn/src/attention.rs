@@ -13,7 +13,8 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] and `{name}.out` [hidden, heads, head_dim], with biases or without.
+    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] and `{name}.out` [hidden, heads, head_dim], with biases or
+    /// without.
     pub fn new(
         params: &mut Declarations,
         name: &str,
@@ -31,8 +32,8 @@ impl SelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of dropping an
-    /// attention weight.
+    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of
+    /// dropping an attention weight.
     pub fn forward(&self, tape: &Tape, x: &Var, documents: Option<&Documents>, dropout: f32) -> Result<Var> {
         let qkv = self.qkv.forward(tape, x)?; // [b, s, 3, heads, d]
         let mixed = qkv.causal_attention(documents, Some((dropout, &self.name)))?; // [b, s, heads, d]
@@ -53,8 +54,8 @@ pub struct GroupedSelfAttention {
 }
 
 impl GroupedSelfAttention {
-    /// Declares `{name}.q` [heads, head_dim, hidden], `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then values) and
-    /// `{name}.out` [hidden, heads, head_dim], with biases or without.
+    /// Declares `{name}.q` [heads, head_dim, hidden], `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then values)
+    /// and `{name}.out` [hidden, heads, head_dim], with biases or without.
     pub fn new(
         params: &mut Declarations,
         name: &str,
@@ -75,8 +76,8 @@ impl GroupedSelfAttention {
         })
     }
 
-    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of dropping an
-    /// attention weight.
+    /// `x [b, s, hidden] → [b, s, hidden]`. Without `documents` each sequence is one. `dropout` is the probability of
+    /// dropping an attention weight.
     pub fn forward(&self, tape: &Tape, x: &Var, documents: Option<&Documents>, dropout: f32) -> Result<Var> {
         let q = self.q.forward(tape, x)?; // [b, s, heads, d]
         let kv = self.kv.forward(tape, x)?; // [b, s, 2, kv_heads · d]

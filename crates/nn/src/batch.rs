@@ -49,7 +49,8 @@ pub struct Batch {
     fields: Vec<(String, Shape, Buffer)>,
 }
 
-/// The field of the numbers of samples, an i32 for each: a sample that comes again has the number that it had before. No model reads it.
+/// The field of the numbers of samples, an i32 for each: a sample that comes again has the number that it had before.
+/// No model reads it.
 pub const SAMPLE: &str = "sample";
 
 impl Batch {
@@ -140,7 +141,8 @@ impl Batch {
         self.fields.iter().map(field).fold(self.samples as u64, hash::combine)
     }
 
-    /// A hash of the samples by what they have in these fields, whatever their order: by which ranks find that they have the same ones.
+    /// A hash of the samples by what they have in these fields, whatever their order: by which ranks find that they
+    /// have the same ones.
     ///
     /// # Errors
     /// A field that the batch does not have.
@@ -210,8 +212,8 @@ pub fn sample_types(mesh: &Mesh) -> Types {
     mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
 }
 
-/// Where batches come from: text, images, a stream of your own. The samples of a step must depend on the step alone, never on the
-/// mesh.
+/// Where batches come from: text, images, a stream of your own. The samples of a step must depend on the step alone,
+/// never on the mesh.
 pub trait BatchSource: Sync {
     /// The samples `samples` of the global batch of training step `step`, which is counted from 0.
     ///

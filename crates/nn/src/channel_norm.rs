@@ -8,8 +8,8 @@ use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape
 
 /// `y = (x - mean) / √(var + eps) · weight + bias` per channel of `[n, h, w, channels]`, the bias optional.
 ///
-/// In training, mean and variance are those of the tape's samples: of one micro-batch on one rank. In evaluation they are
-/// moving averages over whole mini-batches, kept in two buffers that are updated once a step (GPipe, section 2).
+/// In training, mean and variance are those of the tape's samples: of one micro-batch on one rank. In evaluation they
+/// are moving averages over whole mini-batches, kept in two buffers that are updated once a step (GPipe, section 2).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchNorm2d {
     affine: Affine,
@@ -23,8 +23,8 @@ impl BatchNorm2d {
     /// Share of a new mini-batch in the moving averages.
     pub const MOMENTUM: f64 = 0.1;
 
-    /// Declares `{name}.weight` (ones), with a bias `{name}.bias` (zeros), and the buffers `{name}.running_mean` (zeros) and
-    /// `{name}.running_var` (ones).
+    /// Declares `{name}.weight` (ones), with a bias `{name}.bias` (zeros), and the buffers `{name}.running_mean`
+    /// (zeros) and `{name}.running_var` (ones).
     pub fn new(params: &mut Declarations, name: &str, channels: usize, bias: bool) -> Result<Self> {
         let mut buffer = |part: &str, init| {
             params.declare(format!("{name}.{part}"), &[channels], Placement::replicated(), Role::Buffer, init)
@@ -54,8 +54,8 @@ impl BatchNorm2d {
     }
 }
 
-/// Moving averages of mean and variance. The terms of a note are the number of elements of a mean, and per channel the sum of
-/// its elements and that of their squares.
+/// Moving averages of mean and variance. The terms of a note are the number of elements of a mean, and per channel the
+/// sum of its elements and that of their squares.
 #[derive(Debug)]
 struct Moving {
     momentum: f64,

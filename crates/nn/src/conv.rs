@@ -3,8 +3,8 @@
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `y[n, i, j, o] = Σ_{k, l, c} x[n, i·stride + k - padding, j·stride + l - padding, c] · W[o, k, l, c] (+ b[o])`: a square
-/// kernel over images whose channels come last, zero beyond the edges.
+/// `y[n, i, j, o] = Σ_{k, l, c} x[n, i·stride + k - padding, j·stride + l - padding, c] · W[o, k, l, c] (+ b[o])`: a
+/// square kernel over images whose channels come last, zero beyond the edges.
 #[derive(Clone, Copy, Debug)]
 pub struct Conv2d {
     weight: ParamId,

@@ -3,8 +3,8 @@
 use meshwork_core::Ty;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `y[.., h] = W[ids[..], h]`. It stores the rows that there are: a tied head of an odd number of them is slow on a GPU, and `VocabParallelEmbedding` of
-/// `meshwork-tensor-parallel` stores a multiple of 64, on one rank too.
+/// `y[.., h] = W[ids[..], h]`. It stores the rows that there are: a tied head of an odd number of them is slow on a
+/// GPU, and `VocabParallelEmbedding` of `meshwork-tensor-parallel` stores a multiple of 64, on one rank too.
 #[derive(Clone, Copy, Debug)]
 pub struct Embedding {
     weight: ParamId,
@@ -34,8 +34,8 @@ impl Embedding {
     }
 }
 
-/// `y[b, s, h] = x[b, s, h] + W[s, h]`: learned positions. Under sequence parallelism each rank adds those of its slice. Of packed
-/// sequences, `W[positions[b, s], h]` is added.
+/// `y[b, s, h] = x[b, s, h] + W[s, h]`: learned positions. Under sequence parallelism each rank adds those of its
+/// slice. Of packed sequences, `W[positions[b, s], h]` is added.
 #[derive(Clone, Copy, Debug)]
 pub struct Positions {
     weight: ParamId,
@@ -55,8 +55,8 @@ impl Positions {
 
     /// The same with a position for each token, i32 `[b, s]`, whole along the sequence.
     ///
-    /// Where sequences are cut over an axis, each rank looks up all positions and takes its slice, so that the gradient of the table
-    /// is not summed over slices.
+    /// Where sequences are cut over an axis, each rank looks up all positions and takes its slice, so that the gradient
+    /// of the table is not summed over slices.
     pub fn of(&self, tape: &Tape, x: &Var, positions: &Var) -> Result<Var> {
         let rows = positions.embedding(&tape.param(self.weight)?)?; // [b, s, h]
         let cut = x.types().iter().find(|&(_, ty)| ty == Ty::Shard(1));

@@ -29,9 +29,10 @@ pub trait Model: Debug + Send + Sync {
     fn fields(&self) -> Vec<Field>;
 
     /// Declares the parameters of one stage on `mesh`. It is called for every stage on every rank, so it must be cheap
-    /// and return the same each time. It is called for a mesh of one rank too, with which a trainer compares the parameters and the operations
-    /// of its own: what a model knows of degrees, it knows from `mesh`. A name is [declared](Declarations::declare) once in the model; layers of the same stage or of
-    /// another that share the parameter [tie](Declarations::tie) it: one parameter, held by all of their stages.
+    /// and return the same each time. It is called for a mesh of one rank too, with which a trainer compares the
+    /// parameters and the operations of its own: what a model knows of degrees, it knows from `mesh`. A name is
+    /// [declared](Declarations::declare) once in the model; layers of the same stage or of another that share the
+    /// parameter [tie](Declarations::tie) it: one parameter, held by all of their stages.
     fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>>;
 
     /// The activation that is sent over a cut before layer `at`, for a micro-batch like `batch`, which has the fields
@@ -58,7 +59,8 @@ pub trait Stage: Debug {
     /// micro-batch.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var>;
 
-    /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the last stage.
+    /// The loss of each sample, `[samples]` in f64, summed over its terms and never averaged, from the output of the
+    /// last stage.
     fn loss(&self, tape: &Tape, batch: &Batch, output: &Var) -> Result<Var>;
 
     /// The output of the last stage as predictions, whole on every rank.

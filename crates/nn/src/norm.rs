@@ -57,7 +57,8 @@ impl LayerNorm {
     }
 }
 
-/// `y = x / √(mean of x² + eps) · weight` over the last dim. Its parameter is replicated, as those of a [`LayerNorm`] are.
+/// `y = x / √(mean of x² + eps) · weight` over the last dim. Its parameter is replicated, as those of a [`LayerNorm`]
+/// are.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     weight: ParamId,

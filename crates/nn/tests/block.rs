@@ -1,5 +1,5 @@
-//! A small GPT of un-sharded layers, trained for a few steps: it allocates nothing from the system once it has run, and the
-//! meta device counts what the cpu does at every point of it.
+//! A small GPT of un-sharded layers, trained for a few steps: it allocates nothing from the system once it has run, and
+//! the meta device counts what the cpu does at every point of it.
 
 use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
 use meshwork_cpu::Cpu;

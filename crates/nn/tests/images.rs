@@ -1,4 +1,5 @@
-//! Layers of images: what they declare, and how batch norm goes from its own statistics in training to the moving averages in evaluation.
+//! Layers of images: what they declare, and how batch norm goes from its own statistics in training to the moving
+//! averages in evaluation.
 
 use meshwork_core::{Rank, Types};
 use meshwork_cpu::Cpu;
@@ -66,8 +67,8 @@ fn layers_declare_their_parameters_and_keep_extents() {
     assert_eq!(y.shape()[..], [2, 4, 3, 8]);
 }
 
-/// Two micro-batches of a mini-batch, then evaluation: by hand, from all samples of the mini-batch. A bias begins with zeros, so that
-/// a norm has the same results with it and without.
+/// Two micro-batches of a mini-batch, then evaluation: by hand, from all samples of the mini-batch. A bias begins with
+/// zeros, so that a norm has the same results with it and without.
 #[test]
 fn evaluation_uses_moving_averages_of_whole_mini_batches() {
     for bias in [true, false] {

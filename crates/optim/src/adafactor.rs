@@ -8,9 +8,9 @@
 //! w = w·(1 - lr·decay) - α·u / max(1, RMS(u)/d)
 //! α = max(ε₂, RMS(w))·min(lr, 1/√t)       with relative steps, else α = lr
 //! ```
-//! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), algorithms 4 and 5, with means for sums, the
-//! decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of a whole matrix or vector: queries, keys and values have one each, and so
-//! has each expert.
+//! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), algorithms 4 and 5, with
+//! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of a whole matrix or vector:
+//! queries, keys and values have one each, and so has each expert.
 
 use meshwork_core::simd::wide;
 
@@ -19,8 +19,8 @@ use crate::{OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, Who
 /// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of what is none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adafactor {
-    /// Whether the step is relative to the size of the matrix or vector and falls as 1/√t, with the learning rate as its ceiling. Otherwise the
-    /// learning rate is the step.
+    /// Whether the step is relative to the size of the matrix or vector and falls as 1/√t, with the learning rate as
+    /// its ceiling. Otherwise the learning rate is the step.
     pub relative_step: bool,
     /// The mean of earlier squared gradients decays by 1 - t^-decay_rate, above 0.
     pub decay_rate: f64,
@@ -54,7 +54,8 @@ impl Adafactor {
         (update.step as f64).powf(-self.decay_rate)
     }
 
-    /// The size of a step that is not clipped: of relative steps the largest share of the root mean square of the weights.
+    /// The size of a step that is not clipped: of relative steps the largest share of the root mean square of the
+    /// weights.
     #[must_use]
     pub fn largest_step(&self, update: &Update) -> f64 {
         if self.relative_step { update.lr.min(1.0 / (update.step as f64).sqrt()) } else { update.lr }
@@ -136,8 +137,8 @@ impl WholeOptimizer for Adafactor {
         Ok(())
     }
 
-    /// After the first pass over a matrix the factors of rows and columns take the places of their sums; after the last pass the step size
-    /// takes that of the squares.
+    /// After the first pass over a matrix the factors of rows and columns take the places of their sums; after the last
+    /// pass the step size takes that of the squares.
     fn settle(
         &self,
         pass: usize,

@@ -6,18 +6,18 @@
 //! w = w·(1 - lr·decay) - lr·m̂ / (√v̂ + ε)              by these, as AdamW
 //! i = argmin |code[i] - x / largest |x| of its block|   of m and of v
 //! ```
-//! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): the dynamic tree code, with a sign for m and an extra bit of
-//! fraction for v. Blocks are consecutive elements of a whole matrix, on whichever ranks they lie: an all-reduce takes the largest value
-//! of each block, which rounds nothing. So the numbers do not depend on the mesh.
+//! Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022): the dynamic tree code, with a sign for m and
+//! an extra bit of fraction for v. Blocks are consecutive elements of a whole matrix, on whichever ranks they lie: an
+//! all-reduce takes the largest value of each block, which rounds nothing. So the numbers do not depend on the mesh.
 
 use std::sync::OnceLock;
 
 use crate::adamw::power;
 use crate::{AdamW, OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
 
-/// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the paper keeps in 32 bits,
-/// embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and `exp_avg_sq`, and for each block the largest value
-/// of each.
+/// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the
+/// paper keeps in 32 bits, embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and
+/// `exp_avg_sq`, and for each block the largest value of each.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adam8bit {
     /// The hyper-parameters, as AdamW's.
@@ -44,7 +44,8 @@ pub struct Code {
 }
 
 impl Code {
-    /// The dynamic tree code: in each of seven decades below 1 the middles of equal steps, twice as many in each decade as in the one below.
+    /// The dynamic tree code: in each of seven decades below 1 the middles of equal steps, twice as many in each decade
+    /// as in the one below.
     fn new(signed: bool) -> Self {
         let mut values = vec![0.0, 1.0];
         for decade in 0..7 {

@@ -8,8 +8,9 @@
 //! A = X·Xᵀ,  X = a·X + (b·A + c·A²)·X                 five times: Newton-Schulz
 //! w = w·(1 - lr·decay) - lr·0.2·√max(rows, columns)·X
 //! ```
-//! Jordan et al. (2024), in the arithmetic of PyTorch's `Muon` but for products in f32, with the step size of Liu et al., "Muon is Scalable
-//! for LLM Training" (2025), which matches the root mean square of AdamW's steps, so that both share a learning rate.
+//! Jordan et al. (2024), in the arithmetic of PyTorch's `Muon` but for products in f32, with the step size of Liu et
+//! al., "Muon is Scalable for LLM Training" (2025), which matches the root mean square of AdamW's steps, so that both
+//! share a learning rate.
 
 use crate::{OptimError, ParamShape, Pass, Run, State, Transform, Update, WholeOptimizer};
 

@@ -52,8 +52,8 @@ impl Update {
 /// An update rule on flat slices of host memory. A rule of your own implements this and becomes a
 /// [`Rule::Custom`](crate::Rule::Custom).
 ///
-/// Every element is updated from its own weight, gradient and states only, so the bits of the result do not
-/// depend on how a parameter is cut into segments: segments that differ in learning rate or weight decay, or that lie on
+/// Every element is updated from its own weight, gradient and states only, so the bits of the result do not depend on
+/// how a parameter is cut into segments: segments that differ in learning rate or weight decay, or that lie on
 /// different ranks, are updated in separate calls. Pieces that different threads update may be separate calls too.
 pub trait Optimizer: Debug + Send + Sync {
     /// The rule's name, for messages and checkpoints: `adamw`.

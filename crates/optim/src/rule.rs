@@ -159,7 +159,8 @@ impl Rule {
     /// Runs a rule on host slices of elements that do not depend on each other: [`Optimizer::update`].
     ///
     /// # Errors
-    /// When the step is 0, when the slices do not fit together, when a user-written rule refuses, or when the rule needs whole parameters.
+    /// When the step is 0, when the slices do not fit together, when a user-written rule refuses, or when the rule
+    /// needs whole parameters.
     pub fn update(
         &self,
         update: Update,

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 /// The extents of a parameter: matrices, each `[rows, columns]`, row-major. A vector is one row.
 ///
-/// A parameter may hold several projections: queries, keys and values; gate and up; those of each expert. Each is a matrix (or a vector) of
-/// its own to every rule, as if it were a parameter by itself.
+/// A parameter may hold several projections: queries, keys and values; gate and up; those of each expert. Each is a
+/// matrix (or a vector) of its own to every rule, as if it were a parameter by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ParamShape {
     /// Matrices: 1, or one for each projection of each expert.
     pub matrices: usize,
-    /// Matrices whose rows take turns in memory, as those of gate and up do; 1 where each lies behind the one before. Rules do not see this:
-    /// [`Run::first`](crate::Run::first) counts elements matrix by matrix.
+    /// Matrices whose rows take turns in memory, as those of gate and up do; 1 where each lies behind the one before.
+    /// Rules do not see this: [`Run::first`](crate::Run::first) counts elements matrix by matrix.
     pub interleaved: usize,
     /// Rows of each: output features.
     pub rows: usize,
@@ -186,8 +186,8 @@ impl State {
     }
 }
 
-/// What a rule has measured over whole matrices before it goes on. Ranks that hold parts of a parameter bring their measures together, for
-/// all parameters at once.
+/// What a rule has measured over whole matrices before it goes on. Ranks that hold parts of a parameter bring their
+/// measures together, for all parameters at once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// For each of these the sum of the squares of a number per element, over each set.

@@ -19,7 +19,8 @@ pub struct Run<'r, 'a> {
     pub codes: &'r mut [&'a mut [u8]],
     /// The states of sets, likewise, each whole.
     pub sets: &'r [&'a [f32]],
-    /// What earlier passes measured of the whole parameter, measure by measure, as [`settle`](WholeOptimizer::settle) left it.
+    /// What earlier passes measured of the whole parameter, measure by measure, as [`settle`](WholeOptimizer::settle)
+    /// left it.
     pub totals: &'r [&'a [f64]],
     /// The elements of the [transformed](Transform) matrices, if the rule gathers them.
     pub gathered: &'r [f32],
@@ -31,8 +32,8 @@ pub struct Run<'r, 'a> {
 pub enum Transform {
     /// The matrices themselves.
     Identity,
-    /// Of each matrix `U·S·Vᵀ` about `U·Vᵀ`: X is divided by its norm and then replaced so many times by a·X + (b·A + c·A²)·X, where
-    /// A = X·Xᵀ (Newton-Schulz), in f32.
+    /// Of each matrix `U·S·Vᵀ` about `U·Vᵀ`: X is divided by its norm and then replaced so many times by a·X + (b·A +
+    /// c·A²)·X, where A = X·Xᵀ (Newton-Schulz), in f32.
     Orthogonal {
         /// a, b and c.
         coefficients: [f64; 3],
@@ -41,14 +42,15 @@ pub enum Transform {
     },
 }
 
-/// An update rule whose step of an element depends on the whole matrix: on sums or maxima over its elements, rows, columns or blocks, or on
-/// the matrix itself. A parameter that holds several matrices ([`ParamShape`]) is as many to the rule, and may be cut over ranks in any way. A rule of your own implements this and becomes a
+/// An update rule whose step of an element depends on the whole matrix: on sums or maxima over its elements, rows,
+/// columns or blocks, or on the matrix itself. A parameter that holds several matrices ([`ParamShape`]) is as many to
+/// the rule, and may be cut over ranks in any way. A rule of your own implements this and becomes a
 /// [`Rule::Whole`](crate::Rule::Whole).
 ///
-/// A step takes the [passes](Self::passes) in order. In each, [`measure`](Self::measure) gives numbers for the elements, which are summed
-/// over ranks, and then [`settle`](Self::settle) brings the states of sets up to date. Last, [`update`](Self::update) changes the weights.
-/// All but `settle` are given elements in runs, which threads and ranks cut as they like: the result of an element must not
-/// depend on the run.
+/// A step takes the [passes](Self::passes) in order. In each, [`measure`](Self::measure) gives numbers for the
+/// elements, which are summed over ranks, and then [`settle`](Self::settle) brings the states of sets up to date. Last,
+/// [`update`](Self::update) changes the weights. All but `settle` are given elements in runs, which threads and ranks
+/// cut as they like: the result of an element must not depend on the run.
 pub trait WholeOptimizer: Debug + Send + Sync {
     /// The rule's name, for messages and checkpoints: `lamb`.
     fn name(&self) -> &str;
@@ -59,13 +61,14 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     /// What it has measured of a parameter.
     fn passes(&self, shape: &ParamShape) -> Vec<Pass>;
 
-    /// What the update reads of whole matrices, if it does. They are brought together from the numbers that `measure` gives in a call after
-    /// the passes, with their number as that of the pass: one for each element.
+    /// What the update reads of whole matrices, if it does. They are brought together from the numbers that `measure`
+    /// gives in a call after the passes, with their number as that of the pass: one for each element.
     fn gathers(&self, _shape: &ParamShape) -> Option<Transform> {
         None
     }
 
-    /// Writes a number for each element of the run into each of `out`: one for each measure of the pass. May change the states of elements.
+    /// Writes a number for each element of the run into each of `out`: one for each measure of the pass. May change the
+    /// states of elements.
     ///
     /// # Errors
     /// A call that the rule refuses.
@@ -78,8 +81,8 @@ pub trait WholeOptimizer: Debug + Send + Sync {
         out: &mut [&mut [f32]],
     ) -> Result<(), OptimError>;
 
-    /// Reads the totals of a pass, a vector for each of its measures, and updates the states of sets. It may replace totals by what later
-    /// passes and the update need.
+    /// Reads the totals of a pass, a vector for each of its measures, and updates the states of sets. It may replace
+    /// totals by what later passes and the update need.
     ///
     /// # Errors
     /// A call that the rule refuses.

@@ -137,7 +137,8 @@ fn bits_do_not_depend_on_the_cut() {
     }
 }
 
-/// Signs of a running mean (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): a rule of a user's own.
+/// Signs of a running mean (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): a rule of a user's
+/// own.
 #[derive(Debug)]
 struct Lion;
 

@@ -7,8 +7,8 @@ use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 
-/// `x + dropout(concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo)`, where `[Q, K, V] = x̂ · Wqkvᵀ + bqkv` and each rank of tp has
-/// heads/tp of the heads. x̂ is the normed input. Biases and residual are optional.
+/// `x + dropout(concat_heads(softmax(QKᵀ/√d) V) · Woᵀ + bo)`, where `[Q, K, V] = x̂ · Wqkvᵀ + bqkv` and each rank of tp
+/// has heads/tp of the heads. x̂ is the normed input. Biases and residual are optional.
 #[derive(Clone, Debug)]
 pub struct ParallelAttention {
     name: String,
@@ -17,8 +17,8 @@ pub struct ParallelAttention {
 }
 
 impl ParallelAttention {
-    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] cut along heads and `{name}.out` [hidden, heads, head_dim] likewise, with
-    /// biases or without. `init` has the initial values of each.
+    /// Declares `{name}.qkv` [3, heads, head_dim, hidden] cut along heads and `{name}.out` [hidden, heads, head_dim]
+    /// likewise, with biases or without. `init` has the initial values of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -78,9 +78,9 @@ pub struct ParallelGroupedAttention {
 const FEATURES: usize = 3;
 
 impl ParallelGroupedAttention {
-    /// Declares `{name}.q` [heads, head_dim, hidden] cut along heads, `{name}.kv` [2, kv_heads · head_dim, hidden] (keys, then
-    /// values) cut along their features, and `{name}.out` [hidden, heads, head_dim] cut along heads, with biases or without.
-    /// `init` has the initial values of the input projections and of the output projection.
+    /// Declares `{name}.q` [heads, head_dim, hidden] cut along heads, `{name}.kv` [2, kv_heads · head_dim, hidden]
+    /// (keys, then values) cut along their features, and `{name}.out` [hidden, heads, head_dim] cut along heads, with
+    /// biases or without. `init` has the initial values of the input projections and of the output projection.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,

@@ -5,8 +5,8 @@ use meshwork_core::{Axis, Mesh};
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Error, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The bias is
-/// optional.
+/// `Y = X · Wᵀ + b` with the output features cut: rank i holds `W_i` and `b_i` and computes `Y_i = X · W_iᵀ + b_i`. The
+/// bias is optional.
 ///
 /// X is `Replicate` (enter the block first), Y is `Shard`. This layer does not communicate. The input's gradient is
 /// `Partial`; it is summed in the backward of entering the block.
@@ -17,8 +17,9 @@ pub struct ColumnLinear {
 }
 
 impl ColumnLinear {
-    /// Declares `{name}.weight` `[out.., input]` and, with a bias, `{name}.bias` `[out..]`, cut along dim `cut` of `out` over tp. Dims of
-    /// `out` before the cut number projections: queries, keys and values. Each is a [matrix](Matrices) of its own.
+    /// Declares `{name}.weight` `[out.., input]` and, with a bias, `{name}.bias` `[out..]`, cut along dim `cut` of
+    /// `out` over tp. Dims of `out` before the cut number projections: queries, keys and values. Each is a
+    /// [matrix](Matrices) of its own.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -31,8 +32,8 @@ impl ColumnLinear {
         Self::of_matrices(params, mesh, name, input, (out, cut, Matrices::new(cut, 1)), bias, init)
     }
 
-    /// The same for pairs `out = [features, 2]`, of which [`forward_swiglu`](Self::forward_swiglu) takes the SwiGLU: gate and up are a matrix
-    /// each, whose rows lie next to each other.
+    /// The same for pairs `out = [features, 2]`, of which [`forward_swiglu`](Self::forward_swiglu) takes the SwiGLU:
+    /// gate and up are a matrix each, whose rows lie next to each other.
     pub fn pairs(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -69,7 +70,8 @@ impl ColumnLinear {
         Ok(Self { weight, bias })
     }
 
-    /// `x [.., input]`, `Replicate` on tp, → `[.., out..]`, `Shard` along the dim `cut` of `out`, which has 1/tp of its extent on each rank.
+    /// `x [.., input]`, `Replicate` on tp, → `[.., out..]`, `Shard` along the dim `cut` of `out`, which has 1/tp of its
+    /// extent on each rank.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let weight = tape.param(self.weight)?;
         match self.bias {
@@ -92,8 +94,8 @@ impl ColumnLinear {
         x.linear_gelu(&tape.param(self.weight)?, bias.as_ref(), 1)
     }
 
-    /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: `[.., features/tp]`, `Shard` along the last dim. In one
-    /// pass without the bias.
+    /// The [SwiGLU](Var::swiglu) of `x · Wᵀ + b`, for pairs `out = [features, 2]`: `[.., features/tp]`, `Shard` along
+    /// the last dim. In one pass without the bias.
     pub fn forward_swiglu(&self, tape: &Tape, x: &Var) -> Result<Var> {
         match self.bias {
             Some(_) => self.forward(tape, x)?.swiglu(),
@@ -102,8 +104,8 @@ impl ColumnLinear {
     }
 }
 
-/// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp. The bias is optional, and so is the
-/// residual that is added to it.
+/// `Y = X · Wᵀ + b` with the input features cut: `Y = Σ_i X_i · W_iᵀ + b`, the sum over tp. The bias is optional, and
+/// so is the residual that is added to it.
 ///
 /// X is `Shard` along the contracted dims, the product is `Partial`, and leaving the block sums it. The bias is added
 /// once, after the sum, together with the residual, as at the end of most transformer blocks.
@@ -116,8 +118,8 @@ pub struct RowLinear {
 }
 
 impl RowLinear {
-    /// Declares `{name}.weight` `[output, input..]`, cut along dim `cut` of `input` over tp, and, with a bias, `{name}.bias`
-    /// `[output]`, whole.
+    /// Declares `{name}.weight` `[output, input..]`, cut along dim `cut` of `input` over tp, and, with a bias,
+    /// `{name}.bias` `[output]`, whole.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
@@ -140,8 +142,9 @@ impl RowLinear {
         Ok(Self { name: name.to_owned(), weight, bias, contract: input.len() })
     }
 
-    /// `x [.., input..]`, `Shard` on tp along the dim `cut` of `input`, → `residual + dropout(Σ_tp x · Wᵀ + b)` `[.., output]` in the region
-    /// between blocks, in which the residual is too. `dropout` is the probability of dropping an element.
+    /// `x [.., input..]`, `Shard` on tp along the dim `cut` of `input`, → `residual + dropout(Σ_tp x · Wᵀ + b)`
+    /// `[.., output]` in the region between blocks, in which the residual is too. `dropout` is the probability of
+    /// dropping an element.
     pub fn forward(&self, tape: &Tape, x: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
         let mut y = region.leave(&x.linear(&tape.param(self.weight)?, self.contract)?)?;
         let bias = self.bias.map(|bias| tape.param(bias)).transpose()?;
@@ -161,8 +164,8 @@ impl RowLinear {
     }
 }
 
-/// Refuses features that tp does not divide in canonical numerics, where the order of their sum would depend on it. In fast
-/// numerics the last ranks hold zeros beyond them.
+/// Refuses features that tp does not divide in canonical numerics, where the order of their sum would depend on it. In
+/// fast numerics the last ranks hold zeros beyond them.
 fn require_even_blocks(params: &Declarations, mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
     match params.reduction_blocks() {
         Some(_) => require_even(mesh, name, dims, cut),

@@ -4,8 +4,8 @@ use crate::{ColumnLinear, Region, RowLinear};
 use meshwork_core::Mesh;
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 
-/// `x + dropout(gelu(x̂ · Wupᵀ + bup) · Wdownᵀ + bdown)`; each rank of tp has ffn/tp of the inner features. x̂ is the normed
-/// input. Biases and residual are optional.
+/// `x + dropout(gelu(x̂ · Wupᵀ + bup) · Wdownᵀ + bdown)`; each rank of tp has ffn/tp of the inner features. x̂ is the
+/// normed input. Biases and residual are optional.
 #[derive(Clone, Debug)]
 pub struct ParallelMlp {
     up: ColumnLinear,
@@ -13,8 +13,8 @@ pub struct ParallelMlp {
 }
 
 impl ParallelMlp {
-    /// Declares `{name}.up` [ffn, hidden] cut along ffn and `{name}.down` [hidden, ffn] likewise, with biases or without.
-    /// `init` has the initial values of each.
+    /// Declares `{name}.up` [ffn, hidden] cut along ffn and `{name}.down` [hidden, ffn] likewise, with biases or
+    /// without. `init` has the initial values of each.
     pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,

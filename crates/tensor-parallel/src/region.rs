@@ -47,8 +47,8 @@ impl Region {
         }
     }
 
-    /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism), and rounds the sum where values
-    /// are [stored](Var::stored) in 16 bits.
+    /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism), and rounds
+    /// the sum where values are [stored](Var::stored) in 16 bits.
     pub fn leave(self, y: &Var) -> Result<Var> {
         let sum = match self {
             Self::Invariant => y.all_reduce(Axis::Tp),

@@ -1,19 +1,22 @@
-//! The vocabulary cut over tp: token table, logits and loss. The table is padded at its end to a multiple of 64 rows, of which each rank stores a multiple
-//! of 8 (in canonical numerics to one of the reduction blocks); padding is never looked up, never enters the loss, and its gradient is zero.
+//! The vocabulary cut over tp: token table, logits and loss. The table is padded at its end to a multiple of 64 rows,
+//! of which each rank stores a multiple of 8 (in canonical numerics to one of the reduction blocks); padding is never
+//! looked up, never enters the loss, and its gradient is zero.
 
 use crate::Region;
 use meshwork_core::Axis;
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// Rows of which a table is stored in a multiple. The logits have a column for each, and products of a GPU with an odd number of columns are many times
-/// slower (<https://github.com/pytorch/pytorch/issues/146817>); the vocabulary of GPT-2 is 50257.
+/// Rows of which a table is stored in a multiple. The logits have a column for each, and products of a GPU with an odd
+/// number of columns are many times slower (<https://github.com/pytorch/pytorch/issues/146817>); the vocabulary of
+/// GPT-2 is 50257.
 const ROWS: usize = 64;
 
-/// Rows of which each rank stores a multiple: each row of its logits then begins at a multiple of 16 bytes, in 16 bits too.
+/// Rows of which each rank stores a multiple: each row of its logits then begins at a multiple of 16 bytes, in 16 bits
+/// too.
 const ROWS_OF_RANK: usize = 8;
 
-/// A table `W [vocab, hidden]`; each rank of tp stores the same number of rows. It is used as token embedding, as output head
-/// or, if tied, as both.
+/// A table `W [vocab, hidden]`; each rank of tp stores the same number of rows. It is used as token embedding, as
+/// output head or, if tied, as both.
 #[derive(Clone, Copy, Debug)]
 pub struct VocabParallelEmbedding {
     weight: ParamId,
@@ -28,8 +31,8 @@ impl VocabParallelEmbedding {
         Ok(Self { weight, vocab })
     }
 
-    /// Shares the table that another layer, on whichever stage, declares with the same arguments: the output head tied to the token
-    /// embedding.
+    /// Shares the table that another layer, on whichever stage, declares with the same arguments: the output head tied
+    /// to the token embedding.
     pub fn tied(params: &mut Declarations, name: &str, vocab: usize, hidden: usize, init: Init) -> Result<Self> {
         let placement = Self::placement(params);
         let weight = params.tie(format!("{name}.weight"), &[vocab, hidden], placement, Role::Weight, init)?;
@@ -45,8 +48,8 @@ impl VocabParallelEmbedding {
         }
     }
 
-    /// i32 `ids [b, s]`, whole on tp, → `W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it holds, and the results
-    /// are summed.
+    /// i32 `ids [b, s]`, whole on tp, → `W[ids] [b, s, hidden]` in the region: each rank looks up the rows that it
+    /// holds, and the results are summed.
     pub fn embed(&self, tape: &Tape, ids: &Var, region: Region) -> Result<Var> {
         region.leave(&ids.vocab_parallel_embedding(&tape.param(self.weight)?, Axis::Tp, self.vocab)?)
     }
@@ -56,14 +59,15 @@ impl VocabParallelEmbedding {
         region.enter(x)?.linear(&tape.param(self.weight)?, 1)
     }
 
-    /// The loss of each sample: `[b]` in f64, the cross entropy of those logits against i32 targets `[b, s]`, negative ones masked, summed over
-    /// its tokens. `Invariant` on tp; where the samples are cut over ranks, as over dp, `Shard(0)`.
+    /// The loss of each sample: `[b]` in f64, the cross entropy of those logits against i32 targets `[b, s]`, negative
+    /// ones masked, summed over its tokens. `Invariant` on tp; where the samples are cut over ranks, as over dp,
+    /// `Shard(0)`.
     pub fn loss(&self, logits: &Var, targets: &Var) -> Result<Var> {
         logits.vocab_parallel_cross_entropy(targets, Axis::Tp, self.vocab)
     }
 
-    /// The same from x, as [`logits`](Self::logits) takes it, with the logits of at most `chunk` tokens at a time: `[b]` in f64, as
-    /// [`loss`](Self::loss) gives it.
+    /// The same from x, as [`logits`](Self::logits) takes it, with the logits of at most `chunk` tokens at a time:
+    /// `[b]` in f64, as [`loss`](Self::loss) gives it.
     pub fn chunked_loss(&self, tape: &Tape, x: &Var, targets: &Var, region: Region, chunk: usize) -> Result<Var> {
         let weight = tape.param(self.weight)?;
         region.enter(x)?.vocab_parallel_linear_cross_entropy(&weight, targets, Axis::Tp, self.vocab, chunk)

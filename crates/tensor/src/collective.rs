@@ -14,10 +14,11 @@
 //! | [`as_partial`](Var::as_partial) V→P | identity | identity |
 //! | [`max_reduce`](Var::max_reduce) | all-reduce (max) | no gradient |
 //!
-//! Each takes one axis or several, which must have the same type, and is then one operation over the group of all of them:
-//! `x.all_gather(Axis::DATA, 0)` gathers the samples of all ranks. Where several axes cut one dim, [the slowest cuts outermost](meshwork_core::Types). A
-//! gather undoes innermost cuts, and a cut is made inside of those that are there; another order would shuffle elements and is refused. An axis of
-//! degree 1 cuts nothing and is never in the way.
+//! Each takes one axis or several, which must have the same type, and is then one operation over the group of all of
+//! them: `x.all_gather(Axis::DATA, 0)` gathers the samples of all ranks. Where several axes cut one dim,
+//! [the slowest cuts outermost](meshwork_core::Types). A gather undoes innermost cuts, and a cut is made inside of
+//! those that are there; another order would shuffle elements and is refused. An axis of degree 1 cuts nothing and is
+//! never in the way.
 
 use crate::error::{Error, Result};
 use crate::shape::Shape;

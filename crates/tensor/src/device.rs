@@ -117,8 +117,8 @@ pub trait Device: Send + Sync + Debug {
     /// Copies memory of this device to the host. A [slice](Buffer::slice) of a buffer copies only that part.
     fn download(&self, buffer: &Buffer) -> Result<Buffer>;
 
-    /// The copy that [`download`](Self::download) gives, of what `buffer` holds now, to be waited for later. What is queued meanwhile runs beside it, where a device
-    /// can do both.
+    /// The copy that [`download`](Self::download) gives, of what `buffer` holds now, to be waited for later. What is
+    /// queued meanwhile runs beside it, where a device can do both.
     ///
     /// # Errors
     /// As [`download`](Self::download).
@@ -127,7 +127,8 @@ pub trait Device: Send + Sync + Debug {
         Ok(Download::new(move || Ok(copy)))
     }
 
-    /// Makes memory ready for values that come later: their copy does not wait for what is queued meanwhile, where a device can do both.
+    /// Makes memory ready for values that come later: their copy does not wait for what is queued meanwhile, where a
+    /// device can do both.
     ///
     /// # Errors
     /// As [`upload_into`](Self::upload_into).
@@ -144,8 +145,8 @@ pub trait Device: Send + Sync + Debug {
         true
     }
 
-    /// Waits until all work that was queued on this device is done, so that a clock can be read. A device whose kernels are done when they return
-    /// has nothing to wait for.
+    /// Waits until all work that was queued on this device is done, so that a clock can be read. A device whose kernels
+    /// are done when they return has nothing to wait for.
     ///
     /// # Errors
     /// What went wrong in that work.

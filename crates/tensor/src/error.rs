@@ -96,7 +96,8 @@ pub enum Error {
         /// The reason.
         problem: String,
     },
-    /// An operand whose true extent the operation does not take: its shards are padded with zeros, or it was told another one.
+    /// An operand whose true extent the operation does not take: its shards are padded with zeros, or it was told
+    /// another one.
     #[error("{op}: {operand} has {extent} elements along dim {dim} over {axis}={degree}{}, and {problem}; {valid}", padded(*extent, *stored))]
     Extent {
         /// The operation.

@@ -5,7 +5,8 @@ use crate::error::Result;
 use meshwork_core::Buffer;
 use std::fmt;
 
-/// A copy on its way to the host ([`Device::download_later`]). The memory that it is of is neither written nor dropped before it is waited for.
+/// A copy on its way to the host ([`Device::download_later`]). The memory that it is of is neither written nor dropped
+/// before it is waited for.
 pub struct Download(Box<dyn FnOnce() -> Result<Buffer> + Send>);
 
 /// Memory that is ready for values from the host ([`Device::upload_later`]).

@@ -22,7 +22,8 @@ pub struct Launches {
     pub captured: u64,
     /// Kernels of graphs whose numbers were set anew.
     pub changed: u64,
-    /// Work that was queued call by call, because it was not seen before: the first steps, other sizes, other addresses.
+    /// Work that was queued call by call, because it was not seen before: the first steps, other sizes, other
+    /// addresses.
     pub new: u64,
     /// The same, because there was too little of it between two waits.
     pub short: u64,

@@ -3,8 +3,8 @@
 //! # Where things are
 //!
 //! - [`Tensor`]: contiguous, row-major memory on a [`Device`]: [`meta`] here, others in crates of their own.
-//! - [`Tape`] and [`Var`]: operations on values that know, per mesh axis, whether they are replicated, sharded or partially
-//!   summed. [`op`] has the local operations, [`collective`] the only ones that change an SPMD type.
+//! - [`Tape`] and [`Var`]: operations on values that know, per mesh axis, whether they are replicated, sharded or
+//!   partially summed. [`op`] has the local operations, [`collective`] the only ones that change an SPMD type.
 //! - [`param`]: parameters with placements, from which initialisation and gradient synchronisation follow.
 
 #![forbid(unsafe_code)]

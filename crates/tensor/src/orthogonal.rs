@@ -9,8 +9,8 @@ use meshwork_optim::Transform;
 /// The least norm that a matrix is divided by.
 const LEAST: f64 = 1e-7;
 
-/// Applies a transform to the matrix `[rows, columns]` in the f32 vector `x` from element `at` on. Takes memory for two more matrices and three of
-/// their shorter sides.
+/// Applies a transform to the matrix `[rows, columns]` in the f32 vector `x` from element `at` on. Takes memory for two
+/// more matrices and three of their shorter sides.
 ///
 /// # Errors
 /// No memory; a device that cannot compute it.

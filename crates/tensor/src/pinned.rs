@@ -4,10 +4,11 @@ use crate::error::Result;
 use meshwork_core::Buffer;
 use std::fmt::Debug;
 
-/// Host memory to and from which a device copies beside its own work ("pinned"): room of so many bytes, addressed from 0.
+/// Host memory to and from which a device copies beside its own work ("pinned"): room of so many bytes, addressed from
+/// 0.
 ///
-/// Copies run in the order in which they are queued, and the host waits for none. What is given to a copy must live until the device was told to
-/// [`wait`](Self::wait) for it.
+/// Copies run in the order in which they are queued, and the host waits for none. What is given to a copy must live
+/// until the device was told to [`wait`](Self::wait) for it.
 pub trait Pinned: Debug {
     /// Makes room for `bytes` bytes in all. What was never written is zero.
     ///
@@ -15,7 +16,8 @@ pub trait Pinned: Debug {
     /// When the host has no such memory.
     fn reserve(&self, bytes: u64) -> Result<()>;
 
-    /// Queues a copy of memory of the device to the room, from byte `at` on, behind what the device has been given to do so far. The copy's number.
+    /// Queues a copy of memory of the device to the room, from byte `at` on, behind what the device has been given to
+    /// do so far. The copy's number.
     ///
     /// # Errors
     /// What the device refuses; room that was not reserved.

@@ -3,7 +3,8 @@
 //! FLOPs are counted by the wrapped device's meter during the call. Bytes are the minimum that must move: each input
 //! read once and each output written once. The [table of kernels](crate::kernel) says for each method what it moves.
 //!
-//! While it records, each call of a device that queues its work waits for it: spans hold that work, and the step takes longer than without a profile.
+//! While it records, each call of a device that queues its work waits for it: spans hold that work, and the step takes
+//! longer than without a profile.
 
 use crate::device::{Device, Kernels, Meter};
 use crate::error::Result;
@@ -136,7 +137,8 @@ impl What {
         Self::moved(Class::Embedding, "lookup", table, ids.count() * width).and(ids.bytes())
     }
 
-    /// Each row of `dout` is added to a row that is read and written; all other rows are written if the gradient is overwritten.
+    /// Each row of `dout` is added to a row that is read and written; all other rows are written if the gradient is
+    /// overwritten.
     pub(crate) fn lookup_grad(ids: &Buffer, dout: &Buffer, width: usize, dtable: &TableGrad<'_>) -> Self {
         let whole = if dtable.accumulate { 0 } else { dtable.rows * width };
         Self::moved(Class::Embedding, "lookup_grad", dout, 3 * dout.count() + whole).and(ids.bytes())

@@ -6,8 +6,8 @@ use meshwork_core::Buffer;
 use meshwork_optim::Rule;
 use std::fmt::Debug;
 
-/// A device that computes as an inner one does, on memory of its own kind. It says how its memory becomes memory of the inner device and back, and so has
-/// all [kernels](crate::kernel) of the inner device.
+/// A device that computes as an inner one does, on memory of its own kind. It says how its memory becomes memory of the
+/// inner device and back, and so has all [kernels](crate::kernel) of the inner device.
 ///
 /// testkit's opaque device is one: the CPU behind memory that the host cannot read.
 pub trait Proxy: Debug + Send + Sync {
@@ -46,7 +46,8 @@ pub trait Proxy: Debug + Send + Sync {
 
 /// The memory that a kernel returns.
 pub(crate) trait Outcome: Sized {
-    /// Calls `visit` with each buffer. The first one is the value, and the others go with it: statistics, indices, gradients of gains.
+    /// Calls `visit` with each buffer. The first one is the value, and the others go with it: statistics, indices,
+    /// gradients of gains.
     fn each(&self, visit: &mut dyn FnMut(&Buffer));
 
     /// Each buffer replaced by another. `first`: whether it is the value.

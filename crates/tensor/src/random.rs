@@ -3,9 +3,9 @@
 //! A parameter or a dropout mask is thus the same on every mesh: each rank draws the elements it holds, by their
 //! global index, in any order and any number of pieces.
 //!
-//! The generator and the uniform stream are [`meshwork_core::random`]'s; the normal stream is here. [`uniform`] and [`normal`] use the
-//! same words: give each use its own name. Only IEEE additions, products and square roots are used, no libm, so every machine
-//! draws the same bits.
+//! The generator and the uniform stream are [`meshwork_core::random`]'s; the normal stream is here. [`uniform`] and
+//! [`normal`] use the same words: give each use its own name. Only IEEE additions, products and square roots are used,
+//! no libm, so every machine draws the same bits.
 
 use meshwork_core::random::{Distribution, element, fill};
 pub use meshwork_core::random::{Key, fill_uniform, key, uniform};
@@ -55,9 +55,9 @@ fn box_muller(radius: u32, angle: u32) -> (f32, f32) {
     (r * cos, r * sin)
 }
 
-/// `ln x` without branches or calls, for `x` positive and not subnormal, after Cephes `logf` (Moshier): `x = m 2^e`, `m`
-/// within √2 of 1. Within 1 ulp. No operation is fused, so that the normal stream has the same bits on every machine at
-/// full speed. Infinity and NaN stay.
+/// `ln x` without branches or calls, for `x` positive and not subnormal, after Cephes `logf` (Moshier): `x = m 2^e`,
+/// `m` within √2 of 1. Within 1 ulp. No operation is fused, so that the normal stream has the same bits on every
+/// machine at full speed. Infinity and NaN stay.
 #[inline(always)]
 pub fn ln(x: f32) -> f32 {
     const SQRT_HALF: u32 = 0x3f35_04f3;

@@ -1,7 +1,8 @@
-//! Verification: a program claims much about its values that no rank can check alone. That a value typed `Invariant` or `Replicate` is the
-//! same on every rank of an axis, that replicas of a weight have not drifted apart, that every data-parallel rank trains on samples of its
-//! own. [`Claims`] hashes the bits of every such value; ranks then exchange their hashes, and all of them are told the first claim that does
-//! not hold. Any loop can do so, whenever it chooses; a trainer does in the steps that its plan names.
+//! Verification: a program claims much about its values that no rank can check alone. That a value typed `Invariant` or
+//! `Replicate` is the same on every rank of an axis, that replicas of a weight have not drifted apart, that every
+//! data-parallel rank trains on samples of its own. [`Claims`] hashes the bits of every such value; ranks then exchange
+//! their hashes, and all of them are told the first claim that does not hold. Any loop can do so, whenever it chooses;
+//! a trainer does in the steps that its plan names.
 //!
 //! | claim | checked |
 //! |---|---|
@@ -57,8 +58,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! If rank 1 wrote to its weights after the first step, every rank would have the error `step 1: the weights of w should be the same over
-//! dp, and ranks 0, 1 have different bits; ..`.
+//! If rank 1 wrote to its weights after the first step, every rank would have the error
+//! `step 1: the weights of w should be the same over dp, and ranks 0, 1 have different bits; ..`.
 
 use crate::error::{Error, Result};
 use crate::param::{Gradients, ParamSpec, Params};
@@ -121,8 +122,8 @@ impl Claims {
         Self(Arc::new(Inner { rank, step, noted: Mutex::default() }))
     }
 
-    /// Notes every value of `tape` from now on, and that its ranks have one seed, step and number of samples, and other samples on other
-    /// data-parallel ranks. Errors name tapes by their numbers in the order of these calls.
+    /// Notes every value of `tape` from now on, and that its ranks have one seed, step and number of samples, and other
+    /// samples on other data-parallel ranks. Errors name tapes by their numbers in the order of these calls.
     pub fn observe(&self, tape: &Tape) {
         let mut noted = self.noted();
         let place = format!("tape {}", noted.tapes);
@@ -184,7 +185,8 @@ impl Claims {
         })
     }
 
-    /// Notes what the types of a value claim about it. What is `Partial` varies, if it comes from outside: an operation may give anything.
+    /// Notes what the types of a value claim about it. What is `Partial` varies, if it comes from outside: an operation
+    /// may give anything.
     fn value(
         &self,
         types: Types,
@@ -210,7 +212,8 @@ impl Claims {
         Ok(())
     }
 
-    /// Claims that replicas of weights have not drifted apart: each parameter is the same on the ranks of every axis that does not cut it.
+    /// Claims that replicas of weights have not drifted apart: each parameter is the same on the ranks of every axis
+    /// that does not cut it.
     ///
     /// # Errors
     /// Weights that cannot be downloaded.
@@ -260,8 +263,8 @@ impl Claims {
         }
     }
 
-    /// Claims that no two data-parallel ranks have the same samples, of which this rank's have the `hash`; 0 where a rank has none. A loop
-    /// whose data repeats on purpose does not claim it.
+    /// Claims that no two data-parallel ranks have the same samples, of which this rank's have the `hash`; 0 where a
+    /// rank has none. A loop whose data repeats on purpose does not claim it.
     pub fn samples(&self, hash: u64) {
         let valid =
             "give each data-parallel rank its own part of the global batch, by rank.mesh().data_rank(rank.coords())";
@@ -273,11 +276,12 @@ impl Claims {
         self.noted().facts.push((over, fact));
     }
 
-    /// Compares everything that was noted since the last comparison with the claims of the other ranks. Collective over the world, whatever
-    /// each rank has noted. A rank takes memory for its own claims, however many ranks there are.
+    /// Compares everything that was noted since the last comparison with the claims of the other ranks. Collective over
+    /// the world, whatever each rank has noted. A rank takes memory for its own claims, however many ranks there are.
     ///
     /// # Errors
-    /// [`Error::Claim`] on every rank of the world: the claim noted first of those that do not hold. A failed communication.
+    /// [`Error::Claim`] on every rank of the world: the claim noted first of those that do not hold. A failed
+    /// communication.
     pub fn compare(&self) -> Result<()> {
         self.compare_with(&[])
     }

@@ -1,20 +1,22 @@
 //! Gradients against finite differences, in f64, or of functions that compute in f32.
 
-/// Step of the central difference: a power of two near the cube root of the unit round-off, where truncation and rounding
-/// weigh about the same.
+/// Step of the central difference: a power of two near the cube root of the unit round-off, where truncation and
+/// rounding weigh about the same.
 pub const STEP: f64 = 1.0 / 131_072.0;
 
 /// Largest difference between a right gradient and its central difference, in units of `max(1, |f|)`.
 ///
-/// Truncation is `STEP²/6 · |f'''| ≈ 1e-11 · |f'''|`. Rounding is `δ/STEP` for an error `δ` of `f`, and a sum of some hundred
-/// terms of order one is right to `δ ≈ 100 · 2⁻⁵³ ≈ 1e-14`: about 1e-9. A wrong gradient is off by the size of one term.
+/// Truncation is `STEP²/6 · |f'''| ≈ 1e-11 · |f'''|`. Rounding is `δ/STEP` for an error `δ` of `f`, and a sum of some
+/// hundred terms of order one is right to `δ ≈ 100 · 2⁻⁵³ ≈ 1e-14`: about 1e-9. A wrong gradient is off by the size of
+/// one term.
 pub const TOLERANCE: f64 = 1e-8;
 
 /// [`STEP`] for a function that computes in f32.
 pub const STEP_F32: f64 = 1.0 / 512.0;
 
-/// [`TOLERANCE`] for a function that computes in f32. Truncation is `6e-7 · |f'''|`. What an element does not change is rounded alike above
-/// and below; a few terms of order one that it does change are right to `δ ≈ 4 · 2⁻²⁴`, which is about 1e-4.
+/// [`TOLERANCE`] for a function that computes in f32. Truncation is `6e-7 · |f'''|`. What an element does not change is
+/// rounded alike above and below; a few terms of order one that it does change are right to `δ ≈ 4 · 2⁻²⁴`, which is
+/// about 1e-4.
 pub const TOLERANCE_F32: f64 = 2e-3;
 
 /// `(f(x + step·e_i) - f(x - step·e_i)) / (2·step)` for every element `i`, with [`STEP`] or [`STEP_F32`].

@@ -1,4 +1,5 @@
-//! A communicator that takes the time of a slow link: what ranks of one process send each other is charged as if it went over a wire.
+//! A communicator that takes the time of a slow link: what ranks of one process send each other is charged as if it
+//! went over a wire.
 
 use meshwork_core::comm::{Call, Op, OpKind, PendingOp};
 use meshwork_core::{Buffer, CommError, Communicator, DType, Pending, Record, ReductionOrder};
@@ -6,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// `inner`, over a link by which a rank sends `bytes_per_second`. A collective or a send is over when its logical bytes have been sent
-/// ([`Record::bytes`]): those of a rank's operations follow each other on its link, in all of its groups. A message is there after its time on the link
-/// of the receiver. Values are those of `inner`.
+/// `inner`, over a link by which a rank sends `bytes_per_second`. A collective or a send is over when its logical bytes
+/// have been sent ([`Record::bytes`]): those of a rank's operations follow each other on its link, in all of its
+/// groups. A message is there after its time on the link of the receiver. Values are those of `inner`.
 ///
 /// # Panics
 /// If the link sends nothing.
@@ -134,7 +135,8 @@ mod tests {
         ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().fold(0.0, f64::max)
     }
 
-    /// 40 kB take 40 ms, also where they are sent by two operations at a time, and values are those of the communicator behind it.
+    /// 40 kB take 40 ms, also where they are sent by two operations at a time, and values are those of the communicator
+    /// behind it.
     #[test]
     fn operations_take_the_time_of_their_bytes() {
         let all = vec![2.0; 5000];

@@ -9,7 +9,8 @@ use meshwork_testkit::check::{CheckError, LayerInput, OpInput, check_layer, chec
 
 type Rule = fn(&str, &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;
 
-/// An operation of one value whose forward and gradient are functions of its elements. `backward` is given the number of ranks.
+/// An operation of one value whose forward and gradient are functions of its elements. `backward` is given the number
+/// of ranks.
 fn custom(
     x: &Var,
     rule: Rule,

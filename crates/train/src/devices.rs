@@ -122,8 +122,8 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
     }
 }
 
-/// The fault of a configuration whose step needs what its device lacks: an operation, an element type, an update rule. One step of each stage
-/// runs on a device without contents.
+/// The fault of a configuration whose step needs what its device lacks: an operation, an element type, an update rule.
+/// One step of each stage runs on a device without contents.
 pub(crate) fn lacking(config: &Config) -> Option<Fault> {
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     return cuda::lacking(config);
@@ -151,7 +151,8 @@ mod cuda {
     /// Opens the device of a rank.
     pub(super) type Open = dyn Fn(usize) -> Result<Arc<CudaDevice>, Error> + Send + Sync;
 
-    /// The drivers that ranks have open, by the number of the device. Ranks on one device share its driver, and so reach each other's memory.
+    /// The drivers that ranks have open, by the number of the device. Ranks on one device share its driver, and so
+    /// reach each other's memory.
     #[derive(Debug, Default)]
     struct Drivers(Mutex<HashMap<usize, Weak<dyn Driver>>>);
 

@@ -43,8 +43,9 @@ pub struct Outcome {
     pub profile: Option<Profile>,
 }
 
-/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after the step under way,
-/// and a validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given. Progress goes to standard output; closing it ends the run.
+/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after
+/// the step under way, and a validation or a sample before its end; before the first step at once. Metrics go to a file
+/// if `metrics` is given. Progress goes to standard output; closing it ends the run.
 pub fn train(
     config: &Config,
     data: &Data,
@@ -114,12 +115,12 @@ pub fn train_on(
 
 /// Runs one rank over a given communicator of the world, which may connect threads, processes or machines. [`train`]
 /// uses threads. Collective: each rank of the mesh calls it with the same configuration and data; rank 0 writes the
-/// metrics and the progress. `writers` connects the writers of checkpoints of all ranks, beside `world`; without it, no checkpoints
-/// are saved.
+/// metrics and the progress. `writers` connects the writers of checkpoints of all ranks, beside `world`; without it, no
+/// checkpoints are saved.
 ///
 /// # Errors
-/// A world of another size than the mesh, any error of training, and [`RunError::Stopped`] on a rank that is asked to stop before its first
-/// step: the others then fail, because it has left.
+/// A world of another size than the mesh, any error of training, and [`RunError::Stopped`] on a rank that is asked to
+/// stop before its first step: the others then fail, because it has left.
 pub fn run_rank(
     config: &Config,
     data: &Data,
@@ -299,7 +300,8 @@ fn not_validated(step: u64) -> String {
     format!("step {step}  validation left out: the run was asked to stop")
 }
 
-/// The loss on what is held out; `None` if some rank is asked to stop before the last batch. A loss of some of the batches is none.
+/// The loss on what is held out; `None` if some rank is asked to stop before the last batch. A loss of some of the
+/// batches is none.
 fn validate(
     config: &Config,
     data: &Data,

@@ -139,7 +139,8 @@ fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
     }
 }
 
-/// Bytes of a rank beside its tensors: its thread's stack, its plans and its ends of groups, as `benches/README.md` measures them.
+/// Bytes of a rank beside its tensors: its thread's stack, its plans and its ends of groups, as `benches/README.md`
+/// measures them.
 const RANK_BYTES: u128 = 384 << 10;
 /// Bytes that each rank has of every other one: what a step reports of each rank's memory and input, sent and received.
 const PEER_BYTES: u128 = 160;

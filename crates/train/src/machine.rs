@@ -1,5 +1,6 @@
-//! What this process may take of the machine: memory and threads, by the limits of the machine, of its control groups (containers, batch
-//! systems) and of the process itself. Of control groups every one on the path counts, and the one that leaves least decides.
+//! What this process may take of the machine: memory and threads, by the limits of the machine, of its control groups
+//! (containers, batch systems) and of the process itself. Of control groups every one on the path counts, and the one
+//! that leaves least decides.
 //!
 //! On systems without `/proc` nothing is known, and nothing is refused.
 
@@ -46,8 +47,8 @@ impl Machine {
         Self { root: PathBuf::from("/") }
     }
 
-    /// The bytes that this process may still take, swap included, and whose limit that is. Address space is asked for by itself
-    /// ([`address_space`](Self::address_space)), because threads take more of it than of memory.
+    /// The bytes that this process may still take, swap included, and whose limit that is. Address space is asked for
+    /// by itself ([`address_space`](Self::address_space)), because threads take more of it than of memory.
     pub fn memory(&self) -> Option<Left> {
         least(self.machine_memory().into_iter().chain(self.control_groups(&MEMORY)))
     }
@@ -62,8 +63,8 @@ impl Machine {
         least(space.into_iter().chain(of("Max data size", "VmData:", "the limit on data (ulimit -d) leaves")))
     }
 
-    /// The threads that this process may still start. The limit of a user counts all of the user's threads, of which only those of this
-    /// process are known.
+    /// The threads that this process may still start. The limit of a user counts all of the user's threads, of which
+    /// only those of this process are known.
     pub fn threads(&self) -> Option<Left> {
         let own = self.number(self.status_text("Threads:")).unwrap_or(1);
         // The system does not hold root to it.
@@ -154,7 +155,8 @@ struct Mount {
 }
 
 impl Mount {
-    /// Reads a line of `mountinfo`, if it is of this version and controller: `30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw`.
+    /// Reads a line of `mountinfo`, if it is of this version and controller:
+    /// `30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw`.
     fn of(line: &str, version: usize, controller: &str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut kind = kind.split(' ');

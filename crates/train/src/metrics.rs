@@ -199,7 +199,8 @@ impl OffloadTraffic {
 /// What the routers of experts report of one step, over its global batch.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Experts {
-    /// The largest number of tokens of an expert over the mean of all experts, as a mean over layers: 1 where they are even.
+    /// The largest number of tokens of an expert over the mean of all experts, as a mean over layers: 1 where they are
+    /// even.
     pub load_imbalance: f64,
     /// The metrics of routers, without the prefix `moe_`: losses, summed over layers, and means over layers and tokens.
     #[serde(flatten, serialize_with = "map")]
@@ -306,7 +307,8 @@ impl Metrics {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// The file at `path`, to go on after its last line; a new one if there is none. What is left of a line that was cut short is removed.
+    /// The file at `path`, to go on after its last line; a new one if there is none. What is left of a line that was
+    /// cut short is removed.
     ///
     /// # Errors
     /// When it cannot be written.

@@ -1,7 +1,8 @@
-//! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that is too small.
+//! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that
+//! is too small.
 //!
-//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank sends and receives, and a
-//! hundred for each that its offload moves: it only orders the settings.
+//! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank
+//! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
 
 use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
 use crate::plan::{kinds, size, spans};
@@ -18,7 +19,8 @@ const FLOPS_PER_DISK_BYTE: f64 = 100.0;
 /// Where files go that nobody has named a folder for.
 const HERE: &str = ".";
 
-/// Tokens whose logits are tried together where all are: a quarter of a sequence, and no more than keep the head's products large.
+/// Tokens whose logits are tried together where all are: a quarter of a sequence, and no more than keep the head's
+/// products large.
 const LOSS_CHUNK: usize = 256;
 
 /// Features of the widest activation of a layer, the inner one of an MLP, for each feature of the model.
@@ -136,7 +138,8 @@ fn combinations(config: &Config) -> Vec<Config> {
     found
 }
 
-/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all do that are wider than what else a layer gives.
+/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all do that are wider than
+/// what else a layer gives.
 fn loss_chunks(config: &Config) -> Vec<usize> {
     let (own, model) = (config.memory.loss_chunk, &config.model);
     let wide = model.vocab_size > WIDEST * model.hidden_size;
@@ -151,7 +154,8 @@ fn offloads(own: OffloadWord, aqsgd: bool) -> impl Iterator<Item = OffloadWord> 
     tried.filter(move |&of| of != Samples || of == own || aqsgd)
 }
 
-/// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold least.
+/// The settings that fit the limit and take the least time, of equal ones those that change least; and those that hold
+/// least.
 fn choose(candidates: &[Candidate], limit: u64) -> (Option<&Candidate>, Option<&Candidate>) {
     let fitting = candidates.iter().filter(|candidate| candidate.most.total() <= limit);
     let cheapest = fitting.min_by(|a, b| a.time.total_cmp(&b.time));
@@ -276,7 +280,8 @@ mod tests {
         }
     }
 
-    /// The logits of a large vocabulary are most of what a rank holds: those of a few tokens at a time are proposed, and train under the limit.
+    /// The logits of a large vocabulary are most of what a rank holds: those of a few tokens at a time are proposed,
+    /// and train under the limit.
     #[test]
     fn the_logits_of_a_few_tokens_are_proposed_where_the_vocabulary_is_large() {
         let small =
@@ -308,7 +313,8 @@ mod tests {
         }
     }
 
-    /// Offload is offered where nothing else fits, with a folder, and what is offered trains under the limit on every rank.
+    /// Offload is offered where nothing else fits, with a folder, and what is offered trains under the limit on every
+    /// rank.
     #[test]
     fn the_settings_that_are_named_train_under_the_limit() {
         let dir = tempfile::tempdir().unwrap();

@@ -12,8 +12,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::metrics::Step;
 
-/// Shows the steps of a run on standard output, from a thread of its own: a reader that pauses (a pager, Ctrl-S) must not hold
-/// up the rank that reports.
+/// Shows the steps of a run on standard output, from a thread of its own: a reader that pauses (a pager, Ctrl-S) must
+/// not hold up the rank that reports.
 #[derive(Debug)]
 pub struct Progress {
     events: Option<Sender<Event>>,
@@ -115,7 +115,8 @@ impl Drop for Progress {
 struct Screen {
     steps: u64,
     bar: Option<ProgressBar>,
-    /// What the bar says, empty as long as there is nothing to say: of the last step, the last validation and the last checkpoint.
+    /// What the bar says, empty as long as there is nothing to say: of the last step, the last validation and the last
+    /// checkpoint.
     loss: String,
     validation: String,
     saved: String,

@@ -2,10 +2,10 @@
 //!
 //! The request is a flag, which everything that takes long is given as an argument and looks at between its parts.
 //!
-//! - **Before the first step** there is nothing to save. The first rank that sees the flag ends with [`RunError::Stopped`], which ends its
-//!   world and with it every rank, wherever it waits.
-//! - **From the first step on** ranks agree where they meet: in the report of a step, before each batch of a validation, before each token.
-//!   None leaves a collective alone, and all save the same step.
+//! - **Before the first step** there is nothing to save. The first rank that sees the flag ends with
+//!   [`RunError::Stopped`], which ends its world and with it every rank, wherever it waits.
+//! - **From the first step on** ranks agree where they meet: in the report of a step, before each batch of a
+//!   validation, before each token. None leaves a collective alone, and all save the same step.
 //!
 //! What writes a file (a checkpoint, an export) is finished or not begun.
 

@@ -1,7 +1,8 @@
 //! Event files of TensorBoard: scalars by step.
 //!
-//! A file is a list of records, `[length: u64][crc of length: u32][data][crc of data: u32]`, all little-endian; a crc is a CRC-32C,
-//! rotated and offset. The data are `Event` messages of protocol buffers. Of these only what scalars need is written:
+//! A file is a list of records, `[length: u64][crc of length: u32][data][crc of data: u32]`, all little-endian; a crc
+//! is a CRC-32C, rotated and offset. The data are `Event` messages of protocol buffers. Of these only what scalars need
+//! is written:
 //!
 //! ```text
 //! Event   { 1: wall_time double, 2: step int64, 3: file_version string, 5: summary Summary }
@@ -24,8 +25,8 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// A new file in `folder`, which is made if it does not exist. Files of earlier runs stay: TensorBoard reads them in the order of
-    /// their times.
+    /// A new file in `folder`, which is made if it does not exist. Files of earlier runs stay: TensorBoard reads them
+    /// in the order of their times.
     ///
     /// # Errors
     /// When it cannot be written.

@@ -11,8 +11,8 @@ pub fn columns() -> usize {
     Term::stdout().size_checked().map_or(COLUMNS, |(_, columns)| COLUMNS.max(columns.into()))
 }
 
-/// The text with every line of more than `columns` broken at spaces. What follows goes below the second column of the line, if two spaces or
-/// more set one off, else two further in than the line. A word that is longer stays whole.
+/// The text with every line of more than `columns` broken at spaces. What follows goes below the second column of the
+/// line, if two spaces or more set one off, else two further in than the line. A word that is longer stays whole.
 ///
 /// ```
 /// use meshwork_train::terminal::fit;

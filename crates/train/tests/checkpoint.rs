@@ -228,8 +228,8 @@ fn every_rank_goes_back_to_the_checkpoint_before_a_damaged_one_and_is_told_why()
     }
 }
 
-/// Permissions, a failing disk, too many open files: the older checkpoint is not used, since the run would replace the newer. A link to
-/// itself stands for all of these, because it is unreadable for root too.
+/// Permissions, a failing disk, too many open files: the older checkpoint is not used, since the run would replace the
+/// newer. A link to itself stands for all of these, because it is unreadable for root too.
 #[cfg(unix)]
 #[test]
 fn a_checkpoint_that_one_rank_cannot_read_now_ends_every_rank_with_the_same_error() {
@@ -309,7 +309,8 @@ fn a_state_that_does_not_fit_is_refused_with_everything_that_does_not() {
     assert!(bytes.contains("mlp.up.weight:exp_avg_largest: the checkpoint has none, the model [1, 1]"), "{bytes}");
 }
 
-/// States of rows, columns and blocks, and those in bytes: from mesh to mesh and from stage to stage of ZeRO, as they are.
+/// States of rows, columns and blocks, and those in bytes: from mesh to mesh and from stage to stage of ZeRO, as they
+/// are.
 #[test]
 fn states_of_every_layout_are_saved_and_resharded() {
     let model = model();

@@ -322,8 +322,8 @@ fn layers_are_dealt_to_stages() {
     assert_eq!(config(&format!("--config {}", file.display())).pipeline.partition, [4, 0]);
 }
 
-/// The head costs vocab · hidden products for each token, a layer 12 · hidden² and attention: with a vocabulary of 50,257 and a width
-/// of 512, the head is worth nearly eight layers.
+/// The head costs vocab · hidden products for each token, a layer 12 · hidden² and attention: with a vocabulary of
+/// 50,257 and a width of 512, the head is worth nearly eight layers.
 #[test]
 fn layers_are_dealt_by_cost() {
     let dealt = |line: &str| config(&format!("--set pipeline.partition=cost {line}")).pipeline.partition;

@@ -320,7 +320,8 @@ fn documents_end_with_an_id_and_are_no_context_of_the_next() {
         // Each end of text is a target; the first token behind it is none.
         assert_eq!(targets(&batch), [98, 0, -1, 100, 101, 0, -1, 0]);
     }
-    // The positions begin anew behind each end of text; a sample that begins inside a document counts from its own first token.
+    // The positions begin anew behind each end of text; a sample that begins inside a document counts from its own
+    // first token.
     for rule in ["positions", "attention"] {
         let flags = flags.replace("documents=loss", &format!("documents={rule}")).replace("seq_len=8", "seq_len=4");
         let batch = open(&lines, &flags).unwrap().batch(0, 2, 0..2).unwrap();

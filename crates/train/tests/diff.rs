@@ -120,8 +120,8 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
     assert!(!report.identical() && !report.canonical && report.holds(), "{report}");
 }
 
-/// Experts compute the samples of a rank in chunks, as many as the mesh asks for: all other values are paired one by one. What lies on the
-/// experts' ranks alone has its like only where as many share the experts.
+/// Experts compute the samples of a rank in chunks, as many as the mesh asks for: all other values are paired one by
+/// one. What lies on the experts' ranks alone has its like only where as many share the experts.
 #[test]
 fn experts_on_other_meshes_are_identical_in_canonical_numerics() {
     let moe = "--set moe.num_experts=4 --set moe.top_k=2 --set training.numerics=canonical";
@@ -210,7 +210,8 @@ fn an_error_of_one_ulp_is_found_in_every_operation() {
 fn a_fault_is_told_with_its_layer_and_global_index() {
     let config = config("dp=2,tp=2,pp=2 --set pipeline.num_microbatches=2");
     let data = data();
-    // dp rank 1, tp rank 1, the second stage, the second of two micro-batches of 2 samples: qkv [2, 8, 3, 4/2 heads, 4].
+    // dp rank 1, tp rank 1, the second stage, the second of two micro-batches of 2 samples: qkv [2, 8, 3, 4/2 heads,
+    // 4].
     let fault = |site: meshwork_train::diff::Site, seen: &meshwork_tensor::tape::Seen<'_>| {
         let here = [Axis::Dp, Axis::Tp, Axis::Pp].map(|axis| site.coords.get(axis)) == [1, 1, 1];
         let qkv = seen.op == "linear_bias" && seen.operand.is_none() && seen.params[0].contains("attn.qkv");
@@ -449,7 +450,8 @@ fn operations_that_one_mesh_alone_has_are_compared_with_what_they_lay_out() {
         let settings = settings.split(' ').map(|key| format!("--set {key}")).collect::<Vec<_>>().join(" ");
         for numerics in ["fast", "canonical"] {
             let of = |mesh: &str| config(&format!("{mesh} {settings} --set training.numerics={numerics}"));
-            // AdamW turns a gradient of nearly nothing into a whole step: in fast numerics a second step may be another one.
+            // AdamW turns a gradient of nearly nothing into a whole step: in fast numerics a second step may be another
+            // one.
             let report = held_against([&of(a), &of(b)], if numerics == "fast" { 1 } else { 2 });
             assert!(
                 report.replicas.is_none() && report.unexplained.is_none(),

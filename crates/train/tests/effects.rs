@@ -1,6 +1,7 @@
-//! Every key of the table has the effect that it states. For each key a run is saved, and resumed with another value of it: what changes the
-//! model or the numbers must be refused until it is permitted, and then changes them; what changes the order of sums alone keeps the bits of
-//! canonical numerics; what changes speed or output alone keeps all bits. And a key that is given and changes nothing is told.
+//! Every key of the table has the effect that it states. For each key a run is saved, and resumed with another value of
+//! it: what changes the model or the numbers must be refused until it is permitted, and then changes them; what changes
+//! the order of sums alone keeps the bits of canonical numerics; what changes speed or output alone keeps all bits. And
+//! a key that is given and changes nothing is told.
 //!
 //! A key that is missing from the table of values below fails here.
 //!
@@ -27,7 +28,8 @@ const HALF: &str = "training.dtype=f16";
 const CUT: &str = "parallelism.pp=2 compress.activations=topk:0.5";
 const VALIDATES: &str = "validation.every=2";
 
-/// Of a key: with which other settings it is read, and the other value. `{dir}` is a folder of its own. Settings that go with the value follow it.
+/// Of a key: with which other settings it is read, and the other value. `{dir}` is a folder of its own. Settings that
+/// go with the value follow it.
 #[rustfmt::skip] // A table.
 const VALUES: &[(&str, &str, &str)] = &[
     ("model.preset", "", "small"),
@@ -138,7 +140,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("metrics.profile", "metrics.trace={dir}/trace.json metrics.profile_steps=1", "true"),
     ("metrics.profile_steps", "metrics.trace={dir}/trace.json metrics.profile=true metrics.profile_steps=1", "2"),
     ("metrics.trace", "metrics.trace={dir}/trace.json metrics.profile=true metrics.profile_steps=1", "{dir}/other.json"),
-    ("metrics.schedule", "parallelism.pp=2 metrics.trace={dir}/trace.json metrics.schedule={dir}/a.svg metrics.profile=true metrics.profile_steps=1", "{dir}/b.svg"),
+    ("metrics.schedule", "parallelism.pp=2 metrics.trace={dir}/trace.json metrics.schedule={dir}/a.svg \
+    metrics.profile=true metrics.profile_steps=1", "{dir}/b.svg"),
     ("metrics.layer_profile", "", "{dir}/layers.txt"),
     ("metrics.tensorboard", "", "{dir}/events"),
     ("metrics.sample_tokens", "", "4"),
@@ -364,7 +367,8 @@ fn a_resumed_run_holds_each_key_to_its_effect() {
     assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), VALUES.len(), failures.join("\n"));
 }
 
-/// Each key that changes numbers, given to runs that need not read it: the numbers are others, or it is told or refused.
+/// Each key that changes numbers, given to runs that need not read it: the numbers are others, or it is told or
+/// refused.
 #[test]
 fn a_key_that_is_given_and_changes_nothing_is_told() {
     let folder = Folder::new();
@@ -411,8 +415,8 @@ fn a_key_that_is_given_and_changes_nothing_is_told() {
     assert!(told.contains("lr_scheduler.min_lr_factor") && told.len() > 20, "{told:?}");
 }
 
-/// The story: 4 steps of 8 samples, then one of 16, which took samples 64 to 80. Weights that do not change make its loss the mean of the losses
-/// of the two steps of 8 that come next.
+/// The story: 4 steps of 8 samples, then one of 16, which took samples 64 to 80. Weights that do not change make its
+/// loss the mean of the losses of the two steps of 8 that come next.
 #[test]
 fn another_batch_takes_the_samples_that_come_next() {
     let folder = Folder::new();
@@ -429,7 +433,8 @@ fn another_batch_takes_the_samples_that_come_next() {
     assert!(step.len() == 1 && (step[0].1 - wanted).abs() < 1e-6, "{step:?} after {whole:?}");
 }
 
-/// Saving drains the pipeline of an asynchronous schedule, as docs/schedules.md says: a run that is saved has the numbers of its parts.
+/// Saving drains the pipeline of an asynchronous schedule, as docs/schedules.md says: a run that is saved has the
+/// numbers of its parts.
 #[test]
 fn a_stale_run_that_is_saved_has_the_numbers_of_its_parts() {
     let folder = Folder::new();

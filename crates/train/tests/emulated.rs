@@ -1,4 +1,5 @@
-//! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first operation that has it.
+//! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first
+//! operation that has it.
 
 use meshwork_core::{Axis, Mesh};
 use meshwork_cuda::device::Products;
@@ -96,8 +97,8 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
     }
 }
 
-/// Mixtures of experts of each kind of router, and Llama, whose gradients sum two products in blocks. The exchanges of tokens have parts of
-/// any sizes.
+/// Mixtures of experts of each kind of router, and Llama, whose gradients sum two products in blocks. The exchanges of
+/// tokens have parts of any sizes.
 #[test]
 fn models_of_experts_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
@@ -151,7 +152,8 @@ fn sixteen_bits_have_every_value_of_the_cpu() {
     }
 }
 
-/// Compression has no canonical numerics: both sides have the same mesh, and fast ones with products in the CPU's order.
+/// Compression has no canonical numerics: both sides have the same mesh, and fast ones with products in the CPU's
+/// order.
 #[test]
 fn what_is_compressed_has_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
@@ -181,7 +183,8 @@ fn what_is_compressed_has_every_value_of_the_cpu() {
     }
 }
 
-/// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in fast numerics, where rows are multiples of
+/// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in
+/// fast numerics, where rows are multiples of
 /// 8. Both sides have the same mesh.
 #[test]
 fn tables_with_more_rows_than_words_have_every_value_of_the_cpu() {
@@ -244,7 +247,8 @@ fn packed_documents_have_every_value_of_the_cpu() {
     }
 }
 
-/// ResNet and VGG. Group norm has canonical numerics, one rank's on any mesh; batch norm has none, so both sides have the same mesh.
+/// ResNet and VGG. Group norm has canonical numerics, one rank's on any mesh; batch norm has none, so both sides have
+/// the same mesh.
 #[test]
 fn image_classifiers_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
@@ -302,8 +306,8 @@ const WRONG: &[(&str, &str, &str, [&str; 2])] = &[
     ),
 ];
 
-/// A kernel that is wrong in one place is found, by the first operation that runs it. Each takes a compilation of all kernels: one is tried, and all if
-/// `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`.
+/// A kernel that is wrong in one place is found, by the first operation that runs it. Each takes a compilation of all
+/// kernels: one is tried, and all if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`.
 #[test]
 fn a_wrong_kernel_is_named_by_the_operation_that_runs_it() {
     let Some(_) = kernels() else { return };
@@ -329,9 +333,10 @@ fn a_wrong_kernel_is_named_by_the_operation_that_runs_it() {
     }
 }
 
-/// Waits of the second half of a run are left out one at a time. Most are before a download of what was long complete, because every value of
-/// the step was downloaded; of the others some show in two orders of streams: a value differs, which the report names, or the run fails. All
-/// of the sample are tried if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else until three are found.
+/// Waits of the second half of a run are left out one at a time. Most are before a download of what was long complete,
+/// because every value of the step was downloaded; of the others some show in two orders of streams: a value differs,
+/// which the report names, or the run fails. All of the sample are tried if `MESHWORK_SWEEP` is `all`, as in
+/// `.ci/nightly`, else until three are found.
 #[test]
 fn a_wait_that_is_left_out_is_found() {
     let Some(kernels) = kernels() else { return };

@@ -587,7 +587,8 @@ fn experts_that_do_not_fit() {
     refused(&[
         (
             "--mesh ep=2 --set moe.num_experts=8",
-            "parallelism.ep = 2: does not divide parallelism.dp = 1: ranks of dp share out the experts; use a multiple of 2, such as 2 for parallelism.dp, or another parallelism.ep",
+            "parallelism.ep = 2: does not divide parallelism.dp = 1: ranks of dp share out the experts; use a \
+             multiple of 2, such as 2 for parallelism.dp, or another parallelism.ep",
         ),
         ("--mesh dp=2,ep=2", "parallelism.ep = 2: there are no experts to share out; set moe.num_experts, or use 1"),
     ]);
@@ -633,7 +634,8 @@ fn experts_that_do_not_fit() {
     }
 }
 
-/// Ranks compute in f32: a number that it does not have, and that is another one there, is refused, whichever key it is.
+/// Ranks compute in f32: a number that it does not have, and that is another one there, is refused, whichever key it
+/// is.
 #[test]
 fn numbers_that_f32_does_not_have_are_refused() {
     let mut keys_of_numbers = 0;

@@ -132,7 +132,8 @@ fn a_text_ends_where_documents_ended_in_training() {
     assert!(open(&checkpoints.join("step-00000002"), "").is_ok());
 }
 
-/// A prompt begins as the tokenizer begins a text, and a special token that it spells is that token where this is asked for.
+/// A prompt begins as the tokenizer begins a text, and a special token that it spells is that token where this is asked
+/// for.
 #[test]
 #[cfg(feature = "tokenizers")]
 fn prompts_have_the_special_tokens_of_the_tokenizer() {
@@ -203,8 +204,8 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
     assert!(open(&export, "").unwrap().encode("").unwrap_err().to_string().contains("has no tokens"));
 }
 
-/// What a run compressed between stages is in its checkpoints and exports: generation compresses at the same cuts, which one rank simulates, or
-/// does not.
+/// What a run compressed between stages is in its checkpoints and exports: generation compresses at the same cuts,
+/// which one rank simulates, or does not.
 #[test]
 fn a_model_compresses_where_it_did_in_training() {
     let run = "parallelism.pp=2 pipeline.num_microbatches=2 compress.activations=quant:1/row compress.gradients=none";
@@ -237,8 +238,8 @@ fn a_model_compresses_where_it_did_in_training() {
     assert!(!String::from_utf8_lossy(&weights[..400]).contains("meshwork"), "nothing was compressed");
 }
 
-/// What is lost of the whole value goes with no canonical numerics: those that a program has by default give way, those that were asked for are
-/// refused.
+/// What is lost of the whole value goes with no canonical numerics: those that a program has by default give way, those
+/// that were asked for are refused.
 #[test]
 fn canonical_numerics_by_default_give_way_to_what_a_run_compressed() {
     let run = "parallelism.pp=2 pipeline.num_microbatches=2 compress.activations=topk:0.5";

@@ -1,4 +1,5 @@
-//! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh. `checkpoint.export`: it ends in one.
+//! `model.init_from`: training starts from the sizes and weights of a Hugging Face folder, on any mesh.
+//! `checkpoint.export`: it ends in one.
 //!
 //! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/huggingface.md`.
 
@@ -111,7 +112,8 @@ fn a_folder_without_a_tokenizer_is_no_model_of_bytes() {
     assert!(open(&ids, "").is_ok());
 }
 
-/// A run that reads tokens needs no library of tokenizers, nor a whole tokenizer.json; what ends a document is known all the same.
+/// A run that reads tokens needs no library of tokenizers, nor a whole tokenizer.json; what ends a document is known
+/// all the same.
 #[test]
 fn a_run_on_tokens_needs_no_tokenizer() {
     let broken = WORDS.replace("WordLevel", "Unknown");
@@ -268,8 +270,8 @@ fn bytes_of(folder: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-/// The weights of a run come from the trainer: from every mesh the same bytes, without a checkpoint. In canonical numerics each mesh has the same
-/// weights.
+/// The weights of a run come from the trainer: from every mesh the same bytes, without a checkpoint. In canonical
+/// numerics each mesh has the same weights.
 #[test]
 fn every_mesh_exports_the_same_bytes_without_a_checkpoint() {
     for (kind, meshes) in [
@@ -383,7 +385,8 @@ fn set(path: &Path, change: impl Fn(&mut serde_json::Value)) {
     std::fs::write(path, value.to_string()).unwrap();
 }
 
-/// A fine-tuned model has the type, the tokens, the positions and the tokenizer of the folder that it comes from; so has one that comes from it.
+/// A fine-tuned model has the type, the tokens, the positions and the tokenizer of the folder that it comes from; so
+/// has one that comes from it.
 #[test]
 fn an_export_keeps_what_its_folder_had() {
     let files = [
@@ -538,7 +541,8 @@ fn frozen_parts_are_exported_as_they_came() {
     }
 }
 
-/// An update that makes weights infinite, with numbers that f32 has: the run ends with the parameter's name, and neither saves nor exports.
+/// An update that makes weights infinite, with numbers that f32 has: the run ends with the parameter's name, and
+/// neither saves nor exports.
 #[test]
 fn weights_that_are_no_numbers_are_not_saved_and_not_exported() {
     for (mesh, more) in [("dp=1", ""), ("dp=2,tp=2,pp=2", ""), ("pp=2", "--set validation.every=1"), ("dp=2", "none")] {

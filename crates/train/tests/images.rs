@@ -1,5 +1,5 @@
-//! The tools take image classifiers as they take language models: two meshes are compared value by value, a fault is found where it is,
-//! steps and layers are profiled, and gradients are reduced while backward runs.
+//! The tools take image classifiers as they take language models: two meshes are compared value by value, a fault is
+//! found where it is, steps and layers are profiled, and gradients are reduced while backward runs.
 
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Span};
@@ -137,7 +137,8 @@ fn a_wrong_gradient_is_found_and_named() {
     }
 }
 
-/// Sleeps on dp rank 1 before the last gradient of its last backward pass, that of the stem's weights, and notes when it went on.
+/// Sleeps on dp rank 1 before the last gradient of its last backward pass, that of the stem's weights, and notes when
+/// it went on.
 #[derive(Debug)]
 struct SlowEnd(Arc<Mutex<Option<Instant>>>);
 

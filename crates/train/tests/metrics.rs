@@ -78,7 +78,8 @@ fn lines_are_those_of_the_contract() {
     );
 }
 
-/// Two layers, each with 12 tokens on four experts: the largest loads are 6 and 3, and the mean is 3. So the imbalances are 2 and 1.
+/// Two layers, each with 12 tokens on four experts: the largest loads are 6 and 3, and the mean is 3. So the imbalances
+/// are 2 and 1.
 #[test]
 fn experts_have_their_load_in_the_lines() {
     let load = |layer: &str, sums: &[f64]| ReportedStatistic {

@@ -1,5 +1,6 @@
-//! Trains a language model written with candle over four ranks, each a thread, and holds the losses and weights to those of one rank. Then
-//! trains it asynchronously, with gradients of one to eight steps before, to show what that costs.
+//! Trains a language model written with candle over four ranks, each a thread, and holds the losses and weights to
+//! those of one rank. Then trains it asynchronously, with gradients of one to eight steps before, to show what that
+//! costs.
 //!
 //! ```sh
 //! cargo run --release --manifest-path examples/ddp_candle/Cargo.toml
@@ -37,8 +38,8 @@ fn floats(tensor: &Tensor) -> candle_core::Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// One rank's training from the given weights, by gradients of `staleness` steps before: the mean losses of the steps, and the weights
-/// after them.
+/// One rank's training from the given weights, by gradients of `staleness` steps before: the mean losses of the steps,
+/// and the weights after them.
 fn train(world: Group, start: &[Vec<f32>], staleness: usize) -> Result<(Vec<f64>, Vec<Vec<f32>>)> {
     let (model, parameters) = Model::new()?;
     for (parameter, values) in parameters.iter().zip(start) {

@@ -1,4 +1,5 @@
-//! Compression, byte by byte against the CPU: the largest elements and their indices, values in fewer bits, factors of matrices.
+//! Compression, byte by byte against the CPU: the largest elements and their indices, values in fewer bits, factors of
+//! matrices.
 
 use crate::launch::{At, AtMut};
 use crate::{assert_bits, launch, values};

@@ -43,7 +43,8 @@ const ALL: Selection = Selection {
     second: None,
 };
 
-/// What `CudaDevice` queues for a selection, with parts of 16 tokens: (chosen, routed, kept) and weights. `None` without a library.
+/// What `CudaDevice` queues for a selection, with parts of 16 tokens: (chosen, routed, kept) and weights. `None`
+/// without a library.
 fn select(scores: &[f32], bias: Option<&Vec<f32>>, of: Selection, pick: Pick) -> Option<([Vec<i32>; 3], Vec<f32>)> {
     let Selection { samples, experts, k, groups, top_groups, group_best, capacity, second, .. } = of;
     let (scores, tokens, width) = (scores.to_vec(), scores.len() / experts, of.ranked());
@@ -474,7 +475,8 @@ fn gradients(rows: &[usize], [n, k]: [usize; 2], x: &Vec<f32>, dy: &Vec<f32>, pr
     }
 }
 
-/// Rows of groups in tensor cores' products, and features: groups without rows, of one row, of a row more than a tile; more tiles than a band has; more groups than a warp has lanes.
+/// Rows of groups in tensor cores' products, and features: groups without rows, of one row, of a row more than a tile;
+/// more tiles than a band has; more groups than a warp has lanes.
 #[test]
 pub fn products_of_groups_on_tensor_cores_are_near_those_of_the_cpu() {
     let many = (0..35).map(|group| usize::from(group % 11 == 0)).collect::<Vec<usize>>();

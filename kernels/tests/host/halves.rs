@@ -1,4 +1,5 @@
-//! Kernels that read and write 16 bits: the bits of those for f32 on the same values, rounded. That those have the CPU's bits is tested beside them.
+//! Kernels that read and write 16 bits: the bits of those for f32 on the same values, rounded. That those have the
+//! CPU's bits is tested beside them.
 
 use crate::launch::Null;
 use crate::tables::bucketed;

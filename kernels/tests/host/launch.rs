@@ -190,6 +190,7 @@ fn call(library: &Host, kernel: &Kernel, launch: Launch, order: u64, given: &mut
             }
         });
     }
-    // SAFETY: every argument has the type of the table, and buffers are as large as the kernel's head says, or the sanitizer reports it.
+    // SAFETY: every argument has the type of the table, and buffers are as large as the kernel's head says, or the
+    // sanitizer reports it.
     unsafe { library.launch(kernel, launch, &mut values, order) }
 }

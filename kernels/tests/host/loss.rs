@@ -5,7 +5,8 @@ use meshwork_core::Buffer;
 use meshwork_cpu::Cpu;
 use meshwork_tensor::kernel::{Loss, VocabShard};
 
-/// The words are cut over three ranks. A shard has a block of 256 threads, one of 512, or more words than shared memory keeps, with padding in it and the columns of other shards around it.
+/// The words are cut over three ranks. A shard has a block of 256 threads, one of 512, or more words than shared memory
+/// keeps, with padding in it and the columns of other shards around it.
 #[test]
 pub fn cross_entropy_is_that_of_the_cpu() {
     for (samples, rows, words) in

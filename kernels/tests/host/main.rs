@@ -1,8 +1,8 @@
-//! The kernels on the host: compiled by g++ through `host/cuda_host.h` and held against the CPU device. What runs here is the source that
-//! a GPU gets, thread by thread; what a GPU makes of it, nobody has seen yet.
+//! The kernels on the host: compiled by g++ through `host/cuda_host.h` and held against the CPU device. What runs here
+//! is the source that a GPU gets, thread by thread; what a GPU makes of it, nobody has seen yet.
 //!
-//! Every launch runs in three orders of its threads, which must give the same bits. Without g++ the tests say so and pass; `.ci/run`
-//! asks for it first.
+//! Every launch runs in three orders of its threads, which must give the same bits. Without g++ the tests say so and
+//! pass; `.ci/run` asks for it first.
 
 mod attention;
 mod build;
@@ -43,8 +43,9 @@ fn assert_bits(what: &str, got: &[f32], want: &[f32]) {
     }
 }
 
-/// Everything but the planted faults once more, under the address and the undefined-behaviour sanitizer, which find what a kernel reads or writes beyond
-/// its buffers. They must be in the process from the start, so it is another one. Tests start in the order of their names, and this one takes longest.
+/// Everything but the planted faults once more, under the address and the undefined-behaviour sanitizer, which find
+/// what a kernel reads or writes beyond its buffers. They must be in the process from the start, so it is another one.
+/// Tests start in the order of their names, and this one takes longest.
 #[test]
 fn address_and_undefined_behaviour_sanitizers_find_nothing() {
     let Some(sanitizer) = build::sanitizer() else { return };

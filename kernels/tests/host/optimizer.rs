@@ -90,8 +90,8 @@ fn sgd_of_many_vectors_is_that_of_the_cpu() {
     }
 }
 
-/// Vectors of less than a piece, of some and of many, and more of them than a block of the last kernel has warps: one after the other is added to what
-/// is there.
+/// Vectors of less than a piece, of some and of many, and more of them than a block of the last kernel has warps: one
+/// after the other is added to what is there.
 #[test]
 pub fn squares_are_summed_in_the_order_of_the_cpu() {
     let sizes: [&[usize]; 5] = [
@@ -144,7 +144,8 @@ fn exact_sums_of_squares_are_those_of_the_cpu() {
     }
 }
 
-/// What does not lie at a multiple of 16 bytes is taken one by one, with the same bits: here only one of the two vectors does.
+/// What does not lie at a multiple of 16 bytes is taken one by one, with the same bits: here only one of the two
+/// vectors does.
 #[test]
 fn an_update_of_a_part_has_the_bits_of_the_whole() {
     let (count, from) = (37, 3);

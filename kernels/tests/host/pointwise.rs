@@ -143,7 +143,8 @@ fn casts_are_those_of_half() {
     assert_bits("bf16", &from_whole, &wholes.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
 }
 
-/// Rows at any distance and place, of elements of each size: where 16 bytes at a time fit, and where they do not; what lies between rows stays.
+/// Rows at any distance and place, of elements of each size: where 16 bytes at a time fit, and where they do not; what
+/// lies between rows stays.
 #[test]
 fn rows_are_copied_whatever_their_distance() {
     fn rows<T: Element + PartialEq + std::fmt::Debug>(kernel: &str, element: impl Fn(usize) -> T) -> bool {

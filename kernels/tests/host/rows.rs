@@ -9,7 +9,8 @@ use meshwork_kernels::{NORM_WIDTH, RowParts};
 use meshwork_tensor::kernel::Norm;
 use meshwork_tensor::tape::RowBlocks;
 
-/// Rows and elements of each: rows that do not fill the last block of threads, blocks of every size, a team of half warps a row that takes several rounds.
+/// Rows and elements of each: rows that do not fill the last block of threads, blocks of every size, a team of half
+/// warps a row that takes several rounds.
 const SIZES: [[usize; 2]; 9] =
     [[1, 1], [3, 7], [77, 33], [21, 768], [5, 1024], [9, 1025], [3, 2100], [3, 5003], [2, 17_500]];
 
@@ -56,8 +57,8 @@ pub fn layer_norms_are_those_of_the_cpu() {
     }
 }
 
-/// Rows of a gradient, elements of each, and blocks of rows: rows that fill rounds of a part and that do not, parts with fewer rows than others, and rows that are too wide for one
-/// pass.
+/// Rows of a gradient, elements of each, and blocks of rows: rows that fill rounds of a part and that do not, parts
+/// with fewer rows than others, and rows that are too wide for one pass.
 const GRADIENTS: [([usize; 2], usize); 12] = [
     ([1, 1], 1),
     ([3, 7], 1),
@@ -162,7 +163,8 @@ fn gradients_of_rms_norms_are_those_of_the_cpu() {
     }
 }
 
-/// Rows of whole 16 bytes and of others, that begin at a multiple of 16 bytes and elsewhere; of more parts than a block of threads has.
+/// Rows of whole 16 bytes and of others, that begin at a multiple of 16 bytes and elsewhere; of more parts than a block
+/// of threads has.
 #[test]
 fn sums_of_rows_begin_anywhere() {
     for (rows, n) in [(130, 8), (70, 7), (300, 1028)] {

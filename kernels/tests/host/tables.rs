@@ -15,7 +15,8 @@ fn ids(count: usize, vocab: usize) -> Vec<i32> {
     (0..count).map(|i| ((i * i * 7 + i / 3) % vocab) as i32).collect()
 }
 
-/// The places of ids in `first .. first + rows`, sorted by buckets, and the end of each bucket: what permutation.cu makes of them.
+/// The places of ids in `first .. first + rows`, sorted by buckets, and the end of each bucket: what permutation.cu
+/// makes of them.
 pub fn bucketed(ids: &[i32], first: usize, rows: usize) -> (Vec<i32>, Vec<i32>) {
     let size = TABLE_ROWS as usize;
     let (mut order, mut ends) = (Vec::new(), Vec::new());
@@ -28,7 +29,8 @@ pub fn bucketed(ids: &[i32], first: usize, rows: usize) -> (Vec<i32>, Vec<i32>) 
 
 #[test]
 pub fn embeddings_are_those_of_the_cpu() {
-    // Ids beyond the shard on both sides; more ids of a bucket than go through shared memory at once; more columns than a block has.
+    // Ids beyond the shard on both sides; more ids of a bucket than go through shared memory at once; more columns than
+    // a block has.
     for (vocab, first, rows, count, h) in
         [(9, 0, 9, 5, 3), (300, 70, 150, 560, 5), (20, 3, 9, 600, 4), (20, 3, 9, 28, 1100)]
     {

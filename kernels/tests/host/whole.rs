@@ -1,4 +1,5 @@
-//! Update rules that read whole matrices, bit by bit against the CPU: their elements in runs, as of a parameter that is cut, and what is measured.
+//! Update rules that read whole matrices, bit by bit against the CPU: their elements in runs, as of a parameter that is
+//! cut, and what is measured.
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::exact::{self, LIMBS};

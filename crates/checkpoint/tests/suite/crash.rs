@@ -1,5 +1,5 @@
-//! A process that saves all the time is killed at random moments. Each time, a whole checkpoint is there, at least as new as the last one
-//! that the process had heard of.
+//! A process that saves all the time is killed at random moments. Each time, a whole checkpoint is there, at least as
+//! new as the last one that the process had heard of.
 
 use crate::world::{bytes_of, save, tensors};
 use meshwork_checkpoint::{Lock, Slice, latest_complete, steps};

@@ -96,8 +96,9 @@ fn a_missing_file_is_found() {
     }
 }
 
-/// What the system cannot read is not damage, for no reader and whatever it was about to read. Root may read what has no permissions, so the
-/// test needs a file that nobody can read: a link to itself (ELOOP), which stands for EACCES, EIO and EMFILE.
+/// What the system cannot read is not damage, for no reader and whatever it was about to read. Root may read what has
+/// no permissions, so the test needs a file that nobody can read: a link to itself (ELOOP), which stands for EACCES,
+/// EIO and EMFILE.
 #[cfg(unix)]
 #[test]
 fn a_file_that_cannot_be_read_now_is_no_damage_and_no_older_checkpoint_is_used() {
@@ -152,7 +153,8 @@ fn a_file_that_is_cut_after_the_checkpoint_was_opened_is_damage() {
     assert!(damage.iter().all(|damage| matches!(damage, Damage::Size { found: 4, .. })), "{damage:?}");
 }
 
-/// A checkpoint of a newer version of this program is as it was written: a run must not go on from an older one and replace it.
+/// A checkpoint of a newer version of this program is as it was written: a run must not go on from an older one and
+/// replace it.
 #[test]
 fn a_sound_index_of_another_format_is_no_damage() {
     let dir = two();

@@ -1,5 +1,5 @@
-//! What happens while a run saves: disks that are full, folders that go away, a second run. No fault ends the writer, and none touches an
-//! older checkpoint.
+//! What happens while a run saves: disks that are full, folders that go away, a second run. No fault ends the writer,
+//! and none touches an older checkpoint.
 
 use crate::world::{WORLD, left, plan, save, start_save};
 use meshwork_checkpoint::{

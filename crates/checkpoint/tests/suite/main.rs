@@ -1,4 +1,5 @@
-//! Tests through the public interface. `fuzz` counts the memory of its process, and is a program of its own. One program, because each costs a link.
+//! Tests through the public interface. `fuzz` counts the memory of its process, and is a program of its own. One
+//! program, because each costs a link.
 
 mod crash;
 mod damage;

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
-/// dp=2, tp=2: rank = 2 · dp rank + tp rank. tp cuts the rows of `table` and the columns of `down`; the norm is on every rank, and rank 3
-/// alone has the counter.
+/// dp=2, tp=2: rank = 2 · dp rank + tp rank. tp cuts the rows of `table` and the columns of `down`; the norm is on
+/// every rank, and rank 3 alone has the counter.
 pub const WORLD: usize = 4;
 
 pub fn tensors() -> Vec<Tensor> {

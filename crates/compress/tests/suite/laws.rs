@@ -33,7 +33,8 @@ proptest! {
         let wanted: Vec<f32> = restored.iter().map(|x| 0.5 + x).collect();
         prop_assert_eq!(bits(&sum), bits(&wanted), "{} {}", text, shape);
 
-        // What is drawn keeps its bound on average only; stochastic rounding errs by a step at most, twice the nearest one.
+        // What is drawn keeps its bound on average only; stochastic rounding errs by a step at most, twice the nearest
+        // one.
         let slack = if text.contains("stochastic") { 4.0 } else { 1.0 };
         if !text.contains("randk") {
             let error = square(x.iter().zip(&restored).map(|(x, y)| x - y));
@@ -45,7 +46,8 @@ proptest! {
         }
     }
 
-    /// A NaN or infinity never disappears, whatever else there is; drawn elements excepted, and what they do not send stays in residuals.
+    /// A NaN or infinity never disappears, whatever else there is; drawn elements excepted, and what they do not send
+    /// stays in residuals.
     #[test]
     fn what_is_not_finite_stays_visible((text, shape, mut x) in cases(), at: prop::sample::Index, bad in 0..3_usize) {
         let scheme = scheme(text);

@@ -112,8 +112,8 @@ fn ef21_converges_to_a_constant() {
     assert_eq!(last, 0.0, "all was sent after five steps of a fifth");
 }
 
-/// 1-bit Adam's compressed all-reduce, with any scheme that sums this way: each rank compresses its shards with its error; the owner of a shard adds
-/// them, compresses the sum with the error of the shard, and all restore it.
+/// 1-bit Adam's compressed all-reduce, with any scheme that sums this way: each rank compresses its shards with its
+/// error; the owner of a shard adds them, compresses the sum with the error of the shard, and all restore it.
 #[test]
 fn one_bit_adams_sum_of_shards() {
     let ranks = 3;
@@ -172,7 +172,8 @@ fn drawn_elements_are_summed_without_messages() {
     }
 }
 
-/// PowerSGD (algorithm 1 and 2), in f64 without lanes: P = sum of M Q, orthogonalised; Q = sum of Mᵀ P; M' = P Qᵀ; each error M - M'/ranks.
+/// PowerSGD (algorithm 1 and 2), in f64 without lanes: P = sum of M Q, orthogonalised; Q = sum of Mᵀ P; M' = P Qᵀ; each
+/// error M - M'/ranks.
 #[test]
 fn powersgd_against_an_oracle() {
     let (rows, cols, rank, ranks) = (11, 20, 3, 2);
@@ -217,7 +218,8 @@ fn powersgd_against_an_oracle() {
     }
 }
 
-/// A matrix of rank 2 is restored by factors of rank 2, also where its first columns are alike, and by more factors than it has ranks.
+/// A matrix of rank 2 is restored by factors of rank 2, also where its first columns are alike, and by more factors
+/// than it has ranks.
 #[test]
 fn powersgd_restores_a_matrix_of_its_rank() {
     let (rows, cols) = (9, 14);

@@ -61,11 +61,13 @@ fn sizes_in_bytes() {
     );
 }
 
-/// DALL-E (Ramesh et al. 2021), table 1 and its formula: factors of a block's matrices of 4 d x d, d x 4 d, 3 d x d and d x d.
+/// DALL-E (Ramesh et al. 2021), table 1 and its formula: factors of a block's matrices of 4 d x d, d x 4 d, 3 d x d and
+/// d x d.
 #[test]
 fn powersgd_has_the_published_compression_rates() {
     for (d, rank, percent) in [(1920, 512, 83.33), (2688, 640, 85.12), (3968, 896, 85.89)] {
-        // 1 - 5r/(8 d): of one matrix of 4 d x d, 1 - r (4 d + d) / 4 d², that is 1 - 5r/(4 d), in 16 instead of 32 bits.
+        // 1 - 5r/(8 d): of one matrix of 4 d x d, 1 - r (4 d + d) / 4 d², that is 1 - 5r/(4 d), in 16 instead of 32
+        // bits.
         let shape = Shape::matrix(4 * d, d).unwrap();
         let factors = scheme(&format!("powersgd:{rank}")).body_bytes(shape) / 2;
         let rate = 100.0 * (1.0 - factors as f64 / (4 * shape.len()) as f64);

@@ -10,7 +10,8 @@ use crate::dtype::DType;
 /// How the elements of several ranks are reduced to one.
 ///
 /// NaN and the order of sums are as described here on communicators whose order is
-/// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL does.
+/// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL
+/// does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// Their sum; integers wrap around.
@@ -132,8 +133,8 @@ impl Op {
         }
     }
 
-    /// Whether the operation has an input and an output. Operations in place have only an output; each rank chooses whether
-    /// its all-reduce is in place.
+    /// Whether the operation has an input and an output. Operations in place have only an output; each rank chooses
+    /// whether its all-reduce is in place.
     fn buffers(&self, has_input: bool) -> (bool, bool) {
         match self.kind() {
             OpKind::AllReduce => (has_input, true),
@@ -145,9 +146,9 @@ impl Op {
     }
 }
 
-/// The call of a program that an operation is part of, as its documentation names it: `Trainer::evaluate`. It is collective: every rank
-/// makes it. Ranks whose programs are at different calls are refused, although they communicate alike: see
-/// [`CommLog::enter`](super::CommLog::enter).
+/// The call of a program that an operation is part of, as its documentation names it: `Trainer::evaluate`. It is
+/// collective: every rank makes it. Ranks whose programs are at different calls are refused, although they communicate
+/// alike: see [`CommLog::enter`](super::CommLog::enter).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     /// The name, the same on every rank.
@@ -336,8 +337,9 @@ pub struct OpInfo {
 }
 
 impl OpInfo {
-    /// Whether two members are in the same operation, part of the same call. The parts of an all-to-all are compared one by one
-    /// instead. A sender and a receiver name each other by being there; where steps overlap, they may be in different calls.
+    /// Whether two members are in the same operation, part of the same call. The parts of an all-to-all are compared
+    /// one by one instead. A sender and a receiver name each other by being there; where steps overlap, they may be in
+    /// different calls.
     pub(crate) fn agrees(&self, other: &OpInfo) -> bool {
         let message = |of: &OpInfo| (of.dtype, of.elements, of.signature);
         match (self.kind, other.kind) {

@@ -1,7 +1,8 @@
 //! Collectives on the memory of devices, for ranks that are threads of one process.
 //!
-//! The communicator of [`threads`](super::thread) lets the ranks meet, compares what they do and finds faults, as in host memory. It exchanges
-//! only addresses and moments: a [`Carrier`] queues the work on the devices, and no thread waits for it there.
+//! The communicator of [`threads`](super::thread) lets the ranks meet, compares what they do and finds faults, as in
+//! host memory. It exchanges only addresses and moments: a [`Carrier`] queues the work on the devices, and no thread
+//! waits for it there.
 
 use crate::dtype::DType;
 use std::any::Any;
@@ -34,13 +35,14 @@ pub trait Carrier: Any + Send + Sync + Debug {
     /// The number of the moment after all that this rank has queued so far: then its buffers may be read and written.
     fn moment(&self) -> Result<u64, String>;
 
-    /// Queues the work of an operation that every member has started, and does not wait for it. The last member to arrive calls it, on its own
-    /// thread, on the carrier of the first member. The moments after which all members' buffers are their own again.
+    /// Queues the work of an operation that every member has started, and does not wait for it. The last member to
+    /// arrive calls it, on its own thread, on the carrier of the first member. The moments after which all members'
+    /// buffers are their own again.
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String>;
 
-    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another. Any thread may call it, that of a rank which drops
-    /// the buffers of another too, whatever the rank does with its device meanwhile. An error stays with the device, whose every later use returns it: what follows
-    /// would not wait.
+    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another. Any
+    /// thread may call it, that of a rank which drops the buffers of another too, whatever the rank does with its
+    /// device meanwhile. An error stays with the device, whose every later use returns it: what follows would not wait.
     fn resume(&self, done: &[Moment]) -> Result<(), String>;
 }
 
@@ -55,7 +57,8 @@ pub struct Member {
     pub target: u64,
 }
 
-/// A range of elements that some members give and some get. Several sources are reduced to one value; every target gets the result.
+/// A range of elements that some members give and some get. Several sources are reduced to one value; every target gets
+/// the result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The members that give.
@@ -70,7 +73,8 @@ pub struct Piece {
     pub count: usize,
 }
 
-/// The work of an operation. Pieces write disjoint elements, and none reads what another one writes, so that each may be queued by itself.
+/// The work of an operation. Pieces write disjoint elements, and none reads what another one writes, so that each may
+/// be queued by itself.
 #[derive(Clone, Debug)]
 pub struct DeviceWork {
     /// The type of the elements.

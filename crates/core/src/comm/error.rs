@@ -77,7 +77,8 @@ pub enum CommError {
         /// The first fault.
         fault: Arc<Fault>,
     },
-    /// Something that should be the same on several ranks is not, or the reverse. Every rank that compared it gets the same.
+    /// Something that should be the same on several ranks is not, or the reverse. Every rank that compared it gets the
+    /// same.
     #[error(transparent)]
     Disagreement(Box<Disagreement>),
     /// A buffer cannot be used for the call.

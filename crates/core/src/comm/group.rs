@@ -79,7 +79,8 @@ impl Group {
 
     /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.
     ///
-    /// Waits until every rank of the group is here, so that one that is not is named, and not met later in another group.
+    /// Waits until every rank of the group is here, so that one that is not is named, and not met later in another
+    /// group.
     pub fn split(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
         self.split_as("Group::split", name, members)
     }

@@ -1,4 +1,5 @@
-//! The log of communications, in logical bytes, the same for every backend; and the calls of the program that communicate.
+//! The log of communications, in logical bytes, the same for every backend; and the calls of the program that
+//! communicate.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -56,15 +57,16 @@ struct Log {
 pub struct Entered(CommLog);
 
 impl CommLog {
-    /// The rank begins a call that every rank makes, such as `Trainer::evaluate`. Until the result is dropped, what the rank communicates
-    /// carries this name, or that of a call within. Faults print it, and the [threads](super::thread)' communicator refuses ranks that meet
-    /// in a collective of different calls.
+    /// The rank begins a call that every rank makes, such as `Trainer::evaluate`. Until the result is dropped, what the
+    /// rank communicates carries this name, or that of a call within. Faults print it, and the
+    /// [threads](super::thread)' communicator refuses ranks that meet in a collective of different calls.
     pub fn enter(&self, caller: impl Into<Caller>) -> Entered {
         self.log().callers.push(Arc::new(caller.into()));
         Entered(self.clone())
     }
 
-    /// A log that is thrown away: for communications that do not count as those of a step. Faults name the same call for them.
+    /// A log that is thrown away: for communications that do not count as those of a step. Faults name the same call
+    /// for them.
     pub(crate) fn aside(&self) -> CommLog {
         let log = Log { callers: self.caller().into_iter().collect(), ..Log::default() };
         CommLog(Arc::new(Mutex::new(log)))
@@ -75,8 +77,8 @@ impl CommLog {
         self.log().callers.last().cloned()
     }
 
-    /// A name for an object that every rank makes, in the same order: `Trainer`, then `Trainer 2`. It begins the names of the
-    /// object's calls, so that ranks which call two objects in different orders are refused.
+    /// A name for an object that every rank makes, in the same order: `Trainer`, then `Trainer 2`. It begins the names
+    /// of the object's calls, so that ranks which call two objects in different orders are refused.
     pub fn name_next(&self, kind: &'static str) -> String {
         let mut log = self.log();
         let number = log.numbers.entry(kind).or_default();

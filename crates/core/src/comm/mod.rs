@@ -36,20 +36,21 @@ pub use pending::{Pending, PendingOp};
 /// - Every member makes the same collective calls, splits among them, in the same order.
 /// - The calls have passed [`Call::check`], as all calls of a [`Group`] have. A group of one rank starts only
 ///   operations that copy memory that is not on the host.
-/// - An operation may have no elements: an all-to-all in which a rank sends or receives nothing, a message or a reduction of an empty buffer.
-///   A backend completes it as any other, with all members; ranks that agree on zero still wait for each other.
+/// - An operation may have no elements: an all-to-all in which a rank sends or receives nothing, a message or a
+///   reduction of an empty buffer. A backend completes it as any other, with all members; ranks that agree on zero
+///   still wait for each other.
 /// - Several operations may be in flight at once. A caller waits for them in any order, or drops the [`Pending`].
 /// - A rank communicates from one thread at a time.
 ///
 /// A backend promises:
 ///
-/// - [`start`](Self::start) does not wait for other ranks. (NCCL enqueues on a stream; MPI has a non-blocking form of each
-///   operation.)
+/// - [`start`](Self::start) does not wait for other ranks. (NCCL enqueues on a stream; MPI has a non-blocking form of
+///   each operation.)
 /// - Messages are matched in order per sender and receiver, independently of other pairs and of collectives: two ranks
 ///   that both send and then receive do not block each other. (MPI matches by source. NCCL runs the operations of one
 ///   communicator one after the other, so a backend on it needs a communicator, or a stream, per pair and direction.)
-/// - The operation owns its buffers until [`Pending::wait`] returns or, if the handle was dropped, until it is over. The
-///   sender's memory comes back unchanged or traded for the receiver's: see [`Op::Send`].
+/// - The operation owns its buffers until [`Pending::wait`] returns or, if the handle was dropped, until it is over.
+///   The sender's memory comes back unchanged or traded for the receiver's: see [`Op::Send`].
 /// - An operation that cannot complete ends with an error: [`CommError::Backend`] with the library's own code. Only
 ///   [`thread`] promises that every rank gets the same first cause.
 ///
@@ -68,7 +69,8 @@ pub trait Communicator: Send + Sync + Debug {
     /// Name of the group: `world`, or the mesh axis.
     fn name(&self) -> &str;
 
-    /// Starts an operation without waiting for other ranks. Its memory belongs to the operation until [`Pending::wait`].
+    /// Starts an operation without waiting for other ranks. Its memory belongs to the operation until
+    /// [`Pending::wait`].
     fn start(&self, call: Call) -> Result<Pending, CommError>;
 
     /// Cuts the group into disjoint parts. Collective: every rank of the group calls it, and names the part it is in:
@@ -98,8 +100,8 @@ pub enum ReductionOrder {
     /// The same group, operation, type and count add up in the same order on every run: the same bits, in an order that
     /// the backend chooses. (NCCL with its algorithm and protocol pinned, on the same machines.)
     Repeatable,
-    /// The balanced tree of [`tree`](crate::tree) over the ranks in the order of the group, whatever the count and place
-    /// of the elements; 16-bit floats are added in f32 and rounded once.
+    /// The balanced tree of [`tree`](crate::tree) over the ranks in the order of the group, whatever the count and
+    /// place of the elements; 16-bit floats are added in f32 and rounded once.
     BalancedTree,
 }
 

@@ -31,7 +31,8 @@ struct RecordComm {
     world_ranks: Vec<usize>,
 }
 
-/// An operation that is over. It keeps its memory until it is waited for, as one between ranks does: so peaks of memory are the same.
+/// An operation that is over. It keeps its memory until it is waited for, as one between ranks does: so peaks of memory
+/// are the same.
 struct Recorded(Call);
 
 impl PendingOp for Recorded {

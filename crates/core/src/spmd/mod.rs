@@ -84,8 +84,9 @@ impl fmt::Display for Ty {
 
 /// One [`Ty`] per axis of the mesh that a value lies on.
 ///
-/// Where several axes cut one dim, the cuts nest, and the slowest axis makes the outermost one: the ranks hold the slices of the dim in the order of
-/// their numbers. So over dp and ep, which cut the samples, and over any other axes, of values and of parameters.
+/// Where several axes cut one dim, the cuts nest, and the slowest axis makes the outermost one: the ranks hold the
+/// slices of the dim in the order of their numbers. So over dp and ep, which cut the samples, and over any other axes,
+/// of values and of parameters.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Types([Option<Ty>; Axis::COUNT]);
 
@@ -152,8 +153,8 @@ impl Types {
         }
     }
 
-    /// Whether the rank at `coords` contributes to a sum over the whole mesh: a value that is the same everywhere along an
-    /// axis counts once, at position 0; a share or slice counts on every rank.
+    /// Whether the rank at `coords` contributes to a sum over the whole mesh: a value that is the same everywhere along
+    /// an axis counts once, at position 0; a share or slice counts on every rank.
     pub fn counted_at(&self, coords: Coords) -> bool {
         self.iter().all(|(axis, ty)| match ty {
             Ty::Replicate | Ty::Invariant => coords.get(axis) == 0,

@@ -226,8 +226,9 @@ pub fn lookup(op: &str, ids: Operand<'_>, table: Operand<'_>) -> Result<Types, S
     })
 }
 
-/// The loss of each sample: its sum over all elements of `x` with one index of dim 0, where dim `dim` is normalised over.
-/// `targets` lie like `x` without that dim. Sharded samples stay sharded; another sharded dim gives a `Partial` loss.
+/// The loss of each sample: its sum over all elements of `x` with one index of dim 0, where dim `dim` is normalised
+/// over. `targets` lie like `x` without that dim. Sharded samples stay sharded; another sharded dim gives a `Partial`
+/// loss.
 pub fn summed_loss(op: &str, x: Operand<'_>, dim: usize, targets: Operand<'_>) -> Result<Types, SpmdError> {
     per_axis(op, &[x, targets], |axis, types| match (types[0], types[1]) {
         (Ty::Shard(d), _) if d == dim => Err((

@@ -1,4 +1,5 @@
-//! Shared work: each item is done exactly once, a panic reaches the owner of the job, and a waiting thread lends its core.
+//! Shared work: each item is done exactly once, a panic reaches the owner of the job, and a waiting thread lends its
+//! core.
 
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -1,4 +1,5 @@
-//! Tests through the public interface. The model checker has a program of its own, `schedules`. One program, because each costs a link.
+//! Tests through the public interface. The model checker has a program of its own, `schedules`. One program, because
+//! each costs a link.
 
 mod agreement;
 mod callers;

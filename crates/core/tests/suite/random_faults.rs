@@ -68,7 +68,8 @@ fn round(seed: u64) {
         0 => Departure::Stall,
         _ => rng.pick(&Departure::ALL[..6]),
     };
-    // On a busy machine another rank may make no progress for as long as the shortest timeout: a stall is tried again with more.
+    // On a busy machine another rank may make no progress for as long as the shortest timeout: a stall is tried again
+    // with more.
     let mut timeouts = match departure {
         Departure::Stall => [100, 1000, 10_000].map(Duration::from_millis).to_vec(),
         _ => vec![Duration::from_secs(60)],

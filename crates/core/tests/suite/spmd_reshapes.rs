@@ -1,6 +1,7 @@
-//! Rules of reshapes against brute force: every value of up to five dims with up to twelve elements on a rank, with extents of 1 in every place, cut
-//! over two and three ranks along every dim. What is accepted has the elements that the ranks hold, and the extents that one rank would have; what
-//! is sound and can mean one thing alone is accepted; what can mean several things is refused, and the error says how to say which.
+//! Rules of reshapes against brute force: every value of up to five dims with up to twelve elements on a rank, with
+//! extents of 1 in every place, cut over two and three ranks along every dim. What is accepted has the elements that
+//! the ranks hold, and the extents that one rank would have; what is sound and can mean one thing alone is accepted;
+//! what can mean several things is refused, and the error says how to say which.
 
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, SpmdError, Ty, Types};
@@ -125,7 +126,8 @@ fn a_reshape_accepts_what_means_one_thing_and_refuses_what_may_mean_several() {
     assert!(met.values().all(|&cases| cases > 500), "{met:?}");
 }
 
-/// Each of the reshapes that name their dims: accepted if and only if one rank, which has the whole, gets the extents that all ranks have together.
+/// Each of the reshapes that name their dims: accepted if and only if one rank, which has the whole, gets the extents
+/// that all ranks have together.
 #[test]
 fn a_regrouping_accepts_what_has_the_extents_of_one_rank_and_nothing_else() {
     let mut met = [0; 2];
@@ -168,8 +170,8 @@ fn a_regrouping_accepts_what_has_the_extents_of_one_rank_and_nothing_else() {
     assert!(met.iter().all(|&cases| cases > 1000), "{met:?}");
 }
 
-/// Two axes cut different dims, or the same one: what is accepted is sound on all ranks, and what a rule accepts of each axis alone is refused
-/// only where one dim would be cut outside in by the faster axis.
+/// Two axes cut different dims, or the same one: what is accepted is sound on all ranks, and what a rule accepts of
+/// each axis alone is refused only where one dim would be cut outside in by the faster axis.
 #[test]
 fn a_reshape_of_a_value_that_two_axes_cut_is_sound() {
     let mut met = [0; 2];

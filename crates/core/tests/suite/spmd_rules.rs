@@ -1,5 +1,5 @@
-//! Rules of products and of maps that move dims, against brute force: two ranks are simulated, with integers, and a rule accepts
-//! a pair of types if and only if some type of the result is sound, forward and in both gradients.
+//! Rules of products and of maps that move dims, against brute force: two ranks are simulated, with integers, and a
+//! rule accepts a pair of types if and only if some type of the result is sound, forward and in both gradients.
 
 use Ty::{Invariant as I, Partial as P, Replicate as R, Shard as S, Varying as V};
 use meshwork_core::rules::{self, Operand};
@@ -84,8 +84,8 @@ fn stands_for(ranks: &[Array; 2], ty: Ty, front: usize, whole: &Array) -> bool {
     }
 }
 
-/// Whether `x ∘ y` is sound with a result of type `tz`: forward, and the gradients that follow from one of it, with `f` and its two
-/// partial derivatives.
+/// Whether `x ∘ y` is sound with a result of type `tz`: forward, and the gradients that follow from one of it, with `f`
+/// and its two partial derivatives.
 fn sound(tx: Ty, ty: Ty, tz: Ty, y_dims: usize, f: [fn(i64, i64) -> i64; 3]) -> bool {
     let front = 3 - y_dims;
     let (x, y) = (Array::noise(&X, 3), Array::noise(&X[front..], 4));

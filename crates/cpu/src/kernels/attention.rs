@@ -18,10 +18,10 @@
 //! one after another:
 //!
 //! - `S` and `dP`: one chain over the features.
-//! - `O`: over the keys, in blocks of 256 from key 0; multiplied at the end by one over the row's total of `e^{S - max}`,
-//!   which is summed in the same order.
-//! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0; then over
-//!   the heads of a group, in the [tree](meshwork_core::tree).
+//! - `O`: over the keys, in blocks of 256 from key 0; multiplied at the end by one over the row's total of
+//!   `e^{S - max}`, which is summed in the same order.
+//! - `dQ`: over the keys, in blocks of 128 from key 0. `dK` and `dV`: over the queries, in blocks of 128 from query 0;
+//!   then over the heads of a group, in the [tree](meshwork_core::tree).
 //!
 //! Masked elements are skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ` depend
 //! on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later positions,
@@ -34,8 +34,8 @@
 //! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
 //! `f64` stays `f64`.
 //!
-//! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed on, and rounded once
-//! afterwards, with the bits of the same on copies of the whole tensors.
+//! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed
+//! on, and rounded once afterwards, with the bits of the same on copies of the whole tensors.
 //!
 //! # The work
 //!

@@ -1,9 +1,9 @@
 //! Batch norm (Ioffe and Szegedy, arXiv:1502.03167) and group norm (Wu and He, arXiv:1803.08494) over rows of channels.
 //!
 //! With `x̂ = (x - mean) rstd` and `g = dy gamma`, and means over all elements that share a mean:
-//! `dx = rstd (g - mean(g) - x̂ mean(g x̂))`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`. Both means follow from the two
-//! sums over rows: `Σ g` is the sum over the group's channels of `gamma dbeta`, `Σ g x̂` that of `gamma dgamma`. So one
-//! pass sums rows, a few operations on vectors of channels follow, and another pass writes dx.
+//! `dx = rstd (g - mean(g) - x̂ mean(g x̂))`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`. Both means follow from the
+//! two sums over rows: `Σ g` is the sum over the group's channels of `gamma dbeta`, `Σ g x̂` that of `gamma dgamma`. So
+//! one pass sums rows, a few operations on vectors of channels follow, and another pass writes dx.
 //!
 //! All rows given to one call are of one block; `mean` and `rstd` are those of each channel. Sums *add* to the output.
 

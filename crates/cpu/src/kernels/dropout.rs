@@ -14,8 +14,8 @@ pub struct Mask {
     pub p: f32,
 }
 
-/// The place of a local tensor in its global tensor; one entry per dim in each field. Elements beyond the global extents are the
-/// zeros of a padded shard, whatever their factor.
+/// The place of a local tensor in its global tensor; one entry per dim in each field. Elements beyond the global
+/// extents are the zeros of a padded shard, whatever their factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {
     /// Elements held here.

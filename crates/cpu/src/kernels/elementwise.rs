@@ -1,7 +1,7 @@
 //! Functions of one and of two numbers, element by element, and the derivatives of the former.
 //!
-//! The sigmoid comes from `e^-|x| <= 1`, so that nothing overflows: within 1.5e-7 in f32, as its derivative σ(x) σ(-x) is. `tanh` has
-//! a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within `2e-7 max(1, |x|)`.
+//! The sigmoid comes from `e^-|x| <= 1`, so that nothing overflows: within 1.5e-7 in f32, as its derivative σ(x) σ(-x)
+//! is. `tanh` has a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within `2e-7 max(1, |x|)`.
 
 use super::Float;
 use super::pointwise::for_rows;

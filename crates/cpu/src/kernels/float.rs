@@ -41,17 +41,19 @@ pub trait Float:
     /// The magnitude.
     fn abs(self) -> Self;
 
-    /// `self · factor + term`, rounded once on every CPU; one instruction where [`wide`](meshwork_core::simd::wide) has any.
+    /// `self · factor + term`, rounded once on every CPU; one instruction where [`wide`](meshwork_core::simd::wide) has
+    /// any.
     fn mul_add(self, factor: Self, term: Self) -> Self;
 
     /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1.02 ulp (see `exp_f32`), in `f64` std's.
     fn exp(self) -> Self;
 
-    /// The natural logarithm of a positive number that is not subnormal. Infinity and NaN stay. In `f32` branch-free and
-    /// within 1 ulp (see [`ln`]), in `f64` std's.
+    /// The natural logarithm of a positive number that is not subnormal. Infinity and NaN stay. In `f32` branch-free
+    /// and within 1 ulp (see [`ln`]), in `f64` std's.
     fn ln(self) -> Self;
 
-    /// The hyperbolic tangent. NaN stays NaN. In `f32` branch-free and within 6e-7 of it (see `tanh_f32`), in `f64` std's.
+    /// The hyperbolic tangent. NaN stays NaN. In `f32` branch-free and within 6e-7 of it (see `tanh_f32`), in `f64`
+    /// std's.
     fn tanh(self) -> Self;
 
     /// `1/(1 + 2^-t)` and `1/(1 + 2^t)` for a `t` of at least 0; they add up to 1. NaN stays NaN. In `f32`
@@ -175,17 +177,17 @@ impl Float for f64 {
     }
 }
 
-/// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low bits of
-/// the mantissa.
+/// 1.5 * 2^23 + 127: added to a small number it leaves the nearest integer, with the bias of an exponent, in the low
+/// bits of the mantissa.
 const ROUND: f32 = 12_583_039.0;
 
-/// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once everywhere, so its bits
-/// are the same on every machine; a CPU that has none (on x86-64, older than 2013) takes a slow function for each.
+/// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once everywhere, so its
+/// bits are the same on every machine; a CPU that has none (on x86-64, older than 2013) takes a slow function for each.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, `1 + r + r² p(r)` for `e^r` (`p` of degree 4 and minimax in the relative
-/// error, 3.2e-9), times `2^n`. Within 1.02 ulp, for all that matters to exponentials of differences to a maximum: where
-/// `n = 128`, from 88.38 on, the result is infinity, the largest numbers left out; where `n = -127`, from -87.68 down, it is
-/// zero, most subnormals left out.
+/// error, 3.2e-9), times `2^n`. Within 1.02 ulp, for all that matters to exponentials of differences to a maximum:
+/// where `n = 128`, from 88.38 on, the result is infinity, the largest numbers left out; where `n = -127`, from -87.68
+/// down, it is zero, most subnormals left out.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     /// ln 2 in two parts.
@@ -205,11 +207,11 @@ fn exp_f32(x: f32) -> f32 {
     exp_r * f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// `1/(1 + e)` and `e/(1 + e)` for `e = 2^-t`, without branches or calls, as [`exp_f32`], in two thirds of the operations that
-/// this would take by way of it.
+/// `1/(1 + e)` and `e/(1 + e)` for `e = 2^-t`, without branches or calls, as [`exp_f32`], in two thirds of the
+/// operations that this would take by way of it.
 ///
-/// `e = 2^n p(f)` with an integer `n`, `f = -t - n`, `|f| <= 1/2`, and `p` of degree 5 and minimax in the relative error, 7.5e-8; zero
-/// from 126.5 on.
+/// `e = 2^n p(f)` with an integer `n`, `f = -t - n`, `|f| <= 1/2`, and `p` of degree 5 and minimax in the relative
+/// error, 7.5e-8; zero from 126.5 on.
 #[inline(always)]
 fn logistic_f32(t: f32) -> (f32, f32) {
     // Ordered so that NaN passes; 2^-127 is zero below.
@@ -225,8 +227,8 @@ fn logistic_f32(t: f32) -> (f32, f32) {
     (near, e * near)
 }
 
-/// `tanh x` without branches or calls: `σ(2|x|) - σ(-2|x|)` from [`logistic_f32`], which cancels near zero, and there the first
-/// terms of the series. The error is below 6e-7 of the result.
+/// `tanh x` without branches or calls: `σ(2|x|) - σ(-2|x|)` from [`logistic_f32`], which cancels near zero, and there
+/// the first terms of the series. The error is below 6e-7 of the result.
 #[inline(always)]
 fn tanh_f32(x: f32) -> f32 {
     let size = x.abs();

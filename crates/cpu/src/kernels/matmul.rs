@@ -33,8 +33,8 @@ use std::thread::LocalKey;
 pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
     Full(&'a [T], Strides),
-    /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in [`Precision::Bf16`],
-    /// which give the same bits with the operand in full.
+    /// Stored in `bf16`, by [`round`](super::round::round) from `f32`. Only for products of `f32` in
+    /// [`Precision::Bf16`], which give the same bits with the operand in full.
     Rounded(&'a [bf16], Strides),
 }
 
@@ -49,16 +49,16 @@ pub enum Epilogue<'a, T> {
     /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` has the layout of C: the bits of [`gelu::bias_gelu`] after
     /// the product, which stays in C.
     BiasGelu(&'a [T], Stored<'a, T>),
-    /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are even: the
-    /// bits of [`swiglu::swiglu`] after the product, which stays in C.
+    /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are
+    /// even: the bits of [`swiglu::swiglu`] after the product, which stays in C.
     Swiglu(Stored<'a, T>),
 }
 
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
 ///
-/// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round, or if
-/// the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With `k = 0` the
-/// product is zero.
+/// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round,
+/// or if the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With
+/// `k = 0` the product is zero.
 pub fn gemm<T: Float>(
     dims: [usize; 3],
     a: MatmulOperand<'_, T>,
@@ -102,8 +102,8 @@ const ROWS: usize = 28;
 
 /// [`gemm_in`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
 ///
-/// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of it.
-/// If B is too large for the cache, parts of its columns and terms are processed one after the other.
+/// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of
+/// it. If B is too large for the cache, parts of its columns and terms are processed one after the other.
 pub fn gemm_shared<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
@@ -316,12 +316,13 @@ impl Packed {
     }
 }
 
-/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been [checked](MatmulOperand::check).
+/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been
+/// [checked](MatmulOperand::check).
 fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (Piece, &mut [f32])) {
     b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
-    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that came
-    // from `T::path`.
+    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that
+    // came from `T::path`.
     unsafe { gemm::pack(path, b.elements(), piece, to.as_mut_ptr()) }
 }
 
@@ -464,8 +465,8 @@ impl<T: Float> gemm::Finish<T> for Finish<T> {
             return;
         }
         for at in (i..i + rows).map(|i| i * c_row + j) {
-            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart. Of pairs, the rectangle is
-            // made: tiles and blocks are an even number of columns wide, and so is C.
+            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart. Of pairs, the
+            // rectangle is made: tiles and blocks are an even number of columns wide, and so is C.
             unsafe {
                 let c = std::slice::from_raw_parts_mut(c.add(at), columns);
                 let bias = |bias: *const T| std::slice::from_raw_parts(bias.add(j), columns);

@@ -72,8 +72,8 @@ pub struct Saved<'a, T> {
     pub rstd: &'a [T],
 }
 
-/// `dx[rows, n]` (overwrites it, or adds to it), and `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows one
-/// after another. Each row is read from memory once.
+/// `dx[rows, n]` (overwrites it, or adds to it), and `dgamma[n] += Σ_rows dy x̂` and `dbeta[n] += Σ_rows dy`, the rows
+/// one after another. Each row is read from memory once.
 pub fn backward<T: Float>(
     saved: Saved<'_, T>,
     gamma: &[T],

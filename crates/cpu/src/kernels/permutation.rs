@@ -13,7 +13,8 @@ pub fn counts(choices: &[i32], ids: &Range<usize>, counts: &mut [i32]) {
     }
 }
 
-/// The positions of the choices with ids in `ids`, by id and then in order, in `order`; or their number, if it is another.
+/// The positions of the choices with ids in `ids`, by id and then in order, in `order`; or their number, if it is
+/// another.
 pub fn sort(choices: &[i32], ids: &Range<usize>, order: &mut [i32]) -> Result<(), usize> {
     let mut next = vec![0; ids.len()];
     counts(choices, ids, &mut next);

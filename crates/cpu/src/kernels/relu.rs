@@ -1,7 +1,7 @@
 //! The rectifier: `relu(x) = max(x, 0)`, whose derivative at 0 is defined as 0 (Glorot, Bordes and Bengio, 2011).
 //!
-//! Backward needs to know only which elements are above 0: a bit of each (Gist, Jain et al. 2018, "binarize"), the first of eight elements in
-//! the lowest bit of a byte.
+//! Backward needs to know only which elements are above 0: a bit of each (Gist, Jain et al. 2018, "binarize"), the
+//! first of eight elements in the lowest bit of a byte.
 
 use super::Float;
 use meshwork_core::simd::wide;

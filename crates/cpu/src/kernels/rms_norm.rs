@@ -59,8 +59,8 @@ pub struct Saved<'a, T> {
     pub rstd: &'a [T],
 }
 
-/// `dx[rows, n]` (overwrites it, or adds to it), and `dweight[n] += Σ_rows dy x̂`, the rows one after another. Each row is
-/// read from memory once.
+/// `dx[rows, n]` (overwrites it, or adds to it), and `dweight[n] += Σ_rows dy x̂`, the rows one after another. Each row
+/// is read from memory once.
 pub fn backward<T: Float>(saved: Saved<'_, T>, weight: &[T], (dx, update): (&mut [T], Update), dweight: &mut [T]) {
     let Saved { dy, x, rstd } = saved;
     let n = row_len(weight, rstd, [dy.len(), x.len(), dx.len()]);
@@ -171,8 +171,8 @@ mod tests {
             check_gradient(&c.weight, &dweight, |weight| loss(&c.x, weight));
         }
 
-        /// Each row alone, and gradients of the weight in two calls, give the bits of the whole; a sum in place those of
-        /// both added up.
+        /// Each row alone, and gradients of the weight in two calls, give the bits of the whole; a sum in place those
+        /// of both added up.
         #[test]
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);

@@ -1,9 +1,10 @@
 //! Elements in 16 bits: operands that are widened, results that are rounded, a piece at a time.
 //!
-//! Kernels compute in f32. A tensor that is stored in 16 bits is read and written by pieces whose copies in f32 stay in the caches of the
-//! core that computes on them ([`Loaded`], [`Stored`]), so that memory sees 16 bits alone. The bits are those of a copy of the whole
-//! tensor. Products in [`Precision::Bf16`](super::matmul::Precision) round their operands anyway, and rounding twice changes nothing: an
-//! operand that is rounded when stored gives the same bits as one that is rounded when read.
+//! Kernels compute in f32. A tensor that is stored in 16 bits is read and written by pieces whose copies in f32 stay in
+//! the caches of the core that computes on them ([`Loaded`], [`Stored`]), so that memory sees 16 bits alone. The bits
+//! are those of a copy of the whole tensor. Products in [`Precision::Bf16`](super::matmul::Precision) round their
+//! operands anyway, and rounding twice changes nothing: an operand that is rounded when stored gives the same bits as
+//! one that is rounded when read.
 //!
 //! More than 400 lines: how 16 bits are read and how they are written mirror each other.
 
@@ -274,8 +275,8 @@ impl<'a, T> Stored<'a, T> {
 }
 
 impl<T: Float> Stored<'_, T> {
-    /// Calls `f` with memory for the elements, and rounds what it writes there: all of it. Panics for 16 bits and another type than
-    /// `f32`.
+    /// Calls `f` with memory for the elements, and rounds what it writes there: all of it. Panics for 16 bits and
+    /// another type than `f32`.
     #[inline]
     pub fn write<R>(self, f: impl FnOnce(&mut [T]) -> R) -> R {
         if let Stored::Full(to) = self {

@@ -1,11 +1,12 @@
-//! Routers: the choice of experts, its weights, and losses and measures of balance. Everything is of single tokens or of one sample;
-//! the definitions are those of [`kernel::Routing`](meshwork_tensor::kernel::Routing).
+//! Routers: the choice of experts, its weights, and losses and measures of balance. Everything is of single tokens or
+//! of one sample; the definitions are those of [`kernel::Routing`](meshwork_tensor::kernel::Routing).
 
 use super::Float;
 use meshwork_tensor::kernel::{Draw, Pick, Selection};
 use meshwork_tensor::random;
 
-/// The best experts of each token in the order of its preference, as many as are [ranked](Selection::ranked). Overwrites.
+/// The best experts of each token in the order of its preference, as many as are [ranked](Selection::ranked).
+/// Overwrites.
 pub fn rank<T: Float>(scores: &[T], bias: &[T], of: &Selection, ranked: &mut [i32]) {
     let Selection { experts, groups, top_groups, group_best, .. } = *of;
     let mut values = vec![T::ZERO; experts];
@@ -48,8 +49,8 @@ fn largest<T: Float>(values: &[T], free: &[bool]) -> usize {
     free.fold(first, |best, at| if values[at] > values[best] { at } else { best })
 }
 
-/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's index, `ranked`
-/// has the experts of each token by preference.
+/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's
+/// index, `ranked` has the experts of each token by preference.
 pub fn limit<T: Float>(scores: &[T], ranked: &[i32], of: &Selection, first: u64, kept: &mut [i32]) {
     let Selection { experts, k, capacity, second, .. } = *of;
     let mut taken = vec![0; experts];
@@ -265,7 +266,8 @@ mod tests {
         assert_eq!(kept, chosen);
     }
 
-    /// Four tokens, two experts of four each, room for two: worked out by hand. All prefer 0, then 1; then 3 and 2, or 2 and 3.
+    /// Four tokens, two experts of four each, room for two: worked out by hand. All prefer 0, then 1; then 3 and 2, or
+    /// 2 and 3.
     #[test]
     fn what_overflows_goes_to_the_next_best_expert_with_room() {
         let of = Selection { capacity: Some(2), overflow: Overflow::Reroute, ..ALL };
@@ -276,10 +278,12 @@ mod tests {
         assert_eq!(ranked, [0, 1, 3, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 3, 2]);
         let mut kept = vec![9; 8];
         limit(&scores, &ranked, &of, 0, &mut kept);
-        // First choices: 0 takes tokens 0 and 1; token 2 goes to 2, token 3 to 3. Second ones: 1 takes tokens 0 and 1; token 2 goes to
-        // 3, because it is at 2 already, and token 3 to 2. All experts are full, and nothing is dropped.
+        // First choices: 0 takes tokens 0 and 1; token 2 goes to 2, token 3 to 3. Second ones: 1 takes tokens 0 and 1;
+        // token 2 goes to 3, because it is at 2 already, and token 3 to 2. All experts are full, and nothing is
+        // dropped.
         assert_eq!(kept, [0, 1, 0, 1, 2, 3, 3, 2]);
-        // With room for one: tokens 0, 1 and 2 are at 0, 2 and 3, and nothing is left for token 3. Then token 0 finds room at 1.
+        // With room for one: tokens 0, 1 and 2 are at 0, 2 and 3, and nothing is left for token 3. Then token 0 finds
+        // room at 1.
         limit(&scores, &ranked, &Selection { capacity: Some(1), ..of }, 0, &mut kept);
         assert_eq!(kept, [0, 1, 2, -1, 3, -1, -1, -1]);
         // A token goes to the groups that it chose alone.

@@ -1,7 +1,7 @@
 //! SwiGLU (Shazeer, arXiv:2002.05202): `silu(gate) · up`, of pairs `(gate, up)` that are next to each other.
 //!
-//! `silu(x) = x σ(x)` with the logistic function `σ(x) = 1/(1 + e^(-x))`. In f32 the value of silu is within `1.5e-7 max(1, |x|)`
-//! of the exact one and its derivative within 3e-7.
+//! `silu(x) = x σ(x)` with the logistic function `σ(x) = 1/(1 + e^(-x))`. In f32 the value of silu is within
+//! `1.5e-7 max(1, |x|)` of the exact one and its derivative within 3e-7.
 
 use super::Float;
 use super::round::Stored;
@@ -26,7 +26,8 @@ pub fn swiglu<T: Float>(x: &[T], out: Stored<'_, T>) {
     );
 }
 
-/// Turns the pairs `x` into their gradients, given that of [`swiglu`]'s result: `dy · up · silu'(gate)` and `dy · silu(gate)`.
+/// Turns the pairs `x` into their gradients, given that of [`swiglu`]'s result: `dy · up · silu'(gate)` and
+/// `dy · silu(gate)`.
 pub fn swiglu_backward<T: Float>(dy: &[T], x: &mut [T]) {
     assert_eq!(x.len(), 2 * dy.len(), "elements of x against pairs of dy");
     wide(

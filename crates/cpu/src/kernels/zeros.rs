@@ -1,6 +1,7 @@
-//! Vectors without their zeros: a bit of each element, and the elements whose bit is set (Gist, Jain et al. 2018, section 4.2, which keeps the column
-//! of each element in a byte: bits take less where more than an eighth of the elements are not zero). Elements are bit patterns, so that -0 and
-//! every NaN come back as they were. The first of eight elements has the lowest bit of a byte.
+//! Vectors without their zeros: a bit of each element, and the elements whose bit is set (Gist, Jain et al. 2018,
+//! section 4.2, which keeps the column of each element in a byte: bits take less where more than an eighth of the
+//! elements are not zero). Elements are bit patterns, so that -0 and every NaN come back as they were. The first of
+//! eight elements has the lowest bit of a byte.
 
 use super::relu::PER_BYTE;
 

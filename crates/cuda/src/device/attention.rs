@@ -10,7 +10,8 @@ const OP: &str = "attention";
 /// The longest head that kernels take.
 const HEAD: usize = 128;
 
-/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they have 16 bits.
+/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
+/// have 16 bits.
 struct Heads {
     q: Address,
     q_row: usize,
@@ -165,8 +166,8 @@ impl CudaDevice {
         Ok((of_room(shape, kernels), args))
     }
 
-    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one. They have bf16 where tensor cores read them and
-    /// they had it, and otherwise f32.
+    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one. They have bf16 where
+    /// tensor cores read them and they had it, and otherwise f32.
     fn turned(
         &self,
         shape: GroupedShape,
@@ -234,7 +235,8 @@ impl CudaDevice {
     }
 }
 
-/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in the type of the kernels.
+/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in
+/// the type of the kernels.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
@@ -340,7 +342,8 @@ impl Attention for CudaDevice {
         }
         let mut dq = self.room(DType::F32, dtype, q.count())?;
         let mut dkv = self.room(DType::F32, dtype, kv.count())?;
-        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before a group is summed.
+        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before
+        // a group is summed.
         let (of_heads, of_group, first) = if flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
         let [mut dk, mut dv] = [
             self.scratch(DType::F32, rows * of_heads * head_dim)?,

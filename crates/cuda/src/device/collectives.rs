@@ -1,10 +1,12 @@
-//! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by events.
+//! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by
+//! events.
 //!
-//! A rank's stream waits for the moments at which all members started the operation, does that rank's pieces of it, reading and writing the buffers of
-//! the others where they lie, and is waited for by the streams of computation of all members. No thread waits for a device.
+//! A rank's stream waits for the moments at which all members started the operation, does that rank's pieces of it,
+//! reading and writing the buffers of the others where they lie, and is waited for by the streams of computation of all
+//! members. No thread waits for a device.
 //!
-//! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another. Where they do not, what a reduction reads
-//! is copied first, in the same stream.
+//! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
+//! Where they do not, what a reduction reads is copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
 use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
@@ -90,7 +92,8 @@ impl<'a> Queues<'a> {
         Ok(pool)
     }
 
-    /// Queues a piece in the stream of `by`, one of its targets: what the sources give comes to `by`, and goes from there to the other targets.
+    /// Queues a piece in the stream of `by`, one of its targets: what the sources give comes to `by`, and goes from
+    /// there to the other targets.
     fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &Piece, by: usize) -> Result<(), String> {
         let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
         let bytes = piece.count * size;
@@ -117,7 +120,8 @@ impl<'a> Queues<'a> {
         others.into_iter().try_for_each(|member| self.copy(by, (by, own), (member, target(member)), bytes))
     }
 
-    /// Bytes of a member where a kernel of `by` reads them: where they lie, or in a copy. Its memory is given up while it is used, in the same stream.
+    /// Bytes of a member where a kernel of `by` reads them: where they lie, or in a copy. Its memory is given up while
+    /// it is used, in the same stream.
     fn readable(
         &self,
         by: usize,
@@ -173,8 +177,8 @@ fn reduce(pool: &Pool, kernel: &'static Kernel, places: Vec<u64>, out: Address, 
     pool.driver.launch(pool.collectives, kernel, launch, &args).map_err(text)
 }
 
-/// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in each step, because the allocator gives
-/// the same blocks.
+/// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in
+/// each step, because the allocator gives the same blocks.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     known: HashMap<Vec<u64>, Address>,
@@ -183,7 +187,8 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Tables of one length that are kept. A program whose buffers never come again writes one of them anew for each reduction.
+    /// Tables of one length that are kept. A program whose buffers never come again writes one of them anew for each
+    /// reduction.
     const MOST: usize = 1024;
 
     /// Where these addresses lie. A table that is given up is written again behind what reads it, in the same stream.

@@ -7,7 +7,8 @@ use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
 impl CudaDevice {
-    /// The places of ids of some rows, sorted by buckets of [`TABLE_ROWS`] ids and in order within each, and the end of each bucket.
+    /// The places of ids of some rows, sorted by buckets of [`TABLE_ROWS`] ids and in order within each, and the end of
+    /// each bucket.
     fn bucketed(&self, ids: &Buffer, rows: &Range<usize>) -> Result<(Buffer, Buffer)> {
         const OP: &str = "embedding";
         let (size, count) = (TABLE_ROWS as usize, ids.count());
@@ -18,7 +19,8 @@ impl CudaDevice {
         let [counts, ends] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * each));
         let (counts, ends) = (counts?, ends?);
         self.count_parts(OP, &of_places, of, &buckets, &counts)?;
-        // How many ids have these rows is not known here, and of no account: room for all, and a fault that nobody reads.
+        // How many ids have these rows is not known here, and of no account: room for all, and a fault that nobody
+        // reads.
         let [order, slots] = [(); 2].map(|()| self.scratch(DType::I32, count));
         let (order, slots, fewer) = (order?, slots?, self.scratch(DType::I64, 1)?);
         self.place_choices(OP, &of_places, of, &buckets, [&counts, &ends], (&order, &slots), self.place(OP, &fewer)?)?;

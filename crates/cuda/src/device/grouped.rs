@@ -30,8 +30,9 @@ impl CudaDevice {
         Ok([self.kept(first)?, self.kept(bounds)?])
     }
 
-    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads and writes several neighbours at a time, and its tiles need
-    /// shared memory that not every card has. What it does not take, or is slower at by the device's table, is the library's.
+    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads
+    /// and writes several neighbours at a time, and its tiles need shared memory that not every card has. What it does
+    /// not take, or is slower at by the device's table, is the library's.
     fn groups_on_tensor_cores(
         &self,
         kernel: &str,
@@ -49,8 +50,8 @@ impl CudaDevice {
             && !self.tuning.is_of_library(kernel, sizes)
     }
 
-    /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the result from a group's
-    /// number and its first row.
+    /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the
+    /// result from a group's number and its first row.
     fn each_group(&self, rows: &[usize], product: impl Fn(usize, usize) -> Product) -> Result<()> {
         let mut first = 0;
         for (group, &rows) in rows.iter().enumerate() {

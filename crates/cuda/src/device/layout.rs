@@ -6,8 +6,8 @@ use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
 impl CudaDevice {
-    /// Copies `rows` rows of `bytes` bytes, from one (place, bytes to the next row) to another: where they do not lie one behind the other by a kernel, in the
-    /// largest elements that all of these are multiples of.
+    /// Copies `rows` rows of `bytes` bytes, from one (place, bytes to the next row) to another: where they do not lie
+    /// one behind the other by a kernel, in the largest elements that all of these are multiples of.
     fn copy_rows(&self, from: (Address, usize), to: (Address, usize), bytes: usize, rows: usize) -> Result<()> {
         const OP: &str = "copy";
         if bytes * rows == 0 {

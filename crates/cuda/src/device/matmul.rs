@@ -50,8 +50,9 @@ impl CudaDevice {
         self.launch(OP, self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]), [m * n, 0], &args)
     }
 
-    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once, where no library does: in canonical numerics, of f16, of two
-    /// products in one sum. Some at a time, because the memory for them is not counted; the rows of a product whose A is transposed all together.
+    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once, where no library does: in
+    /// canonical numerics, of f16, of two products in one sum. Some at a time, because the memory for them is not
+    /// counted; the rows of a product whose A is transposed all together.
     fn rounded(
         &self,
         spec: Gemm,
@@ -100,7 +101,8 @@ fn rows_of(a: &Buffer, Gemm { k, a_transposed, .. }: Gemm, rows: &Range<usize>) 
 }
 
 impl CudaDevice {
-    /// A product, and `bias` on each of its rows: in the library's product itself, or behind it. One with a bias begins at 0.
+    /// A product, and `bias` on each of its rows: in the library's product itself, or behind it. One with a bias begins
+    /// at 0.
     fn gemm_bias(
         &self,
         spec: Gemm,

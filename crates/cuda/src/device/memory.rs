@@ -1,8 +1,8 @@
 //! Memory of a device, which the host cannot read, from a caching allocator.
 //!
-//! A block returns to the allocator when its last buffer is dropped, which is while the device may still work on it. That is no harm: the
-//! next owner's work is queued in the same stream behind it. A block that another stream wrote first keeps an event that this stream
-//! must wait for.
+//! A block returns to the allocator when its last buffer is dropped, which is while the device may still work on it.
+//! That is no harm: the next owner's work is queued in the same stream behind it. A block that another stream wrote
+//! first keeps an event that this stream must wait for.
 
 use super::collectives::{Ranks, Tables};
 use super::pinned::Room;
@@ -46,8 +46,9 @@ pub(super) struct Pool {
     fault: OnceLock<DriverError>,
 }
 
-/// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same find the same
-/// addresses, in whatever order the step before gave them back, and their work can be queued again as it was ([`crate::replay`]).
+/// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same
+/// find the same addresses, in whatever order the step before gave them back, and their work can be queued again as it
+/// was ([`crate::replay`]).
 type Free = BTreeMap<usize, BTreeMap<Address, Block>>;
 
 /// Memory that nobody owns.
@@ -93,8 +94,8 @@ impl Pool {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory of at least `bytes` bytes, for work that is queued in the stream of `origin` from now on. `counted` by the meter in the category of
-    /// the moment, or not at all.
+    /// Memory of at least `bytes` bytes, for work that is queued in the stream of `origin` from now on. `counted` by
+    /// the meter in the category of the moment, or not at all.
     pub(super) fn memory(
         self: &Arc<Self>,
         bytes: usize,

@@ -1,7 +1,8 @@
 //! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
 //!
-//! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a fourth; events order them. Nothing blocks the host but
-//! [`download`](Device::download). Each kernel trait has a file here, as on the CPU; an operation without a kernel is an error that names it.
+//! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a
+//! fourth; events order them. Nothing blocks the host but [`download`](Device::download). Each kernel trait has a file
+//! here, as on the CPU; an operation without a kernel is an error that names it.
 //!
 //! More than 400 lines: the list of kernel traits that the device has, and what all of their files share.
 
@@ -117,7 +118,8 @@ impl CudaDevice {
         })
     }
 
-    /// The same device, with the same memory, which runs the forms of kernels that this table has, in place of the one that is compiled in.
+    /// The same device, with the same memory, which runs the forms of kernels that this table has, in place of the one
+    /// that is compiled in.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -216,8 +218,8 @@ impl CudaDevice {
         Ok(dtype)
     }
 
-    /// The kernel for operands of f32 or the one for those of 16 bits, whichever [all of them](Self::storage) have, and what the latter takes at the
-    /// end: whether they are of f16.
+    /// The kernel for operands of f32 or the one for those of 16 bits, whichever [all of them](Self::storage) have, and
+    /// what the latter takes at the end: whether they are of f16.
     fn of_storage(
         &self,
         op: &'static str,
@@ -241,7 +243,8 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// Where such a kernel writes `count` numbers that become a result of type `dtype`: the result itself, or memory that the meter does not count.
+    /// Where such a kernel writes `count` numbers that become a result of type `dtype`: the result itself, or memory
+    /// that the meter does not count.
     fn room(&self, kernels: DType, dtype: DType, count: usize) -> Result<Buffer> {
         if kernels == dtype { self.alloc(dtype, count) } else { self.scratch(kernels, count) }
     }
@@ -256,8 +259,8 @@ impl CudaDevice {
         self.cast(&room, dtype)
     }
 
-    /// An operand for work that reads it by 16 bytes without a look at its address: where it lies elsewhere, as a part of a flat buffer may, a copy that the meter
-    /// does not count.
+    /// An operand for work that reads it by 16 bytes without a look at its address: where it lies elsewhere, as a part
+    /// of a flat buffer may, a copy that the meter does not count.
     fn aligned(&self, op: &'static str, x: &Buffer) -> Result<Buffer> {
         if self.place(op, x)?.0.is_multiple_of(ALIGNED) {
             return Ok(x.clone());
@@ -275,7 +278,8 @@ impl CudaDevice {
         }
     }
 
-    /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first variant that has room on the device.
+    /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first
+    /// variant that has room on the device.
     fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }

@@ -80,8 +80,9 @@ impl CudaDevice {
         self.launch(OP, "group_ids", [tokens, 0], &args)
     }
 
-    /// Sorts the choices of some ids by the counts of their parts: the order, and the slots of all choices. Leaves in the last part of `next` where each id ends. `fault` is
-    /// written if they are not as many as the order has room for.
+    /// Sorts the choices of some ids by the counts of their parts: the order, and the slots of all choices. Leaves in
+    /// the last part of `next` where each id ends. `fault` is written if they are not as many as the order has room
+    /// for.
     #[allow(clippy::too_many_arguments)] // what the kernel takes
     pub(super) fn place_choices(
         &self,

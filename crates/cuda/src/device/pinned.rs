@@ -1,7 +1,8 @@
-//! Pinned host memory for what is offloaded: copies in a stream of their own, beside computation, batches and collectives.
+//! Pinned host memory for what is offloaded: copies in a stream of their own, beside computation, batches and
+//! collectives.
 //!
-//! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until `wait` is called; the host never
-//! waits.
+//! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until
+//! `wait` is called; the host never waits.
 
 use super::CudaDevice;
 use super::memory::{Origin, Pool};
@@ -35,7 +36,8 @@ impl Room {
         std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)).into_iter().map(|block| block.at)
     }
 
-    /// Where `bytes` bytes of the room from `at` on lie: for each part its first byte, counted from 0, its address and length.
+    /// Where `bytes` bytes of the room from `at` on lie: for each part its first byte, counted from 0, its address and
+    /// length.
     fn parts(&self, at: u64, bytes: usize) -> driver::Result<Vec<(usize, Address, usize)>> {
         let (mut parts, end) = (Vec::new(), at + bytes as u64);
         for block in &*self.blocks() {

@@ -6,8 +6,8 @@ use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Result};
 
 impl CudaDevice {
-    /// A result of `count` numbers, in the type that all `inputs` have, that a kernel over elements writes after them: the first for f32, the second
-    /// for 16 bits.
+    /// A result of `count` numbers, in the type that all `inputs` have, that a kernel over elements writes after them:
+    /// the first for f32, the second for 16 bits.
     fn elements_like(
         &self,
         op: &'static str,
@@ -164,7 +164,8 @@ impl Pointwise for CudaDevice {
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
         self.f32s("add", &[x])?;
         let whole = self.place_mut("add", x)?;
-        // A thread reads an element of each vector before it writes one, and no thread may write what another still reads.
+        // A thread reads an element of each vector before it writes one, and no thread may write what another still
+        // reads.
         let apart = to == start || to + n <= start;
         let scratch = if apart { None } else { Some(self.scratch(DType::F32, n)?) };
         let out = scratch.as_ref().map_or(Ok(whole.offset(4 * to)), |scratch| self.place("add", scratch))?;

@@ -30,7 +30,8 @@ impl CudaDevice {
         Ok(angles)
     }
 
-    /// A copy of `x`, rows of `row` elements, with the first `heads` heads of each row rotated, by `positions` or by the row in its sequence.
+    /// A copy of `x`, rows of `row` elements, with the first `heads` heads of each row rotated, by `positions` or by
+    /// the row in its sequence.
     pub(super) fn rotated(
         &self,
         rotary: Rotary,
@@ -73,7 +74,8 @@ impl CudaDevice {
         Ok(to)
     }
 
-    /// Turns gradients of rotated heads back, in place: the first `heads` heads of `rows` rows of `row` elements, of f32 or of bf16.
+    /// Turns gradients of rotated heads back, in place: the first `heads` heads of `rows` rows of `row` elements, of
+    /// f32 or of bf16.
     pub(super) fn turned_back(
         &self,
         rotary: Rotary,

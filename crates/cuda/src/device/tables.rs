@@ -1,5 +1,6 @@
-//! Tables of integers that kernels read and that come again in each step: uploaded once, and kept by their content. So a step does not wait for copies
-//! of what it had before, and its work is the same as that of the step before ([`crate::replay`]).
+//! Tables of integers that kernels read and that come again in each step: uploaded once, and kept by their content. So
+//! a step does not wait for copies of what it had before, and its work is the same as that of the step before
+//! ([`crate::replay`]).
 
 use super::CudaDevice;
 use meshwork_core::Buffer;

@@ -1,4 +1,5 @@
-//! Many vectors in one launch: the table of their addresses that such kernels read (`vectors.cuh`), which is [kept](CudaDevice::kept) from step to step.
+//! Many vectors in one launch: the table of their addresses that such kernels read (`vectors.cuh`), which is
+//! [kept](CudaDevice::kept) from step to step.
 
 use super::CudaDevice;
 use crate::driver::{Address, Argument};
@@ -8,8 +9,8 @@ use meshwork_tensor::Result;
 /// Vectors that a launch works on, in pieces.
 #[derive(Debug)]
 pub(super) struct Vectors {
-    /// Lists, one after the other: for each of `places` arguments the addresses of the vectors; the number of each vector's first piece, and behind them
-    /// the number of pieces; the number of elements of each vector.
+    /// Lists, one after the other: for each of `places` arguments the addresses of the vectors; the number of each
+    /// vector's first piece, and behind them the number of pieces; the number of elements of each vector.
     table: Buffer,
     places: usize,
     /// The number of vectors.
@@ -19,8 +20,9 @@ pub(super) struct Vectors {
 }
 
 impl CudaDevice {
-    /// The table of some vectors, which are cut into pieces of `piece` elements. Each vector is given by its addresses, one for each list of the kernel's
-    /// arguments, and its number of elements. Empty vectors are left out; the result is `None` if all are empty.
+    /// The table of some vectors, which are cut into pieces of `piece` elements. Each vector is given by its addresses,
+    /// one for each list of the kernel's arguments, and its number of elements. Empty vectors are left out; the result
+    /// is `None` if all are empty.
     pub(super) fn vectors(&self, vectors: Vec<(Vec<Address>, usize)>, piece: u64) -> Result<Option<Vectors>> {
         let vectors: Vec<_> = vectors.into_iter().filter(|(_, count)| *count > 0).collect();
         let Some(places) = vectors.first().map(|(places, _)| places.len()) else { return Ok(None) };
@@ -36,7 +38,8 @@ impl CudaDevice {
         Ok(Some(Vectors { table: self.kept(table)?, places, count: vectors.len(), pieces }))
     }
 
-    /// The arguments of a kernel that stand for vectors: a list of places for each, the first pieces, the counts, and the number of vectors.
+    /// The arguments of a kernel that stand for vectors: a list of places for each, the first pieces, the counts, and
+    /// the number of vectors.
     pub(super) fn arguments(&self, op: &'static str, vectors: &Vectors) -> Result<Vec<Argument>> {
         let Vectors { table, places, count, .. } = vectors;
         let (table, starts) = (self.place(op, table)?, self.first_pieces(op, vectors)?);

@@ -1,7 +1,8 @@
 //! Update rules that read whole matrices, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
 //!
-//! Elements are numbered run by run; a table on the device says where each lies. What a rule measures of each element is written to scratch memory, and
-//! then added up for each set. More than 400 lines: four rules, each with all arguments of its kernels.
+//! Elements are numbered run by run; a table on the device says where each lies. What a rule measures of each element
+//! is written to scratch memory, and then added up for each set. More than 400 lines: four rules, each with all
+//! arguments of its kernels.
 
 use super::CudaDevice;
 use crate::driver::{Address, Argument};

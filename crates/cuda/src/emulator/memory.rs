@@ -32,7 +32,8 @@ struct Block {
     device: usize,
 }
 
-// SAFETY: a block owns its memory, and nothing else has the pointer but kernels while they run, under the lock of the emulator.
+// SAFETY: a block owns its memory, and nothing else has the pointer but kernels while they run, under the lock of the
+// emulator.
 unsafe impl Send for Block {}
 
 impl Block {
@@ -61,7 +62,8 @@ impl Block {
 
     fn part(&self, from: usize, count: usize) -> &[u8] {
         assert!(from + count <= self.bytes + 2 * FENCE);
-        // SAFETY: within the allocation, all of whose bytes are written; no kernel runs meanwhile, because it has `&mut Memory`.
+        // SAFETY: within the allocation, all of whose bytes are written; no kernel runs meanwhile, because it has
+        // `&mut Memory`.
         unsafe { std::slice::from_raw_parts(self.start.add(from), count) }
     }
 

@@ -1,14 +1,17 @@
-//! A device in host memory, for machines without a GPU: it runs the kernels that g++ compiled ([`meshwork_kernels::host`]).
+//! A device in host memory, for machines without a GPU: it runs the kernels that g++ compiled
+//! ([`meshwork_kernels::host`]).
 //!
-//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes on is drawn from a
-//! seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers in some orders. Memory that nobody
-//! wrote, or whose owner is gone, holds what is no number; writes beyond an allocation and addresses in none are errors.
+//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
+//! on is drawn from a seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers
+//! in some orders. Memory that nobody wrote, or whose owner is gone, holds what is no number; writes beyond an
+//! allocation and addresses in none are errors.
 //!
-//! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the memory of another device is an error
-//! unless the two are peers and one asked for it ([`Driver::reach`]).
+//! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
+//! memory of another device is an error unless the two are peers and one asked for it ([`Driver::reach`]).
 //!
-//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one after the other.
-//! A kernel that goes wrong in the way of a host program, by a division by zero or an address that it has read itself, ends the process.
+//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one
+//! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
+//! has read itself, ends the process.
 
 mod memory;
 mod order;

@@ -13,7 +13,8 @@ pub enum Order {
 #[derive(Debug)]
 pub(super) struct Draws {
     state: u64,
-    /// The stream that goes on while it can, once one is drawn: streams that get far ahead or stay far behind show more than fair turns.
+    /// The stream that goes on while it can, once one is drawn: streams that get far ahead or stay far behind show more
+    /// than fair turns.
     favourite: Option<usize>,
 }
 

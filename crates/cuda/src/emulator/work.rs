@@ -200,8 +200,8 @@ impl State {
         self.fault.clone().map_or(Ok(()), Err)
     }
 
-    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before anybody can wait for it, so some
-    /// stream can always go on.
+    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before anybody can wait
+    /// for it, so some stream can always go on.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
         let can = |queue: &Queue| match queue.work.front() {
@@ -248,8 +248,8 @@ impl State {
         places.extend(self.in_tables(by, kernel, args)?);
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
-        // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch answer for the sizes;
-        // what a kernel writes beyond an allocation meets its fence.
+        // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch
+        // answer for the sizes; what a kernel writes beyond an allocation meets its fence.
         let run = unsafe { library(&self.kernels, &mut self.variants, kernel)?.launch(kernel, launch, &mut values, 0) };
         run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))
@@ -307,7 +307,8 @@ fn number(bytes: &[u8]) -> f32 {
     }
 }
 
-/// The library that has a kernel: that of all kernels, or of a variant one of its own, which is compiled at its first use.
+/// The library that has a kernel: that of all kernels, or of a variant one of its own, which is compiled at its first
+/// use.
 fn library<'a>(
     all: &'a Host,
     compiled: &'a mut HashMap<&'static str, Host>,

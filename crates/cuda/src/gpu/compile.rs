@@ -27,8 +27,8 @@ impl Compiler {
         Self { folder: folder.to_owned(), options, version }
     }
 
-    /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and kept there. Where the folder cannot be
-    /// written, each process compiles for itself.
+    /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and kept there. Where the
+    /// folder cannot be written, each process compiles for itself.
     pub(super) fn image(&self, source: &'static Source, anew: bool) -> Result<Vec<u8>> {
         // The ranks of a process need the same kernels at the same time: one compiles, the others find them on disk.
         static ONE: Mutex<()> = Mutex::new(());

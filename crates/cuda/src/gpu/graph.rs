@@ -1,9 +1,11 @@
 //! Work captured as a graph of the driver's.
 //!
-//! A stream that is captured takes calls as always and runs none of them. Here each call has run before ([`crate::replay`]), so no memory is
-//! allocated and nothing is compiled while a stream is captured. What the driver does not capture is queued call by call.
+//! A stream that is captured takes calls as always and runs none of them. Here each call has run before
+//! ([`crate::replay`]), so no memory is allocated and nothing is compiled while a stream is captured. What the driver
+//! does not capture is queued call by call.
 //!
-//! The node of each kernel is noted, because its arguments may change later: the stream's last node, which it tells after the call.
+//! The node of each kernel is noted, because its arguments may change later: the stream's last node, which it tells
+//! after the call.
 
 use super::{Gpu, libraries::failed};
 use crate::driver::{Argument, DriverError, Graph, Result, Stream, Work};
@@ -18,8 +20,8 @@ use std::ptr::{null, null_mut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile: contexts are those of the process,
-/// and so is this.
+/// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile:
+/// contexts are those of the process, and so is this.
 static CAPTURE: Mutex<()> = Mutex::new(());
 
 /// Nothing is captured until the guard is dropped. To be taken before the state of a GPU.
@@ -59,7 +61,8 @@ impl Graphs {
             let node = graph.nodes.get(at).copied().flatten();
             node.ok_or_else(|| unknown(format!("kernel {at} of {which:?}")))?.set(graph.launched, args)?;
         }
-        // SAFETY: both exist until the GPU is dropped; the places are those of calls that the caller answered for, and answers for again.
+        // SAFETY: both exist until the GPU is dropped; the places are those of calls that the caller answered for, and
+        // answers for again.
         unsafe { graph::launch(graph.launched, queue) }.map_err(failed("cuGraphLaunch"))
     }
 
@@ -94,8 +97,9 @@ impl Node {
             kern: null_mut(),
             ctx: null_mut(),
         };
-        // SAFETY: the node is one of the graph that this one was made of, which is kept; the arguments are of the kernel's types, as those that were captured,
-        // and are copied during the call. The caller answers for the places.
+        // SAFETY: the node is one of the graph that this one was made of, which is kept; the arguments are of the
+        // kernel's types, as those that were captured, and are copied during the call. The caller answers for the
+        // places.
         let set = unsafe { cuGraphExecKernelNodeSetParams_v2(graph, self.handle, &raw const params) };
         set.result().map_err(failed("cuGraphExecKernelNodeSetParams"))
     }
@@ -170,7 +174,8 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
 fn last_node(queue: CUstream) -> Result<CUgraphNode> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut nodes, mut edges, mut count) = (null(), null(), 0);
-    // SAFETY: the stream exists until the GPU is dropped; the driver writes what it is given places for, and owns the list of nodes until the next call.
+    // SAFETY: the stream exists until the GPU is dropped; the driver writes what it is given places for, and owns the
+    // list of nodes until the next call.
     let told = unsafe {
         let (none, graph) = (null_mut(), null_mut());
         cuStreamGetCaptureInfo_v3(queue, &raw mut status, none, graph, &raw mut nodes, &raw mut edges, &raw mut count)

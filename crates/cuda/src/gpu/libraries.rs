@@ -1,4 +1,5 @@
-//! What a GPU needs of the system, looked for before anything of it is called: a call of a library that is not there would panic.
+//! What a GPU needs of the system, looked for before anything of it is called: a call of a library that is not there
+//! would panic.
 
 use crate::driver::DriverError;
 use cudarc::driver::result::{DriverError as Code, device};
@@ -6,10 +7,12 @@ use cudarc::driver::sys::{self as cuda, CUdevice, CUdevice_attribute as Of, CUre
 use cudarc::{cublaslt, get_lib_name_candidates, nvrtc};
 use std::env;
 
-/// The oldest GPUs that kernels are for: those before have no instructions for bf16, nor for copies behind the computation.
+/// The oldest GPUs that kernels are for: those before have no instructions for bf16, nor for copies behind the
+/// computation.
 const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 
-/// The oldest driver whose functions this uses, as CUDA counts: 1000 times the major version and 10 times the minor one.
+/// The oldest driver whose functions this uses, as CUDA counts: 1000 times the major version and 10 times the minor
+/// one.
 const OLDEST: i32 = 12_000;
 
 /// Why there is no GPU to work with.

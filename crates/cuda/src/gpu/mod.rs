@@ -1,7 +1,8 @@
 //! A GPU, by way of NVIDIA's driver: feature `cuda`.
 //!
-//! The libraries are looked for when a GPU is opened ([`Gpu::open`]), so that the same binary runs without them. Kernels are compiled by NVRTC for
-//! the GPU's own architecture at the first use of a file of kernels, and kept on disk. Bytes go to and from the GPU by way of pinned memory.
+//! The libraries are looked for when a GPU is opened ([`Gpu::open`]), so that the same binary runs without them.
+//! Kernels are compiled by NVRTC for the GPU's own architecture at the first use of a file of kernels, and kept on
+//! disk. Bytes go to and from the GPU by way of pinned memory.
 //!
 //! What several open of one GPU is one context, in which they share the memory. Several GPUs are in `peers.rs`.
 //!
@@ -40,7 +41,8 @@ use std::thread::{self, ThreadId};
 
 pub use libraries::{GpuError, count};
 
-/// That there is all that the GPU of this number needs, with the library's products if they are asked for; how many GPUs there are.
+/// That there is all that the GPU of this number needs, with the library's products if they are asked for; how many
+/// GPUs there are.
 ///
 /// # Errors
 /// What is missing or too old.
@@ -52,8 +54,8 @@ pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, G
     count()
 }
 
-/// Events of a stream. The next one takes the place of the oldest: who waits for that waits for a later moment of the same stream,
-/// which is queued already, so that no wait ever waits for what only follows it.
+/// Events of a stream. The next one takes the place of the oldest: who waits for that waits for a later moment of the
+/// same stream, which is queued already, so that no wait ever waits for what only follows it.
 const EVENTS: u64 = 256;
 
 /// An event's number is that of its moment in the stream, times this, plus the stream's.
@@ -115,8 +117,8 @@ struct State {
     reaches: HashMap<usize, Reach>,
 }
 
-// SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that they stand for is used
-// by one thread at a time, under the lock.
+// SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that
+// they stand for is used by one thread at a time, under the lock.
 unsafe impl Send for State {}
 
 /// A stream and its events.
@@ -125,12 +127,14 @@ struct Queue {
     stream: CUstream,
     events: Vec<CUevent>,
     recorded: u64,
-    /// The thread that captures it: others wait, because what they queue would become a part of the graph, or is refused and ends the capture.
+    /// The thread that captures it: others wait, because what they queue would become a part of the graph, or is
+    /// refused and ends the capture.
     captured: Option<ThreadId>,
 }
 
 impl Gpu {
-    /// The GPU of this number. Compiled kernels are kept in `kernels`. The library of products is needed only if `products` are its.
+    /// The GPU of this number. Compiled kernels are kept in `kernels`. The library of products is needed only if
+    /// `products` are its.
     ///
     /// # Errors
     /// No driver or library, or one that is too old; no GPU of this number.
@@ -158,15 +162,16 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The same GPU, which waits after each call that queues work, if `on`: an error is then of that very kernel or copy, and names it
-    /// ([`DriverError::Culprit`]). It captures no graphs, and is slow.
+    /// The same GPU, which waits after each call that queues work, if `on`: an error is then of that very kernel or
+    /// copy, and names it ([`DriverError::Culprit`]). It captures no graphs, and is slow.
     #[must_use]
     pub fn blocking(mut self, on: bool) -> Self {
         self.blocking = on;
         self
     }
 
-    /// Compiles every kernel that is not on disk yet; otherwise a file of kernels is compiled when one of them is used first.
+    /// Compiles every kernel that is not on disk yet; otherwise a file of kernels is compiled when one of them is used
+    /// first.
     ///
     /// # Errors
     /// What NVRTC or the driver refuses.
@@ -181,7 +186,8 @@ impl Gpu {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The state, with the context current, and the GPU's name of a stream that no other thread captures. Who queues something there keeps the guard until it is queued.
+    /// The state, with the context current, and the GPU's name of a stream that no other thread captures. Who queues
+    /// something there keeps the guard until it is queued.
     fn queue_of(&self, call: &'static str, stream: Stream) -> Result<(MutexGuard<'_, State>, CUstream)> {
         let mut state = self.state()?;
         loop {
@@ -193,7 +199,8 @@ impl Gpu {
         }
     }
 
-    /// With `cuda.launch_blocking`, waits until the stream is done. The caller holds the lock, so a fault belongs to the call that was just queued.
+    /// With `cuda.launch_blocking`, waits until the stream is done. The caller holds the lock, so a fault belongs to
+    /// the call that was just queued.
     fn settle(&self, queue: CUstream, work: impl Display) -> Result<()> {
         if !self.blocking {
             return Ok(());
@@ -379,7 +386,8 @@ impl Driver for Gpu {
             let mut slot = state.staging.take()?;
             let staged = slot.bytes(bytes.len());
             staged.copy_from_slice(bytes);
-            // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller answers for the destination.
+            // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller answers for the
+            // destination.
             let queued = unsafe { memcpy_htod_async(to.offset(part * SLOT).0, staged, queue) };
             queued.map_err(failed("cuMemcpyHtoDAsync"))?;
             // SAFETY: both exist until the GPU is dropped.
@@ -434,8 +442,8 @@ impl Driver for Gpu {
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
-        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled for the host; they are
-        // copied during the call. The caller answers for the places.
+        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled
+        // for the host; they are copied during the call. The caller answers for the places.
         let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
         queued.map_err(|code| match format!("cuLaunchKernel: {}", meaning(code)) {
             why if is_of_work(code) => DriverError::Found { at: format!("the launch of {}", kernel.name), why },

@@ -63,7 +63,8 @@ impl Library {
         Ok(Self { handle, workspaces: HashMap::new(), algorithms: HashMap::new() })
     }
 
-    /// Queues a product that was [checked](Product::check), whose sums are not empty. The context must be current, and `queue` the GPU's name of `stream`.
+    /// Queues a product that was [checked](Product::check), whose sums are not empty. The context must be current, and
+    /// `queue` the GPU's name of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
         let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
         // The library's matrices lie column by column, so that a matrix of ours is the transpose of its: it computes
@@ -95,8 +96,9 @@ impl Library {
         let workspace = self.workspace(stream)?;
         let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         let at = |address: Address| address.0 as *const c_void;
-        // SAFETY: the descriptions are those of the matrices, whose addresses and sizes the caller answers for as for a kernel's; scales are
-        // read during the call, because their pointers are the host's; the workspace is this stream's, as large as the preference said.
+        // SAFETY: the descriptions are those of the matrices, whose addresses and sizes the caller answers for as for a
+        // kernel's; scales are read during the call, because their pointers are the host's; the workspace is this
+        // stream's, as large as the preference said.
         let queued = unsafe {
             matmul(
                 self.handle,
@@ -169,7 +171,8 @@ impl Drop for Layout {
 struct Description(cublasLtMatmulDesc_t);
 
 impl Description {
-    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns. It has the result's type.
+    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns. It has the
+    /// result's type.
     fn new(transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
         let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
@@ -187,7 +190,8 @@ impl Description {
             // SAFETY: the attribute is a number of 32 bits, which is read during the call.
             let set = unsafe { set_matmul_desc_attribute(description.0, kind, (&raw const epilogue).cast(), 4) };
             set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
-            // SAFETY: the attribute is an address of 64 bits, which is read during the call; the caller answers for the place.
+            // SAFETY: the attribute is an address of 64 bits, which is read during the call; the caller answers for the
+            // place.
             let set = unsafe { set_matmul_desc_attribute(description.0, place, (&raw const bias.0).cast(), 8) };
             set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
         }
@@ -206,8 +210,8 @@ impl Drop for Description {
 struct Wish(cublasLtMatmulPreference_t);
 
 impl Wish {
-    /// Alignments in bytes of the library's first operand, its second, and of the result. Where that is `rounded`, sums that are cut into parts are
-    /// not rounded before they are added.
+    /// Alignments in bytes of the library's first operand, its second, and of the result. Where that is `rounded`, sums
+    /// that are cut into parts are not rounded before they are added.
     fn new([first, second, out]: [u32; 3], rounded: bool) -> Result<Self> {
         let call = "cublasLtMatmulPreferenceSetAttribute";
         let wish = Self(create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?);

@@ -1,5 +1,5 @@
-//! Pinned host memory: only from there does a copy run beside the host's work. Bytes of the host go to and from a GPU by way of it, and what is
-//! offloaded lies there.
+//! Pinned host memory: only from there does a copy run beside the host's work. Bytes of the host go to and from a GPU
+//! by way of it, and what is offloaded lies there.
 
 use super::libraries::failed;
 use crate::driver::{Address, Result};
@@ -13,7 +13,8 @@ use std::ffi::c_void;
 /// Bytes of a slot.
 pub(super) const SLOT: usize = 4 << 20;
 
-/// Slots of a GPU, and one for each thread that finds all of them taken. If all are in flight, the next copy waits for the first.
+/// Slots of a GPU, and one for each thread that finds all of them taken. If all are in flight, the next copy waits for
+/// the first.
 const SLOTS: usize = 8;
 
 /// Pinned memory of [`SLOT`] bytes, and when the last copy that uses it is over.
@@ -63,7 +64,8 @@ impl Slot {
     /// As many of its bytes, at most [`SLOT`].
     pub(super) fn bytes(&mut self, count: usize) -> &mut [u8] {
         assert!(count <= SLOT);
-        // SAFETY: within the allocation, which was zeroed; whoever took the slot alone has it, and no copy is under way.
+        // SAFETY: within the allocation, which was zeroed; whoever took the slot alone has it, and no copy is under
+        // way.
         unsafe { std::slice::from_raw_parts_mut(self.at, count) }
     }
 

@@ -88,8 +88,8 @@ fn kernels_get_their_arguments() {
     [sum, x].into_iter().for_each(|at| driver.free(at).unwrap());
 }
 
-/// All ways to store the operands, of f32 and of bf16, with a bias and without, results of f32 and of bf16, at addresses that are aligned to no more than
-/// their elements, but for the bias.
+/// All ways to store the operands, of f32 and of bf16, with a bias and without, results of f32 and of bf16, at
+/// addresses that are aligned to no more than their elements, but for the bias.
 #[test]
 fn products_are_those_of_row_major_matrices() {
     let Some(driver) = gpu() else { return };
@@ -172,7 +172,8 @@ fn memory_that_is_not_there_is_refused() {
     assert!(matches!(driver.free(Address(1)).unwrap_err(), DriverError::Call { call: other, .. } if other == call));
 }
 
-/// Memory that was given back while another thread captured a graph used to be refused, and a GPU that was dropped then kept what it had.
+/// Memory that was given back while another thread captured a graph used to be refused, and a GPU that was dropped then
+/// kept what it had.
 #[test]
 fn memory_is_given_back_while_another_thread_captures() {
     let (Some(capturing), Some(freeing)) = (gpu(), gpu()) else { return };
@@ -196,8 +197,8 @@ fn memory_is_given_back_while_another_thread_captures() {
     });
 }
 
-/// A buffer that is dropped by another rank's thread queues a wait, whatever its owner does with the stream just then. In a stream that is captured the wait was refused,
-/// and so lost, and it ended the capture.
+/// A buffer that is dropped by another rank's thread queues a wait, whatever its owner does with the stream just then.
+/// In a stream that is captured the wait was refused, and so lost, and it ended the capture.
 #[test]
 fn waits_of_other_threads_come_into_no_capture() {
     let Some(driver) = gpu() else { return };
@@ -232,8 +233,8 @@ fn waits_of_other_threads_come_into_no_capture() {
     driver.free(at).unwrap();
 }
 
-/// Work that was held back for a graph and is refused when it is queued is lost. The error came out of the call that queued it, where a buffer was dropped that nobody
-/// heard, and no later one knew of it.
+/// Work that was held back for a graph and is refused when it is queued is lost. The error came out of the call that
+/// queued it, where a buffer was dropped that nobody heard, and no later one knew of it.
 #[test]
 fn work_that_was_lost_comes_out_of_every_later_call() {
     let Some(gpu) = gpu().map(Arc::new) else { return };

@@ -1,4 +1,5 @@
-//! The driver of GPUs: the tests of operations and of whole steps on the first GPU, and all of them once more on a stand-in for NVIDIA's libraries.
+//! The driver of GPUs: the tests of operations and of whole steps on the first GPU, and all of them once more on a
+//! stand-in for NVIDIA's libraries.
 //!
 //! Without a GPU the former say `SKIPPED` and why, and pass; the stand-in needs g++.
 

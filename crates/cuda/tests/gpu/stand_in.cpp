@@ -1,21 +1,28 @@
-// A stand-in for libcuda, libnvrtc and libcublasLt in host memory, for machines without a GPU: one file, compiled to one library that is found
-// under the three names. It behaves as the documentation of CUDA says, as far as `src/gpu` relies on it, and is strict where a driver is not:
+// A stand-in for libcuda, libnvrtc and libcublasLt in host memory, for machines without a GPU: one file, compiled to
+// one library that is found under the three names. It behaves as the documentation of CUDA says, as far as `src/gpu`
+// relies on it, and is strict where a driver is not:
 //
-// - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has the wrong bytes,
-//   and an argument that was not copied during the call is gone.
-// - A handle that is not alive or of another GPU, memory that is freed by a thread whose work is queued, or a call without a current context is an error.
+// - Work is queued, and runs when somebody waits for it: a copy from pinned memory that was written again too early has
+//   the wrong bytes, and an argument that was not copied during the call is gone.
+// - A handle that is not alive or of another GPU, memory that is freed by a thread whose work is queued, or a call
+//   without a current context is an error.
 // - The error of work that failed comes out of whatever call is next, and of every one after it.
-// - A stream that is captured takes work of the thread that captures it alone. A wait for what is not captured, a record, or a wait of the host for such a stream is
-//   refused, and ends the capture; so is memory that is given out or back, unless the capture was begun as one that permits it.
-// - An epilogue's bias that is not at a multiple of 16 bytes is a fault of the product as it runs, and so is a matrix that is aligned to less than was said.
-// - Each GPU has a context. Its work uses the memory of another GPU only once that was enabled, which is refused where STAND_IN_PEERS is 0.
+// - A stream that is captured takes work of the thread that captures it alone. A wait for what is not captured, a
+//   record, or a wait of the host for such a stream is refused, and ends the capture; so is memory that is given out or
+//   back, unless the capture was begun as one that permits it.
+// - An epilogue's bias that is not at a multiple of 16 bytes is a fault of the product as it runs, and so is a matrix
+//   that is aligned to less than was said.
+// - Each GPU has a context. Its work uses the memory of another GPU only once that was enabled, which is refused where
+//   STAND_IN_PEERS is 0.
 // - NVRTC "compiles" to a list of the kernels of a source; a launch runs the kernel that g++ compiled for the host.
-// - When the last user of all contexts is gone, everything must have been given back; what was not is written to the report.
+// - When the last user of all contexts is gone, everything must have been given back; what was not is written to the
+//   report.
 //
-// Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to), STAND_IN_VERSION,
-// STAND_IN_DEVICES, STAND_IN_CAPABILITY (90: 9.0), STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC (its major version), STAND_IN_NEWEST (the newest
-// architecture that NVRTC knows), STAND_IN_REFUSES (a source that does not compile), STAND_IN_GRAPHS (0: no graph is instantiated), STAND_IN_AHEAD (pieces of work that
-// may be queued before the oldest runs; as many as there are).
+// Environment: STAND_IN_KERNELS (the library of kernels), STAND_IN_REPORT (a file that lines are appended to),
+// STAND_IN_VERSION, STAND_IN_DEVICES, STAND_IN_CAPABILITY (90: 9.0), STAND_IN_PEERS, STAND_IN_MEMORY, STAND_IN_NVRTC
+// (its major version), STAND_IN_NEWEST (the newest architecture that NVRTC knows), STAND_IN_REFUSES (a source that does
+// not compile), STAND_IN_GRAPHS (0: no graph is instantiated), STAND_IN_AHEAD (pieces of work that may be queued before
+// the oldest runs; as many as there are).
 //
 // More than 400 lines: one file is one library under three names.
 #include <array>
@@ -51,7 +58,8 @@ struct Function;
 struct Node { std::function<Result()> run; Function *kernel = nullptr; };
 // What was captured, or what can be launched, made of that. A deque: nodes are known by their addresses.
 struct Graph { std::deque<Node> nodes; Graph *of = nullptr; };
-// Captured: by which thread, whether calls that are not safe meanwhile are permitted (mode 2), and whether one of them ended it.
+// Captured: by which thread, whether calls that are not safe meanwhile are permitted (mode 2), and whether one of them
+// ended it.
 struct Stream { Context *of; bool captured = false, relaxed = false, ended = false; std::thread::id by; std::deque<Node> graph; };
 struct Function { std::string name; int arguments; Context *of; unsigned shared; };
 struct Block { char *start; size_t bytes; Context *of; };
@@ -94,7 +102,8 @@ bool lies(uint64_t at, size_t bytes, Context *by = current) {
     return found && (found->of == by || by->peers.count(found->of));
 }
 
-// Runs queued work up to an event, or all of the current GPU. The order in which it was queued is one that streams and events permit.
+// Runs queued work up to an event, or all of the current GPU. The order in which it was queued is one that streams and
+// events permit.
 Result run(Event *until = nullptr) {
     auto left = [=] {
         if (until) return until->queued;
@@ -143,7 +152,8 @@ bool capturing() {
     return false;
 }
 
-// Calls that may wait for the whole device, or free what a graph needs, are refused during a capture that did not permit them.
+// Calls that may wait for the whole device, or free what a graph needs, are refused during a capture that did not
+// permit them.
 Result unsafe_call() {
     for (auto stream : streams) if (stream->captured && !stream->relaxed) return end_capture(stream, STREAM_CAPTURE_UNSUPPORTED);
     return OK;
@@ -239,7 +249,8 @@ C cuMemFree_v2(uint64_t at) {
     SAFE;
     auto found = memory.find(at);
     if (found == memory.end() || found->second.of != current) return INVALID_VALUE;
-    // What another thread has queued since this one waited is for another rank: the driver of one lets one thread in at a time.
+    // What another thread has queued since this one waited is for another rank: the driver of one lets one thread in at
+    // a time.
     for (auto &work : queue) if (work.of == current && work.by == std::this_thread::get_id()) return ILLEGAL_STATE;
     current->held -= found->second.bytes;
     free(found->second.start);

@@ -1,4 +1,5 @@
-//! The driver over a stand-in for NVIDIA's libraries (`stand_in.cpp`), which this program finds when it starts itself once more.
+//! The driver over a stand-in for NVIDIA's libraries (`stand_in.cpp`), which this program finds when it starts itself
+//! once more.
 
 use meshwork_core::DType;
 use meshwork_cuda::device::Products;
@@ -80,7 +81,8 @@ impl StandIn {
     }
 }
 
-/// For [`StandIn::refusal_of`]: a kernel that fails, because it reads the memory of a GPU that was not opened to it, and a sound one behind it; the first error of the two.
+/// For [`StandIn::refusal_of`]: a kernel that fails, because it reads the memory of a GPU that was not opened to it,
+/// and a sound one behind it; the first error of the two.
 #[test]
 fn fails_in_a_kernel() {
     let Some((gpu, other)) = crate::gpu().zip(crate::gpu_in_turn(1)) else { return };
@@ -97,7 +99,8 @@ fn fails_in_a_kernel() {
     assert!(later.iter().all(|error| matches!(error, DriverError::Found { .. })), "it stays: {later:?}");
 }
 
-/// An error that a launch returns may be of an earlier kernel: it names the launch as the place where it was found. A GPU that waits after each call names whose it is.
+/// An error that a launch returns may be of an earlier kernel: it names the launch as the place where it was found. A
+/// GPU that waits after each call names whose it is.
 #[test]
 fn the_kernel_that_failed_is_named_and_no_other() {
     let Some(stand_in) = StandIn::new(&ALL) else { return };
@@ -106,7 +109,8 @@ fn the_kernel_that_failed_is_named_and_no_other() {
     assert_eq!(
         stand_in.refusal_of(test, &[("STAND_IN_AHEAD", "1")]),
         format!(
-            "found at the launch of exp_forward: cuLaunchKernel: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
+            "found at the launch of exp_forward: cuLaunchKernel: {why}; it is of that or of work that was queued \
+             before, and cuda.launch_blocking=true names whose"
         )
     );
     let blocking = ("MESHWORK_LAUNCH_BLOCKING", "1");
@@ -140,7 +144,8 @@ fn multiplies() {
     }
 }
 
-/// Operations and whole steps have the CPU's bits, whatever is given out is given back, and each file of kernels is compiled once.
+/// Operations and whole steps have the CPU's bits, whatever is given out is given back, and each file of kernels is
+/// compiled once.
 #[test]
 fn all_tests_pass_on_the_stand_in() {
     let Some(stand_in) = StandIn::new(&ALL) else { return };

@@ -1,4 +1,5 @@
-//! Collectives in any order of streams, on one device and between devices: waits that are left out, memory that is used again, overlap.
+//! Collectives in any order of streams, on one device and between devices: waits that are left out, memory that is used
+//! again, overlap.
 
 use crate::collectives::device;
 use crate::{emulator, machine};
@@ -9,7 +10,8 @@ use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_tensor::{Device, Error};
 use std::sync::Arc;
 
-/// More sets of buffers than tables of addresses are kept: the oldest table is written anew, behind the reductions that read it.
+/// More sets of buffers than tables of addresses are kept: the oldest table is written anew, behind the reductions that
+/// read it.
 #[test]
 fn tables_of_addresses_are_bounded() {
     const SETS: usize = 2500;
@@ -108,7 +110,8 @@ impl Pair {
 
 const COUNT: usize = 300;
 
-/// A sum of what is computed just before, with which each rank computes just after. The host waits for the rank `first` first.
+/// A sum of what is computed just before, with which each rank computes just after. The host waits for the rank `first`
+/// first.
 fn summed(pair: &Pair, first: usize) -> Result<[Vec<f32>; 2], Error> {
     let [a, b] = pair.start(pair.computed(1.0, COUNT));
     let sums = [a.wait()?, b.wait()?];
@@ -151,7 +154,8 @@ fn each_wait_is_found(place: Where) {
     assert_eq!(missed, [0_u64; 0], "{place:?}: of the waits {before}..{after}");
 }
 
-/// Rank 1 starts an operation, does not wait for it, and computes in the memory that it gave: rank 0's sum does not know.
+/// Rank 1 starts an operation, does not wait for it, and computes in the memory that it gave: rank 0's sum does not
+/// know.
 #[test]
 fn memory_of_an_operation_is_not_used_again_before_all_have_read_it() {
     EVERYWHERE.into_iter().for_each(memory_is_not_used_again);
@@ -180,8 +184,8 @@ fn memory_is_not_used_again(place: Where) {
     assert!(early[2..].iter().any(|&right| right < 40), "an early free is found: {early:?}");
 }
 
-/// The host queues computation, a sum over ranks and more computation without waiting for the device; and the device may do the sum before, amid and
-/// after the computation that does not depend on it.
+/// The host queues computation, a sum over ranks and more computation without waiting for the device; and the device
+/// may do the sum before, amid and after the computation that does not depend on it.
 #[test]
 fn collectives_overlap_computation_and_the_host_does_not_wait() {
     EVERYWHERE.into_iter().for_each(overlap);

@@ -1,4 +1,5 @@
-//! Collectives on the memory of devices, of one and of several, against those of the same ranks in host memory; and faults.
+//! Collectives on the memory of devices, of one and of several, against those of the same ranks in host memory; and
+//! faults.
 
 use crate::drivers;
 use half::{bf16, f16};
@@ -36,7 +37,8 @@ fn values(dtype: DType, count: usize, seed: usize) -> Buffer {
     }
 }
 
-/// One collective of every kind and both forms of an all-reduce, on buffers that `to` makes of host memory; in order, what each gives.
+/// One collective of every kind and both forms of an all-reduce, on buffers that `to` makes of host memory; in order,
+/// what each gives.
 fn all_kinds(
     world: &Group,
     dtype: DType,

@@ -38,7 +38,8 @@ fn add_assign(driver: &Emulator, stream: Stream, to: Address, x: Address, count:
     driver.launch(stream, add, launch, &[to.into(), x.into(), count.into()])
 }
 
-/// A copy stream brings numbers, a compute stream adds them once they are there: the sum, and whether the driver was content.
+/// A copy stream brings numbers, a compute stream adds them once they are there: the sum, and whether the driver was
+/// content.
 fn copy_then_compute(driver: &Emulator) -> Vec<f32> {
     let (copies, compute) = (driver.stream().unwrap(), driver.stream().unwrap());
     let sum = write(driver, compute, &[1.0; 300]);
@@ -236,7 +237,8 @@ fn bytes_are_copied_and_products_computed() {
     assert_eq!(read(&driver, stream, c, 4), [14.5, 31.0, 32.5, 76.0]);
 }
 
-/// What a GPU faults at is refused when it is queued: addresses that are no multiples of what work reads at once, and rows of tensor cores that are no multiples of eight.
+/// What a GPU faults at is refused when it is queued: addresses that are no multiples of what work reads at once, and
+/// rows of tensor cores that are no multiples of eight.
 #[test]
 fn addresses_between_multiples_are_refused() {
     let Some(driver) = emulator(Order::AsQueued) else { return };
@@ -291,7 +293,8 @@ fn addresses_between_multiples_are_refused() {
     assert_eq!(odd, "kernel flash_dots: argument 6 (head_dim) is 12, and a multiple of 8 was expected");
 }
 
-/// Without its wait a rank would compute on what is not there yet. The wait is queued where a buffer is dropped, too, and nobody hears its error there.
+/// Without its wait a rank would compute on what is not there yet. The wait is queued where a buffer is dropped, too,
+/// and nobody hears its error there.
 #[test]
 fn a_wait_that_was_refused_comes_out_of_every_later_use() {
     let (Some(one), Some(other)) = (emulator(Order::Seeded(1)), emulator(Order::Seeded(2))) else { return };
@@ -357,7 +360,8 @@ fn tensor_cores_have_the_attention_that_rounds_and_drops_nothing() {
     }
 }
 
-/// One launch has the products of all groups where fast numerics round to bf16, and the features and places are those of whole chunks; a table may give them to the library.
+/// One launch has the products of all groups where fast numerics round to bf16, and the features and places are those
+/// of whole chunks; a table may give them to the library.
 #[test]
 fn tensor_cores_have_the_products_of_groups_that_round() {
     let (fast, cpu) = (Products::OfTheLibrary, Products::OfTheCpu);

@@ -1,4 +1,5 @@
-//! Operations of mixtures of experts against the CPU's. On the emulator here, and on a GPU or its stand-in in `tests/gpu`.
+//! Operations of mixtures of experts against the CPU's. On the emulator here, and on a GPU or its stand-in in
+//! `tests/gpu`.
 
 use crate::ops::{devices, devices_of, numbers, same, values};
 use meshwork_core::{Buffer, DType};
@@ -197,7 +198,8 @@ fn products_of_groups_have_the_cpus_bits() {
     });
 }
 
-/// In f32; and in bf16 on the operands rounded, by the kernels for tensor cores, and where these do not take the features or the place of a result.
+/// In f32; and in bf16 on the operands rounded, by the kernels for tensor cores, and where these do not take the
+/// features or the place of a result.
 #[test]
 fn products_of_groups_of_the_library_are_near_the_cpus() {
     let of_bf16 = [(8, 2), (6, 2), (8, 1)].map(|sizes| (Precision::Bf16, sizes));

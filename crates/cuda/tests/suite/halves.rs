@@ -42,7 +42,8 @@ pub fn operations_on_16_bits_are_those_of_the_cpu() {
     }
 }
 
-/// Attention on tensor cores and products of the library read and write bf16 as it is, attention rotated and in groups too. They promise no order of sums.
+/// Attention on tensor cores and products of the library read and write bf16 as it is, attention rotated and in groups
+/// too. They promise no order of sums.
 #[test]
 pub fn what_promises_no_order_of_sums_in_bf16_is_near_the_cpus() {
     let Some(driver) = driver(Order::Seeded(8)) else { return };
@@ -68,7 +69,8 @@ pub fn what_promises_no_order_of_sums_in_bf16_is_near_the_cpus() {
     }
 }
 
-/// The library writes results of bf16 itself. They are its results of f32, rounded once: what is added to, and a bias, are added before.
+/// The library writes results of bf16 itself. They are its results of f32, rounded once: what is added to, and a bias,
+/// are added before.
 #[test]
 pub fn products_of_the_library_are_rounded_once() {
     let Some(driver) = driver(Order::Seeded(9)) else { return };

@@ -29,8 +29,8 @@ fn a_step_that_offloads_waits_no_more_often_than_one_that_does_not() {
     assert_eq!(in_steps(&with), in_steps(&without));
 }
 
-/// The log of a run: of the update of each page, what the next one needs comes, and what the one before had leaves, before it in some orders and after it in
-/// others.
+/// The log of a run: of the update of each page, what the next one needs comes, and what the one before had leaves,
+/// before it in some orders and after it in others.
 #[test]
 fn copies_go_beside_the_update() {
     let orders: Option<Vec<_>> = (0..12).map(|seed| watched(&offloading(), seed)).collect();
@@ -38,7 +38,8 @@ fn copies_go_beside_the_update() {
     let places = |log: &[&str], what: &str| -> Vec<usize> {
         log.iter().enumerate().filter(|(_, name)| name.starts_with(what)).map(|(at, _)| at).collect()
     };
-    // The update of the first step ends with the last of its kernels; page by page, one launch for those of its parameters that have the same factors.
+    // The update of the first step ends with the last of its kernels; page by page, one launch for those of its
+    // parameters that have the same factors.
     let updates = |log: &[&str]| places(log, "adamw");
     let middle = updates(&orders[0].1).len() / 4;
     let [mut loads, mut saves] = [Vec::new(), Vec::new()];
@@ -100,7 +101,8 @@ fn each_wait_for_pinned_memory_that_is_left_out_is_found() {
     assert!(all.len() == 4 && missed.is_empty(), "of the waits {all:?} {missed:?} are missed");
 }
 
-/// Room grows by a block of its own; what was never written is zero; the host reads and writes it; what lies beyond it is refused.
+/// Room grows by a block of its own; what was never written is zero; the host reads and writes it; what lies beyond it
+/// is refused.
 #[test]
 fn room_grows_and_keeps_what_it_has() {
     let Some(driver) = emulator(Order::Seeded(5)) else { return };

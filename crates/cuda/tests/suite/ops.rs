@@ -1,5 +1,5 @@
-//! Each operation of the device against the CPU's, at odd sizes: bit by bit, or norm-wise where said. On the emulator here, and on a GPU or its
-//! stand-in in `tests/gpu`.
+//! Each operation of the device against the CPU's, at odd sizes: bit by bit, or norm-wise where said. On the emulator
+//! here, and on a GPU or its stand-in in `tests/gpu`.
 //!
 //! More than 400 lines: one test for each family of operations, and nothing else.
 
@@ -280,7 +280,8 @@ fn norms_have_the_cpus_bits() {
     }
 }
 
-/// The sort of the ids is the device's own business: the meter counts what it counts on the CPU, and so what `--steps 0` predicts.
+/// The sort of the ids is the device's own business: the meter counts what it counts on the CPU, and so what
+/// `--steps 0` predicts.
 #[test]
 fn gradients_of_a_table_take_the_cpus_memory() {
     let Some(devices) = devices(Products::OfTheCpu) else { return };
@@ -421,7 +422,8 @@ fn attention_within_documents_has_the_cpus_bits() {
     }
 }
 
-/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents. Dropout keeps the CPU's bits, on other kernels.
+/// With products of bf16 and fast numerics: norm-wise, fused and grouped, rotated, within documents. Dropout keeps the
+/// CPU's bits, on other kernels.
 #[test]
 fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let queries = AttentionShape { batch: 2, seq: 150, heads: 4, head_dim: 16 };
@@ -454,8 +456,9 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     }
 }
 
-/// Parts of a flat buffer begin between multiples of 16 bytes: as a bias that an epilogue reads by 16 bytes, and as operands of tensor cores, they have the bits that they have
-/// elsewhere. They were given to the library and to kernels as they lie, and a GPU faults there.
+/// Parts of a flat buffer begin between multiples of 16 bytes: as a bias that an epilogue reads by 16 bytes, and as
+/// operands of tensor cores, they have the bits that they have elsewhere. They were given to the library and to kernels
+/// as they lie, and a GPU faults there.
 #[test]
 fn operands_may_begin_anywhere_in_a_flat_buffer() {
     let attended = AttentionShape { batch: 1, seq: 37, heads: 2, head_dim: 16 };

@@ -1,5 +1,6 @@
-//! What can run beside what: a log of streams and events, whose order is worked out. Communication and copies are queued so that computation goes on beside
-//! them; the emulator runs the same steps in random orders, so that nothing that needs an order lacks it.
+//! What can run beside what: a log of streams and events, whose order is worked out. Communication and copies are
+//! queued so that computation goes on beside them; the emulator runs the same steps in random orders, so that nothing
+//! that needs an order lacks it.
 
 use crate::driver;
 use crate::train::{batch, small};
@@ -32,7 +33,8 @@ struct Noted {
     after: Clock,
 }
 
-/// Keeps, of each piece of work, what must be over before it: what its stream had before, what that waited for, and what the thread that queued it had waited for.
+/// Keeps, of each piece of work, what must be over before it: what its stream had before, what that waited for, and
+/// what the thread that queued it had waited for.
 #[derive(Debug, Default)]
 struct Log {
     work: Vec<Noted>,
@@ -217,7 +219,8 @@ const COMPUTE: usize = 0;
 const COPIES: usize = 1;
 const COLLECTIVES: usize = 2;
 
-/// The work of the second step of a plan, and for each rank its streams for computation, copies, collectives and offload.
+/// The work of the second step of a plan, and for each rank its streams for computation, copies, collectives and
+/// offload.
 struct Step {
     work: Vec<Noted>,
     streams: Vec<[Stream; 4]>,
@@ -258,7 +261,8 @@ impl Step {
         self.work.iter().filter(move |noted| self.is(noted, (rank, stream, what)))
     }
 
-    /// For each piece of such work in a stream, how many kernels of such a name can run beside it in the stream for computation of `beside`.
+    /// For each piece of such work in a stream, how many kernels of such a name can run beside it in the stream for
+    /// computation of `beside`.
     fn beside(&self, (rank, stream, what): (usize, usize, &str), beside: usize, kernels: &str) -> Vec<usize> {
         let of = |noted: &Noted| self.of(beside, COMPUTE, kernels).filter(|kernel| kernel.beside(noted)).count();
         self.of(rank, stream, what).map(of).collect()
@@ -288,8 +292,8 @@ fn config() -> Gpt2Config {
     }
 }
 
-/// Each bucket but the last ones is reduced beside the rest of backward, on both ranks. Without ZeRO a bucket has up to 2^18 elements, and the head's table is one
-/// alone, whose gradient is final first; with ZeRO there are many.
+/// Each bucket but the last ones is reduced beside the rest of backward, on both ranks. Without ZeRO a bucket has up to
+/// 2^18 elements, and the head's table is one alone, whose gradient is final first; with ZeRO there are many.
 #[test]
 fn buckets_are_reduced_beside_backward() {
     for (stage, vocab_size, [buckets, most]) in [(ZeroStage::Off, 11_000, [1, 20]), (ZeroStage::Gradients, 62, [30, 4])]
@@ -321,8 +325,8 @@ fn messages_travel_beside_computation() {
     }
 }
 
-/// A copy that somebody else waits for has what was there when it was asked for, and one that comes later is there for what is queued behind it; kernels that
-/// are queued meanwhile can run beside both.
+/// A copy that somebody else waits for has what was there when it was asked for, and one that comes later is there for
+/// what is queued behind it; kernels that are queued meanwhile can run beside both.
 #[test]
 fn copies_that_are_waited_for_later_run_beside_computation() {
     for seed in 0..10 {
@@ -351,7 +355,8 @@ fn copies_that_are_waited_for_later_run_beside_computation() {
     }
 }
 
-/// What is offloaded comes back beside computation. When a rank waits for what leaves is not in the log; that it may leave beside computation, the test above shows.
+/// What is offloaded comes back beside computation. When a rank waits for what leaves is not in the log; that it may
+/// leave beside computation, the test above shows.
 #[test]
 fn what_is_offloaded_comes_back_beside_computation() {
     for mesh in ["dp=2", "pp=2"] {
@@ -363,8 +368,8 @@ fn what_is_offloaded_comes_back_beside_computation() {
         let Some(step) = second_step(config, &plan) else { return };
         for rank in 0..2 {
             let found = step.beside((rank, COPIES, "write"), rank, "");
-            // Activations are queued before the last kernel of backward. Gradients and states come behind it, page by page: beside a page is the update
-            // of the one before, which is few launches and may be done by then.
+            // Activations are queued before the last kernel of backward. Gradients and states come behind it, page by
+            // page: beside a page is the update of the one before, which is few launches and may be done by then.
             let activations = step.queued_before_the_last((rank, COPIES, "write"), (rank, COMPUTE, "backward"));
             let beside = found[..activations].iter().filter(|&&kernels| kernels > 0).count();
             eprintln!(

@@ -1,4 +1,5 @@
-//! Graphs of repeated work: the same bits, and fewer launches, on the emulator here and on a GPU or its stand-in in `tests/gpu`.
+//! Graphs of repeated work: the same bits, and fewer launches, on the emulator here and on a GPU or its stand-in in
+//! `tests/gpu`.
 
 use crate::driver;
 use crate::train::{small, train_watched};
@@ -18,7 +19,8 @@ fn replaying(order: Order) -> Option<Arc<Replaying>> {
     Some(Arc::new(Replaying::new(driver(order)?)))
 }
 
-/// In random orders of streams. From the third step on each graph is captured, and replayed with the numbers of the step: dropout has another key.
+/// In random orders of streams. From the third step on each graph is captured, and replayed with the numbers of the
+/// step: dropout has another key.
 #[test]
 fn steps_have_the_bits_that_they_have_without_graphs() {
     if level() < Level::Avx2 {
@@ -126,7 +128,8 @@ fn events_come_after_what_was_held_back() {
     }
 }
 
-/// Numbers of a kernel may differ from time to time: the graph has those of each time, also where an earlier launch with others has not run yet.
+/// Numbers of a kernel may differ from time to time: the graph has those of each time, also where an earlier launch
+/// with others has not run yet.
 #[test]
 fn graphs_get_the_numbers_of_each_time() {
     for seed in 0..10 {

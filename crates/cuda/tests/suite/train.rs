@@ -1,5 +1,5 @@
-//! Whole training steps of GPT-2: the CPU's bits in canonical numerics, near them with the library's products, in any order of streams. On the
-//! emulator here, and on a GPU or its stand-in in `tests/gpu`.
+//! Whole training steps of GPT-2: the CPU's bits in canonical numerics, near them with the library's products, in any
+//! order of streams. On the emulator here, and on a GPU or its stand-in in `tests/gpu`.
 
 use crate::{driver, drivers, orders};
 use meshwork_core::comm::thread::{self, Options};
@@ -224,7 +224,8 @@ fn tiny_has_the_cpus_bits() {
     assert_same("tiny", &got, &want);
 }
 
-/// States, gradients and activations in pinned memory of the host, on one rank. The most memory is what a dry run predicts.
+/// States, gradients and activations in pinned memory of the host, on one rank. The most memory is what a dry run
+/// predicts.
 #[test]
 fn offloaded_steps_have_the_cpus_bits() {
     if level() < Level::Avx2 {
@@ -261,8 +262,8 @@ enum Devices {
     Apart,
 }
 
-/// Steps of a plan on a mesh of ranks, in orders of streams that are drawn from `seed`. The bytes on the wire and the most memory are those
-/// that a dry run predicts. None without g++.
+/// Steps of a plan on a mesh of ranks, in orders of streams that are drawn from `seed`. The bytes on the wire and the
+/// most memory are those that a dry run predicts. None without g++.
 fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> Option<Trained> {
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
     let drivers = match devices {

@@ -7,8 +7,8 @@ use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_engine::Numerics;
 use std::sync::Arc;
 
-/// Waits of streams for events in a step are left out one at a time. Many have a later one that orders the same work; without the others
-/// the numbers differ or the device fails, in some orders of streams.
+/// Waits of streams for events in a step are left out one at a time. Many have a later one that orders the same work;
+/// without the others the numbers differ or the device fails, in some orders of streams.
 #[test]
 fn a_wait_that_is_left_out_is_found() {
     let Some(counted) = emulator(Order::Seeded(0)) else { return };

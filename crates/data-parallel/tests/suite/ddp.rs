@@ -19,7 +19,8 @@ fn run<T: Send>(ranks: usize, body: impl Fn(Group) -> Result<T, DdpError> + Sync
     thread::run(ranks, Options::default(), body).unwrap()
 }
 
-/// Three micro-batches of different weight a rank, gradients in another order on each rank, buckets of one to all parameters.
+/// Three micro-batches of different weight a rank, gradients in another order on each rank, buckets of one to all
+/// parameters.
 #[test]
 fn gradients_of_all_ranks_and_micro_batches_are_divided_by_all_samples() {
     for (ranks, bucket_bytes) in [(1, 1), (1, 1 << 20), (2, 1), (3, 28), (4, 40), (4, 1 << 20)] {
@@ -52,7 +53,8 @@ fn gradients_of_all_ranks_and_micro_batches_are_divided_by_all_samples() {
     }
 }
 
-/// The buckets go out in one order, each as soon as it and those before it are full, although the ranks' gradients come in opposite orders.
+/// The buckets go out in one order, each as soon as it and those before it are full, although the ranks' gradients come
+/// in opposite orders.
 #[test]
 fn buckets_are_reduced_before_the_last_gradient_is_there() {
     run(2, |world| {
@@ -72,7 +74,8 @@ fn buckets_are_reduced_before_the_last_gradient_is_there() {
     });
 }
 
-/// Each update of w by lr · g has the gradient of the weights of `staleness` updates before: a serial simulation gives the same bits.
+/// Each update of w by lr · g has the gradient of the weights of `staleness` updates before: a serial simulation gives
+/// the same bits.
 #[test]
 fn stale_gradients_are_those_of_as_many_steps_before() {
     let (steps, lr) = (9, 0.25_f32);
@@ -150,7 +153,8 @@ fn told(ranks: usize, body: impl Fn(Group) -> Result<(), DdpError> + Sync) -> Ve
     thread::run(ranks, Options::default(), told).unwrap()
 }
 
-/// Buckets of two sizes used to stop the world with counts of elements, and parameters that are as large together were added up.
+/// Buckets of two sizes used to stop the world with counts of elements, and parameters that are as large together were
+/// added up.
 #[test]
 fn replicas_of_other_shapes_are_refused_by_name() {
     let made = |of: [(&'static [usize], usize, usize); 3]| {

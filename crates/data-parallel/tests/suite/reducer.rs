@@ -89,8 +89,8 @@ fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
     .unwrap();
 }
 
-/// Three ranks share out ten elements, four each. Every fill is reduced by itself, and the slices add up; what nobody wrote in a fill is
-/// zero, whatever the memory held.
+/// Three ranks share out ten elements, four each. Every fill is reduced by itself, and the slices add up; what nobody
+/// wrote in a fill is zero, whatever the memory held.
 #[test]
 fn slices_of_several_fills_add_up() {
     let mesh: Mesh = "dp=3".parse().unwrap();
@@ -196,7 +196,8 @@ fn parked_gradients_are_those_that_stay() {
                 assert_eq!(parked, steps(&rank, scatter, axes, None), "{axes:?}, slices: {scatter}");
                 assert!(parked[0].iter().any(|&x| x != 0.0));
                 let times: Vec<usize> = elsewhere.0.lock().unwrap().values().map(|(_, times)| *times).collect();
-                // Each tape's share is parked once, and a sum once more if a second round changed it; what was only read is not put again.
+                // Each tape's share is parked once, and a sum once more if a second round changed it; what was only
+                // read is not put again.
                 let most = 2 + usize::from(axes.len() > 1);
                 assert!(times.len() == 5 && times.iter().all(|times| (1..=most).contains(times)), "{times:?}");
             }

@@ -1,7 +1,8 @@
-//! A decoder splits a sequence into passes. That is right if attentions of meshwork are all that mixes its tokens, because these keep
-//! the keys and values of earlier ones. A convolution along the sequence, a shift or a sum of tokens, attention made of products and a
-//! softmax, or positions that are counted from 0 in each pass give other logits, and nothing that one pass shows tells so. So at its
-//! first use a decoder holds one pass over some tokens against two, of which the second has the last of them alone.
+//! A decoder splits a sequence into passes. That is right if attentions of meshwork are all that mixes its tokens,
+//! because these keep the keys and values of earlier ones. A convolution along the sequence, a shift or a sum of
+//! tokens, attention made of products and a softmax, or positions that are counted from 0 in each pass give other
+//! logits, and nothing that one pass shows tells so. So at its first use a decoder holds one pass over some tokens
+//! against two, of which the second has the last of them alone.
 //!
 //! ```text
 //! one pass      t0 t1 t2 ... t14 t15 ── logits of t15 ┐
@@ -9,12 +10,14 @@
 //! two passes    t0 t1 t2 ... t14 │ t15 ─ logits of t15 ┘
 //! ```
 //!
-//! The tokens are those of the first sample that arrives, over and over, each id shifted by its place so that no two are alike. Nothing is
-//! compressed: what a scheme loses depends on how tokens are put together. Experts that decode take all tokens that come.
+//! The tokens are those of the first sample that arrives, over and over, each id shifted by its place so that no two
+//! are alike. Nothing is compressed: what a scheme loses depends on how tokens are put together. Experts that decode
+//! take all tokens that come.
 //!
-//! **Tolerance.** Both are the same sums, in orders that kernels choose by the number of rows. In f32 that is a relative 1e-6 or so, and
-//! 1e-3 is refused; in 16 bits each value may be rounded to the other neighbour, 2⁻⁹ of it, and 5e-2 is refused. A router may choose
-//! another expert where two are all but equal, so tokens that differ are tried once more, with other ids.
+//! **Tolerance.** Both are the same sums, in orders that kernels choose by the number of rows. In f32 that is a
+//! relative 1e-6 or so, and 1e-3 is refused; in 16 bits each value may be rounded to the other neighbour, 2⁻⁹ of it,
+//! and 5e-2 is refused. A router may choose another expert where two are all but equal, so tokens that differ are tried
+//! once more, with other ids.
 
 use super::Decoder;
 use crate::TrainError;
@@ -24,12 +27,13 @@ use meshwork_tensor::tape::KeyValueCache;
 use meshwork_tensor::{Result, Shape};
 use std::ops::Range;
 
-/// The most tokens that are tried: a power of 2, so that the last token of blocks of 2, 4, .. tokens is among the last ones.
+/// The most tokens that are tried: a power of 2, so that the last token of blocks of 2, 4, .. tokens is among the last
+/// ones.
 const TOKENS: usize = 16;
 
 impl Decoder {
-    /// Refuses a model whose logits depend on how a sequence is split into passes. `batch` has `tokens` tokens of each sample. Collective
-    /// over the world.
+    /// Refuses a model whose logits depend on how a sequence is split into passes. `batch` has `tokens` tokens of each
+    /// sample. Collective over the world.
     pub(super) fn require_split(
         &self,
         batch: &Batch,
@@ -95,16 +99,16 @@ impl Probe {
         Ok(probe)
     }
 
-    /// The dim of the tokens in one sample of a field, if it has one: that in which it has as many as there are tokens, and not as many as the
-    /// model declares, unless no field differs from what is declared.
+    /// The dim of the tokens in one sample of a field, if it has one: that in which it has as many as there are tokens,
+    /// and not as many as the model declares, unless no field differs from what is declared.
     fn dim(&self, name: &str, dims: Shape) -> Option<usize> {
         let declared = self.fields.iter().find(|field| field.name == name).map(|field| field.dims);
         let other = |dim: usize| declared.is_none_or(|declared| declared.get(dim) != dims.get(dim));
         (0..dims.len()).find(|&dim| dims[dim] == self.tokens && (self.whole || other(dim)))
     }
 
-    /// The tokens at some places: that at place k is token k of the sample, which begins anew behind its last one, and ids are shifted by
-    /// `shift · k` within those that the field has.
+    /// The tokens at some places: that at place k is token k of the sample, which begins anew behind its last one, and
+    /// ids are shifted by `shift · k` within those that the field has.
     fn tokens(&self, shift: usize, places: Range<usize>) -> Result<Batch> {
         self.sample.map(|name, dims, values| {
             let Some(dim) = self.dim(name, dims) else { return Ok((dims, values.clone())) };

@@ -1,5 +1,5 @@
-//! The store of a rank. Reads and writes run in the order of the rank's calls: on a thread, or, if the store is host memory of the device, as
-//! copies that the device queues.
+//! The store of a rank. Reads and writes run in the order of the rank's calls: on a thread, or, if the store is host
+//! memory of the device, as copies that the device queues.
 //!
 //! More than 400 lines: the two ways share the answers that a rank waits for, and their errors.
 

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A folder with a file for each rank. A file has a name of its own, so that any number of runs may share a folder, and loses that name as
-/// soon as it is open: however a run ends, the system takes the room back.
+/// A folder with a file for each rank. A file has a name of its own, so that any number of runs may share a folder, and
+/// loses that name as soon as it is open: however a run ends, the system takes the room back.
 #[derive(Clone, Debug)]
 pub struct Folder(pub PathBuf);
 

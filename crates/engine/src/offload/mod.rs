@@ -1,6 +1,7 @@
-//! Offload: what a rank does not need at the moment leaves its memory and comes back before it is needed (ZeRO-Infinity, Rajbhandari et al.
-//! 2021, arXiv:2104.07857). States of the optimizer go page by page through the update, gradients bucket by bucket from backward to the update, activations
-//! segment by segment from forward to backward, and the activations of samples that AQ-SGD keeps leave for good, but for those of a micro-batch.
+//! Offload: what a rank does not need at the moment leaves its memory and comes back before it is needed
+//! (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857). States of the optimizer go page by page through the
+//! update, gradients bucket by bucket from backward to the update, activations segment by segment from forward to
+//! backward, and the activations of samples that AQ-SGD keeps leave for good, but for those of a micro-batch.
 //!
 //! | module | what it does |
 //! |---|---|
@@ -12,8 +13,8 @@
 //! | `saved` | what forward keeps for backward |
 //! | `parked` | gradients to which nothing is added at the moment |
 //!
-//! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for its file at fixed
-//! places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
+//! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for
+//! its file at fixed places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
 
 pub(crate) mod disk;
 mod folder;
@@ -78,8 +79,8 @@ pub trait Store: Debug + Send {
     fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
-/// What went wrong with memory outside of the device. Weights in memory and checkpoints are not touched by it, but the states of this
-/// run's optimizer are incomplete: start it again from a checkpoint.
+/// What went wrong with memory outside of the device. Weights in memory and checkpoints are not touched by it, but the
+/// states of this run's optimizer are incomplete: start it again from a checkpoint.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OffloadError {

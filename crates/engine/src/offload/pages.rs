@@ -1,6 +1,6 @@
-//! The states of the elements of flat buffers, in pages. In memory a flat buffer is one page and all of them are there. Offloaded, an update
-//! goes over the pages in an order that is known before: while one is updated, the next is read and the one before is written back. So at
-//! most three are in memory, and none between steps.
+//! The states of the elements of flat buffers, in pages. In memory a flat buffer is one page and all of them are there.
+//! Offloaded, an update goes over the pages in an order that is known before: while one is updated, the next is read
+//! and the one before is written back. So at most three are in memory, and none between steps.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -11,7 +11,8 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The most elements of a page, unless a rule needs more at once: 4 MiB of each state in f32, which any disk moves at its full speed.
+/// The most elements of a page, unless a rule needs more at once: 4 MiB of each state in f32, which any disk moves at
+/// its full speed.
 const PAGE: usize = 1 << 20;
 
 /// A page is at most this part of a rank's states too, so that three of them are few.
@@ -161,8 +162,8 @@ impl Elements {
         matches!(self.held, Held::Memory(_))
     }
 
-    /// Gives `work` the states of these pages, each once, in their order: all at once from memory, one page after the other from a disk. In memory a
-    /// flat buffer is one page.
+    /// Gives `work` the states of these pages, each once, in their order: all at once from memory, one page after the
+    /// other from a disk. In memory a flat buffer is one page.
     pub fn visit(
         &mut self,
         numbers: &[usize],

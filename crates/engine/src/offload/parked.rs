@@ -1,5 +1,5 @@
-//! Gradients on a disk, bucket by bucket. With each that comes back the next one is read, in the direction in which the last two lay: backward and the
-//! update go over them in order, and the norm nearly so, from the other end.
+//! Gradients on a disk, bucket by bucket. With each that comes back the next one is read, in the direction in which the
+//! last two lay: backward and the update go over them in order, and the norm nearly so, from the other end.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;

@@ -1,5 +1,6 @@
-//! Rows of a matrix that are read and written by their numbers, in memory or on a disk. On a disk the rows that are needed next can be read
-//! ahead, and what is written is waited for before the next write. Reads see all writes before them.
+//! Rows of a matrix that are read and written by their numbers, in memory or on a disk. On a disk the rows that are
+//! needed next can be read ahead, and what is written is waited for before the next write. Reads see all writes before
+//! them.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;

@@ -1,5 +1,6 @@
-//! What forward keeps for backward, on a disk meanwhile. What a segment has saved is written while the next one goes forward, and read while the
-//! segment behind it goes backward. What was saved last stays in memory until another segment goes forward: its backward may come next.
+//! What forward keeps for backward, on a disk meanwhile. What a segment has saved is written while the next one goes
+//! forward, and read while the segment behind it goes backward. What was saved last stays in memory until another
+//! segment goes forward: its backward may come next.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -108,13 +109,15 @@ impl Shelf {
         Self { disk: disk.clone(), fresh: RefCell::default(), leaving: RefCell::default() }
     }
 
-    /// Before the forward of a segment: what the segment before it saved begins to leave, what the one before that saved has left.
+    /// Before the forward of a segment: what the segment before it saved begins to leave, what the one before that
+    /// saved has left.
     pub fn begin_forward(&self) -> Result<(), TrainError> {
         self.settle()?;
         self.write_fresh()
     }
 
-    /// Before a walk back over a segment, in front of which lies `next`: what the segment needs comes back first, then what that one needs.
+    /// Before a walk back over a segment, in front of which lies `next`: what the segment needs comes back first, then
+    /// what that one needs.
     pub fn begin_backward(&self, segment: &Shelved, next: Option<&Shelved>) -> Result<(), TrainError> {
         let wanted = || segment.slots().chain(next.into_iter().flat_map(Shelved::slots));
         wanted().for_each(|slot| slot.wanted.set(true));

@@ -1,11 +1,12 @@
 //! Which operations of two programs are the same.
 //!
-//! A model computes the same values in the same order on every mesh. Only operations that lay a value out anew come and go: ranks of tp
-//! that share heads of keys and values gather them, experts under sequence parallelism gather whole sequences, experts that are cut over tp sum
-//! over it. All other operations are paired in their order, and so are such *layouts* between them, as far as both sides have them.
+//! A model computes the same values in the same order on every mesh. Only operations that lay a value out anew come and
+//! go: ranks of tp that share heads of keys and values gather them, experts under sequence parallelism gather whole
+//! sequences, experts that are cut over tp sum over it. All other operations are paired in their order, and so are such
+//! *layouts* between them, as far as both sides have them.
 //!
-//! Two programs *part* where an operation has no counterpart. Nothing of that layer corresponds then, and they go on together at the next layer whose
-//! parameters both read.
+//! Two programs *part* where an operation has no counterpart. Nothing of that layer corresponds then, and they go on
+//! together at the next layer whose parameters both read.
 
 use super::{Op, Program};
 
@@ -85,7 +86,8 @@ impl<'a> Pairs<'a> {
         self.order.push(ops.map(Some));
     }
 
-    /// Separates what was paired of the layers in which the programs part, and finds the next operations that read the same parameters of another layer.
+    /// Separates what was paired of the layers in which the programs part, and finds the next operations that read the
+    /// same parameters of another layer.
     fn part(&mut self, at: [usize; 2]) -> Option<[usize; 2]> {
         let [a, b] = self.programs;
         let layers = [a.ops.get(at[0]), b.ops.get(at[1])].map(|op| op.map(Op::of_layer));

@@ -1,5 +1,5 @@
-//! The operations of a step as one list, nearly the same for any mesh, and [which of two lists correspond](Pairs). A pass on the meta device finds them,
-//! without computing anything.
+//! The operations of a step as one list, nearly the same for any mesh, and [which of two lists correspond](Pairs). A
+//! pass on the meta device finds them, without computing anything.
 
 mod align;
 
@@ -12,7 +12,8 @@ use meshwork_tensor::{Shape, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place on any mesh.
+/// The operations of a step in the order of forward. Stage boundaries add none, so that an operation has the same place
+/// on any mesh.
 #[derive(Clone, Debug)]
 pub struct Program {
     /// The mesh that it runs on.
@@ -210,8 +211,8 @@ impl Observer for ListingOf {
     }
 }
 
-/// Turns numbers within a stage into places in the program. What the first operation of a later stage reads from outside came from the last one of
-/// the stage before.
+/// Turns numbers within a stage into places in the program. What the first operation of a later stage reads from
+/// outside came from the last one of the stage before.
 fn name_makers(ops: &mut [Op]) {
     let places: HashMap<(usize, usize), usize> =
         ops.iter().enumerate().map(|(place, op)| ((op.stage, op.number), place)).collect();

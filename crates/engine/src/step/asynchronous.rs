@@ -1,10 +1,10 @@
-//! The step of asynchronous schedules: weights change while the schedule runs, and the pipeline is not drained between steps
-//! (PipeDream: Narayanan et al. 2019; PipeDream-2BW: Narayanan et al. 2021).
+//! The step of asynchronous schedules: weights change while the schedule runs, and the pipeline is not drained between
+//! steps (PipeDream: Narayanan et al. 2019; PipeDream-2BW: Narayanan et al. 2021).
 //!
 //! A rank's part of step t ends with its last forward of that step's batch. The backwards and updates of the youngest
 //! micro-batches fall into its part of step t+1, or later if a step has fewer micro-batches than there are ranks. The
-//! first rank has the most micro-batches in flight. So a step's loss is complete at its end, but its last updates only at
-//! the end of the next one, and it is reported one step later still, when no rank has to wait for the sums.
+//! first rank has the most micro-batches in flight. So a step's loss is complete at its end, but its last updates only
+//! at the end of the next one, and it is reported one step later still, when no rank has to wait for the sums.
 //!
 //! ```text
 //! schedule of two steps:  │ F F F F B F B F │ B F B F B F B F │ B B B      (first rank, m = 4)

@@ -47,8 +47,8 @@ impl Trainer {
         self.evaluate_at(AtCuts::AsTrained, batches)
     }
 
-    /// As [`evaluate`](Self::evaluate), with a choice of what happens at the cuts. A model that was trained with compression may need it, or
-    /// do without.
+    /// As [`evaluate`](Self::evaluate), with a choice of what happens at the cuts. A model that was trained with
+    /// compression may need it, or do without.
     pub fn evaluate_at(
         &mut self,
         cuts: AtCuts,
@@ -84,7 +84,8 @@ impl Trainer {
     /// Every rank gets the same result.
     ///
     /// # Errors
-    /// Steps that are under way; weights that are not finite, if the numbers are not; a row that does not exist; more columns than a row has.
+    /// Steps that are under way; weights that are not finite, if the numbers are not; a row that does not exist; more
+    /// columns than a row has.
     pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
         self.predict_at(AtCuts::AsTrained, batch, row, columns)
     }

@@ -1,6 +1,6 @@
-//! Checks that the weights are finite. An update can make a weight infinite although loss and norm were finite, for example with a learning
-//! rate that is too large. The next step would notice by its loss, so steps do not check. Saves, exports and the end of a run do, and so does
-//! any pass whose loss is not finite, to name the parameter.
+//! Checks that the weights are finite. An update can make a weight infinite although loss and norm were finite, for
+//! example with a learning rate that is too large. The next step would notice by its loss, so steps do not check.
+//! Saves, exports and the end of a run do, and so does any pass whose loss is not finite, to name the parameter.
 
 use super::Trainer;
 use crate::TrainError;
@@ -11,8 +11,8 @@ use meshwork_tensor::{Error, ParamId, Params};
 const PIECE: usize = 1 << 18;
 
 impl Trainer {
-    /// Refuses weights that are not finite: one pass over those that this rank holds. Call it before weights are saved or handed on. Every
-    /// rank gets the same error.
+    /// Refuses weights that are not finite: one pass over those that this rank holds. Call it before weights are saved
+    /// or handed on. Every rank gets the same error.
     ///
     /// Collective over the world.
     ///

@@ -1,7 +1,8 @@
-//! Weights and states that come from outside. A load is no collective: nothing holds what one rank was given against what others have. So
-//! the first step after a load is verified, whatever the plan says but [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers
-//! that every step sums over the world, and before the update all ranks then compare weights, optimizer states, and what was loaded of each
-//! parameter. The last tells of a parameter that is cut, of which no rank has what another has: one rank alone with a new slice.
+//! Weights and states that come from outside. A load is no collective: nothing holds what one rank was given against
+//! what others have. So the first step after a load is verified, whatever the plan says but
+//! [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers that every step sums over the world, and
+//! before the update all ranks then compare weights, optimizer states, and what was loaded of each parameter. The last
+//! tells of a parameter that is cut, of which no rank has what another has: one rank alone with a new slice.
 
 use super::Trainer;
 use crate::statistics::StatisticSums;
@@ -11,8 +12,8 @@ use meshwork_core::hash::combine;
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 
-/// What was loaded since ranks last compared it. Only the last load of something counts: ranks that could not read a checkpoint all took an
-/// older one, however far each of them had come with the newer.
+/// What was loaded since ranks last compared it. Only the last load of something counts: ranks that could not read a
+/// checkpoint all took an older one, however far each of them had come with the newer.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     /// The hash of what was loaded of single parameters, by name.
@@ -48,7 +49,8 @@ impl Loads {
         combine(combine(self.state, u64::from(self.weights)), self.parameters.get(name).copied().unwrap_or(0))
     }
 
-    /// Notes that a rank has told of a load in the numbers of a step. Ranks compare it [where no message is on its way](Trainer::verify_told).
+    /// Notes that a rank has told of a load in the numbers of a step. Ranks compare it
+    /// [where no message is on its way](Trainer::verify_told).
     pub(super) fn told(&mut self, step: u64) {
         self.told = Some(step);
     }
@@ -60,7 +62,8 @@ impl Loads {
 }
 
 impl Trainer {
-    /// Says in the numbers of a step, at [`loads_at`](Self::loads_at), whether this rank has loaded something since the step before.
+    /// Says in the numbers of a step, at [`loads_at`](Self::loads_at), whether this rank has loaded something since the
+    /// step before.
     pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<(), TrainError> {
         let several = self.rank.world().size() > 1 && self.device.has_values();
         if std::mem::take(&mut self.loads.untold) && several && self.verify != Verify::Off {
@@ -69,8 +72,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Compares weights, states and loads with those of the other ranks, if one of them has told of a load. Collective, and so for a place in
-    /// the step where no rank waits for a message of another one: behind all actions of a step, or between steps.
+    /// Compares weights, states and loads with those of the other ranks, if one of them has told of a load. Collective,
+    /// and so for a place in the step where no rank waits for a message of another one: behind all actions of a step,
+    /// or between steps.
     ///
     /// # Errors
     /// The first claim that does not hold.

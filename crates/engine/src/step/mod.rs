@@ -1,14 +1,15 @@
 //! One training step. This module, and no other, needs several axes at once: the last micro-batch starts the reducer,
-//! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the terms of
-//! the whole batch.
+//! the gradient norm counts each element once, tied weights are summed across stages, the loss is averaged over the
+//! terms of the whole batch.
 //!
 //! ```text
 //! batch ─ count terms (dp) ─ schedule: forward, backward ... ─ reduce buckets ─ norm, loss (world) ─ clip, update ─ report
 //!                                   └ activations (pp), blocks (tp) ┘ └ started while backward runs
 //! ```
 //!
-//! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated while the next step
-//! runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never drain.
+//! [`synchronous`] has the step of synchronous schedules, which ends with one update, or with one that is validated
+//! while the next step runs; [`asynchronous`] that of asynchronous ones, which update while the schedule runs and never
+//! drain.
 //!
 //! More than 400 lines: one constructor sets up all fields of a trainer, beside the documented public calls.
 
@@ -136,7 +137,8 @@ pub struct StepReport {
     pub step: u64,
     /// Mean over all terms of the loss in the global batch, unmasked tokens or samples. Auxiliary losses are metrics.
     pub loss: f64,
-    /// Norm of the whole gradient, before clipping; with several updates in a step, the root of their mean squared norm.
+    /// Norm of the whole gradient, before clipping; with several updates in a step, the root of their mean squared
+    /// norm.
     pub grad_norm: f64,
     /// The model's metrics, by name.
     pub metrics: Vec<(&'static str, f64)>,
@@ -146,11 +148,11 @@ pub struct StepReport {
     pub lr: f64,
     /// What the loss was multiplied by before backward.
     pub loss_scale: f64,
-    /// Terms of the loss. In a step without any, and in an asynchronous one with an update without any, it is 0: the step is then skipped, its
-    /// loss is NaN and its norm 0.
+    /// Terms of the loss. In a step without any, and in an asynchronous one with an update without any, it is 0: the
+    /// step is then skipped, its loss is NaN and its norm 0.
     pub terms: u64,
-    /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this scale. The norm is then
-    /// infinite or NaN.
+    /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this
+    /// scale. The norm is then infinite or NaN.
     pub skipped: bool,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
@@ -186,9 +188,10 @@ impl Trainer {
     /// Creates this rank's trainer. Collective: every rank of the mesh creates one with the same model and plan.
     ///
     /// # Errors
-    /// Ranks whose plans or models differ, with the setting or parameter and the values that they have; a rank of a different mesh than the
-    /// plan's; a plan that does not fit the model, the schedule or the device; a program that is wrongly distributed,
-    /// or [another one on one rank](TrainError::OneRank), which the first passes over the model find without data.
+    /// Ranks whose plans or models differ, with the setting or parameter and the values that they have; a rank of a
+    /// different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a program that
+    /// is wrongly distributed, or [another one on one rank](TrainError::OneRank), which the first passes over the model
+    /// find without data.
     pub fn new(
         model: Arc<dyn Model>,
         plan: &Plan,
@@ -349,8 +352,8 @@ impl Trainer {
         })
     }
 
-    /// Begins one of its collective calls: what this rank communicates until the result is dropped carries the name. Faults print it, and
-    /// ranks in different calls are refused.
+    /// Begins one of its collective calls: what this rank communicates until the result is dropped carries the name.
+    /// Faults print it, and ranks in different calls are refused.
     fn enter(&self, call: &str) -> Entered {
         self.rank.enter(&*format!("{}::{call}", self.name))
     }
@@ -400,8 +403,8 @@ impl Trainer {
     }
 
     /// The slices of a parameter that this rank keeps of a vector, in the order in which [`params`](Self::params),
-    /// [`gradient`](Self::gradient) and [`optimizer_states`](Self::optimizer_states) give their elements: one, what the placement says,
-    /// unless ZeRO cuts the vector.
+    /// [`gradient`](Self::gradient) and [`optimizer_states`](Self::optimizer_states) give their elements: one, what the
+    /// placement says, unless ZeRO cuts the vector.
     pub fn slices(&self, id: ParamId, vector: Vector) -> Vec<LocalSlice> {
         let weights = self.weights.borrow();
         let local = weights.params().declarations().spec(id).local(self.rank.mesh(), self.rank.coords());
@@ -413,8 +416,8 @@ impl Trainer {
         self.weights.borrow().is_cut(id, vector)
     }
 
-    /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all ranks, before
-    /// clipping. Empty for a frozen one.
+    /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all
+    /// ranks, before clipping. Empty for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
         let mut gradient = self.weights.borrow().gradient(id)?;
         gradient.iter_mut().for_each(|element| *element = (f64::from(*element) / self.reduced_scale) as f32);
@@ -426,7 +429,8 @@ impl Trainer {
         self.weights.borrow().states(id)
     }
 
-    /// Its states of rows, columns and other sets of the elements of a parameter, which every rank that holds some of it keeps whole.
+    /// Its states of rows, columns and other sets of the elements of a parameter, which every rank that holds some of
+    /// it keeps whole.
     pub fn set_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         self.weights.borrow().sets(id)
     }
@@ -457,8 +461,8 @@ impl Trainer {
         self.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.events())
     }
 
-    /// Trains on this rank's [samples](Self::samples) of one global batch, to the end: [`start_step`](Self::start_step), then
-    /// [`flush`](Self::flush).
+    /// Trains on this rank's [samples](Self::samples) of one global batch, to the end:
+    /// [`start_step`](Self::start_step), then [`flush`](Self::flush).
     pub fn step(&mut self, batch: &Batch) -> Result<StepReport, TrainError> {
         self.observed_step(batch, |_| {})
     }
@@ -506,8 +510,8 @@ impl Trainer {
         }
     }
 
-    /// Skips a step in which the loss, or the loss of one of its updates, has no terms. The step changes nothing and is counted. Terms are summed
-    /// over ranks, so all ranks skip it.
+    /// Skips a step in which the loss, or the loss of one of its updates, has no terms. The step changes nothing and is
+    /// counted. Terms are summed over ranks, so all ranks skip it.
     fn pass_over(
         &mut self,
         batch: &Batch,
@@ -609,7 +613,8 @@ impl Trainer {
         })
     }
 
-    /// A pass that trains: the mean loss over the terms of each update, and auxiliary losses by the mean over its samples.
+    /// A pass that trains: the mean loss over the terms of each update, and auxiliary losses by the mean over its
+    /// samples.
     fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
         let per_update = self.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.global_batch_size as f64;
@@ -658,7 +663,8 @@ impl Trainer {
         Ok(walked?)
     }
 
-    /// Forgets the activations that AQ-SGD keeps of samples, which are then new in the next step: where numbers stand for other samples now.
+    /// Forgets the activations that AQ-SGD keeps of samples, which are then new in the next step: where numbers stand
+    /// for other samples now.
     pub fn forget_samples(&mut self) {
         self.codec.borrow_mut().histories_mut().forget();
     }
@@ -681,7 +687,8 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
-    // The samples of each rank, and those of the ranks that share experts: the gradients of these are summed over the rest of dp.
+    // The samples of each rank, and those of the ranks that share experts: the gradients of these are summed over the
+    // rest of dp.
     let batch = plan.global_batch_size;
     for (degree, value) in [("dp", plan.mesh.data_degree()), ("dp / ep", plan.mesh.degree(Axis::Dp))] {
         if plan.blocks().is_some() && !tree::fits(batch, value) {

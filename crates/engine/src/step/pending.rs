@@ -1,8 +1,8 @@
 //! The sums over the world that give a step's loss, metrics and norm, and the report of the step.
 //!
-//! The numbers of a step lie in one f64 vector on the device, `[losses of samples | metrics of samples | sums of the squared norm | ranks that
-//! loaded something]`,
-//! which is summed over the world and downloaded once, whatever the number of micro-batches and layers.
+//! The numbers of a step lie in one f64 vector on the device,
+//! `[losses of samples | metrics of samples | sums of the squared norm | ranks that loaded something]`, which is summed
+//! over the world and downloaded once, whatever the number of micro-batches and layers.
 
 use super::{Offloaded, StepReport, Trainer};
 use crate::pass::Purpose;
@@ -92,7 +92,8 @@ impl Measured {
     }
 }
 
-/// The squared norm that some numbers are the sum of: [`WeightStore::norm_slots`](crate::weights::WeightStore::norm_slots).
+/// The squared norm that some numbers are the sum of:
+/// [`WeightStore::norm_slots`](crate::weights::WeightStore::norm_slots).
 fn norm_squared(numbers: &[f64]) -> f64 {
     match numbers {
         [] => 0.0,
@@ -165,8 +166,8 @@ impl Trainer {
         })
     }
 
-    /// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups of its own, those
-    /// that bring together what the update rule measures.
+    /// Groups whose bytes are reported: those of experts where these are shared out, those of ZeRO where it has groups
+    /// of its own, those that bring together what the update rule measures.
     fn names(&self) -> Vec<&'static str> {
         let experts = self.rank.mesh().degree(Axis::Ep) > 1;
         let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
@@ -181,8 +182,8 @@ impl Trainer {
             .collect()
     }
 
-    /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some rank should
-    /// stop, and the statistics that are reported.
+    /// Starts the sum that gives every rank the bytes per group, summed over the ranks, every rank's peak, whether some
+    /// rank should stop, and the statistics that are reported.
     ///
     /// Also sends the number of this rank's steps, and the hash of its [input](hash_of_input).
     pub(super) fn start_stats(
@@ -212,7 +213,8 @@ impl Trainer {
         Ok(StepStats(pending))
     }
 
-    /// What this rank has offloaded since it was asked last: bytes read and written, seconds waited. Nothing if it does not offload.
+    /// What this rank has offloaded since it was asked last: bytes read and written, seconds waited. Nothing if it does
+    /// not offload.
     fn moved(&self) -> Vec<f64> {
         let Some(disk) = &self.disk else { return Vec::new() };
         let now = (disk.traffic(), disk.waited());
@@ -221,8 +223,8 @@ impl Trainer {
         vec![moved.read as f64, moved.written as f64, (now.1 - waited).as_secs_f64()]
     }
 
-    /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other samples. `hashes` are those
-    /// of all ranks, which find the same.
+    /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other
+    /// samples. `hashes` are those of all ranks, which find the same.
     fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<(), TrainError> {
         if !self.device.has_values() {
             return Ok(()); // a dry run has no other ranks

@@ -1,15 +1,18 @@
-//! A loss is one number for each sample, summed over its terms, and the trainer divides by the terms of the whole batch. A model that
-//! divides by the samples of its micro-batch as well trains towards another loss on every mesh, and the same one on all ranks of each.
-//! So before its first step a trainer that verifies holds the losses and metrics of one micro-batch against those of its samples one by one.
+//! A loss is one number for each sample, summed over its terms, and the trainer divides by the terms of the whole
+//! batch. A model that divides by the samples of its micro-batch as well trains towards another loss on every mesh, and
+//! the same one on all ranks of each. So before its first step a trainer that verifies holds the losses and metrics of
+//! one micro-batch against those of its samples one by one.
 //!
-//! **Cost.** Two forward passes over one micro-batch, once. They take less memory than the step: they keep nothing for backward, and
-//! no more samples run at once. A micro-batch of one sample has nothing to compare, and gives the numbers that were meant. A model that
-//! counts the samples of its micro-batch by a number of its own, so that none of one sample runs, is not compared.
+//! **Cost.** Two forward passes over one micro-batch, once. They take less memory than the step: they keep nothing for
+//! backward, and no more samples run at once. A micro-batch of one sample has nothing to compare, and gives the numbers
+//! that were meant. A model that counts the samples of its micro-batch by a number of its own, so that none of one
+//! sample runs, is not compared.
 //!
-//! **Tolerance.** In canonical numerics a sample has the same bits, whatever samples are beside it. Else kernels choose an order of sums by the
-//! number of rows: a relative 1e-6 or so in f32, of which 1e-3 is refused; in 16 bits values may be rounded to the other neighbour,
-//! and 5e-2 is refused. A loss that is all but zero is held against the others of its micro-batch. Where a layer decides something from
-//! values, as a router does, a rounding may choose another expert: of such models only the loss is compared, and 5e-2 of it is refused.
+//! **Tolerance.** In canonical numerics a sample has the same bits, whatever samples are beside it. Else kernels choose
+//! an order of sums by the number of rows: a relative 1e-6 or so in f32, of which 1e-3 is refused; in 16 bits values
+//! may be rounded to the other neighbour, and 5e-2 is refused. A loss that is all but zero is held against the others
+//! of its micro-batch. Where a layer decides something from values, as a router does, a rounding may choose another
+//! expert: of such models only the loss is compared, and 5e-2 of it is refused.
 
 use super::{AtCuts, Trainer};
 use crate::TrainError;
@@ -23,8 +26,9 @@ const VALID: &str = "give for each sample the sum over its own terms, which the 
                      Tape::mixes_samples that samples depend on each other by design";
 
 impl Trainer {
-    /// Refuses a model whose loss or metrics of a sample depend on the samples of its micro-batch, unless a layer [said
-    /// so](meshwork_tensor::Tape::mixes_samples). Only before the first step of a trainer that verifies it. Collective over the world.
+    /// Refuses a model whose loss or metrics of a sample depend on the samples of its micro-batch, unless a layer
+    /// [said so](meshwork_tensor::Tape::mixes_samples). Only before the first step of a trainer that verifies it.
+    /// Collective over the world.
     pub(super) fn require_samples_apart(&mut self, batch: &Batch) -> Result<(), TrainError> {
         let begins = self.steps_of_trainer == 0 && self.verify.includes(0);
         if !begins || self.micro_batch < 2 || !self.device.has_values() {
@@ -74,8 +78,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Losses and metrics of the first samples of each rank, in micro-batches of `micro_batch`, in rows as long as the global batch, and whether a
-    /// layer decided something from values. `None` if one says that samples depend on each other.
+    /// Losses and metrics of the first samples of each rank, in micro-batches of `micro_batch`, in rows as long as the
+    /// global batch, and whether a layer decided something from values. `None` if one says that samples depend on each
+    /// other.
     fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<(Vec<f64>, bool)>, TrainError> {
         let mut pass = self.pass(Purpose::Evaluate, first)?;
         pass.micro_batch = micro_batch;
@@ -93,7 +98,8 @@ impl Trainer {
     }
 }
 
-/// The first sample whose two numbers are apart by more than a relative `most`: of them, or of the root of the mean square of all.
+/// The first sample whose two numbers are apart by more than a relative `most`: of them, or of the root of the mean
+/// square of all.
 fn first_apart(together: &[f64], alone: &[f64], most: f64) -> Option<usize> {
     let size = (alone.iter().map(|x| x * x).sum::<f64>() / alone.len().max(1) as f64).sqrt();
     let apart = |(&a, &b): (&f64, &f64)| (a - b).abs() > most * a.abs().max(b.abs()).max(size);

@@ -19,8 +19,8 @@ impl Trainer {
     /// only the slice that it holds, which is empty if the parameter is on other stages. Optimizer states stay as they
     /// are.
     ///
-    /// Not collective, but every rank that holds a part of the parameter must be given the same values: the next step verifies
-    /// it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
+    /// Not collective, but every rank that holds a part of the parameter must be given the same values: the next step
+    /// verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
@@ -40,12 +40,12 @@ impl Trainer {
         written.ok_or_else(|| refuse("its weights are being read".to_owned()))?
     }
 
-    /// Replaces the weights of every parameter that this rank holds by those that `read` gives: the elements of the slice that lies
-    /// here, as they are stored, padding zero. This is how a run starts from a model of elsewhere; optimizer states and counters stay
-    /// as they are.
+    /// Replaces the weights of every parameter that this rank holds by those that `read` gives: the elements of the
+    /// slice that lies here, as they are stored, padding zero. This is how a run starts from a model of elsewhere;
+    /// optimizer states and counters stay as they are.
     ///
-    /// Not collective, but every rank calls it, and those that hold the same elements must be given the same values: the next step
-    /// verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
+    /// Not collective, but every rank calls it, and those that hold the same elements must be given the same values:
+    /// the next step verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     ///
     /// # Errors
     /// Weights that cannot be read, of another number, or not finite; while steps are under way.
@@ -91,12 +91,12 @@ impl Trainer {
         Ok(TrainState { step, updates, pieces })
     }
 
-    /// The same, vector by vector, of those that `wanted` picks, without a copy where the device computes in host memory. Returns the complete
-    /// steps and the updates.
+    /// The same, vector by vector, of those that `wanted` picks, without a copy where the device computes in host
+    /// memory. Returns the complete steps and the updates.
     ///
     /// # Errors
-    /// The errors of [`state`](Self::state) and of `visit`. Only the ranks that hold weights or states that are not finite find them:
-    /// [`require_finite`](Self::require_finite) tells all ranks of weights first.
+    /// The errors of [`state`](Self::state) and of `visit`. Only the ranks that hold weights or states that are not
+    /// finite find them: [`require_finite`](Self::require_finite) tells all ranks of weights first.
     pub fn visit_state<E: From<TrainError>>(
         &self,
         wanted: impl Fn(&StateKey) -> bool,
@@ -165,12 +165,12 @@ impl Trainer {
     }
 
     /// Continues from the state of another run of the same model and update rule. That run may have had any mesh,
-    /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state, which the next step
-    /// verifies, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
+    /// schedule and number of micro-batches. This rank reads its slices; every rank must be given the same state, which
+    /// the next step verifies, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     ///
     /// # Errors
-    /// While steps are under way; state that is missing, does not fit or is not finite, after which this trainer cannot be used any
-    /// more.
+    /// While steps are under way; state that is missing, does not fit or is not finite, after which this trainer cannot
+    /// be used any more.
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
         self.loads.note_state(combine(source.step(), source.updates()));

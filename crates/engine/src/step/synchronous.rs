@@ -193,8 +193,8 @@ impl Trainer {
         Ok(Some((self.report(step, measured, stats, records)?, redone)))
     }
 
-    /// Waits for the sums of a step, and follows its gradients with the loss scale: of those that overflowed at a dynamic scale, the step is
-    /// skipped. Any other value that is not finite is refused.
+    /// Waits for the sums of a step, and follows its gradients with the loss scale: of those that overflowed at a
+    /// dynamic scale, the step is skipped. Any other value that is not finite is refused.
     fn measured(&mut self, sums: Sums, terms: u64, loss_scale: f64, step: u64) -> Result<Measured, TrainError> {
         let measured = self.measure(sums, terms, loss_scale)?;
         if measured.loaded {
@@ -207,7 +207,8 @@ impl Trainer {
         }
     }
 
-    /// After a step that was not finite: what compression lost in it is not finite either, and would spoil every later step.
+    /// After a step that was not finite: what compression lost in it is not finite either, and would spoil every later
+    /// step.
     fn forget_feedback(&mut self) -> Result<(), TrainError> {
         self.codec.borrow_mut().forget()?;
         self.weights.get_mut().gradients.load_kept(|kept| Ok(vec![0.0; kept.slice.stored.count()]))

@@ -14,8 +14,8 @@ use meshwork_tensor::{Error, ParamId};
 use std::ops::Range;
 
 impl Trainer {
-    /// Begins to note claims, if this step is verified. In the first step of a trainer, whatever is verified, and in those that are, ranks
-    /// compare their samples. Collective over the world.
+    /// Begins to note claims, if this step is verified. In the first step of a trainer, whatever is verified, and in
+    /// those that are, ranks compare their samples. Collective over the world.
     ///
     /// # Errors
     /// Two data-parallel ranks with the same samples.
@@ -50,7 +50,8 @@ impl Trainer {
         }
     }
 
-    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over the world.
+    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over the
+    /// world.
     ///
     /// # Errors
     /// The first claim that does not hold.
@@ -96,8 +97,8 @@ impl Trainer {
         })
     }
 
-    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums that update buffers; and
-    /// that the same was loaded of a parameter wherever some of it is.
+    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums
+    /// that update buffers; and that the same was loaded of a parameter wherever some of it is.
     pub(super) fn claim_parameters(
         &self,
         weights: &Claims,

@@ -1,4 +1,5 @@
-//! A model whose loss compares each sample with those of all data-parallel ranks: a contrastive loss (CLIP, Radford et al., arXiv:2103.00020).
+//! A model whose loss compares each sample with those of all data-parallel ranks: a contrastive loss (CLIP, Radford et
+//! al., arXiv:2103.00020).
 
 use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh};

@@ -39,7 +39,8 @@ fn is_in(name: &str, freeze: &str) -> bool {
 const PARTS: [&str; 5] =
     ["embedding, layers.0-1", "layers.3", "head, norm", "layers.0,layers.2", "embedding,layers.0-3"];
 
-/// One step of gradient descent: what is frozen keeps its bits and has no states, and the rest moves as it does where nothing is frozen.
+/// One step of gradient descent: what is frozen keeps its bits and has no states, and the rest moves as it does where
+/// nothing is frozen.
 #[test]
 fn frozen_parts_stay_and_the_others_train_as_before() {
     type Make = fn(&str) -> Arc<dyn Model>;
@@ -114,7 +115,8 @@ fn frozen_parts_are_the_same_on_every_mesh() {
     }
 }
 
-/// A dry run tells what is saved: states and gradients of frozen parts, and the backward below the first part that is trained.
+/// A dry run tells what is saved: states and gradients of frozen parts, and the backward below the first part that is
+/// trained.
 #[test]
 fn what_frozen_parts_save_is_predicted() {
     let plan = on("dp=1", Numerics::Fast);

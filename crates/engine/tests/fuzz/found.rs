@@ -81,8 +81,8 @@ pub fn right(program: Program, plan: Plan) {
     }
 }
 
-/// A flat buffer of one element lies whole in the slice of the first rank that shares it out: that rank did not gather it, and claimed other
-/// replicas in verify mode, while the others waited for it.
+/// A flat buffer of one element lies whole in the slice of the first rank that shares it out: that rank did not gather
+/// it, and claimed other replicas in verify mode, while the others waited for it.
 #[test]
 fn a_buffer_whose_elements_lie_in_one_slice_is_shared_out_by_all_ranks() {
     let params =
@@ -108,9 +108,9 @@ pub fn refused(program: Program, plan: Plan) -> String {
     }
 }
 
-/// Each stage makes its gradients ready in an order of its own. The sums over both stages were taken in that order, and so were the
-/// gradients of one weight added to those of the other. Verify mode compared the weights in the order of their declaration, and
-/// complained where they were right.
+/// Each stage makes its gradients ready in an order of its own. The sums over both stages were taken in that order, and
+/// so were the gradients of one weight added to those of the other. Verify mode compared the weights in the order of
+/// their declaration, and complained where they were right.
 #[test]
 fn two_weights_that_stages_tie_in_different_orders_are_summed_each_with_itself() {
     for numerics in [Numerics::Fast, CANONICAL] {
@@ -128,8 +128,8 @@ fn weights_that_different_stages_share_do_not_wait_for_each_other() {
     right(program(layers), plan("dp=2,pp=3", Numerics::Fast));
 }
 
-/// Three uses on two ranks and more: the sum over uses was that over ranks, in another order than on one rank, or between buffers
-/// of different sizes.
+/// Three uses on two ranks and more: the sum over uses was that over ranks, in another order than on one rank, or
+/// between buffers of different sizes.
 #[test]
 fn the_uses_of_a_tied_weight_are_summed_in_the_order_of_one_rank() {
     let three = vec![linears(&["a"], false), linears(&["a"], true), linears(&["a"], true)];

@@ -1,4 +1,5 @@
-//! The programs that a user writes without a trainer: a loop on tapes with an update of its own, and the passes of a decoder.
+//! The programs that a user writes without a trainer: a loop on tapes with an update of its own, and the passes of a
+//! decoder.
 
 use crate::interpret::{Net, misfit, tokens};
 use crate::mutate::{Careless, Change};

@@ -277,7 +277,8 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
     }
 }
 
-/// The value in the type in which the model stores values, once it is no share of a sum any more, and its gradient is none.
+/// The value in the type in which the model stores values, once it is no share of a sum any more, and its gradient is
+/// none.
 fn stored(x: &Var) -> Result<Var> {
     match x.types().iter().any(|(_, ty)| matches!(ty, Ty::Partial | Ty::Replicate)) {
         true => Ok(x.clone()),

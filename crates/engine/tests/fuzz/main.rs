@@ -1,5 +1,6 @@
-//! A differential fuzzer of programs: random networks on random meshes have the numbers of one rank, and random mistakes in them are
-//! refused, found by verify mode, or harmless. `docs/fuzzing.md` says what is generated and how to run more of it.
+//! A differential fuzzer of programs: random networks on random meshes have the numbers of one rank, and random
+//! mistakes in them are refused, found by verify mode, or harmless. `docs/fuzzing.md` says what is generated and how to
+//! run more of it.
 
 mod case;
 mod found;
@@ -78,7 +79,8 @@ fn try_seed(seed: u64, mutants: usize) -> Result<Score, String> {
     Ok(score)
 }
 
-/// The fuzzer finds what it is for: an operation that is wrong on several ranks, and only there, in an otherwise right program.
+/// The fuzzer finds what it is for: an operation that is wrong on several ranks, and only there, in an otherwise right
+/// program.
 #[test]
 fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
     let planted = Op::User(Lie::Degree);
@@ -108,7 +110,8 @@ fn a_planted_error_is_found_and_the_program_is_shrunk_to_it() {
     assert!(live(&small).contains(&planted) && live(&small).len() < live(&case).len(), "{}", verdict::told(&small));
 }
 
-/// The check of an operation of the user's own, which counts as a find, accepts the right one and says what is wrong with others.
+/// The check of an operation of the user's own, which counts as a find, accepts the right one and says what is wrong
+/// with others.
 #[test]
 fn the_check_of_the_users_operation_tells_right_from_wrong() {
     assert_eq!(verdict::check_of_user(&Op::User(Lie::None)), Ok(()));

@@ -341,8 +341,8 @@ fn sites(case: &Case) -> Vec<Mutant> {
 pub const LIES: [Lie; 6] =
     [Lie::ForwardByRank, Lie::GradientByRank, Lie::Gradient, Lie::NoGradient, Lie::Degree, Lie::Mixes];
 
-/// Hidden features that a fused layer makes and only the next layer reads: the parameters and dims that have their extent, and the axis
-/// that cuts it.
+/// Hidden features that a fused layer makes and only the next layer reads: the parameters and dims that have their
+/// extent, and the axis that cuts it.
 fn hidden(program: &Program, block: &Block) -> Vec<(Vec<(usize, usize)>, Axis)> {
     let pairs = block.code.iter().zip(block.code.iter().skip(1));
     let of_pair = |(first, second): (&Instr, &Instr)| {

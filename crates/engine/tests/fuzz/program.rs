@@ -1,4 +1,5 @@
-//! A program as plain data: a network of blocks of instructions. It names axes, but no degree: one program runs on every mesh.
+//! A program as plain data: a network of blocks of instructions. It names axes, but no degree: one program runs on
+//! every mesh.
 //!
 //! More than 400 lines: every instruction with its operands, and how each is printed.
 
@@ -14,8 +15,8 @@ pub struct Program {
     pub data: Data,
     /// Tokens of a sample.
     pub seq: usize,
-    /// The blocks, in the order in which they run: the front (value 0 is the field of inputs), a block for each layer, the back,
-    /// whose result is the output of the model, and the loss of that output.
+    /// The blocks, in the order in which they run: the front (value 0 is the field of inputs), a block for each layer,
+    /// the back, whose result is the output of the model, and the loss of that output.
     pub blocks: Vec<Block>,
     /// The activation before each layer, and after the last one.
     pub cuts: Vec<Cut>,

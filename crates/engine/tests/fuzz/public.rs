@@ -25,7 +25,8 @@ fn instr(op: Op, args: &[usize]) -> Instr {
     Instr { op, args: args.to_vec() }
 }
 
-/// The gradient of one use went to the optimizer alone, or was divided once more: DeepSpeed's hooks counted a module's backward once.
+/// The gradient of one use went to the optimizer alone, or was divided once more: DeepSpeed's hooks counted a module's
+/// backward once.
 #[test]
 fn a_module_used_twice_in_a_step_has_the_gradients_of_both_uses() {
     let linear = || Op::Linear { weight: 0, contract: 1 };
@@ -43,8 +44,8 @@ fn a_module_used_twice_in_a_step_has_the_gradients_of_both_uses() {
     }
 }
 
-/// The factors of an adapter. The first has no gradient before the second has left zero, and the hook that summed it over the replicas was
-/// skipped where the product added to the gradient in place: they split in the second step.
+/// The factors of an adapter. The first has no gradient before the second has left zero, and the hook that summed it
+/// over the replicas was skipped where the product added to the gradient in place: they split in the second step.
 #[test]
 fn a_factor_that_two_layers_share_is_the_same_on_all_ranks_behind_its_first_gradient() {
     let adapted = |base: &str, up: &str, tied| {
@@ -64,7 +65,8 @@ fn a_factor_that_two_layers_share_is_the_same_on_all_ranks_behind_its_first_grad
     }
 }
 
-/// Only the first or the last micro-batch counted, what was added up was divided again for each, or it doubled where nobody else had a share.
+/// Only the first or the last micro-batch counted, what was added up was divided again for each, or it doubled where
+/// nobody else had a share.
 #[test]
 fn gradients_of_several_micro_batches_add_up_under_every_stage_of_zero() {
     for (mesh, group, micros) in [("dp=2", None, 2), ("dp=2", Some(1), 2), ("tp=2", None, 4), ("pp=2", None, 4)] {

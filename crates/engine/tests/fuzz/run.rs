@@ -101,8 +101,8 @@ pub fn alone(case: &Case) -> Ended {
     run(case, &case.alone, None, 0.0)
 }
 
-/// Whether a rounding of the weights stays a rounding in every number. A program that makes more of it, such as the norm of numbers that
-/// are all but equal, tells nothing: its numbers differ between meshes as well.
+/// Whether a rounding of the weights stays a rounding in every number. A program that makes more of it, such as the
+/// norm of numbers that are all but equal, tells nothing: its numbers differ between meshes as well.
 pub fn is_steady(case: &Case, alone: &Numbers) -> bool {
     let (nudge, bound) = match (case.plan.numerics, case.plan.precision) {
         (Numerics::Canonical { .. }, _) => return true,
@@ -191,7 +191,8 @@ fn passes(seq: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Trains by a trainer, which may load other weights and states before its last step. For that the ranks meet, for each holds a part.
+/// Trains by a trainer, which may load other weights and states before its last step. For that the ranks meet, for each
+/// holds a part.
 fn train(
     given: &Given<'_>,
     rank: Arc<Rank>,

@@ -1,4 +1,5 @@
-//! What a user of the library writes: constants, an operation of their own and a collective of their own, right or careless.
+//! What a user of the library writes: constants, an operation of their own and a collective of their own, right or
+//! careless.
 
 use crate::interpret::misfit;
 use crate::program::{Holds, Lie, Op};

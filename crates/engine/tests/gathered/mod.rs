@@ -1,4 +1,5 @@
-//! Compressed gathers of weights with ZeRO-3: ranks compute with what messages restore to, and update the weights themselves.
+//! Compressed gathers of weights with ZeRO-3: ranks compute with what messages restore to, and update the weights
+//! themselves.
 
 use super::*;
 use meshwork_engine::{LossScale, MixedPrecision};
@@ -20,7 +21,8 @@ fn on(mesh: &str, compress: Compress) -> Plan {
     }
 }
 
-/// What this rank's messages of its parameters restore to, each where it lies in the parameter as the rank would hold it whole.
+/// What this rank's messages of its parameters restore to, each where it lies in the parameter as the rank would hold
+/// it whole.
 fn restored(trainer: &Trainer, scheme: &Scheme, updates: u64) -> BTreeMap<String, Vec<f32>> {
     let params = trainer.params();
     let of = |id| {
@@ -47,8 +49,8 @@ fn restored(trainer: &Trainer, scheme: &Scheme, updates: u64) -> BTreeMap<String
     params.declarations().ids().map(of).collect()
 }
 
-/// Each step has the loss and gradients of one that reads the restored weights as they are, bit by bit, on every mesh; and it updates the
-/// exact weights: those that a message was made of, less the gradients.
+/// Each step has the loss and gradients of one that reads the restored weights as they are, bit by bit, on every mesh;
+/// and it updates the exact weights: those that a message was made of, less the gradients.
 #[test]
 fn ranks_compute_with_what_messages_restore_to_and_update_exact_weights() {
     let full = |plan| Plan { recompute: Recompute::Full, ..plan };
@@ -119,8 +121,8 @@ fn ranks_compute_with_what_messages_restore_to_and_update_exact_weights() {
     }
 }
 
-/// On every mesh eight bits train as all do, calls, bytes and memory are as predicted, and a device whose memory the host cannot read gives the
-/// same bits.
+/// On every mesh eight bits train as all do, calls, bytes and memory are as predicted, and a device whose memory the
+/// host cannot read gives the same bits.
 #[test]
 fn gathers_take_the_bytes_that_were_predicted_and_train() {
     let zb = |plan| Plan { schedule: named("zb_h2"), max_norm: 1e3, ..plan };
@@ -190,7 +192,8 @@ fn a_message_has_a_part_for_each_parameter_of_a_slice() {
     .unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// Validation computes with what messages restore to, or with the weights themselves; training does so from its step on.
+/// Validation computes with what messages restore to, or with the weights themselves; training does so from its step
+/// on.
 #[test]
 fn validation_and_early_steps_may_gather_exact_weights() {
     let losses = |compress, cuts| {

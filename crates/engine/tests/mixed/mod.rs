@@ -1,5 +1,5 @@
-//! Mixed precision: a run moves between types, meshes and stages of ZeRO; networks and experts train in 16 bits; what does not go with it is
-//! refused.
+//! Mixed precision: a run moves between types, meshes and stages of ZeRO; networks and experts train in 16 bits; what
+//! does not go with it is refused.
 
 use super::{batch, go_on, go_on_with, model, noise, on, tower};
 use meshwork_compress::{Feedback, Scheme};
@@ -71,8 +71,8 @@ fn a_run_moves_between_types_meshes_and_stages() {
     assert_eq!(state.unwrap().vector(&scale).unwrap(), [4096.0, 2.0]);
 }
 
-/// In canonical numerics shares of sums have f32, and each sum is rounded once: the bits of one rank in 16 bits, on every mesh. The state of f16 has the
-/// loss scale, which overflows at first.
+/// In canonical numerics shares of sums have f32, and each sum is rounded once: the bits of one rank in 16 bits, on
+/// every mesh. The state of f16 has the loss scale, which overflows at first.
 #[test]
 fn canonical_numerics_have_the_bits_of_one_rank() {
     let config = Gpt2Config {
@@ -145,7 +145,8 @@ fn canonical_numerics_have_the_bits_of_one_rank() {
     }
 }
 
-/// A recomputed GELU or SwiGLU is computed from the stored product; forward must not have computed it from the product before it was rounded.
+/// A recomputed GELU or SwiGLU is computed from the stored product; forward must not have computed it from the product
+/// before it was rounded.
 #[test]
 fn recomputed_activations_are_bitwise_identical() {
     for model in [model(), super::llama()] {
@@ -239,7 +240,8 @@ fn everywhere(scheme: &str) -> Compress {
     Compress { activations: scheme, activation_gradients: scheme, gradients: scheme, ..Compress::default() }
 }
 
-/// Messages of bf16 lose nothing of what is bf16, and sums are rounded once either way: the bits of a run without compression.
+/// Messages of bf16 lose nothing of what is bf16, and sums are rounded once either way: the bits of a run without
+/// compression.
 #[test]
 fn messages_of_bf16_lose_nothing_of_bf16() {
     for (mesh, schedule) in [("dp=2,pp=2", "1f1b"), ("dp=2,tp=2,pp=2", "zb_h1"), ("pp=4", "gpipe")] {
@@ -260,7 +262,8 @@ fn messages_of_bf16_lose_nothing_of_bf16() {
     }
 }
 
-/// What is compressed has 16 bits, what is added up and kept has f32; calls, bytes and memory are those that were predicted.
+/// What is compressed has 16 bits, what is added up and kept has f32; calls, bytes and memory are those that were
+/// predicted.
 #[test]
 fn compression_takes_and_gives_16_bits() {
     let quantised = |feedback| Compress { feedback, ..everywhere("quant:8") };

@@ -1,4 +1,5 @@
-//! Offload: a run goes on with and without it, whatever the speed of the disk, and a disk that fails ends every rank with the reason.
+//! Offload: a run goes on with and without it, whatever the speed of the disk, and a disk that fails ends every rank
+//! with the reason.
 
 use super::{SEQ, VOCAB, batch, go_on, model, on};
 use meshwork_core::comm::thread;
@@ -142,8 +143,8 @@ fn a_run_goes_on_with_and_without_offload_bit_by_bit() {
     }
 }
 
-/// A model whose weights, gradients and states of the optimizer take four times the limit of a rank, activations not counted, trains on one rank with
-/// offload, and on eight that share it out without.
+/// A model whose weights, gradients and states of the optimizer take four times the limit of a rank, activations not
+/// counted, trains on one rank with offload, and on eight that share it out without.
 #[test]
 fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
     let sizes = Gpt2Config {
@@ -259,7 +260,8 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
     assert!(error.contains("offload to /no/such/folder: ") && error.contains("name a folder that exists"), "{error}");
 }
 
-/// So it is where the activations of samples are on the disk: of those, a step that is new writes, and a later one reads.
+/// So it is where the activations of samples are on the disk: of those, a step that is new writes, and a later one
+/// reads.
 #[test]
 fn a_disk_that_fails_ends_every_rank_that_keeps_activations_of_samples_on_it() {
     let compress = Compress { activations: "topk:0.3".parse().unwrap(), aqsgd: Some(32), ..Compress::default() };

@@ -1,5 +1,5 @@
-//! Update rules that read whole parameters: on any mesh, at any stage of ZeRO, with tied weights, experts and schedules that roll back or
-//! update while they run.
+//! Update rules that read whole parameters: on any mesh, at any stage of ZeRO, with tied weights, experts and schedules
+//! that roll back or update while they run.
 
 mod projections;
 
@@ -131,8 +131,8 @@ fn rules_that_read_whole_parameters_have_the_bits_of_one_rank() {
     }
 }
 
-/// In fast numerics meshes agree up to rounding. (Of a model without biases: the gradient of a key's bias is zero, and its rounding would be
-/// scaled up to a step.)
+/// In fast numerics meshes agree up to rounding. (Of a model without biases: the gradient of a key's bias is zero, and
+/// its rounding would be scaled up to a step.)
 #[test]
 fn rules_that_read_whole_parameters_follow_one_rank() {
     for rule in rules() {
@@ -175,7 +175,8 @@ fn rules_that_read_whole_parameters_follow_one_rank() {
     }
 }
 
-/// A table of 100 words is stored in 104 rows in canonical numerics, in 128 in fast ones, and what is measured of it is of its words.
+/// A table of 100 words is stored in 104 rows in canonical numerics, in 128 in fast ones, and what is measured of it is
+/// of its words.
 #[test]
 fn measures_of_a_table_leave_out_its_padding() {
     let model: Arc<dyn Model> = Arc::new(Llama::new(LlamaConfig { vocab_size: 100, ..super::small_llama() }));
@@ -210,7 +211,8 @@ fn asynchronous_updates_bring_their_measures_together() {
     }
 }
 
-/// What is left between steps: a weight and a gradient of 4 bytes, and the states that the rule declares. Of a model without padding.
+/// What is left between steps: a weight and a gradient of 4 bytes, and the states that the rule declares. Of a model
+/// without padding.
 #[test]
 fn a_rank_holds_the_states_that_its_rule_declares() {
     let model: Arc<dyn Model> = Arc::new(Llama::new(LlamaConfig { vocab_size: 64, ..super::small_llama() }));
@@ -281,7 +283,8 @@ fn the_bytes_of_states_are_those_of_the_table() {
     }
 }
 
-/// The measures of all parameters travel at once, and in canonical numerics sums as their digits: the table in docs/optimizers.md.
+/// The measures of all parameters travel at once, and in canonical numerics sums as their digits: the table in
+/// docs/optimizers.md.
 #[test]
 fn all_parameters_bring_their_measures_together_at_once() {
     let plan = on("dp=1", Numerics::Fast);

@@ -1,5 +1,6 @@
-//! Every projection of every model is updated as a parameter of its own: two steps of each rule against the published equations in f64, on the
-//! matrices `[out, in]` and vectors `[out]` that a Hugging Face file keeps apart: q, k, v, gate and up, and those of each expert.
+//! Every projection of every model is updated as a parameter of its own: two steps of each rule against the published
+//! equations in f64, on the matrices `[out, in]` and vectors `[out]` that a Hugging Face file keeps apart: q, k, v,
+//! gate and up, and those of each expert.
 
 use super::{CANONICAL, cut, experts};
 use crate::{batch, llama, model};
@@ -23,8 +24,8 @@ pub fn mixtral() -> Arc<dyn Model> {
     Arc::new(Llama::new(crate::small_llama()).with_experts(Some(experts)))
 }
 
-/// How a parameter is kept apart: for each of its elements, by its name and dims, the projection and the place there, with the extents of
-/// each projection.
+/// How a parameter is kept apart: for each of its elements, by its name and dims, the projection and the place there,
+/// with the extents of each projection.
 fn apart(name: &str, dims: &[usize]) -> (impl Fn(usize) -> (usize, usize), [usize; 2], usize) {
     let (of_experts, dims) = match name.contains(".experts.") {
         true => (dims[0], &dims[1..]),
@@ -202,7 +203,8 @@ fn every_projection_is_updated_as_a_parameter_of_its_own() {
                         off = off.max((wanted - after).abs());
                         moved = moved.max((wanted - start).abs());
                     }
-                    // Weights in f32 of up to 1 are rounded by 6e-8; Newton-Schulz amplifies the rounding of its products.
+                    // Weights in f32 of up to 1 are rounded by 6e-8; Newton-Schulz amplifies the rounding of its
+                    // products.
                     assert!(
                         off < 1e-3 * moved + 1e-7,
                         "{} of {model:?}, projection {number}, step {t} of {rule:?}: {off:e} off, a step of {moved:e}",
@@ -229,7 +231,8 @@ fn every_projection_is_updated_as_a_parameter_of_its_own() {
     }
 }
 
-/// What is left of a matrix `[rows, columns]` once `rank` pivots are eliminated, of the largest element: about 0 for a matrix of that rank.
+/// What is left of a matrix `[rows, columns]` once `rank` pivots are eliminated, of the largest element: about 0 for a
+/// matrix of that rank.
 fn beyond(rank: usize, columns: usize, mut x: Vec<f64>) -> f64 {
     let most = |x: &[f64]| x.iter().fold(0.0f64, |most, x| most.max(x.abs()));
     let whole = most(&x);

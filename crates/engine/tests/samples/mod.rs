@@ -6,7 +6,8 @@ use meshwork_engine::offload::{Folder, Offload};
 use meshwork_nn::SAMPLE;
 use meshwork_tensor::MemoryUse;
 
-/// Reports of every rank of some steps of a run that goes on from a state, with its peak of memory, and the state behind them. Steps may overlap.
+/// Reports of every rank of some steps of a run that goes on from a state, with its peak of memory, and the state
+/// behind them. Steps may overlap.
 fn go_on_all(
     model: &Arc<dyn Model>,
     plan: &Plan,
@@ -46,8 +47,9 @@ fn again(step: usize, samples: Range<usize>) -> Batch {
     batch(step % 2, samples).with(SAMPLE, [], numbers).unwrap()
 }
 
-/// AQ-SGD over three cuts is its published equations on one rank, bit by bit, on meshes and at virtual cuts; it takes the bytes and the memory
-/// that were predicted, once all samples have come; and a resumed run goes on with the activations of samples.
+/// AQ-SGD over three cuts is its published equations on one rank, bit by bit, on meshes and at virtual cuts; it takes
+/// the bytes and the memory that were predicted, once all samples have come; and a resumed run goes on with the
+/// activations of samples.
 #[test]
 fn activations_of_samples_that_come_again_are_sent_as_differences() {
     let aqsgd = Some(2 * BATCH);
@@ -112,8 +114,8 @@ fn activations_of_samples_that_come_again_are_sent_as_differences() {
     assert!(few.contains("keeps activations of 8 samples, and the batch has sample 8"), "{few}");
 }
 
-/// Samples of a run that goes through 24 of them in another order in each epoch, 16 in a step: they come to other ranks and micro-batches each
-/// time, and where an epoch ends within a step some come twice in it.
+/// Samples of a run that goes through 24 of them in another order in each epoch, 16 in a step: they come to other ranks
+/// and micro-batches each time, and where an epoch ends within a step some come twice in it.
 const ALL: usize = 24;
 
 fn number(step: usize, sample: usize) -> usize {
@@ -147,8 +149,8 @@ fn canonical(mesh: &str, schedule: ScheduleSpec, micros: usize) -> Plan {
     }
 }
 
-/// Whichever ranks, replicas and micro-batches a sample comes to, its activation is the one that it last had: bit by bit that of one rank, also
-/// in steps that begin anew, and with the activations on a disk.
+/// Whichever ranks, replicas and micro-batches a sample comes to, its activation is the one that it last had: bit by
+/// bit that of one rank, also in steps that begin anew, and with the activations on a disk.
 #[test]
 fn ranks_that_take_samples_in_turn_know_the_same_of_each() {
     let twice = |step| (0..16).map(|sample| number(step, sample)).collect::<std::collections::BTreeSet<_>>().len() < 16;
@@ -186,8 +188,8 @@ fn ranks_that_take_samples_in_turn_know_the_same_of_each() {
     }
 }
 
-/// So it is on replicas of a stage, which add up gradients in another order. (The state of a run is refused where ranks have other activations of
-/// a sample.)
+/// So it is on replicas of a stage, which add up gradients in another order. (The state of a run is refused where ranks
+/// have other activations of a sample.)
 #[test]
 fn replicas_of_a_stage_know_the_same_of_each_sample() {
     let on = |mesh: &str, schedule, micros| Plan {

@@ -1,5 +1,5 @@
-//! A model that asks the engine for everything that it offers: auxiliary losses, metrics, parameter groups, frozen parameters, and
-//! statistics whose buffers training reads.
+//! A model that asks the engine for everything that it offers: auxiliary losses, metrics, parameter groups, frozen
+//! parameters, and statistics whose buffers training reads.
 
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_engine::Plan;
@@ -39,8 +39,8 @@ pub enum Mistake {
     DependsOnSamples,
 }
 
-/// A residual tower for regression: a frozen stem, blocks whose outputs are kept small by an auxiliary loss, and a head. Each
-/// block subtracts from what it reads how often each feature was positive in the steps before.
+/// A residual tower for regression: a frozen stem, blocks whose outputs are kept small by an auxiliary loss, and a
+/// head. Each block subtracts from what it reads how often each feature was positive in the steps before.
 #[derive(Debug)]
 pub struct Tower {
     pub layers: usize,

@@ -1,5 +1,5 @@
-//! `config.json`: from a Hugging Face model's settings to the sizes of ours. What changes the numbers of a model and is not supported is refused;
-//! what does not is not looked at.
+//! `config.json`: from a Hugging Face model's settings to the sizes of ours. What changes the numbers of a model and is
+//! not supported is refused; what does not is not looked at.
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
@@ -278,8 +278,8 @@ fn llama(settings: &mut Settings<'_>) -> LlamaConfig {
     }
 }
 
-/// A Llama whose experts are as wide as its `intermediate_size`. Whether its `config.json` asks for the losses of routers
-/// (`output_router_logits`) does not matter here: a run sets their factors.
+/// A Llama whose experts are as wide as its `intermediate_size`. Whether its `config.json` asks for the losses of
+/// routers (`output_router_logits`) does not matter here: a run sets their factors.
 fn mixtral(settings: &mut Settings<'_>) -> Architecture {
     // There it multiplies the input of the experts too.
     settings.only("router_jitter_noise", &[json!(0)]);
@@ -292,7 +292,8 @@ fn mixtral(settings: &mut Settings<'_>) -> Architecture {
     Architecture::Mixtral(llama, experts(llama.ffn_hidden_size, num_experts, top_k))
 }
 
-/// The experts of a Mixtral: the best of a softmax, with weights that add up to 1, in every layer and without a capacity.
+/// The experts of a Mixtral: the best of a softmax, with weights that add up to 1, in every layer and without a
+/// capacity.
 pub(super) fn experts(width: usize, num_experts: usize, top_k: usize) -> ExpertsConfig {
     ExpertsConfig {
         moe: MoeConfig { num_experts, top_k, ..MoeConfig::default() },
@@ -303,7 +304,8 @@ pub(super) fn experts(width: usize, num_experts: usize, top_k: usize) -> Experts
     }
 }
 
-/// What these experts have that those of a `MixtralForCausalLM` do not. What training alone reads is not looked at: factors of losses, jitter.
+/// What these experts have that those of a `MixtralForCausalLM` do not. What training alone reads is not looked at:
+/// factors of losses, jitter.
 pub fn not_of_mixtral(experts: &ExpertsConfig) -> Vec<String> {
     let MoeConfig { router, capacity_factor, normalise, routed_scaling, groups, .. } = experts.moe;
     let rules = [

@@ -34,10 +34,12 @@ pub struct Export {
     pub architecture: Architecture,
     /// The type that weights are rounded to.
     pub dtype: Dtype,
-    /// Texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for. Programs that do not know them
-    /// pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them back.
+    /// Texts by name in the metadata of each file of weights, beside the `format` that `transformers` looks for.
+    /// Programs that do not know them pass over them; [`Pretrained::metadata`](super::Pretrained::metadata) gives them
+    /// back.
     pub metadata: BTreeMap<String, String>,
-    /// The settings of the folder that the model comes from, which are kept: tokens, positions, generation, and what is not known here.
+    /// The settings of the folder that the model comes from, which are kept: tokens, positions, generation, and what is
+    /// not known here.
     pub from: Option<Settings>,
     /// Tokens that end a text, beside those that `from` names.
     pub ends_of_text: Vec<u32>,
@@ -71,22 +73,24 @@ impl Export {
     /// Whether the folder could be written now. Nothing stays of the attempt.
     ///
     /// # Errors
-    /// A folder that cannot be made there, files of another model in it unless they are to be replaced, folders in it, a disk without the room.
+    /// A folder that cannot be made there, files of another model in it unless they are to be replaced, folders in it,
+    /// a disk without the room.
     pub fn check(&self, folder: &Path) -> Result<(), Error> {
         let weights = self.tensors()?.iter().map(|tensor| self.bytes(tensor)).sum::<u64>();
         let files = self.files.values().map(|file| file.len() as u64).sum::<u64>();
         staged::check(folder, self.overwrite, weights + files)
     }
 
-    /// Writes `config.json`, `generation_config.json`, the weights, above 5 GB in shards with an index, and the other files. `weights` gives a
-    /// whole parameter, row-major; it is asked for each of them once, or again in the next shard where its tensors lie in several, and
-    /// one is in memory at a time.
+    /// Writes `config.json`, `generation_config.json`, the weights, above 5 GB in shards with an index, and the other
+    /// files. `weights` gives a whole parameter, row-major; it is asked for each of them once, or again in the next
+    /// shard where its tensors lie in several, and one is in memory at a time.
     ///
-    /// The folder appears whole: a process that is killed leaves the one that was there before, or this one. Files in it that are of no model
-    /// stay.
+    /// The folder appears whole: a process that is killed leaves the one that was there before, or this one. Files in
+    /// it that are of no model stay.
     ///
     /// # Errors
-    /// As [`check`](Self::check); weights that the caller cannot give, of another size, or that are no numbers in this type.
+    /// As [`check`](Self::check); weights that the caller cannot give, of another size, or that are no numbers in this
+    /// type.
     pub fn write(&self, folder: &Path, mut weights: impl FnMut(&ParamSpec) -> Given) -> Result<(), Error> {
         let staged = Staged::begin(folder, self.overwrite)?;
         let dir = staged.dir();

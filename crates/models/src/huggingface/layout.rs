@@ -1,7 +1,8 @@
 //! Where each element of a parameter lies in the tensors of a Hugging Face model.
 //!
-//! A tensor there is a matrix per role. Here some of them are one parameter with structural dims (a fused qkv is `[3, heads,
-//! head_dim, hidden]`), so that a mesh cuts it along its heads. GPT-2's matrices are stored `[in, out]` there, ours `[out, in]`.
+//! A tensor there is a matrix per role. Here some of them are one parameter with structural dims (a fused qkv is
+//! `[3, heads, head_dim, hidden]`), so that a mesh cuts it along its heads. GPT-2's matrices are stored `[in, out]`
+//! there, ours `[out, in]`.
 
 use super::Architecture;
 use meshwork_tensor::Shape;
@@ -106,7 +107,8 @@ fn llama(name: &str, dims: &[usize]) -> Vec<Part> {
         };
     };
     let tensor = |tensor: &str| format!("layers.{layer}.{tensor}.weight");
-    // Outputs of an input projection are the dims before the last, inputs of an output projection those behind the first.
+    // Outputs of an input projection are the dims before the last, inputs of an output projection those behind the
+    // first.
     let matrix = |name: &str, out: usize| {
         let shape = [dims[..out].iter().product(), dims[out..].iter().product()];
         Part::same(tensor(name), dims, &shape)

@@ -1,5 +1,5 @@
-//! Models in the folders of Hugging Face: `config.json`, and `model.safetensors` or its shards. Read straight into any mesh, and
-//! written so that `transformers` loads them. No Python is involved.
+//! Models in the folders of Hugging Face: `config.json`, and `model.safetensors` or its shards. Read straight into any
+//! mesh, and written so that `transformers` loads them. No Python is involved.
 //!
 //! ```
 //! use meshwork_models::huggingface::{Architecture, Dtype, Pretrained, export};
@@ -200,8 +200,8 @@ impl Pretrained {
     /// Opens a folder: reads `config.json` and the headers, and checks that they have exactly the tensors of the model.
     ///
     /// # Errors
-    /// Files that are missing or damaged; settings that are not supported; tensors that are missing, misshapen, of another type
-    /// than f32, bf16 and f16, or that the model does not have.
+    /// Files that are missing or damaged; settings that are not supported; tensors that are missing, misshapen, of
+    /// another type than f32, bf16 and f16, or that the model does not have.
     pub fn open(folder: &Path) -> Result<Self, Error> {
         content::require_config(folder)?;
         let path = folder.join("config.json");
@@ -256,8 +256,8 @@ impl Pretrained {
         self.tensors.bytes_read()
     }
 
-    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero, and so are buffers, which the folder
-    /// does not have. Only their bytes are read.
+    /// The elements of a parameter that a rank holds, as they are stored there: padding is zero, and so are buffers,
+    /// which the folder does not have. Only their bytes are read.
     ///
     /// # Errors
     /// A file that cannot be read, a parameter that the model does not have.
@@ -329,8 +329,9 @@ impl Pretrained {
 /// Neighbouring elements of a tensor that are read at once: at most this many, but for a single dim.
 const RUN: usize = 1 << 22;
 
-/// Calls `visit(first element in the tensor, base, places)` for each run of neighbouring elements of a part that a slice has, of
-/// which `ranges` lie in this part: element i of the run lies at `base + places[i]` of the slice's memory.
+/// Calls `visit(first element in the tensor, base, places)` for each run of neighbouring elements of a part that a
+/// slice has, of which `ranges` lie in this part: element i of the run lies at `base + places[i]` of the slice's
+/// memory.
 fn for_each_run(
     part: &Part,
     slice: &LocalSlice,

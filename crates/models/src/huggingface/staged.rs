@@ -1,5 +1,5 @@
-//! A folder that appears whole: it is written beside its place under another name, and then gets its own in one step of the file system. A
-//! process that is killed leaves the folder that was there before, or the new one, and never a mix.
+//! A folder that appears whole: it is written beside its place under another name, and then gets its own in one step of
+//! the file system. A process that is killed leaves the folder that was there before, or the new one, and never a mix.
 
 use super::content::names;
 use super::{Error, tokenizer};
@@ -66,8 +66,8 @@ impl Staged {
     /// Puts the folder in its place. Files of the folder before that are of no model stay in it.
     ///
     /// # Errors
-    /// A place that something else has taken meanwhile, or that the system does not give. What was written then stays, and the error says
-    /// where.
+    /// A place that something else has taken meanwhile, or that the system does not give. What was written then stays,
+    /// and the error says where.
     pub(super) fn commit(mut self) -> Result<(), Error> {
         let moved = self.exchange();
         // Nothing is left under this name, or all of it is.
@@ -111,7 +111,8 @@ impl Drop for Staged {
 /// Whether the folder could be written now, with this many bytes. Nothing stays of the attempt.
 ///
 /// # Errors
-/// A place where it cannot be, files of another model in it unless they are to be replaced, folders in it, too little room.
+/// A place where it cannot be, files of another model in it unless they are to be replaced, folders in it, too little
+/// room.
 pub(super) fn check(target: &Path, overwrite: bool, bytes: u64) -> Result<(), Error> {
     let (target, parent) = place(target)?;
     occupied(&target, overwrite)?;
@@ -175,8 +176,8 @@ fn list(names: &[&String]) -> String {
     if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
 }
 
-/// Whether a file of this name belongs to a model: it is replaced together with the model. Weights in any form do, so that none are left that
-/// are of another model.
+/// Whether a file of this name belongs to a model: it is replaced together with the model. Weights in any form do, so
+/// that none are left that are of another model.
 fn of_a_model(name: &str) -> bool {
     let settings =
         ["config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "adapter_config.json"];

@@ -123,9 +123,11 @@ const SINGLE: &str = "model.safetensors";
 /// The file that names the shards of a larger one.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The files that have the weights of a folder: as in `transformers`, [`SINGLE`] before the shards that [`INDEX`] names.
+/// The files that have the weights of a folder: as in `transformers`, [`SINGLE`] before the shards that [`INDEX`]
+/// names.
 ///
-/// Other programs read the shards first. So a folder that has both is refused: whichever was meant, some program reads the other without a word.
+/// Other programs read the shards first. So a folder that has both is refused: whichever was meant, some program reads
+/// the other without a word.
 fn files_of(folder: &Path) -> Result<BTreeSet<String>, Error> {
     let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
     let refuse = |path: &Path, problem: String| Err(Error::Format { path: path.to_owned(), problem });

@@ -16,8 +16,8 @@ pub(super) fn is_file(name: &str) -> bool {
         || ["tokenizer.", "tokenizer_config.", "chat_template."].iter().any(|begin| name.starts_with(begin))
 }
 
-/// The files of a folder that are of its tokenizer, by name: `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
-/// `vocab.json`, `merges.txt`, `tokenizer.model`, chat templates and the like.
+/// The files of a folder that are of its tokenizer, by name: `tokenizer.json`, `tokenizer_config.json`,
+/// `special_tokens_map.json`, `vocab.json`, `merges.txt`, `tokenizer.model`, chat templates and the like.
 ///
 /// # Errors
 /// A file that cannot be read, or that is a Git LFS pointer.

@@ -1,4 +1,5 @@
-//! `config.json` and `generation_config.json` of an export. What the folder said that the model comes from is kept, but for what the run changed.
+//! `config.json` and `generation_config.json` of an export. What the folder said that the model comes from is kept, but
+//! for what the run changed.
 
 use super::{Architecture, Dtype, config};
 use crate::llama::LlamaConfig;
@@ -22,8 +23,8 @@ pub(super) fn ends_of_text(settings: &Settings) -> Vec<u32> {
     said.map(config::ends_of_text).find(|ends| !ends.is_empty()).unwrap_or_default()
 }
 
-/// The settings of an export, whose weights are of this dtype. `from` are those of the folder that the model comes from. The
-/// tokens in `ends` end a text beside those that `from` names.
+/// The settings of an export, whose weights are of this dtype. `from` are those of the folder that the model comes
+/// from. The tokens in `ends` end a text beside those that `from` names.
 pub(super) fn settings(architecture: &Architecture, dtype: Dtype, ends: &[u32], from: Option<&Settings>) -> Settings {
     let mut now = of_architecture(architecture);
     let Some(from) = from else {

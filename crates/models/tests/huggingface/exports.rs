@@ -61,7 +61,8 @@ fn what_the_folder_said_is_kept() {
         assert_eq!(config, before, "{name}: nothing changed, in {dtype:?}");
         assert_eq!(generation.unwrap(), json(&folder.path().join("generation_config.json")));
     }
-    // The folder of a Llama that trains on shorter sequences keeps its positions, in the form that it had; a longer one does not.
+    // The folder of a Llama that trains on shorter sequences keeps its positions, in the form that it had; a longer one
+    // does not.
     let llama = copy("llama_scaled");
     let shorten = |architecture: &mut Architecture| match architecture {
         Architecture::Llama(config) => config.seq_len = 8,

@@ -196,8 +196,8 @@ fn settings_that_change_the_numbers_are_refused() {
     assert!(both.contains("hidden_act is \"gelu\"") && both.contains("one is missing: model-00002"), "{both}");
 }
 
-/// A single file is read before an index, as transformers does; other programs read the index first, so that both with weights of their own are
-/// refused.
+/// A single file is read before an index, as transformers does; other programs read the index first, so that both with
+/// weights of their own are refused.
 #[test]
 fn two_sets_of_weights_in_a_folder_are_refused() {
     let both = copy("llama_tied_f16_shards");

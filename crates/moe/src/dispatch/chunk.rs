@@ -80,8 +80,8 @@ impl Flight {
 }
 
 impl Plan {
-    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank. `what` they are tells apart what is drawn for
-    /// them.
+    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank. `what` they are tells
+    /// apart what is drawn for them.
     pub fn start(
         &self,
         flight: &Flight,
@@ -196,8 +196,8 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Sends the choices of `samples`, whose `experts` and `ranks` these are. `tokens` are the counts of tokens sent to each rank and received
-    /// from it, `rows` those of the rows that each rank returns.
+    /// Sends the choices of `samples`, whose `experts` and `ranks` these are. `tokens` are the counts of tokens sent to
+    /// each rank and received from it, `rows` those of the rows that each rank returns.
     pub fn new(
         device: &dyn Device,
         group: &Group,

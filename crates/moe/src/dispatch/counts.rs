@@ -72,8 +72,8 @@ fn even(count: usize, parts: usize) -> impl Iterator<Item = usize> {
     (0..parts).map(move |part| count / parts + usize::from(part < count % parts))
 }
 
-/// The mean number of `tokens` tokens with an expert among `held` of `experts`, where each chooses k of them: a token has none there
-/// with probability `C(experts - held, k) / C(experts, k)`.
+/// The mean number of `tokens` tokens with an expert among `held` of `experts`, where each chooses k of them: a token
+/// has none there with probability `C(experts - held, k) / C(experts, k)`.
 fn spread(tokens: usize, k: usize, experts: usize, held: usize) -> usize {
     let none: f64 = (0..k).map(|i| (experts - held).saturating_sub(i) as f64 / (experts - i) as f64).product();
     (tokens as f64 * (1.0 - none)).round() as usize

@@ -156,7 +156,8 @@ impl Op for Arrive {
             None => chunk.tokens.land(grad.into_buffer()),
             Some(exchange) => {
                 let permutation = plan.device.permutation()?;
-                // Of a token that several experts here have read, a rank sends the sum of its gradients: a share of that of all experts.
+                // Of a token that several experts here have read, a rank sends the sum of its gradients: a share of
+                // that of all experts.
                 let grad = cx.share(grad)?;
                 let rows = permutation.combine(grad.buffer(), exchange.of_received(plan), None, self.width)?;
                 drop(grad);

@@ -123,7 +123,8 @@ fn a_chunk_travels_while_the_experts_compute_another() {
         tape.backward(&y, seed, Weights::Now, &mut Gradients::default())?;
         Ok::<_, meshwork_tensor::Error>(std::mem::take(&mut *log.lock().unwrap()))
     });
-    // Exchanges 0 and 1 have the tokens, 2 and 3 the results; 4 and 5 the gradients of results, 6 and 7 those of tokens.
+    // Exchanges 0 and 1 have the tokens, 2 and 3 the results; 4 and 5 the gradients of results, 6 and 7 those of
+    // tokens.
     let want = [
         ["start 0", "start 1", "wait 0", "experts of chunk 0", "start 2", "wait 1", "experts of chunk 1", "start 3"],
         ["wait 2", "wait 3", "backward", "start 4", "start 5", "wait 5", "experts of chunk 1", "start 6"],

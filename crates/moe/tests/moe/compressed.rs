@@ -1,4 +1,5 @@
-//! Tokens that ranks exchange compressed: what experts get is what the message of a token restores to, and so are results and gradients.
+//! Tokens that ranks exchange compressed: what experts get is what the message of a token restores to, and so are
+//! results and gradients.
 
 use crate::world::{ALONE, Case, EP, How, Outcome, run};
 use meshwork_compress::{Shape, wire_bytes};
@@ -18,8 +19,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Where each rank has one expert, outputs and gradients have the bits of one rank whose experts lose the same of each row. With several a token
-/// goes to a rank once, and the sum of its gradients comes back: outputs have these bits.
+/// Where each rank has one expert, outputs and gradients have the bits of one rank whose experts lose the same of each
+/// row. With several a token goes to a rank once, and the sum of its gradients comes back: outputs have these bits.
 #[test]
 fn tokens_lose_what_their_messages_lose() {
     for (router, swiglu, forward, backward) in [
@@ -57,10 +58,12 @@ fn tokens_lose_what_their_messages_lose() {
     }
 }
 
-/// A rank sends a message for each rank that gets tokens: as many bytes as the wire format says. Choices and counts are as they were.
+/// A rank sends a message for each rank that gets tokens: as many bytes as the wire format says. Choices and counts are
+/// as they were.
 #[test]
 fn an_exchange_takes_the_bytes_of_its_messages() {
-    // Each expert chooses as many tokens of each sample, in each of two chunks: all messages of results have as many rows.
+    // Each expert chooses as many tokens of each sample, in each of two chunks: all messages of results have as many
+    // rows.
     let config = MoeConfig {
         num_experts: 4,
         router: RouterKind::ExpertChoice,

@@ -1,4 +1,5 @@
-//! A device without values: under the stated assumption of an even choice it counts what a real run of even choices takes.
+//! A device without values: under the stated assumption of an even choice it counts what a real run of even choices
+//! takes.
 
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::comm::thread;
@@ -102,7 +103,8 @@ fn a_dry_run_knows_the_capacity() {
     assert!(peak(0.5) < peak(1.0));
 }
 
-/// Of the tokens, their experts and their weights the host sees nothing: in one download a number for each sample and expert, and for each rank.
+/// Of the tokens, their experts and their weights the host sees nothing: in one download a number for each sample and
+/// expert, and for each rank.
 #[test]
 fn the_host_reads_counts_alone() {
     let case = Case { dims: [8, 64, 12, 16], ..Case::default() };

@@ -109,8 +109,8 @@ fn experts_may_be_whole_on_ranks_of_tp() {
     }
 }
 
-/// The gradient of an expert is a sum over the ranks that hold it, never over the axis that cuts the experts; the router's is a sum
-/// over all ranks with other samples.
+/// The gradient of an expert is a sum over the ranks that hold it, never over the axis that cuts the experts; the
+/// router's is a sum over all ranks with other samples.
 #[test]
 fn gradients_are_summed_over_those_that_hold_a_parameter() {
     let got = run(&Case::default(), How { tp: 2, ep: 2, dp: 2, ..ALONE });
@@ -135,8 +135,8 @@ fn bytes_are_those_of_the_formula() {
         let case = Case { config: MoeConfig { top_k, ..case.config }, ..case };
         let got = run(&case, How { ep, ..ALONE });
         let tokens = batch * seq / ep;
-        // What goes both ways, forward and backward, if every choice goes to another rank; and the integers of the announcement
-        // and of the choices.
+        // What goes both ways, forward and backward, if every choice goes to another rank; and the integers of the
+        // announcement and of the choices.
         let most = |rows: f64| 2.0 * rows * (hidden * 4) as f64;
         let announced = (ep - 1) * 4 * (1 + batch / ep * (1 + case.config.num_experts / ep));
         let to_other_ranks = (tokens * top_k.min(ep)) as f64;

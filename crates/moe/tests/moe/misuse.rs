@@ -39,7 +39,8 @@ fn samples(shape: &[usize]) -> Ty {
     if shape.len() == 2 { Ty::Varying } else { Ty::Shard(0) }
 }
 
-/// Two tokens of one sample on this rank, with experts 0 and 1, 2 and 3. Without a peer: only what needs no exchange can be made.
+/// Two tokens of one sample on this rank, with experts 0 and 1, 2 and 3. Without a peer: only what needs no exchange
+/// can be made.
 fn chosen(tape: &Tape) -> Chosen {
     Chosen {
         experts: Tensor::from_slice(tape.device(), &[0, 1, 2, 3], [1, 2, 2]).unwrap(),

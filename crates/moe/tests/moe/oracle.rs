@@ -1,5 +1,5 @@
-//! The dense oracle: each token through its experts, one by one, in f64 and with nothing of the crate. Gradients by finite
-//! differences.
+//! The dense oracle: each token through its experts, one by one, in f64 and with nothing of the crate. Gradients by
+//! finite differences.
 
 use crate::world::{ALONE, Case, Outcome, number, run};
 use meshwork_moe::router::METRICS;
@@ -12,10 +12,12 @@ type Named = BTreeMap<String, Vec<f64>>;
 struct Oracle<'a> {
     case: &'a Case,
     params: Named,
-    /// (token, expert) of every choice that is used, and per token those that were chosen. Fixed at the point of the gradient.
+    /// (token, expert) of every choice that is used, and per token those that were chosen. Fixed at the point of the
+    /// gradient.
     used: Vec<Vec<usize>>,
     chosen: Vec<Vec<usize>>,
-    /// Those whose scores are the weights: the chosen ones, with other experts where these are full and the case re-routes.
+    /// Those whose scores are the weights: the chosen ones, with other experts where these are full and the case
+    /// re-routes.
     routed: Vec<Vec<usize>>,
 }
 

@@ -1,5 +1,5 @@
-//! The losses against those of a published implementation, recorded by `tests/fixtures/losses.py`, and against numbers worked out by
-//! hand.
+//! The losses against those of a published implementation, recorded by `tests/fixtures/losses.py`, and against numbers
+//! worked out by hand.
 
 use meshwork_core::{Rank, Types};
 use meshwork_cpu::Cpu;

@@ -7,9 +7,9 @@
 //!   times and bytes         may be cut                        replication, time of a mini-batch
 //! ```
 //!
-//! A profile is a text file in the format that PipeDream published, with the times of a mini-batch on one machine. The planner
-//! searches all partitions by a dynamic programme, level by level of the topology, and returns the one whose slowest stage
-//! is fastest.
+//! A profile is a text file in the format that PipeDream published, with the times of a mini-batch on one machine. The
+//! planner searches all partitions by a dynamic programme, level by level of the topology, and returns the one whose
+//! slowest stage is fastest.
 //!
 //! ```
 //! use meshwork_pipeline::partition::{Level, Options, Profile, States, plan};

@@ -1,7 +1,7 @@
 //! PipeDream's dynamic programme: the partition whose slowest stage is fastest (section 3.1 of the paper).
 //!
-//! With A(i→j, m) the best time for the layers between cuts i and j on m machines, T(i→j, m) the time of one stage that m
-//! machines replicate, and a the bytes sent over a cut:
+//! With A(i→j, m) the best time for the layers between cuts i and j on m machines, T(i→j, m) the time of one stage that
+//! m machines replicate, and a the bytes sent over a cut:
 //!
 //! ```text
 //! A(i→j, m) = min( T(i→j, m),  min over cuts s and m' < m of max( A(i→s, m-m'), transfers, T(s→j, m') ) )
@@ -25,7 +25,8 @@ pub struct Level {
     pub bytes_per_second: f64,
 }
 
-/// The two readings of the cost of a stage. B is the bandwidth, w the bytes of weights of the stage, t its time on one machine.
+/// The two readings of the cost of a stage. B is the bandwidth, w the bytes of weights of the stage, t its time on one
+/// machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
     /// The published code, where communication is added to computation: T(m) = (t + 4(m-1)w/(B·m)) / m, for the first

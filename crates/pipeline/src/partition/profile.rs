@@ -7,8 +7,8 @@
 //! <TAB>FROM -- TO
 //! ```
 //!
-//! Times are in milliseconds and sizes in bytes, all for one mini-batch on one machine. A layer with several outputs may list
-//! their sizes, as `[8; 16]`. Lines may stand in any order; empty ones are skipped.
+//! Times are in milliseconds and sizes in bytes, all for one mini-batch on one machine. A layer with several outputs
+//! may list their sizes, as `[8; 16]`. Lines may stand in any order; empty ones are skipped.
 
 use super::error::{ProfileError, ProfileFault};
 use std::collections::HashMap;

@@ -25,8 +25,8 @@ pub struct ChannelTransport<M> {
 
 /// Connects the ranks of a schedule: a transport for each, in rank order.
 ///
-/// There is a channel between two ranks where the schedule sends a message from one to the other. The same transports serve
-/// any number of runs of the schedule, one after the other.
+/// There is a channel between two ranks where the schedule sends a message from one to the other. The same transports
+/// serve any number of runs of the schedule, one after the other.
 ///
 /// ```
 /// use std::convert::Infallible;

@@ -1,5 +1,5 @@
-//! DualPipeV (DeepSeek-AI's DualPipe, 2024, arXiv 2412.19437, cut in half by Sea AI Lab): a V of two chunks per rank, in
-//! which a forward through one chunk runs next to a backward through the other.
+//! DualPipeV (DeepSeek-AI's DualPipe, 2024, arXiv 2412.19437, cut in half by Sea AI Lab): a V of two chunks per rank,
+//! in which a forward through one chunk runs next to a backward through the other.
 
 use super::ActionKind::{Backward, Forward, InputGradient, WeightGradient};
 use super::placement::{one_step, v_shaped};

@@ -7,8 +7,8 @@ use super::{Action, Schedule};
 /// 1F1B with `virtual_stages` chunks per rank: the model goes that many times around the ranks.
 ///
 /// Micro-batches go in groups of `pp` through one chunk after the other, so their number must be a multiple of `pp`.
-/// Filling takes chunks instead of whole ranks, so the bubble shrinks to (pp - 1)/(virtual_stages · micros) of the ideal
-/// time; rank 0 holds the activations of pp (1 + (pp - 1)/(pp · virtual_stages)) micro-batches, and there are
+/// Filling takes chunks instead of whole ranks, so the bubble shrinks to (pp - 1)/(virtual_stages · micros) of the
+/// ideal time; rank 0 holds the activations of pp (1 + (pp - 1)/(pp · virtual_stages)) micro-batches, and there are
 /// `virtual_stages` times as many messages. With a single chunk it is 1F1B with a warm-up twice as long.
 ///
 /// ```

@@ -96,8 +96,8 @@ impl Lowered {
     pub fn last_backward(&self, stage: usize) -> Option<usize> {
         self.last_backward.get(stage).copied().flatten()
     }
-    /// The version of the weights that the forward of `micro` at `stage` uses, and its backward too, counted in updates:
-    /// 0 is the version at the start of the schedule. See [`Weights`](crate::Weights).
+    /// The version of the weights that the forward of `micro` at `stage` uses, and its backward too, counted in
+    /// updates: 0 is the version at the start of the schedule. See [`Weights`](crate::Weights).
     ///
     /// ```
     /// use meshwork_pipeline::{lower, pipedream};

@@ -96,8 +96,8 @@ impl Costs {
 ///
 /// # Errors
 ///
-/// A schedule that [`check`](crate::check) refuses; costs that are missing, negative or not finite; and costs that add up
-/// to more than 1e300 units of time.
+/// A schedule that [`check`](crate::check) refuses; costs that are missing, negative or not finite; and costs that add
+/// up to more than 1e300 units of time.
 ///
 /// ```
 /// use meshwork_pipeline::{Costs, gpipe, simulate};

@@ -22,8 +22,8 @@ pub enum Weights {
     /// PipeDream's vertical sync (the same section): all stages take the version that stage 0 had when the micro-batch
     /// entered.
     VerticalSync,
-    /// PipeDream-2BW (Narayanan et al., 2021, section 3.1): weights are updated once per batch, and the micro-batches of
-    /// batch t take version max(t - 1, 0): two versions are enough.
+    /// PipeDream-2BW (Narayanan et al., 2021, section 3.1): weights are updated once per batch, and the micro-batches
+    /// of batch t take version max(t - 1, 0): two versions are enough.
     DoubleBuffered,
 }
 

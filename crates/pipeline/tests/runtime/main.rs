@@ -1,5 +1,5 @@
-//! The interpreter against a serial run: a small network, one thread per rank, channels between them. Asynchronous schedules against
-//! a serial simulation of the published update equations, bit for bit.
+//! The interpreter against a serial run: a small network, one thread per rank, channels between them. Asynchronous
+//! schedules against a serial simulation of the published update equations, bit for bit.
 
 #[cfg(feature = "channel")]
 mod channel;
@@ -201,8 +201,8 @@ fn vertical_sync_is_its_equation() {
     }
 }
 
-/// PipeDream-2BW (Narayanan et al. 2021, section 3.1): W(t+1) = W(t) - lr · ∇f(W(t-1)), the gradient over the m micro-batches of
-/// batch t; W(-1) is W(0).
+/// PipeDream-2BW (Narayanan et al. 2021, section 3.1): W(t+1) = W(t) - lr · ∇f(W(t-1)), the gradient over the m
+/// micro-batches of batch t; W(-1) is W(0).
 #[test]
 fn pipedream_2bw_is_its_equation() {
     for pp in STAGES {

@@ -85,7 +85,8 @@ fn a_trace_starts_at_nought_whenever_the_run_did() {
     assert_eq!(chrome_trace(&[&timeline], 1000.0), before);
 }
 
-/// Costs of any size, alike or not: those that add up to more than can be measured are refused, all others drawn within bounds.
+/// Costs of any size, alike or not: those that add up to more than can be measured are refused, all others drawn within
+/// bounds.
 fn costs_of_any_size() -> impl Strategy<Value = f64> {
     prop_oneof![
         2 => 0.0..4.0_f64,
@@ -115,7 +116,8 @@ proptest! {
         let costs = Costs { transfer: [transfer; 2], overlap, ..Costs::per_rank(&schedule, forward, input, weight) };
         match simulate(&schedule, &costs) {
             Ok(timeline) => {
-                // 500 columns, one more for each of up to 36 actions and updates, of 4 characters each; and the line below.
+                // 500 columns, one more for each of up to 36 actions and updates, of 4 characters each; and the line
+                // below.
                 prop_assert!(text_grid(&timeline).lines().all(|line| line.len() < 2500));
                 let numbers = [timeline.makespan(), timeline.span(), timeline.ideal(), timeline.speedup()];
                 prop_assert!(numbers.into_iter().all(f64::is_finite), "{numbers:?}");

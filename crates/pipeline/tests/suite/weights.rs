@@ -14,7 +14,8 @@ fn expected(schedule: &Schedule, version: impl Fn(usize, usize) -> usize) -> Vec
     (0..schedule.stages()).map(of_stage).collect()
 }
 
-/// w(t+1) = w(t) - lr ∇f(w_1(t-n+1), ..., w_n(t)): stage s of n is n - 1 - s updates behind (Harlap et al., section 3.3).
+/// w(t+1) = w(t) - lr ∇f(w_1(t-n+1), ..., w_n(t)): stage s of n is n - 1 - s updates behind (Harlap et al., section
+/// 3.3).
 #[test]
 fn stashed_weights_are_as_old_as_the_way_to_the_end() {
     for pp in 1..=8 {

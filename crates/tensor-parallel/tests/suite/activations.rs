@@ -1,5 +1,5 @@
-//! What a layer of a transformer keeps for backward in 16 bits: s·b·h·(34 + 5·a·s/h) bytes (Korthikanti et al. 2022, section 4, table 2), if
-//! attention makes its scores whole, one operation after the other.
+//! What a layer of a transformer keeps for backward in 16 bits: s·b·h·(34 + 5·a·s/h) bytes (Korthikanti et al. 2022,
+//! section 4, table 2), if attention makes its scores whole, one operation after the other.
 
 use meshwork_core::rules::Operand;
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
@@ -98,8 +98,8 @@ fn a_layer_keeps_what_the_published_formula_says() {
         let Layer { s, b, h, a } = layer;
         let (sbh, scores) = (s * b * h, 5 * a * s * s * b / t);
         let published = sbh * 10 + sbh * 24 / t + scores;
-        // Where elements are dropped is drawn again in backward: a byte less for each of two results and of the scores. Ours has the
-        // mean and the deviation of both norms in f32.
+        // Where elements are dropped is drawn again in backward: a byte less for each of two results and of the scores.
+        // Ours has the mean and the deviation of both norms in f32.
         let (masks, statistics) = (2 * sbh + a * s * s * b / t, 2 * 2 * 4 * s * b);
         let kept = layer.kept(t, Region::Invariant).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(kept as usize, published - masks + statistics, "t = {t}");
@@ -109,8 +109,8 @@ fn a_layer_keeps_what_the_published_formula_says() {
     }
 }
 
-/// With sequence parallelism the published layer keeps 34/t: it gathers the inputs of its products again in backward. Ours keeps the two inputs
-/// that it gathered.
+/// With sequence parallelism the published layer keeps 34/t: it gathers the inputs of its products again in backward.
+/// Ours keeps the two inputs that it gathered.
 #[test]
 fn sequence_parallelism_cuts_what_is_between_the_products() {
     let (layer, t) = (Layer { s: 128, b: 2, h: 64, a: 8 }, 8);

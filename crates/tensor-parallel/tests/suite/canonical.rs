@@ -105,8 +105,8 @@ fn parts_of_a_group_that_are_no_subtrees_are_refused() {
     );
 }
 
-/// Behind `copy` a value's gradient comes in one share per rank. Parameters that tp does not cut, read there, once gave other bits
-/// on two ranks than on one, because each rank rounded its share.
+/// Behind `copy` a value's gradient comes in one share per rank. Parameters that tp does not cut, read there, once gave
+/// other bits on two ranks than on one, because each rank rounded its share.
 #[test]
 fn an_operation_that_would_round_shares_of_a_gradient_is_refused() {
     let apply = |name: &str, behind_copy: bool, degree: usize| {

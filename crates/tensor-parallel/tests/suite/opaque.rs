@@ -1,5 +1,5 @@
-//! A small GPT-2 of parallel layers, trained for a few steps on a device whose memory the host cannot read: bit for bit what the CPU
-//! trains, and one download a step, however many micro-batches it has.
+//! A small GPT-2 of parallel layers, trained for a few steps on a device whose memory the host cannot read: bit for bit
+//! what the CPU trains, and one download a step, however many micro-batches it has.
 
 use meshwork_core::comm::ReduceOp;
 use meshwork_core::{Axis, Buffer, Communicator, DType, Mesh, Rank, Ty, Types};

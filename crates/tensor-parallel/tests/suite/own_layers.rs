@@ -1,4 +1,5 @@
-//! Every parallel layer on 1 to 4 ranks against itself on one, with and without sequence parallelism: testkit's `check_layer`.
+//! Every parallel layer on 1 to 4 ranks against itself on one, with and without sequence parallelism: testkit's
+//! `check_layer`.
 
 use meshwork_core::{Mesh, Ty};
 use meshwork_tensor::op::{GroupedHeads, Rotary};

@@ -294,7 +294,8 @@ fn biases_and_residuals_are_optional_in_every_layer() {
     }
 }
 
-/// Stored as they are, in more rows than there are words, of which the last of 4 ranks holds none, and all words on the first rank.
+/// Stored as they are, in more rows than there are words, of which the last of 4 ranks holds none, and all words on the
+/// first rank.
 const VOCABULARIES: [usize; 3] = [64, 70, 5];
 
 /// Of all ranks.
@@ -379,8 +380,8 @@ fn what_padded_rows_hold_changes_neither_the_loss_nor_any_gradient() {
     }
 }
 
-/// Rows of logits begin at multiples of 16 bytes on every rank of any degree, in 16 bits too. In canonical numerics the rows are those of the blocks, which
-/// are the order of the sums.
+/// Rows of logits begin at multiples of 16 bytes on every rank of any degree, in 16 bits too. In canonical numerics the
+/// rows are those of the blocks, which are the order of the sums.
 #[test]
 fn a_token_table_is_stored_in_rows_of_whole_vectors_on_every_rank() {
     let degrees = || 1..=20;

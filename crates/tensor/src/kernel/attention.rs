@@ -103,8 +103,8 @@ pub struct AttentionDropout {
 /// Documents that follow each other in a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct DocumentPositions<'a> {
-    /// The position of each token in its document, `[batch, seq]` in i32: 0 begins a document, and each other position is one more
-    /// than the one before. A sequence may begin at any position below `seq`.
+    /// The position of each token in its document, `[batch, seq]` in i32: 0 begins a document, and each other position
+    /// is one more than the one before. A sequence may begin at any position below `seq`.
     pub positions: &'a Buffer,
     /// Whether tokens see only those of their own document. In any case rotations follow the positions.
     pub apart: bool,
@@ -148,13 +148,13 @@ kernels! {
         ) -> Result<(Buffer, Buffer)>
             | profile(Attention: q, kv), halves(alike q, kv -> q);
 
-        /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their queries.
-        /// The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
+        /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their
+        /// queries. The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
         fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
             | profile(Attention: q, kv), halves(own);
 
-        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero for
-        /// heads of keys and values that no head here reads.
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero
+        /// for heads of keys and values that no head here reads.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,

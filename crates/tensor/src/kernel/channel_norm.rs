@@ -1,7 +1,8 @@
 //! Norms over channels that come last: batch norm and group norm are one operation over `[blocks, rows, channels]`.
 //!
-//! Each group of channels of each block has its own mean and variance: `y = (x - mean) / √(variance + eps) · gamma + beta`.
-//! Batch norm has one block, all samples, and groups of one channel; group norm has a block per sample.
+//! Each group of channels of each block has its own mean and variance:
+//! `y = (x - mean) / √(variance + eps) · gamma + beta`. Batch norm has one block, all samples, and groups of one
+//! channel; group norm has a block per sample.
 
 use super::table::*;
 use crate::tape::RowBlocks;
@@ -55,8 +56,8 @@ pub enum Statistics {
 kernels! {
     /// The norm in separate steps, so that its statistics can be kept, and replaced by others.
     pub trait ChannelNorm at channel_norm {
-        /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows are summed
-        /// by 64 of them in order, then those in order, then the channels of a group in order.
+        /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows
+        /// are summed by 64 of them in order, then those in order, then the channels of a group in order.
         fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Norm: x), halves(wide x);
 

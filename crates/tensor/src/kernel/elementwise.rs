@@ -44,8 +44,8 @@ kernels! {
         /// f(x, y), with y repeated over rows of its length.
         fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, y), halves(wide x, y -> x);
-        /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no functions of
-        /// the host.
+        /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no
+        /// functions of the host.
         fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>>
             | profile(= What::of(Class::Pointwise, "host_map", inputs)), halves(own), proxy(default)
             | default {

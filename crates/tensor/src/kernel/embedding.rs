@@ -31,8 +31,8 @@ impl<'a> TableGrad<'a> {
 kernels! {
     /// Lookups by i32 ids, and positions added to a sequence. They take 16 bits, but for the gradient of a table.
     pub trait Embedding at embedding {
-        /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of `vocab` over all
-        /// ranks. An id outside the vocabulary is an error.
+        /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of
+        /// `vocab` over all ranks. An id outside the vocabulary is an error.
         fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>
             | profile(= What::lookup(ids, table, width)), halves(as_is);
 
@@ -51,7 +51,8 @@ kernels! {
         fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>
             | profile(Embedding: x, table), halves(alike x, table -> x);
 
-        /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one after the other.
+        /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one
+        /// after the other.
         fn positions_grad(
             &self,
             dout: &Buffer,

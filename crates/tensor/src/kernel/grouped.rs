@@ -46,16 +46,17 @@ pub struct GroupedGrad<'a> {
 }
 
 kernels! {
-    /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in [`Matmul`](super::Matmul), and
-    /// operands may be stored as there. A result has the type of its operands where they have one type, and else that in which they are summed
-    /// ([`GroupedGemm::result`]). The threads share all groups, however uneven they are.
+    /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in
+    /// [`Matmul`](super::Matmul), and operands may be stored as there. A result has the type of its operands where they
+    /// have one type, and else that in which they are summed ([`GroupedGemm::result`]). The threads share all groups,
+    /// however uneven they are.
     pub trait Grouped at grouped_matmul {
         /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
         fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>
             | profile(= What::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own);
 
-        /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[rows, n / 2]` of type
-        /// `stored`), with the bits of both one after the other. Sums of one block alone.
+        /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs
+        /// `[rows, n / 2]` of type `stored`), with the bits of both one after the other. Sums of one block alone.
         fn grouped_linear_swiglu(
             &self,
             spec: GroupedGemm<'_>,

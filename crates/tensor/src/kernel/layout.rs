@@ -25,9 +25,10 @@ kernels! {
             | profile(Memory: x), halves(as_is)
             | default { self.narrow(x, 1, x.count(), 1, 0..x.count()) };
 
-        /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in order), which
-        /// [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of eight elements has the lowest bit of a byte. `None`
-        /// if both together take no less memory than x. How much they take depends on the values; a device without values takes as much as x.
+        /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in
+        /// order), which [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of
+        /// eight elements has the lowest bit of a byte. `None` if both together take no less memory than x. How much
+        /// they take depends on the values; a device without values takes as much as x.
         fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>>
             | profile(Memory: x), halves(as_is);
 

@@ -35,10 +35,11 @@ impl VocabShard {
 }
 
 kernels! {
-    /// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is masked.
+    /// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is
+    /// masked.
     pub trait Loss at loss {
-        /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum of
-        /// exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
+        /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum
+        /// of exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
         fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>
             | profile(= What::row_stats(logits, targets, shard)), halves(as_is);
 
@@ -46,18 +47,18 @@ kernels! {
         fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>
             | profile(Loss: other, other, other), halves(as_is);
 
-        /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be summed
-        /// over the shards, as the targets' logits can.
+        /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be
+        /// summed over the shards, as the targets' logits can.
         fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>
             | profile(Loss: sums, sums, local, global), halves(as_is);
 
-        /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse = max +
-        /// ln(sum of exp).
+        /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse
+        /// = max + ln(sum of exp).
         fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>
             | profile(Loss: max, sums, targets), halves(as_is);
 
-        /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and padding.
-        /// `scale` has an f64 per sample, the gradient of its total.
+        /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and
+        /// padding. `scale` has an f64 per sample, the gradient of its total.
         fn grad(
             &self,
             logits: &mut Buffer,
@@ -68,8 +69,8 @@ kernels! {
         ) -> Result<()>
             | profile(Loss: logits, logits, targets, lse), halves(as_is);
 
-        /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the first. Masked rows do
-        /// not count.
+        /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the
+        /// first. Masked rows do not count.
         fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
             | profile(Loss: logits, targets), halves(as_is);
     }

@@ -1,5 +1,5 @@
-//! Norms over the last `n` elements of each row: layer norm, `y = (x - mean) · rstd · gamma + beta`, and root mean square norm,
-//! `y = x · rstd · weight`.
+//! Norms over the last `n` elements of each row: layer norm, `y = (x - mean) · rstd · gamma + beta`, and root mean
+//! square norm, `y = x · rstd · weight`.
 
 use super::table::*;
 use crate::tape::RowBlocks;
@@ -20,8 +20,9 @@ kernels! {
         ) -> Result<(Buffer, Buffer, Buffer)>
             | profile(Norm: x, gamma, beta), halves(alike x, gamma, beta => stored);
 
-        /// (dx, dgamma and dbeta, each `[blocks, n]`); for each block its rows are summed by 64 of them in order, and then those in
-        /// order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma, dbeta).
+        /// (dx, dgamma and dbeta, each `[blocks, n]`); for each block its rows are summed by 64 of them in order, and
+        /// then those in order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx,
+        /// dgamma, dbeta).
         fn layer_norm_grad(
             &self,
             dy: &Buffer,
@@ -33,8 +34,8 @@ kernels! {
         ) -> Result<(Buffer, Buffer, Buffer)>
             | profile(Norm: dy, x, gamma, stats[0], stats[1]; sum), halves(alike dy, x, gamma; sum -> x);
 
-        /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or that of its
-        /// [operands](crate::Device::operand_dtype).
+        /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or that
+        /// of its [operands](crate::Device::operand_dtype).
         fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)>
             | profile(Norm: x, weight), halves(alike x, weight => stored);
 

@@ -1,4 +1,5 @@
-//! Arguments of kernels on their way through a [`Proxy`]: memory becomes memory of the inner device while a kernel runs, and plain values stay as they are.
+//! Arguments of kernels on their way through a [`Proxy`]: memory becomes memory of the inner device while a kernel
+//! runs, and plain values stay as they are.
 
 use super::*;
 use crate::error::Result;

@@ -14,25 +14,29 @@ kernels! {
         fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>
             | profile(= What::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
 
-        /// Adds Σ x² of each of these vectors to element `at` of the f64 vector `sums`, one after the other. Each sum is accumulated in f64 in an order that
-        /// depends on the length of the vector alone. They stay on the device, so nothing waits for them.
+        /// Adds Σ x² of each of these vectors to element `at` of the f64 vector `sums`, one after the other. Each sum
+        /// is accumulated in f64 in an order that depends on the length of the vector alone. They stay on the device,
+        /// so nothing waits for them.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
             | profile(= What::vectors("sum_of_squares", vectors)), halves(own);
 
-        /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the f64 vector `digits` from `at` on:
-        /// ranks may cut the sum in any way. Exact for up to 2^21 additions to the same digits.
+        /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
+        /// f64 vector `digits` from `at` on: ranks may cut the sum in any way. Exact for up to 2^21 additions to the
+        /// same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
             | profile(= What::vectors("exact_sum_of_squares", vectors)), halves(own);
 
-        /// Applies an update rule to elements of flat vectors, the same update to all: what a device can do for many vectors at once, it does so.
+        /// Applies an update rule to elements of flat vectors, the same update to all: what a device can do for many
+        /// vectors at once, it does so.
         ///
-        /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`], and
-        /// for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
+        /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
+        /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
         fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>
             | profile(= What::update(flats)), halves(own);
 
-        /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the measures to `into`; without
-        /// it only states of elements are updated. Refuses rules as [`update`](Self::update) does.
+        /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
+        /// measures to `into`; without it only states of elements are updated. Refuses rules as
+        /// [`update`](Self::update) does.
         fn measure(
             &self,
             part: &WholePart<'_>,
@@ -51,7 +55,8 @@ kernels! {
         fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
             | profile(Optimizer: digits), halves(as_is);
 
-        /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements of `totals` from `at` on.
+        /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements
+        /// of `totals` from `at` on.
         fn settle(
             &self,
             part: &WholePart<'_>,
@@ -101,8 +106,8 @@ pub struct WholePart<'a> {
 }
 
 impl WholePart<'_> {
-    /// Calls `visit(first element, range of the flat vectors)` for each run of elements that lie one after the other there, and in one
-    /// matrix or in several that lie one behind the other; in the order of the vectors. Elements are
+    /// Calls `visit(first element, range of the flat vectors)` for each run of elements that lie one after the other
+    /// there, and in one matrix or in several that lie one behind the other; in the order of the vectors. Elements are
     /// [counted](meshwork_optim::ParamShape::counted) matrix by matrix. Padding is in no run.
     pub fn for_each_run(&self, mut visit: impl FnMut(usize, Range<usize>)) {
         let ParamShape { interleaved, columns, .. } = self.shape;

@@ -25,7 +25,8 @@ pub struct DropoutMask {
 }
 
 kernels! {
-    /// Element-wise operations. A `bias` is repeated over rows of its length. All but `tree_sum` and `relu` take 16 bits.
+    /// Element-wise operations. A `bias` is repeated over rows of its length. All but `tree_sum` and `relu` take 16
+    /// bits.
     pub trait Pointwise at pointwise {
         /// a + b.
         fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer>
@@ -33,26 +34,27 @@ kernels! {
         /// `a[at..at + b.count()] += b`.
         fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()>
             | profile(Pointwise: b, b, b), halves(own);
-        /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the [tree](meshwork_core::tree): written
-        /// to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
+        /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the
+        /// [tree](meshwork_core::tree): written to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
         fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>
             | profile(= What::moved(Class::Pointwise, "tree_sum", x, (count + 1) * n)), halves(own);
         /// x + bias.
         fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(alike x, bias -> x);
-        /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and then over
-        /// those in order.
+        /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and
+        /// then over those in order.
         fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer>
             | profile(Pointwise: dy), halves(as_is);
         /// x + bias + residual.
         fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias, residual), halves(alike x, bias, residual -> x);
-        /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type of x or
-        /// that of its [operands](crate::Device::operand_dtype).
+        /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type
+        /// of x or that of its [operands](crate::Device::operand_dtype).
         fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(alike x, bias => stored);
-        /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy into
-        /// dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad) does.
+        /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy
+        /// into dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad)
+        /// does.
         fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>
             | profile(Pointwise: x, dy, dy, bias), halves(own);
         /// gelu(x), tanh form.
@@ -68,14 +70,15 @@ kernels! {
         /// Turns those pairs into their gradient, in place.
         fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>
             | profile(Pointwise: dy, x, x), halves(own);
-        /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the first element in the lowest
-        /// bit of the first byte.
+        /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the
+        /// first element in the lowest bit of the first byte.
         fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Pointwise: x), halves(wide x -> x);
         /// dy where the bit is set, else 0.
         fn relu_grad(&self, dy: &Buffer, above: &Buffer) -> Result<Buffer>
             | profile(Pointwise: dy, above), halves(wide dy -> dy);
-        /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or f16, and back.
+        /// x as `to`, each element rounded to the nearest, ties to even: from f32 to bf16 (subnormals become zeros) or
+        /// f16, and back.
         fn cast(&self, x: &Buffer, to: DType) -> Result<Buffer>
             | profile(Pointwise: x), halves(own);
 

@@ -9,9 +9,9 @@ pub enum Precision {
     /// Operands as they are.
     #[default]
     F32,
-    /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU multiplies
-    /// pairs of them (`avx512bf16`). Elsewhere the rounded operands are multiplied in `f32`, with the same bits on x86-64
-    /// unless a partial sum is subnormal, which `avx512bf16` treats as zero.
+    /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU
+    /// multiplies pairs of them (`avx512bf16`). Elsewhere the rounded operands are multiplied in `f32`, with the same
+    /// bits on x86-64 unless a partial sum is subnormal, which `avx512bf16` treats as zero.
     Bf16,
 }
 

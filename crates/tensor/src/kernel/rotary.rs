@@ -70,7 +70,8 @@ impl RotaryScaling {
 mod tests {
     use super::*;
 
-    /// Frequencies of Llama 3.1 8B as `transformers` computes them (`rope_type` llama3, theta 500000, heads of 128), to f32.
+    /// Frequencies of Llama 3.1 8B as `transformers` computes them (`rope_type` llama3, theta 500000, heads of 128), to
+    /// f32.
     #[test]
     fn scaled_frequencies_are_the_published_ones() {
         let rotary = Rotary { theta: 500_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };

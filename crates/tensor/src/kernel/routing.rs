@@ -1,7 +1,7 @@
 //! Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly.
 //!
-//! Scores are `[tokens, experts]`; the tokens of a sample follow each other, and all samples have the same number. Choices are
-//! described in [`permutation`](super::Permutation).
+//! Scores are `[tokens, experts]`; the tokens of a sample follow each other, and all samples have the same number.
+//! Choices are described in [`permutation`](super::Permutation).
 
 use super::DropoutMask;
 use super::table::*;
@@ -21,7 +21,8 @@ pub struct Selection {
     pub groups: usize,
     /// Groups among whose experts a token chooses.
     pub top_groups: usize,
-    /// A group's score is the sum of so many of its largest scores: 2 in DeepSeek-V3, 1 in the device-limited routing of V2.
+    /// A group's score is the sum of so many of its largest scores: 2 in DeepSeek-V3, 1 in the device-limited routing
+    /// of V2.
     pub group_best: usize,
     /// Tokens of a sample that an expert takes; `None`: all.
     pub capacity: Option<usize>,
@@ -32,8 +33,8 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Experts of a token in the order of its preference that a selection looks at: the `k` that it chooses, and all that it may choose
-    /// among where a choice can go to another expert.
+    /// Experts of a token in the order of its preference that a selection looks at: the `k` that it chooses, and all
+    /// that it may choose among where a choice can go to another expert.
     pub fn ranked(&self) -> usize {
         match (self.overflow, self.capacity) {
             (Overflow::Reroute, Some(_)) => self.experts / self.groups * self.top_groups,
@@ -77,18 +78,18 @@ pub struct Selected {
 kernels! {
     /// The kernels of routers. Of equal scores, that of the lower expert is larger.
     pub trait Routing at routing {
-        /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First choices come before second ones,
-        /// and among them tokens in order (GShard, algorithm 1).
+        /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First
+        /// choices come before second ones, and among them tokens in order (GShard, algorithm 1).
         fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>
             | profile(Pointwise: scores), halves(own);
 
-        /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest scores, of equal ones
-        /// the earlier. `[tokens, experts]`: expert or -1.
+        /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
+        /// scores, of equal ones the earlier. `[tokens, experts]`: expert or -1.
         fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
             | profile(= What::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
 
-        /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if `normalise` over
-        /// their sum.
+        /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if
+        /// `normalise` over their sum.
         fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>
             | profile(Pointwise: scores), halves(wide scores -> scores);
 
@@ -96,7 +97,8 @@ kernels! {
         fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>
             | profile(Pointwise: scores, dout), halves(wide scores, dout -> scores);
 
-        /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the same for all.
+        /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the
+        /// same for all.
         fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
             | profile(Pointwise: scores, counts), halves(wide scores);
 

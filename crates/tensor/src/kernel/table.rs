@@ -1,4 +1,5 @@
-//! The table of kernels: [`kernels!`] states each method once, and makes of it the trait and what three devices around another one do with it.
+//! The table of kernels: [`kernels!`] states each method once, and makes of it the trait and what three devices around
+//! another one do with it.
 //!
 //! ```text
 //! fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>

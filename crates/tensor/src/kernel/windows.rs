@@ -72,12 +72,14 @@ kernels! {
         fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
             | profile(Memory: x), halves(wide x -> x);
 
-        /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in order.
+        /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in
+        /// order.
         fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>
             | profile(Memory: dpatches), halves(wide dpatches -> dpatches);
 
-        /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is the first, and NaN is larger
-        /// than all. Places count the pixels of a window row by row, padding included, in [`place_dtype`](Windows::place_dtype).
+        /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is
+        /// the first, and NaN is larger than all. Places count the pixels of a window row by row, padding included, in
+        /// [`place_dtype`](Windows::place_dtype).
         fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Pointwise: x), halves(wide x -> x);
 

@@ -37,7 +37,8 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// A device on which a tensor made from values of the host still has them, in host memory, and no other tensor has any.
+    /// A device on which a tensor made from values of the host still has them, in host memory, and no other tensor has
+    /// any.
     pub fn keeping_uploads() -> Arc<dyn Device> {
         Arc::new(Self { keeps_uploads: true, ..Self::default() })
     }

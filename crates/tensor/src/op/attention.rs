@@ -18,8 +18,9 @@ struct CausalAttention {
 }
 
 impl Var {
-    /// `[b, s, 3, heads, d] → [b, s, heads, d]`. Heads may be sharded; the sequence may not (that is context parallelism).
-    /// `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is one.
+    /// `[b, s, 3, heads, d] → [b, s, heads, d]`. Heads may be sharded; the sequence may not (that is context
+    /// parallelism). `dropout` is (p, layer name) for the attention probabilities. Without `documents` each sequence is
+    /// one.
     pub fn causal_attention(&self, documents: Option<&Documents>, dropout: Option<(f32, &str)>) -> Result<Var> {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);

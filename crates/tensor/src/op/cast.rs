@@ -14,8 +14,8 @@ struct Cast {
 }
 
 impl Var {
-    /// The value in `dtype`, each element rounded to the nearest: for what must be computed in f32 within a model of 16 bits. Its gradient is
-    /// in the type of the value. Not linear: refuses `Partial`.
+    /// The value in `dtype`, each element rounded to the nearest: for what must be computed in f32 within a model of 16
+    /// bits. Its gradient is in the type of the value. Not linear: refuses `Partial`.
     pub fn cast(&self, dtype: DType) -> Result<Var> {
         if self.tensor().dtype() == dtype {
             return Ok(self.clone());
@@ -27,8 +27,8 @@ impl Var {
 }
 
 impl Var {
-    /// The value in the type in which the tape's model stores values: after a sum over ranks, whose shares may have f32. Its gradient is in the type of
-    /// the value.
+    /// The value in the type in which the tape's model stores values: after a sum over ranks, whose shares may have
+    /// f32. Its gradient is in the type of the value.
     pub fn stored(&self) -> Result<Var> {
         match self.tensor().dtype() {
             DType::F32 => self.cast(self.tape().params().declarations().dtype()),

@@ -18,7 +18,8 @@ struct HostMap<F, D> {
 }
 
 impl Var {
-    /// `f(x)` element by element, by a function of the host. `derivative` is given x and f(x). Not linear: refuses `Partial`.
+    /// `f(x)` element by element, by a function of the host. `derivative` is given x and f(x). Not linear: refuses
+    /// `Partial`.
     ///
     /// Both functions are computed in f64, and recomputed in backward, for which only x is kept; they must depend only
     /// on their arguments. It is an error on devices that cannot run functions of the host.

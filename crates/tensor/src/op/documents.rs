@@ -9,8 +9,8 @@ use meshwork_core::{SpmdError, Ty};
 /// Documents that follow each other in a sequence.
 #[derive(Clone, Debug)]
 pub struct Documents {
-    /// The position of each token in its document, `[b, s]` in i32, whole along the sequence: 0 begins a document, and each other
-    /// position is one more than the one before. A sequence may begin at any position below `s`.
+    /// The position of each token in its document, `[b, s]` in i32, whole along the sequence: 0 begins a document, and
+    /// each other position is one more than the one before. A sequence may begin at any position below `s`.
     pub positions: Var,
     /// Whether tokens see only those of their own document. In any case rotations follow the positions.
     pub apart: bool,

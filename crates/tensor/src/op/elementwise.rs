@@ -1,4 +1,5 @@
-//! `x - y`, `x · y` and `x / y`, element by element: `y` may have fewer dims, and is then repeated over the leading dims of `x`.
+//! `x - y`, `x · y` and `x / y`, element by element: `y` may have fewer dims, and is then repeated over the leading
+//! dims of `x`.
 
 use super::bias::bias_grad;
 use super::whole::{require_whole, require_whole_values};
@@ -24,8 +25,8 @@ impl Var {
         self.zipped(Zip::Sub, other)
     }
 
-    /// `self · other`, element by element; whichever has fewer dims is repeated over the leading dims of the other one. Linear in
-    /// each: one may be `Partial` where the other is `Replicate`.
+    /// `self · other`, element by element; whichever has fewer dims is repeated over the leading dims of the other one.
+    /// Linear in each: one may be `Partial` where the other is `Replicate`.
     pub fn mul(&self, other: &Var) -> Result<Var> {
         match self.shape().len() < other.shape().len() {
             true => other.zipped(Zip::Mul, self),

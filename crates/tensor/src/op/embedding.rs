@@ -120,9 +120,9 @@ struct Positions {
 }
 
 impl Var {
-    /// `x[b, s, h] + table[first + s, h]`, where `first` is the global position of this rank's first token: 0, the start of its
-    /// slice where dim 1 is sharded, or the tokens before on a tape that [decodes](crate::Tape::decoding). The table is whole on
-    /// every rank.
+    /// `x[b, s, h] + table[first + s, h]`, where `first` is the global position of this rank's first token: 0, the
+    /// start of its slice where dim 1 is sharded, or the tokens before on a tape that [decodes](crate::Tape::decoding).
+    /// The table is whole on every rank.
     pub fn positions(&self, table: &Var) -> Result<Var> {
         if self.tape().reduction_blocks().is_some() && self.types().cuts(0).any(|axis| !axis.is_data()) {
             return Err(Error::NotCanonical {

@@ -1,7 +1,8 @@
 //! Products and biases of rows in groups, each group with a matrix of its own: the layers of experts.
 //!
-//! `Y_g = X_g · W_gᵀ + b_g` for the rows `X_g` of each expert g, without padding. The ranks of one axis hold different experts, and
-//! there the rows are `Varying`: each rank has those of its own experts, whichever rank their tokens are from.
+//! `Y_g = X_g · W_gᵀ + b_g` for the rows `X_g` of each expert g, without padding. The ranks of one axis hold different
+//! experts, and there the rows are `Varying`: each rank has those of its own experts, whichever rank their tokens are
+//! from.
 
 use super::swiglu;
 use crate::error::Result;
@@ -15,7 +16,8 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Rows grouped by the expert that computes them; within a group they are in the order of the samples that they come from.
+/// Rows grouped by the expert that computes them; within a group they are in the order of the samples that they come
+/// from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowGroups {
     axis: Axis,
@@ -27,8 +29,8 @@ pub struct RowGroups {
 }
 
 impl RowGroups {
-    /// Groups of which the ranks of `axis` have different ones. `sources` are the samples that the rows come from, runs of
-    /// consecutive numbers within the batch, and `counts` has the rows of each group and sample.
+    /// Groups of which the ranks of `axis` have different ones. `sources` are the samples that the rows come from, runs
+    /// of consecutive numbers within the batch, and `counts` has the rows of each group and sample.
     pub fn new(axis: Axis, sources: Vec<Range<u64>>, counts: Vec<Vec<usize>>) -> Self {
         let rows = counts.iter().map(|counts| counts.iter().sum()).collect();
         Self { axis, sources, counts, rows }
@@ -135,19 +137,21 @@ struct GroupedLinear {
 #[derive(Debug)]
 enum Then {
     Nothing,
-    /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its gradient.
+    /// SwiGLU, of a product whose last dim has pairs. In backward: whether the saved product has been replaced by its
+    /// gradient.
     Swiglu(Cell<bool>),
 }
 
 impl Var {
-    /// `X_g · W_gᵀ` for the rows of each group, summed over the last `contract` dims of both: `x [rows, K..]`, `weight [groups, N..,
-    /// K..]` to `[rows, N..]`. See [`RowGroups`].
+    /// `X_g · W_gᵀ` for the rows of each group, summed over the last `contract` dims of both: `x [rows, K..]`,
+    /// `weight [groups, N.., K..]` to `[rows, N..]`. See [`RowGroups`].
     pub fn grouped_linear(&self, weight: &Var, contract: usize, groups: &Rc<RowGroups>) -> Result<Var> {
         self.tape().apply(GroupedLinear::new(self, weight, contract, groups, Then::Nothing), &[self, weight])
     }
 
-    /// The [SwiGLU](Self::swiglu) of [`grouped_linear`](Self::grouped_linear), for `weight` `[groups, features, 2, K..]`. The result is a
-    /// [matmul operand](crate::Device::operand_dtype), as that of [`linear_swiglu`](Self::linear_swiglu).
+    /// The [SwiGLU](Self::swiglu) of [`grouped_linear`](Self::grouped_linear), for `weight`
+    /// `[groups, features, 2, K..]`. The result is a [matmul operand](crate::Device::operand_dtype), as that of
+    /// [`linear_swiglu`](Self::linear_swiglu).
     pub fn grouped_linear_swiglu(&self, weight: &Var, contract: usize, groups: &Rc<RowGroups>) -> Result<Var> {
         let then = Then::Swiglu(Cell::new(false));
         self.tape().apply(GroupedLinear::new(self, weight, contract, groups, then), &[self, weight])

@@ -12,8 +12,9 @@ use meshwork_core::{SpmdError, Types};
 struct Jitter(DropoutMask);
 
 impl Var {
-    /// Multiplies each element by a number drawn from `[1 - p, 1 + p)`; the identity when evaluating or at p = 0. `name` is the
-    /// name of the layer; each use needs its own. (Switch Transformers, section 2.2, of a router's input.)
+    /// Multiplies each element by a number drawn from `[1 - p, 1 + p)`; the identity when evaluating or at p = 0.
+    /// `name` is the name of the layer; each use needs its own. (Switch Transformers, section 2.2, of a router's
+    /// input.)
     pub fn jitter(&self, p: f32, name: &str) -> Result<Var> {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());

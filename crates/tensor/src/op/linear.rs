@@ -1,5 +1,5 @@
-//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one pass
-//! `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
+//! `y[lead.., N..] = x[lead.., K..] · w[N.., K..]ᵀ`: the product of a linear layer over structural dims; and in one
+//! pass `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
 
 use super::bias::{bias_grad, or_zeros};
 use super::swiglu;
@@ -28,8 +28,8 @@ struct Linear {
     exact: bool,
 }
 
-/// Whether another product reads the same input, right before or after this one on the tape, and the gradient of the input
-/// is computed for both at once.
+/// Whether another product reads the same input, right before or after this one on the tape, and the gradient of the
+/// input is computed for both at once.
 #[derive(Debug)]
 enum Joined {
     Alone,
@@ -118,8 +118,8 @@ impl Linear {
                 let db = bias_grad(cx, 2, &grad, shape, self.tokens)?;
                 Ok((grad, db))
             }
-            // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold as
-            // much memory as the product.
+            // With deferred weight gradients this is computed twice: keeping it from one call to the other would hold
+            // as much memory as the product.
             &Then::Gelu(bias) => {
                 let (product, device) = (cx.saved(2)?, grad.device().clone());
                 let b = or_zeros(bias.map(|_| cx.saved(3)).transpose()?, &product, self.out())?;
@@ -146,22 +146,22 @@ impl Linear {
 }
 
 impl Var {
-    /// `x · wᵀ`, summed over the last `contract` dims of both; `contract = 1` is `torch.nn.functional.linear`. A fused qkv is
-    /// `x[b, s, h].linear(w[3, heads, d, h], 1)`, and the
-    /// projection back is `y[b, s, heads, d].linear(w[h, heads, d], 2)`. Summing over a dim that both shard gives `Partial`.
+    /// `x · wᵀ`, summed over the last `contract` dims of both; `contract = 1` is `torch.nn.functional.linear`. A fused
+    /// qkv is `x[b, s, h].linear(w[3, heads, d, h], 1)`, and the projection back is
+    /// `y[b, s, heads, d].linear(w[h, heads, d], 2)`. Summing over a dim that both shard gives `Partial`.
     pub fn linear(&self, weight: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Nothing), &[self, weight])
     }
 
-    /// [`linear`](Self::linear) in the type of its operands, also on a device that computes products of rounded ones: for a router, whose
-    /// decision a rounded operand would change. x is not stored as a matmul operand.
+    /// [`linear`](Self::linear) in the type of its operands, also on a device that computes products of rounded ones:
+    /// for a router, whose decision a rounded operand would change. x is not stored as a matmul operand.
     pub fn exact_linear(&self, weight: &Var, contract: usize) -> Result<Var> {
         let op = Linear { exact: true, ..Linear::new(self, weight, contract, Then::Nothing) };
         self.tape().apply(op, &[self, weight])
     }
 
-    /// `x · wᵀ + b`: [`linear`](Self::linear), then [`bias`](Self::bias) with the dims of `w` that are not summed over. A
-    /// bias added to a `Partial` product would be counted once per rank: refused.
+    /// `x · wᵀ + b`: [`linear`](Self::linear), then [`bias`](Self::bias) with the dims of `w` that are not summed over.
+    /// A bias added to a `Partial` product would be counted once per rank: refused.
     pub fn linear_bias(&self, weight: &Var, bias: &Var, contract: usize) -> Result<Var> {
         self.tape().apply(Linear::new(self, weight, contract, Then::Bias(bias.shape())), &[self, weight, bias])
     }
@@ -184,8 +184,8 @@ impl Var {
     }
 
     /// `gelu(x · wᵀ + b)`, tanh form: [`linear_bias`](Self::linear_bias), then [`gelu`](Self::gelu), as a
-    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it. Without a bias,
-    /// as with one of zeros.
+    /// [matmul operand](crate::Device::operand_dtype): nothing but matrix products and collectives can read it. Without
+    /// a bias, as with one of zeros.
     pub fn linear_gelu<'a>(&self, weight: &Var, bias: impl Into<Option<&'a Var>>, contract: usize) -> Result<Var> {
         let bias = bias.into();
         let op = Linear::new(self, weight, contract, Then::Gelu(bias.map(Var::shape)));

@@ -1,9 +1,11 @@
-//! The [cross entropy](super::loss) of the logits `x · wᵀ` without the logits: they exist for a chunk of tokens at a time, and backward computes
-//! them once more (`torch.nn.functional.linear_cross_entropy`; Hsu et al., Liger Kernel, arXiv:2410.10989).
+//! The [cross entropy](super::loss) of the logits `x · wᵀ` without the logits: they exist for a chunk of tokens at a
+//! time, and backward computes them once more (`torch.nn.functional.linear_cross_entropy`; Hsu et al., Liger Kernel,
+//! arXiv:2410.10989).
 //!
-//! Beside a chunk's logits it keeps x and a number for each token, where `linear` and `cross_entropy` keep all logits. It computes the product of the head
-//! four times instead of three. A chunk has tokens of one sample, so that how a gradient is summed does not depend on the mesh. Losses and the gradient of x
-//! have the bits of `linear` and `cross_entropy`; the gradient of w is summed chunk by chunk.
+//! Beside a chunk's logits it keeps x and a number for each token, where `linear` and `cross_entropy` keep all logits.
+//! It computes the product of the head four times instead of three. A chunk has tokens of one sample, so that how a
+//! gradient is summed does not depend on the mesh. Losses and the gradient of x have the bits of `linear` and
+//! `cross_entropy`; the gradient of w is summed chunk by chunk.
 
 use super::loss::VocabLoss;
 use crate::device::Device;
@@ -37,8 +39,9 @@ struct Chunk {
 }
 
 impl Var {
-    /// `x.linear(w, 1)?.cross_entropy(targets)` of x `[samples, .., features]` and w `[vocab, features]`, with the logits of at most `chunk` tokens
-    /// at a time: the loss of each sample, `[samples]` in f64, against i32 targets `[samples, ..]`, negative ones masked.
+    /// `x.linear(w, 1)?.cross_entropy(targets)` of x `[samples, .., features]` and w `[vocab, features]`, with the
+    /// logits of at most `chunk` tokens at a time: the loss of each sample, `[samples]` in f64, against i32 targets
+    /// `[samples, ..]`, negative ones masked.
     ///
     /// # Errors
     /// Those of both; a chunk of no tokens. The place of an id that is none counts from the first token of its chunk.
@@ -114,8 +117,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Takes the chunks of some samples in turn: writes the gradient of their x, and adds that of the weight, of all of them, to `to`: a buffer, the
-    /// first element in it, and whether it has something to be added to.
+    /// Takes the chunks of some samples in turn: writes the gradient of their x, and adds that of the weight, of all of
+    /// them, to `to`: a buffer, the first element in it, and whether it has something to be added to.
     fn run(&mut self, samples: Range<usize>, mut to: Option<(&mut Buffer, usize, bool)>) -> Result<()> {
         let ([_, _, k], n) = (self.op.input, self.op.loss.shard.width);
         let (loss, matmul) = (self.device.loss()?, self.device.matmul()?);
@@ -137,8 +140,8 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or would be rounded after every
-    /// chunk, in memory of their own first.
+    /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or
+    /// would be rounded after every chunk, in memory of their own first.
     fn share(&mut self, room: BlockSlot<'_>) -> Result<()> {
         let BlockSlot { buffer, start, accumulate, samples, blocks } = room;
         if blocks == 1 && !buffer.dtype().is_half() {

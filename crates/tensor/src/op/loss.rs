@@ -23,8 +23,8 @@ pub struct VocabLoss {
 }
 
 impl Var {
-    /// The loss of each sample, `[samples]` in f64, of whole logits `[samples, .., vocab]` against i32 targets `[samples, ..]`,
-    /// negative ones masked.
+    /// The loss of each sample, `[samples]` in f64, of whole logits `[samples, .., vocab]` against i32 targets
+    /// `[samples, ..]`, negative ones masked.
     pub fn cross_entropy(&self, targets: &Var) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
         self.tape().apply(VocabLoss::whole(width), &[self, targets])
@@ -58,8 +58,9 @@ impl VocabLoss {
         self.shard.parts(tape.reduction_blocks().map_or(1, |blocks| blocks / degree))
     }
 
-    /// (the loss of each of `samples`, lse of each row), from the [statistics](crate::kernel::Loss::row_stats) of all rows for each of the
-    /// [`parts`](Self::parts). The sums are first relative to the maximum of their part, and then to that of the row.
+    /// (the loss of each of `samples`, lse of each row), from the [statistics](crate::kernel::Loss::row_stats) of all
+    /// rows for each of the [`parts`](Self::parts). The sums are first relative to the maximum of their part, and then
+    /// to that of the row.
     pub(super) fn total(
         &self,
         cx: &Forward<'_>,
@@ -207,8 +208,8 @@ impl Op for VocabLoss {
 struct Correct;
 
 impl Var {
-    /// Per sample an f64, `[samples]`: the rows of whole logits `[samples, .., vocab]` whose target, of `[samples, ..]`, has the largest
-    /// logit. A metric: it has no gradient.
+    /// Per sample an f64, `[samples]`: the rows of whole logits `[samples, .., vocab]` whose target, of
+    /// `[samples, ..]`, has the largest logit. A metric: it has no gradient.
     pub fn correct(&self, targets: &Var) -> Result<Var> {
         let detached = self.tape().constant(self.tensor().clone(), self.types());
         self.tape().apply(Correct, &[&detached, targets])

@@ -1,5 +1,5 @@
-//! Local operations: each states its algebra, its gradient and, through a rule of `meshwork_core::rules`, its SPMD types.
-//! None of them communicates.
+//! Local operations: each states its algebra, its gradient and, through a rule of `meshwork_core::rules`, its SPMD
+//! types. None of them communicates.
 
 mod attention;
 mod bias;

@@ -27,8 +27,8 @@ struct Pooling {
 }
 
 impl Var {
-    /// `[n, h, w, c] → [n, h', w', c]` with `h' = ⌊(h + 2·padding - kernel) / stride⌋ + 1` and w' alike: the largest pixel
-    /// of each window, of equal ones the first.
+    /// `[n, h, w, c] → [n, h', w', c]` with `h' = ⌊(h + 2·padding - kernel) / stride⌋ + 1` and w' alike: the largest
+    /// pixel of each window, of equal ones the first.
     pub fn max_pool(&self, kernel: [usize; 2], stride: usize, padding: usize) -> Result<Var> {
         self.pool(Pool::Max, Some(kernel), stride, padding)
     }

@@ -1,5 +1,6 @@
-//! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`), in another order
-//! (`transpose`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the zeros of padded shards.
+//! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`),
+//! in another order (`transpose`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the
+//! zeros of padded shards.
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -36,8 +37,10 @@ impl Var {
     /// The same elements, in the same order, with the extents `extents` on this rank. Dim 0 counts samples and does not
     /// change. A sharded dim must be the first of the dims that it is merged with or cut into.
     ///
-    /// With extents of 1, the local extents can be ambiguous: `[2, 8, 8]` becomes `[2, 8, 1, 8]` by a split into heads with one head on this rank, or by
-    /// an inserted dim. An ambiguous reshape is refused, so a reshape may be refused at one degree and not at another. Code for every mesh uses [`unflatten`](Self::unflatten), [`flatten`](Self::flatten), [`unsqueeze`](Self::unsqueeze), [`squeeze`](Self::squeeze).
+    /// With extents of 1, the local extents can be ambiguous: `[2, 8, 8]` becomes `[2, 8, 1, 8]` by a split into heads
+    /// with one head on this rank, or by an inserted dim. An ambiguous reshape is refused, so a reshape may be refused
+    /// at one degree and not at another. Code for every mesh uses [`unflatten`](Self::unflatten),
+    /// [`flatten`](Self::flatten), [`unsqueeze`](Self::unsqueeze), [`squeeze`](Self::squeeze).
     pub fn reshape(&self, extents: &[usize]) -> Result<Var> {
         if extents.first() != self.shape().first() && extents.iter().product::<usize>() == self.shape().count() {
             return Err(self.misfit("reshape", "dim 0 counts samples and stays as it is".to_owned(), extents));
@@ -45,7 +48,8 @@ impl Var {
         self.reshaped(Reshape::Free, "reshape", extents)
     }
 
-    /// Splits `dim` into dims of the extents `extents` on this rank, as features into heads. If `dim` is sharded, the first of them is.
+    /// Splits `dim` into dims of the extents `extents` on this rank, as features into heads. If `dim` is sharded, the
+    /// first of them is.
     ///
     /// ```
     /// # use meshwork_core::{Axis, Rank, Ty, Types};
@@ -68,7 +72,8 @@ impl Var {
         self.regrouped("unflatten", dim..dim.saturating_add(1), extents, none)
     }
 
-    /// Merges the dims `dims` into one, as heads into features. A sharded dim among them must be the first, and then the merged dim is sharded.
+    /// Merges the dims `dims` into one, as heads into features. A sharded dim among them must be the first, and then
+    /// the merged dim is sharded.
     pub fn flatten(&self, dims: Range<usize>) -> Result<Var> {
         let none = dims.is_empty().then(|| format!("{dims:?} has no dims to merge"));
         let extent = self.shape().get(dims.clone()).map_or(0, |extents| extents.iter().product());
@@ -80,7 +85,8 @@ impl Var {
         self.regrouped("unsqueeze", dim..dim, &[1], None)
     }
 
-    /// Removes dim `dim`, whose extent must be 1 over all ranks. (In PyTorch a dim of another extent stays; here it is refused.)
+    /// Removes dim `dim`, whose extent must be 1 over all ranks. (In PyTorch a dim of another extent stays; here it is
+    /// refused.)
     pub fn squeeze(&self, dim: usize) -> Result<Var> {
         let more = self.shape().get(dim).copied().filter(|&extent| extent != 1);
         let more = more.map(|extent| format!("dim {dim} has extent {extent}, and is removed only at extent 1"));

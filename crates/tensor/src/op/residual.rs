@@ -20,7 +20,8 @@ struct BiasResidual {
 }
 
 impl Var {
-    /// `self + other`; whichever has fewer dims is repeated over the leading dims of the other one, as a [`bias`](Self::bias) is.
+    /// `self + other`; whichever has fewer dims is repeated over the leading dims of the other one, as a
+    /// [`bias`](Self::bias) is.
     pub fn add(&self, other: &Var) -> Result<Var> {
         match self.shape().len().cmp(&other.shape().len()) {
             Ordering::Less => other.bias(self),

@@ -15,7 +15,8 @@ struct RmsNorm {
 }
 
 impl Var {
-    /// Root mean square norm over the last dim (Zhang and Sennrich, 2019), which must be whole on this rank, as must `weight`.
+    /// Root mean square norm over the last dim (Zhang and Sennrich, 2019), which must be whole on this rank, as must
+    /// `weight`.
     pub fn rms_norm(&self, weight: &Var, eps: f64) -> Result<Var> {
         let tokens = Tokens::of(self, 1);
         self.tape().apply(RmsNorm { eps, tokens, stored: self.tensor().dtype() }, &[self, weight])

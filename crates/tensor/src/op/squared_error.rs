@@ -15,10 +15,10 @@ struct SquaredError {
 }
 
 impl Var {
-    /// The mean squared error of each sample, `[samples]` in f64, of predictions `[samples, ..]` against targets of the same
-    /// shape, over all elements of the sample on all ranks. With the seed 1 / samples of
-    /// [`backward_from_loss`](crate::Tape::backward_from_loss) it is the mean over everything. Targets get a gradient if they
-    /// need one. `Partial` on an axis that cuts elements of a sample.
+    /// The mean squared error of each sample, `[samples]` in f64, of predictions `[samples, ..]` against targets of the
+    /// same shape, over all elements of the sample on all ranks. With the seed 1 / samples of
+    /// [`backward_from_loss`](crate::Tape::backward_from_loss) it is the mean over everything. Targets get a gradient
+    /// if they need one. `Partial` on an axis that cuts elements of a sample.
     pub fn mean_squared_error(&self, targets: &Var) -> Result<Var> {
         require_whole("mean_squared_error", &[self, targets])?;
         let ndim = self.shape().len();

@@ -11,7 +11,8 @@ use meshwork_core::{SpmdError, Types};
 struct Swiglu;
 
 impl Var {
-    /// SwiGLU (Shazeer, 2020): `[.., features, 2] → [.., features]`, of pairs (gate, up). Not linear: refuses `Partial`.
+    /// SwiGLU (Shazeer, 2020): `[.., features, 2] → [.., features]`, of pairs (gate, up). Not linear: refuses
+    /// `Partial`.
     pub fn swiglu(&self) -> Result<Var> {
         self.tape().apply(Swiglu, &[self])
     }

@@ -1,5 +1,5 @@
-//! In canonical numerics a sum that the mesh cuts has the bits of one rank only if nothing is rounded between its shares and the
-//! sum. So an operation that rounds needs whole values, and returns whole gradients.
+//! In canonical numerics a sum that the mesh cuts has the bits of one rank only if nothing is rounded between its
+//! shares and the sum. So an operation that rounds needs whole values, and returns whole gradients.
 
 use crate::error::{Error, Result};
 use crate::tape::{Source, Var};

@@ -84,7 +84,8 @@ impl Gradients {
 
     /// Sums each gradient over the axes on which it is `Partial`, once all backward passes have run. `tape` is the tape
     /// of any of them. Canonical numerics are refused, because they need the order of samples, which this sink does not
-    /// keep. So is a tape that still [defers](crate::tape::Weights::Deferred) gradients of weights, which would be missing.
+    /// keep. So is a tape that still [defers](crate::tape::Weights::Deferred) gradients of weights, which would be
+    /// missing.
     pub fn all_reduce(&mut self, tape: &Tape) -> Result<()> {
         if tape.defers_gradients() {
             return Err(Error::Backward(
@@ -109,8 +110,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. The rate of a parameter is `rate` times that of its
-    /// [group](crate::param::ParamGroup::learning_rate).
+    /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. The rate of a parameter is
+    /// `rate` times that of its [group](crate::param::ParamGroup::learning_rate).
     ///
     /// # Errors
     /// A tape or anything else still reads the weights; a gradient is still to be summed over ranks.

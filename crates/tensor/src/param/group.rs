@@ -3,7 +3,8 @@
 use super::{ParamSpec, Role};
 use meshwork_optim::ParamShape;
 
-/// The parameter group of a parameter: what the optimizer does with it. Factors multiply the hyper-parameters of the run.
+/// The parameter group of a parameter: what the optimizer does with it. Factors multiply the hyper-parameters of the
+/// run.
 ///
 /// ```
 /// use meshwork_tensor::Role;
@@ -22,16 +23,17 @@ pub struct ParamGroup {
     pub weight_decay: f64,
     /// Whether the parameter does not change: it has no gradient, no optimizer state, and no part in the gradient norm.
     pub frozen: bool,
-    /// How its dims make matrices, for rules that read rows, columns or whole matrices: for the weights of a hidden layer, and for
-    /// biases of several projections, which are as many vectors. `None` for what is one table, head, vector or norm.
+    /// How its dims make matrices, for rules that read rows, columns or whole matrices: for the weights of a hidden
+    /// layer, and for biases of several projections, which are as many vectors. `None` for what is one table, head,
+    /// vector or norm.
     pub matrices: Option<Matrices>,
 }
 
 /// How the dims of a parameter make matrices `[rows, columns]`: `[stacked.., rows.., interleaved.., columns..]`.
 ///
-/// A parameter may hold several projections, because one product then computes them: queries, keys and values, gate and up, those of all
-/// experts. Whatever reads a whole matrix (the update rules LAMB, Adafactor, Muon and 8-bit Adam, PowerSGD) takes each by itself, so the
-/// numbers are those of a model that keeps them apart.
+/// A parameter may hold several projections, because one product then computes them: queries, keys and values, gate and
+/// up, those of all experts. Whatever reads a whole matrix (the update rules LAMB, Adafactor, Muon and 8-bit Adam,
+/// PowerSGD) takes each by itself, so the numbers are those of a model that keeps them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matrices {
     /// The number of leading dims that number matrices: experts; queries, keys and values.
@@ -106,7 +108,8 @@ impl ParamGroup {
 }
 
 impl ParamSpec {
-    /// The parameter as an update rule sees it. A weight that declares no matrices is one of as many columns as its last dim has elements.
+    /// The parameter as an update rule sees it. A weight that declares no matrices is one of as many columns as its
+    /// last dim has elements.
     pub fn shape(&self) -> ParamShape {
         let dims = &self.dims;
         match (self.group.matrices, self.role) {

@@ -80,9 +80,10 @@ impl ParamSpec {
         self.dims.count()
     }
 
-    /// The slice that the rank at `coords` holds. A dim that the degree does not divide is padded at its end: every rank
-    /// stores ⌈extent / degree⌉, or the [multiple](Placement::each_in_multiples_of) that the placement asks for, and the last ones hold fewer elements than
-    /// they store. One rank alone may store padding too. Of axes that cut one dim the slowest cuts outermost.
+    /// The slice that the rank at `coords` holds. A dim that the degree does not divide is padded at its end: every
+    /// rank stores ⌈extent / degree⌉, or the [multiple](Placement::each_in_multiples_of) that the placement asks for,
+    /// and the last ones hold fewer elements than they store. One rank alone may store padding too. Of axes that cut
+    /// one dim the slowest cuts outermost.
     pub fn local(&self, mesh: &Mesh, coords: Coords) -> LocalSlice {
         let mut stored = self.dims;
         let mut ranges: Vec<Range<usize>> = self.dims.iter().map(|&extent| 0..extent).collect();
@@ -137,14 +138,14 @@ impl Declarations {
         Self::default()
     }
 
-    /// An empty registry for canonical numerics, with `blocks` reduction blocks (at least 1) along each dim that a mesh may cut:
-    /// see [`tape::reduction_blocks`](crate::tape::reduction_blocks).
+    /// An empty registry for canonical numerics, with `blocks` reduction blocks (at least 1) along each dim that a mesh
+    /// may cut: see [`tape::reduction_blocks`](crate::tape::reduction_blocks).
     pub fn canonical(blocks: usize) -> Self {
         Self { blocks: Some(blocks.max(1)), ..Self::default() }
     }
 
-    /// The same parameters, whose values are stored in 16 bits, and with them activations and gradients: for a [`Widened`](crate::Widened) device.
-    /// Running statistics stay in f32.
+    /// The same parameters, whose values are stored in 16 bits, and with them activations and gradients: for a
+    /// [`Widened`](crate::Widened) device. Running statistics stay in f32.
     pub fn stored_in(self, half: Option<HalfType>) -> Self {
         Self { half, ..self }
     }
@@ -159,8 +160,8 @@ impl Declarations {
         if self.spec(id).role == Role::Buffer { DType::F32 } else { self.dtype() }
     }
 
-    /// What `declare` declares or ties is [frozen](ParamGroup::frozen), if `frozen` says so: training does not change it. Layers need not
-    /// know of it.
+    /// What `declare` declares or ties is [frozen](ParamGroup::frozen), if `frozen` says so: training does not change
+    /// it. Layers need not know of it.
     ///
     /// ```
     /// # use meshwork_tensor::{Declarations, Init, Placement, Role};
@@ -190,8 +191,9 @@ impl Declarations {
         self.blocks
     }
 
-    /// Declares a parameter under a name that no other layer of the model declares: two layers of one name would share a weight on
-    /// one stage and hold two when they are cut apart. Layers that mean to share a weight [tie](Self::tie) it.
+    /// Declares a parameter under a name that no other layer of the model declares: two layers of one name would share
+    /// a weight on one stage and hold two when they are cut apart. Layers that mean to share a weight [tie](Self::tie)
+    /// it.
     ///
     /// # Errors
     /// A name that is taken, a dim that does not exist, an axis that cuts two dims.
@@ -242,9 +244,9 @@ impl Declarations {
         Ok(id)
     }
 
-    /// Shares the parameter that another layer [declares](Self::declare) under this name: weight tying, as of an embedding and the
-    /// head. Both must agree in everything. The other layer may lie on another stage, and so on another rank: its gradient is then
-    /// summed over both (Megatron's embedding group).
+    /// Shares the parameter that another layer [declares](Self::declare) under this name: weight tying, as of an
+    /// embedding and the head. Both must agree in everything. The other layer may lie on another stage, and so on
+    /// another rank: its gradient is then summed over both (Megatron's embedding group).
     ///
     /// ```
     /// # use meshwork_tensor::{Declarations, Init, Placement, Role};
@@ -269,8 +271,8 @@ impl Declarations {
         self.tie_in(name, dims, placement, role, init, ParamGroup::of(role))
     }
 
-    /// The same for a parameter that is [declared in](Self::declare_in) another group than that of its role: frozen, or with another
-    /// learning rate.
+    /// The same for a parameter that is [declared in](Self::declare_in) another group than that of its role: frozen, or
+    /// with another learning rate.
     ///
     /// ```
     /// # use meshwork_tensor::{Declarations, Init, Placement, Role, param::ParamGroup};
@@ -296,7 +298,8 @@ impl Declarations {
         self.enter(ParamSpec { name: name.into(), dims: Shape::new(dims), placement, role, init, group })
     }
 
-    /// Parameters that layers tie and none declares: of one stage they may be another stage's, of a whole model there are none.
+    /// Parameters that layers tie and none declares: of one stage they may be another stage's, of a whole model there
+    /// are none.
     pub fn undeclared(&self) -> impl Iterator<Item = &ParamSpec> {
         self.specs.iter().zip(&self.owned).filter(|(_, owned)| !**owned).map(|(spec, _)| spec)
     }
@@ -329,8 +332,8 @@ impl Declarations {
     }
 
     /// Declares a statistic: a vector that each micro-batch of a training step leaves with
-    /// [`Tape::note`](crate::Tape::note), and the buffers that are updated from its sum over the whole batch at the end of the
-    /// step.
+    /// [`Tape::note`](crate::Tape::note), and the buffers that are updated from its sum over the whole batch at the end
+    /// of the step.
     pub fn declare_statistic(&mut self, buffers: Vec<ParamId>, rule: impl StatisticRule + 'static) -> StatisticId {
         self.statistics.push(Statistic { buffers, rule: std::sync::Arc::new(rule) });
         StatisticId(self.statistics.len() - 1)

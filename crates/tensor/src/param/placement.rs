@@ -32,15 +32,15 @@ impl Placement {
         self
     }
 
-    /// Each rank stores a multiple of `multiple` of a cut dim, so that what it computes has rows of whole vectors. Where the ranks' numbers are no
-    /// multiples, all of them store the next one.
+    /// Each rank stores a multiple of `multiple` of a cut dim, so that what it computes has rows of whole vectors.
+    /// Where the ranks' numbers are no multiples, all of them store the next one.
     pub fn each_in_multiples_of(mut self, multiple: usize) -> Self {
         self.each = Some(multiple);
         self
     }
 
-    /// Canonical numerics sum over `dim` in the blocks of a dim that is cut, though it is not cut here: for a parameter that some meshes cut
-    /// along it and others do not.
+    /// Canonical numerics sum over `dim` in the blocks of a dim that is cut, though it is not cut here: for a parameter
+    /// that some meshes cut along it and others do not.
     pub fn summed_in_blocks(mut self, dim: usize) -> Self {
         self.in_blocks = Some(dim);
         self

@@ -14,7 +14,8 @@ pub struct LocalSlice {
 }
 
 impl LocalSlice {
-    /// All of a parameter of these extents, without padding: what files have. A rank alone may [store](super::ParamSpec::local) more.
+    /// All of a parameter of these extents, without padding: what files have. A rank alone may
+    /// [store](super::ParamSpec::local) more.
     pub fn whole(dims: Shape) -> Self {
         Self { stored: dims, ranges: dims.iter().map(|&extent| 0..extent).collect() }
     }
@@ -24,8 +25,9 @@ impl LocalSlice {
         self.ranges.iter().map(Range::len).product()
     }
 
-    /// The elements `range` of the array in memory as boxes, one after the other, each with its place in the array: a run of rows, at most
-    /// two rows that are cut, and so on for each dim of those. Padding is stored and not held, as it is here.
+    /// The elements `range` of the array in memory as boxes, one after the other, each with its place in the array: a
+    /// run of rows, at most two rows that are cut, and so on for each dim of those. Padding is stored and not held, as
+    /// it is here.
     ///
     /// ```
     /// use meshwork_tensor::{Shape, param::LocalSlice};
@@ -141,8 +143,8 @@ mod tests {
         assert_eq!(runs, [(0, 0..1)]);
     }
 
-    /// Every range of arrays of up to four dims, padded ones too: the boxes lie one after the other, and a piece of each holds exactly the
-    /// elements of the range.
+    /// Every range of arrays of up to four dims, padded ones too: the boxes lie one after the other, and a piece of
+    /// each holds exactly the elements of the range.
     #[test]
     fn boxes_are_the_elements_of_a_range_once_and_in_order() {
         let slice = |stored: &[usize], ranges: &[Range<usize>]| LocalSlice {

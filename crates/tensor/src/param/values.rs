@@ -17,8 +17,8 @@ use std::sync::Arc;
 /// The values of one rank's parameters: flat, contiguous buffers, so that reductions and optimizers work on long
 /// vectors. Each parameter is a slice of a buffer. Readers share memory; writing needs that there are no readers.
 ///
-/// Of a flat buffer a rank may store a [window](Self::window) alone, where other ranks have the rest. Its parameters are then
-/// [brought together](Gather) when they are read.
+/// Of a flat buffer a rank may store a [window](Self::window) alone, where other ranks have the rest. Its parameters
+/// are then [brought together](Gather) when they are read.
 #[derive(Clone, Debug)]
 pub struct Params {
     declarations: Arc<Declarations>,
@@ -41,8 +41,8 @@ pub trait Gather: Debug + Send + Sync {
     /// No memory; ranks that do not answer.
     fn whole(&self, flat: usize, window: &Buffer) -> Result<Buffer>;
 
-    /// Whether ranks share out flat buffer `flat`. All of them say the same, also one whose window has all of its elements: the others need
-    /// this rank for theirs.
+    /// Whether ranks share out flat buffer `flat`. All of them say the same, also one whose window has all of its
+    /// elements: the others need this rank for theirs.
     fn is_shared(&self, flat: usize) -> bool;
 }
 
@@ -60,8 +60,8 @@ impl Params {
         Self::in_windows(declarations, mesh, coords, device, layout, &[], seed)
     }
 
-    /// The same, of which only these windows of the flat buffers are stored; of buffers without a window all is. A window may reach beyond
-    /// the last parameter: what lies there is zero.
+    /// The same, of which only these windows of the flat buffers are stored; of buffers without a window all is. A
+    /// window may reach beyond the last parameter: what lies there is zero.
     pub fn in_windows(
         declarations: Arc<Declarations>,
         mesh: &Mesh,
@@ -145,8 +145,8 @@ impl Params {
         &self.declarations
     }
 
-    /// The value of a parameter, sharing memory: with that of the flat buffer, or, of one that is stored in part, with what brings it
-    /// together.
+    /// The value of a parameter, sharing memory: with that of the flat buffer, or, of one that is stored in part, with
+    /// what brings it together.
     ///
     /// # Errors
     /// An id that other declarations gave; of a flat buffer that is stored in part, those of [`Gather::whole`].
@@ -172,7 +172,8 @@ impl Params {
         self.windows[flat].clone()
     }
 
-    /// The elements of a parameter, as this rank holds it and counted from its first one, that lie in a window of its flat buffer.
+    /// The elements of a parameter, as this rank holds it and counted from its first one, that lie in a window of its
+    /// flat buffer.
     pub fn part(&self, id: ParamId, window: &Range<usize>) -> Range<usize> {
         let range = &self.places[self.index(id)].1;
         let here = shared(range, window);
@@ -185,8 +186,8 @@ impl Params {
         host_floats(&self.download(id, &self.flats[flat], &self.windows[flat])?)
     }
 
-    /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in part, that part is
-    /// kept.
+    /// Replaces the elements of a parameter as this rank holds it, padding included; of a parameter that is stored in
+    /// part, that part is kept.
     ///
     /// # Errors
     /// When the number of values is wrong, or when something reads the weights.
@@ -211,8 +212,9 @@ impl Params {
         written
     }
 
-    /// The elements at the place of a parameter in `vector`, which has the window `window` of a vector with the layout of the parameter's
-    /// flat buffer, such as its gradients or its optimizer states. In host memory: without a copy where the device computes there.
+    /// The elements at the place of a parameter in `vector`, which has the window `window` of a vector with the layout
+    /// of the parameter's flat buffer, such as its gradients or its optimizer states. In host memory: without a copy
+    /// where the device computes there.
     pub fn download(&self, id: ParamId, vector: &Buffer, window: &Range<usize>) -> Result<Buffer> {
         let here = shared(&self.places[self.index(id)].1, window);
         self.device.download(&vector.slice(from(window.start, here))?)
@@ -239,7 +241,8 @@ impl Params {
         }
     }
 
-    /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`] does.
+    /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`]
+    /// does.
     #[track_caller]
     fn index(&self, id: ParamId) -> usize {
         _ = self.declarations.spec(id);
@@ -324,8 +327,8 @@ fn from(origin: usize, range: Range<usize>) -> Range<usize> {
     if range.is_empty() { 0..0 } else { range.start - origin..range.end - origin }
 }
 
-/// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics. Ranks with other samples
-/// have blocks of samples, whatever they hold of a parameter.
+/// Refuses a cut over ranks that would not each hold whole subtrees of the blocks of canonical numerics. Ranks with
+/// other samples have blocks of samples, whatever they hold of a parameter.
 fn require_fit(spec: &ParamSpec, blocks: Option<usize>, mesh: &Mesh) -> Result<()> {
     let Some(blocks) = blocks else { return Ok(()) };
     let unfit = |&&(axis, _): &&(Axis, usize)| !Axis::DATA.contains(&axis) && !tree::fits(blocks, mesh.degree(axis));
@@ -341,7 +344,8 @@ fn require_fit(spec: &ParamSpec, blocks: Option<usize>, mesh: &Mesh) -> Result<(
 }
 
 impl ParamSpec {
-    /// The initial values of the part of the parameter that `local` holds, in host memory and in f32, whatever it is stored in. Padding is zero.
+    /// The initial values of the part of the parameter that `local` holds, in host memory and in f32, whatever it is
+    /// stored in. Padding is zero.
     pub fn initial(&self, local: &LocalSlice, seed: u64) -> Vec<f32> {
         let mut values = vec![0.0; local.stored.count()];
         initialise(self, local, seed, &mut values);

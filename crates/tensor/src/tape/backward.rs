@@ -49,7 +49,8 @@ impl Node {
         Self { op: Some(op), number, part, sources, saved, shape: value.shape(), dtype: value.dtype(), types, padding }
     }
 
-    /// The inputs that it uses. Of an operation on several parts of the samples the first part counts, which comes last in backward.
+    /// The inputs that it uses. Of an operation on several parts of the samples the first part counts, which comes last
+    /// in backward.
     fn uses(&self) -> &[Source] {
         if self.part == 0 { &self.sources } else { &[] }
     }
@@ -60,18 +61,19 @@ impl Node {
 }
 
 impl Tape {
-    /// Runs backward from the losses of samples (f64): from their mean over all terms of the batch, or their sum times a factor, as
-    /// `normaliser` says.
+    /// Runs backward from the losses of samples (f64): from their mean over all terms of the batch, or their sum times
+    /// a factor, as `normaliser` says.
     ///
     /// On every axis they must be `Invariant`, or add up over the ranks: `Shard` (other samples on each) or `Partial`.
     /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
     ///
-    /// [Auxiliary losses](Self::add_loss) that nobody [took](Self::take_notes) are trained too: each by its coefficient and the mean over the
-    /// samples of the batch, which are [those of each rank](super::Position::rank_samples) times the data-parallel degree.
+    /// [Auxiliary losses](Self::add_loss) that nobody [took](Self::take_notes) are trained too: each by its coefficient
+    /// and the mean over the samples of the batch, which are [those of each rank](super::Position::rank_samples) times
+    /// the data-parallel degree.
     ///
     /// # Errors
-    /// Auxiliary losses on a tape whose position does not say how many samples a rank has, or with [`Normaliser::Scale`], which does not
-    /// say what part of it is a mean; statistics that nobody took.
+    /// Auxiliary losses on a tape whose position does not say how many samples a rank has, or with
+    /// [`Normaliser::Scale`], which does not say what part of it is a mean; statistics that nobody took.
     pub fn backward_from_loss(
         &self,
         loss: &Var,
@@ -291,9 +293,9 @@ impl Tape {
         Ok(())
     }
 
-    /// The gradient that node `at` gave of its input `slot`, which must have the shape and dtype of the input. A matmul operand in 16 bits has a
-    /// gradient in f32. In a model of 16 bits sums over rows come in f32: a value's is rounded here, a parameter's is added up in the type of
-    /// its memory.
+    /// The gradient that node `at` gave of its input `slot`, which must have the shape and dtype of the input. A matmul
+    /// operand in 16 bits has a gradient in f32. In a model of 16 bits sums over rows come in f32: a value's is rounded
+    /// here, a parameter's is added up in the type of its memory.
     fn fitted(&self, nodes: &[Node], (at, slot): (usize, usize), grad: Tensor) -> Result<Tensor> {
         let Node { op: Some(op), sources, .. } = &nodes[at] else { return Ok(grad) };
         let declarations = self.inner.params.declarations();

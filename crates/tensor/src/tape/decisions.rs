@@ -1,8 +1,8 @@
 //! Decisions of a forward pass: integers that are made from values, such as the experts of tokens.
 //!
-//! A forward that runs again to recompute its activations [repeats](Tape::repeat) the decisions of the first, and does not decide
-//! twice. So the gradient is that of the forward whose output was sent on, also where the values that a decision is made of
-//! should come out differently.
+//! A forward that runs again to recompute its activations [repeats](Tape::repeat) the decisions of the first, and does
+//! not decide twice. So the gradient is that of the forward whose output was sent on, also where the values that a
+//! decision is made of should come out differently.
 
 use super::{Mode, Tape};
 use crate::error::{Error, Result};

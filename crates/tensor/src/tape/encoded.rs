@@ -1,5 +1,5 @@
-//! Saved tensors in another form (Gist, Jain et al. 2018). Forward computes with the values as they are; what it keeps for backward is encoded once
-//! and decoded when backward reads it.
+//! Saved tensors in another form (Gist, Jain et al. 2018). Forward computes with the values as they are; what it keeps
+//! for backward is encoded once and decoded when backward reads it.
 //!
 //! | encoding | what is kept | what backward reads |
 //! |---|---|---|
@@ -38,11 +38,12 @@ impl HalfType {
 /// A form in which saved tensors are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
-    /// Rounds tensors of f32. Each element is rounded by itself, and nothing is computed again from rounded values. So the numbers of a run
-    /// depend neither on its mesh nor on where it is cut into segments that are recomputed.
+    /// Rounds tensors of f32. Each element is rounded by itself, and nothing is computed again from rounded values. So
+    /// the numbers of a run depend neither on its mesh nor on where it is cut into segments that are recomputed.
     Half(HalfType),
-    /// Leaves out the zeros of tensors of floats, where that takes less memory ([`Layout::pack_nonzeros`](crate::kernel::Layout::pack_nonzeros)). Outputs of ReLU
-    /// and of max pooling behind it are about half zeros. Lossless.
+    /// Leaves out the zeros of tensors of floats, where that takes less memory
+    /// ([`Layout::pack_nonzeros`](crate::kernel::Layout::pack_nonzeros)). Outputs of ReLU and of max pooling behind it
+    /// are about half zeros. Lossless.
     Sparse,
 }
 
@@ -82,8 +83,8 @@ impl Encoding {
     }
 }
 
-/// Encodes what another policy then keeps. A tensor that several operations save is encoded once. Tensors that an encoding does not take, and those
-/// that an operation saves [exactly](super::Forward::save_exact), stay as they are.
+/// Encodes what another policy then keeps. A tensor that several operations save is encoded once. Tensors that an
+/// encoding does not take, and those that an operation saves [exactly](super::Forward::save_exact), stay as they are.
 #[derive(Debug)]
 pub struct Encoded {
     policy: Rc<dyn SavedPolicy>,

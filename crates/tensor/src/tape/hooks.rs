@@ -16,8 +16,8 @@ pub trait SavedPolicy: Debug {
     /// Saves a tensor for the backward of operation `op`.
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
 
-    /// The same for a tensor that must come back bit by bit: the statistics of a norm, the log-sum-exp of attention, the logits of a loss. They
-    /// are few, and a small error of theirs is a large one of the gradient.
+    /// The same for a tensor that must come back bit by bit: the statistics of a norm, the log-sum-exp of attention,
+    /// the logits of a loss. They are few, and a small error of theirs is a large one of the gradient.
     fn save_exact(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
         self.save(op, tensor)
     }
@@ -150,7 +150,8 @@ pub trait GradSink {
 pub enum Weights {
     /// Together with the gradients of inputs.
     Now,
-    /// When [`Tape::weight_gradients`](super::Tape::weight_gradients) is called: zero-bubble's split of backward into B and W.
+    /// When [`Tape::weight_gradients`](super::Tape::weight_gradients) is called: zero-bubble's split of backward into B
+    /// and W.
     Deferred,
 }
 
@@ -160,7 +161,8 @@ pub trait Observer: Debug {
     /// Sees a value before anything reads it. A returned tensor, which must have the same dtype and shape, replaces it.
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>>;
 
-    /// Sees a value that comes to the tape from outside, `a constant` or `an input`, with the types that it is said to have.
+    /// Sees a value that comes to the tape from outside, `a constant` or `an input`, with the types that it is said to
+    /// have.
     fn source(&self, kind: &'static str, types: Types, tensor: &Tensor) {
         _ = (kind, types, tensor);
     }
@@ -216,7 +218,8 @@ pub struct Seen<'a> {
     pub part: usize,
     /// `None` for the output; in backward the operand whose gradient this is.
     pub operand: Option<&'static str>,
-    /// Of each input, in backward of the operand alone: the number of the operation that made it, and `None` if it came from outside.
+    /// Of each input, in backward of the operand alone: the number of the operation that made it, and `None` if it came
+    /// from outside.
     pub makers: &'a [Option<usize>],
     /// Names of the parameters that the operation reads.
     pub params: &'a [&'a str],

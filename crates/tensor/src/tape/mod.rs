@@ -1,7 +1,7 @@
 //! The tape: operations on [`Var`]s are applied, typed and recorded; [`Tape::backward`] runs them in reverse.
 //!
-//! There is one tape per micro-batch and segment of a stage; without recomputation of layers, a stage is one segment. It has three hooks for memory and overlap features, and one for
-//! observers:
+//! There is one tape per micro-batch and segment of a stage; without recomputation of layers, a stage is one segment.
+//! It has three hooks for memory and overlap features, and one for observers:
 //! - *saved tensors* ([`SavedPolicy`]): how an operation's saved values are stored for the backward pass. With
 //!   [`Selective`], values that are cheap to recompute ([`Forward::recipe`]) are not stored at all;
 //! - *deferred weight gradients* ([`Weights::Deferred`]): backward first computes only the gradients of inputs, and
@@ -60,8 +60,9 @@ pub struct Position {
     pub step: u64,
     /// Global index, within the step's batch, of the sample in row 0 of dim 0.
     pub first_sample: u64,
-    /// Samples of the step on each data-parallel rank, in all micro-batches: as far apart are the first samples of neighbours. 0 where nobody
-    /// says. By it [auxiliary losses](Tape::add_loss) have a mean, and a dry run, which receives nothing, tells the samples of other ranks.
+    /// Samples of the step on each data-parallel rank, in all micro-batches: as far apart are the first samples of
+    /// neighbours. 0 where nobody says. By it [auxiliary losses](Tape::add_loss) have a mean, and a dry run, which
+    /// receives nothing, tells the samples of other ranks.
     pub rank_samples: u64,
 }
 
@@ -205,9 +206,10 @@ impl Tape {
         self.inner.applied.get()
     }
 
-    /// Applies the same operations to each of several parts of the samples, in turn: what `apply` does with part 0, with part 1, .. They
-    /// have the same numbers, and are together one use of each parameter that they read, so that the gradients have the bits of one
-    /// operation on all samples. Backward goes through the parts from the last to the first.
+    /// Applies the same operations to each of several parts of the samples, in turn: what `apply` does with part 0,
+    /// with part 1, .. They have the same numbers, and are together one use of each parameter that they read, so that
+    /// the gradients have the bits of one operation on all samples. Backward goes through the parts from the last to
+    /// the first.
     pub fn for_parts(&self, parts: usize, mut apply: impl FnMut(usize) -> Result<()>) -> Result<()> {
         let Inner { applied, part, .. } = &*self.inner;
         let first = applied.get();

@@ -2,8 +2,9 @@
 //!
 //! A layer deep inside a stage needs no extra argument for them. The caller of the tape takes the notes after the
 //! forward pass, runs backward from the auxiliary losses together with the output, and adds the numbers up over the
-//! step. [`Tape::backward_from_loss`] trains the auxiliary losses that nobody took, where it knows what their mean is. Any other backward
-//! pass refuses notes that would be lost: auxiliary losses and statistics. Metrics change no number, and stay where they are.
+//! step. [`Tape::backward_from_loss`] trains the auxiliary losses that nobody took, where it knows what their mean is.
+//! Any other backward pass refuses notes that would be lost: auxiliary losses and statistics. Metrics change no number,
+//! and stay where they are.
 
 use super::{Mode, Normaliser, Seed, Source, Tape, Var};
 use crate::error::{Error, Result};
@@ -134,8 +135,8 @@ impl Tape {
         Ok(())
     }
 
-    /// Notes the statistics of this tape's samples in training: see [`Declarations::declare_statistic`](crate::Declarations::declare_statistic).
-    /// Evaluation notes nothing.
+    /// Notes the statistics of this tape's samples in training: see
+    /// [`Declarations::declare_statistic`](crate::Declarations::declare_statistic). Evaluation notes nothing.
     pub fn note(&self, id: StatisticId, weight: f64, values: &[&Tensor]) {
         if self.mode() == Mode::Train {
             let values = values.iter().map(|&value| value.clone()).collect();
@@ -143,8 +144,8 @@ impl Tape {
         }
     }
 
-    /// The auxiliary losses that nobody took, with the gradients from which backward starts, as they are averaged over the samples of the
-    /// batch.
+    /// The auxiliary losses that nobody took, with the gradients from which backward starts, as they are averaged over
+    /// the samples of the batch.
     ///
     /// # Errors
     /// Losses whose mean is not known.
@@ -208,9 +209,10 @@ impl Tape {
         })
     }
 
-    /// Says that what this tape computes of a sample depends on the samples beside it by design: a contrastive loss, statistics of the batch.
-    /// A trainer holds the losses of a micro-batch against those of its samples one by one, unless a layer says so. Operations of
-    /// meshwork that do so ([`Var::batch_norm`], samples gathered over a data axis) say it themselves.
+    /// Says that what this tape computes of a sample depends on the samples beside it by design: a contrastive loss,
+    /// statistics of the batch. A trainer holds the losses of a micro-batch against those of its samples one by one,
+    /// unless a layer says so. Operations of meshwork that do so ([`Var::batch_norm`], samples gathered over a data
+    /// axis) say it themselves.
     pub fn mixes_samples(&self) {
         self.inner.notes.borrow_mut().mixes_samples = true;
     }

@@ -24,15 +24,15 @@ pub trait Op: Debug {
     /// The types of the result, or a refusal. Reads of parameters have been resolved.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;
 
-    /// Whether it must be given values, and no [matmul operands](crate::Device::operand_dtype): its kernels take tensors of 16 bits, and would take an operand
-    /// that is stored so for one.
+    /// Whether it must be given values, and no [matmul operands](crate::Device::operand_dtype): its kernels take
+    /// tensors of 16 bits, and would take an operand that is stored so for one.
     fn reads_values(&self) -> bool {
         false
     }
 
-    /// Whether forward and backward only move elements, as a transpose does, or sum them over ranks. In canonical numerics the
-    /// result of any other operation must not be `Replicate`: its gradient comes in one share per rank, and backward would round
-    /// each share before they are added up.
+    /// Whether forward and backward only move elements, as a transpose does, or sum them over ranks. In canonical
+    /// numerics the result of any other operation must not be `Replicate`: its gradient comes in one share per rank,
+    /// and backward would round each share before they are added up.
     fn only_moves(&self) -> bool {
         false
     }
@@ -42,8 +42,8 @@ pub trait Op: Debug {
         Padded::Refused
     }
 
-    /// The numbers that it computes with beside its operands, by name: a factor, an epsilon, the key of a mask. They are those of one rank on every
-    /// mesh; a trainer refuses an operation of which they are not.
+    /// The numbers that it computes with beside its operands, by name: a factor, an epsilon, the key of a mask. They
+    /// are those of one rank on every mesh; a trainer refuses an operation of which they are not.
     fn scalars(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
@@ -51,8 +51,8 @@ pub trait Op: Debug {
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// The gradients of the inputs that [`Backward::needs`] asks for; `None` for the others. With deferred weight gradients
-    /// it is called twice, with different needs.
+    /// The gradients of the inputs that [`Backward::needs`] asks for; `None` for the others. With deferred weight
+    /// gradients it is called twice, with different needs.
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
@@ -86,8 +86,8 @@ impl<'a> Forward<'a> {
         Self { tape, op, types, inputs, records, saved: Vec::new(), again: Again::Kept }
     }
 
-    /// An operand, in the type of which the result is a share of a sum over ranks if that is `Partial`. In canonical numerics it is f32, for a sum that is
-    /// [rounded](Var::stored) once, after its shares are added up.
+    /// An operand, in the type of which the result is a share of a sum over ranks if that is `Partial`. In canonical
+    /// numerics it is f32, for a sum that is [rounded](Var::stored) once, after its shares are added up.
     pub fn share(&self, operand: &Tensor) -> Result<Tensor> {
         match self.types.partial_axes().next() {
             Some(_) => operand.clone().cast(self.tape.share_dtype(operand.dtype())),
@@ -111,8 +111,9 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// Keeps input `i`, as [`save`](Self::save) does. If the input has a recipe, the recipe is kept instead. A parameter is held anyway, whatever the policy; one
-    /// that is not whole here is brought together again for backward, and its memory is free until then.
+    /// Keeps input `i`, as [`save`](Self::save) does. If the input has a recipe, the recipe is kept instead. A
+    /// parameter is held anyway, whatever the policy; one that is not whole here is brought together again for
+    /// backward, and its memory is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
         let params = &self.tape.inner.params;
@@ -252,7 +253,8 @@ impl Backward<'_> {
         self.written.push(i);
     }
 
-    /// An operand of the gradient of a value, in the type of which that is a share of a sum over ranks, see [`Forward::share`].
+    /// An operand of the gradient of a value, in the type of which that is a share of a sum over ranks, see
+    /// [`Forward::share`].
     pub fn share(&self, operand: Tensor) -> Result<Tensor> {
         let dtype = self.tape.share_dtype(operand.dtype());
         operand.cast(dtype)
@@ -289,8 +291,8 @@ impl Backward<'_> {
         match self.sources[i] {
             Source::Node(from) if self.values => {
                 self.summed.push(i);
-                // In 16 bits sum + share is rounded once where the operation adds, twice where the tape does. Whether something else holds the sum
-                // depends on the schedule; in canonical numerics the tape always adds.
+                // In 16 bits sum + share is rounded once where the operation adds, twice where the tape does. Whether
+                // something else holds the sum depends on the schedule; in canonical numerics the tape always adds.
                 let rounds_alike = |sum: &Tensor| self.tape.share_dtype(sum.dtype()) == sum.dtype();
                 self.grads[from].take_if(|sum| sum.buffer().is_unique() && rounds_alike(sum))
             }

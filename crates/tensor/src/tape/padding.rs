@@ -1,8 +1,8 @@
 //! Padded shards and their true extents.
 //!
-//! Where the degree of an axis does not divide a dim of a parameter, each rank stores ⌈extent / degree⌉ of it, and the last
-//! ranks store zeros at the end. A value that is made of such a parameter is padded in the same way. It carries its true extent,
-//! so that gathering it gives exactly that, and an operation that would count the zeros is refused.
+//! Where the degree of an axis does not divide a dim of a parameter, each rank stores ⌈extent / degree⌉ of it, and the
+//! last ranks store zeros at the end. A value that is made of such a parameter is padded in the same way. It carries
+//! its true extent, so that gathering it gives exactly that, and an operation that would count the zeros is refused.
 
 use super::{Op, Tape, Var};
 use crate::error::{Error, Result, divisors};
@@ -35,19 +35,19 @@ impl Padding {
 pub enum Padded {
     /// It would compute with the zeros as if they were elements: such operands are refused.
     Refused,
-    /// Zeros at the end of the operands give zeros at the end of the result, and nothing where they are summed over; in backward
-    /// too. The operands must have the same true extents.
+    /// Zeros at the end of the operands give zeros at the end of the result, and nothing where they are summed over; in
+    /// backward too. The operands must have the same true extents.
     Zeros,
-    /// It moves the elements of its operand, zeros with the others, and gives a rank other dims: a dim that was cut has as many times more or fewer
-    /// elements over all ranks as on one, which must be a whole number.
+    /// It moves the elements of its operand, zeros with the others, and gives a rank other dims: a dim that was cut has
+    /// as many times more or fewer elements over all ranks as on one, which must be a whole number.
     Moved {
         /// Shape of the operand on one rank.
         from: Shape,
         /// Shape of the result on one rank.
         to: Shape,
     },
-    /// It knows the extent of the dim that is cut over `axis`, and leaves out what lies beyond. An operand of another extent
-    /// is refused.
+    /// It knows the extent of the dim that is cut over `axis`, and leaves out what lies beyond. An operand of another
+    /// extent is refused.
     Knows {
         /// The axis.
         axis: Axis,
@@ -154,8 +154,8 @@ pub(super) fn of_result(op: &dyn Op, inputs: &[&Var], types: Types) -> Result<Pa
 }
 
 impl Var {
-    /// Says that a value from outside has only `extent` elements along the dim that `axis` cuts, and that what the shards store
-    /// beyond is zero. Parameters and what is made of them need no word.
+    /// Says that a value from outside has only `extent` elements along the dim that `axis` cuts, and that what the
+    /// shards store beyond is zero. Parameters and what is made of them need no word.
     ///
     /// # Errors
     /// A value that `axis` does not cut, or whose ranks store fewer elements.

@@ -140,7 +140,8 @@ impl Tape {
         self.inner.params.declarations().reduction_blocks()
     }
 
-    /// The type of shares of a sum whose result has this type: in canonical numerics shares of sums in 16 bits have f32.
+    /// The type of shares of a sum whose result has this type: in canonical numerics shares of sums in 16 bits have
+    /// f32.
     pub(crate) fn share_dtype(&self, dtype: DType) -> DType {
         if self.reduction_blocks().is_some() && dtype.is_half() && self.inner.params.declarations().dtype() == dtype {
             DType::F32
@@ -221,7 +222,8 @@ impl Backward<'_> {
     /// the gradient is not needed, or has been passed to the sink.
     ///
     /// # Errors
-    /// In canonical numerics a gradient that ranks sum over slices of the sequence: it has no order that all meshes share.
+    /// In canonical numerics a gradient that ranks sum over slices of the sequence: it has no order that all meshes
+    /// share.
     pub fn write_grad(
         &mut self,
         i: usize,
@@ -236,8 +238,8 @@ impl Backward<'_> {
         self.write_own_rows(i, dtype, shape, samples, write)
     }
 
-    /// The same for rows that come from other ranks too, as those of experts do: from consecutive runs of the batch's samples.
-    /// [`BlockSlot::samples`] are numbered through all of them, from 0.
+    /// The same for rows that come from other ranks too, as those of experts do: from consecutive runs of the batch's
+    /// samples. [`BlockSlot::samples`] are numbered through all of them, from 0.
     pub fn write_grad_of(
         &mut self,
         i: usize,
@@ -252,7 +254,8 @@ impl Backward<'_> {
         self.write_parts(i, dtype, shape, sources, write)
     }
 
-    /// The same for a gradient of which ranks that cut the sequence have different elements, and zeros elsewhere: their sum is exact.
+    /// The same for a gradient of which ranks that cut the sequence have different elements, and zeros elsewhere: their
+    /// sum is exact.
     pub(crate) fn write_own_rows(
         &mut self,
         i: usize,
@@ -301,8 +304,8 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// Refuses, in canonical numerics, a gradient that is Partial on another axis than that of the samples and `ordered`, the one
-    /// over whose slices it is summed in blocks.
+    /// Refuses, in canonical numerics, a gradient that is Partial on another axis than that of the samples and
+    /// `ordered`, the one over whose slices it is summed in blocks.
     fn require_order(&self, id: ParamId, ordered: Option<Axis>) -> Result<()> {
         let summed = |axis: &Axis| !axis.is_data() && ordered != Some(*axis);
         let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
@@ -316,7 +319,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over those of all.
+    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over those of
+    /// all.
     fn require_own_samples(&self, id: ParamId) -> Result<()> {
         let types = self.tape.gradient_types(id);
         let gathered = |axis| self.tape.rank().mesh().degree(axis) > 1 && types.get(axis) == Some(Ty::Invariant);

@@ -1,5 +1,5 @@
-//! Compression of rows that a layer exchanges between ranks, such as the tokens of experts: each row by itself, so that what is lost of a
-//! token depends neither on the others nor on how many ranks share them out.
+//! Compression of rows that a layer exchanges between ranks, such as the tokens of experts: each row by itself, so that
+//! what is lost of a token depends neither on the others nor on how many ranks share them out.
 
 use super::Tape;
 use crate::device::Device;
@@ -10,8 +10,8 @@ use meshwork_core::{Axis, Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How rows are compressed that a layer exchanges between ranks, in forward and in backward; `None` sends them as they are. A scheme for the
-/// whole value, as `quant:8`, is one of each row.
+/// How rows are compressed that a layer exchanges between ranks, in forward and in backward; `None` sends them as they
+/// are. A scheme for the whole value, as `quant:8`, is one of each row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowSchemes {
     /// Rows of values.

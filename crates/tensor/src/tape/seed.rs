@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use meshwork_core::{ReduceOp, SpmdError, Ty, Types};
 
-/// The gradient of an output. Its types are the duals of the output's: of a `Replicate` output it is `Partial`, each rank's own
-/// part of a sum, and must be said to be.
+/// The gradient of an output. Its types are the duals of the output's: of a `Replicate` output it is `Partial`, each
+/// rank's own part of a sum, and must be said to be.
 #[derive(Clone, Debug)]
 pub struct Seed {
     pub(super) tensor: Tensor,
@@ -65,9 +65,9 @@ impl From<Tensor> for Seed {
 /// What the sum of all losses is divided by, or multiplied with, before its gradient is taken.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Normaliser {
-    /// The mean over the terms of the loss (tokens, samples), given how many of them *this rank's samples* have, those of all
-    /// micro-batches that add up to one update. They are summed over the axes that cut the samples, so that a rank whose samples
-    /// have fewer terms does not count them more. Collective over these axes.
+    /// The mean over the terms of the loss (tokens, samples), given how many of them *this rank's samples* have, those
+    /// of all micro-batches that add up to one update. They are summed over the axes that cut the samples, so that a
+    /// rank whose samples have fewer terms does not count them more. Collective over these axes.
     LocalTerms(u64),
     /// A plain factor of the gradient, the same on every rank. Nothing is counted and nothing divided.
     Scale(f64),

@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::param::ParamId;
 use std::collections::BTreeMap;
 
-/// Per parameter, how many operations of a tape read it and how many of them have added their gradient. The gradient is complete
-/// after the last one: a tied weight is read twice.
+/// Per parameter, how many operations of a tape read it and how many of them have added their gradient. The gradient is
+/// complete after the last one: a tied weight is read twice.
 #[derive(Debug)]
 pub(super) struct Uses(BTreeMap<ParamId, (usize, usize)>);
 

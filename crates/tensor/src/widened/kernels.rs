@@ -1,4 +1,5 @@
-//! The kernels of [`Widened`] that need more than the [table of kernels](crate::kernel) can say: each method widens, calls the inner device, and rounds.
+//! The kernels of [`Widened`] that need more than the [table of kernels](crate::kernel) can say: each method widens,
+//! calls the inner device, and rounds.
 
 use super::{Widened, are_alike};
 use crate::error::Result;
@@ -10,7 +11,8 @@ use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 
 impl Widened {
-    /// `x · wᵀ`, rounded. What follows it in one pass is computed from the rounded product, as backward computes it again.
+    /// `x · wᵀ`, rounded. What follows it in one pass is computed from the rounded product, as backward computes it
+    /// again.
     fn product(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer) -> Result<Buffer> {
         let mut product = self.inner.alloc(w.dtype(), m * n)?;
         self.gemm(Gemm::linear(m, n, k), x, w, &mut product, 0)?;

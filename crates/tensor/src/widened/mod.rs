@@ -1,9 +1,11 @@
-//! Tensors in 16 bits on a device whose kernels compute in f32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+//! Tensors in 16 bits on a device whose kernels compute in f32 (Micikevicius et al., "Mixed Precision Training", ICLR
+//! 2018).
 //!
-//! What lies in memory and travels between ranks has 16 bits an element; every operation computes in f32: it widens its operands, and rounds its
-//! result once. Kernels of which most of a step consists do so themselves, piece by piece, on every device ([`crate::kernel`]); operands of the others
-//! are copied here. Products take operands in 16 bits as they are where the inner device has [such operands](Device::operand_dtype). Which type a
-//! result has follows from the operands:
+//! What lies in memory and travels between ranks has 16 bits an element; every operation computes in f32: it widens its
+//! operands, and rounds its result once. Kernels of which most of a step consists do so themselves, piece by piece, on
+//! every device ([`crate::kernel`]); operands of the others are copied here. Products take operands in 16 bits as they
+//! are where the inner device has [such operands](Device::operand_dtype). Which type a result has follows from the
+//! operands:
 //!
 //! | result | type |
 //! |---|---|
@@ -26,7 +28,8 @@ use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// An inner device whose tensors in 16 bits are computed in f32: operands are widened, results rounded once; f32 and f64 pass through.
+/// An inner device whose tensors in 16 bits are computed in f32: operands are widened, results rounded once; f32 and
+/// f64 pass through.
 ///
 /// The dtype of a result is that of the operand that it replaces; statistics and sums over rows are f32, losses f64.
 ///
@@ -60,7 +63,8 @@ impl Widened {
         }
     }
 
-    /// Runs `work` on vectors in f32; where any has 16 bits, on one after the other, so that one of them is there in f32.
+    /// Runs `work` on vectors in f32; where any has 16 bits, on one after the other, so that one of them is there in
+    /// f32.
     fn wide_in_turn(&self, vectors: &[Buffer], mut work: impl FnMut(&[Buffer]) -> Result<()>) -> Result<()> {
         match vectors.iter().any(|vector| vector.dtype().is_half()) {
             true => vectors.iter().try_for_each(|vector| work(&[self.wide(vector)?])),
@@ -68,7 +72,8 @@ impl Widened {
         }
     }
 
-    /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in f32.
+    /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in
+    /// f32.
     pub(crate) fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
         let mut alike = operands.map(Buffer::clone);
         if !are_alike(&operands) {
@@ -122,7 +127,8 @@ impl Widened {
         })
     }
 
-    /// Writes elements of `x`: `write` gets memory that it may write in, and where they begin there. `read`: with their old values.
+    /// Writes elements of `x`: `write` gets memory that it may write in, and where they begin there. `read`: with their
+    /// old values.
     fn write<T>(
         &self,
         x: &mut Buffer,

@@ -1,5 +1,5 @@
-//! Every collective on worlds of rank threads: values and gradients equal a naive oracle that sees all ranks, exactly, and
-//! forward and backward are adjoint.
+//! Every collective on worlds of rank threads: values and gradients equal a naive oracle that sees all ranks, exactly,
+//! and forward and backward are adjoint.
 
 use crate::common::naive::{Array, concat, max, pad, slice, sum};
 use crate::common::{NoParams, dot, input, integers, on_mesh, tape_of, to_f64};

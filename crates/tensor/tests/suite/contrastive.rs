@@ -1,5 +1,5 @@
-//! A contrastive loss (CLIP, Radford et al., arXiv:2103.00020) over the samples of all ranks: each rank has the rows of its own samples against
-//! the gathered ones, and the gradients are those of one rank with the whole batch.
+//! A contrastive loss (CLIP, Radford et al., arXiv:2103.00020) over the samples of all ranks: each rank has the rows of
+//! its own samples against the gathered ones, and the gradients are those of one rank with the whole batch.
 
 use crate::common::{on_mesh, values};
 use meshwork_core::comm::record;
@@ -26,8 +26,8 @@ enum Gather {
     AllRows,
 }
 
-/// The loss of each sample of this rank: the mean of finding its text among all texts, and its image among all images. `images` and `texts` are
-/// `[b, shared]`.
+/// The loss of each sample of this rank: the mean of finding its text among all texts, and its image among all images.
+/// `images` and `texts` are `[b, shared]`.
 fn contrastive_loss(images: &Var, texts: &Var, gather: Gather) -> Result<Var> {
     let tape = images.tape();
     let held = images.shape()[0];
@@ -166,7 +166,8 @@ fn a_dry_run_counts_the_gathers_and_their_conjugates() {
     }
 }
 
-/// In canonical numerics the order of a sum over samples must not depend on the mesh. If every rank does all the work, there is none between ranks.
+/// In canonical numerics the order of a sum over samples must not depend on the mesh. If every rank does all the work,
+/// there is none between ranks.
 #[test]
 fn canonical_numerics_take_the_gather_after_which_all_ranks_do_the_same() {
     let run = |mesh, gather| on_mesh(mesh, |rank| step(rank, Cpu::device(), Declarations::canonical(4), gather));

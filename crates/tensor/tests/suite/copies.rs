@@ -1,4 +1,5 @@
-//! Copies into ranges of vectors, within a device and from the host, on every device; and the meter that counts the latter.
+//! Copies into ranges of vectors, within a device and from the host, on every device; and the meter that counts the
+//! latter.
 
 use meshwork_core::profile::Recorder;
 use meshwork_core::{Buffer, DType};

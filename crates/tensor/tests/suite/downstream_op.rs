@@ -1,4 +1,5 @@
-//! An operation from outside: a leaky ReLU with forward, backward and SPMD rule, written against the public interface alone.
+//! An operation from outside: a leaky ReLU with forward, backward and SPMD rule, written against the public interface
+//! alone.
 
 use crate::common::{NoParams, alone, dot, input, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::rules::{self, Operand};

@@ -1,4 +1,5 @@
-//! Everyday operations in canonical numerics: losses and gradients of any cut have the bits of one rank, or are refused.
+//! Everyday operations in canonical numerics: losses and gradients of any cut have the bits of one rank, or are
+//! refused.
 
 use crate::common::{on_mesh, values};
 use meshwork_core::{Axis, DType, Rank, Ty, Types, rules, tree};
@@ -143,7 +144,8 @@ fn what_has_no_canonical_numerics_is_refused() {
     let programs: [(Program, &str); 11] = [
         (
             |x, _, _| x.sum(0),
-            "sum has no canonical numerics: the order of a sum over samples depends on how the batch is cut; use a sum per sample: the seed of backward divides by the number of samples",
+            "sum has no canonical numerics: the order of a sum over samples depends on how the batch is cut; use a \
+             sum per sample: the seed of backward divides by the number of samples",
         ),
         (
             |x, _, _| x.split(TP, 1)?.sum(1)?.scale(0.3),
@@ -162,11 +164,13 @@ fn what_has_no_canonical_numerics_is_refused() {
         ),
         (
             |x, _, _| x.copy(TP)?.silu(),
-            "silu has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round its share; use it before copy or all_gather",
+            "silu has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round \
+             its share; use it before copy or all_gather",
         ),
         (
             |x, _, _| x.copy(TP)?.map("square", |x| x * x, |x, _| 2.0 * x),
-            "square has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would round its share; use it before copy or all_gather",
+            "square has no canonical numerics: the gradient of a Replicate value is Partial, and each rank would \
+             round its share; use it before copy or all_gather",
         ),
         (
             |x, _, _| x.copy(TP)?.gelu(),

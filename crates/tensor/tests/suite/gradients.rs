@@ -212,7 +212,8 @@ fn rotary_positions_are_relative() {
         let kv = input(&tape, &ahead(&kv, 8), &[1, skip + seq, 2, 4], Types::NONE);
         to_f64(q.grouped_attention(&kv, Some(Rotary::new(10.0)), None, None).unwrap().tensor())[skip * 4..].to_vec()
     };
-    // Keys of zeros have the score 0, and values of zeros only thin the others out: by a factor that is the same for all features.
+    // Keys of zeros have the score 0, and values of zeros only thin the others out: by a factor that is the same for
+    // all features.
     for (got, want) in out(moved).chunks(4).zip(out(0).chunks(4)) {
         let factor = got[0] / want[0];
         assert!(factor > 0.0 && factor < 1.0);

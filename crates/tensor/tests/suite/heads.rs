@@ -1,5 +1,5 @@
-//! Reshapes that say what they mean, at extents of 1: a decoder layer whose heads a user splits, repeats and merges, with one head per rank, one
-//! sample, one token.
+//! Reshapes that say what they mean, at extents of 1: a decoder layer whose heads a user splits, repeats and merges,
+//! with one head per rank, one sample, one token.
 
 use crate::common::{NoParams, input, on_mesh, on_tp, tape_of, tape_on, to_f64, values};
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
@@ -30,7 +30,8 @@ fn weight(like: &Var, name: &str, dims: &[usize], dim: usize) -> Var {
     whole.split(TP, dim).unwrap()
 }
 
-/// Grouped-query attention by hand up to the product with the values' heads: each head of keys and values is repeated for its group.
+/// Grouped-query attention by hand up to the product with the values' heads: each head of keys and values is repeated
+/// for its group.
 fn layer(x: &Var, Case { sequence_parallel, group, .. }: Case) -> Result<Var> {
     let normed = x.tanh()?;
     let tokens = if sequence_parallel { normed.all_gather(TP, 1)? } else { normed.copy(TP)? }; // [b, s, h]

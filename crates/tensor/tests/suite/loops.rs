@@ -1,5 +1,6 @@
-//! Training loops without a trainer: what they used to get wrong without a word. Auxiliary losses and other notes of layers that nobody took,
-//! and ranks that disagree about what each believes to be the same. Beside each the right program.
+//! Training loops without a trainer: what they used to get wrong without a word. Auxiliary losses and other notes of
+//! layers that nobody took, and ranks that disagree about what each believes to be the same. Beside each the right
+//! program.
 
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types, comm::thread};
 use meshwork_cpu::Cpu;

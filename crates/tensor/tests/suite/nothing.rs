@@ -1,4 +1,5 @@
-//! Operations without elements: a device's kernels and a communicator are called with extents of 0, as where no token chose an expert.
+//! Operations without elements: a device's kernels and a communicator are called with extents of 0, as where no token
+//! chose an expert.
 
 use crate::common::{NoParams, tape_on};
 use crate::devices::{Case, MESH, cases, types};
@@ -10,7 +11,8 @@ use meshwork_tensor::{Device, Error, Result, Tensor, Var};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 
-/// The elements of the output of an operation, and of the gradient of each of its inputs, of which those like the first one have no samples.
+/// The elements of the output of an operation, and of the gradient of each of its inputs, of which those like the first
+/// one have no samples.
 fn run(case: &Case, rank: &Arc<Rank>, device: Arc<dyn Device>) -> Result<Vec<Vec<f64>>> {
     let tape = tape_on(rank, Arc::clone(&device));
     let first = &case.inputs[0].0;

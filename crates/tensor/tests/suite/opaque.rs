@@ -1,5 +1,5 @@
-//! On a device whose memory the host cannot read: host access is an error, parameters have the CPU's values, update rules run as
-//! data, and collectives work on its memory. `devices.rs` checks that every operation has the CPU's bits.
+//! On a device whose memory the host cannot read: host access is an error, parameters have the CPU's values, update
+//! rules run as data, and collectives work on its memory. `devices.rs` checks that every operation has the CPU's bits.
 
 use meshwork_core::comm::{ReduceOp, record};
 use meshwork_core::{Axis, Buffer, BufferError, DType, Group, Mesh};

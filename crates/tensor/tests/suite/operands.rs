@@ -13,8 +13,8 @@ const ROWS: usize = 4;
 const WIDTH: usize = 33;
 const INNER: usize = 18;
 
-/// Makes y of x `[2, ROWS, WIDTH]` in the region between blocks, gamma and beta `[WIDTH]`, up `[INNER, WIDTH]`, its bias, and
-/// down `[WIDTH, INNER]`.
+/// Makes y of x `[2, ROWS, WIDTH]` in the region between blocks, gamma and beta `[WIDTH]`, up `[INNER, WIDTH]`, its
+/// bias, and down `[WIDTH, INNER]`.
 type Program = fn([&Var; 6], enter: Enter) -> Result<Var>;
 
 /// From the region between blocks into one.

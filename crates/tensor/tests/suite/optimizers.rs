@@ -228,7 +228,8 @@ fn steps_are_those_of_the_published_implementations() {
                     let halves: Vec<f32> = floats(grads).iter().map(|grad| grad / 2.0).collect();
                     cut.step(Update { step, lr, grad_scale: 2.0, decay_factor: 1.0 }, &halves).unwrap();
                     for (at, (got, wanted)) in cut.weights().iter().zip(floats(wanted)).enumerate() {
-                        // Weights are about 1, steps about 0.01 to 0.05; Newton-Schulz amplifies the rounding of its products.
+                        // Weights are about 1, steps about 0.01 to 0.05; Newton-Schulz amplifies the rounding of its
+                        // products.
                         assert!(
                             (got - wanted).abs() < 2e-6,
                             "{rule:?} of {dims:?}, step {step}, element {at}: {got} {wanted}"
@@ -240,8 +241,8 @@ fn steps_are_those_of_the_published_implementations() {
     }
 }
 
-/// Largest values of blocks and a state in bytes, which none of our rules keeps beside f32 states: w moves by the largest absolute gradient of
-/// its block, and a byte counts the steps.
+/// Largest values of blocks and a state in bytes, which none of our rules keeps beside f32 states: w moves by the
+/// largest absolute gradient of its block, and a byte counts the steps.
 #[derive(Debug)]
 struct Blocks;
 
@@ -318,8 +319,9 @@ fn normal(dims: Shape, step: u64) -> Vec<f32> {
     values
 }
 
-/// A parameter that holds several matrices, or several vectors, is updated as if each were a parameter by itself, bit by bit: stacked as
-/// queries, keys and values are, with rows that take turns as those of gate and up do, and both, as in experts.
+/// A parameter that holds several matrices, or several vectors, is updated as if each were a parameter by itself, bit
+/// by bit: stacked as queries, keys and values are, with rows that take turns as those of gate and up do, and both, as
+/// in experts.
 #[test]
 fn matrices_of_one_parameter_are_updated_as_parameters_of_their_own() {
     let vectors = ParamShape { matrices: 2, ..ParamShape::vector(9) };

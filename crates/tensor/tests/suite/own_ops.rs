@@ -1,4 +1,5 @@
-//! Every operation of `Var` over all types of its operands, on 1 to 4 ranks: testkit's `check_op` accepts what their rules accept.
+//! Every operation of `Var` over all types of its operands, on 1 to 4 ranks: testkit's `check_op` accepts what their
+//! rules accept.
 
 use meshwork_core::{Axis, Ty};
 use meshwork_tensor::op::{Moments, Rotary, RowGroups};
@@ -212,7 +213,8 @@ fn images() {
     });
 }
 
-/// Its statistics are those of the samples of a rank: the one operation that depends on the mesh, as its documentation says.
+/// Its statistics are those of the samples of a rank: the one operation that depends on the mesh, as its documentation
+/// says.
 #[test]
 fn batch_norm_depends_on_the_mesh_where_samples_are_cut() {
     let inputs = [x(&[3, 1, 3, 3]), OpInput::value("gamma", &[3]), OpInput::value("beta", &[3])];

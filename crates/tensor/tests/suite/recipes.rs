@@ -56,8 +56,8 @@ fn f32_input(tape: &Tape, name: &str, shape: &[usize], ty: Ty) -> Var {
     tape.input(Tensor::from_slice(tape.device(), &data, shape).unwrap(), on_tp(ty))
 }
 
-/// From x [ROWS, WIDTH] and two vectors, all `Invariant`, to something `Replicate` of that shape through operations with
-/// recipes.
+/// From x [ROWS, WIDTH] and two vectors, all `Invariant`, to something `Replicate` of that shape through operations
+/// with recipes.
 type Made = fn(&[Var; 3]) -> Result<Var>;
 
 const CASES: [(&str, Made); 9] = [

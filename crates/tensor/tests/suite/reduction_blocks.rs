@@ -1,5 +1,5 @@
-//! Sums cut into blocks: each device operation that takes blocks, against its own result for one block at a time, added up
-//! by the definition of the tree.
+//! Sums cut into blocks: each device operation that takes blocks, against its own result for one block at a time, added
+//! up by the definition of the tree.
 
 use crate::common::values;
 use meshwork_core::{Buffer, tree};

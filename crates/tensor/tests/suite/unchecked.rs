@@ -1,4 +1,5 @@
-//! Programs that once gave wrong numbers without a word, each refused with its reason, and beside it the corrected program.
+//! Programs that once gave wrong numbers without a word, each refused with its reason, and beside it the corrected
+//! program.
 
 use crate::common::{NoParams, alone, input, on_mesh, tape_of, to_f64};
 use meshwork_core::rules::{self, Operand};
@@ -186,7 +187,8 @@ fn two_dropouts_under_one_name_are_refused() {
     assert_eq!(tape.random_names(), ["attn", "mlp"]);
 }
 
-/// Each rank of dp holds samples with another number of terms. The mean over all of them divides by their number on all ranks.
+/// Each rank of dp holds samples with another number of terms. The mean over all of them divides by their number on all
+/// ranks.
 #[test]
 fn a_mean_over_terms_counts_those_of_all_ranks() {
     const X: [f64; 4] = [1.0, -2.0, 3.0, 0.5];

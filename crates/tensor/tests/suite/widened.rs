@@ -76,8 +76,8 @@ fn every_operation_gives_the_rounded_result_of_f32() {
     }
 }
 
-/// What is read and written in 16 bits as it is has the bits of the operation in f32, rounded: at odd sizes, of rows longer than a piece, and of products that
-/// are computed in several blocks.
+/// What is read and written in 16 bits as it is has the bits of the operation in f32, rounded: at odd sizes, of rows
+/// longer than a piece, and of products that are computed in several blocks.
 #[test]
 fn kernels_in_16_bits_have_the_rounded_bits_of_f32() {
     for precision in [Precision::F32, Precision::Bf16] {

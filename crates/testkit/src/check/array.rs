@@ -10,8 +10,8 @@ pub(super) struct Array {
     pub values: Vec<f64>,
 }
 
-/// Element `i` of everything called `name`: between 0.5 and 1.5 or between -1.5 and -0.5, away from kinks and poles at zero, and exact
-/// in f32.
+/// Element `i` of everything called `name`: between 0.5 and 1.5 or between -1.5 and -0.5, away from kinks and poles at
+/// zero, and exact in f32.
 pub(super) fn number(name: &str, i: u64) -> f64 {
     let u = uniform(key(17, name), i);
     f64::from(if u < 0.5 { u - 1.5 } else { u + 0.5 })
@@ -23,7 +23,8 @@ impl Array {
         Self { shape: shape.to_vec(), values: (0..count as u64).map(|i| number(name, i)).collect() }
     }
 
-    /// What `rank` of `degree` holds of this value as a `ty`. Shares of a sum, and values of a rank's own, are drawn by `name`.
+    /// What `rank` of `degree` holds of this value as a `ty`. Shares of a sum, and values of a rank's own, are drawn by
+    /// `name`.
     pub fn part(&self, name: &str, ty: Ty, rank: usize, degree: usize) -> Self {
         let drawn = |rank: usize| Self::named(&format!("{name} of rank {rank}"), &self.shape);
         match ty {
@@ -41,8 +42,8 @@ impl Array {
         }
     }
 
-    /// The value of which the ranks hold these parts as a `ty`. `None` if they do not fit together: shapes differ, or values that
-    /// should be the same.
+    /// The value of which the ranks hold these parts as a `ty`. `None` if they do not fit together: shapes differ, or
+    /// values that should be the same.
     pub fn whole(parts: &[Self], ty: Ty, tolerance: f64) -> Option<Self> {
         let (first, others) = parts.split_first()?;
         if others.iter().any(|part| part.shape != first.shape) {

@@ -1,7 +1,7 @@
 //! Whole checks of an operation or a layer: its SPMD rule and its gradient, over all types and 1 to 4 ranks.
 //!
-//! [`check_op`] finds by itself which types an operation accepts, and tries each of them. [`check_layer`] tries a layer that has
-//! parameters with the types that it is given.
+//! [`check_op`] finds by itself which types an operation accepts, and tries each of them. [`check_layer`] tries a layer
+//! that has parameters with the types that it is given.
 
 mod array;
 mod layer;

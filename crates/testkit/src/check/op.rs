@@ -1,6 +1,7 @@
 //! An operation on several ranks against itself on one, over all types.
 //!
-//! More than 400 lines: the inputs of a check, its runs on all types, and its comparison with differences of the function, which share one set of cases.
+//! More than 400 lines: the inputs of a check, its runs on all types, and its comparison with differences of the
+//! function, which share one set of cases.
 
 use super::array::Array;
 use super::layer::ids;
@@ -14,8 +15,8 @@ use std::slice;
 
 /// An operand of an operation.
 ///
-/// The extents are those on one rank. On `n` ranks every dim is `n` times as long, so that each can be sharded, and a rank holds
-/// odd extents of what is sharded if these are odd.
+/// The extents are those on one rank. On `n` ranks every dim is `n` times as long, so that each can be sharded, and a
+/// rank holds odd extents of what is sharded if these are odd.
 #[derive(Clone, Debug)]
 pub struct OpInput {
     name: &'static str,
@@ -47,8 +48,8 @@ impl OpInput {
         Self { kind: Kind::Ids { below }, ..Self::value(name, shape) }
     }
 
-    /// Dims whose extents mean something, such as the 3 of a fused qkv: on `n` ranks they are not longer, unless this operand
-    /// itself is sharded along them.
+    /// Dims whose extents mean something, such as the 3 of a fused qkv: on `n` ranks they are not longer, unless this
+    /// operand itself is sharded along them.
     pub fn fixed(mut self, dims: &[usize]) -> Self {
         self.fixed = dims.to_vec();
         self
@@ -89,16 +90,16 @@ impl OpInput {
     }
 }
 
-/// Tries an operation on `tp` = 1, 2, 3 and 4, with every combination of types of its operands. Whatever its SPMD rule accepts must be
-/// right: the operation on one rank, of the values that all ranks hold together, gives the output and the gradients that the ranks'
-/// ones give together by their types. The gradients of one rank are those of finite differences. A rule that accepts types on some
-/// degrees only is wrong too.
+/// Tries an operation on `tp` = 1, 2, 3 and 4, with every combination of types of its operands. Whatever its SPMD rule
+/// accepts must be right: the operation on one rank, of the values that all ranks hold together, gives the output and
+/// the gradients that the ranks' ones give together by their types. The gradients of one rank are those of finite
+/// differences. A rule that accepts types on some degrees only is wrong too.
 ///
-/// Values are f64; where the operation does not compute in f64 on one rank, as one that reads its operands as slices of `f32` does not,
-/// they are f32, and differences are held against the rounding of f32.
+/// Values are f64; where the operation does not compute in f64 on one rank, as one that reads its operands as slices of
+/// `f32` does not, they are f32, and differences are held against the rounding of f32.
 ///
-/// A `Varying` operand stands for nothing beyond its rank; then each rank must compute what one rank computes of the same values.
-/// Samples are dim 0 of the first operand.
+/// A `Varying` operand stands for nothing beyond its rank; then each rank must compute what one rank computes of the
+/// same values. Samples are dim 0 of the first operand.
 ///
 /// ```
 /// use meshwork_testkit::check::{OpInput, check_op};

@@ -28,7 +28,8 @@ pub(super) struct RankResult {
     pub seed: Array,
     /// `None` for ids.
     pub inputs: Vec<Option<Array>>,
-    /// By name: the type of the gradient, and an array of the whole parameter's extents with zeros where this rank holds nothing.
+    /// By name: the type of the gradient, and an array of the whole parameter's extents with zeros where this rank
+    /// holds nothing.
     pub params: BTreeMap<String, (Ty, Array)>,
 }
 
@@ -100,7 +101,8 @@ where
         Ok(RankResult { output: download(output.tensor())?, ty, seed, inputs, params: gradients })
     }
 
-    /// On every rank of `tp=degree`, as threads; `of` gives the inputs of a rank. An error says which rank failed, and why.
+    /// On every rank of `tp=degree`, as threads; `of` gives the inputs of a rank. An error says which rank failed, and
+    /// why.
     pub fn run_ranks(
         &self,
         degree: usize,

@@ -5,8 +5,8 @@ use meshwork_core::comm::{Call, OpKind, PendingOp};
 use meshwork_core::{Buffer, CommError, Communicator, Pending, ReductionOrder};
 use std::sync::Arc;
 
-/// `inner`, working on [opaque](super) memory as a device's own communication library works on device memory. Buffers in host
-/// memory pass through.
+/// `inner`, working on [opaque](super) memory as a device's own communication library works on device memory. Buffers
+/// in host memory pass through.
 pub fn communicator(inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
     Arc::new(Behind(inner))
 }

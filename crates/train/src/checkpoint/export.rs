@@ -1,7 +1,8 @@
 //! The model of a run as a Hugging Face folder: `checkpoint.export`.
 //!
-//! The weights come from the trainer, parameter by parameter: each rank sends rank 0 the slices that it is the first to hold, and rank 0 has one
-//! whole parameter in memory at a time. So the folder has the same bytes on every mesh, and needs no checkpoint.
+//! The weights come from the trainer, parameter by parameter: each rank sends rank 0 the slices that it is the first to
+//! hold, and rank 0 has one whole parameter in memory at a time. So the folder has the same bytes on every mesh, and
+//! needs no checkpoint.
 
 use super::CheckpointError;
 use crate::config::{Config, Dtype, EndOfText, EndOfTextWord, Fault};
@@ -119,8 +120,8 @@ pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
     }
 }
 
-/// The tokens that end a text of the model that this run trains: those of the folder that it starts from and of its tokenizer, and the one that
-/// ended documents.
+/// The tokens that end a text of the model that this run trains: those of the folder that it starts from and of its
+/// tokenizer, and the one that ended documents.
 pub(crate) fn ends_of_text(config: &Config, data: &Data) -> Vec<u32> {
     let from = config.model.init_from.as_deref().and_then(|folder| Pretrained::open(Path::new(folder)).ok());
     let mut ends = from.map(|from| from.ends_of_text().to_vec()).unwrap_or_default();
@@ -288,8 +289,9 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// Calls `visit(elements of a dense block of these extents, elements of the memory of these extents that it is the first corner of)` for each
-/// row along the last dim.
+/// Calls
+/// `visit(elements of a dense block of these extents, elements of the memory of these extents that it is the first corner of)`
+/// for each row along the last dim.
 fn each_row(extents: &[usize], memory: &[usize], mut visit: impl FnMut(Range<usize>, Range<usize>)) {
     let width = extents.last().copied().unwrap_or(1);
     let rows: usize = extents.iter().rev().skip(1).product();

@@ -4,7 +4,8 @@
 //! Trainer ── visit_state ──▶ Snapshot ── Writer ──▶ files ── Checkpoint ──▶ StateSource ── load_state ──▶ Trainer on any mesh
 //!    └── state_layout ──▶ SavePlan: who writes what
 //! ```
-//! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and resharded.
+//! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and
+//! resharded.
 
 pub(crate) mod export;
 mod resume;
@@ -98,7 +99,8 @@ pub enum CheckpointError {
     /// This rank was asked to stop while it read.
     #[error("stopped as asked, while a checkpoint was read")]
     Stopped,
-    /// A checkpoint that some rank cannot read now. An older one is not used in its place: the run would write over the newer.
+    /// A checkpoint that some rank cannot read now. An older one is not used in its place: the run would write over the
+    /// newer.
     #[error(
         "rank {rank}: {problem}\nThis does not mean that {} is damaged, so the run does not go on from an older checkpoint. Make it readable, \
          or move it away to go on from the one before",

@@ -1,7 +1,8 @@
 //! Resumes a trainer from the newest checkpoint that is whole, on any mesh.
 //!
-//! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share. Then they agree: if
-//! any of them found damage, all go on to the checkpoint before; if any of them could not read, all end with its error.
+//! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share.
+//! Then they agree: if any of them found damage, all go on to the checkpoint before; if any of them could not read, all
+//! end with its error.
 
 use super::save::little_endian;
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
@@ -26,11 +27,13 @@ pub struct Resumed {
     pub run: Value,
     /// Bytes of tensors that this rank read.
     pub bytes_read: u64,
-    /// Newer checkpoints that are damaged: what is wrong with each, as the first rank that found it says. The same on every rank.
+    /// Newer checkpoints that are damaged: what is wrong with each, as the first rank that found it says. The same on
+    /// every rank.
     pub passed_over: Vec<String>,
     /// What compression kept and this run cannot use, because it has other extents: it starts from zeros.
     pub anew: Vec<String>,
-    /// States of the optimizer that the checkpoint has and this run did not take: all start from zeros, and so does the count of updates.
+    /// States of the optimizer that the checkpoint has and this run did not take: all start from zeros, and so does the
+    /// count of updates.
     pub dropped: usize,
 }
 
@@ -39,7 +42,8 @@ pub struct Resumed {
 pub struct Leeway {
     /// The states of the optimizer.
     pub states: States,
-    /// Rows of a parameter in the checkpoint, and fewer of them here: it takes the first ones, as a table of positions for shorter samples.
+    /// Rows of a parameter in the checkpoint, and fewer of them here: it takes the first ones, as a table of positions
+    /// for shorter samples.
     pub first_rows: Option<(u64, u64)>,
 }
 
@@ -55,15 +59,17 @@ pub enum States {
     Drop,
 }
 
-/// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the trainer. The checkpoint
-/// may be of any mesh, schedule and number of micro-batches. `accept` is shown its step and its `run` before anything is loaded. It
-/// may refuse it, and says what may be left behind, the same on every rank. `stop` ends it between two reads.
+/// Continues from the newest checkpoint in `dir` that is whole; `None` if there is none at all. `plan` is that of the
+/// trainer. The checkpoint may be of any mesh, schedule and number of micro-batches. `accept` is shown its step and its
+/// `run` before anything is loaded. It may refuse it, and says what may be left behind, the same on every rank. `stop`
+/// ends it between two reads.
 ///
 /// Collective: every rank of the trainer's mesh calls it.
 ///
 /// # Errors
-/// A state that does not fit, with everything that does not; a checkpoint that some rank cannot read now; checkpoints that are all damaged.
-/// [`CheckpointError::Stopped`] on a rank that was asked to stop. The trainer cannot be used any more.
+/// A state that does not fit, with everything that does not; a checkpoint that some rank cannot read now; checkpoints
+/// that are all damaged. [`CheckpointError::Stopped`] on a rank that was asked to stop. The trainer cannot be used any
+/// more.
 pub fn resume<E: From<CheckpointError>>(
     trainer: &mut Trainer,
     plan: &Plan,
@@ -178,8 +184,8 @@ fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
     fit
 }
 
-/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner error is that
-/// of this rank's reads, on which all ranks have to agree.
+/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner
+/// error is that of this rank's reads, on which all ranks have to agree.
 fn load(
     trainer: &mut Trainer,
     layout: &[StateSlice],
@@ -308,7 +314,8 @@ fn agreed_steps(world: &Group, dir: &Path) -> Result<Vec<u64>, CheckpointError> 
 /// The damage that the first rank found that found any, if all ranks could read. Every rank gets the same.
 ///
 /// # Errors
-/// A rank that could not read: that some other rank found damage does not count then, because the same cause may be behind both.
+/// A rank that could not read: that some other rank found damage does not count then, because the same cause may be
+/// behind both.
 fn agree(world: &Group, path: &Path, mine: Option<&Unread>) -> Result<Option<String>, CheckpointError> {
     let (rank, ranks) = (world.rank() as i64, world.size() as i64);
     // The gravest first, of these the first rank's.

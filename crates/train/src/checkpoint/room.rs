@@ -14,7 +14,8 @@ pub(crate) struct Room {
     each: u64,
     /// How many there are while one is written, as configured.
     wanted: u64,
-    /// Bytes that are free, and those of the newest checkpoint and of the others that are there; `None` where the system does not say.
+    /// Bytes that are free, and those of the newest checkpoint and of the others that are there; `None` where the
+    /// system does not say.
     found: Option<Found>,
     /// How many are written.
     saves: u64,
@@ -59,7 +60,8 @@ impl Room {
         format!("checkpoint.keep = {keep} takes {wanted} of disk while one more is written{free}\n")
     }
 
-    /// The fault of a disk on which this run could not save, or what there is to say of one on which it must remove before it writes.
+    /// The fault of a disk on which this run could not save, or what there is to say of one on which it must remove
+    /// before it writes.
     pub fn check(&self, config: &Config) -> Result<Option<String>, Fault> {
         let Some(Found { free, newest, older }) = self.found.filter(|_| self.saves > 0) else { return Ok(None) };
         let dir = config.checkpoint.dir.as_deref().unwrap_or_default();

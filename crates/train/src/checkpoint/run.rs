@@ -13,8 +13,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What every rank holds of the state of a run, and who writes what of it. Made once for the ranks of a process, because it grows with their
-/// number.
+/// What every rank holds of the state of a run, and who writes what of it. Made once for the ranks of a process,
+/// because it grows with their number.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
     layout: Arc<[StateSlice]>,
@@ -72,8 +72,8 @@ impl Saver {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// Starts to save a trainer whose steps are complete, and where it is in its data. What there is to say of the save before. Weights that are
-    /// not finite are refused, on all ranks.
+    /// Starts to save a trainer whose steps are complete, and where it is in its data. What there is to say of the save
+    /// before. Weights that are not finite are refused, on all ranks.
     pub fn save(&mut self, trainer: &Trainer, position: &Position) -> Result<Vec<Note>, CheckpointError> {
         trainer.require_finite()?;
         let mut run = self.run.clone();
@@ -248,7 +248,8 @@ impl<'a> Compared<'a> {
     }
 }
 
-/// Where a saved run was in its data after `step` steps: as it says, or by its batch. `None` if it does not say which data it had.
+/// Where a saved run was in its data after `step` steps: as it says, or by its batch. `None` if it does not say which
+/// data it had.
 fn position(saved: &Value, step: u64, data: &Data, other_data: bool) -> Option<Position> {
     if let Some(position) = saved.get(POSITION) {
         return serde_json::from_value(position.clone()).ok().filter(Position::is_sound);

@@ -10,8 +10,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Which rank writes what of the state of a run: a pure function of model and plan. [`SavePlan::bytes`] is the memory that saving takes on a
-/// rank.
+/// Which rank writes what of the state of a run: a pure function of model and plan. [`SavePlan::bytes`] is the memory
+/// that saving takes on a rank.
 ///
 /// # Errors
 /// A plan that does not fit the model.
@@ -39,8 +39,9 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
     Ok(SavePlan::new(world, tensors, &held)?)
 }
 
-/// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is copied. The writer is
-/// made with the [`save_plan`] of the trainer's model and plan. Every rank calls this after the same step.
+/// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is
+/// copied. The writer is made with the [`save_plan`] of the trainer's model and plan. Every rank calls this after the
+/// same step.
 ///
 /// Also returns the outcome of the save before, if that was still under way; it is waited for.
 ///
@@ -71,7 +72,8 @@ pub fn save(
     Ok(before)
 }
 
-/// Numbers whose bytes in memory are little-endian, from numbers, or the other way round. Costs nothing where memory is little-endian.
+/// Numbers whose bytes in memory are little-endian, from numbers, or the other way round. Costs nothing where memory is
+/// little-endian.
 pub(super) fn little_endian(mut values: Cow<'_, [f32]>) -> Cow<'_, [f32]> {
     if cfg!(target_endian = "big") {
         values.to_mut().iter_mut().for_each(|value| *value = f32::from_bits(value.to_bits().swap_bytes()));

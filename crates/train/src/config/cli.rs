@@ -59,7 +59,8 @@ pub(super) fn command() -> Command {
             "device",
             "cpu|cuda[:N]|cuda:CARD|cuda-emulated[:SEED[:DEVICES]]",
             "Where the ranks compute: on this CPU, on GPUs (all ranks on GPU N, or rank r on GPU r modulo their count), or on CUDA devices \
-             emulated in host memory, for tests (rank r on device r modulo their count). With --steps 0, cuda:h100 predicts a step on such a card, which need not be there. docs/cuda.md \
+             emulated in host memory, for tests (rank r on device r modulo their count). With --steps 0, cuda:h100 \
+             predicts a step on such a card, which need not be there. docs/cuda.md \
              says what is shown of GPUs",
         ))
         .arg(flag("metrics", "FILE.jsonl", "File to write one JSON line per event to"))

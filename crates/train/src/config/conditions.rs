@@ -1,5 +1,5 @@
-//! The conditions under which keys are read: one constant for each condition in the table of keys, and a notice for each given key that the run
-//! does not read.
+//! The conditions under which keys are read: one constant for each condition in the table of keys, and a notice for
+//! each given key that the run does not read.
 
 use toml::Value;
 

@@ -1,5 +1,5 @@
-//! Compares the configuration of a run with the saved one: lists the keys that change the numbers, by the [effect](Effect) of each key, and
-//! reads the words of `checkpoint.permit` that allow it.
+//! Compares the configuration of a run with the saved one: lists the keys that change the numbers, by the
+//! [effect](Effect) of each key, and reads the words of `checkpoint.permit` that allow it.
 
 use super::Config;
 use super::device::Device;
@@ -30,7 +30,8 @@ impl fmt::Display for Change {
     }
 }
 
-/// The keys that changed since the checkpoint, in the order of the table. Keys of data are left out: a hash compares the data.
+/// The keys that changed since the checkpoint, in the order of the table. Keys of data are left out: a hash compares
+/// the data.
 pub(crate) fn changes(saved: &Value, now: &Config) -> Vec<Change> {
     let before = of_checkpoint(saved);
     let [read, given] = [&before, now].map(|config| serde_json::to_value(config).unwrap_or_default());
@@ -58,7 +59,8 @@ fn stored<'a>(saved: &'a Value, section: &str, name: &str) -> Option<&'a Value> 
     keys.get(name).or_else(|| keys.get(keys::former(section, name)?))
 }
 
-/// The configuration that a checkpoint holds. What it lacks, or has in a form that this version does not know, is as if it were not given.
+/// The configuration that a checkpoint holds. What it lacks, or has in a form that this version does not know, is as if
+/// it were not given.
 pub(crate) fn of_checkpoint(saved: &Value) -> Config {
     let mut settings = Settings::default();
     for (section, keys) in saved.as_object().into_iter().flatten() {
@@ -264,7 +266,8 @@ mod tests {
         assert_eq!(changed(&every(0, 0.0), &every(7, 0.0)), [""; 0]);
     }
 
-    /// A checkpoint of a version that lacked a key ran with what is its default; one that had others is read without them.
+    /// A checkpoint of a version that lacked a key ran with what is its default; one that had others is read without
+    /// them.
     #[test]
     fn checkpoints_of_other_versions_are_compared_as_far_as_they_go() {
         let mut saved = serde_json::to_value(config("[training]\nnumerics = 'canonical'")).unwrap();

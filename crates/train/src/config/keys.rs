@@ -1,8 +1,8 @@
 //! The keys of the configuration as plain data: name, default, type, range, effect and meaning.
 //!
-//! Each key is declared once, in `sections.rs`. From that declaration come the fields of
-//! [`Config`] and the table [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an
-//! unknown key, the notice of a key that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
+//! Each key is declared once, in `sections.rs`. From that declaration come the fields of [`Config`] and the table
+//! [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an unknown key, the notice of a key
+//! that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
 
 use super::Config;
 pub use super::sections::SECTIONS;
@@ -86,7 +86,8 @@ pub enum Kind {
     Count(i64),
     /// A finite number in an interval, which it must not leave where it is rounded to f32.
     Number(Interval),
-    /// A finite number in an interval, which is used in f64 alone: seconds, bytes, shares of data, a bound of the gradient norm.
+    /// A finite number in an interval, which is used in f64 alone: seconds, bytes, shares of data, a bound of the
+    /// gradient norm.
     Double(Interval),
     /// `true` or `false`.
     Switch,
@@ -138,8 +139,8 @@ impl Interval {
             }
     }
 
-    /// What `x` is rounded to in f32, in which ranks compute, if that is a number of another kind: out of the interval, infinite, or 0 and the
-    /// numbers next to it, which have few digits, though `x` is not 0.
+    /// What `x` is rounded to in f32, in which ranks compute, if that is a number of another kind: out of the interval,
+    /// infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
     #[must_use]
     pub fn lost(self, x: f64) -> Option<f32> {
         let rounded = x as f32;
@@ -240,9 +241,9 @@ pub(super) fn former(section: &str, name: &str) -> Option<&'static str> {
 
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
-/// A key is `name: type = default, kind, effect;` under its meaning. Before the semicolon stands `, if A && B` if the key is read on
-/// [conditions](super::conditions) alone, and `, awaits "a feature"` if that feature is not implemented yet. `beside { .. }` adds fields to
-/// a section that are not keys; they start with the default of their type.
+/// A key is `name: type = default, kind, effect;` under its meaning. Before the semicolon stands `, if A && B` if the
+/// key is read on [conditions](super::conditions) alone, and `, awaits "a feature"` if that feature is not implemented
+/// yet. `beside { .. }` adds fields to a section that are not keys; they start with the default of their type.
 macro_rules! sections {
     (
         $(#[$config_doc:meta])*

@@ -34,7 +34,8 @@ pub(crate) struct Costs {
 }
 
 /// Counts the cost of each part of the model from its sizes alone, so that every rank of every mesh gets the same
-/// numbers. All layers are the same, so a model of one layer on one rank is enough. Parts that are frozen count as if they were trained.
+/// numbers. All layers are the same, so a model of one layer on one rank is enough. Parts that are frozen count as if
+/// they were trained.
 pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     let mut one = config.clone();
     (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);

@@ -1,5 +1,5 @@
-//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`, and its tokenizer that of
-//! `[data]`.
+//! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`, and
+//! its tokenizer that of `[data]`.
 
 use super::Config;
 use super::settings::{Settings, check};
@@ -24,14 +24,15 @@ const FREE: [&str; 7] = [
     "model.rope_scaling_original_seq_len",
 ];
 
-/// Whether a model may be given another value of a key than the one with which its weights were trained. The sequences of a Llama may have any
-/// length; of the learned positions of a GPT-2 the first are taken.
+/// Whether a model may be given another value of a key than the one with which its weights were trained. The sequences
+/// of a Llama may have any length; of the learned positions of a GPT-2 the first are taken.
 pub(crate) fn is_free(key: &str, given: &Value, trained: &Value, learned_positions: bool) -> bool {
     let shorter = given.as_integer() <= trained.as_integer();
     FREE.contains(&key) || key == "model.seq_len" && (!learned_positions || shorter)
 }
 
-/// Takes the sizes of the folder, if one is given. What the user gave too must be that of the folder, or be [free](is_free).
+/// Takes the sizes of the folder, if one is given. What the user gave too must be that of the folder, or be
+/// [free](is_free).
 pub(crate) fn derive(settings: &mut Settings) {
     let Some(folder) = settings.given::<String>(KEY) else { return };
     let pretrained = match Pretrained::open(Path::new(&folder)) {
@@ -144,7 +145,8 @@ fn llama(config: &LlamaConfig) -> Vec<(&'static str, Value)> {
 }
 
 impl Config {
-    /// The model in the form in which Hugging Face folders describe it. GPT-2 has no experts there, which the checks refuse.
+    /// The model in the form in which Hugging Face folders describe it. GPT-2 has no experts there, which the checks
+    /// refuse.
     pub fn architecture(&self) -> Architecture {
         match (self.model.kind, self.experts()) {
             (ModelKind::Gpt2, _) => Architecture::Gpt2(self.gpt2()),

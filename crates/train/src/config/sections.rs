@@ -1,8 +1,9 @@
 //! Every section and key of the configuration. This is the one place that states them: `Config`, its sections, the
 //! [key table](super::keys), `--help` and `docs/configuration.md` all come from it.
 //!
-//! A key is `name: type = default, kind, effect;`, with its meaning above it. Its [`Effect`] says what it changes: the model, the numbers of a
-//! step, only speed, or only output. `if` and conditions (`conditions.rs`) follow where the key is not always read.
+//! A key is `name: type = default, kind, effect;`, with its meaning above it. Its [`Effect`] says what it changes: the
+//! model, the numbers of a step, only speed, or only output. `if` and conditions (`conditions.rs`) follow where the key
+//! is not always read.
 //!
 //! More than 400 lines: the table of all keys.
 
@@ -70,7 +71,8 @@ sections! {
         hidden_size: usize = BY_PRESET, Count(1), Model;
         /// Number of attention heads.
         num_heads: usize = BY_PRESET, Count(1), Model;
-        /// Number of key and value heads. In llama they may be fewer than the heads, and divide them: grouped-query attention.
+        /// Number of key and value heads. In llama they may be fewer than the heads, and divide them: grouped-query
+        /// attention.
         num_kv_heads: usize = Derived("by preset, else num_heads"), Count(1), Model;
         /// Width inside the feed-forward layer.
         ffn_hidden_size: usize =
@@ -94,8 +96,9 @@ sections! {
         rope_scaling_high_freq_factor: f64 = float(4.0), Number(Positive), Model, if LLAMA && SCALED;
         /// Sequence length before scaling.
         rope_scaling_original_seq_len: usize = int(8192), Count(1), Model, if LLAMA && SCALED;
-        /// Parts of the model that are not trained: words with commas, of embedding, layers.N, layers.A-B (blocks from 0 on), norm (that in
-        /// front of the head) and head. They have no gradients and no optimizer states. With tied embeddings, embedding includes the head.
+        /// Parts of the model that are not trained: words with commas, of embedding, layers.N, layers.A-B (blocks from
+        /// 0 on), norm (that in front of the head) and head. They have no gradients and no optimizer states. With tied
+        /// embeddings, embedding includes the head.
         freeze: String = is(""), Text, Numbers;
         /// A Hugging Face folder (config.json, model.safetensors) of a GPT-2 or Llama to start from: sizes and weights.
         init_from: Option<String> = Unset, Text, Model;
@@ -115,8 +118,8 @@ sections! {
         ep: usize = int(1), Count(1), Rounding;
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch, Rounding, if TP;
-        /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also gradients,
-        /// 3 also weights.
+        /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also
+        /// gradients, 3 also weights.
         zero_stage: usize = int(0), Count(0), Rounding;
         /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
@@ -136,7 +139,8 @@ sections! {
         router: MoeRouter = Derived("by preset, else topk"), one_of(MoeRouter::WORDS), Model, if EXPERTS;
         /// Tokens of a sequence that an expert takes, over their even share. 0: all that come.
         capacity_factor: f64 = Derived("by preset, else 0"), Number(NotNegative), Model, if EXPERTS;
-        /// What becomes of tokens over the capacity: they pass the expert by, or each goes to its next best expert with room.
+        /// What becomes of tokens over the capacity: they pass the expert by, or each goes to its next best expert with
+        /// room.
         overflow: MoeOverflow = is("drop"), one_of(MoeOverflow::WORDS), Model, if EXPERTS && CAPACITY;
         /// Factor of the loss that balances the load.
         aux_loss_coeff: f64 = Derived("by preset, else 0.01; bias and expert_choice: 0"), Number(NotNegative), Numbers, if EXPERTS;
@@ -171,14 +175,14 @@ sections! {
         /// A synchronous schedule of your own in the text form of docs/schedules.md, used instead of schedule. It fixes
         /// the number of micro-batches.
         schedule_file: Option<String> = Unset, Text, Rounding;
-        /// Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and dualpipe_v,
-        /// else 1.
+        /// Model chunks per pipeline rank: 2 for interleaved_1f1b and breadth_first if not given, always 2 for zb_v and
+        /// dualpipe_v, else 1.
         virtual_stages: usize = Derived("by schedule"), Count(1), Rounding;
         /// Micro-batches of a step, per data-parallel rank.
         num_microbatches: usize = Derived("by batch and schedule"), Count(1), Rounding;
         /// Layers of each stage. uniform: as even as possible. cost: minimises the largest cost of any rank, counting
-        /// the embedding, the head and the loss, and frozen parts as trained ones. A list: as given. With cost and in a list, a stage may have no layer.
-        /// The embedding is on the first stage, head and loss on the last.
+        /// the embedding, the head and the loss, and frozen parts as trained ones. A list: as given. With cost and in a
+        /// list, a stage may have no layer. The embedding is on the first stage, head and loss on the last.
         partition: Vec<usize> = is("uniform"), WordOrCounts(partition::WORDS), Rounding, if CHUNKS;
         /// Number of ranks of each stage, with schedule 1f1b. Replicas take micro-batches in turn. The numbers add up
         /// to pp, as 3 + 1 in [3, 1].
@@ -186,7 +190,8 @@ sections! {
         /// Whether, in pipedream, all stages use the version of the weights that the first stage had when the
         /// micro-batch entered.
         vertical_sync: bool = OFF, Switch, Numbers;
-        /// Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on arrival.
+        /// Whether a hidden state that is the same on every tp rank crosses stages once, in parts that are gathered on
+        /// arrival.
         scatter_gather: bool = ON, Switch, Speed, if TP && PP;
     } beside {
         /// The schedule in `schedule_file`.
@@ -203,17 +208,18 @@ sections! {
         micro_batch_size: usize = Derived("by batch and micro-batches"), Count(1), Rounding;
         /// Seed of initialisation, sample order and dropout.
         seed: u64 = int(1234), Count(0), Numbers;
-        /// Type in which weights, activations and their gradients are stored and sent. bf16 and f16: half of the memory and traffic; every
-        /// operation computes in f32, and the optimizer keeps weights in f32 (mixed precision).
+        /// Type in which weights, activations and their gradients are stored and sent. bf16 and f16: half of the memory
+        /// and traffic; every operation computes in f32, and the optimizer keeps weights in f32 (mixed precision).
         dtype: Dtype = is("f32"), one_of(Dtype::WORDS), Numbers;
-        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. With dtype f32, activations that
-        /// only products read are stored rounded, and everything else that is kept or sent is f32.
+        /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. With dtype f32,
+        /// activations that only products read are stored rounded, and everything else that is kept or sent is f32.
         matmul_dtype: MatmulDtype = Derived("bf16 with dtype bf16, else f32"), one_of(MatmulDtype::WORDS), Numbers;
-        /// Type in which gradients of weights are added up over micro-batches and summed over ranks: f32, or that of dtype, in half of the
-        /// memory and traffic.
+        /// Type in which gradients of weights are added up over micro-batches and summed over ranks: f32, or that of
+        /// dtype, in half of the memory and traffic.
         reduce_dtype: Dtype = is("f32"), one_of(Dtype::WORDS), Numbers;
-        /// What the loss is multiplied by before backward, so that small gradients are no zeros in f16. dynamic: halved when a gradient
-        /// overflows, in a step that is then skipped, and doubled after loss_scale_growth_interval steps without.
+        /// What the loss is multiplied by before backward, so that small gradients are no zeros in f16. dynamic: halved
+        /// when a gradient overflows, in a step that is then skipped, and doubled after loss_scale_growth_interval
+        /// steps without.
         loss_scale: LossScaling = Derived("dynamic with dtype f16, else 1"), WordOrCount(&[LossScaling::DYNAMIC]), Numbers, if IN_HALVES;
         /// The dynamic loss scale of the first step, a power of two.
         loss_scale_initial: u64 = int(65536), Count(1), Numbers, if DYNAMIC;
@@ -221,13 +227,13 @@ sections! {
         loss_scale_growth_interval: u64 = int(2000), Count(1), Numbers, if DYNAMIC;
         /// Global gradient norm above which gradients are scaled down; 0 = off.
         max_norm: f64 = float(1.0), Double(NotNegative), Numbers;
-        /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number of
-        /// micro-batches gives the same bits, at a price in time and memory.
+        /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number
+        /// of micro-batches gives the same bits, at a price in time and memory.
         numerics: String = is("fast"), one_of(&["fast", "canonical"]), Numbers;
-        /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations, gradients,
-        /// weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches are compared in every step.
-        /// Unless it is off, the step after a load is verified too, and before the first step the model is held against itself on one rank,
-        /// and a micro-batch against its samples one by one.
+        /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations,
+        /// gradients, weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches
+        /// are compared in every step. Unless it is off, the step after a load is verified too, and before the first
+        /// step the model is held against itself on one rank, and a micro-batch against its samples one by one.
         verify: VerifySteps = is("first_step"), WordOrCount(VerifyWord::WORDS), Speed;
     }
 
@@ -249,7 +255,8 @@ sections! {
         momentum: f64 = float(0.0), Number(BelowOne), Numbers, if SGD;
         /// Momentum of muon.
         muon_momentum: f64 = float(0.95), Number(BelowOne), Numbers, if MUON;
-        /// Whether steps of adafactor are relative to the size of a parameter and fall as 1/√t, with optimizer.lr as the ceiling.
+        /// Whether steps of adafactor are relative to the size of a parameter and fall as 1/√t, with optimizer.lr as
+        /// the ceiling.
         relative_step: bool = ON, Switch, Numbers, if ADAFACTOR;
         /// Decay of adafactor's mean squared gradient: 1 - t^-decay_rate.
         decay_rate: f64 = float(0.8), Number(Positive), Numbers, if ADAFACTOR;
@@ -273,33 +280,38 @@ sections! {
 
     /// The training data.
     [data] Data {
-        /// A UTF-8 file, JSON lines with a text in each, a JSON array of texts, a folder of texts, a .bin file of tokens, or a Megatron
-        /// dataset (.idx beside .bin); unset: the Cicero text of the lipsum crate. In a folder, the files that end in .txt, .text, .md,
-        /// .markdown, .rst, .tex, .org, .jsonl or .ndjson are read; the others are skipped and counted. docs/data.md has the formats.
+        /// A UTF-8 file, JSON lines with a text in each, a JSON array of texts, a folder of texts, a .bin file of
+        /// tokens, or a Megatron dataset (.idx beside .bin); unset: the Cicero text of the lipsum crate. In a folder,
+        /// the files that end in .txt, .text, .md, .markdown, .rst, .tex, .org, .jsonl or .ndjson are read; the others
+        /// are skipped and counted. docs/data.md has the formats.
         path: Option<String> = Unset, Text, Data;
-        /// Several paths instead of one, each with its weight behind a colon (without one: 1): ["web.jsonl:0.7", "books.bin:0.3"].
-        /// Samples come from them in this proportion, in every prefix of the run to within one sample.
+        /// Several paths instead of one, each with its weight behind a colon (without one: 1): ["web.jsonl:0.7",
+        /// "books.bin:0.3"]. Samples come from them in this proportion, in every prefix of the run to within one
+        /// sample.
         sources: Vec<String> = Unset, Texts, Data;
-        /// What texts are. auto: what each is by its content, JSON or one document. text: one document each, also where it is JSON.
-        /// json_lines: a document a line.
+        /// What texts are. auto: what each is by its content, JSON or one document. text: one document each, also where
+        /// it is JSON. json_lines: a document a line.
         format: TextFormat = is("auto"), one_of(TextFormat::WORDS), Data;
         /// The key of the text in an object of JSON.
         text_key: String = is("text"), Text, Data;
-        /// Whether documents of JSON that cannot be read are left out, counted and told; else the first of them ends the run.
+        /// Whether documents of JSON that cannot be read are left out, counted and told; else the first of them ends
+        /// the run.
         skip_bad_lines: bool = OFF, Switch, Data;
-        /// The type of the ids in a .bin file without a header, little-endian. auto: u16; ids that look wider are refused.
+        /// The type of the ids in a .bin file without a header, little-endian. auto: u16; ids that look wider are
+        /// refused.
         token_type: TokenType = is("auto"), one_of(TokenType::WORDS), Data;
-        /// bytes, gpt2, or the path of a tokenizer.json or of its folder; the last two need a build with the feature tokenizers.
+        /// bytes, gpt2, or the path of a tokenizer.json or of its folder; the last two need a build with the feature
+        /// tokenizers.
         tokenizer: String = Derived("the tokenizer.json of model.init_from, else bytes"), Text, Data;
-        /// The id that ends a document: put behind each document of a text, and taken for the end of one in a .bin file. auto: that of
-        /// the tokenizer, as the files beside it say, if it has one.
+        /// The id that ends a document: put behind each document of a text, and taken for the end of one in a .bin
+        /// file. auto: that of the tokenizer, as the files beside it say, if it has one.
         end_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS), Numbers;
-        /// The id that begins a document: put before each document of a text. auto: the one that the tokenizer puts there by itself, as
-        /// those of Llama do; most put none.
+        /// The id that begins a document: put before each document of a text. auto: the one that the tokenizer puts
+        /// there by itself, as those of Llama do; most put none.
         beginning_of_text: EndOfText = is("auto"), WordOrId(EndOfTextWord::WORDS), Data;
-        /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a document is no
-        /// target, so that nothing is learnt across the boundary. positions: also, positions start anew in each document. attention: also,
-        /// tokens see only those of their own document.
+        /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a
+        /// document is no target, so that nothing is learnt across the boundary. positions: also, positions start anew
+        /// in each document. attention: also, tokens see only those of their own document.
         documents: String = is("stream"), Choice { landed: &["stream", "loss", "positions", "attention"], planned: &[] }, Numbers;
         /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
         cache_dir: Option<String> = Unset, Text, Speed;
@@ -316,38 +328,45 @@ sections! {
         every: u64 = int(0), Count(0), Output;
         /// Batches per validation; 0 = all that fit.
         steps: u64 = int(0), Count(0), Output, if VALIDATES;
-        /// Share of each token stream, at its end, that is held out. 0: nothing, and validation reads the training data, in their own order.
+        /// Share of each token stream, at its end, that is held out. 0: nothing, and validation reads the training
+        /// data, in their own order.
         fraction: f64 = float(0.05), Double(BelowOne), Numbers, if VALIDATES;
-        /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation treats them. as_trained: it
-        /// compresses them too. off: they are sent as they are. both: one pass of each; the second is loss_uncompressed in metrics.
+        /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation
+        /// treats them. as_trained: it compresses them too. off: they are sent as they are. both: one pass of each; the
+        /// second is loss_uncompressed in metrics.
         compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS), Output, if FORWARD && VALIDATES;
     }
 
     /// Ways to save memory.
     [memory] Memory {
-        /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions. The others recompute
-        /// these too. full: each layer from its input. sqrt: √n groups of the n layers of a stage. stage: the whole stage. A number: the
-        /// first layers of each stage, as many as that. Recomputed activations are bitwise identical.
+        /// What backward recomputes instead of keeping it. none: nothing. selective: norms and activation functions.
+        /// The others recompute these too. full: each layer from its input. sqrt: √n groups of the n layers of a stage.
+        /// stage: the whole stage. A number: the first layers of each stage, as many as that. Recomputed activations
+        /// are bitwise identical.
         recompute: Recomputed = is("none"), WordOrCount(RecomputeWord::WORDS), Speed, if SELECTIVE;
-        /// Type in which forward keeps the activations that backward reads: f32 as they are, bf16 and f16 rounded, in half of the memory.
-        /// Forward computes with exact values, and so does a recomputed one. Each of them is rounded by up to 0.4% in bf16, and 0.05% in f16.
+        /// Type in which forward keeps the activations that backward reads: f32 as they are, bf16 and f16 rounded, in
+        /// half of the memory. Forward computes with exact values, and so does a recomputed one. Each of them is
+        /// rounded by up to 0.4% in bf16, and 0.05% in f16.
         saved_dtype: SavedDtype = is("f32"), one_of(SavedDtype::WORDS), Numbers, if IN_F32;
-        /// In what form forward keeps them. dense: as vectors. sparse: a bit for each element and those that are not zero, where that takes less
-        /// memory; outputs of ReLU and of dropout have many zeros. Backward reads the same bits.
+        /// In what form forward keeps them. dense: as vectors. sparse: a bit for each element and those that are not
+        /// zero, where that takes less memory; outputs of ReLU and of dropout have many zeros. Backward reads the same
+        /// bits.
         saved_encoding: SavedEncoding = is("dense"), one_of(SavedEncoding::WORDS), Speed, if ZEROS;
-        /// Tokens of a sequence whose logits exist at a time in training; 0 = those of all. The loss and its gradient are computed chunk by chunk
-        /// from what the head reads, and backward computes the logits once more. The loss of a step keeps its bits, the gradient of the head is
-        /// summed in another order.
+        /// Tokens of a sequence whose logits exist at a time in training; 0 = those of all. The loss and its gradient
+        /// are computed chunk by chunk from what the head reads, and backward computes the logits once more. The loss
+        /// of a step keeps its bits, the gradient of the head is summed in another order.
         loss_chunk: usize = int(0), Count(0), Rounding;
-        /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the optimizer, which a
-        /// step reads and writes page by page. activations: what forward keeps for backward, layer by layer. samples: the activations that
-        /// compress.aqsgd keeps, micro-batch by micro-batch. all: these, and gradients of weights, bucket by bucket. It changes no bit of a run.
+        /// What leaves memory while it is not needed, for files in offload_dir. none: nothing. optimizer: states of the
+        /// optimizer, which a step reads and writes page by page. activations: what forward keeps for backward, layer
+        /// by layer. samples: the activations that compress.aqsgd keeps, micro-batch by micro-batch. all: these, and
+        /// gradients of weights, bucket by bucket. It changes no bit of a run.
         offload: OffloadWord = is("none"), one_of(OffloadWord::WORDS), Speed, if SAMPLES;
-        /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder. Without a
-        /// folder, a CUDA device takes pinned memory of the host; other devices need one.
+        /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder.
+        /// Without a folder, a CUDA device takes pinned memory of the host; other devices need one.
         offload_dir: Option<String> = Unset, Text, Speed, if OFFLOADS;
-        /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no limit. A run that
-        /// is predicted to take more does not start, and the error says which settings fit. --plan-memory shows them too.
+        /// Bytes of weights, gradients, optimizer states, activations and buffers that a rank may have at once; 0 = no
+        /// limit. A run that is predicted to take more does not start, and the error says which settings fit.
+        /// --plan-memory shows them too.
         limit_bytes: u64 = int(0), Count(0), Speed;
     }
 
@@ -359,16 +378,19 @@ sections! {
         every: u64 = int(0), Count(0), Output, if SAVES;
         /// Checkpoints to keep.
         keep: u64 = int(2), Count(1), Output, if SAVES;
-        /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run starts anew.
+        /// Whether to continue from the newest checkpoint in dir that is whole, on any mesh. If there is none, the run
+        /// starts anew.
         resume: bool = OFF, Switch, Output;
-        /// What may differ from the run that is resumed: names of keys and sections, with commas, such as "optimizer, training.max_norm";
-        /// batch and seed are short for training.global_batch_size and training.seed. With optimizer, states that do not fit the update rule
-        /// are dropped; with data, streams begin their next epoch where there is no other way on.
+        /// What may differ from the run that is resumed: names of keys and sections, with commas, such as "optimizer,
+        /// training.max_norm"; batch and seed are short for training.global_batch_size and training.seed. With
+        /// optimizer, states that do not fit the update rule are dropped; with data, streams begin their next epoch
+        /// where there is no other way on.
         permit: String = is(""), Text, Output, if RESUMES;
-        /// Whether SIGTERM ends the run as Ctrl-C does: after the step under way, saved, with exit code 0. Otherwise it ends the run at once.
+        /// Whether SIGTERM ends the run as Ctrl-C does: after the step under way, saved, with exit code 0. Otherwise it
+        /// ends the run at once.
         on_sigterm: bool = ON, Switch, Output, if SAVES;
-        /// Folder for the model in Hugging Face format, written after the last step; no other key of the section is needed. It appears whole, or
-        /// not at all.
+        /// Folder for the model in Hugging Face format, written after the last step; no other key of the section is
+        /// needed. It appears whole, or not at all.
         export: Option<String> = Unset, Text, Output;
         /// Type of the weights there.
         export_dtype: Dtype = Derived("that of model.init_from, else f32"), one_of(Dtype::WORDS), Output, if EXPORTS;
@@ -389,7 +411,8 @@ sections! {
         /// File for the time and memory of each layer, measured on one rank before the run, in PipeDream's format:
         /// examples/partition reads it.
         layer_profile: Option<String> = Unset, Text, Output;
-        /// Folder for event files that TensorBoard reads: loss, norm, learning rate, speed, memory and communication of every step.
+        /// Folder for event files that TensorBoard reads: loss, norm, learning rate, speed, memory and communication of
+        /// every step.
         tensorboard: Option<String> = Unset, Text, Output;
         /// Tokens that the trained model writes at the end of a run; 0 = none.
         sample_tokens: u64 = int(160), Count(0), Output;
@@ -399,53 +422,62 @@ sections! {
     [comm] Comm {
         /// Seconds without progress after which a collective gives up on a rank.
         timeout_seconds: f64 = float(60.0), Double(Positive), Speed;
-        /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It changes no run.
+        /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It
+        /// changes no run.
         bandwidth: f64 = float(0.0), Double(NotNegative), Output, if WEIGHS;
     }
 
     /// How a CUDA device queues its work. Other devices refuse what is not the default.
     [cuda] Cuda {
-        /// Whether work that comes again in each step is captured as CUDA graphs, each queued by one launch. It changes no number.
+        /// Whether work that comes again in each step is captured as CUDA graphs, each queued by one launch. It changes
+        /// no number.
         graphs: bool = OFF, Switch, Speed;
-        /// Whether the host waits after each kernel and copy, so that an error names the one that failed, and not the call at which it came out. Slow, and
-        /// without graphs.
+        /// Whether the host waits after each kernel and copy, so that an error names the one that failed, and not the
+        /// call at which it came out. Slow, and without graphs.
         launch_blocking: bool = OFF, Switch, Speed;
-        /// A table of the forms of kernels to run, as scripts/gpu-check.sh tune writes it; unset: the one that is compiled in.
+        /// A table of the forms of kernels to run, as scripts/gpu-check.sh tune writes it; unset: the one that is
+        /// compiled in.
         tuning: Option<String> = Unset, Text, Rounding;
     }
 
     /// Lossy compression of what ranks send each other. docs/compression.md has the schemes.
     [compress] Compress {
-        /// Activations between stages: none, bf16, fp8:e4m3, quant:4, sign, topk:0.1, randk:0.1, topk:0.1+quant:8 and others. Rows are
-        /// samples.
+        /// Activations between stages: none, bf16, fp8:e4m3, quant:4, sign, topk:0.1, randk:0.1, topk:0.1+quant:8 and
+        /// others. Rows are samples.
         activations: String = is("none"), Text, Numbers, if CUTS;
         /// Gradients of activations between stages, likewise.
         activation_gradients: String = is("none"), Text, Numbers, if CUTS;
-        /// Whether topk sends gradients of activations at the indices of the activations, without their own. Both keep as much.
+        /// Whether topk sends gradients of activations at the indices of the activations, without their own. Both keep
+        /// as much.
         share_indices: bool = OFF, Switch, Numbers;
-        /// Layers behind which one rank simulates a cut between stages, as [3, 6, 9]: values are compressed there as if they were sent. Every
-        /// mesh then has the numbers of those with these cuts, in canonical numerics bit by bit. none: only what is sent is compressed.
+        /// Layers behind which one rank simulates a cut between stages, as [3, 6, 9]: values are compressed there as if
+        /// they were sent. Every mesh then has the numbers of those with these cuts, in canonical numerics bit by bit.
+        /// none: only what is sent is compressed.
         virtual_cuts: Vec<usize> = is("none"), WordOrCounts(&["none"]), Numbers, if AT_CUTS;
-        /// AQ-SGD: both sides of a cut keep the last activation of every sample, and activations are sent as differences from it. It takes
-        /// samples that come again, and 4 bytes for each element of each sample's activation.
+        /// AQ-SGD: both sides of a cut keep the last activation of every sample, and activations are sent as
+        /// differences from it. It takes samples that come again, and 4 bytes for each element of each sample's
+        /// activation.
         aqsgd: bool = OFF, Switch, Numbers;
         /// Samples whose activations aqsgd keeps.
         aqsgd_samples: usize = Derived("all training samples"), Count(1), Numbers, if AQSGD;
-        /// Gradients of weights over dp, likewise, in each bucket of up to 1 MiB: topk and randk gather messages and add them; the others
-        /// send each rank its shard, and gather what it makes of their sum. With ZeRO each rank gets its slice alone.
+        /// Gradients of weights over dp, likewise, in each bucket of up to 1 MiB: topk and randk gather messages and
+        /// add them; the others send each rank its shard, and gather what it makes of their sum. With ZeRO each rank
+        /// gets its slice alone.
         gradients: String = is("none"), Text, Numbers, if DP;
-        /// Weights that ranks gather with parallelism.zero_stage = 3 (ZeRO++): none, quant:8/block256, bf16, fp8:e4m3 and others without a
-        /// state. All ranks compute with what messages restore to; the optimizer has exact weights.
+        /// Weights that ranks gather with parallelism.zero_stage = 3 (ZeRO++): none, quant:8/block256, bf16, fp8:e4m3
+        /// and others without a state. All ranks compute with what messages restore to; the optimizer has exact
+        /// weights.
         weights: String = is("none"), Text, Numbers, if DP;
-        /// Tokens that go to the experts of other ranks (parallelism.ep) and the results that come back: none, fp8:e4m3, quant:8 and others without a
-        /// state, each token by itself.
+        /// Tokens that go to the experts of other ranks (parallelism.ep) and the results that come back: none,
+        /// fp8:e4m3, quant:8 and others without a state, each token by itself.
         dispatch: String = is("none"), Text, Numbers, if EXPERTS && EP;
         /// The gradients of both, likewise.
         dispatch_gradients: String = is("none"), Text, Numbers, if EXPERTS && EP;
-        /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or ef21m:0.1 (ef21 of a
-        /// moving average with that weight of the new value).
+        /// How what was lost is brought back, wherever something is compressed: none, ef (error feedback), ef21, or
+        /// ef21m:0.1 (ef21 of a moving average with that weight of the new value).
         feedback: String = is("none"), Text, Numbers, if COMPRESSES;
-        /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme does not say so.
+        /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme
+        /// does not say so.
         rounding: RoundingName = is("nearest"), one_of(RoundingName::WORDS), Numbers, if COMPRESSES;
         /// The first step that compresses.
         start_step: u64 = int(1), Count(1), Numbers, if COMPRESSES;

@@ -53,7 +53,8 @@ pub const CARDS: &[Card] = &[
         on_machine: 8,
         host: 64e9,
         network: 50e9,
-        source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
+        source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
+        PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
     },
     Card {
         name: "h100-96",
@@ -79,7 +80,8 @@ pub const CARDS: &[Card] = &[
         on_machine: 8,
         host: 64e9,
         network: 50e9,
-        source: "NVIDIA H200 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; PCIe 5.0 of 16 lanes; DGX H200: 400 Gb/s of InfiniBand a card",
+        source: "NVIDIA H200 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
+            PCIe 5.0 of 16 lanes; DGX H200: 400 Gb/s of InfiniBand a card",
     },
 ];
 
@@ -100,7 +102,8 @@ pub struct Shares {
     pub memory: f64,
     /// Of its links.
     pub links: f64,
-    /// Seconds from the end of one kernel to the start of the next: where each is launched by itself, and within a graph.
+    /// Seconds from the end of one kernel to the start of the next: where each is launched by itself, and within a
+    /// graph.
     pub launch: [f64; 2],
     /// Seconds of a message or a collective without bytes, within a machine and between machines.
     pub latency: [f64; 2],
@@ -111,8 +114,9 @@ impl Shares {
     pub const PEAKS: Self =
         Self { products: 1.0, attention: 1.0, memory: 1.0, links: 1.0, launch: [0.0; 2], latency: [0.0; 2] };
 
-    /// What good programs reach; docs/gpu_performance.md has the sources. Products of large matrices reach 0.79 of an H100's peak where tiles are
-    /// tuned to the shape; attention forward and backward together less; copies within its memory 0.87; an all-reduce within a machine 0.8. Graphs leave 0.55 of a launch.
+    /// What good programs reach; docs/gpu_performance.md has the sources. Products of large matrices reach 0.79 of an
+    /// H100's peak where tiles are tuned to the shape; attention forward and backward together less; copies within its
+    /// memory 0.87; an all-reduce within a machine 0.8. Graphs leave 0.55 of a launch.
     pub const REACHED: Self = Self {
         products: 0.7,
         attention: 0.45,

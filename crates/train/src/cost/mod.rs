@@ -3,9 +3,10 @@
 //! ```text
 //! dry run of a rank on the meta device ─ calls, bytes, operations ─▶ walk: two queues ─ times of actions ─▶ simulated schedule ─▶ a step
 //! ```
-//! Every operation takes the longer of its arithmetic and its bytes, at a card's rates, and a launch; collectives their bytes over its links. What
-//! a program overlaps by posting early is overlapped here too. Both bounds are told: with all [peaks](Shares::PEAKS), and with the shares of
-//! them that good programs [reach](Shares::REACHED). Neither is a measurement; `docs/gpu_performance.md` holds them against published ones.
+//! Every operation takes the longer of its arithmetic and its bytes, at a card's rates, and a launch; collectives their
+//! bytes over its links. What a program overlaps by posting early is overlapped here too. Both bounds are told: with
+//! all [peaks](Shares::PEAKS), and with the shares of them that good programs [reach](Shares::REACHED). Neither is a
+//! measurement; `docs/gpu_performance.md` holds them against published ones.
 
 mod cards;
 mod walk;
@@ -157,8 +158,8 @@ fn calls(config: &Config, plan: &Plan, rank: usize) -> Result<Vec<Span>, TrainEr
     Ok(recorder.drain())
 }
 
-/// Operations of a step as published figures count them: six for each weight of a product and token, nothing recomputed, attention with its
-/// masked half.
+/// Operations of a step as published figures count them: six for each weight of a product and token, nothing
+/// recomputed, attention with its masked half.
 ///
 /// # Errors
 /// As [`predict`].
@@ -167,7 +168,8 @@ pub fn model_flops(config: &Config) -> Result<f64, TrainError> {
     let one = dry_run::one_layer_a_stage(&*config.model(), &plan, 1)?;
     let mut flops = 0.0;
     for span in calls(config, &one, 0)? {
-        // Backward of attention computes the scores again: 14 operations for each pair of tokens, of which the model needs 12.
+        // Backward of attention computes the scores again: 14 operations for each pair of tokens, of which the model
+        // needs 12.
         let counted = if span.class == Class::Attention { 2.0 * 12.0 / 14.0 } else { 1.0 };
         flops += counted * span.flops as f64;
     }

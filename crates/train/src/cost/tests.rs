@@ -124,7 +124,8 @@ fn graphs_save_launches() {
     assert!(((without.seconds - with.seconds) / saved - 1.0).abs() < 1e-6, "{with:?} {without:?}");
 }
 
-/// States of 8 bytes a parameter come and go in each step: AdamW's two, over a link of 64 GB/s. No step is shorter than that.
+/// States of 8 bytes a parameter come and go in each step: AdamW's two, over a link of 64 GB/s. No step is shorter than
+/// that.
 #[test]
 fn what_is_offloaded_takes_its_link() {
     let dir = std::env::temp_dir().display().to_string();

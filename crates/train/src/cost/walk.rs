@@ -1,8 +1,9 @@
 //! The time of one rank's step, from the calls that a dry run of it recorded.
 //!
-//! A rank has two queues, as a GPU has streams: operations follow each other in one, collectives in the other. A collective starts when the
-//! operation before its call has ended and the collective before it is over; who waits for it goes on when it is over. So what a program posts early
-//! is hidden behind the operations that follow. Messages between stages belong to the [schedule](super), which has the times of all ranks.
+//! A rank has two queues, as a GPU has streams: operations follow each other in one, collectives in the other. A
+//! collective starts when the operation before its call has ended and the collective before it is over; who waits for
+//! it goes on when it is over. So what a program posts early is hidden behind the operations that follow. Messages
+//! between stages belong to the [schedule](super), which has the times of all ranks.
 
 use super::{Card, Shares};
 use meshwork_core::DType;
@@ -69,7 +70,8 @@ impl Rates<'_> {
         computing.max(bytes / (self.card.bandwidth * memory)) + launch[usize::from(self.graphs)]
     }
 
-    /// Seconds of a collective of this name among ranks of these numbers, of whose buffers a rank reads and writes `bytes`.
+    /// Seconds of a collective of this name among ranks of these numbers, of whose buffers a rank reads and writes
+    /// `bytes`.
     pub(super) fn collective(&self, name: &str, members: &[usize], bytes: u64) -> f64 {
         let count = members.len() as f64;
         if members.len() < 2 {
@@ -104,7 +106,8 @@ impl Rates<'_> {
         self.message(&ranks, bytes as f64)
     }
 
-    /// The step of a rank. Spans of class [`Class::Action`] frame actions: one named [`BEGUN`](super::BEGUN), then one of the kind's name.
+    /// The step of a rank. Spans of class [`Class::Action`] frame actions: one named [`BEGUN`](super::BEGUN), then one
+    /// of the kind's name.
     pub(super) fn walk(&self, spans: &[Span]) -> Walk {
         let mut walk = Walk::default();
         let (mut now, mut free, mut begun) = (0.0_f64, 0.0_f64, 0.0);

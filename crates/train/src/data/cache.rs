@@ -1,4 +1,5 @@
-//! Text is tokenised once: the tokens of a long text are kept as an indexed dataset, Megatron's format, beside the text.
+//! Text is tokenised once: the tokens of a long text are kept as an indexed dataset, Megatron's format, beside the
+//! text.
 //!
 //! ```text
 //! web.jsonl
@@ -8,11 +9,13 @@
 //!     4c2b…91.json  what they are of, and the hash of the tokens; renamed into place last
 //!     4c2b…91.lock  held by the process that writes them
 //! ```
-//! Reading needs no right to write: a whole dataset is taken wherever it lies, beside the text or in the user's own folder of caches. Only what
-//! writes one takes the lock. Where the folder beside the text cannot be written, that is the user's own.
+//! Reading needs no right to write: a whole dataset is taken wherever it lies, beside the text or in the user's own
+//! folder of caches. Only what writes one takes the lock. Where the folder beside the text cannot be written, that is
+//! the user's own.
 //!
-//! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise it is written
-//! anew. Files are written under another name and renamed, so that a process that dies leaves nothing that counts.
+//! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise
+//! it is written anew. Files are written under another name and renamed, so that a process that dies leaves nothing
+//! that counts.
 
 use super::error::{DataError, Problem};
 use super::indexed;
@@ -31,7 +34,8 @@ use std::time::{Duration, Instant};
 
 /// Changes whenever the same text would give other tokens.
 const FORMAT: u64 = 2;
-/// A text of at most this many bytes is tokenised by each run and kept in memory, if its tokens are its bytes, which takes no time.
+/// A text of at most this many bytes is tokenised by each run and kept in memory, if its tokens are its bytes, which
+/// takes no time.
 const BYTES_IN_MEMORY: u64 = 64 << 20;
 /// The same of other tokenizers.
 const TOKENS_IN_MEMORY: u64 = 1 << 20;

@@ -1,7 +1,7 @@
 //! What a file is, by its first bytes: text, JSON, or something else that must not be learnt as text.
 //!
-//! A name can be missing or wrong: of a link, of standard input, of a download. So a file is what its content says; its extension decides
-//! only where the content leaves it open.
+//! A name can be missing or wrong: of a link, of standard input, of a download. So a file is what its content says; its
+//! extension decides only where the content leaves it open.
 
 use serde::de::IgnoredAny;
 use std::path::Path;

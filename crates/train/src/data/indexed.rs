@@ -1,9 +1,10 @@
-//! Megatron's indexed datasets: tokens in a `.bin` file, and where sequences and documents begin in an `.idx` file beside it.
+//! Megatron's indexed datasets: tokens in a `.bin` file, and where sequences and documents begin in an `.idx` file
+//! beside it.
 //!
-//! The index, little-endian: the magic bytes `MMIDIDX\0\0`, version u64 = 1, type of the ids u8, number of sequences u64, number of
-//! document indices u64; then the tokens of each sequence i32, the byte in the `.bin` file at which each begins i64, and the document
-//! indices i64: the sequence with which each document begins, and after the last one the number of sequences. Modes of a multimodal
-//! dataset, u8 for each sequence, may follow and are not read.
+//! The index, little-endian: the magic bytes `MMIDIDX\0\0`, version u64 = 1, type of the ids u8, number of sequences
+//! u64, number of document indices u64; then the tokens of each sequence i32, the byte in the `.bin` file at which each
+//! begins i64, and the document indices i64: the sequence with which each document begins, and after the last one the
+//! number of sequences. Modes of a multimodal dataset, u8 for each sequence, may follow and are not read.
 //!
 //! An index is read by position like the tokens. So an index of any length takes no memory.
 
@@ -21,8 +22,8 @@ const HEADER_BYTES: u64 = 34;
 /// The types of ids; those that are missing are floating-point numbers.
 const DTYPES: [(u8, Width); 6] =
     [(1, Width::U8), (2, Width::I8), (3, Width::I16), (4, Width::I32), (5, Width::I64), (8, Width::U16)];
-/// Of an index with at most this many sequences or documents each is checked when it is opened, of a longer one this many of them.
-/// The others are checked when they are read.
+/// Of an index with at most this many sequences or documents each is checked when it is opened, of a longer one this
+/// many of them. The others are checked when they are read.
 const CHECKED: u64 = 1 << 14;
 
 /// Where the documents of an indexed dataset begin.
@@ -37,8 +38,8 @@ pub(crate) struct Index {
     bytes: u64,
 }
 
-/// The paths of the index and the tokens of a dataset, by one of them or their common beginning, which is how Megatron names it.
-/// `None` if there is no such dataset.
+/// The paths of the index and the tokens of a dataset, by one of them or their common beginning, which is how Megatron
+/// names it. `None` if there is no such dataset.
 pub(super) fn paths(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let with = |extension: &str| path.with_extension(extension);
     match path.extension().and_then(|extension| extension.to_str()) {

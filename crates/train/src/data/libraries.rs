@@ -116,12 +116,13 @@ struct Json {
     fingerprint: u64,
 }
 
-/// A boundary counts as one of words only if it is there wherever the text before it begins: at each of its first characters, as many as
-/// this. Words that are counted off, as those of a fixed length, have none.
+/// A boundary counts as one of words only if it is there wherever the text before it begins: at each of its first
+/// characters, as many as this. Words that are counted off, as those of a fixed length, have none.
 const BEGINNINGS: usize = 8;
 
 impl Json {
-    /// The number of tokens of `window` before the boundary at or behind byte `at`, and their number, if it is one that tokens never cross.
+    /// The number of tokens of `window` before the boundary at or behind byte `at`, and their number, if it is one that
+    /// tokens never cross.
     fn boundary(&self, window: &str, at: usize) -> Option<[usize; 2]> {
         let encoding = self.tokenizer.encode(window, false).ok()?;
         let (offsets, words) = (encoding.get_offsets(), encoding.get_word_ids());
@@ -186,8 +187,9 @@ impl Library for Json {
     }
 }
 
-/// The characters that follow each other in a token of a vocabulary. Byte-pair encoding without words, as Llama 2 has it, encodes a text as a
-/// whole; but between two characters that no token has side by side it never merges, so that both sides are encoded by themselves.
+/// The characters that follow each other in a token of a vocabulary. Byte-pair encoding without words, as Llama 2 has
+/// it, encodes a text as a whole; but between two characters that no token has side by side it never merges, so that
+/// both sides are encoded by themselves.
 #[derive(Debug)]
 struct Neighbours {
     pairs: HashSet<[char; 2]>,

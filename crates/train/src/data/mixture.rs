@@ -1,9 +1,10 @@
 //! Which source each sample comes from: sample i of a mixture is a function of i alone.
 //!
-//! Weights are whole-number shares w, W in all. The sequence of sources has the period W, in which each source comes w times, in
-//! the order of earliest deadlines: sample j of a source (from 0) may come from place ⌊j·W/w⌋ on and must come before place
-//! ⌈(j+1)·W/w⌉. Such an order always exists, and taking the earliest deadline finds it (Baruah, Cohen, Plaxton and Varvel, 1996:
-//! proportionate progress). So in every prefix of n samples a source has its share n·w/W but for less than one sample.
+//! Weights are whole-number shares w, W in all. The sequence of sources has the period W, in which each source comes w
+//! times, in the order of earliest deadlines: sample j of a source (from 0) may come from place ⌊j·W/w⌋ on and must
+//! come before place ⌈(j+1)·W/w⌉. Such an order always exists, and taking the earliest deadline finds it (Baruah,
+//! Cohen, Plaxton and Varvel, 1996: proportionate progress). So in every prefix of n samples a source has its share
+//! n·w/W but for less than one sample.
 
 /// The order of sources.
 #[derive(Clone, Debug, PartialEq)]

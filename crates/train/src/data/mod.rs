@@ -1,7 +1,7 @@
 //! The data: streams of tokens, and the samples that a step takes from them.
 //!
-//! Which samples a step takes depends on the samples taken before and the seed only, never on the mesh: each data-parallel rank asks
-//! for its rows of the global batch.
+//! Which samples a step takes depends on the samples taken before and the seed only, never on the mesh: each
+//! data-parallel rank asks for its rows of the global batch.
 //!
 //! ```text
 //! text, JSON, folders ─────────▶ tokenizer ──▶ memory, or a cache: an indexed dataset ┐
@@ -94,8 +94,8 @@ impl Part {
     }
 }
 
-/// Token streams cut into samples. Sample i of a stream is the tokens `[i·seq_len, (i+1)·seq_len]` of its part: inputs and
-/// targets overlap by one. Of several streams, each sample is from one of them, in the proportion of their weights.
+/// Token streams cut into samples. Sample i of a stream is the tokens `[i·seq_len, (i+1)·seq_len]` of its part: inputs
+/// and targets overlap by one. Of several streams, each sample is from one of them, in the proportion of their weights.
 ///
 /// ```
 /// use meshwork_train::Data;
@@ -252,8 +252,9 @@ impl Data {
         self
     }
 
-    /// Rows `rows` of the global batch of training step `step`, which is counted from 0, where every step takes `global_batch_size` samples.
-    /// Batches go through the samples of a stream in order, or in the order of the epoch, and start again at the end.
+    /// Rows `rows` of the global batch of training step `step`, which is counted from 0, where every step takes
+    /// `global_batch_size` samples. Batches go through the samples of a stream in order, or in the order of the epoch,
+    /// and start again at the end.
     ///
     /// # Errors
     /// Tokens that cannot be read, or are no ids.
@@ -275,8 +276,8 @@ impl Data {
         self.collect(u128::from(samples), rows, |index| self.place(index))
     }
 
-    /// Rows `rows` of validation batch `index`, in the order of the streams, whatever training does. Where nothing is held out they are of the
-    /// training data.
+    /// Rows `rows` of validation batch `index`, in the order of the streams, whatever training does. Where nothing is
+    /// held out they are of the training data.
     ///
     /// # Errors
     /// Tokens that cannot be read, or are no ids.
@@ -297,8 +298,8 @@ impl Data {
         })
     }
 
-    /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number in which no
-    /// held-out sample comes twice, and at least one; else it is `steps`, starting again at the end of the data.
+    /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number in which
+    /// no held-out sample comes twice, and at least one; else it is `steps`, starting again at the end of the data.
     #[must_use]
     pub fn validation_batches(&self, steps: u64, global_batch_size: usize) -> u64 {
         match steps {
@@ -307,7 +308,8 @@ impl Data {
         }
     }
 
-    /// Gathers rows of the batch after `taken` samples; `place` gives the stream of the n-th sample, and where in it the sample begins.
+    /// Gathers rows of the batch after `taken` samples; `place` gives the stream of the n-th sample, and where in it
+    /// the sample begins.
     fn collect(
         &self,
         taken: u128,
@@ -361,8 +363,8 @@ impl Data {
         self.mixture.samples(&held) as usize
     }
 
-    /// Number of whole training samples: those of one epoch. Of several streams, the samples before the first of them starts
-    /// again.
+    /// Number of whole training samples: those of one epoch. Of several streams, the samples before the first of them
+    /// starts again.
     #[must_use]
     pub fn training_samples(&self) -> usize {
         self.samples(false)
@@ -380,9 +382,10 @@ impl Data {
         self.samples(true)
     }
 
-    /// Fingerprint of the data, in hexadecimal: FNV-1a of 64 bits over the ids of the whole stream as little-endian i32. Of a
-    /// stream of more than 2²⁴ tokens, over their number and 1024 evenly spread blocks of 4096 ids. Of several streams, over the
-    /// fingerprint and the share of each. Where only an id marks documents, and boundaries count, that id is part of it.
+    /// Fingerprint of the data, in hexadecimal: FNV-1a of 64 bits over the ids of the whole stream as little-endian
+    /// i32. Of a stream of more than 2²⁴ tokens, over their number and 1024 evenly spread blocks of 4096 ids. Of
+    /// several streams, over the fingerprint and the share of each. Where only an id marks documents, and boundaries
+    /// count, that id is part of it.
     #[must_use]
     pub fn hash(&self) -> String {
         let combined = |parts: &[Part]| {

@@ -1,5 +1,6 @@
-//! Where a run is in its data: what it has taken of each stream, and not how many steps it made. So a run that is resumed takes the samples
-//! that come next, whatever its batch, its mesh, its other sources or the length of its samples.
+//! Where a run is in its data: what it has taken of each stream, and not how many steps it made. So a run that is
+//! resumed takes the samples that come next, whatever its batch, its mesh, its other sources or the length of its
+//! samples.
 //!
 //! ```text
 //! stream, by token   │ epoch 0, in order: start ─ taken samples ─▶ next │ epoch 1 ...
@@ -108,7 +109,8 @@ impl Data {
         self.shuffle.map(|seed| seed_of(seed, source))
     }
 
-    /// The stream of the `index`-th sample from where this run began or went on, and the token in it at which that begins.
+    /// The stream of the `index`-th sample from where this run began or went on, and the token in it at which that
+    /// begins.
     pub(super) fn place(&self, index: u128) -> (usize, u64) {
         let next = self.origin.as_ref().map_or(0, |origin| origin.position.next);
         let (source, nth) = self.mixture.at(u128::from(next) + index);
@@ -149,15 +151,15 @@ impl Data {
         Position { samples: from.samples + samples, tokens, next, streams, ..from }
     }
 
-    /// Where a run was after `samples` samples that kept no position: it had these streams, in samples of `seq_len`, and held out
-    /// `fraction` of each; `shuffle` was its seed, if it shuffled.
+    /// Where a run was after `samples` samples that kept no position: it had these streams, in samples of `seq_len`,
+    /// and held out `fraction` of each; `shuffle` was its seed, if it shuffled.
     pub(crate) fn position_of(&self, samples: u64, seq_len: usize, fraction: f64, shuffle: Option<u64>) -> Position {
         let was = Self { origin: None, seq_len, shuffle, ..self.clone() }.hold_out(fraction);
         was.position(samples)
     }
 
-    /// The same data, from where a run is that is resumed, and what there is to say of it. A stream that the run did not have begins
-    /// at its beginning. With `anew`, a stream that cannot go on begins its next epoch.
+    /// The same data, from where a run is that is resumed, and what there is to say of it. A stream that the run did
+    /// not have begins at its beginning. With `anew`, a stream that cannot go on begins its next epoch.
     ///
     /// # Errors
     /// Why streams cannot go on.

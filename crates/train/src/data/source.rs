@@ -138,8 +138,8 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
     if faults.is_empty() { Ok(Sources { sources, mixture, tokenizer, notices }) } else { Err(faults) }
 }
 
-/// The tokenizer, and a notice. A run that reads no text needs none: if one that was not asked for cannot be opened, tokens are shown as
-/// bytes.
+/// The tokenizer, and a notice. A run that reads no text needs none: if one that was not asked for cannot be opened,
+/// tokens are shown as bytes.
 fn tokenizer(
     settings: &Settings,
     requests: Option<&(Vec<Request<'_>>, Mixture)>,

@@ -1,13 +1,14 @@
-//! The special tokens of a tokenizer, as the files of a Hugging Face folder say: which token ends a document, which begins it, at which
-//! generation stops.
+//! The special tokens of a tokenizer, as the files of a Hugging Face folder say: which token ends a document, which
+//! begins it, at which generation stops.
 //!
 //! ```text
 //! eos_token, bos_token   special_tokens_map.json where it counts, tokenizer_config.json, the default of the tokenizer's class
 //! its id                 tokenizer.json, the added_tokens_decoder of tokenizer_config.json, added_tokens.json
 //! eos_token_id           generation_config.json, config.json; the first of a list, where no eos_token is named
 //! ```
-//! This is the order of `transformers`. There, `special_tokens_map.json` goes before `tokenizer_config.json`, and counts only where that
-//! has no `added_tokens_decoder`. A tokenizer without any of these files has the first of [`KNOWN`] that it has, and a notice says so.
+//! This is the order of `transformers`. There, `special_tokens_map.json` goes before `tokenizer_config.json`, and
+//! counts only where that has no `added_tokens_decoder`. A tokenizer without any of these files has the first of
+//! [`KNOWN`] that it has, and a notice says so.
 
 use super::error::{DataError, Problem};
 use super::format;
@@ -19,8 +20,8 @@ use std::path::Path;
 /// Names of tokens that end a document, for a `tokenizer.json` beside which no file says.
 const KNOWN: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
 
-/// What the classes of tokenizers use where no file names their tokens: a part of the class or of `model_type` in lower case, the
-/// beginning and the end.
+/// What the classes of tokenizers use where no file names their tokens: a part of the class or of `model_type` in lower
+/// case, the beginning and the end.
 const CLASSES: [(&str, &str, &str); 3] =
     [("gpt2", "<|endoftext|>", "<|endoftext|>"), ("llama", "<s>", "</s>"), ("mixtral", "<s>", "</s>")];
 
@@ -42,7 +43,8 @@ pub struct SpecialTokens {
     pub end: Option<SpecialToken>,
     /// What begins a document (`bos_token`). Not every tokenizer that has one puts it there.
     pub beginning: Option<SpecialToken>,
-    /// The ids at which generation stops: `eos_token_id` of `generation_config.json`, or else of `config.json`, and the end of a document.
+    /// The ids at which generation stops: `eos_token_id` of `generation_config.json`, or else of `config.json`, and the
+    /// end of a document.
     pub stops: Vec<u32>,
     /// What the files leave open or contradict, for the user.
     pub notices: Vec<String>,
@@ -227,7 +229,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A folder of these files, of which a `tokenizer.json` has the added tokens `<s>` = 1, `</s>` = 2, `<|eot|>` = 3, and the word `<w>` = 9.
+    /// A folder of these files, of which a `tokenizer.json` has the added tokens `<s>` = 1, `</s>` = 2, `<|eot|>` = 3,
+    /// and the word `<w>` = 9.
     fn read(files: &[(&str, Value)]) -> SpecialTokens {
         let folder = tempfile::tempdir().unwrap();
         let added =

@@ -19,8 +19,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG pictures,
-/// settings, a `tokenizer.json`.
+/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
+/// pictures, settings, a `tokenizer.json`.
 pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
 /// A file of at most this many bytes is hashed as a whole.
 const WHOLE: u64 = 256 << 20;
@@ -44,7 +44,8 @@ pub(super) struct Reading<'a> {
 pub(super) struct Pieces {
     /// Bytes after which it is cut.
     pub bytes: usize,
-    /// Bytes of the text on either side of a cut that are encoded with a piece, so that the tokens at its ends are those of the whole.
+    /// Bytes of the text on either side of a cut that are encoded with a piece, so that the tokens at its ends are
+    /// those of the whole.
     pub margin: usize,
 }
 
@@ -125,8 +126,8 @@ impl Texts {
         self.bytes
     }
 
-    /// A hash by which the files are recognised: of their names below the path, their lengths and their contents; of a file of more
-    /// than [`WHOLE`] bytes, of the time of its last change and evenly spread blocks.
+    /// A hash by which the files are recognised: of their names below the path, their lengths and their contents; of a
+    /// file of more than [`WHOLE`] bytes, of the time of its last change and evenly spread blocks.
     pub fn fingerprint(&self) -> Result<u64, DataError> {
         self.files.iter().try_fold(self.files.len() as u64, |sum, file| {
             let name = file.strip_prefix(&self.path).unwrap_or(file).to_string_lossy();
@@ -150,7 +151,8 @@ impl Texts {
         for file in &self.files {
             let (head, from) = open(file)?;
             let format = reading.format_of(file, &head);
-            // Of a folder, only what is text is read; a file that is named must be. A pointer stands for text that was not fetched.
+            // Of a folder, only what is text is read; a file that is named must be. A pointer stands for text that was
+            // not fetched.
             let of_folder = self.other.is_some();
             match format {
                 Format::JsonLines => json_lines(file, from, reading, &mut bad, &mut see)?,
@@ -213,7 +215,8 @@ fn plain(
     see: &mut See<'_>,
 ) -> Result<(), DataError> {
     let Pieces { bytes: size, margin } = reading.pieces;
-    // What is read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece before, which are as many tokens.
+    // What is read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece before,
+    // which are as many tokens.
     let (mut bytes, mut start, mut left, mut left_tokens, mut wanted) = (Vec::new(), 0u64, 0, 0, size);
     loop {
         let more = (wanted - bytes.len()) as u64;
@@ -262,8 +265,8 @@ struct Cut {
 /// So many places from the end are asked. Where none of these is a boundary, none will be soon.
 const TRIES: usize = 64;
 
-/// The last place behind the first `left` bytes where a cut changes no token. Only places beside white space are tried, with a window on
-/// either side; bytes can be cut anywhere.
+/// The last place behind the first `left` bytes where a cut changes no token. Only places beside white space are tried,
+/// with a window on either side; bytes can be cut anywhere.
 fn last_cut(text: &str, left: usize, margin: usize, tokenizer: &Tokenizer) -> Option<Cut> {
     let floor = |at: usize| (0..=at).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
     if tokenizer.is_bytes() {

@@ -1,8 +1,8 @@
 //! Token files: little-endian ids, with or without the header of llm.c.
 //!
-//! The header is 256 words of 32 bits: a magic number, a version, the number of tokens, and unused ones. The magic number gives the
-//! type of the ids: u16 as llm.c writes them for GPT-2, u32 as for Llama 3. Without a header, `data.token_type` gives it; by itself it is u16,
-//! and ids that are wider by all signs are refused.
+//! The header is 256 words of 32 bits: a magic number, a version, the number of tokens, and unused ones. The magic
+//! number gives the type of the ids: u16 as llm.c writes them for GPT-2, u32 as for Llama 3. Without a header,
+//! `data.token_type` gives it; by itself it is u16, and ids that are wider by all signs are refused.
 
 use super::error::{DataError, Problem};
 use super::format;
@@ -13,7 +13,8 @@ use crate::config::TokenType;
 const HEADERS: [(u32, u32, Width); 2] = [(20_240_520, 1, Width::U16), (20_240_801, 7, Width::U32)];
 const HEADER_BYTES: u64 = 1024;
 
-/// The tokens of a file, of the type that is asked for. Only the header is read, and a few blocks of ids where the type is not known.
+/// The tokens of a file, of the type that is asked for. Only the header is read, and a few blocks of ids where the type
+/// is not known.
 pub(super) fn open(file: Positioned, asked: TokenType) -> Result<Tokens, DataError> {
     let path = file.path().to_path_buf();
     if file.bytes() == 0 {
@@ -64,8 +65,8 @@ const PLACES: u64 = 5;
 /// No vocabulary has 16 times 65,536 ids: the upper half of an id of 32 bits is smaller than this.
 const UPPER: u16 = 16;
 
-/// Refuses a file without a header that is of another format, or whose ids are wider than 16 bits by all signs: of each 2 or 4 values the
-/// upper ones are as small as the upper halves of ids are, and the others are not.
+/// Refuses a file without a header that is of another format, or whose ids are wider than 16 bits by all signs: of each
+/// 2 or 4 values the upper ones are as small as the upper halves of ids are, and the others are not.
 fn check_content(file: &Positioned) -> Result<(), DataError> {
     let length = SEEN.min(file.bytes() / 8 * 8);
     // Whole ids of 64 bits, spread evenly.

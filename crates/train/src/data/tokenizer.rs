@@ -33,7 +33,8 @@ pub struct Tokenizer(Kind);
 enum Kind {
     Bytes,
     Library(Arc<dyn Library>),
-    /// A tokenizer that this build cannot open, of a run that reads no text: tokens are shown as bytes, and end as its files say.
+    /// A tokenizer that this build cannot open, of a run that reads no text: tokens are shown as bytes, and end as its
+    /// files say.
     Unopened(Arc<SpecialTokens>),
 }
 
@@ -41,8 +42,8 @@ impl Tokenizer {
     /// One token per byte, ids 0 to 255.
     pub const BYTES: Self = Self(Kind::Bytes);
 
-    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json` or of a folder that has one. The last two need the
-    /// feature `tokenizers`.
+    /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json` or of a folder that has one. The
+    /// last two need the feature `tokenizers`.
     ///
     /// # Errors
     /// A path from which no tokenizer can be read, or a build without the feature that the tokenizer needs.
@@ -79,7 +80,8 @@ impl Tokenizer {
         }
     }
 
-    /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what [`SpecialTokens`] says.
+    /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what
+    /// [`SpecialTokens`] says.
     #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
         self.special().end.as_ref().map(|end| end.id)
@@ -94,8 +96,8 @@ impl Tokenizer {
         }
     }
 
-    /// Whether a cut of `text` at byte `at` changes no token, also where `text` is part of a longer text. If so, how many tokens of `text` lie
-    /// before the cut, and how many behind it.
+    /// Whether a cut of `text` at byte `at` changes no token, also where `text` is part of a longer text. If so, how
+    /// many tokens of `text` lie before the cut, and how many behind it.
     pub(super) fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
         match &self.0 {
             Kind::Bytes | Kind::Unopened(_) => text.is_char_boundary(at).then(|| [at, text.len() - at]),

@@ -146,8 +146,8 @@ impl Tokens {
         ids.iter().enumerate().map(id).collect()
     }
 
-    /// Gives the blocks of tokens by which a stream is recognised, each with its place: all of them in a stream of at most
-    /// [`WHOLE`] tokens.
+    /// Gives the blocks of tokens by which a stream is recognised, each with its place: all of them in a stream of at
+    /// most [`WHOLE`] tokens.
     pub fn sample(&self, mut see: impl FnMut(u64, &[i32])) -> Result<(), DataError> {
         let len = self.len();
         let place = |block: u64| match len {
@@ -161,7 +161,8 @@ impl Tokens {
         Ok(())
     }
 
-    /// FNV-1a of 64 bits over the sampled ids as little-endian i32, after the number of tokens if these are not all of them.
+    /// FNV-1a of 64 bits over the sampled ids as little-endian i32, after the number of tokens if these are not all of
+    /// them.
     pub fn hash(&self) -> Result<u64, DataError> {
         let mut hash = Fnv::default();
         if self.len() > WHOLE {

@@ -1,8 +1,8 @@
 //! Which values of two programs are the same.
 //!
-//! [Pairs](meshwork_engine::program::Pairs) says which operations correspond. A layout of one side alone has the value of its input. Its output is compared with
-//! that of the operation on the other side which made this value, and the gradient that it returns with the one that the other side's operation returned for
-//! the same value:
+//! [Pairs](meshwork_engine::program::Pairs) says which operations correspond. A layout of one side alone has the value
+//! of its input. Its output is compared with that of the operation on the other side which made this value, and the
+//! gradient that it returns with the one that the other side's operation returned for the same value:
 //!
 //! ```text
 //! A   linear ───────────────▶ attention        output of linear     = output of all_gather
@@ -108,7 +108,8 @@ impl Likes<'_> {
         Some((other, values.iter().position(|like| like.is_like(value))?))
     }
 
-    /// The gradient that the other side's operation returned for the value that a layout lays out anew, where one operation alone reads it.
+    /// The gradient that the other side's operation returned for the value that a layout lays out anew, where one
+    /// operation alone reads it.
     fn gradient_of(&self, side: usize, layout: usize, value: &Value) -> Option<At> {
         let mut readers = Vec::new();
         self.readers(side, (layout, value.part), &mut readers);

@@ -1,6 +1,7 @@
 //! Compares a step of one run with the same step of the other, in the order of computation.
 //!
-//! More than 400 lines: values, gradients, weights and states are compared in one order, and what cannot be compared is counted in each.
+//! More than 400 lines: values, gradients, weights and states are compared in one order, and what cannot be compared is
+//! counted in each.
 
 use super::Error;
 use super::align::{At, Like, align};
@@ -185,7 +186,8 @@ impl<'a> Pair<'a> {
             self.pieces(step, (side, with[side]), &sides[side], place, report)
         });
         let [a, b] = [0, 1].map(|side| self.value_of(side, with[side]));
-        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums what another has whole.
+        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums what another has
+        // whole.
         if a.dtype != b.dtype && self.programs[0].stored == self.programs[1].stored {
             let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
             pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));
@@ -311,7 +313,8 @@ impl<'a> Pair<'a> {
         Ok(())
     }
 
-    /// Compares the optimizer's states of sets of a parameter's elements, which every rank that holds some of it keeps whole.
+    /// Compares the optimizer's states of sets of a parameter's elements, which every rank that holds some of it keeps
+    /// whole.
     fn sets(&self, step: u64, sides: &[Stepped; 2], report: &mut Report) {
         for spec in &self.programs[0].parameters {
             let held = [0, 1].map(|side| sides[side].held.get(&spec.name).map_or(&[][..], |held| &held[..]));

@@ -91,8 +91,8 @@ fn assemble_of<T: Float>(
     let value = &program.run.ops[op].values[value];
     let (Value { types, shape, .. }, real) = (value, value.real());
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
-    // Of axes that cut one dim the fastest makes the innermost cut, so they join over the fastest first. Replicas are compared last, when both are
-    // whole.
+    // Of axes that cut one dim the fastest makes the innermost cut, so they join over the fastest first. Replicas are
+    // compared last, when both are whole.
     let mut axes: Vec<(Axis, Ty)> = types.iter().filter(|&(axis, ty)| !axis.is_data() || replicated(ty)).collect();
     axes.sort_by_key(|&(_, ty)| replicated(ty));
 

@@ -10,8 +10,9 @@
 //! value is assembled from all ranks by its SPMD types, cut into samples, and compared with its counterpart: operations
 //! have the same number on any mesh. A step is dropped when it has been compared.
 //!
-//! In `canonical` numerics nothing may differ, and the first value that does is the fault. In `fast` numerics two meshes
-//! round differently; then the report says how far, by kind of operation, and which value is the first beyond rounding.
+//! In `canonical` numerics nothing may differ, and the first value that does is the fault. In `fast` numerics two
+//! meshes round differently; then the report says how far, by kind of operation, and which value is the first beyond
+//! rounding.
 //!
 //! ```
 //! use meshwork_train::diff::{Side, compare};
@@ -118,7 +119,8 @@ impl<'a> Side<'a> {
         Ok(Self { note, timeout, devices, init_from, ..Self::of(config.model(), config.plan()?, data) })
     }
 
-    /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the report.
+    /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the
+    /// report.
     pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
         let plan = Plan { verify: Verify::Off, ..plan };
         let timeout = meshwork_core::comm::thread::Options::default().timeout;

@@ -1,4 +1,5 @@
-//! The program of a side: the operations of a step ([`engine::program`](meshwork_engine::program)), with its parameters and batch.
+//! The program of a side: the operations of a step ([`engine::program`](meshwork_engine::program)), with its parameters
+//! and batch.
 
 use super::{Error, Key, Side};
 use meshwork_core::{Axis, DType};

@@ -1,5 +1,5 @@
-//! What a trained model compressed between its stages, and so may need where it is used: models that were trained with TopK do well only with it
-//! (docs/compression.md).
+//! What a trained model compressed between its stages, and so may need where it is used: models that were trained with
+//! TopK do well only with it (docs/compression.md).
 
 use crate::config::Config;
 use meshwork_checkpoint::Index;

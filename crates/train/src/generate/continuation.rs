@@ -29,14 +29,16 @@ pub struct Continued {
     pub cache_bytes: usize,
 }
 
-/// Draws up to `tokens` tokens after `prompt`, with every rank of the model's mesh as a thread of this process. `each` is called with each
-/// of them, in order. A token that ends a text is not shown and ends this one; so does `asked`, a request to stop.
+/// Draws up to `tokens` tokens after `prompt`, with every rank of the model's mesh as a thread of this process. `each`
+/// is called with each of them, in order. A token that ends a text is not shown and ends this one; so does `asked`, a
+/// request to stop.
 ///
-/// A model has a largest number of positions. Where a text gets longer, the model goes on from its last half: its first tokens no longer
-/// count.
+/// A model has a largest number of positions. Where a text gets longer, the model goes on from its last half: its first
+/// tokens no longer count.
 ///
 /// # Errors
-/// A mesh with dp, whose ranks would have nothing to do; an empty prompt; logits that are no numbers; weights that cannot be read.
+/// A mesh with dp, whose ranks would have nothing to do; an empty prompt; logits that are no numbers; weights that
+/// cannot be read.
 pub fn continue_text(
     trained: &Trained,
     prompt: &[u32],

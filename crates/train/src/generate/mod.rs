@@ -1,5 +1,5 @@
-//! Text from a trained model: a sample from the trainer that has it, on its mesh, and [continuations](continue_text) of a prompt by a model
-//! in a folder.
+//! Text from a trained model: a sample from the trainer that has it, on its mesh, and [continuations](continue_text) of
+//! a prompt by a model in a folder.
 
 mod compression;
 mod continuation;
@@ -25,9 +25,10 @@ use std::sync::atomic::AtomicBool;
 /// Number of tokens of the data that the model starts from.
 const PROMPT: usize = 16;
 
-/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or to the end of a document, or until `asked` to stop; empty if that is 0. Each token costs a
-/// forward pass over all of them, or over the last of a sequence. Collective: every rank takes part and gets the same text, since the
-/// randomness is a function of the seed and the place of the token.
+/// Continues the first tokens of the data by `metrics.sample_tokens` tokens, or to the end of a document, or until
+/// `asked` to stop; empty if that is 0. Each token costs a forward pass over all of them, or over the last of a
+/// sequence. Collective: every rank takes part and gets the same text, since the randomness is a function of the seed
+/// and the place of the token.
 pub fn generate(config: &Config, data: &Data, trainer: &mut Trainer, asked: &AtomicBool) -> Result<String, TrainError> {
     let length = config.metrics.sample_tokens;
     if length == 0 {

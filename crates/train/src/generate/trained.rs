@@ -35,21 +35,24 @@ enum Weights {
 
 const MODEL: &str = "--model";
 
-/// Where an assignment of [`Args`] comes from that a program makes by itself: [`Trained::open`] takes back `training.numerics` if the model needs it.
+/// Where an assignment of [`Args`] comes from that a program makes by itself: [`Trained::open`] takes back
+/// `training.numerics` if the model needs it.
 pub const BY_DEFAULT: &str = "by default";
 
 impl Trained {
-    /// Opens `folder` for the mesh and the settings in `args`. Activations are compressed as the run did. Without a tokenizer by name, that of the folder is taken: its
-    /// `tokenizer.json`, that of the run, or `bytes` for a vocabulary of 256.
+    /// Opens `folder` for the mesh and the settings in `args`. Activations are compressed as the run did. Without a
+    /// tokenizer by name, that of the folder is taken: its `tokenizer.json`, that of the run, or `bytes` for a
+    /// vocabulary of 256.
     ///
     /// # Errors
-    /// A folder that has no model, a tokenizer that does not fit it, a mesh on which it does not fit: all faults at once.
+    /// A folder that has no model, a tokenizer that does not fit it, a mesh on which it does not fit: all faults at
+    /// once.
     pub fn open(folder: &Path, tokenizer: Option<&str>, args: Args) -> Result<Self, ConfigError> {
         Self::open_at(AtCuts::AsTrained, folder, tokenizer, args)
     }
 
-    /// As [`open`](Self::open), with a choice of what happens where the run compressed activations between stages: the same, which one rank
-    /// simulates, or nothing. Settings of `[compress]` in `args` are taken first.
+    /// As [`open`](Self::open), with a choice of what happens where the run compressed activations between stages: the
+    /// same, which one rank simulates, or nothing. Settings of `[compress]` in `args` are taken first.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -189,7 +192,8 @@ impl Trained {
     }
 }
 
-/// The tokens that end a text: as the folder and its tokenizer say, or the run of a checkpoint; of an older one, as its tokenizer says.
+/// The tokens that end a text: as the folder and its tokenizer say, or the run of a checkpoint; of an older one, as its
+/// tokenizer says.
 fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
     match weights {
         Weights::HuggingFace(pretrained) => {
@@ -206,7 +210,8 @@ fn ends_of_text(weights: &Weights, tokenizer: &Tokenizer) -> Vec<u32> {
     }
 }
 
-/// Whether the forward pass of a model reads a key: which model it is, on which mesh and in which numerics it runs, and what it compresses.
+/// Whether the forward pass of a model reads a key: which model it is, on which mesh and in which numerics it runs, and
+/// what it compresses.
 fn is_of_forward(name: &str, key: &Key) -> bool {
     const SECTIONS: [&str; 6] = ["parallelism", "pipeline", "numerics", "compress", "comm", "cuda"];
     const KEYS: [&str; 4] = ["training.numerics", "training.dtype", "training.matmul_dtype", "memory.limit_bytes"];

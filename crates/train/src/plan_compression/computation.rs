@@ -13,15 +13,18 @@ pub struct Traffic {
     pub messages: [f64; 2],
     /// Seconds to compress, and to restore, each of them.
     pub codec: [[f64; 2]; 2],
-    /// Bytes that sums of gradients send: in a first communication, which backward hides as far as it can, and after it.
+    /// Bytes that sums of gradients send: in a first communication, which backward hides as far as it can, and after
+    /// it.
     pub sums: [f64; 2],
     /// Seconds to compress and restore these.
     pub sum_codec: f64,
-    /// Bytes that a rank sends to gather weights, in a forward of a micro-batch through all of its stages; and as many in a backward.
+    /// Bytes that a rank sends to gather weights, in a forward of a micro-batch through all of its stages; and as many
+    /// in a backward.
     pub weights: f64,
     /// Seconds to compress and restore these.
     pub weights_codec: f64,
-    /// Bytes of tokens that a rank sends to experts, and of what they give back, in a forward of a micro-batch, and in a backward.
+    /// Bytes of tokens that a rank sends to experts, and of what they give back, in a forward of a micro-batch, and in
+    /// a backward.
     pub tokens: [f64; 2],
     /// Seconds to compress and restore these.
     pub tokens_codec: [f64; 2],

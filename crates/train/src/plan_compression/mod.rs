@@ -1,8 +1,9 @@
 //! Where compression pays: what `--steps 0` and a profile say of it, at the rate of `comm.bandwidth`.
 //!
-//! What is sent comes from dry runs, the times from this machine: of matrix products, and of each scheme on values as large as those of the
-//! run. The schedule is simulated with these times and messages (`computation.rs`). Sums of gradients follow it, but for what the last backward
-//! hides of their first communication. Other communication is left out: it is the same with compression and without.
+//! What is sent comes from dry runs, the times from this machine: of matrix products, and of each scheme on values as
+//! large as those of the run. The schedule is simulated with these times and messages (`computation.rs`). Sums of
+//! gradients follow it, but for what the last backward hides of their first communication. Other communication is left
+//! out: it is the same with compression and without.
 //!
 //! More than 400 lines: a quarter are its tests.
 
@@ -163,7 +164,8 @@ struct Weighing<'a> {
 }
 
 impl Weighing<'_> {
-    /// The bytes of the longest message between stages without compression, the whole value that it is of, and its share of that.
+    /// The bytes of the longest message between stages without compression, the whole value that it is of, and its
+    /// share of that.
     fn message(&self) -> (f64, Option<(Shape, f64)>) {
         let Config { parallelism, pipeline, training, .. } = self.config;
         let sends = self.exact.iter().flat_map(|kind| &kind.each.records).filter(|record| record.op == OpKind::Send);
@@ -238,8 +240,8 @@ impl Weighing<'_> {
         Ok(())
     }
 
-    /// Of the rank that sends most of what `config` compresses: the bytes of a step without, the bytes with it, and the seconds that it takes to
-    /// compress and restore what these calls send.
+    /// Of the rank that sends most of what `config` compresses: the bytes of a step without, the bytes with it, and the
+    /// seconds that it takes to compress and restore what these calls send.
     fn replaced(
         &self,
         config: &Config,
@@ -329,7 +331,8 @@ fn beyond(all: &[Record], others: &[Record]) -> Vec<Record> {
     all.iter().filter(is_new).cloned().collect()
 }
 
-/// Seconds of forward and backward of each stage for one micro-batch, from the operations of its layers and the rate of this machine.
+/// Seconds of forward and backward of each stage for one micro-batch, from the operations of its layers and the rate of
+/// this machine.
 fn computation(config: &Config, device: &dyn Device) -> Result<Computation, TrainError> {
     let plan = config.plan()?;
     let rate = Ceilings::measure(device).flops.unwrap_or(f64::INFINITY);
@@ -343,7 +346,8 @@ fn computation(config: &Config, device: &dyn Device) -> Result<Computation, Trai
     Ok(Computation { schedule: plan.build_schedule()?, seconds: flops.iter().map(|&of| of as f64 * share).collect() })
 }
 
-/// What `--steps 0` says of each place and scheme; nothing without a bandwidth, or where nothing is sent that could be compressed.
+/// What `--steps 0` says of each place and scheme; nothing without a bandwidth, or where nothing is sent that could be
+/// compressed.
 ///
 /// # Errors
 /// As [`dry_run::predict`].
@@ -403,7 +407,8 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// What a profile says of compression: its time, and the time of the bytes that it saved; nothing without a bandwidth or compression.
+/// What a profile says of compression: its time, and the time of the bytes that it saved; nothing without a bandwidth
+/// or compression.
 ///
 /// # Errors
 /// As [`dry_run::predict`].
@@ -541,7 +546,8 @@ mod tests {
         weighing.sums(&config, &mut plain, &mut compressed).unwrap();
         let total = |sums: [f64; 2]| sums.iter().sum::<f64>();
         close(total(plain.sums) - total(compressed.sums), sent(&exact) - sent(&config));
-        // P of r columns beside the vectors, then Q of as many rows: of weights that are wider than high, both are of one order.
+        // P of r columns beside the vectors, then Q of as many rows: of weights that are wider than high, both are of
+        // one order.
         let [first, then] = compressed.sums;
         assert!(then > 0.0 && first > 0.3 * then && first < 3.0 * then, "{compressed:?}");
         assert!(compressed.sum_codec > 0.0 && total(compressed.sums) < 0.2 * total(plain.sums), "{compressed:?}");

@@ -17,8 +17,8 @@ pub struct Ceilings {
     pub threads: Option<usize>,
 }
 
-/// Rows, columns and sums of the first product: large enough to be bound by arithmetic on a CPU, small enough to be done in an instant. They double
-/// until a product takes so many seconds, which hides the launch of a kernel.
+/// Rows, columns and sums of the first product: large enough to be bound by arithmetic on a CPU, small enough to be
+/// done in an instant. They double until a product takes so many seconds, which hides the launch of a kernel.
 const SIDE: usize = 768;
 const MOST_SIDE: usize = 6144;
 const LONG: f64 = 2e-3;
@@ -34,7 +34,8 @@ const ENOUGH: Duration = Duration::from_millis(100);
 
 impl Ceilings {
     /// Measures, on a machine that does nothing else, in less than half a second: the best of several products of two
-    /// square matrices by the device itself, in the precision of the run, and of several copies, on all cores or in the device's own memory.
+    /// square matrices by the device itself, in the precision of the run, and of several copies, on all cores or in the
+    /// device's own memory.
     pub fn measure(device: &dyn Device) -> Self {
         let (bandwidth, threads) = match device_copy(device) {
             Some(bandwidth) => (bandwidth, None),
@@ -71,7 +72,8 @@ fn product(device: &dyn Device) -> Result<f64, Error> {
     }
 }
 
-/// Bytes per second of copies within a device whose memory the host cannot read; `None` for another one, or if it cannot copy so much.
+/// Bytes per second of copies within a device whose memory the host cannot read; `None` for another one, or if it
+/// cannot copy so much.
 fn device_copy(device: &dyn Device) -> Option<f64> {
     let count = DEVICE_COPY_BYTES / DType::F32.size();
     let source = device.zeros(DType::F32, 1).ok()?;

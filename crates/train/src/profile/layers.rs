@@ -1,8 +1,8 @@
 //! The measured time and memory of each layer: the input profile of PipeDream's planner (`metrics.layer_profile`).
 //!
-//! It runs a few steps of one micro-batch on one rank. Each layer is a stage of its own, and so are the parts that the model
-//! binds to its beginning and its end. The start and end of each action of the pipeline's interpreter then give the time of
-//! one layer.
+//! It runs a few steps of one micro-batch on one rank. Each layer is a stage of its own, and so are the parts that the
+//! model binds to its beginning and its end. The start and end of each action of the pipeline's interpreter then give
+//! the time of one layer.
 
 use crate::error::{OutputError, RunError};
 use crate::stop;
@@ -25,8 +25,8 @@ const STEPS: usize = 5;
 /// plan's precision. Times are medians of a few steps. A micro-batch is what PipeDream calls a mini-batch.
 /// A parameter that two layers share is counted at both.
 ///
-/// The layers are `layer.0`, `layer.1`, ..., named after their parameters. `input` comes before them, with what the model binds to its
-/// beginning; `output` after them, with what it binds to its end, and the loss.
+/// The layers are `layer.0`, `layer.1`, ..., named after their parameters. `input` comes before them, with what the
+/// model binds to its beginning; `output` after them, with what it binds to its end, and the loss.
 ///
 /// ```
 /// use meshwork_engine::Plan;

@@ -5,7 +5,8 @@
 //!   │                             around device, communicator, step        ├─▶ Profile ── slices ──▶ table, trace, schedule
 //!   └── Ceilings (measured before the run) ────────────────────────────────┘
 //! ```
-//! It profiles any model, any plan and any data; a run of a [configuration](crate::train()) uses it for `metrics.profile`.
+//! It profiles any model, any plan and any data; a run of a [configuration](crate::train()) uses it for
+//! `metrics.profile`.
 //!
 //! Spans are plain data ([`meshwork_core::profile`]), recorded without communication between the ranks and only
 //! evaluated when the run is over. A run without a profile is unchanged: nothing is decorated.

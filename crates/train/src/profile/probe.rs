@@ -20,9 +20,9 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// What the ranks of a profile share: the steps to record, one clock, and the speed that the machine can reach. Each rank puts a
-/// [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are the
-/// [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
+/// What the ranks of a profile share: the steps to record, one clock, and the speed that the machine can reach. Each
+/// rank puts a [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are
+/// the [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
 #[derive(Clone, Debug)]
 pub struct Profiler {
     /// Numbers of the steps to record.
@@ -32,9 +32,9 @@ pub struct Profiler {
 }
 
 impl Profiler {
-    /// A profile of `count` steps of a run that has `steps`: those after the first, which is slower than all others, or the first if there
-    /// is no other. It measures the machine by a device like that of the ranks, which takes less than half a second and needs a machine
-    /// that does nothing else.
+    /// A profile of `count` steps of a run that has `steps`: those after the first, which is slower than all others, or
+    /// the first if there is no other. It measures the machine by a device like that of the ranks, which takes less
+    /// than half a second and needs a machine that does nothing else.
     pub fn new(steps: u64, count: u64, device: &dyn Device) -> Self {
         let first = steps.min(2);
         let ceilings = Ceilings::measure(device);

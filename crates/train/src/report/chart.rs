@@ -1,4 +1,5 @@
-//! Curves and bars as SVG. Colours come from the page: `stroke` and `fill` of the classes `s0` to `s5`, one for each run.
+//! Curves and bars as SVG. Colours come from the page: `stroke` and `fill` of the classes `s0` to `s5`, one for each
+//! run.
 
 use std::fmt::Write;
 
@@ -168,7 +169,8 @@ fn frame(svg: &mut String, y: &Scale, unit: &dyn Fn(f64) -> String) -> f64 {
     left
 }
 
-/// At most about [`POINTS`] of the points: of each group of neighbours the lowest and the highest, and every one that is not a number.
+/// At most about [`POINTS`] of the points: of each group of neighbours the lowest and the highest, and every one that
+/// is not a number.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let group = points.len().div_ceil(POINTS / 2);
     if group <= 2 {

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The metrics of a run, by step. A file to which a resumed run appended is one run: of a step that ran twice the last one counts.
+/// The metrics of a run, by step. A file to which a resumed run appended is one run: of a step that ran twice the last
+/// one counts.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
     /// Its name on the page.

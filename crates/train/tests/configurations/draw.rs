@@ -697,7 +697,8 @@ impl Frame {
             },
             "metrics.sample_tokens" => one_of(rng, &["0", "4"]),
             "metrics.tensorboard" => rarely(rng, 8).then(|| path("events")),
-            // A folder of its own for each run: a folder with checkpoints of another one is refused, which tests/checkpoint.rs has.
+            // A folder of its own for each run: a folder with checkpoints of another one is refused, which
+            // tests/checkpoint.rs has.
             "checkpoint.dir" => {
                 rarely(rng, 4).then(|| path(&format!("saves/{}-{}", rng.below(1 << 30), rng.below(1 << 30))))
             }

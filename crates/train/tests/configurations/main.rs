@@ -1,5 +1,5 @@
-//! Random configurations over every key: each is refused only where a rule of `rules.rs` says so, and else trains as one
-//! rank does.
+//! Random configurations over every key: each is refused only where a rule of `rules.rs` says so, and else trains as
+//! one rank does.
 //!
 //! `draw.rs` draws a value, or none, for every key of the table of keys; most configurations are valid, some just
 //! not. `rules.rs` states the constraints once more, from their meaning and not from the code that checks them. A

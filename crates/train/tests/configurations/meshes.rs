@@ -1,4 +1,5 @@
-//! What `mesh_diff` does with random configurations: it compares any two meshes that the trainer accepts, value by value.
+//! What `mesh_diff` does with random configurations: it compares any two meshes that the trainer accepts, value by
+//! value.
 
 use meshwork_train::config::{Args, Config};
 use meshwork_train::diff::{Comparison, Report};

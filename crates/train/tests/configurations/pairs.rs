@@ -1,5 +1,5 @@
-//! Every pair of values of what saves memory, of schedules, meshes, types and optimizers, in a few dozen configurations: each pair is
-//! in one of them at least, which trains as one rank does.
+//! Every pair of values of what saves memory, of schedules, meshes, types and optimizers, in a few dozen
+//! configurations: each pair is in one of them at least, which trains as one rank does.
 
 use std::collections::BTreeSet;
 
@@ -109,8 +109,8 @@ fn pairs(choice: &Choice) -> impl Iterator<Item = Pair> + '_ {
     (0..FACTORS.len()).flat_map(move |first| (first + 1..FACTORS.len()).map(move |second| [of(first), of(second)]))
 }
 
-/// Choices that have every pair: each is the one of some drawn ones that has the most new pairs. One pair that is new is given, so that each
-/// of them brings the end nearer.
+/// Choices that have every pair: each is the one of some drawn ones that has the most new pairs. One pair that is new
+/// is given, so that each of them brings the end nearer.
 fn covering() -> Vec<Choice> {
     let values = FACTORS.map(|(_, values)| values.len());
     let mut missing: BTreeSet<Pair> = BTreeSet::new();

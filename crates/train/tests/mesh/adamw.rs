@@ -4,7 +4,8 @@ use crate::cases::{ADAMW, Case, DROPOUT, UNEVEN, UNTIED};
 use crate::world::{on_mesh, train};
 
 const STEPS: usize = 20;
-/// Largest relative difference of a loss. Adam divides by the size of the gradient, so rounding grows from step to step.
+/// Largest relative difference of a loss. Adam divides by the size of the gradient, so rounding grows from step to
+/// step.
 const TOLERANCE: f64 = 1e-5;
 
 #[rustfmt::skip] // A table: one case, one line.

@@ -1,5 +1,5 @@
-//! `training.matmul_dtype = "bf16"`: products round their operands and add up in f32. Values that only products read are
-//! stored rounded; everything else that is kept or sent is f32.
+//! `training.matmul_dtype = "bf16"`: products round their operands and add up in f32. Values that only products read
+//! are stored rounded; everything else that is kept or sent is f32.
 
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, PLAIN, SGD, UNEVEN};
 use crate::split_work;

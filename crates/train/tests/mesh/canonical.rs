@@ -90,8 +90,8 @@ fn micro_batches_need_not_be_subtrees() {
         let case = Case { micros, ..Case::alone(&UNEVEN) };
         assert_same(case, &run(&case, more), &alone);
     }
-    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks with four of twelve blocks each,
-    // ...
+    // Three dp ranks of four samples each hold subtrees of twelve; so do three tp ranks with four of twelve blocks
+    // each, ...
     for (dp, tp, pp, sequence_parallel, micros) in
         [(3, 1, 1, false, 2), (3, 2, 1, true, 4), (6, 1, 2, false, 2), (3, 4, 1, true, 1)]
     {
@@ -128,8 +128,8 @@ fn fitting(dp: usize, tp: usize, pp: usize, more: &str) -> Config {
     Config::from_toml(&text).unwrap_or_else(|error| panic!("{text}\n{error}"))
 }
 
-/// Every mesh of up to 16 ranks, sequence parallel or not, with every schedule and number of micro-batches that divides the batch:
-/// all of them if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else some.
+/// Every mesh of up to 16 ranks, sequence parallel or not, with every schedule and number of micro-batches that divides
+/// the batch: all of them if `MESHWORK_SWEEP` is `all`, as in `.ci/nightly`, else some.
 #[test]
 fn a_sweep_over_all_meshes() {
     let all = std::env::var("MESHWORK_SWEEP").is_ok_and(|value| value == "all");

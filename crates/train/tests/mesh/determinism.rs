@@ -8,8 +8,8 @@ use std::time::Duration;
 
 const STEPS: u64 = 3;
 
-/// Reports of all steps and the weights at the end, per rank. With a seed, about every other rank sleeps up to 2 ms before and
-/// after some of its actions.
+/// Reports of all steps and the weights at the end, per rank. With a seed, about every other rank sleeps up to 2 ms
+/// before and after some of its actions.
 fn run(case: &Case, sleeps: Option<u64>) -> Vec<(Vec<StepReport>, Vec<Piece>)> {
     let (config, data) = (case.config(ADAMW), case.model.data());
     on_mesh(&config, |mut trainer| {

@@ -191,8 +191,8 @@ fn a_parameter_is_loaded_by_its_name_and_whole_size_only() {
     }
 }
 
-/// Before the first step there is nothing to save: the ranks end wherever they are, also in what comes before they are threads, and that is
-/// no failure.
+/// Before the first step there is nothing to save: the ranks end wherever they are, also in what comes before they are
+/// threads, and that is no failure.
 #[test]
 fn a_run_that_is_asked_to_stop_before_its_first_step_trains_none() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! A loss whose logits exist for a few tokens at a time (`memory.loss_chunk`): the loss of all logits, its gradient, and less memory.
+//! A loss whose logits exist for a few tokens at a time (`memory.loss_chunk`): the loss of all logits, its gradient,
+//! and less memory.
 
 use crate::cases::{Case, LARGE_HEAD, LLAMA, Model, PLAIN, SEQ, SGD, UNEVEN, UNTIED};
 use crate::opaque::assert_opaque_as_cpu;

@@ -1,5 +1,5 @@
-//! `training.dtype`: weights, activations and gradients are stored and sent in 16 bits, the optimizer has weights in f32, and in f16 the loss is
-//! scaled.
+//! `training.dtype`: weights, activations and gradients are stored and sent in 16 bits, the optimizer has weights in
+//! f32, and in f16 the loss is scaled.
 
 use crate::bf16::gradient_error;
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN};
@@ -13,7 +13,8 @@ use meshwork_train::config::Config;
 use meshwork_train::plan::predict;
 
 const STEPS: usize = 20;
-/// Largest error of a gradient against f32, relative to its norm: activations and their gradients are rounded in every operation.
+/// Largest error of a gradient against f32, relative to its norm: activations and their gradients are rounded in every
+/// operation.
 const OF_GRADIENT: [(&str, f64); 2] = [("bf16", 4e-2), ("f16", 6e-3)];
 /// The same between two meshes, which round other partial sums.
 const BETWEEN_MESHES: [(&str, f64); 2] = [("bf16", 2.5e-2), ("f16", 4e-3)];
@@ -89,7 +90,8 @@ fn a_loss_scale_changes_no_bit_of_bf16() {
     assert_eq!(norm(&plain), norm(&scaled));
 }
 
-/// A scale that is too large overflows f16: steps are skipped, and change nothing, until it is small enough; also where the next step had begun.
+/// A scale that is too large overflows f16: steps are skipped, and change nothing, until it is small enough; also where
+/// the next step had begun.
 #[test]
 fn steps_that_overflow_are_skipped_on_all_ranks() {
     for schedule in ["1f1b", "zb_h2"] {
@@ -156,7 +158,8 @@ fn the_same_bits_on_every_run() {
     }
 }
 
-/// 2 + 2 + 12 bytes a parameter with gradients in 16 bits (Rajbhandari et al. 2020, section 3.1), and half of the bytes between ranks.
+/// 2 + 2 + 12 bytes a parameter with gradients in 16 bits (Rajbhandari et al. 2020, section 3.1), and half of the bytes
+/// between ranks.
 #[test]
 fn memory_and_traffic_are_halved() {
     let case = Case { dp: 2, pp: 2, micros: 4, ..Case::alone(&PLAIN) };

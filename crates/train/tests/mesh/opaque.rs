@@ -1,5 +1,6 @@
-//! Training on a device whose memory the host cannot read gives the CPU's bits: reports, weights, gradients and optimizer states, on any
-//! mesh, with schedules whose steps overlap or whose weights change while they run, in bf16 and in canonical numerics.
+//! Training on a device whose memory the host cannot read gives the CPU's bits: reports, weights, gradients and
+//! optimizer states, on any mesh, with schedules whose steps overlap or whose weights change while they run, in bf16
+//! and in canonical numerics.
 
 use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, PADDED, UNTIED};
 use crate::world::{Piece, assert_same_pieces, assert_same_report, cpu, on_mesh, pieces, train};

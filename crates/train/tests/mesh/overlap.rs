@@ -1,6 +1,6 @@
-//! Gradients are reduced while backward runs. One rank is slow: it starts its backward passes late, and at the end of each,
-//! before the gradient of the token table, it takes a long pause. By then all buckets but the last must be complete, on every
-//! rank.
+//! Gradients are reduced while backward runs. One rank is slow: it starts its backward passes late, and at the end of
+//! each, before the gradient of the token table, it takes a long pause. By then all buckets but the last must be
+//! complete, on every rank.
 
 use crate::world::try_on_mesh;
 use meshwork_core::comm::thread::Options;
@@ -98,8 +98,9 @@ fn all_buckets_but_the_last_complete_before_the_last_backward_action_ends() {
                     started - timeline.backward_end
                 );
             }
-            // The others have waited for this one, and see at once that a bucket is complete. The slow rank looks when it
-            // starts one, which on a busy machine may be before another thread has done its piece, and after its pause.
+            // The others have waited for this one, and see at once that a bucket is complete. The slow rank looks when
+            // it starts one, which on a busy machine may be before another thread has done its piece, and after its
+            // pause.
             for bucket in (0..buckets - 1).filter(|_| !timeline.slow) {
                 let done = timeline.of(BucketEvent::Done(bucket));
                 assert!(

@@ -1,5 +1,6 @@
-//! One step on every mesh of the table against the run of one rank. Plain gradient descent with rate 1, so that the step is the
-//! gradient; different data on every row; with masks, token counts that differ between ranks and micro-batches.
+//! One step on every mesh of the table against the run of one rank. Plain gradient descent with rate 1, so that the
+//! step is the gradient; different data on every row; with masks, token counts that differ between ranks and
+//! micro-batches.
 
 use crate::cases::{CASES, CLIPPED_SGD, Case, DROPOUT, LLAMA, Model, PADDED, PADDED_LLAMA, PLAIN, SGD, UNEVEN, UNTIED};
 use crate::split_work;

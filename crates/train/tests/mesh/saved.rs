@@ -1,5 +1,5 @@
-//! `memory.saved_dtype`: what forward keeps for backward is rounded to 16 bits. Forward stays exact, and the numbers depend neither on the mesh
-//! nor on what is recomputed.
+//! `memory.saved_dtype`: what forward keeps for backward is rounded to 16 bits. Forward stays exact, and the numbers
+//! depend neither on the mesh nor on what is recomputed.
 
 use crate::bf16::gradient_error;
 use crate::cases::{ADAMW, BATCH, Case, DROPOUT, LLAMA, PLAIN, SGD, UNEVEN};

@@ -37,7 +37,8 @@ pub fn weights(case: &str, held: &[Vec<Piece>]) -> Whole {
     assemble(case, held, |piece| &piece.weights)
 }
 
-/// Cases of schedules that let steps overlap, of GPT-2: these tests spoil weights of it, and know when its steps are clipped.
+/// Cases of schedules that let steps overlap, of GPT-2: these tests spoil weights of it, and know when its steps are
+/// clipped.
 fn overlapping() -> impl Iterator<Item = &'static Case> {
     let gpt2 = CASES.iter().filter(|case| case.model.more.is_empty());
     gpt2.filter(|case| ["zb_h2", "zb_v", "dualpipe_v"].contains(&case.schedule))

@@ -86,8 +86,8 @@ fn parameters(case: &Case) -> usize {
 
 /// Logical bytes of one rank's step, per group.
 ///
-/// With H the bytes of the hidden states of all tokens of a dp rank, and a = 2(n-1)/n what a rank moves of a buffer that n ranks
-/// all-reduce:
+/// With H the bytes of the hidden states of all tokens of a dp rank, and a = 2(n-1)/n what a rank moves of a buffer
+/// that n ranks all-reduce:
 fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let &Case { model, dp, tp, pp, sequence_parallel, .. } = case;
     let moved = |ranks: usize| 2.0 * (ranks as f64 - 1.0) / ranks as f64;
@@ -102,17 +102,18 @@ fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let tokens = BATCH / dp * SEQ;
     let hidden = (4 * tokens * h) as f64;
 
-    // pp: sends of activations to the next stage and of gradients to the one before, and as many receives, where that is on another
-    // rank. A rank of tp sends its part: a slice where sequence parallel, else a part of what all of them have.
+    // pp: sends of activations to the next stage and of gradients to the one before, and as many receives, where that
+    // is on another rank. A rank of tp sends its part: a slice where sequence parallel, else a part of what all of them
+    // have.
     let crossings = (1..stages).filter(|&stage| placement[stage - 1] != placement[stage]);
     let messages = crossings.map(|stage| count(here(stage - 1)) + count(here(stage))).sum::<usize>() as f64;
     let sent = messages * hidden / tp as f64;
 
-    // tp, per layer: one all-reduce behind attention and MLP, one of the gradient before each; one behind the token table and one
-    // of the gradient before the head; per token its largest logit, and the pair (Σ exp, logit of the target).
-    // Sequence parallel: each all-reduce is a reduce-scatter in one direction and an all-gather in the other, the same bytes; and
-    // parameters that every rank applies to its own tokens have their gradients summed: per layer two norms and two biases.
-    // Otherwise: the parts of each message that arrives are gathered.
+    // tp, per layer: one all-reduce behind attention and MLP, one of the gradient before each; one behind the token
+    // table and one of the gradient before the head; per token its largest logit, and the pair (Σ exp, logit of the
+    // target). Sequence parallel: each all-reduce is a reduce-scatter in one direction and an all-gather in the other,
+    // the same bytes; and parameters that every rank applies to its own tokens have their gradients summed: per layer
+    // two norms and two biases. Otherwise: the parts of each message that arrives are gathered.
     let whole = layers * 6 * h + count(first) * SEQ * h + count(last) * 2 * h;
     let blocks = (4 * layers + count(first) + count(last)) as f64 * hidden;
     let loss = (count(last) * 3 * 4 * tokens) as f64;
@@ -125,7 +126,8 @@ fn closed_bytes(case: &Case, coords: Coords) -> [(&'static str, f64); 5] {
     let held = tables * table + whole + layers * (12 * h * h + 7 * h) / tp;
     let gradients = (4 * held + 8) as f64;
 
-    // tied: the tied table, where its two ends are on different ranks. world: the loss of each sample, the squared norm, and whether a rank has loaded something (f64).
+    // tied: the tied table, where its two ends are on different ranks. world: the loss of each sample, the squared
+    // norm, and whether a rank has loaded something (f64).
     let ends = if model.tied && first != last { 2 } else { 1 };
     [
         ("tp", moved(tp) * (blocks + loss + norms + gathered)),
@@ -150,8 +152,9 @@ fn two_ranks_of_tp_by_hand() {
             .map(|((group, op, elements), times)| format!("{group} {op} {elements} x{times}"))
             .collect::<Vec<_>>()
     };
-    // 16 sequences of 16 tokens with 32 features are 8192 elements. 18 = 4 layers · (2 forward + 2 backward), embedding, head.
-    // 256 largest logits; 256 pairs of Σ exp and target logit. Loss, squared norm, and whether a rank has loaded something.
+    // 16 sequences of 16 tokens with 32 features are 8192 elements. 18 = 4 layers · (2 forward + 2 backward),
+    // embedding, head. 256 largest logits; 256 pairs of Σ exp and target logit. Loss, squared norm, and whether a rank
+    // has loaded something.
     let plain = ["tp all_reduce 256 x1", "tp all_reduce 512 x1", "tp all_reduce 8192 x18", "world all_reduce 18 x1"];
     assert_eq!(calls(false), plain);
     // 1344 = 4 layers · 6 · 32 (two norms, two biases), 16 · 32 positions, 2 · 32 of the last norm.

@@ -139,8 +139,8 @@ pub fn stream(dp: usize, pp: usize, micros: usize, schedule: &'static str) -> Ca
     Case { dp, pp, micros, schedule, ..Case::alone(&UNTIED) }
 }
 
-/// PipeDream (Narayanan et al. 2019, section 3.3), with n stages counted from 0: update t is by the gradient of micro-batch t at
-/// the weights of stage s after t - (n - 1 - s) updates.
+/// PipeDream (Narayanan et al. 2019, section 3.3), with n stages counted from 0: update t is by the gradient of
+/// micro-batch t at the weights of stage s after t - (n - 1 - s) updates.
 #[test]
 fn pipedream_follows_its_equation() {
     for (dp, pp, micros, steps) in [(1, 2, 4, 3), (1, 4, 4, 3), (2, 2, 4, 2), (1, 1, 4, 2), (1, 4, 8, 1), (1, 4, 2, 4)]

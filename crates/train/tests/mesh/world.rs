@@ -17,7 +17,8 @@ pub fn cpu(config: &Config) -> Arc<dyn Device> {
     Arc::new(Cpu::new(config.training.matmul_dtype.precision()))
 }
 
-/// Runs `body` on every rank of the configuration's mesh, each a thread with a trainer on the device that `device` makes for it.
+/// Runs `body` on every rank of the configuration's mesh, each a thread with a trainer on the device that `device`
+/// makes for it.
 pub fn try_on_mesh<T: Send>(
     config: &Config,
     options: Options,

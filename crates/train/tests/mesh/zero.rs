@@ -1,5 +1,5 @@
-//! ZeRO beside every other kind of parallelism: one step of plain gradient descent has the gradient of one rank, and a device whose memory
-//! the host cannot read gives the CPU's bits.
+//! ZeRO beside every other kind of parallelism: one step of plain gradient descent has the gradient of one rank, and a
+//! device whose memory the host cannot read gives the CPU's bits.
 
 use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, Model, SGD, UNEVEN, UNTIED};
 use crate::opaque::assert_opaque_as_cpu;

@@ -6,7 +6,8 @@
 //! - **Same bits every time.** Reductions have a fixed order (`reduce.rs`); how the work is cut does not matter.
 //! - **Memory is owned.** An operation holds its buffers until it is over, also if a rank stops waiting, fails or
 //!   panics; a rank owns the buffer that it gets back from `wait`. There are no borrowed slices to revoke.
-//! - **Memory of devices** is not touched: the last member to arrive has the devices' [carriers](super::device::Carrier) queue the work.
+//! - **Memory of devices** is not touched: the last member to arrive has the devices'
+//!   [carriers](super::device::Carrier) queue the work.
 //! - **Nothing hangs.** The first fault stops the world: every operation that is not done fails on every rank, with
 //!   that fault. Disagreement, panics, ranks that have ended and deadlocks (`watch.rs`) are noticed at once; a rank
 //!   without progress is noticed after [`Options::timeout`].
@@ -121,8 +122,8 @@ where
     Err(WorldError { rank, cause, fault, ends: ends.into_iter().map(Result::err).collect() })
 }
 
-/// The threads of [`run`]: `body` says how its rank ended, and the result has the message of each rank that panicked or did not start.
-/// Without type parameters, so that it is compiled once and not for each program.
+/// The threads of [`run`]: `body` says how its rank ended, and the result has the message of each rank that panicked or
+/// did not start. Without type parameters, so that it is compiled once and not for each program.
 fn run_threads(world: &Arc<World>, n: usize, body: &(dyn Fn(usize, Group) -> Activity + Sync)) -> Vec<Option<String>> {
     let groups: Vec<_> = (0..n).map(|rank| Group::from(communicator(world, rank))).collect();
     sync::scope(|scope| {

@@ -34,7 +34,8 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Does the pieces, or has devices do them: then the moments after which the buffers are the members' again, or what a device refused.
+    /// Does the pieces, or has devices do them: then the moments after which the buffers are the members' again, or
+    /// what a device refused.
     pub(super) fn run(&self) -> Result<Vec<Moment>, String> {
         if let Some(carried) = self.plan.carry() {
             return carried;

@@ -1,8 +1,8 @@
 //! Elementwise reduction in a fixed order.
 //!
 //! The order is a balanced binary tree over the ranks, split at the largest power of two below their number: three
-//! ranks give (a + b) + c, five give ((a + b) + (c + d)) + e. 16-bit floats are added in f32 and rounded once. The
-//! bits of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
+//! ranks give (a + b) + c, five give ((a + b) + (c + d)) + e. 16-bit floats are added in f32 and rounded once. The bits
+//! of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
 
 use std::ops::Range;

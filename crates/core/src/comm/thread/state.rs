@@ -1,8 +1,8 @@
 //! All bookkeeping of a world, under one lock: groups, operations in flight, what each rank does, the first fault.
 //!
-//! With one lock the questions that decide whether to wait have exact answers: has every member posted, does a rank wait
-//! for this one, do the waits form a cycle? Only bookkeeping happens under it: pieces are done, memory is dropped and
-//! ranks are woken outside.
+//! With one lock the questions that decide whether to wait have exact answers: has every member posted, does a rank
+//! wait for this one, do the waits form a cycle? Only bookkeeping happens under it: pieces are done, memory is dropped
+//! and ranks are woken outside.
 //!
 //! More than 400 lines: everything that the one lock guards.
 
@@ -129,7 +129,8 @@ impl State {
         self.groups.len() - 1
     }
 
-    /// The member's group after a split, whose parts are added as their members arrive, and its ranks. `ranks` are world ranks.
+    /// The member's group after a split, whose parts are added as their members arrive, and its ranks. `ranks` are
+    /// world ranks.
     pub(super) fn split(
         &mut self,
         parent: usize,
@@ -145,7 +146,8 @@ impl State {
             return Err(CommError::Stopped { site, fault: Arc::clone(fault) });
         }
         let split = self.splits.entry((parent, cut)).or_default();
-        // Others have named the part of this rank, or it names the first part of all of its ranks, unless one of these is in another.
+        // Others have named the part of this rank, or it names the first part of all of its ranks, unless one of these
+        // is in another.
         let found = split.part_of.get(&rank).or_else(|| ranks.iter().find_map(|other| split.part_of.get(other)));
         let Some(part) = found.map(|&part| &split.parts[part]) else {
             let ranks: Arc<[usize]> = ranks.into();
@@ -210,7 +212,8 @@ impl State {
         }
     }
 
-    /// Takes a claim back from `rank`, which ran it. With the last one the operation is done; what a device refused stops the world.
+    /// Takes a claim back from `rank`, which ran it. With the last one the operation is done; what a device refused
+    /// stops the world.
     pub(super) fn finish(&mut self, claim: &Claim, ran: Result<Vec<Moment>, String>, rank: usize) {
         let Some(op) = self.ops.get_mut(&claim.key) else { return };
         match ran {

@@ -64,8 +64,8 @@ impl State {
     }
 }
 
-/// Since when each rank has made no progress, as the waits of all ranks saw it. One table for the world: with one for each wait, a look of
-/// all ranks at all others would grow with the square of their number.
+/// Since when each rank has made no progress, as the waits of all ranks saw it. One table for the world: with one for
+/// each wait, a look of all ranks at all others would grow with the square of their number.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     looked: Option<Instant>,
@@ -79,7 +79,8 @@ struct Still {
 }
 
 impl Progress {
-    /// Looks at all ranks, unless another wait did so a short time ago. Whether some rank has made no progress for `timeout`.
+    /// Looks at all ranks, unless another wait did so a short time ago. Whether some rank has made no progress for
+    /// `timeout`.
     fn look(&mut self, ranks: usize, beats: impl Fn(usize) -> u64, timeout: Duration) -> bool {
         let now = Instant::now();
         if self.looked.is_none_or(|looked| now.duration_since(looked) >= timeout / 16) {

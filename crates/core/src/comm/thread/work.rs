@@ -28,8 +28,8 @@ const CLAIM_BYTES: usize = if cfg!(shuttle) { 256 } else { 256 << 10 };
 /// Pieces that one range is cut into if it is large: enough that the ranks which share them end at about the same time.
 const PIECES: usize = 32;
 
-/// Size in bytes from which a collective writes its result with non-temporal stores. A larger result would be evicted from the caches
-/// before it is read, and these stores need not read what they overwrite.
+/// Size in bytes from which a collective writes its result with non-temporal stores. A larger result would be evicted
+/// from the caches before it is read, and these stores need not read what they overwrite.
 const STREAM_BYTES: usize = 24 << 20;
 
 /// Bytes copied to one target before the next one, so that the source stays in the first-level cache.
@@ -283,7 +283,8 @@ impl Plan {
         start + rest.iter().position(enough).map_or(rest.len(), |last| last + 1)
     }
 
-    /// Has devices carry out the whole plan, if its buffers lie there: the moments after which they are the members' again.
+    /// Has devices carry out the whole plan, if its buffers lie there: the moments after which they are the members'
+    /// again.
     pub(super) fn carry(&self) -> Option<Result<Vec<Moment>, String>> {
         let first = self.members.first()?;
         if self.members.len() < self.sources.len() {

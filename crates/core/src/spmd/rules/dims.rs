@@ -1,4 +1,5 @@
-//! Rules of linear maps of one value that move, merge or remove dims. They keep every type but `Shard`, `Partial` included.
+//! Rules of linear maps of one value that move, merge or remove dims. They keep every type but `Shard`, `Partial`
+//! included.
 
 use super::{Operand, Verdict, per_axis};
 use crate::spmd::{SpmdError, Ty, Types};
@@ -42,14 +43,15 @@ pub fn transpose(op: &str, x: Operand<'_>, a: usize, b: usize) -> Result<Types, 
     })
 }
 
-/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same number of elements. A first
-/// extent that stays is the same dim.
+/// The same elements in the same order under other dims. `from` and `to` are the extents on this rank, with the same
+/// number of elements. A first extent that stays is the same dim.
 ///
-/// The sharded dim stays one contiguous run on each rank if a new dim begins at the same place: the product of the extents before both is equal. The
-/// new dim is then the sharded one. A dim of extent 1 begins at the same place as the dim behind it, so several new dims may qualify. If the old
-/// shape has equally many such dims, they are matched one by one. Otherwise the local extents are ambiguous, and the reshape is refused. An example is
-/// `[2, 8, 8]` with `Shard(2)`, reshaped to `[2, 8, 1, 8]`: either dim 2 is split into heads, one of them on this rank (`Shard(2)`), or a dim is
-/// inserted (`Shard(3)`). [`regroup`] takes the intent as an argument.
+/// The sharded dim stays one contiguous run on each rank if a new dim begins at the same place: the product of the
+/// extents before both is equal. The new dim is then the sharded one. A dim of extent 1 begins at the same place as the
+/// dim behind it, so several new dims may qualify. If the old shape has equally many such dims, they are matched one by
+/// one. Otherwise the local extents are ambiguous, and the reshape is refused. An example is `[2, 8, 8]` with
+/// `Shard(2)`, reshaped to `[2, 8, 1, 8]`: either dim 2 is split into heads, one of them on this rank (`Shard(2)`), or
+/// a dim is inserted (`Shard(3)`). [`regroup`] takes the intent as an argument.
 pub fn reshape(op: &str, x: Operand<'_>, from: &[usize], to: &[usize]) -> Result<Types, SpmdError> {
     let kept = usize::from(!from.is_empty() && from.first() == to.first());
     let types = moves_dims(op, x, |sharded| {
@@ -88,9 +90,9 @@ pub fn reshape(op: &str, x: Operand<'_>, from: &[usize], to: &[usize]) -> Result
     nested(op, x, types)
 }
 
-/// The dims `dims` of `x`, whose extents on this rank are `from`, become `into` dims in their place, with the same elements in the same order; all
-/// others stay. A sharded dim among them must be the first but for dims of extent 1, and then the first of the new ones is sharded. A dim that is
-/// removed (`into` is 0) must be whole.
+/// The dims `dims` of `x`, whose extents on this rank are `from`, become `into` dims in their place, with the same
+/// elements in the same order; all others stay. A sharded dim among them must be the first but for dims of extent 1,
+/// and then the first of the new ones is sharded. A dim that is removed (`into` is 0) must be whole.
 pub fn regroup(op: &str, x: Operand<'_>, from: &[usize], dims: Range<usize>, into: usize) -> Result<Types, SpmdError> {
     let types = moves_dims(op, x, |sharded| match sharded {
         _ if sharded < dims.start => Ok(Ty::Shard(sharded)),
@@ -114,7 +116,8 @@ fn scattered(name: &str, dim: usize, why: &str) -> (String, String) {
     )
 }
 
-/// Refuses two cuts of two dims as cuts of one dim in the wrong order: of one dim the slowest axis makes the outermost cut.
+/// Refuses two cuts of two dims as cuts of one dim in the wrong order: of one dim the slowest axis makes the outermost
+/// cut.
 fn nested(op: &str, x: Operand<'_>, types: Types) -> Result<Types, SpmdError> {
     let cuts = || x.types.iter().filter_map(|(axis, ty)| Some((axis, ty.dim()?, types.get(axis)?.dim()?)));
     for (axis, from, to) in cuts() {

@@ -1,5 +1,5 @@
-//! Rules of operations on several values element by element. `y` may have fewer dims than `x` and is then repeated over the
-//! leading dims of `x`.
+//! Rules of operations on several values element by element. `y` may have fewer dims than `x` and is then repeated over
+//! the leading dims of `x`.
 
 use super::{Operand, Verdict, not_partial, per_axis};
 use crate::spmd::{SpmdError, Ty, Types};
@@ -48,8 +48,8 @@ pub fn product(op: &str, x: Operand<'_>, y: Operand<'_>) -> Result<Types, SpmdEr
     })
 }
 
-/// Any function of several values element by element, `f(x, y, ..)`: all hold the same elements, and none is `Partial`. The
-/// first operand has the most dims. For one operand it is [`pointwise`](super::pointwise).
+/// Any function of several values element by element, `f(x, y, ..)`: all hold the same elements, and none is `Partial`.
+/// The first operand has the most dims. For one operand it is [`pointwise`](super::pointwise).
 pub fn elementwise(op: &str, operands: &[Operand<'_>]) -> Result<Types, SpmdError> {
     per_axis(op, operands, |axis, types| {
         for (operand, &ty) in operands.iter().zip(types) {
@@ -61,8 +61,8 @@ pub fn elementwise(op: &str, operands: &[Operand<'_>]) -> Result<Types, SpmdErro
     })
 }
 
-/// The loss of each sample, a sum of `f(x, target)` over all its elements: one element per index of dim 0. `targets` lie like
-/// `x`. Sharded samples stay sharded; another sharded dim gives a `Partial` loss.
+/// The loss of each sample, a sum of `f(x, target)` over all its elements: one element per index of dim 0. `targets`
+/// lie like `x`. Sharded samples stay sharded; another sharded dim gives a `Partial` loss.
 pub fn sample_loss(op: &str, x: Operand<'_>, targets: Operand<'_>) -> Result<Types, SpmdError> {
     let elements = elementwise(op, &[x, targets])?;
     let types = elements.iter().map(|(axis, ty)| match ty {

@@ -21,7 +21,8 @@ pub struct Cached {
     pub capacity: usize,
 }
 
-/// Appends the keys, rotated, and values of `dims.seq` new tokens of each sample, `kv[batch, seq, 2, kv_heads, head_dim]`.
+/// Appends the keys, rotated, and values of `dims.seq` new tokens of each sample,
+/// `kv[batch, seq, 2, kv_heads, head_dim]`.
 pub fn append<T: Float>(
     dims: Dims,
     groups: Groups,

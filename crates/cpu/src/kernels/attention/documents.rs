@@ -1,5 +1,6 @@
-//! Documents that follow each other in a sequence. Where tokens see only their own document, each document is a sequence of its
-//! own: the tiles between documents are not computed, and the bits of a document are those that it has alone, wherever it lies.
+//! Documents that follow each other in a sequence. Where tokens see only their own document, each document is a
+//! sequence of its own: the tiles between documents are not computed, and the bits of a document are those that it has
+//! alone, wherever it lies.
 
 use std::ops::Range;
 use std::slice;
@@ -44,8 +45,8 @@ pub struct Misplaced {
 }
 
 impl Packing {
-    /// From the position of each token in its document, `[samples, seq]`: 0 begins a document, and each other position is one
-    /// more than the one before. A sample may begin in the middle of a document, at any position below `seq`.
+    /// From the position of each token in its document, `[samples, seq]`: 0 begins a document, and each other position
+    /// is one more than the one before. A sample may begin in the middle of a document, at any position below `seq`.
     pub fn new(positions: &[i32], [samples, seq]: [usize; 2], apart: bool) -> Result<Self, Misplaced> {
         let (mut documents, mut of_sample) = (Vec::<Document>::new(), vec![0]);
         for sample in 0..samples {

@@ -97,7 +97,8 @@ unsafe impl<T: Send> Send for Start<T> {}
 mod tests {
     use super::*;
 
-    /// Every element is in exactly one row of one head, at the place that the layout gives. The parts of a head are rows too.
+    /// Every element is in exactly one row of one head, at the place that the layout gives. The parts of a head are
+    /// rows too.
     #[test]
     fn heads_take_the_tensor_apart() {
         let [samples, rows, heads, width] = [2, 3, 4, 5];

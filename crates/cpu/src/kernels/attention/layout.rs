@@ -49,7 +49,8 @@ pub(super) struct Layout {
 /// What a thread computes next, from what it computes now.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
-    /// Elements to it in the queries, in keys and values, and in the output; modulo the size of addresses, because it may lie before.
+    /// Elements to it in the queries, in keys and values, and in the output; modulo the size of addresses, because it
+    /// may lie before.
     pub(super) distance: [usize; 3],
     /// Its rows.
     pub(super) rows: usize,
@@ -119,8 +120,8 @@ impl<'a, T: Float> Call<'a, T> {
         Document { first: 0, len: self.dims.seq, position: 0 }
     }
 
-    /// The parts of a group that are computed one after the other, each with what follows it: after the last one the first part of
-    /// the next group, if this thread computes that one `next`.
+    /// The parts of a group that are computed one after the other, each with what follows it: after the last one the
+    /// first part of the next group, if this thread computes that one `next`.
     pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Document, Option<Next>)> {
         let (whole, packing) = (self.whole(), self.masks.packing);
         let parts = documents::attending(packing, group.sample, &whole);

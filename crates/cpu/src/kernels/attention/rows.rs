@@ -16,9 +16,9 @@ fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VEC
     scores.as_chunks_mut().0.iter_mut().step_by(stride / VECTOR)
 }
 
-/// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides them.
-/// Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`]. The first
-/// query's own key is row `own`, the others' follow.
+/// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides
+/// them. Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`].
+/// The first query's own key is row `own`, the others' follow.
 pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: usize) -> [[T; VECTOR]; 2] {
     wide(
         #[inline(always)]

@@ -1,5 +1,5 @@
-//! Rows of heads as they lie in memory, and as products read and write them: in 16 bits they are copied in f32, the rows of one group of heads at
-//! a time, which stay in the caches.
+//! Rows of heads as they lie in memory, and as products read and write them: in 16 bits they are copied in f32, the
+//! rows of one group of heads at a time, which stay in the caches.
 
 use super::super::Float;
 use super::super::round::{self, with_room};
@@ -106,7 +106,8 @@ pub(super) fn read<S: StoredAs<T>, T: Float, const N: usize, R>(
     })
 }
 
-/// Calls `f` with room for the rows of each result: the rows themselves, or copies without gaps that are rounded afterwards.
+/// Calls `f` with room for the rows of each result: the rows themselves, or copies without gaps that are rounded
+/// afterwards.
 pub(super) fn write<S: StoredAs<T>, T: Float, const N: usize, R>(
     results: [RowsMut<'_, S>; N],
     f: impl FnOnce([RowsMut<'_, T>; N]) -> R,

@@ -39,8 +39,8 @@ pub(super) type Rows<S> = (S, usize);
 /// Computes one tile: `[rows, columns, words]`, A, B, C; may fetch a line per word. The caller knows that this CPU can.
 type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update, Option<Start<T>>);
 
-/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every column at `l step`, zero
-/// beyond the last column and the last term. The caller knows that this CPU can.
+/// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every
+/// column at `l step`, zero beyond the last column and the last term. The caller knows that this CPU can.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
 
 /// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller knows that this CPU can.
@@ -294,8 +294,8 @@ unsafe fn round_pairs([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to,
     assert!(to_row == words && rows.next_multiple_of(LANES) * words <= to.len(), "rows of words");
     for i in (0..rows).step_by(LANES) {
         let (from, lanes) = (Elements::Full(from[i * row..].as_ptr()), LANES.min(rows - i));
-        // SAFETY: the caller's promise; the asserts held these rows, and words of as many as there are lanes, against the
-        // slices.
+        // SAFETY: the caller's promise; the asserts held these rows, and words of as many as there are lanes, against
+        // the slices.
         unsafe {
             Avx512Bf16::pack_rows(Strip { from, lanes, k: terms, apart: row, along: 1 }, to[i * words..].as_mut_ptr())
         };

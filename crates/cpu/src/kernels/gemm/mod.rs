@@ -78,11 +78,12 @@ use {
 /// Terms summed in registers before they are added to C. Part of the definition of the bits.
 pub(super) const K_BLOCK: usize = 256;
 
-/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's width.
+/// Columns of B packed at a time: with [`K_BLOCK`] rows, three quarters of a megabyte. A multiple of every tile's
+/// width.
 pub(super) const N_BLOCK: usize = 768;
 
-/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its rows are read from
-/// end to end and what is packed stays in the first cache.
+/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its
+/// rows are read from end to end and what is packed stays in the first cache.
 pub(super) const FEW_ROWS: usize = 16;
 
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
@@ -250,8 +251,8 @@ impl Elements {
 pub(super) enum Right {
     /// In place.
     Strided(Elements, Strides),
-    /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product needs,
-    /// and no longer if the product's k is odd.
+    /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product
+    /// needs, and no longer if the product's k is odd.
     Packed(*const f32, [usize; 2]),
 }
 
@@ -259,8 +260,8 @@ pub(super) enum Right {
 ///
 /// # Safety
 /// The CPU runs `path`, one in `bf16` beside rounded elements. Each pointer with its (row, column) strides is valid for
-/// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share memory,
-/// nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
+/// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share
+/// memory, nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
 /// packed B is as [`Right`] says.
 pub(super) unsafe fn product<F: Finish<f32>>(
     path: Path,
@@ -318,16 +319,16 @@ pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Pi
 /// Packs a piece of B.
 ///
 /// # Safety
-/// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for writing
-/// its words.
+/// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for
+/// writing its words.
 pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: Piece, to: *mut f32) {
     let Piece { l, k, j, columns } = piece;
     // SAFETY: the caller's promise.
     unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
 }
 
-/// The nearest `bf16`, ties to even, as an `f32`: as `vcvtneps2bf16` does. Subnormals become zeros of their sign, and of
-/// a NaN the upper bits stay, quiet.
+/// The nearest `bf16`, ties to even, as an `f32`: as `vcvtneps2bf16` does. Subnormals become zeros of their sign, and
+/// of a NaN the upper bits stay, quiet.
 #[inline(always)]
 pub(super) fn rounded(x: f32) -> f32 {
     let bits = x.to_bits();
@@ -388,12 +389,12 @@ pub(super) trait Micro {
     /// Computes one tile.
     ///
     /// # Safety
-    /// `1 <= rows <= ROWS` and `1 <= columns <= 2 LANES`; the pointers with their strides are valid for `rows` by `words`,
-    /// `words` by `columns`, and (for writing) `rows` by `columns`.
+    /// `1 <= rows <= ROWS` and `1 <= columns <= 2 LANES`; the pointers with their strides are valid for `rows` by
+    /// `words`, `words` by `columns`, and (for writing) `rows` by `columns`.
     unsafe fn tile(tile: &Tile);
 
-    /// Writes a vector of `LANES` words for every `TERMS` of the strip's k terms, `step` words apart: vector l is word l of
-    /// every lane. Zero beyond the last lane and the last term.
+    /// Writes a vector of `LANES` words for every `TERMS` of the strip's k terms, `step` words apart: vector l is word
+    /// l of every lane. Zero beyond the last lane and the last term.
     ///
     /// # Safety
     /// `strip` is readable, `1 <= lanes <= LANES`, and `to` writable for those vectors.
@@ -726,8 +727,8 @@ impl<F: Finish<f32>> Product<F> {
         (first, end - first)
     }
 
-    /// Packs terms l.. of some panels of A, a row-major one alone, one after the other. Returns the (row, step) strides of
-    /// their words.
+    /// Packs terms l.. of some panels of A, a row-major one alone, one after the other. Returns the (row, step) strides
+    /// of their words.
     ///
     /// # Safety
     /// The CPU runs M; the terms and panels lie inside A, and their vectors fit in `to`.
@@ -742,8 +743,8 @@ impl<F: Finish<f32>> Product<F> {
             for panel in first..end {
                 let (i, rows) = self.panel::<M>(panel);
                 let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the panels
-                // and terms before.
+                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the
+                // panels and terms before.
                 unsafe {
                     let to = to.add(((panel - first) * M::words(k) + at / M::TERMS) * M::LANES);
                     M::pack(strip, to, M::LANES);

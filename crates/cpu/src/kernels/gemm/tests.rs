@@ -1,6 +1,6 @@
 //! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
-//! sizes that take every branch, with operands rounded before or not, and B packed whole or not; blocks of C against the
-//! whole; and against f64 with a derived bound.
+//! sizes that take every branch, with operands rounded before or not, and B packed whole or not; blocks of C against
+//! the whole; and against f64 with a derived bound.
 //!
 //! More than 400 lines: one oracle, and the cases by which it tests every path, precision and layout.
 

@@ -1,8 +1,8 @@
 //! Products of few rows, as decoding has them: B is read once, and reading it is what they cost.
 //!
-//! Packing B for all threads would write and read it once more. So threads share the columns of C instead of its rows, and each packs
-//! a tile's width of B that stays in its first cache until it is multiplied (see [`gemm::FEW_ROWS`]). The order of sums is that of every
-//! other product, and so are the bits.
+//! Packing B for all threads would write and read it once more. So threads share the columns of C instead of its rows,
+//! and each packs a tile's width of B that stays in its first cache until it is multiplied (see [`gemm::FEW_ROWS`]).
+//! The order of sums is that of every other product, and so are the bits.
 
 use super::{Epilogue, MatmulOperand, Precision, Source, Update, assert_inside, serial};
 use crate::kernels::Float;
@@ -42,8 +42,8 @@ pub(super) fn product<T: Float>(
     serial(precision, [m, n, 0], a, none, (c, (n, 1)), Update::Accumulate, epilogue);
 }
 
-/// Has the free threads compute a row-major C, some columns at a time: `part` gets the first of them, their number, and their rows
-/// without gaps, which hold what is in C if `update` adds to it.
+/// Has the free threads compute a row-major C, some columns at a time: `part` gets the first of them, their number, and
+/// their rows without gaps, which hold what is in C if `update` adds to it.
 pub(super) fn by_columns<T: Float>(
     [m, n, k]: [usize; 3],
     c: &mut [T],

@@ -61,8 +61,9 @@ pub fn gemm_blocks<T: Float>(
     gemm_sum(precision, [m, n], &[Summand { k, a, b, terms }], c);
 }
 
-/// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into the same number of blocks: block l is the sum of
-/// their blocks l, one after the other, as if they were one product of longer sums whose block l has those terms.
+/// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into the same number of blocks: block l is the
+/// sum of their blocks l, one after the other, as if they were one product of longer sums whose block l has those
+/// terms.
 ///
 /// Panics as [`gemm_shared`] does, and if the numbers of blocks differ.
 pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summand<'_, T>], c: &mut [T]) {
@@ -86,8 +87,8 @@ pub fn gemm_sum<T: Float>(precision: Precision, [m, n]: [usize; 2], all: &[Summa
     sum_runs(precision, [m, n], &runs, c);
 }
 
-/// `C = A · B` for a row-major C of m rows and n columns, with a block for each of these ranges of terms: like [`gemm_blocks`],
-/// but with blocks of any length. A block without terms is a sum of zero.
+/// `C = A · B` for a row-major C of m rows and n columns, with a block for each of these ranges of terms: like
+/// [`gemm_blocks`], but with blocks of any length. A block without terms is a sum of zero.
 ///
 /// Panics as [`gemm_shared`] does.
 pub fn gemm_runs<T: Float>(

@@ -1,5 +1,5 @@
-//! The products against three loops, and against themselves: however a product is cut, laid out, shared or finished, its
-//! bits are the same.
+//! The products against three loops, and against themselves: however a product is cut, laid out, shared or finished,
+//! its bits are the same.
 //!
 //! More than 400 lines: every path of a product is held to the same formula.
 
@@ -381,9 +381,8 @@ fn overlapping_outputs_are_refused() {
 }
 
 /// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
-/// end at the same places.
-/// A row has the same bits whether it is multiplied with few others or many, with sums in blocks or without: what is decoded token
-/// by token is what a whole pass computes.
+/// end at the same places. A row has the same bits whether it is multiplied with few others or many, with sums in
+/// blocks or without: what is decoded token by token is what a whole pass computes.
 #[test]
 fn few_rows_have_the_bits_of_many() {
     let (m, n, k) = (40, 700, 1030);

@@ -1,5 +1,5 @@
-//! Random programs that are right: the generator knows the type of each value, and inserts the collectives that the next operation
-//! needs.
+//! Random programs that are right: the generator knows the type of each value, and inserts the collectives that the
+//! next operation needs.
 
 mod pieces;
 
@@ -203,7 +203,8 @@ impl Generator<'_> {
         if self.way == Way::Decoder { whole } else { SEQ }
     }
 
-    /// Collectives that bring `x` to a type. `Partial` and, in canonical numerics, `Replicate` are no type to bring it to.
+    /// Collectives that bring `x` to a type. `Partial` and, in canonical numerics, `Replicate` are no type to bring it
+    /// to.
     fn bring(&mut self, x: Value, to: Ty) -> Value {
         let axis = x.axis;
         let op = match (x.ty, to) {

@@ -88,7 +88,8 @@ pub struct Outcome {
     pub weights: Vec<f32>,
 }
 
-/// One micro-batch through the network, layer i with the weights of `versions(i)`: its loss, and its share of the gradients.
+/// One micro-batch through the network, layer i with the weights of `versions(i)`: its loss, and its share of the
+/// gradients.
 fn pass<'a>(micro: usize, versions: impl Fn(usize) -> &'a Layer, grads: &mut [Grad]) -> f32 {
     let mut xs = vec![data(micro)];
     for index in 0..LAYERS {
@@ -113,8 +114,8 @@ pub fn serial(micros: usize) -> Outcome {
     Outcome { losses, grads, weights: weights(&layers) }
 }
 
-/// The oracle of asynchronous training, by the published equations: the k-th update adds up the gradients of `per_update`
-/// micro-batches, each at the weights after `version(stage, micro)` updates, for `stages` equal stages.
+/// The oracle of asynchronous training, by the published equations: the k-th update adds up the gradients of
+/// `per_update` micro-batches, each at the weights after `version(stage, micro)` updates, for `stages` equal stages.
 pub fn serial_updates(
     micros: usize,
     per_update: usize,

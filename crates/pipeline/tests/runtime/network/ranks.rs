@@ -60,8 +60,8 @@ struct Chunk {
     live: Live,
 }
 
-/// What the backward of a micro-batch needs: the input of each layer and the output of the last, then the gradient of each layer's
-/// output.
+/// What the backward of a micro-batch needs: the input of each layer and the output of the last, then the gradient of
+/// each layer's output.
 struct Kept {
     xs: Vec<Vec<f32>>,
     dys: Vec<Vec<f32>>,

@@ -1,5 +1,5 @@
-//! Runs one program un-sharded or on every rank of a mesh, and puts the ranks' results together. Each runs a second time on a
-//! device whose memory the host cannot read, which must give the same bits.
+//! Runs one program un-sharded or on every rank of a mesh, and puts the ranks' results together. Each runs a second
+//! time on a device whose memory the host cannot read, which must give the same bits.
 
 use meshwork_core::comm::record;
 use meshwork_core::{Axis, Communicator, Mesh, Rank, Ty, Types};

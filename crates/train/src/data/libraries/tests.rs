@@ -186,7 +186,8 @@ fn kinds() -> Vec<(&'static str, bool, Value)> {
     ]
 }
 
-/// Texts that are hard to cut: long runs without spaces, of spaces, of digits; scripts without spaces; line ends of every kind.
+/// Texts that are hard to cut: long runs without spaces, of spaces, of digits; scripts without spaces; line ends of
+/// every kind.
 fn texts() -> Vec<String> {
     let plain = "arma virumque cano, don't xxxx 123 ababa. cano arma virum\n".repeat(40);
     let lines = "arma\nvirum\n\ncano\r\nque\r\n\r\n  xx\n\t\tab \n \n12345678\nabab\u{a0}xx\u{2003}que\n".repeat(30);

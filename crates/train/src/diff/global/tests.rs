@@ -7,8 +7,8 @@ use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::Padding;
 
-/// A program of one operation with one value, in micro-batches of 2 samples, whose true extent over tp is `extent` where its
-/// shards are padded.
+/// A program of one operation with one value, in micro-batches of 2 samples, whose true extent over tp is `extent`
+/// where its shards are padded.
 pub(in super::super) fn program(mesh: &str, types: &[(Axis, Ty)], local: &[usize], extent: Option<usize>) -> Program {
     let padding = Padding::new(extent.map(|extent| (Axis::Tp, extent)));
     let types = Types::of(types);

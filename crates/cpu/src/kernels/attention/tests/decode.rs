@@ -6,8 +6,8 @@ use super::{assert_close, elements, values};
 use proptest::prelude::*;
 
 proptest! {
-    /// A sequence in passes of any number of tokens has the outputs of the whole sequence, and the cache its rotated keys; what lies
-    /// behind the tokens in the cache is never read.
+    /// A sequence in passes of any number of tokens has the outputs of the whole sequence, and the cache its rotated
+    /// keys; what lies behind the tokens in the cache is never read.
     #[test]
     fn passes_of_any_length_are_the_whole_sequence(
         (batch, used, size) in (1..3usize, 1..3usize, 1..4usize),

@@ -269,8 +269,8 @@ fn heads_of(x: &[f32], [heads, width]: [usize; 2], which: Range<usize>) -> Vec<f
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Each head of queries alone has the bits of the group, and the gradients of keys and values are the tree over those of
-    /// the heads: of short sequences whose gradients are summed in place, and of long ones.
+    /// Each head of queries alone has the bits of the group, and the gradients of keys and values are the tree over
+    /// those of the heads: of short sequences whose gradients are summed in place, and of long ones.
     #[test]
     fn a_group_is_the_tree_over_its_heads(
         size in 1..9_usize, seq in prop::sample::select(&[1_usize, 40, 150, 1100][..]), turned: bool,
