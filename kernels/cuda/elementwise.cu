@@ -37,6 +37,12 @@ DEVICE float tanh_bits(float x) {
     return copysignf(size < 0.5f ? size * p : of.near - of.far, x);
 }
 
+// 1 - tanh² x = 4 σ(2x) σ(-2x), without the cancellation.
+DEVICE float tanh_derivative(float x) {
+    Sides of = sigmoid(x + x);
+    return 4.0f * of.at * of.against;
+}
+
 KERNEL scale_forward(const float* x, float* out, i64 count, float factor) {
     map_vectors<FOUR>(x, out, count, [=](float x) { return x * factor; });
 }
@@ -60,10 +66,7 @@ KERNEL tanh_forward(const float* x, float* out, i64 count) {
 }
 
 KERNEL tanh_backward(const float* dy, const float* x, float* dx, i64 count) {
-    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
-        Sides of = sigmoid(x + x); // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation
-        return dy * (4.0f * of.at * of.against);
-    });
+    join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) { return dy * tanh_derivative(x); });
 }
 
 KERNEL sigmoid_forward(const float* x, float* out, i64 count) {
@@ -89,6 +92,14 @@ KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
         Sides of = sigmoid(x);
         return dy * fmaf(near * of.at, of.against, of.at);
     });
+}
+
+KERNEL soft_cap_forward(const float* x, float* out, i64 count, float cap) {
+    map_vectors<FOUR>(x, out, count, [=](float x) { return cap * tanh_bits(x / cap); });
+}
+
+KERNEL soft_cap_backward(const float* dy, const float* x, float* dx, i64 count, float cap) {
+    join_vectors<FOUR>(dy, x, dx, count, [=](float dy, float x) { return dy * tanh_derivative(x / cap); });
 }
 
 KERNEL zip_sub(const float* x, const float* y, float* out, i64 count, i64 n) {

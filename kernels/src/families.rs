@@ -291,6 +291,8 @@ kernels! {
     sigmoid_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
     silu_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count;
     silu_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count;
+    soft_cap_forward in ELEMENTWISE, FOURS_OF_F32; In F32 x, Out F32 out, Value I64 count, Value F32 cap;
+    soft_cap_backward in ELEMENTWISE, FOURS_OF_F32; In F32 dy, In F32 x, Out F32 dx, Value I64 count, Value F32 cap;
     zip_sub in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
     zip_mul in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;
     zip_div in ELEMENTWISE, FOURS_OF_F32; In F32 x, In F32 y, Out F32 out, Value I64 count, Divisor I64 n;

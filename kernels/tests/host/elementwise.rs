@@ -50,6 +50,13 @@ fn functions_are_those_of_the_cpu() {
             elementwise::map_backward(f, &x, &dy, &mut want);
             assert_bits(backward, &got, &want);
         }
+        let cap = Map::SoftCap(1.5);
+        launch!("soft_cap_forward", [count, 0], &x, &mut got, count, 1.5_f32);
+        elementwise::map(cap, &x, &mut want);
+        assert_bits("soft_cap", &got, &want);
+        launch!("soft_cap_backward", [count, 0], &dy, &x, &mut got, count, 1.5_f32);
+        elementwise::map_backward(cap, &x, &dy, &mut want);
+        assert_bits("gradient of soft_cap", &got, &want);
         for (f, kernel) in [(Zip::Sub, "zip_sub"), (Zip::Mul, "zip_mul"), (Zip::Div, "zip_div")] {
             for y in [&y, &row] {
                 launch!(kernel, [count, 0], &x, y, &mut got, count, y.len());

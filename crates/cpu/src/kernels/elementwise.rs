@@ -34,6 +34,15 @@ pub fn map<T: Float>(f: Map, x: &[T], out: &mut [T]) {
             #[inline(always)]
             |x| x * sigmoid(x).0,
         ),
+        Map::SoftCap(cap) => {
+            let cap = T::from_f64(cap);
+            each(
+                x,
+                out,
+                #[inline(always)]
+                |x| cap * (x / cap).tanh(),
+            );
+        }
     }
 }
 
@@ -48,17 +57,7 @@ pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
             #[inline(always)]
             |x| x.exp(),
         ),
-        // 1 - tanh² = 4 σ(2x) σ(-2x), without the cancellation.
-        Map::Tanh => each_grad(
-            x,
-            dy,
-            dx,
-            #[inline(always)]
-            |x| {
-                let (at, against) = sigmoid(x + x);
-                T::from_f64(4.0) * at * against
-            },
-        ),
+        Map::Tanh => each_grad(x, dy, dx, tanh_derivative),
         Map::Sigmoid => each_grad(
             x,
             dy,
@@ -81,6 +80,16 @@ pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
                 (near * at).mul_add(against, at)
             },
         ),
+        Map::SoftCap(cap) => {
+            let cap = T::from_f64(cap);
+            each_grad(
+                x,
+                dy,
+                dx,
+                #[inline(always)]
+                |x| tanh_derivative(x / cap),
+            );
+        }
     }
 }
 
@@ -118,6 +127,13 @@ fn sigmoid<T: Float>(x: T) -> (T, T) {
     if x > T::ZERO { (near, far) } else { (far, near) }
 }
 
+/// `1 - tanh² x = 4 σ(2x) σ(-2x)`, without the cancellation.
+#[inline(always)]
+fn tanh_derivative<T: Float>(x: T) -> T {
+    let (at, against) = sigmoid(x + x);
+    T::from_f64(4.0) * at * against
+}
+
 #[inline(always)]
 fn each<T: Float>(x: &[T], out: &mut [T], f: impl Fn(T) -> T) {
     assert_eq!(x.len(), out.len(), "elements of x against out");
@@ -151,12 +167,13 @@ mod tests {
 
     type Definition = fn(f64) -> f64;
 
-    const MAPS: [(Map, Definition); 5] = [
+    const MAPS: [(Map, Definition); 6] = [
         (Map::Scale(-2.5), |x| -2.5 * x),
         (Map::Exp, f64::exp),
         (Map::Tanh, f64::tanh),
         (Map::Sigmoid, |x| 1.0 / (1.0 + (-x).exp())),
         (Map::Silu, |x| x / (1.0 + (-x).exp())),
+        (Map::SoftCap(0.75), |x| 0.75 * (x / 0.75).tanh()),
     ];
 
     #[test]
@@ -203,6 +220,7 @@ mod tests {
         };
         assert_eq!(ends(Map::Tanh), [[-1.0, -1.0, 1.0, 1.0], [0.0; 4]]);
         assert_eq!(ends(Map::Sigmoid), [[0.0, 0.0, 1.0, 1.0], [0.0; 4]]);
+        assert_eq!(ends(Map::SoftCap(30.0)), [[-30.0, -30.0, 30.0, 30.0], [0.0; 4]]);
         assert_eq!(ends(Map::Silu)[1], [0.0, 0.0, 1.0, 1.0]);
         for (f, _) in MAPS {
             let mut y = [0.0];

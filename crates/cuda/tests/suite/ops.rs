@@ -182,7 +182,7 @@ fn functions_of_numbers_the_rectifier_and_sums_have_the_cpus_bits() {
             let of = device.elementwise()?;
             let [x, dy, row] = [&x, &dy, &row].map(up);
             let mut results = Vec::new();
-            for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu] {
+            for f in [Map::Scale(-2.7), Map::Exp, Map::Tanh, Map::Sigmoid, Map::Silu, Map::SoftCap(1.5)] {
                 results.extend([of.map(f, &x)?, of.map_grad(f, &dy, &x)?]);
             }
             for f in [Zip::Sub, Zip::Mul, Zip::Div] {

@@ -16,6 +16,8 @@ pub enum Map {
     Sigmoid,
     /// `x/(1 + e^-x)` (Elfwing et al., arXiv:1702.03118).
     Silu,
+    /// `c tanh(x/c)` for this c: close to x near zero, and within ±c (Gemma 2, arXiv:2408.00118, section 2).
+    SoftCap(f64),
 }
 
 /// A function of two numbers.

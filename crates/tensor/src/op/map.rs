@@ -1,7 +1,7 @@
-//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`.
+//! Functions of one number: `y = c x`, `e^x`, `tanh x`, `σ(x)`, `x σ(x)`, `c tanh(x/c)`.
 
 use super::whole::require_whole;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::Map;
 use crate::tape::{Backward, Forward, Op, Padded, Var};
 use crate::tensor::Tensor;
@@ -37,6 +37,31 @@ impl Var {
         self.mapped(Map::Silu)
     }
 
+    /// `cap · tanh(x/cap)`: logits or scores that stay within ±`cap` (Gemma 2, arXiv:2408.00118, section 2). Not
+    /// linear: refuses `Partial`. Errors: a cap that is not a finite number above zero.
+    ///
+    /// ```
+    /// # use meshwork_core::{Mesh, Rank, Ty, Types};
+    /// # use meshwork_cpu::Cpu;
+    /// # use meshwork_tensor::{Declarations, Error, Params, Tape, Tensor, tape::{Mode, Position}};
+    /// # let rank = std::sync::Arc::new(Rank::recording(&"dp=1".parse::<Mesh>().unwrap(), 0).unwrap());
+    /// # let device = Cpu::device();
+    /// # let (all, mesh) = (std::sync::Arc::new(Declarations::new()), rank.mesh().clone());
+    /// # let params = std::sync::Arc::new(Params::new(all, &mesh, rank.coords(), &device, &[], 7)?);
+    /// # let tape = Tape::new(rank, params, device.clone(), Mode::Eval, Position::default());
+    /// let x = Tensor::from_slice(&device, &[0.5_f32, 100.0, -1e9], [3])?;
+    /// let capped = tape.constant(x, Types::all(&mesh, Ty::Invariant)).soft_cap(30.0)?;
+    /// assert_eq!(capped.value()?.to_vec::<f32>()?, [0.49995372, 29.923668, -30.0]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn soft_cap(&self, cap: f64) -> Result<Var> {
+        if !(cap.is_finite() && cap > 0.0) {
+            let problem = format!("a cap of {cap} is none: use a finite number above zero");
+            return Err(Error::Shape { op: "soft_cap", problem, shapes: vec![self.shape().to_vec()] });
+        }
+        self.mapped(Map::SoftCap(cap))
+    }
+
     fn mapped(&self, f: Map) -> Result<Var> {
         let op = Mapped(f);
         if !op.is_exact() {
@@ -65,6 +90,7 @@ impl Op for Mapped {
             Map::Tanh => "tanh",
             Map::Sigmoid => "sigmoid",
             Map::Silu => "silu",
+            Map::SoftCap(_) => "soft_cap",
         }
     }
 
@@ -81,7 +107,7 @@ impl Op for Mapped {
 
     fn padded(&self) -> Padded {
         match self.0 {
-            Map::Scale(_) | Map::Tanh | Map::Silu => Padded::Zeros,
+            Map::Scale(_) | Map::Tanh | Map::Silu | Map::SoftCap(_) => Padded::Zeros,
             Map::Exp | Map::Sigmoid => Padded::Refused, // e^0 is not 0
         }
     }
@@ -89,6 +115,7 @@ impl Op for Mapped {
     fn scalars(&self) -> Vec<(&'static str, f64)> {
         match self.0 {
             Map::Scale(factor) => vec![("factor", factor)],
+            Map::SoftCap(cap) => vec![("cap", cap)],
             _ => Vec::new(),
         }
     }

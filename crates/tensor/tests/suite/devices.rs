@@ -117,6 +117,7 @@ pub fn cases() -> Vec<Case> {
         case("products of what has no bias", &[(&[3, 5, 4, 2], I), (&[2], I), (&[6, 2], I), (&[3, 6], I)], |_, v| {
             v[0].group_norm(1, &v[1], None, 1e-5)?.relu()?.linear_gelu(&v[2], None, 1)?.linear(&v[3], 1)
         }),
+        case("soft_cap", &[(x, V)], |_, v| v[0].soft_cap(1.5)),
         // A recipe upon a recipe.
         case("conv2d of a rectified norm", &[(&[3, 5, 4, 2], I), (&[2], I), (&[2], I), (&[6, 3, 3, 2], I)], |_, v| {
             v[0].group_norm(1, &v[1], &v[2], 1e-5)?.relu()?.conv2d(&v[3], None, 1, 1)

@@ -21,6 +21,7 @@ fn gradients_of_functions_of_one_value() {
     check("tanh", &[X], |_, v| v[0].tanh());
     check("sigmoid", &[X], |_, v| v[0].sigmoid());
     check("silu", &[X], |_, v| v[0].silu());
+    check("soft_cap", &[X], |_, v| v[0].soft_cap(1.5));
     check("softmax", &[X], |_, v| v[0].softmax());
     check("square", &[X], |_, v| v[0].map("square", |x| x * x, |x, _| 2.0 * x));
     check("exp, by its value", &[X], |_, v| v[0].map("exp", f64::exp, |_, y| y));
@@ -325,6 +326,7 @@ fn shapes_that_do_not_fit_are_refused() {
             x(&[1, 1, 1, 1, 1, 2]).linear(&x(&[2, 2, 2]), 1),
             "linear: the result has at most 6 dims (shapes [[1, 1, 1, 1, 1, 2], [2, 2, 2]])",
         ),
+        (v.soft_cap(0.0), "soft_cap: a cap of 0 is none: use a finite number above zero (shapes [[2, 4, 6]])"),
         (v.sum(3), "sum: x has no dim 3: its dims are 0..3 (shapes [[2, 4, 6]])"),
         (x(&[]).softmax(), "softmax: x has at least one dim (shapes [[]])"),
         (

@@ -37,11 +37,12 @@ fn check_weights(
 #[test]
 fn functions_of_one_number() {
     type Op = fn(&Var) -> Result<Var>;
-    let pointwise: [(&str, Op); 6] = [
+    let pointwise: [(&str, Op); 7] = [
         ("exp", Var::exp),
         ("tanh", Var::tanh),
         ("sigmoid", Var::sigmoid),
         ("silu", Var::silu),
+        ("soft_cap", |x| x.soft_cap(1.5)),
         ("gelu", Var::gelu),
         ("relu", Var::relu),
     ];
