@@ -1,16 +1,15 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
 use crate::TrainError;
-use crate::codec::{Codec, Site};
+use crate::codec::Codec;
 use crate::gathers::Gathers;
+use crate::message::{Message, Site, outgoing};
 use crate::offload::saved::{Shelf, Shelved, Shelving};
 use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::segment::{Forwarded, Kept, Origin, Segment, Start, What};
 use crate::statistics::Noted;
-use crate::trace::Walk;
+use crate::walk::Walk;
 use crate::weights::WeightStore;
-use meshwork_core::{SpmdError, Ty, Types};
-use meshwork_nn::Activation;
 use meshwork_pipeline::Direction;
 use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
 use meshwork_tensor::{Params, Tape, Tensor, Var};
@@ -18,15 +17,6 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
-
-/// An activation, or its gradient, between two stages.
-#[derive(Clone, Debug)]
-pub struct Message {
-    /// The value on this rank.
-    pub tensor: Tensor,
-    /// Its types.
-    pub types: Types,
-}
 
 /// A stage with its passes in flight.
 #[derive(Debug)]
@@ -282,37 +272,4 @@ impl Chunk {
     pub fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
         TrainError::Stage { stage: self.number, micro, problem }
     }
-}
-
-/// A stage's output as a message, refused if it is not what the next stage expects.
-pub(crate) fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
-    let op = || format!("send from stage {stage} to {}", stage + 1);
-    for (axis, ty) in output.types().iter() {
-        let wanted = expected.types.get(axis);
-        if wanted != Some(ty) {
-            return Err(SpmdError {
-                op: op(),
-                axis,
-                problem: format!(
-                    "the activation is {ty} and the next stage expects {}",
-                    wanted.map_or("nothing there".to_owned(), |ty| ty.to_string())
-                ),
-                fix: match ty {
-                    Ty::Partial => format!("all_reduce it over {axis} first"),
-                    _ => "bring it to the type of the activation first".to_owned(),
-                },
-            }
-            .into());
-        }
-    }
-    output.require_unpadded("a cut between stages", "the activation")?;
-    let tensor = output.tensor().clone();
-    if (tensor.shape(), tensor.dtype()) != (expected.shape, expected.dtype) {
-        return Err(TrainError::Activation {
-            op: op(),
-            given: format!("{} {:?}", tensor.dtype(), tensor.shape()),
-            expected: format!("{} {:?}", expected.dtype, expected.shape),
-        });
-    }
-    Ok(Message { tensor, types: output.types() })
 }

@@ -7,11 +7,11 @@
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
 use crate::boundary::Boundary;
-use crate::chunk::Message;
 use crate::clock::Clock;
 use crate::compress::NOTHING;
 use crate::feedback::Crossing;
 use crate::history::{Histories, History};
+use crate::message::{Message, Site};
 use crate::offload::disk::Disk;
 use crate::packing::{Packed, pack, part, restored};
 use crate::pass::Purpose;
@@ -25,17 +25,6 @@ use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
-
-/// A value that crosses a cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Site {
-    /// The number of the cut among all [boundaries](ModelPlan::boundaries).
-    pub cut: usize,
-    /// Whether it is an activation or its gradient.
-    pub direction: Direction,
-    /// The micro-batch.
-    pub micro: usize,
-}
 
 /// How one rank codes what crosses cuts.
 #[derive(Debug)]

@@ -4,9 +4,9 @@
 mod split;
 
 use crate::agreement::{require_same_model, require_same_plan};
-use crate::chunk::{Message, outgoing};
 use crate::clock::Clock;
-use crate::codec::{Codec, Site};
+use crate::codec::Codec;
+use crate::message::{Message, Site, outgoing};
 use crate::one_rank;
 use crate::pass::Purpose;
 use crate::step::require_fit;

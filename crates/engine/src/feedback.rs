@@ -6,8 +6,8 @@
 //! a new cut starts from zeros.
 
 use crate::boundary::Boundary;
-use crate::codec::Site;
 use crate::factor_sum::require_matrices;
+use crate::message::Site;
 use crate::packing::{Packed, refuse, require};
 use crate::{ModelPlan, Plan, PlanError, StateKey, TrainError};
 use meshwork_compress::feedback::Sender;

@@ -4,9 +4,10 @@
 
 use crate::compress::NOTHING;
 use crate::layout::{Layout, OnDevice};
-use crate::trace::{Uses, Walk, uses};
+use crate::trace::{Uses, uses};
+use crate::walk::Walk;
 use crate::weight_messages::{Now, WeightMessages};
-use crate::weights::Shared;
+use crate::zero::Shared;
 use crate::{LocalModel, ModelPlan, Plan, TrainError};
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};

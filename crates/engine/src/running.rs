@@ -1,8 +1,9 @@
 //! The stages of a rank as the pipeline's interpreter runs them.
 
 use crate::TrainError;
-use crate::chunk::{Chunk, Message};
+use crate::chunk::Chunk;
 use crate::codec::Codec;
+use crate::message::Message;
 use crate::pass::{Pass, Purpose};
 use crate::weights::WeightStore;
 use meshwork_pipeline::{Direction, Schedule, Tag};

@@ -3,7 +3,7 @@
 //! arXiv:1604.06174). A model may be cut between any two layers, so a segment is what a stage is: a [`Stage`] of the
 //! model. No model says anything about recomputation.
 
-use crate::chunk::Message;
+use crate::message::Message;
 use crate::offload::saved::Shelved;
 use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::watch::Watched;

@@ -2,8 +2,9 @@
 //! parameter's gradient is Partial, and the order in which gradients become final. One over all stages finds names of
 //! randomness that are used twice, and lists the operations that are [held against those of one rank](crate::one_rank).
 
-use crate::chunk::outgoing;
+use crate::message::outgoing;
 use crate::program::{Listing, ListingOf, Program};
+use crate::walk::Walk;
 use crate::{LocalModel, ModelPlan, Recompute, Segment, TiedWeight, TrainError};
 use meshwork_core::{Axis, Buffer, Rank, Types};
 use meshwork_nn::{Activation, Batch};
@@ -237,19 +238,6 @@ pub fn takes(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> bool {
     };
     let ran: Result<(), TrainError> = run();
     ran.is_ok()
-}
-
-/// A walk over the tape of a segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Walk {
-    /// Forward, up to the loss on the last stage.
-    Forward,
-    /// All gradients.
-    Backward,
-    /// The gradients of values, where those of weights are deferred.
-    Inputs,
-    /// Those of weights.
-    Weights,
 }
 
 /// The parameters that a segment reads in each walk, in order.

@@ -1,8 +1,8 @@
 //! Pipeline messages over the pp group.
 
 use crate::TrainError;
-use crate::chunk::Message;
 use crate::codec::Codec;
+use crate::message::Message;
 use crate::packing::Packed;
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;

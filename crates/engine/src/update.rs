@@ -16,7 +16,7 @@ use crate::{PlanError, TrainError};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Axis, Buffer, CommError, DType, Group, Rank, ReduceOp};
 use meshwork_data_parallel::cuts_batch;
-use meshwork_optim::{Kept, Over, ParamShape, Pass, Rule, State, Transform, Update};
+use meshwork_optim::{Kept, ParamShape, Pass, Rule, State, Transform, Update};
 use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
 use meshwork_tensor::orthogonal::transform;
 use meshwork_tensor::param::LocalSlice;
@@ -142,11 +142,6 @@ struct Open<'a> {
     states: &'a mut [Buffer],
     /// Counted from the page's first element.
     parts: Vec<Part>,
-}
-
-/// The extents of a state of sets.
-pub fn extents(over: Over, shape: &ParamShape) -> Shape {
-    Shape::new(&over.extents(shape))
 }
 
 /// Refuses a rule for matrices of hidden layers where a model declares none, and where it would be given something

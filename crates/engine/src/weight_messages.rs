@@ -10,7 +10,7 @@
 //! where a forward is recomputed.
 
 use crate::layout::Layout;
-use crate::weights::Shared;
+use crate::zero::Shared;
 use crate::{Plan, PlanError};
 use meshwork_compress::{CompressError, Draws, Fold, Scheme, Shape, wire_bytes};
 use meshwork_core::{Buffer, DType, FlatSlice};

@@ -7,12 +7,12 @@ use crate::TrainError;
 use crate::gradients::Gradients;
 use crate::layout::NormShard;
 use crate::offload::disk::Disk;
-use crate::state::{Place, StateVector, vectors};
+use crate::state_vector::{Place, StateVector, vectors};
 use crate::statistics::StatisticSums;
 use crate::update::{OfFlat, Part, States, Updates, Window};
-use crate::zero::{Cuts, Vector};
+use crate::zero::{Cuts, Shared, Vector};
 use meshwork_core::exact::LIMBS;
-use meshwork_core::{Buffer, DType, FlatSlice, Group, Pending};
+use meshwork_core::{Buffer, DType, Pending};
 use meshwork_optim::{LrSchedule, Rule, Update};
 use meshwork_tensor::param::{StatisticId, host_floats};
 use meshwork_tensor::{Category, Device, Error, ParamId, Params};
@@ -20,17 +20,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
-
-/// How ranks share out a flat buffer.
-#[derive(Clone, Debug)]
-pub struct Shared {
-    /// Its parameters, in order.
-    pub members: Vec<ParamId>,
-    /// The slice that is this rank's own.
-    pub slice: FlatSlice,
-    /// The ranks that have the other slices; `None` for frozen parameters, which are not shared out.
-    pub sharers: Option<Group>,
-}
 
 /// Weights, gradients and optimizer of one rank.
 ///
@@ -67,13 +56,6 @@ pub struct WeightStore {
     older: Vec<Weak<Params>>,
     most_versions: usize,
     device: Arc<dyn Device>,
-}
-
-impl Shared {
-    /// Whether other ranks have slices of it.
-    pub fn is_cut(&self) -> bool {
-        self.slice.padded() > self.slice.count()
-    }
 }
 
 /// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does

@@ -16,6 +16,7 @@
 use crate::{Plan, PlanError};
 use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
 use meshwork_data_parallel::cuts_batch;
+use meshwork_tensor::ParamId;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -104,6 +105,24 @@ impl Cuts {
             false if vector == Vector::Weights && self.stage >= ZeroStage::States => 0..slice.padded(),
             false => 0..slice.elements(),
         }
+    }
+}
+
+/// How ranks share out a flat buffer.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// Its parameters, in order.
+    pub members: Vec<ParamId>,
+    /// The slice that is this rank's own.
+    pub slice: FlatSlice,
+    /// The ranks that have the other slices; `None` for frozen parameters, which are not shared out.
+    pub sharers: Option<Group>,
+}
+
+impl Shared {
+    /// Whether other ranks have slices of it.
+    pub fn is_cut(&self) -> bool {
+        self.slice.padded() > self.slice.count()
     }
 }
 

@@ -27,7 +27,7 @@ mod verify;
 pub use evaluate::{AtCuts, Evaluation};
 
 use crate::agreement::{require_same_model, require_same_plan};
-use crate::chunk::{Chunk, Message};
+use crate::chunk::Chunk;
 use crate::clock::Clock;
 use crate::codec::Codec;
 use crate::dry_run;
@@ -36,6 +36,7 @@ use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, kept_of_gradients, norm_shards, replica};
+use crate::message::Message;
 use crate::mixed::Scaler;
 use crate::offload::Traffic;
 use crate::offload::disk::Disk;
@@ -49,8 +50,8 @@ use crate::statistics::{Noted, Reported, ReportedStatistic, StatisticSums};
 use crate::transport::PipeTransport;
 use crate::update::{self, Updates};
 use crate::verify::Verify;
-use crate::weights::{Shared, WeightStore};
-use crate::zero::{Cuts, ZeroGroups};
+use crate::weights::WeightStore;
+use crate::zero::{Cuts, Shared, ZeroGroups};
 use crate::{
     Compress, LocalModel, LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Recompute, Samples, TiedWeight,
     TrainError, Vector, Watch, Zero, ZeroStage,
