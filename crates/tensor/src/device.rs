@@ -1,17 +1,17 @@
 //! Devices: the memory of tensors, and the kernels that compute on it.
 //!
-//! A device offers small traits of kernels ([`crate::kernel`]); a missing one is an error that names it. There are two
-//! devices here: [`cpu`](crate::cpu) computes; [`meta`](crate::meta) tracks only shapes, so that a step run on it gives
-//! FLOPs, bytes and collectives without data. Each kernel trait is implemented in one file per device.
+//! A device offers small traits of kernels ([`crate::kernel`]); a missing one is an error that names it. The device
+//! [`meta`](crate::meta) tracks only shapes, so that a step run on it gives FLOPs, bytes and collectives without data;
+//! devices that compute are crates of their own. Each kernel trait is implemented in one file per device.
 
+use crate::accounts::{Accounts, CategoryScope};
 use crate::error::{Error, Result};
 use crate::kernel::*;
-use crate::later::{Download, Upload};
 use crate::launches::Launches;
-use crate::memory::{Accounts, Category, CategoryScope, MemoryUse};
+use crate::memory::{Category, MemoryUse};
 use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The kernel traits, each with the name by which a device offers it.
@@ -323,5 +323,57 @@ impl Meter {
     /// The most bytes that were ever alive at once.
     pub fn peak_bytes(&self) -> u64 {
         self.peak().total()
+    }
+}
+
+/// A copy on its way to the host ([`Device::download_later`]). The memory that it is of is neither written nor dropped
+/// before it is waited for.
+pub struct Download(Box<dyn FnOnce() -> Result<Buffer> + Send>);
+
+/// Memory that is ready for values from the host ([`Device::upload_later`]).
+pub struct Upload(Box<CopyToDevice>);
+
+/// Copies values to memory of a device, and gives the memory back.
+type CopyToDevice = dyn FnOnce(&dyn Device, &Buffer) -> Result<Buffer>;
+
+impl Download {
+    /// One that `wait` waits for.
+    pub fn new(wait: impl FnOnce() -> Result<Buffer> + Send + 'static) -> Self {
+        Self(Box::new(wait))
+    }
+
+    /// Waits for the copy. Any thread may do that.
+    ///
+    /// # Errors
+    /// Of the device.
+    pub fn wait(self) -> Result<Buffer> {
+        self.0()
+    }
+}
+
+impl Upload {
+    /// One that `copy` copies, given its device and the values.
+    pub fn new(copy: impl FnOnce(&dyn Device, &Buffer) -> Result<Buffer> + 'static) -> Self {
+        Self(Box::new(copy))
+    }
+
+    /// Copies values to the memory, and gives it back: what is queued from now on has them.
+    ///
+    /// # Errors
+    /// Values of another type or number, and those of the device.
+    pub fn copy(self, device: &dyn Device, values: &Buffer) -> Result<Buffer> {
+        self.0(device, values)
+    }
+}
+
+impl Debug for Download {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Download")
+    }
+}
+
+impl Debug for Upload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Upload")
     }
 }

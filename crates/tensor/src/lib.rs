@@ -10,11 +10,11 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod accounts;
 pub mod collective;
 pub mod device;
 mod error;
 pub mod kernel;
-mod later;
 mod launches;
 pub mod memory;
 pub mod meta;
@@ -31,10 +31,9 @@ mod tensor;
 pub mod verify;
 mod widened;
 
-pub use device::{Device, Kernels, Meter, Transfers, Work};
+pub use device::{Device, Download, Kernels, Meter, Transfers, Upload, Work};
 pub use error::{Error, Result};
 pub use kernel::Precision;
-pub use later::{Download, Upload};
 pub use launches::Launches;
 pub use memory::{Category, MemoryUse};
 pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Placement, Role};

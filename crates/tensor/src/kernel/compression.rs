@@ -85,6 +85,6 @@ kernels! {
 
         /// Writes `p qᵀ / among` for the factors `[p, q]`.
         fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()>
-            | profile(= What::compression("join", &[&factors[0], &factors[1], out])), halves(as_is);
+            | profile(= Traffic::compression("join", &[&factors[0], &factors[1], out])), halves(as_is);
     }
 }

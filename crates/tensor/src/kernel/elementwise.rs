@@ -49,7 +49,7 @@ kernels! {
         /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no
         /// functions of the host.
         fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>>
-            | profile(= What::of(Class::Pointwise, "host_map", inputs)), halves(own), proxy(default)
+            | profile(= Traffic::of(Class::Pointwise, "host_map", inputs)), halves(own), proxy(default)
             | default {
                 _ = (inputs, f);
                 Ok(None)

@@ -34,7 +34,7 @@ kernels! {
         /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of
         /// `vocab` over all ranks. An id outside the vocabulary is an error.
         fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>
-            | profile(= What::lookup(ids, table, width)), halves(as_is);
+            | profile(= Traffic::lookup(ids, table, width)), halves(as_is);
 
         /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each block in the order of i.
         fn lookup_grad(
@@ -45,7 +45,7 @@ kernels! {
             width: usize,
             dtable: TableGrad<'_>,
         ) -> Result<()>
-            | profile(= What::lookup_grad(ids, dout, width, &dtable)), halves(own);
+            | profile(= Traffic::lookup_grad(ids, dout, width, &dtable)), halves(own);
 
         /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
         fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>
@@ -61,6 +61,6 @@ kernels! {
             width: usize,
             dtable: TableGrad<'_>,
         ) -> Result<()>
-            | profile(= What::positions_grad(dout, width, &dtable)), halves(own);
+            | profile(= Traffic::positions_grad(dout, width, &dtable)), halves(own);
     }
 }

@@ -53,7 +53,7 @@ kernels! {
     pub trait Grouped at grouped_matmul {
         /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
         fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>
-            | profile(= What::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own);
+            | profile(= Traffic::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own);
 
         /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs
         /// `[rows, n / 2]` of type `stored`), with the bits of both one after the other. Sums of one block alone.
@@ -64,10 +64,10 @@ kernels! {
             w: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= What::grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w])), halves(own);
+            | profile(= Traffic::grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w])), halves(own);
         /// `dX_g = dY_g · W_g`.
         fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>
-            | profile(= What::grouped("grouped gemm nn", spec, w.dtype(), &[dy, w])), halves(own);
+            | profile(= Traffic::grouped("grouped gemm nn", spec, w.dtype(), &[dy, w])), halves(own);
         /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.
         fn grouped_weight_grad(
             &self,
@@ -77,7 +77,7 @@ kernels! {
             x: &Buffer,
             dw: GroupedGrad<'_>,
         ) -> Result<()>
-            | profile(= What::grouped_weight_grad(spec, [dy, x], &dw)), halves(own);
+            | profile(= Traffic::grouped_weight_grad(spec, [dy, x], &dw)), halves(own);
         /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
         fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(wide x, bias -> x);

@@ -14,7 +14,7 @@ kernels! {
 
         /// `[outer, extent, inner] → [outer, range, inner]`.
         fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>
-            | profile(= What::moved(Class::Memory, "narrow", x, outer * range.len() * inner)), halves(as_is);
+            | profile(= Traffic::moved(Class::Memory, "narrow", x, outer * range.len() * inner)), halves(as_is);
 
         /// `[outer, range, inner] → [outer, extent, inner]`, zero outside `range`.
         fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer>
@@ -41,7 +41,7 @@ kernels! {
         /// # Errors
         /// When the dtypes differ, when either range lies outside its buffer, or when `dst` is shared.
         fn copy_into(&self, src: &Buffer, range: Range<usize>, dst: &mut Buffer, at: usize) -> Result<()>
-            | profile(= What::moved(Class::Memory, "copy_into", src, 2 * range.len())), halves(as_is);
+            | profile(= Traffic::moved(Class::Memory, "copy_into", src, 2 * range.len())), halves(as_is);
     }
 }
 

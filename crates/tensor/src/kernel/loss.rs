@@ -41,7 +41,7 @@ kernels! {
         /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum
         /// of exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
         fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>
-            | profile(= What::row_stats(logits, targets, shard)), halves(as_is);
+            | profile(= Traffic::row_stats(logits, targets, shard)), halves(as_is);
 
         /// Takes the larger of each two maxima.
         fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>

@@ -87,15 +87,15 @@ kernels! {
     pub trait Matmul at matmul {
         /// Computes `spec` into the elements of `c` from `start` on.
         fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= What::gemm(spec, [a, b], c)), halves(own);
+            | profile(= Traffic::gemm(spec, [a, b], c)), halves(own);
         /// Computes the sum of two products with equal numbers of rows, columns and blocks into the elements of `c`
         /// from `start` on. Each block sums the terms of the first product, then those of the second.
         fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= What::gemm_sum(specs, a, b, c)), halves(own);
+            | profile(= Traffic::gemm_sum(specs, a, b, c)), halves(own);
         /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, with the bits of the product and then
         /// [`bias`](super::Pointwise::bias).
         fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>
-            | profile(= What::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product,
         /// then [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of
         /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is its type or that of its
@@ -108,10 +108,10 @@ kernels! {
             bias: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= What::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`),
         /// with the bits of both one after the other.
         fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>
-            | profile(= What::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own);
+            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own);
     }
 }

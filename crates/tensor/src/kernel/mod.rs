@@ -24,12 +24,14 @@ mod matmul;
 mod norm;
 mod operand;
 mod optim;
+mod outcome;
 mod permutation;
 mod pointwise;
 mod precision;
 mod reduction;
 mod rotary;
 mod routing;
+mod traffic;
 mod windows;
 
 pub use attention::{
@@ -45,10 +47,12 @@ pub use loss::{Loss, VocabShard};
 pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
 pub use optim::{FlatParts, Measured, Optim, WholePart, WholeVectors};
+pub(crate) use outcome::Outcome;
 pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};
 pub use precision::Precision;
 pub use reduction::Reduction;
 pub use rotary::{Rotary, RotaryScaling};
 pub use routing::{Draw, Overflow, Pick, Routing, Selected, Selection};
+pub(crate) use traffic::Traffic;
 pub use windows::{Window, Windows};

@@ -12,19 +12,19 @@ kernels! {
     pub trait Optim at optim {
         /// Sets a range of elements to zero.
         fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>
-            | profile(= What::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
+            | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
 
         /// Adds Σ x² of each of these vectors to element `at` of the f64 vector `sums`, one after the other. Each sum
         /// is accumulated in f64 in an order that depends on the length of the vector alone. They stay on the device,
         /// so nothing waits for them.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
-            | profile(= What::vectors("sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own);
 
         /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
         /// f64 vector `digits` from `at` on: ranks may cut the sum in any way. Exact for up to 2^21 additions to the
         /// same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
-            | profile(= What::vectors("exact_sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own);
 
         /// Applies an update rule to elements of flat vectors, the same update to all: what a device can do for many
         /// vectors at once, it does so.
@@ -32,7 +32,7 @@ kernels! {
         /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
         /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
         fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>
-            | profile(= What::update(flats)), halves(own);
+            | profile(= Traffic::update(flats)), halves(own);
 
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
         /// measures to `into`; without it only states of elements are updated. Refuses rules as
@@ -45,7 +45,7 @@ kernels! {
             vectors: WholeVectors<'_>,
             into: Option<Measured<'_>>,
         ) -> Result<()>
-            | profile(= What::whole("measure", part, weights, &vectors)), halves(own);
+            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own);
 
         /// Divides x by the root of the only element of `squares`, an f64, or by `least` if that is larger.
         fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
@@ -65,11 +65,11 @@ kernels! {
             at: usize,
             sets: &mut [Buffer],
         ) -> Result<()>
-            | profile(= What::settle(totals, sets)), halves(as_is);
+            | profile(= Traffic::settle(totals, sets)), halves(as_is);
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>
-            | profile(= What::whole("update", part, weights, &vectors)), halves(own);
+            | profile(= Traffic::whole("update", part, weights, &vectors)), halves(own);
     }
 }
 

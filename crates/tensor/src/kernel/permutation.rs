@@ -47,7 +47,7 @@ kernels! {
 
         /// `out[i] = x[index[i] / per]`, rows of `width` elements of any type.
         fn gather(&self, x: &Buffer, index: &Buffer, per: usize, width: usize) -> Result<Buffer>
-            | profile(= What::gather(x, index, width)), halves(as_is);
+            | profile(= Traffic::gather(x, index, width)), halves(as_is);
 
         /// `out[t] = Σ_j weights[t, j] · rows[slots[t, j]]` over the choices that have a slot; without weights, the sum
         /// of the rows. The terms are added in the [tree](meshwork_core::tree) over the ids, without those that are

@@ -37,7 +37,7 @@ kernels! {
         /// The sum of `count` vectors of `n` elements that lie in `x` from `start` on, in the
         /// [tree](meshwork_core::tree): written to `x[to..to + n]`, where `to <= start`. The vectors are overwritten.
         fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()>
-            | profile(= What::moved(Class::Pointwise, "tree_sum", x, (count + 1) * n)), halves(own);
+            | profile(= Traffic::moved(Class::Pointwise, "tree_sum", x, (count + 1) * n)), halves(own);
         /// x + bias.
         fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(alike x, bias -> x);
@@ -87,7 +87,7 @@ kernels! {
         /// # Errors
         /// As [`cast`](Self::cast), and when there is no room or `out` is shared.
         fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()>
-            | profile(= What::cast_into(x, out)), halves(own);
+            | profile(= Traffic::cast_into(x, out)), halves(own);
         /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
         fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
             | profile(Pointwise: x), halves(as_is);

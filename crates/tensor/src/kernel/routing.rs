@@ -86,7 +86,7 @@ kernels! {
         /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
         /// scores, of equal ones the earlier. `[tokens, experts]`: expert or -1.
         fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
-            | profile(= What::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
+            | profile(= Traffic::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
 
         /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if
         /// `normalise` over their sum.

@@ -9,7 +9,7 @@
 //! | clause | for | says |
 //! |---|---|---|
 //! | `profile(Class: x, bias)` | [`Profiled`] | the class of the span, and the memory that the call reads; what it returns is written. Memory that is read and written is named twice |
-//! | `profile(= What::..)` | | the span, where it has another name or moves other bytes |
+//! | `profile(= Traffic::..)` | | the span, where it has another name or moves other bytes |
 //! | `halves(as_is)` | [`Widened`] | every device takes operands in 16 bits, and rounds its results itself |
 //! | `halves(wide x -> x)` | | these operands are copied in f32; the result, of several the first, is rounded to the type of `x` |
 //! | `halves(alike x, bias -> x)` | | the same, but only where these operands differ in type. `=> stored`: the result gets the type of that argument. `; sum`: an operand that the result is added to |
@@ -18,8 +18,9 @@
 //! | `default {..}` | the trait | the body of a provided method |
 
 pub(super) use super::operand::Operand;
+pub(super) use super::traffic::Traffic;
 pub(super) use crate::error::Result;
-pub(super) use crate::profiled::{Profiled, What};
+pub(super) use crate::profiled::Profiled;
 pub(super) use crate::proxy::{Proxy, hidden};
 pub(super) use crate::widened::Widened;
 pub(super) use meshwork_core::profile::Class;
@@ -43,8 +44,8 @@ macro_rules! kernels {
 
         impl $Trait for Profiled {$(
             fn $name(&$this $(, $arg: $type)*) -> Result<$result> {
-                let what = kernels!(@what $name $($profile)*);
-                $this.record(what, |device| device.$family()?.$name($($arg),*))
+                let traffic = kernels!(@traffic $name $($profile)*);
+                $this.record(traffic, |device| device.$family()?.$name($($arg),*))
             }
         )*}
 
@@ -65,10 +66,10 @@ macro_rules! kernels {
     (@declare [$($method:tt)*]) => { $($method)*; };
     (@declare [$($method:tt)*] $default:block) => { $($method)* $default };
 
-    (@what $name:ident = $what:expr) => { $what };
-    (@what $name:ident Compression: $($read:expr),*) => { What::compression(stringify!($name), &[$(&*$read),*]) };
-    (@what $name:ident $Class:ident: $($read:expr),* $(; $sum:ident)?) => {
-        What::of(Class::$Class, stringify!($name), &[$(&*$read),*]) $(.reading($sum.as_ref()))?
+    (@traffic $name:ident = $what:expr) => { $what };
+    (@traffic $name:ident Compression: $($read:expr),*) => { Traffic::compression(stringify!($name), &[$(&*$read),*]) };
+    (@traffic $name:ident $Class:ident: $($read:expr),* $(; $sum:ident)?) => {
+        Traffic::of(Class::$Class, stringify!($name), &[$(&*$read),*]) $(.reading($sum.as_ref()))?
     };
 
     (@halves $this:ident $name:ident $args:tt $call:block as_is) => { $call };

@@ -18,12 +18,11 @@
 
 mod kernels;
 
-use crate::device::{Device, Kernels, Meter};
+use crate::device::{Device, Download, Kernels, Meter, Upload};
 use crate::error::Result;
-use crate::later::{Download, Upload};
+use crate::kernel::Outcome;
 use crate::launches::Launches;
 use crate::pinned::Pinned;
-use crate::proxy::Outcome;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
