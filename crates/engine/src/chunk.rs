@@ -1,7 +1,7 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
 use crate::TrainError;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
 use crate::gathers::Gathers;
 use crate::message::{Message, Site, outgoing};
 use crate::offload::saved::{Shelf, Shelved, Shelving};

@@ -5,7 +5,7 @@ mod split;
 
 use crate::agreement::{require_same_model, require_same_plan};
 use crate::clock::Clock;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
 use crate::message::{Message, Site, outgoing};
 use crate::one_rank;
 use crate::pass::Purpose;
@@ -207,7 +207,7 @@ impl Decoder {
                 Some(before) => Some(transport.recv(holder(before), tag(before))?),
             };
             let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
-            tape.compress_rows(compress.of_rows());
+            tape.compress_rows(compress.row_schemes());
             let input = input.map(|message| tape.input(message.tensor, message.types));
             let output = stage.forward(&tape, batch, input.as_ref())?;
             cache.advance(tokens);

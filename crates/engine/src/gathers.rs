@@ -2,11 +2,11 @@
 //! Which parameters a stage reads in which order is recorded before the first step, in a pass without data; so the next
 //! ones are on their way while a layer computes, and all ranks gather in one order.
 
-use crate::compress::NOTHING;
+use crate::compress::settings::NOTHING;
+use crate::compress::weight_messages::{Now, WeightMessages};
 use crate::layout::{Layout, OnDevice};
 use crate::trace::{Uses, uses};
 use crate::walk::Walk;
-use crate::weight_messages::{Now, WeightMessages};
 use crate::zero::Shared;
 use crate::{LocalModel, ModelPlan, Plan, TrainError};
 use meshwork_core::Buffer;
@@ -62,8 +62,8 @@ impl Gathers {
         );
         let now = Arc::new(Now::default());
         if plan.compress.weights != NOTHING {
-            let of = (layout, shared);
-            let messages = WeightMessages::new(plan, &local.declarations, of, world_rank, device, now.clone())?;
+            let declarations = &local.declarations;
+            let messages = WeightMessages::new(plan, declarations, layout, shared, world_rank, device, now.clone())?;
             gatherer = gatherer.with_messages(messages);
         }
         Ok(Self { gatherer, orders, now })

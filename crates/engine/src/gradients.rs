@@ -1,7 +1,7 @@
 //! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
 use crate::TrainError;
-use crate::lossy_sum::SumState;
+use crate::compress::sum_plan::SumState;
 use meshwork_core::{Buffer, Types};
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::param::host_floats;

@@ -3,9 +3,11 @@
 //!
 //! More than 400 lines: one pass over the parameters decides slices, buckets and sums together.
 
-use crate::compress::NOTHING;
-use crate::factor_sum::{FactorSum, factored, kept_factors};
-use crate::lossy_sum::{LossySum, Own, SumPlan, SumState, kept};
+use crate::compress::factor_sum::FactorSum;
+use crate::compress::lossy_sum::LossySum;
+use crate::compress::matrices::FactoredParameter;
+use crate::compress::settings::NOTHING;
+use crate::compress::sum_plan::{self, Replica, Replicas, SumPlan, SumState};
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, ZeroGroups};
 use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError, Vector, Zero, ZeroStage};
@@ -213,23 +215,25 @@ impl Layout {
         let among = group.iter().position(|&rank| rank == world_rank)?;
         let slice = self.slice(mesh, world_rank, flat);
         let scatter = Cuts::of(plan).scatter() && slice.place()[1] > 1;
-        let place = if scatter { slice.place() } else { [among, group.len()] };
+        let [rank, ranks] = if scatter { slice.place() } else { [among, group.len()] };
         let factored = match plan.compress.gradients {
             Scheme::PowerSgd(of) => {
-                let on = (mesh, mesh.coords(world_rank));
-                self.flats[flat].iter().map(|&id| factored(of, declarations.spec(id), on, self.place(id).1)).collect()
+                let coords = mesh.coords(world_rank);
+                let factored = |id| FactoredParameter::new(of, declarations.spec(id), mesh, coords, self.place(id).1);
+                self.flats[flat].iter().copied().map(factored).collect()
             }
             _ => Vec::new(),
         };
         let name = |id: &ParamId| format!("gradient of {}", declarations.spec(*id).name);
-        (place[1] > 1).then(|| SumPlan {
+        (ranks > 1).then(|| SumPlan {
             scheme: plan.compress.gradients,
             feedback: plan.compress.feedback,
             name: self.flats[flat].first().map_or_else(String::new, name),
             seed: plan.seed,
             starts_at: plan.compress.start_step.saturating_sub(1) * updates as u64,
             elements: self.elements[flat],
-            place,
+            rank,
+            ranks,
             scatter,
             padding: self.padding(flat, declarations, mesh, world_rank),
             factored,
@@ -258,18 +262,16 @@ impl Layout {
         padding.collect()
     }
 
-    /// This rank's number among those whose gradients of a flat buffer are added up, and their number; or that of its
-    /// sum over data-parallel ranks among those sums.
-    pub fn replica_of_sum(&self, mesh: &Mesh, world_rank: usize, flat: usize, own: Own) -> [usize; 2] {
-        let (coords, mut place) = (mesh.coords(world_rank), [0, 1]);
-        let mut count = |index: usize, of: usize| place = [place[0] * of + index, place[1] * of];
-        let Some(key) = self.keys.get(flat) else { return place };
-        let axes = key.axes.iter().filter(|&&axis| own == Own::Each || !cuts_batch(axis));
-        axes.for_each(|&axis| count(coords.get(axis), mesh.degree(axis)));
-        if let Some(tied) = &key.tied_ranks {
-            count(tied.iter().position(|&stage| stage == coords.get(Axis::Pp)).unwrap_or(0), tied.len());
-        }
-        place
+    /// The replica of a state of compressed gradients of a flat buffer that a rank has.
+    pub fn replica_of_sum(&self, mesh: &Mesh, world_rank: usize, flat: usize, replicas: Replicas) -> Replica {
+        let (coords, one) = (mesh.coords(world_rank), Replica::ONE);
+        let Some(key) = self.keys.get(flat) else { return one };
+        let axes = key.axes.iter().filter(|&&axis| replicas == Replicas::Ranks || !cuts_batch(axis));
+        let replica = axes.fold(one, |all, &axis| all.within(coords.get(axis), mesh.degree(axis)));
+        key.tied_ranks.as_ref().map_or(replica, |tied| {
+            let place = tied.iter().position(|&stage| stage == coords.get(Axis::Pp));
+            replica.within(place.unwrap_or(0), tied.len())
+        })
     }
 
     /// The reducer of the buckets. `tapes` counts the tapes of a stage between two updates.
@@ -357,24 +359,15 @@ pub fn kept_of_gradients(
     let mut all = Vec::new();
     for (flat, plan) in sums.iter().enumerate() {
         let Some(plan) = plan else { continue };
-        let members = layout.flats[flat].iter().map(|&id| (declarations.spec(id), layout.place(id).1));
-        let found = kept(
-            plan,
-            |own| layout.replica_of_sum(mesh, world_rank, flat, own),
-            members,
-            (mesh, mesh.coords(world_rank)),
-        );
-        let refuse = |error: meshwork_compress::CompressError| PlanError::Compress {
+        let member = |&id| sum_plan::Member { spec: declarations.spec(id), range: layout.place(id).1 };
+        let members: Vec<_> = layout.flats[flat].iter().map(member).collect();
+        let replica = |replicas| layout.replica_of_sum(mesh, world_rank, flat, replicas);
+        let found = plan.kept(replica, &members, mesh, mesh.coords(world_rank));
+        let found = found.map_err(|error| PlanError::Compress {
             place: "gradients",
             scheme: plan.scheme.to_string(),
             problem: format!("{}: {error}", plan.name),
-        };
-        let mut found = found.map_err(refuse)?;
-        if let Scheme::PowerSgd(of) = plan.scheme {
-            let replica = |own| layout.replica_of_sum(mesh, world_rank, flat, own);
-            let specs = layout.flats[flat].iter().map(|&id| declarations.spec(id));
-            found.extend(kept_factors(of, plan, replica, specs, (mesh, mesh.coords(world_rank))));
-        }
+        })?;
         all.extend(found.into_iter().map(|kept| (flat, kept)));
     }
     Ok(all)

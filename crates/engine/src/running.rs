@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::chunk::Chunk;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
 use crate::message::Message;
 use crate::pass::{Pass, Purpose};
 use crate::weights::WeightStore;

@@ -1,10 +1,10 @@
 //! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to
 //! another mesh.
 
-use crate::feedback::{Crossing, crossings};
-use crate::history::{History, saved_slices};
+use crate::compress::crossing::{Crossing, Staged, crossings};
+use crate::compress::history::{History, saved_slices};
+use crate::compress::sum_plan::SumState;
 use crate::layout::{Layout, kept_of_gradients};
-use crate::lossy_sum::SumState;
 use crate::state_vector::{StateKey, StateVector, loss_scale, vectors};
 use crate::zero::Cuts;
 use crate::{ModelPlan, Plan, TrainError};
@@ -131,6 +131,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             }
         }
     }
+    let staged = Staged { plan, model: &model, schedule: &schedule };
     for rank in 0..mesh.world_size() {
         if plan.mixed.is_some() {
             let (key, dims) = loss_scale();
@@ -144,7 +145,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             });
         }
         let mut histories = BTreeSet::new();
-        for crossing in crossings(plan, &model, &schedule, mesh, mesh.coords(rank))? {
+        for crossing in crossings(staged, mesh.coords(rank))? {
             let kind = StateKind::Feedback;
             if let Some(samples) = plan.compress.aqsgd
                 && crossing.site.direction == Direction::Activation

@@ -1,9 +1,9 @@
 //! Pipeline messages over the pp group.
 
 use crate::TrainError;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
+use crate::compress::packing::Packed;
 use crate::message::Message;
-use crate::packing::Packed;
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
 use meshwork_pipeline::{Direction, Tag};

@@ -3,8 +3,8 @@
 use super::Trainer;
 use crate::chunk::Chunk;
 use crate::clock::Clock;
-use crate::codec::Codec;
-use crate::compress::NOTHING;
+use crate::compress::codec::Codec;
+use crate::compress::settings::NOTHING;
 use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;

@@ -29,10 +29,10 @@ pub use evaluate::{AtCuts, Evaluation};
 use crate::agreement::{require_same_model, require_same_plan};
 use crate::chunk::Chunk;
 use crate::clock::Clock;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
+use crate::compress::crossing::{Staged, crossings};
+use crate::compress::matrices::require_matrices;
 use crate::dry_run;
-use crate::factor_sum;
-use crate::feedback::crossings;
 use crate::gathers::Gathers;
 use crate::gradients::{Gradients, OrderedSums};
 use crate::layout::{Layout, join_tied, kept_of_gradients, norm_shards, replica};
@@ -275,7 +275,7 @@ impl Trainer {
             replica(spec, &tied, &rank, |_| false).0 == 0
         });
         update::require_matrices(&plan.optimizer, &parameters)?;
-        factor_sum::require_matrices(&plan.compress, &parameters)?;
+        require_matrices(&plan.compress, &parameters)?;
         let updates = (&*rank, update::join(&rank, &plan.optimizer, cuts, &parameters)?);
         let updater = Updates::new(&plan.optimizer, &params, &layout, cuts, updates, &parameters, device.clone());
         let update = (plan.optimizer.clone(), updater, plan.lr);
@@ -295,9 +295,10 @@ impl Trainer {
         let chunks = stages.into_iter().map(chunk).collect();
         let activations: Rc<[Activation]> = model_plan.activations(&micro)?.into();
         let (in_flight, scatter) = (driver.in_flight(), plan.scatter_gather);
-        let crossings = crossings(plan, &model_plan, &schedule, rank.mesh(), rank.coords())?;
+        let staged = Staged { plan, model: &model_plan, schedule: &schedule };
+        let crossings = crossings(staged, rank.coords())?;
         let of_samples = disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(|offload| offload.samples));
-        let codec = Codec::training((plan, &model_plan, &schedule), crossings, &rank, of_samples, &device)?;
+        let codec = Codec::training(staged, crossings, &rank, of_samples, &device)?;
         let codec = Rc::new(RefCell::new(codec));
         let forward = |micros| lower(&forward_only_replicated(&schedule.placement, &schedule.replicas, micros));
         Ok(Self {

@@ -85,7 +85,7 @@ impl Trainer {
         let mut pass = self.pass(Purpose::Evaluate, first)?;
         pass.micro_batch = micro_batch;
         pass.activations = self.plan.activations(&first.part(0..micro_batch)?)?.into();
-        pass.rows = self.compress.exact_in_forward().of_rows();
+        pass.rows = self.compress.exact_in_forward().row_schemes();
         self.forward_only(&pass, AtCuts::Exact, first.samples() / micro_batch)?;
         let mut said = [pass.mixes_samples.get(), pass.decides.get()].map(|said| f64::from(u8::from(said)));
         self.rank.world().all_reduce_slice(&mut said, ReduceOp::Max)?;

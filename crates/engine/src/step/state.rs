@@ -3,7 +3,7 @@
 use super::Trainer;
 use super::verify::of_floats;
 use crate::TrainError;
-use crate::lossy_sum::{SumState, of_replica};
+use crate::compress::sum_plan::{Replica, SumState};
 use crate::state::{StatePiece, StateSource, StateView, TrainState};
 use crate::state_vector::{StateKey, StateVector, loss_scale, vectors};
 use meshwork_core::hash::combine;
@@ -234,7 +234,7 @@ fn read_kept(source: &dyn StateSource, SumState { key, dims, slice, .. }: &SumSt
     let (before, replicas, me) = (held.first().copied().unwrap_or(0), dims[0], slice.ranges[0].start);
     let of = LocalSlice { stored: Shape::new(&slice.stored[1..]), ranges: slice.ranges[1..].to_vec() };
     for old in (0..before).filter(|old| old * replicas / before == me) {
-        let (dims, slice) = of_replica(Shape::new(&dims[1..]), of.clone(), [old, before]);
+        let (dims, slice) = Replica { index: old, of: before }.slice_of(Shape::new(&dims[1..]), of.clone());
         values.iter_mut().zip(source.read(key, dims, &slice)?).for_each(|(sum, share)| *sum += share);
     }
     Ok(values)

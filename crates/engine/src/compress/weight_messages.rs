@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// The part of a message that has the elements of one parameter.
 #[derive(Clone, Debug)]
 struct Part {
-    /// What is drawn is drawn for this name, from this element on.
+    /// Random numbers are drawn for this name, from this element on.
     name: String,
     first: usize,
     /// Its elements in the flat buffer.
@@ -35,7 +35,7 @@ struct Part {
 
 /// The messages of one flat buffer.
 #[derive(Debug)]
-struct OfFlat {
+struct FlatMessages {
     /// The slices by rank, with the parts of their messages.
     slices: Vec<(FlatSlice, Vec<Part>)>,
     /// This rank's number among them.
@@ -53,14 +53,14 @@ pub struct WeightMessages {
     scheme: Scheme,
     seed: u64,
     /// Of the flat buffers that ranks share out.
-    flats: Vec<Option<OfFlat>>,
+    flats: Vec<Option<FlatMessages>>,
     device: Arc<dyn Device>,
     /// The type of the weights.
     dtype: DType,
     now: Arc<Now>,
 }
 
-/// What the gathers of a pass do.
+/// Whether the gathers of a pass compress, and for which weights.
 #[derive(Debug, Default)]
 pub struct Now {
     compresses: AtomicBool,
@@ -87,7 +87,8 @@ impl WeightMessages {
     pub fn new(
         plan: &Plan,
         declarations: &Declarations,
-        (layout, shared): (&Layout, &[Shared]),
+        layout: &Layout,
+        shared: &[Shared],
         world_rank: usize,
         device: &Arc<dyn Device>,
         now: Arc<Now>,
@@ -95,7 +96,7 @@ impl WeightMessages {
         let scheme = plan.compress.weights;
         let of_flat = |(flat, shared): (usize, &Shared)| {
             let cut = shared.sharers.is_some() && shared.is_cut();
-            cut.then(|| OfFlat::new(scheme, declarations, layout, (flat, shared.slice), plan, world_rank)).transpose()
+            cut.then(|| FlatMessages::new(plan, declarations, layout, flat, shared.slice, world_rank)).transpose()
         };
         let flats = shared.iter().enumerate().map(of_flat).collect::<Result<_, _>>();
         let flats = flats.map_err(|error: CompressError| PlanError::Compress {
@@ -111,16 +112,16 @@ impl WeightMessages {
     }
 }
 
-impl OfFlat {
+impl FlatMessages {
     fn new(
-        scheme: Scheme,
+        plan: &Plan,
         declarations: &Declarations,
         layout: &Layout,
-        (flat, slice): (usize, FlatSlice),
-        plan: &Plan,
+        flat: usize,
+        slice: FlatSlice,
         world_rank: usize,
     ) -> Result<Self, CompressError> {
-        let ([place, ranks], elements) = (slice.place(), slice.elements());
+        let (scheme, [place, ranks], elements) = (plan.compress.weights, slice.place(), slice.elements());
         let parts_of = |slice: FlatSlice| {
             let mut end = 0;
             let mut part = |&id| {

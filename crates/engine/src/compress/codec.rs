@@ -6,21 +6,21 @@
 //!
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
+use super::crossing::{Crossing, Staged};
+use super::history::{Histories, History};
+use super::packing::{CutValue, Packed, part, restored};
+use super::settings::{Compress, NOTHING};
+use crate::TrainError;
 use crate::boundary::Boundary;
 use crate::clock::Clock;
-use crate::compress::NOTHING;
-use crate::feedback::Crossing;
-use crate::history::{Histories, History};
 use crate::message::{Message, Site};
 use crate::offload::disk::Disk;
-use crate::packing::{Packed, pack, part, restored};
 use crate::pass::Purpose;
-use crate::{Compress, ModelPlan, Plan, TrainError};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, Scheme};
 use meshwork_core::{Axis, Buffer, DType, Group, Rank, Ty};
 use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::{Direction, Schedule, Tag};
+use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -87,15 +87,16 @@ impl Codec {
     /// # Errors
     /// A device without kernels for compression; no memory.
     pub fn training(
-        (plan, model, schedule): (&Plan, &ModelPlan, &Schedule),
+        staged: Staged<'_>,
         crossings: Vec<Crossing>,
         rank: &Rank,
         disk: Option<&Rc<Disk>>,
         device: &Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
+        let Staged { plan, model, .. } = staged;
         let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
         let mut codec = Self::plain(&plan.compress, plan.seed, model.boundaries().into(), rank, device, clock)?;
-        codec.histories = Histories::new((plan, model, schedule), &crossings, rank, disk, device)?;
+        codec.histories = Histories::new(staged, &crossings, rank, disk, device)?;
         for crossing in crossings {
             let names: Vec<_> = crossing.states(plan).collect();
             let state = |name| codec.zeros(if names.contains(&name) { crossing.packed.shape.len() } else { 0 });
@@ -218,7 +219,8 @@ impl Codec {
         // A sample that crosses for the first time crosses as it is.
         let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(History::is_fresh);
         let scheme = scheme.map(|scheme| if fresh { NOTHING } else { scheme });
-        scheme.map(|scheme| pack(&self.compress, scheme, &self.boundaries[site.cut], site.direction, value)).transpose()
+        let at_cut = CutValue { boundary: &self.boundaries[site.cut], direction: site.direction, value };
+        scheme.map(|scheme| at_cut.pack(&self.compress, scheme)).transpose()
     }
 
     /// The message of a value, in memory of `room` bytes.
