@@ -5,13 +5,11 @@ use crate::pass::Purpose;
 /// The step of each micro-batch of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
-    /// What the pass is for.
     pub purpose: Purpose,
     /// The step of the pass, from 0.
     pub step: u64,
     /// Number of its first micro-batch, less that by which the schedule's count is behind.
     pub first_micro: i64,
-    /// Micro-batches of a step.
     pub micros: usize,
 }
 

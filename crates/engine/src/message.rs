@@ -9,9 +9,7 @@ use meshwork_tensor::{Tensor, Var};
 /// An activation, or its gradient, between two stages.
 #[derive(Clone, Debug)]
 pub struct Message {
-    /// The value on this rank.
     pub tensor: Tensor,
-    /// Its types.
     pub types: Types,
 }
 
@@ -22,7 +20,6 @@ pub struct Site {
     pub cut: usize,
     /// Whether it is an activation or its gradient.
     pub direction: Direction,
-    /// The micro-batch.
     pub micro: usize,
 }
 

@@ -6,8 +6,6 @@
 //! weight; after so many steps without one it is doubled. The norm of a step is summed over the world, so all ranks
 //! skip the same steps.
 
-use crate::{Plan, PlanError};
-use meshwork_compress::Feedback;
 use meshwork_core::DType;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, Widened};
@@ -56,43 +54,6 @@ impl MixedPrecision {
     pub(crate) fn reduced_in(of: Option<Self>) -> DType {
         of.filter(|of| of.reduce_in_half).map_or(DType::F32, |of| of.dtype.dtype())
     }
-
-    /// Refuses a plan with which it does not go.
-    pub(crate) fn require_fit(self, plan: &Plan) -> Result<(), PlanError> {
-        let refuse = |problem: String| Err(PlanError::MixedPrecision { dtype: self.dtype.dtype(), problem });
-        if plan.blocks().is_some() && self.reduce_in_half {
-            return refuse(
-                "canonical numerics add up gradients exactly, and in 16 bits each rank would round its share: reduce in f32, or use numerics Fast"
-                    .to_owned(),
-            );
-        }
-        if plan.compress.feedback != Feedback::None && matches!(self.loss_scale, LossScale::Dynamic { .. }) {
-            let feedback = plan.compress.feedback;
-            return refuse(format!(
-                "feedback {feedback:?} adds what a step lost, in that step's loss scale, to gradients in another: use a fixed loss scale, bf16, or no \
-                 feedback"
-            ));
-        }
-        match self.loss_scale {
-            LossScale::Fixed(scale) if !(scale.is_finite() && scale > 0.0) => {
-                refuse(format!("a loss scale of {scale}: use a number above 0, best a power of two"))
-            }
-            LossScale::Fixed(scale) if scale == 1.0 && self.dtype == HalfType::F16 => refuse(
-                "without a loss scale, gradients below 6e-8 would be zeros: use LossScale::Dynamic, or a fixed scale such as 1024"
-                    .to_owned(),
-            ),
-            LossScale::Dynamic { initial, growth_interval } => {
-                if !(LossScale::LEAST..=LossScale::LARGEST).contains(&initial) || initial.log2().fract() != 0.0 {
-                    return refuse(format!("a first loss scale of {initial}: use a power of two from 2^-16 to 2^32"));
-                }
-                if growth_interval == 0 {
-                    return refuse("a growth interval of 0 steps: use 1 or more".to_owned());
-                }
-                Ok(())
-            }
-            LossScale::Fixed(_) => Ok(()),
-        }
-    }
 }
 
 /// The loss scale of a run, step by step. Every rank has the same.
@@ -106,14 +67,12 @@ pub(crate) struct Scaler {
     scale: f64,
     /// Steps without overflow since it was changed. A whole interval of them doubles the scale of the step behind that.
     clean: u64,
-    /// The steps that are certain.
     certain: u64,
     /// `None`: it stays.
     growth_interval: Option<u64>,
 }
 
 impl Scaler {
-    /// The scale before the first step.
     pub fn new(of: Option<MixedPrecision>) -> Self {
         match of.map(|of| of.loss_scale) {
             None => Self { scale: 1.0, clean: 0, certain: 0, growth_interval: None },

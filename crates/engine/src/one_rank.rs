@@ -34,7 +34,7 @@ use std::sync::Arc;
 pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<(), TrainError> {
     let stages = ModelPlan::new(model.clone(), plan)?;
     let micro = Batch::blank(&model.fields(), plan.micro_batch_size()?);
-    compare(&stages, world_rank, &micro, (Mode::Train, plan.verify))
+    compare(&stages, world_rank, &micro, Mode::Train, plan.verify)
 }
 
 /// The same with stages that are cut, on micro-batches like `micro`.
@@ -42,7 +42,8 @@ pub(crate) fn compare(
     plan: &ModelPlan,
     world_rank: usize,
     micro: &Batch,
-    (mode, verify): (Mode, Verify),
+    mode: Mode,
+    verify: Verify,
 ) -> Result<(), TrainError> {
     let here = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
     if plan.mesh().world_size() == 1 || verify == Verify::Off {

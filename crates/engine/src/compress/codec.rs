@@ -39,7 +39,7 @@ pub struct Codec {
     tp: [usize; 2],
     /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate
     /// as receiver.
-    kept: BTreeMap<Site, (Crossing, Sender<Buffer>)>,
+    kept: BTreeMap<Site, Sender<Buffer>>,
     /// In a pass that may have to be repeated: what was kept before it, where it has changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
     /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and
@@ -103,27 +103,22 @@ impl Codec {
             let [residual, estimate, momentum] = Sender::<Buffer>::NAMES.map(state);
             let kept = Sender { residual: residual?, estimate: estimate?, momentum: momentum? };
             if !names.is_empty() {
-                codec.kept.insert(crossing.site, (crossing, kept));
+                codec.kept.insert(crossing.site, kept);
             }
         }
         Ok(codec)
     }
 
-    /// Every state of feedback, with its name and its place in the state of a run.
-    pub fn states(&self) -> impl Iterator<Item = (&Crossing, &'static str, &Buffer)> {
-        let all = self.kept.values().flat_map(|(crossing, kept)| {
-            Sender::<Buffer>::NAMES.into_iter().zip(kept.all()).map(move |(name, state)| (crossing, name, state))
-        });
-        all.filter(|(_, _, state)| state.count() > 0)
+    /// A state of the feedback of a value, by its name.
+    pub fn state(&self, site: Site, name: &str) -> Option<&Buffer> {
+        let at = Sender::<Buffer>::NAMES.iter().position(|other| *other == name)?;
+        Some(self.kept.get(&site)?.all()[at])
     }
 
     /// The same, for writing.
-    pub fn states_mut(&mut self) -> impl Iterator<Item = (&Crossing, &'static str, &mut Buffer)> {
-        let all = self.kept.values_mut().flat_map(|(crossing, kept)| {
-            let crossing = &*crossing;
-            Sender::<Buffer>::NAMES.into_iter().zip(kept.all_mut()).map(move |(name, state)| (crossing, name, state))
-        });
-        all.filter(|(_, _, state)| state.count() > 0)
+    pub fn state_mut(&mut self, site: Site, name: &str) -> Option<&mut Buffer> {
+        let states = Sender::<Buffer>::NAMES.into_iter().zip(self.kept.get_mut(&site)?.all_mut());
+        states.into_iter().find(|(other, _)| *other == name).map(|(_, state)| state)
     }
 
     fn zeros(&self, count: usize) -> Result<Buffer, TrainError> {
@@ -169,7 +164,7 @@ impl Codec {
         self.indices.clear();
         self.histories.clear();
         for (site, before) in self.before.take().into_iter().flatten() {
-            if let Some((_, kept)) = self.kept.get_mut(&site) {
+            if let Some(kept) = self.kept.get_mut(&site) {
                 *kept = before;
             }
         }
@@ -178,7 +173,7 @@ impl Codec {
     /// What is kept of a message, in a pass that trains, for changing it.
     fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
         let site = Site { micro: self.clock.of(site.micro).1, ..site };
-        let Some((_, kept)) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
+        let Some(kept) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
             return Ok(None);
         };
         if let Some(before) = &mut self.before
@@ -196,7 +191,7 @@ impl Codec {
     pub fn forget(&mut self) -> Result<(), TrainError> {
         self.histories.forget();
         let optim = self.device.optim()?;
-        let states = self.kept.values_mut().flat_map(|(_, kept)| kept.all_mut());
+        let states = self.kept.values_mut().flat_map(Sender::all_mut);
         states.filter(|state| state.count() > 0).try_for_each(|state| Ok(optim.zero(state, 0..state.count())?))
     }
 
@@ -339,7 +334,7 @@ impl Codec {
         let _buffers = device.meter().enter(Category::Buffers);
         let (_, micro) = self.clock.of(site.micro);
         let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
-        let received = match (last, kept.map(|(_, sender)| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
+        let received = match (last, kept.map(|sender| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
             (Some(mut last), _) => {
                 device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last, 0)?;
                 last

@@ -12,17 +12,18 @@
 
 use super::crossing::{Crossing, Staged};
 use super::packing::Packed;
+use crate::TrainError;
 use crate::offload::disk::Disk;
 use crate::offload::rows::Rows;
-use crate::{StateKey, TrainError};
 use meshwork_compress::Fold;
 use meshwork_core::{Axis, Buffer, DType, Group, Rank};
 use meshwork_nn::{Batch, SAMPLE};
 use meshwork_pipeline::Direction;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Category, Device, Shape};
+use meshwork_tensor::{Category, Device};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::take;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -45,12 +46,6 @@ pub struct Histories {
 /// The last activations of samples at one cut.
 #[derive(Debug)]
 pub struct History {
-    /// The name of the value.
-    name: String,
-    /// Extents of the value, over all samples.
-    dims: Shape,
-    /// The slice of it that this rank holds.
-    slice: LocalSlice,
     /// Samples of a micro-batch.
     micro_batch: usize,
     /// m of each sample.
@@ -159,9 +154,6 @@ impl Histories {
             if let Some(at) = crossings.iter().find(of_cut) {
                 let _states = device.meter().enter(Category::Optimizer);
                 let history = History {
-                    name: at.name.clone(),
-                    dims: at.dims.with(0, samples),
-                    slice: at.slice.clone(),
                     micro_batch: at.packed.shape.rows(),
                     kept: Rows::new(samples, at.packed.shape.cols(), disk, device)?,
                     seen: vec![0.0; samples],
@@ -247,14 +239,9 @@ impl Histories {
         self.of_cut.values_mut().for_each(|history| history.seen.fill(0.0));
     }
 
-    /// The activations of every cut.
-    pub fn iter(&self) -> impl Iterator<Item = &History> {
-        self.of_cut.values()
-    }
-
     /// The same, for writing.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut History> {
-        self.of_cut.values_mut()
+    pub fn at_mut(&mut self, cut: usize) -> Option<&mut History> {
+        self.of_cut.get_mut(&cut)
     }
 }
 
@@ -344,31 +331,20 @@ impl History {
         self.kept.settle()
     }
 
-    /// The key and the extents of the activations, and of the samples that have crossed.
-    pub fn states(&self) -> [(StateKey, Shape); 2] {
-        let key = |state: &str| StateKey { parameter: self.name.clone(), state: Some(state.to_owned()) };
-        [(key(Self::SAMPLES), self.dims), (key(Self::SEEN), Shape::new(&[self.seen.len()]))]
-    }
-
-    /// The slices in which the activations are saved.
-    pub fn slices(&self) -> impl Iterator<Item = LocalSlice> {
-        saved_slices(&self.slice, self.seen.len())
-    }
-
-    /// The elements of such a slice, in host memory.
+    /// The activations of a range of samples, in host memory.
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn values(&self, slice: &LocalSlice) -> Result<Buffer, TrainError> {
-        self.kept.to_host(slice.ranges[0].clone())
+    pub fn values(&self, samples: Range<usize>) -> Result<Buffer, TrainError> {
+        self.kept.to_host(samples)
     }
 
-    /// Replaces them.
+    /// Replaces those from a sample on.
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn load(&mut self, slice: &LocalSlice, values: Vec<f32>) -> Result<(), TrainError> {
-        self.kept.load(slice.ranges[0].start, values)
+    pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<(), TrainError> {
+        self.kept.load(first, values)
     }
 
     /// 1 for each sample that has crossed, else 0.

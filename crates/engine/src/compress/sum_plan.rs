@@ -3,6 +3,7 @@
 
 use super::matrices::{FactoredParameter, matrices};
 use crate::StateKey;
+use crate::zero::Replica;
 use meshwork_compress::{
     CompressError, Compressor, Feedback, Per, PowerSgd, Scheme, Shape, SumMethod, sum::shards, wire_bytes,
 };
@@ -30,25 +31,7 @@ pub enum Replicas {
     Sums,
 }
 
-/// One replica of a state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Replica {
-    /// Its number.
-    pub index: usize,
-    /// The number of replicas.
-    pub of: usize,
-}
-
 impl Replica {
-    /// The only one.
-    pub const ONE: Self = Self { index: 0, of: 1 };
-
-    /// Number `index` of `of` within this one.
-    #[must_use]
-    pub fn within(self, index: usize, of: usize) -> Self {
-        Self { index: self.index * of + index, of: self.of * of }
-    }
-
     /// The extents of all replicas of a state, in a dim before its own, and the slice of this one.
     pub fn slice_of(self, dims: Dims, slice: LocalSlice) -> (Dims, LocalSlice) {
         let before = |first: usize, dims: &[usize]| Dims::new(&[&[first], dims].concat());
@@ -228,5 +211,5 @@ impl SumPlan {
 }
 
 fn key(spec: &ParamSpec, state: &str) -> StateKey {
-    StateKey { parameter: spec.name.clone(), state: Some(state.to_owned()) }
+    StateKey::of(&spec.name, state)
 }

@@ -10,12 +10,11 @@
 //! where a forward is recomputed.
 
 use crate::layout::Layout;
-use crate::zero::Shared;
 use crate::{Plan, PlanError};
 use meshwork_compress::{CompressError, Draws, Fold, Scheme, Shape, wire_bytes};
 use meshwork_core::{Buffer, DType, FlatSlice};
 use meshwork_data_parallel::{Messages, VectorError};
-use meshwork_tensor::{Category, Declarations, Device};
+use meshwork_tensor::{Category, Device};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -84,27 +83,16 @@ impl WeightMessages {
     ///
     /// # Errors
     /// A scheme that does not compress a slice.
-    pub fn new(
-        plan: &Plan,
-        declarations: &Declarations,
-        layout: &Layout,
-        shared: &[Shared],
-        world_rank: usize,
-        device: &Arc<dyn Device>,
-        now: Arc<Now>,
-    ) -> Result<Self, PlanError> {
+    pub fn new(plan: &Plan, layout: &Layout, device: &Arc<dyn Device>, now: Arc<Now>) -> Result<Self, PlanError> {
         let scheme = plan.compress.weights;
-        let of_flat = |(flat, shared): (usize, &Shared)| {
-            let cut = shared.sharers.is_some() && shared.is_cut();
-            cut.then(|| FlatMessages::new(plan, declarations, layout, flat, shared.slice, world_rank)).transpose()
-        };
-        let flats = shared.iter().enumerate().map(of_flat).collect::<Result<_, _>>();
+        let of_flat = |flat| layout.is_cut(flat).then(|| FlatMessages::new(scheme, layout, flat)).transpose();
+        let flats = (0..layout.flats.len()).map(of_flat).collect::<Result<_, _>>();
         let flats = flats.map_err(|error: CompressError| PlanError::Compress {
             place: "weights",
             scheme: scheme.to_string(),
             problem: error.to_string(),
         })?;
-        Ok(Self { scheme, seed: plan.seed, flats, device: device.clone(), dtype: declarations.dtype(), now })
+        Ok(Self { scheme, seed: plan.seed, flats, device: device.clone(), dtype: layout.declarations.dtype(), now })
     }
 
     fn draws(&self, part: &Part) -> Draws {
@@ -113,19 +101,13 @@ impl WeightMessages {
 }
 
 impl FlatMessages {
-    fn new(
-        plan: &Plan,
-        declarations: &Declarations,
-        layout: &Layout,
-        flat: usize,
-        slice: FlatSlice,
-        world_rank: usize,
-    ) -> Result<Self, CompressError> {
-        let (scheme, [place, ranks], elements) = (plan.compress.weights, slice.place(), slice.elements());
+    fn new(scheme: Scheme, layout: &Layout, flat: usize) -> Result<Self, CompressError> {
+        let slice = layout.slice(flat);
+        let ([place, ranks], elements) = (slice.place(), slice.elements());
         let parts_of = |slice: FlatSlice| {
             let mut end = 0;
             let mut part = |&id| {
-                let range = layout.place(id).1;
+                let range = &layout.span(id).range;
                 let part = slice.part_of(range.clone());
                 if part.is_empty() {
                     return Ok(None);
@@ -133,7 +115,7 @@ impl FlatMessages {
                 let shape = Shape::vector(part.len())?;
                 let at = end..end + wire_bytes(&scheme, shape)?;
                 end = at.end;
-                let name = format!("weight {}", declarations.spec(id).name);
+                let name = format!("weight {}", layout.declarations.spec(id).name);
                 Ok(Some(Part { name, first: part.start - range.start, range: part, shape, at }))
             };
             layout.flats[flat].iter().filter_map(|id| part(id).transpose()).collect::<Result<Vec<_>, CompressError>>()
@@ -142,7 +124,7 @@ impl FlatMessages {
         let slices: Vec<_> = slices.map(|slice| Ok((slice, parts_of(slice)?))).collect::<Result<_, CompressError>>()?;
         let bytes = |parts: &Vec<Part>| parts.last().map_or(0, |last| last.at.end);
         let bytes = slices.iter().map(|(_, parts)| bytes(parts)).max().unwrap_or(0);
-        let padding = layout.padding(flat, declarations, &plan.mesh, world_rank);
+        let padding = layout.padding(flat);
         Ok(Self { slices, place, elements, padding, bytes })
     }
 }

@@ -66,7 +66,7 @@ impl Trainer {
     /// step before.
     pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<(), TrainError> {
         let several = self.rank.world().size() > 1 && self.device.has_values();
-        if std::mem::take(&mut self.loads.untold) && several && self.verify != Verify::Off {
+        if std::mem::take(&mut self.loads.untold) && several && self.plan.verify != Verify::Off {
             self.device.upload_into(&Buffer::from_vec(vec![1.0f64]), numbers, self.loads_at())?;
         }
         Ok(())
