@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What the stages of a rank work with in one pass.
+/// The surroundings of the stages of a rank in one pass.
 pub struct Workspace<'a> {
     pub pass: &'a Pass,
     /// Weights, and the buffers of their gradients.
@@ -177,7 +177,7 @@ impl Chunk {
         Ok(message)
     }
 
-    /// Computes the gradient of the input and, unless they are deferred, those of the weights.
+    /// Computes the gradient of the input and, unless they are deferred, the gradients of the weights.
     pub fn backward(
         &mut self,
         on: &Workspace<'_>,

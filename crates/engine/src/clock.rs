@@ -20,7 +20,7 @@ impl Clock {
     }
 
     /// The step of a micro-batch as the schedule counts them, and its number in that step.
-    pub fn of(&self, micro: usize) -> (u64, usize) {
+    pub fn step_of(&self, micro: usize) -> (u64, usize) {
         let (after, micros) = (micro as i64 - self.first_micro, self.micros.max(1) as i64);
         (self.step.saturating_add_signed(after.div_euclid(micros)), after.rem_euclid(micros) as usize)
     }

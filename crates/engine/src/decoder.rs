@@ -82,7 +82,7 @@ impl Decoder {
         let layout = [declarations.ids().collect::<Vec<_>>()];
         let (mesh, coords) = (rank.mesh(), rank.coords());
         let sample = Batch::blank(&model_plan.model().fields(), 1);
-        // What else a whole sequence lacks, the tokens that are decoded may not need.
+        // The tokens that are decoded may not need the other things that a whole sequence lacks.
         let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, Mode::Evaluate, plan.verify);
         if let Err(error @ TrainError::OneRank { .. }) = compared {
             return Err(error);

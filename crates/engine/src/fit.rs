@@ -1,4 +1,4 @@
-//! What a plan is refused for when a trainer or decoder is made of it.
+//! Reasons to refuse a plan when a trainer or decoder is made of it.
 
 use crate::{LossScale, MixedPrecision, ModelPlan, Plan, PlanError, TrainError};
 use meshwork_compress::Feedback;
@@ -7,7 +7,7 @@ use meshwork_pipeline::Schedule;
 use meshwork_tensor::Device;
 use meshwork_tensor::tape::HalfType;
 
-/// Refuses a rank or a device that is not what the plan is for.
+/// Refuses a rank or a device that does not fit the plan.
 pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Result<(), PlanError> {
     let same = |axis| plan.mesh.degree(axis) == rank.mesh().degree(axis);
     if !Axis::ALL.into_iter().all(same) {
@@ -16,7 +16,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     if plan.blocks().is_some() && rank.world().communicator().reduction_order() < ReductionOrder::BalancedTree {
         return Err(PlanError::ReductionOrder);
     }
-    // The samples of each rank, and those of the ranks that share experts: the gradients of these are summed over the
+    // The samples of each rank, and of the ranks that share experts: their gradients are summed over the
     // rest of dp.
     let batch = plan.global_batch_size;
     for (degree, value) in [("dp", plan.mesh.data_degree()), ("dp / ep", plan.mesh.degree(Axis::Dp))] {
@@ -35,7 +35,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
     Ok(())
 }
 
-/// Refuses what has no meaning where weights change within a step.
+/// Refuses settings that have no meaning where weights change within a step.
 pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> Result<(), TrainError> {
     if schedule.weights.is_synchronous() {
         return Ok(());

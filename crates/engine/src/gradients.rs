@@ -16,7 +16,7 @@ use std::time::Instant;
 /// The gradients of one rank's parameters, in the reducer's buckets.
 #[derive(Debug)]
 pub struct Gradients {
-    /// Reading brings back what is parked.
+    /// Reading brings parked buckets back.
     reducer: RefCell<Reducer>,
     layout: Layout,
     /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
@@ -106,13 +106,13 @@ impl Gradients {
         Ok(())
     }
 
-    /// Whether gradients are parked: then those of one bucket should be used before those of the next are asked for.
+    /// Whether gradients are parked: then one bucket should be used before the next is asked for.
     pub fn are_parked(&self) -> bool {
         self.reducer.borrow().parks()
     }
 
-    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of
-    /// it, in host memory. What is parked stays so, and the bytes that are read are not counted.
+    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted from
+    /// the first element that is kept, in host memory. Parked buckets stay parked, and the bytes read are not counted.
     pub fn peek(&self, bucket: usize, range: Range<usize>) -> std::result::Result<Vec<f32>, TrainError> {
         let reducer = self.reducer.borrow();
         if bucket >= reducer.buckets() || range.is_empty() {
@@ -287,7 +287,7 @@ impl Gradients {
 }
 
 impl Gradients {
-    /// Refuses a gradient of other types than those that its reduction was made for.
+    /// Refuses a gradient of other types than its reduction was made for.
     fn require_traced(&self, share: &GradShard) -> Result<()> {
         match self.layout.trace.types[share.id.index()] {
             Some(types) if types == share.types => Ok(()),

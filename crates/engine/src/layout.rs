@@ -49,7 +49,7 @@ pub struct BucketKey {
 pub struct Span {
     pub flat: usize,
     pub range: Range<usize>,
-    /// The number of the parameter among those of the flat buffer.
+    /// The number of the parameter in the flat buffer.
     pub member: usize,
 }
 
@@ -177,7 +177,7 @@ impl Layout {
         }
     }
 
-    /// What this rank holds of a parameter.
+    /// The slice of a parameter that this rank holds.
     pub fn local(&self, id: ParamId) -> LocalSlice {
         self.declarations.spec(id).local(&self.mesh, self.mesh.coords(self.world_rank))
     }
@@ -210,7 +210,7 @@ impl Layout {
         slice.padded() > slice.count()
     }
 
-    /// The ranks that have slices of a flat buffer; `None` for what is not shared out.
+    /// The ranks that have slices of a flat buffer; `None` if it is not shared out.
     pub fn sharers<'a>(&self, groups: &'a ZeroGroups, flat: usize) -> Option<&'a Group> {
         groups.get(&self.keys.get(flat)?.axes).map(|groups| &groups.sharers)
     }
@@ -267,9 +267,9 @@ impl Layout {
         self.zero.replica(&self.mesh, self.world_rank, &self.keys[flat].axes)
     }
 
-    /// What this rank counts in the gradient norm, where each element of the model is counted once: ranks that hold the
-    /// same elements share them out, data-parallel ranks by their slices of the flat buffers, whether or not they keep
-    /// more of the gradients than that.
+    /// The elements that this rank counts in the gradient norm. Each element of the model is counted once: ranks that
+    /// hold the same elements share them out, data-parallel ranks by their slices of the flat buffers, whether or not
+    /// they keep more of the gradients than that.
     pub fn norm_shards(&self, tied: &[TiedWeight]) -> Vec<NormShard> {
         let mut shards = Vec::new();
         for id in self.declarations.ids().filter(|&id| !self.declarations.spec(id).group.frozen) {

@@ -23,7 +23,7 @@ pub struct Site {
     pub micro: usize,
 }
 
-/// A stage's output as a message, refused if it is not what the next stage expects.
+/// A stage's output as a message, refused if the next stage expects another one.
 pub fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
     let op = || format!("send from stage {stage} to {}", stage + 1);
     for (axis, ty) in output.types().iter() {

@@ -19,18 +19,18 @@ pub struct MixedPrecision {
     /// Whether gradients of weights are added up over micro-batches and reduced over ranks in that type too; else in
     /// f32.
     pub reduce_in_half: bool,
-    /// What the loss is multiplied by before backward.
+    /// The factor of the loss before backward.
     pub loss_scale: LossScale,
 }
 
-/// What the loss is multiplied by before backward.
+/// The factor of the loss before backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LossScale {
     /// The same number in all steps: 1 for bf16, which has the range of f32.
     Fixed(f64),
     /// A power of two that follows the gradients.
     Dynamic {
-        /// That of the first step.
+        /// The scale of the first step.
         initial: f64,
         /// Steps without overflow after which it is doubled.
         growth_interval: u64,
@@ -45,7 +45,7 @@ impl LossScale {
 }
 
 impl MixedPrecision {
-    /// A device that computes on what is stored in 16 bits, where anything is.
+    /// A device that computes on values in 16 bits, where anything is stored so.
     pub(crate) fn device(of: Option<Self>, device: Arc<dyn Device>) -> Arc<dyn Device> {
         if of.is_some() { Widened::device(device) } else { device }
     }
@@ -60,7 +60,7 @@ impl MixedPrecision {
 ///
 /// Some schedules begin a step before the last one is certain, and such a step takes the scale that it would have if
 /// the last one did not overflow. So that all schedules have the same scales, a step that completes an interval doubles
-/// not the scale of the next step but that of the one behind it.
+/// not the scale of the next step but the scale of the step behind it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scaler {
     /// The scale of the step behind the last one that is certain.
@@ -121,7 +121,7 @@ impl Scaler {
         self.certain = step;
     }
 
-    /// What a checkpoint has of it.
+    /// Scale and clean steps, for a checkpoint.
     pub fn state(&self) -> [f32; 2] {
         [self.scale as f32, self.clean as f32]
     }

@@ -105,12 +105,12 @@ impl ModelPlan {
         })
     }
 
-    /// The same stages, all on one rank: each axis has degree 1.
+    /// These stages, all on one rank: each axis has degree 1.
     pub(crate) fn on_one_rank(&self) -> std::result::Result<Self, TrainError> {
         Ok(Self { mesh: Mesh::new(self.mesh.axes().map(|axis| (axis, 1)))?, ..self.clone() })
     }
 
-    /// A device that computes on what the model stores, from one that computes in f32.
+    /// A device that computes on the types that the model stores, from a device that computes in f32.
     pub(crate) fn device(&self, device: Arc<dyn Device>) -> Arc<dyn Device> {
         MixedPrecision::device(self.mixed, device)
     }

@@ -48,7 +48,7 @@ pub struct Pass {
     /// The difference between that count and the schedule's.
     pub ahead: usize,
     pub recompute: Recompute,
-    /// How what it needs else is encoded.
+    /// The forms in which backward's other inputs are encoded.
     pub saved: Rc<[Encoding]>,
     pub metrics: Rc<[Metric]>,
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
@@ -112,8 +112,8 @@ impl Pass {
         Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
     }
 
-    /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of
-    /// no step.
+    /// Counts the metrics that layers of a stage noted. Metrics of a prediction count nowhere: its samples are in no
+    /// step.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);

@@ -44,7 +44,7 @@ pub struct Plan {
     pub num_microbatches: Option<usize>,
     /// The order of sums.
     pub numerics: Numerics,
-    /// The type in which matrix products take their operands: that of the device.
+    /// The type in which matrix products take their operands; the device's must be the same.
     pub precision: Precision,
     /// What is stored in 16 bits; `None`: nothing, all is f32.
     pub mixed: Option<MixedPrecision>,
@@ -68,7 +68,7 @@ pub struct Plan {
     pub zero: Zero,
     /// What leaves the memory of a rank while it is not needed.
     pub offload: Option<Offload>,
-    /// What is compressed when ranks send it.
+    /// Compression of values that ranks send.
     pub compress: Compress,
     /// Layers behind which one rank simulates a cut between ranks: values are compressed there as if they were sent,
     /// forward and backward, wherever the stages lie. With the cuts of a mesh, one rank has the numbers of that mesh.
@@ -347,7 +347,7 @@ impl Plan {
         }
     }
 
-    /// What a rank keeps of each vector.
+    /// The part of each vector that a rank keeps.
     pub(crate) fn cuts(&self) -> Cuts {
         Cuts { stage: self.zero.stage, canonical: self.blocks().is_some() }
     }

@@ -56,7 +56,7 @@ impl Layout {
         self.flats[flat].iter().map(member).collect()
     }
 
-    /// The slices of what the sums of a flat buffer keep from step to step.
+    /// The slices of the states that the sums of a flat buffer keep from step to step.
     pub fn sum_states(&self, flat: usize, plan: &SumPlan) -> Result<Vec<SumState>, PlanError> {
         let coords = self.mesh.coords(self.world_rank);
         let replica = |replicas| self.replica_of_sum(flat, replicas);
@@ -79,7 +79,7 @@ fn refused(plan: &SumPlan, error: &dyn std::fmt::Display) -> PlanError {
     PlanError::Compress { place: "gradients", scheme: plan.scheme.to_string(), problem }
 }
 
-/// What the reducer of a layout is made of.
+/// The parts of a reducer.
 pub struct Reduction<'a> {
     pub rank: &'a Rank,
     pub layout: &'a Layout,

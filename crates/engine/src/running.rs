@@ -27,8 +27,8 @@ impl Running<'_> {
         self.leave(Tag { direction: Direction::Gradient, stage: self.chunk.number, micro }, grad)
     }
 
-    /// What the next stage gets of a message, as far as this rank knows: what crosses a virtual cut to a stage on this
-    /// rank is coded here.
+    /// The message as the next stage gets it. A message that crosses a virtual cut to a stage on this rank is
+    /// compressed here.
     fn leave(&self, tag: Tag, message: Option<Message>) -> Result<Option<Message>, TrainError> {
         let Some(message) = message else { return Ok(None) };
         let before = if tag.direction == Direction::Activation { tag.stage } else { tag.stage - 1 };

@@ -1,6 +1,6 @@
 //! Segments: the parts of a stage that go forward and backward one after another, each on a tape of its own. A segment
 //! that is recomputed keeps only its input, and runs forward again before its backward (Chen et al. 2016,
-//! arXiv:1604.06174). A model may be cut between any two layers, so a segment is what a stage is: a [`Stage`] of the
+//! arXiv:1604.06174). A model may be cut between any two layers, so a segment is a stage by itself: a [`Stage`] of the
 //! model. No model says anything about recomputation.
 
 use crate::message::Message;
@@ -33,7 +33,7 @@ pub struct Segment {
     pub number: usize,
     /// The stage that it is part of.
     pub of_stage: usize,
-    /// What it is as data.
+    /// The segment as data.
     pub spec: SegmentSpec,
     /// The part of the model.
     pub stage: Box<dyn Stage>,
@@ -86,7 +86,7 @@ impl Recompute {
     }
 }
 
-/// What a forward is made of.
+/// The input of a forward.
 #[derive(Clone, Debug)]
 pub struct Start {
     /// The output of the segment before; `None` for the first segment of the model.
@@ -97,7 +97,7 @@ pub struct Start {
     pub applied: usize,
 }
 
-/// What is kept of a segment for its backward.
+/// A segment that waits for its backward.
 #[derive(Debug)]
 pub struct Kept {
     pub saved: SavedSegment,
@@ -110,11 +110,11 @@ pub struct Kept {
 pub enum SavedSegment {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only what the forward was made of: a second one, which decides as the first did, recomputes the rest.
+    /// Only the input of the forward: a second one, which decides as the first did, recomputes the rest.
     Checkpoint(Box<Checkpoint>),
 }
 
-/// What a forward was made of, for a second one.
+/// The input of a forward, for a second one (activation checkpointing).
 #[derive(Debug)]
 pub struct Checkpoint {
     /// All but the input.
@@ -125,7 +125,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Keeps what a forward is made of as `policy` keeps tensors.
+    /// Keeps the input of a forward as `policy` keeps tensors.
     pub fn new(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self, TrainError> {
         let save = |Message { tensor, types }| Ok::<_, TrainError>((policy.save("a segment", tensor)?, types));
         let input = start.input.take().map(save).transpose()?;
@@ -137,7 +137,7 @@ impl Checkpoint {
         &self.start.params
     }
 
-    /// What the second forward is made of, with the decisions of the first.
+    /// The input of the second forward, with the decisions of the first.
     pub fn restart(self) -> Result<(Start, Decisions), TrainError> {
         let restore = |(saved, types): (Saved, Types)| Ok::<_, TrainError>(Message { tensor: saved.restore()?, types });
         let input = self.input.map(restore).transpose()?;

@@ -1,5 +1,5 @@
-//! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to
-//! another mesh.
+//! The state of a training run by global name, slice and shape: a checkpoint holds it, and another mesh continues from
+//! it.
 
 use crate::compress::crossing::{Crossing, Staged, crossings};
 use crate::compress::history::{History, saved_slices};
@@ -57,7 +57,7 @@ pub struct TrainState {
 pub struct StateSlice {
     /// The name of the vector.
     pub key: StateKey,
-    /// What it is.
+    /// What it belongs to.
     pub kind: StateKind,
     /// Extents of the whole vector.
     pub dims: Shape,
@@ -103,7 +103,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
     Ok(all)
 }
 
-/// The vectors that go with the parameters of a rank: what the sums of compressed gradients keep, weights, and states
+/// The vectors that go with the parameters of a rank: states of the sums of compressed gradients, weights, and states
 /// of the update rule.
 pub(crate) fn of_parameters(
     plan: &Plan,
@@ -154,12 +154,17 @@ pub(crate) fn of_parameters(
     Ok(all)
 }
 
-/// The vectors of a rank that go with no parameter: the loss scale, and what is kept of values that cross cuts.
+/// The vectors of a rank that go with no parameter: the loss scale, and the states of values that cross cuts.
 pub(crate) fn beside_parameters(plan: &Plan, crossings: &[Crossing]) -> Vec<StateVector> {
     let kind = StateKind::Feedback;
     let mut all = Vec::new();
     if plan.mixed.is_some() {
-        all.push(StateVector::whole(StateKey::of("loss_scale", "dynamic"), kind, Shape::new(&[2]), Storage::LossScale));
+        all.push(StateVector::whole(
+            StateKey::new("loss_scale", "dynamic"),
+            kind,
+            Shape::new(&[2]),
+            Storage::LossScale,
+        ));
     }
     let mut histories = BTreeSet::new();
     for crossing in crossings {

@@ -21,7 +21,7 @@ pub struct StateKey {
 
 impl StateKey {
     /// The state of this name that goes with a parameter or another value.
-    pub(crate) fn of(value: &str, state: &str) -> Self {
+    pub(crate) fn new(value: &str, state: &str) -> Self {
         Self { parameter: value.to_owned(), state: Some(state.to_owned()) }
     }
 }

@@ -34,9 +34,9 @@ pub struct ReportedStatistic {
 /// The statistics in the report of a step, and their places in the vector that ranks sum to share them.
 #[derive(Debug)]
 pub struct Reported {
-    /// Those of the whole model: their names and first buffers, and how many numbers they have.
+    /// Every statistic of the model: its name, its first buffer, and how many numbers it has.
     all: Vec<(&'static str, String, usize)>,
-    /// Those that this rank puts into the vector, and where. Of the ranks that hold a statistic one does.
+    /// The statistics that this rank puts into the vector, and where. One of the ranks that hold a statistic does.
     own: Vec<(StatisticId, usize)>,
 }
 
@@ -100,8 +100,8 @@ impl Noted {
         self.0.extend(other.0);
     }
 
-    /// Sums the terms in the order of the samples, then over the ranks that have other samples: those of dp, and the
-    /// replicas of the stage.
+    /// Sums the terms in the order of the samples, then over the ranks that have other samples: the ranks of dp, and
+    /// the replicas of the stage.
     pub fn sum(
         self,
         declarations: &Declarations,

@@ -122,7 +122,7 @@ impl<'a> Forward<'a> {
         read.into_iter().map(|at| ids[at]).collect()
     }
 
-    /// What the backward of a stage begins with.
+    /// The outputs with which the backward of a stage begins, and their gradients.
     fn roots<'v>(&self, output: &'v Var, notes: &'v Notes) -> Result<Vec<(&'v Var, Seed)>, Error> {
         let auxiliary = notes.per_sample.iter().filter(|note| note.coefficient.is_some()).map(|note| &note.value);
         let seed = |value: &'v Var| {
@@ -185,12 +185,12 @@ pub struct Whole {
 }
 
 impl Whole {
-    /// Runs all stages of `model`, which are those of `plan`, on a micro-batch like `batch`.
+    /// Runs `model`, all stages of `plan`, on a micro-batch like `batch`.
     ///
     /// # Errors
     /// Two operations that draw randomness under one name, on whichever stages they lie: on one stage the tape would
     /// refuse them, and cut apart they would draw the same numbers. A program that is wrongly distributed.
-    pub fn of(
+    pub fn new(
         plan: &ModelPlan,
         LocalModel { declarations, stages }: LocalModel,
         world_rank: usize,

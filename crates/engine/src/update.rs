@@ -26,7 +26,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// Name of the groups in which ranks bring together what a rule measures of whole parameters.
+/// Name of the groups in which ranks bring together the measures of whole parameters.
 pub const OPTIMIZER: &str = "optimizer";
 
 /// The optimizer's state on one rank.
@@ -44,7 +44,7 @@ pub struct States {
 struct ParamRule {
     shape: ParamShape,
     dims: Shape,
-    /// What this rank holds of the parameter.
+    /// The slice that this rank holds.
     slice: LocalSlice,
     states: Vec<State>,
     passes: Vec<Pass>,
@@ -72,7 +72,7 @@ pub struct Updates {
     device: Arc<dyn Device>,
 }
 
-/// What was measured in each pass: sums, then maxima.
+/// The measures of each pass: sums, then maxima.
 pub type Totals = Vec<[Option<Buffer>; 2]>;
 
 /// How the measures of passes are reduced: each kind by itself.
@@ -105,7 +105,7 @@ pub struct ParamUpdate {
     pub update: Update,
 }
 
-/// What a rule that reads a whole parameter reads before the update.
+/// The input of a rule that reads a whole parameter, before the update.
 #[derive(Debug)]
 pub struct Before {
     pub param: ParamUpdate,
@@ -115,7 +115,7 @@ pub struct Before {
     pub grads: Buffer,
 }
 
-/// What this rank updates of a flat buffer in a step.
+/// The part of a flat buffer that this rank updates in a step.
 #[derive(Debug)]
 pub struct FlatUpdate {
     pub flat: usize,
@@ -165,7 +165,7 @@ fn axes(mesh: &Mesh, cuts: Cuts, parameters: &[ParamSpec]) -> Vec<Axis> {
 }
 
 impl Updates {
-    /// The updates of the parameters in `layout` by `rule`. `parameters` are those of the whole model. Collective over
+    /// The updates of the parameters in `layout` by `rule`. `parameters` has all of the model. Collective over
     /// the world where the rule reads any of them whole: the ranks that update the same parameters, or other elements
     /// of them, then have a group.
     pub fn join(
@@ -235,7 +235,7 @@ impl Updates {
         }
     }
 
-    /// The states of all parameters, all zero. Those of elements are on `disk`, if there is one.
+    /// The states of all parameters, all zero. States of elements are on `disk`, if there is one.
     pub fn states(&self, disk: Option<&Rc<Disk>>) -> Result<States, TrainError> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
         let layout = &self.layout;
@@ -289,8 +289,8 @@ impl Updates {
         order
     }
 
-    /// Takes the passes of all parameters that are read whole: `read` gives what is updated here of a parameter.
-    /// Changes states; weights stay.
+    /// Takes the passes of all parameters that are read whole. `read` gives the part of a parameter that is updated
+    /// here. Changes states; weights stay.
     pub fn measure(
         &self,
         read: impl Fn(ParamId) -> Result<Before, TrainError>,
@@ -359,7 +359,7 @@ impl Updates {
         Ok(self.device.optim()?.measure(&self.whole_part(of, &param), pass, weights, vectors, into)?)
     }
 
-    /// Brings together the matrices of those of these parameters whose rules read them, and transforms them. Each rank
+    /// Brings together the matrices of the parameters whose rules read them, and transforms them. Each rank
     /// transforms some.
     pub fn gather<'a>(
         &self,

@@ -51,7 +51,7 @@ pub struct WeightStore {
     device: Arc<dyn Device>,
 }
 
-/// What a store begins with.
+/// The parts of a new store.
 pub struct NewStore {
     pub params: Params,
     pub states: States,
@@ -198,8 +198,8 @@ impl WeightStore {
         sets.map(|set| Ok(host_floats(&self.device.download(set)?)?)).collect()
     }
 
-    /// A range of a vector of the state of a parameter, counted in what is kept of it, in host memory: without a copy
-    /// where the device computes there. Bytes, and numbers of 16 bits, come as f32.
+    /// A range of a vector of the state of a parameter, counted from the first element that is kept here, in host
+    /// memory: without a copy where the device computes there. Bytes, and numbers of 16 bits, come as f32.
     pub fn read(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
         let elements = |id: ParamId, state: usize| {
             let start = self.layout.place_in(id, Vector::States).start;
@@ -231,7 +231,8 @@ impl WeightStore {
         }
     }
 
-    /// Replaces a range of a state of the update rule, counted likewise. `None` while something reads the weights.
+    /// Replaces a range of a state of the update rule, counted in the same way. `None` while something reads the
+    /// weights.
     pub fn write_state(
         &mut self,
         storage: Storage,
@@ -444,7 +445,7 @@ impl Step<'_> {
         ParamUpdate { id, elements, start: window.start, update }
     }
 
-    /// What a rule reads of a parameter before it is updated.
+    /// The input of a rule that reads a whole parameter.
     fn before(&self, params: &Params, id: ParamId) -> Result<Before, TrainError> {
         let flat = self.layout.span(id).flat;
         let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
@@ -458,10 +459,10 @@ impl Step<'_> {
         self.layout.window(flat, Vector::States) == self.layout.window(flat, Vector::Weights)
     }
 
-    /// Takes from `params` what is updated of a flat buffer, if anything is.
+    /// Takes the updated part of a flat buffer from `params`; `None` for frozen parameters.
     fn flat(&self, params: &mut Params, flat: usize, device: &dyn Device) -> Result<Option<FlatUpdate>, TrainError> {
         let Some(grads) = self.grads(flat)? else { return Ok(None) };
-        // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
+        // A slice of a buffer that is held whole is updated by itself: its ranks then gather it back into the buffer.
         let weights = match self.updates_all(flat) {
             true => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
             false => {

@@ -59,7 +59,7 @@ pub enum Vector {
     States,
 }
 
-/// What a rank keeps of each vector.
+/// The part of each vector that a rank keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cuts {
     pub stage: ZeroStage,
@@ -236,7 +236,7 @@ impl ZeroGroups {
             let group = match sharers.len() == all.size() && zero.group.is_none() {
                 true => ZeroGroup { sharers: all.clone(), replicas: rank.group_over(&[]).clone() },
                 false => {
-                    // The place of each rank in its group of neighbours: those of a group follow each other.
+                    // The place of each rank in its group of neighbours, who follow each other.
                     let ranks = all.world_ranks();
                     let groups = ranks.chunk_by(|&one, &next| zero.number(mesh, one) == zero.number(mesh, next));
                     let places = groups.flat_map(|group| group.iter().copied().enumerate());

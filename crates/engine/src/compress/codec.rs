@@ -172,7 +172,7 @@ impl Codec {
 
     /// What is kept of a message, in a pass that trains, for changing it.
     fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
-        let site = Site { micro: self.clock.of(site.micro).1, ..site };
+        let site = Site { micro: self.clock.step_of(site.micro).1, ..site };
         let Some(kept) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
             return Ok(None);
         };
@@ -209,7 +209,7 @@ impl Codec {
 
     /// How a value is compressed, if it is.
     pub fn packed(&self, site: Site, value: &Activation) -> Result<Option<Packed>, TrainError> {
-        let included = self.compress.includes(self.clock.of(site.micro).0);
+        let included = self.compress.includes(self.clock.step_of(site.micro).0);
         let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
         // A sample that crosses for the first time crosses as it is.
         let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(History::is_fresh);
@@ -239,7 +239,7 @@ impl Codec {
         value: Buffer,
         room: usize,
     ) -> Result<(Buffer, Option<Buffer>), TrainError> {
-        let (step, micro) = self.clock.of(site.micro);
+        let (step, micro) = self.clock.step_of(site.micro);
         // Ranks that have the same value draw the same.
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
         let [tp_rank, tp] = if differs { self.tp } else { [0, 1] };
@@ -300,7 +300,7 @@ impl Codec {
     }
 
     fn unpack_wide(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
-        let (_, micro) = self.clock.of(site.micro);
+        let (_, micro) = self.clock.step_of(site.micro);
         let message = part(message, of.bytes)?;
         let device = self.device.clone();
         if let Some(cut) = self.history(site) {
@@ -332,7 +332,7 @@ impl Codec {
         let (device, keeps) = (self.device.clone(), packed.chosen.and_then(|_| self.indices_of(site)));
         let (message, last) = self.packed_and_last(site, &packed, &value, tensor.into_buffer(), packed.bytes)?;
         let _buffers = device.meter().enter(Category::Buffers);
-        let (_, micro) = self.clock.of(site.micro);
+        let (_, micro) = self.clock.step_of(site.micro);
         let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
         let received = match (last, kept.map(|sender| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
             (Some(mut last), _) => {
@@ -350,13 +350,13 @@ impl Codec {
     /// The cut, if this rank keeps activations of samples there that a value belongs to.
     fn history(&self, Site { cut, direction, micro }: Site) -> Option<usize> {
         let trains = self.clock.purpose == Purpose::Train && direction == Direction::Activation;
-        let included = trains && self.compress.includes(self.clock.of(micro).0);
+        let included = trains && self.compress.includes(self.clock.step_of(micro).0);
         (included && self.histories.at(cut).is_some()).then_some(cut)
     }
 
     /// The key of a micro-batch at a cut.
     fn key(&self, site: Site) -> (usize, u64, usize) {
-        let (step, micro) = self.clock.of(site.micro);
+        let (step, micro) = self.clock.step_of(site.micro);
         (site.cut, step, micro)
     }
 

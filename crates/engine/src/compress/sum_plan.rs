@@ -211,5 +211,5 @@ impl SumPlan {
 }
 
 fn key(spec: &ParamSpec, state: &str) -> StateKey {
-    StateKey::of(&spec.name, state)
+    StateKey::new(&spec.name, state)
 }

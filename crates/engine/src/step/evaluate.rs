@@ -80,7 +80,7 @@ impl Trainer {
     }
 
     /// The first `columns` numbers of a row of the model's output for the samples of `batch`, which every rank passes
-    /// whole. The output is that of [`Stage::predict`](meshwork_nn::Stage::predict), seen as rows of its last dim.
+    /// whole. The output is [`Stage::predict`](meshwork_nn::Stage::predict)'s, seen as rows of its last dim.
     /// Every rank gets the same result.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl Trainer {
         Ok(values)
     }
 
-    /// What a pass that does not train compresses.
+    /// The schemes of a pass that does not train.
     fn compress_in(&self, cuts: AtCuts) -> Compress {
         match cuts {
             AtCuts::AsTrained => self.plan.compress,

@@ -11,8 +11,8 @@ use meshwork_tensor::{Error, ParamId, Params};
 const PIECE: usize = 1 << 18;
 
 impl Trainer {
-    /// Refuses weights that are not finite: one pass over those that this rank holds. Call it before weights are saved
-    /// or handed on. Every rank gets the same error.
+    /// Refuses weights that are not finite: one pass over the weights that this rank holds. Call it before weights are
+    /// saved or handed on. Every rank gets the same error.
     ///
     /// Collective over the world.
     ///

@@ -10,6 +10,7 @@ mod driver;
 mod evaluate;
 mod finite;
 mod loads;
+mod passes;
 mod pending;
 mod pipeline;
 pub(crate) mod prediction;
@@ -114,7 +115,7 @@ impl Trainer {
         })
     }
 
-    /// Begins one of its collective calls: what this rank communicates until the result is dropped carries the name.
+    /// Begins a collective call: communications of this rank carry its name until the result is dropped.
     /// Faults print it, and ranks in different calls are refused.
     fn enter(&self, call: &str) -> Entered {
         self.rank.enter(&*format!("{}::{call}", self.name))
@@ -203,7 +204,7 @@ impl Trainer {
         (self.pipeline.live.most.get(), self.store.weights.borrow().most_versions())
     }
 
-    /// What this rank's offload has moved so far, and the most room that it took.
+    /// Bytes that this rank has offloaded so far, and the most room that they took.
     pub fn offloaded(&self) -> Traffic {
         self.store.disk.as_ref().map_or(Traffic::default(), |disk| disk.traffic())
     }

@@ -21,13 +21,13 @@ pub(super) struct PendingStep {
     pub(super) number: u64,
     /// Terms of its loss.
     pub(super) terms: u64,
-    /// What the loss was multiplied by before backward.
+    /// The factor of the loss before backward.
     pub(super) loss_scale: f64,
     /// This rank's part of losses, metrics and norms, until their sum is started.
     pub(super) numbers: Option<Buffer>,
     /// The sums from which buffers of statistics were updated.
     pub(super) statistics: StatisticSums,
-    /// Hash of what ranks of one dp rank must have the same: the batch, and the terms of each update's loss.
+    /// Hash of the batch and of the terms of each update's loss, which must be the same on all ranks of a dp rank.
     pub(super) input: u64,
     /// Its communications.
     pub(super) records: Vec<Record>,

@@ -1,4 +1,4 @@
-//! What a step of one rank will take, found by running it on a device without values.
+//! Memory, work and communication of a step of one rank, found by running it on a device without values.
 
 use super::Trainer;
 use crate::offload::Traffic;
@@ -20,10 +20,10 @@ pub struct Prediction {
     pub memory: MemoryUse,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,
-    /// Every communication, in order; in a run that compresses, that of a step that does.
+    /// Every communication, in order; in a run that compresses, of a step that compresses.
     pub records: Vec<Record>,
-    /// That of the first step of such a run, where it does not compress yet: before `start_step`, or of AQ-SGD's
-    /// samples that are all new.
+    /// Every communication of the first step of such a run, where it does not compress yet: before `start_step`, or of
+    /// AQ-SGD's samples that are all new.
     pub exact: Option<Vec<Record>>,
     /// Bytes that the offload of a step reads and writes, and the most room that it takes.
     pub offloaded: Traffic,
@@ -51,7 +51,7 @@ pub fn bytes_on(records: &[Record], group: &str) -> f64 {
 /// # Errors
 /// A plan that does not fit, and a program that is wrongly distributed.
 pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction, TrainError> {
-    // Memory is that of both: a step which does not compress yet, and one that does.
+    // Memory is the most of both: a step that does not compress yet, and a step that does.
     let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
     let start_step = plan.compress.start_step.min(2);
     let plan = &Plan { compress: Compress { start_step, ..plan.compress }, ..plan.clone() };
@@ -63,7 +63,7 @@ pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result
     let batch = blank_batch(&trainer);
     let mut reports = Vec::new();
     let (mut flops, mut moved) = (0, Traffic::default());
-    // With AQ-SGD, that in which samples are new takes the most memory, and a later one says what is sent.
+    // With AQ-SGD the step in which samples are new takes the most memory, and a later step says what is sent.
     let has_new = plan.compress.aqsgd.is_some();
     let before = trainer.steps_ahead() + usize::from(has_new) + usize::from(begins_later);
     for step in 0..=before {

@@ -41,7 +41,7 @@ pub struct StepReport {
     pub statistics: Vec<ReportedStatistic>,
     /// Learning rate.
     pub lr: f64,
-    /// What the loss was multiplied by before backward.
+    /// The factor of the loss before backward.
     pub loss_scale: f64,
     /// Terms of the loss. In a step without any, and in an asynchronous one with an update without any, it is 0: the
     /// step is then skipped, its loss is NaN and its norm 0.
@@ -51,17 +51,17 @@ pub struct StepReport {
     pub skipped: bool,
     /// Logical bytes per group name, averaged over the ranks of the world.
     pub comm_bytes: BTreeMap<&'static str, f64>,
-    /// What was offloaded, where anything is.
+    /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,
     /// What held the memory of each world rank when most bytes were alive.
     pub memory: Vec<MemoryUse>,
-    /// What this rank communicated in the step, call by call (the report itself not counted).
+    /// The communications of this rank in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
     /// Whether some rank had been asked to stop by the end of the step.
     pub stop: bool,
 }
 
-/// What the offload of a rank did since the report before, averaged over the ranks of the world.
+/// The work of the offload since the report before, averaged over the ranks of the world.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Offloaded {
     /// Bytes read.
@@ -139,8 +139,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// What this rank has offloaded since it was asked last: bytes read and written, seconds waited. Nothing if it does
-    /// not offload.
+    /// Bytes read and written and seconds waited by the offload since the last call; nothing without offload.
     fn moved(&self) -> Vec<f64> {
         let Some(disk) = &self.store.disk else { return Vec::new() };
         let now = (disk.traffic(), disk.waited());
@@ -150,7 +149,7 @@ impl Trainer {
     }
 
     /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other
-    /// samples. `hashes` are those of all ranks, which find the same.
+    /// samples. `hashes` has the hashes of all ranks, so that all find the same.
     fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<(), TrainError> {
         if !self.device.has_values() {
             return Ok(()); // a dry run has no other ranks
@@ -172,7 +171,7 @@ impl Trainer {
             "on all ranks".to_owned(),
             "call step() as often on every rank, and load the same state on each",
         )?;
-        // The ranks of one dp rank are those that differ along the other axes.
+        // The ranks of one dp rank differ along the other axes.
         let axes: Vec<Axis> = mesh.axes().filter(|axis| !Axis::DATA.contains(axis)).collect();
         for ranks in all.iter().map(|&rank| mesh.group(rank, &axes)).filter(|ranks| ranks.len() > 1) {
             differ(

@@ -1,7 +1,7 @@
 //! A loss is one number for each sample, summed over its terms, and the trainer divides by the terms of the whole
 //! batch. A model that divides by the samples of its micro-batch as well trains towards another loss on every mesh, and
 //! the same one on all ranks of each. So before its first step a trainer that verifies holds the losses and metrics of
-//! one micro-batch against those of its samples one by one.
+//! one micro-batch against the losses and metrics of its samples one by one.
 //!
 //! **Cost.** Two forward passes over one micro-batch, once. They take less memory than the step: they keep nothing for
 //! backward, and no more samples run at once. A micro-batch of one sample has nothing to compare, and gives the numbers

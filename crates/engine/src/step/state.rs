@@ -12,7 +12,7 @@ use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
 use std::ops::Range;
 
-/// What is wrong with weights and states that are read.
+/// The problem of weights and states that are read.
 const NOT_FINITE: &str = "it has elements that are not finite";
 
 impl Trainer {
@@ -92,7 +92,7 @@ impl Trainer {
         Ok(TrainState { step, updates, pieces })
     }
 
-    /// The same, vector by vector, of those that `wanted` picks, without a copy where the device computes in host
+    /// The same, vector by vector, for the keys that `wanted` picks, without a copy where the device computes in host
     /// memory. Returns the complete steps and the updates.
     ///
     /// # Errors
@@ -184,7 +184,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// What this rank goes on with of a slice of a vector.
+    /// The elements of a slice of a vector with which this rank goes on.
     fn from_source(
         &self,
         source: &dyn StateSource,
@@ -202,7 +202,7 @@ impl Trainer {
                 }
             }
             StateKind::PerReplica => of_replicas(source, vector, slice),
-            // What is missing, or of another batch, starts from zeros.
+            // A vector that is missing, or of another batch, starts from zeros.
             StateKind::Feedback => match held {
                 Some(held) if held[..] == dims[..] && self.has_samples(source, vector) => {
                     source.read(key, *dims, slice)
@@ -230,8 +230,8 @@ fn refuse_state(name: impl std::fmt::Display, problem: String) -> TrainError {
     TrainError::State { name: name.to_string(), problem }
 }
 
-/// What a rank goes on with of compressed gradients. The residuals of another number of replicas are added up, as
-/// [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
+/// The residuals of compressed gradients with which a rank goes on. Residuals of another number of replicas are added
+/// up, as [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
 fn of_replicas(
     source: &dyn StateSource,
     StateVector { key, dims, .. }: &StateVector,

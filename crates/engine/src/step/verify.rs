@@ -51,8 +51,8 @@ impl Trainer {
         }
     }
 
-    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over the
-    /// world.
+    /// Compares the claims of this step with the claims of the other ranks, before weights are updated. Collective over
+    /// the world.
     ///
     /// # Errors
     /// The first claim that does not hold.
@@ -65,7 +65,7 @@ impl Trainer {
         self.compare_claims([weights, values])
     }
 
-    /// Compares claims with those of the other ranks, in this order. Collective over the world.
+    /// Compares claims with the claims of the other ranks, in this order. Collective over the world.
     ///
     /// # Errors
     /// The first claim that does not hold.
@@ -132,7 +132,7 @@ impl Trainer {
                 for over in axes().chain(groups()) {
                     let claim = format!("what was loaded of {} should be the same", spec.name);
                     let valid = "load the same on every rank that holds a part of it";
-                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.of(&spec.name), valid));
+                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.hash_of(&spec.name), valid));
                 }
             };
             if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
