@@ -3,7 +3,7 @@
 //!
 //! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
 
-use crate::families::{KERNELS, grouped};
+use crate::families::{KERNELS, grouped, same};
 use crate::geometry::Geometry;
 use crate::kernel::{Arg, Kernel, Source};
 
@@ -75,15 +75,6 @@ const fn args(kernel: &str) -> &'static [Arg] {
         at += 1;
     }
     panic!("a variant of no kernel")
-}
-
-const fn same(a: &str, b: &str) -> bool {
-    let (a, b) = (a.as_bytes(), b.as_bytes());
-    let mut at = 0;
-    while at < a.len() && at < b.len() && a[at] == b[at] {
-        at += 1;
-    }
-    at == a.len() && at == b.len()
 }
 
 /// The variants of a kernel.

@@ -360,21 +360,14 @@ pub trait Driver: Any + Send + Sync + Debug {
     fn free(&self, at: Address) -> Result<()>;
 
     /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only
-    /// [`save`](Self::save) and [`load`](Self::load) use it.
+    /// [`Work::Save`] and [`Work::Load`] use it.
     fn alloc_host(&self, bytes: usize) -> Result<Address>;
 
     /// Gives pinned memory back, once all queued work is done.
     fn free_host(&self, at: Address) -> Result<()>;
 
-    /// Queues a copy from the device to pinned memory.
-    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
-
-    /// Queues a copy from pinned memory to the device.
-    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
-
-    /// Queues that nobody needs what these bytes hold. A GPU does nothing; the emulator fills them with what is no
-    /// number.
-    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
+    /// Queues a piece of work.
+    fn queue(&self, stream: Stream, work: Work) -> Result<()>;
 
     /// A moment after all that `stream` has queued so far.
     fn record(&self, stream: Stream) -> Result<Event>;
@@ -400,19 +393,6 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Copies to the host what lies there after all that `stream` has queued, and waits for that.
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
 
-    /// Queues a copy of `bytes` bytes within the device. The two places do not overlap. Rows at a distance are copied
-    /// by a kernel: the driver promises its own copies of those only for distances that it chose itself.
-    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()>;
-
-    /// Queues that `bytes` bytes become zero.
-    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()>;
-
-    /// Queues a kernel.
-    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()>;
-
-    /// Queues a matrix product.
-    fn product(&self, stream: Stream, product: Product) -> Result<()>;
-
     /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not
     /// kept.
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
@@ -426,12 +406,37 @@ pub trait Driver: Any + Send + Sync + Debug {
         _ = streams;
         None
     }
+
+    /// Queues a kernel.
+    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
+        self.queue(stream, Work::Launch { kernel: Known(kernel), launch, args: args.to_vec() })
+    }
+
+    /// Queues a matrix product.
+    fn product(&self, stream: Stream, product: Product) -> Result<()> {
+        self.queue(stream, Work::Product(product))
+    }
+
+    /// Queues a copy within the device.
+    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
+        self.queue(stream, Work::Copy { from, to, bytes })
+    }
+
+    /// Queues zeros.
+    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.queue(stream, Work::Zero { at, bytes })
+    }
+
+    /// Queues that nobody needs some bytes any more.
+    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
+        self.queue(stream, Work::Discard { at, bytes })
+    }
 }
 
 /// A piece of work of a stream, as data.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
-    /// [`Driver::launch`].
+    /// A kernel.
     Launch {
         /// The kernel.
         kernel: Known,
@@ -440,29 +445,48 @@ pub enum Work {
         /// Its arguments.
         args: Vec<Argument>,
     },
-    /// [`Driver::product`].
+    /// A matrix product.
     Product(Product),
-    /// [`Driver::copy`].
+    /// A copy within the device, between places that do not overlap. Rows at a distance are copied by a kernel: the
+    /// driver promises its own copies of those only for distances that it chose itself.
     Copy {
         /// Source.
         from: Address,
         /// Destination.
         to: Address,
-        /// Their number.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// [`Driver::zero`].
+    /// A copy from the device to pinned memory.
+    Save {
+        /// Source.
+        from: Address,
+        /// Destination.
+        to: Address,
+        /// Number of bytes.
+        bytes: usize,
+    },
+    /// A copy from pinned memory to the device.
+    Load {
+        /// Source.
+        from: Address,
+        /// Destination.
+        to: Address,
+        /// Number of bytes.
+        bytes: usize,
+    },
+    /// Bytes that become zero.
     Zero {
         /// The first byte.
         at: Address,
-        /// Their number.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// [`Driver::discard`].
+    /// Bytes that nobody needs any more. A GPU does nothing; the emulator fills them with what is no number.
     Discard {
         /// The first byte.
         at: Address,
-        /// Their number.
+        /// Number of bytes.
         bytes: usize,
     },
 }
@@ -486,23 +510,34 @@ impl Hash for Known {
 }
 
 impl Work {
-    /// Queues it by itself.
-    ///
-    /// # Errors
-    /// Those of the call.
-    pub fn queue(&self, driver: &dyn Driver, stream: Stream) -> Result<()> {
-        match *self {
-            Self::Launch { kernel, launch, ref args } => driver.launch(stream, kernel.0, launch, args),
-            Self::Product(product) => driver.product(stream, product),
-            Self::Copy { from, to, bytes } => driver.copy(stream, from, to, bytes),
-            Self::Zero { at, bytes } => driver.zero(stream, at, bytes),
-            Self::Discard { at, bytes } => driver.discard(stream, at, bytes),
-        }
-    }
-
     /// Whether a GPU does anything for it.
     pub fn is_launch(&self) -> bool {
         !matches!(self, Self::Discard { .. })
+    }
+
+    /// The name of a kernel or of another piece of work.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Launch { kernel, .. } => kernel.0.name,
+            Self::Product(_) => "product",
+            Self::Copy { .. } => "copy",
+            Self::Save { .. } => "save",
+            Self::Load { .. } => "load",
+            Self::Zero { .. } => "zero",
+            Self::Discard { .. } => "discard",
+        }
+    }
+
+    /// Holds a kernel or product against what it takes.
+    ///
+    /// # Errors
+    /// The first argument that does not fit.
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Self::Launch { kernel, args, .. } => check_arguments(kernel.0, args),
+            Self::Product(product) => product.check(),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -2,10 +2,8 @@
 //! is computed.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
-    check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
 };
-use meshwork_kernels::{Kernel, Launch};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// A device without memory or work. Whatever is read from it is zero.
@@ -57,16 +55,8 @@ impl Driver for Idle {
         Ok(())
     }
 
-    fn save(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn load(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
-        Ok(())
+    fn queue(&self, _: Stream, work: Work) -> Result<()> {
+        work.check()
     }
 
     fn record(&self, _: Stream) -> Result<Event> {
@@ -100,22 +90,6 @@ impl Driver for Idle {
     fn read(&self, _: Stream, _: Address, into: &mut [u8]) -> Result<()> {
         into.fill(0);
         Ok(())
-    }
-
-    fn copy(&self, _: Stream, _: Address, _: Address, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn zero(&self, _: Stream, _: Address, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn launch(&self, _: Stream, kernel: &'static Kernel, _: Launch, args: &[Argument]) -> Result<()> {
-        check_arguments(kernel, args)
-    }
-
-    fn product(&self, _: Stream, product: Product) -> Result<()> {
-        product.check()
     }
 
     fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {

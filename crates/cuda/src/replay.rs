@@ -14,10 +14,8 @@
 //! reports the error of an earlier one, as with all queued work.
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Known, Product, Properties, Reach, Remote, Result, Stream,
-    Work, check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
 };
-use meshwork_kernels::{Kernel, Launch};
 use meshwork_tensor::Launches;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -113,15 +111,6 @@ impl Replaying {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds a piece of work back, or queues what there is of its stream if that is enough.
-    fn add(&self, stream: Stream, work: Work) -> Result<()> {
-        let mut state = self.lock();
-        state.healthy()?;
-        let pending = state.pending.entry(stream).or_default();
-        pending.push(work);
-        if pending.len() < MOST { Ok(()) } else { state.flush(&*self.inner, stream) }
-    }
-
     /// Queues the calls that were held back for a stream, and returns the locked state. A caller that queues calls of
     /// its own keeps the guard meanwhile: a buffer that is dropped by another thread queues a wait, which must not come
     /// into a stream that is captured.
@@ -150,7 +139,7 @@ impl State {
         if count < FEWEST as u64 {
             counts.short += count;
             counts.launches += count;
-            return call_by_call(driver, stream, &work);
+            return call_by_call(driver, stream, work);
         }
         let key = (stream, Repeated(work));
         if let Some(known) = self.graphs.get_mut(&key) {
@@ -168,7 +157,7 @@ impl State {
         if full || first {
             counts.launches += count;
             *(if full { &mut counts.refused } else { &mut counts.new }) += count;
-            return call_by_call(driver, stream, &key.1.0);
+            return call_by_call(driver, stream, key.1.0);
         }
         match driver.capture(stream, &key.1.0)? {
             Some(graph) => {
@@ -210,8 +199,8 @@ impl Captured {
     }
 }
 
-fn call_by_call(driver: &dyn Driver, stream: Stream, work: &[Work]) -> Result<()> {
-    work.iter().try_for_each(|work| work.queue(driver, stream))
+fn call_by_call(driver: &dyn Driver, stream: Stream, work: Vec<Work>) -> Result<()> {
+    work.into_iter().try_for_each(|work| driver.queue(stream, work))
 }
 
 impl Driver for Replaying {
@@ -248,18 +237,18 @@ impl Driver for Replaying {
         self.inner.free_host(at)
     }
 
-    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let _held = self.flushed(stream)?;
-        self.inner.save(stream, from, to, bytes)
-    }
-
-    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let _held = self.flushed(stream)?;
-        self.inner.load(stream, from, to, bytes)
-    }
-
-    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.add(stream, Work::Discard { at, bytes })
+    /// Holds it back, or queues what there is of its stream if that is enough. Copies of pinned memory are in no graph.
+    fn queue(&self, stream: Stream, work: Work) -> Result<()> {
+        work.check()?;
+        if matches!(work, Work::Save { .. } | Work::Load { .. }) {
+            let _held = self.flushed(stream)?;
+            return self.inner.queue(stream, work);
+        }
+        let mut state = self.lock();
+        state.healthy()?;
+        let pending = state.pending.entry(stream).or_default();
+        pending.push(work);
+        if pending.len() < MOST { Ok(()) } else { state.flush(&*self.inner, stream) }
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -299,24 +288,6 @@ impl Driver for Replaying {
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         drop(self.flushed(stream)?); // other threads go on while this one waits
         self.inner.read(stream, from, into)
-    }
-
-    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.add(stream, Work::Copy { from, to, bytes })
-    }
-
-    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.add(stream, Work::Zero { at, bytes })
-    }
-
-    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
-        check_arguments(kernel, args)?;
-        self.add(stream, Work::Launch { kernel: Known(kernel), launch, args: args.to_vec() })
-    }
-
-    fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        product.check()?;
-        self.add(stream, Work::Product(product))
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {

@@ -1,37 +1,69 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
 use crate::TrainError;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
 use crate::gathers::Gathers;
 use crate::message::{Message, Site, outgoing};
 use crate::offload::saved::{Shelf, Shelved, Shelving};
 use crate::pass::{MicroBatch, Pass, Purpose};
-use crate::segment::{Forwarded, Kept, Origin, Segment, Start, What};
+use crate::segment::{Checkpoint, Forwarded, Kept, SavedSegment, Segment, Start};
 use crate::statistics::Noted;
 use crate::walk::Walk;
 use crate::weights::WeightStore;
-use meshwork_pipeline::Direction;
+use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
 use meshwork_tensor::{Params, Tape, Tensor, Var};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
+/// The surroundings of the stages of a rank in one pass.
+pub struct Workspace<'a> {
+    pub pass: &'a Pass,
+    /// Weights, and the buffers of their gradients.
+    pub weights: &'a RefCell<WeightStore>,
+    /// Brings weights together that this rank has slices of.
+    pub gathers: Option<&'a Gathers>,
+    /// Takes what backward needs out of memory until then.
+    pub shelf: Option<&'a Rc<Shelf>>,
+    pub codec: &'a RefCell<Codec>,
+    pub schedule: &'a Schedule,
+    pub live: &'a LiveActivations,
+    /// The version of the weights, as a number of updates, that each (stage, micro-batch as the schedule counts them)
+    /// reads; `None` for the newest.
+    pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
+}
+
+/// Counts the live activations of a rank. An activation lives from its forward until its backward ends, gradients of
+/// weights included.
+#[derive(Debug, Default)]
+pub struct LiveActivations {
+    pub now: Cell<usize>,
+    /// The largest number alive at once so far, in units of one micro-batch through one stage.
+    pub most: Cell<usize>,
+}
+
+impl LiveActivations {
+    pub fn acquire(&self) {
+        self.now.update(|now| now + 1);
+        self.most.update(|most| most.max(self.now.get()));
+    }
+
+    pub fn release(&self) {
+        self.now.update(|now| now.saturating_sub(1));
+    }
+}
+
 /// A stage with its passes in flight.
 #[derive(Debug)]
 pub struct Chunk {
-    /// Its number.
     pub number: usize,
     stages: usize,
     segments: Vec<Segment>,
-    /// Brings weights together that this rank has slices of.
-    gathers: Option<Arc<Gathers>>,
     flights: BTreeMap<usize, Flight>,
     /// Tapes whose gradients of weights are still to be computed, by the place of their segment, the last one first.
     deferred: BTreeMap<usize, Vec<(usize, Tape, Shelved)>>,
-    /// Takes what backward needs out of memory until then.
-    shelf: Option<Rc<Shelf>>,
     /// Notes of statistics since they were last taken.
     noted: Noted,
     /// Output of the last prediction.
@@ -47,27 +79,11 @@ struct Flight {
 }
 
 impl Chunk {
-    /// Stage `number` of `stages`, cut into segments.
-    pub fn new(
-        number: usize,
-        stages: usize,
-        segments: Vec<Segment>,
-        (gathers, shelf): (Option<Arc<Gathers>>, Option<Rc<Shelf>>),
-    ) -> Self {
-        Self {
-            number,
-            stages,
-            segments,
-            gathers,
-            flights: BTreeMap::new(),
-            deferred: BTreeMap::new(),
-            shelf,
-            noted: Noted::default(),
-            prediction: None,
-        }
+    pub fn new(number: usize, stages: usize, segments: Vec<Segment>) -> Self {
+        let (flights, deferred, noted) = Default::default();
+        Self { number, stages, segments, flights, deferred, noted, prediction: None }
     }
 
-    /// Whether this is the last stage.
     pub fn is_last(&self) -> bool {
         self.number + 1 == self.stages
     }
@@ -86,36 +102,34 @@ impl Chunk {
     pub fn clear(&mut self) {
         self.flights.clear();
         self.deferred.clear();
-        self.shelf.iter().for_each(|shelf| shelf.clear());
         self.noted = Noted::default();
     }
 
-    /// `number` is the number of the micro-batch in an asynchronous run.
+    /// Computes the output of a micro-batch. `number` counts from the beginning of an asynchronous run.
     pub fn forward(
         &mut self,
-        pass: &Pass,
+        on: &Workspace<'_>,
         number: usize,
         params: Arc<Params>,
         input: Option<Message>,
-        codec: &RefCell<Codec>,
     ) -> Result<Option<Message>, TrainError> {
+        let pass = on.pass;
         let of = pass.micro(number - pass.first_micro)?;
-        let gathers = self.gathers.clone();
         let walks: Vec<_> = self.segments.iter().map(|segment| (segment.number, Walk::Forward)).collect();
-        let _gathering = gathers.as_ref().map(|gathers| gathers.begin(&walks, &params));
+        let _gathering = on.gathers.map(|gathers| gathers.begin(&walks, &params));
         let mut start = Start { input, takes_gradient: true, params, applied: 0 };
         let (mut message, mut all) = (None, Vec::new());
         for (place, segment) in self.segments.iter().enumerate() {
             let plain = pass.recompute.policy();
-            let shelving = self.shelf.as_ref().filter(|_| pass.purpose == Purpose::Train).map(|shelf| {
+            let shelving = on.shelf.filter(|_| pass.purpose == Purpose::Train).map(|shelf| {
                 shelf.begin_forward()?;
                 Ok::<_, TrainError>(Rc::new(Shelving::new(shelf, &*plain)))
             });
             let shelving = shelving.transpose()?;
             let policy = shelving.clone().map_or(plain.clone(), |shelving| shelving as Rc<dyn SavedPolicy>);
-            let origin = segment.spec.recomputed.then(|| Origin::keep(start.clone(), &*policy)).transpose()?;
-            let of_tape = pass.encoded(if origin.is_some() { plain } else { policy });
-            let mut run = segment.run(pass, &of, start, (of_tape, None))?;
+            let checkpoint = segment.spec.recomputed.then(|| Checkpoint::new(start.clone(), &*policy)).transpose()?;
+            let of_tape = pass.encoded(if checkpoint.is_some() { plain } else { policy });
+            let mut run = segment.run(pass, &of, start, of_tape, None)?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
             // What crosses a cut takes a gradient, as what arrives from another rank does.
             let takes_gradient = segment.spec.cut.is_some() || run.output.takes_gradient();
@@ -130,7 +144,7 @@ impl Chunk {
                 start.input = Some(match segment.spec.cut {
                     Some(cut) => {
                         let site = Site { cut, direction: Direction::Activation, micro: number - pass.ahead };
-                        codec.borrow_mut().cross(site, message)?
+                        on.codec.borrow_mut().cross(site, message)?
                     }
                     None => message,
                 });
@@ -147,14 +161,14 @@ impl Chunk {
                 // Operations have saved what they need of the input; the next segment or stage has the output.
                 run.input = run.input.map(Var::released);
                 run.output = if segment.spec.part.last { run.output } else { run.output.released() };
-                let what = match origin {
-                    Some(mut origin) => {
-                        origin.decisions = decisions;
-                        What::Origin(Box::new(origin))
+                let saved = match checkpoint {
+                    Some(mut checkpoint) => {
+                        checkpoint.decisions = decisions;
+                        SavedSegment::Checkpoint(Box::new(checkpoint))
                     }
-                    None => What::Tape(Box::new(run)),
+                    None => SavedSegment::Tape(Box::new(run)),
                 };
-                all.push(Kept { what, shelved: shelving.map_or(Shelved::default(), |shelving| shelving.take()) });
+                all.push(Kept { saved, shelved: shelving.map_or(Shelved::default(), |shelving| shelving.take()) });
             }
         }
         if pass.purpose == Purpose::Train {
@@ -163,47 +177,46 @@ impl Chunk {
         Ok(message)
     }
 
-    /// Computes the gradient of the input and, unless they are deferred, those of the weights.
+    /// Computes the gradient of the input and, unless they are deferred, the gradients of the weights.
     pub fn backward(
         &mut self,
-        pass: &Pass,
+        on: &Workspace<'_>,
         number: usize,
         grad: Option<Message>,
         weights: Weights,
-        (store, codec): (&RefCell<WeightStore>, &RefCell<Codec>),
     ) -> Result<Option<Message>, TrainError> {
+        let pass = on.pass;
         let Some(Flight { of, mut kept }) = self.flights.remove(&number) else {
             return Err(self.out_of_turn(number, "backward before forward"));
         };
         let back = if weights == Weights::Now { Walk::Backward } else { Walk::Inputs };
         let (mut walks, mut params) = (Vec::new(), None);
         for (segment, kept) in self.segments.iter().zip(&kept).rev() {
-            let (again, read) = match &kept.what {
-                What::Tape(forwarded) => (None, forwarded.tape.params()),
-                What::Origin(origin) => (Some((segment.number, Walk::Forward)), origin.params()),
+            let (again, read) = match &kept.saved {
+                SavedSegment::Tape(forwarded) => (None, forwarded.tape.params()),
+                SavedSegment::Checkpoint(start) => (Some((segment.number, Walk::Forward)), start.params()),
             };
             params = Some(read.clone());
             walks.extend(again.into_iter().chain([(segment.number, back)]));
         }
-        let gathers = self.gathers.clone().zip(params);
-        let _gathering = gathers.as_ref().map(|(gathers, params)| gathers.begin(&walks, params));
+        let _gathering = on.gathers.zip(params).map(|(gathers, params)| gathers.begin(&walks, &params));
         let mut grad = grad;
         if grad.is_none() && !(self.is_last() && of.seeds.is_some()) {
             return Err(self.out_of_turn(number, "no gradient arrived"));
         }
         let mut deferred = Vec::new();
         for (place, segment) in self.segments.iter().enumerate().rev() {
-            let Some(Kept { what, shelved }) = kept.pop() else {
+            let Some(Kept { saved, shelved }) = kept.pop() else {
                 return Err(self.out_of_turn(number, "a segment has kept nothing"));
             };
-            if let Some(shelf) = &self.shelf {
+            if let Some(shelf) = on.shelf {
                 shelf.begin_backward(&shelved, kept.last().map(|next| &next.shelved))?;
             }
-            let Forwarded { tape, input, output, notes } = match what {
-                What::Tape(forwarded) => *forwarded,
-                What::Origin(origin) => {
-                    let (start, decisions) = origin.again()?;
-                    segment.run(pass, &of, start, (pass.encoded(pass.recompute.policy()), Some(decisions)))?
+            let Forwarded { tape, input, output, notes } = match saved {
+                SavedSegment::Tape(forwarded) => *forwarded,
+                SavedSegment::Checkpoint(checkpoint) => {
+                    let (start, decisions) = checkpoint.restart()?;
+                    segment.run(pass, &of, start, pass.encoded(pass.recompute.policy()), Some(decisions))?
                 }
             };
             let mut roots = Vec::new();
@@ -220,7 +233,7 @@ impl Chunk {
                     roots.push((value, tape.loss_seed(value, Normaliser::Scale(coefficient * seeds.auxiliary))?));
                 }
             }
-            let gradients = &mut store.borrow_mut().gradients;
+            let gradients = &mut on.weights.borrow_mut().gradients;
             gradients.of_segment(segment.number);
             tape.backward_from(roots, weights, gradients)?;
             // A constant has no gradient: nothing before it takes one.
@@ -232,12 +245,12 @@ impl Chunk {
                 grad = Some(match cut {
                     Some(cut) => {
                         let site = Site { cut, direction: Direction::Gradient, micro: number - pass.ahead };
-                        codec.borrow_mut().cross(site, message)?
+                        on.codec.borrow_mut().cross(site, message)?
                     }
                     None => message,
                 });
             }
-            if let Some(shelf) = &self.shelf {
+            if let Some(shelf) = on.shelf {
                 shelf.end_backward(&shelved);
             }
             if weights == Weights::Deferred {
@@ -250,25 +263,27 @@ impl Chunk {
         Ok(grad)
     }
 
-    pub fn weight_gradients(&mut self, number: usize, store: &RefCell<WeightStore>) -> Result<(), TrainError> {
+    /// Computes the gradients of weights that [`backward`](Self::backward) deferred.
+    pub fn weight_gradients(&mut self, on: &Workspace<'_>, number: usize) -> Result<(), TrainError> {
         let Some(tapes) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };
         let walks: Vec<_> = tapes.iter().map(|(place, ..)| (self.segments[*place].number, Walk::Weights)).collect();
-        let gathers = self.gathers.as_ref().zip(tapes.first().map(|(_, tape, _)| tape.params().clone()));
-        let _gathering = gathers.as_ref().map(|(gathers, params)| gathers.begin(&walks, params));
+        let params = tapes.first().map(|(_, tape, _)| tape.params().clone());
+        let _gathering = on.gathers.zip(params).map(|(gathers, params)| gathers.begin(&walks, &params));
         let mut tapes = tapes.into_iter().peekable();
         while let Some((place, tape, shelved)) = tapes.next() {
-            if let Some(shelf) = &self.shelf {
+            if let Some(shelf) = on.shelf {
                 shelf.begin_backward(&shelved, tapes.peek().map(|(.., next)| next))?;
             }
-            let gradients = &mut store.borrow_mut().gradients;
+            let gradients = &mut on.weights.borrow_mut().gradients;
             gradients.of_segment(self.segments[place].number);
             tape.weight_gradients(gradients)?;
         }
         Ok(())
     }
 
+    /// The error of an action that comes before another that it needs.
     pub fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
         TrainError::Stage { stage: self.number, micro, problem }
     }

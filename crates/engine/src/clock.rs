@@ -5,13 +5,11 @@ use crate::pass::Purpose;
 /// The step of each micro-batch of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
-    /// What the pass is for.
     pub purpose: Purpose,
     /// The step of the pass, from 0.
     pub step: u64,
     /// Number of its first micro-batch, less that by which the schedule's count is behind.
     pub first_micro: i64,
-    /// Micro-batches of a step.
     pub micros: usize,
 }
 
@@ -22,7 +20,7 @@ impl Clock {
     }
 
     /// The step of a micro-batch as the schedule counts them, and its number in that step.
-    pub fn of(&self, micro: usize) -> (u64, usize) {
+    pub fn step_of(&self, micro: usize) -> (u64, usize) {
         let (after, micros) = (micro as i64 - self.first_micro, self.micros.max(1) as i64);
         (self.step.saturating_add_signed(after.div_euclid(micros)), after.rem_euclid(micros) as usize)
     }

@@ -5,11 +5,11 @@ mod split;
 
 use crate::agreement::{require_same_model, require_same_plan};
 use crate::clock::Clock;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
+use crate::fit::require_fit;
 use crate::message::{Message, Site, outgoing};
 use crate::one_rank;
 use crate::pass::Purpose;
-use crate::step::require_fit;
 use crate::transport::PipeTransport;
 use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError, Verify};
 use meshwork_core::agreement::Fact;
@@ -79,12 +79,11 @@ impl Decoder {
         require_same_model(&model_plan, &model_plan.parameters()?, &rank)?;
         let device = model_plan.device(device);
         let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
-        let declarations = Arc::new(declarations);
         let layout = [declarations.ids().collect::<Vec<_>>()];
         let (mesh, coords) = (rank.mesh(), rank.coords());
         let sample = Batch::blank(&model_plan.model().fields(), 1);
-        // What else a whole sequence lacks, the tokens that are decoded may not need.
-        let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, (Mode::Evaluate, plan.verify));
+        // The tokens that are decoded may not need the other things that a whole sequence lacks.
+        let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, Mode::Evaluate, plan.verify);
         if let Err(error @ TrainError::OneRank { .. }) = compared {
             return Err(error);
         }
@@ -207,7 +206,7 @@ impl Decoder {
                 Some(before) => Some(transport.recv(holder(before), tag(before))?),
             };
             let tape = Tape::decoding(self.rank.clone(), self.params.clone(), self.device.clone(), cache.clone());
-            tape.compress_rows(compress.of_rows());
+            tape.compress_rows(compress.row_schemes());
             let input = input.map(|message| tape.input(message.tensor, message.types));
             let output = stage.forward(&tape, batch, input.as_ref())?;
             cache.advance(tokens);

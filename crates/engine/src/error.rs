@@ -52,7 +52,7 @@ pub enum TrainError {
         step: u64,
         /// The claim, and the value that it is about.
         claim: String,
-        /// What is the case.
+        /// The facts that contradict it.
         broken: String,
         /// What would be valid.
         valid: String,
@@ -84,9 +84,9 @@ pub enum TrainError {
         what: String,
         /// The mesh.
         mesh: String,
-        /// What it has there, over all ranks.
+        /// Its extents or numbers there, over all ranks.
         here: String,
-        /// What it has on one rank.
+        /// Its extents or numbers on one rank.
         alone: String,
         /// What would be valid.
         valid: &'static str,

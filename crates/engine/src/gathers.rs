@@ -2,18 +2,19 @@
 //! Which parameters a stage reads in which order is recorded before the first step, in a pass without data; so the next
 //! ones are on their way while a layer computes, and all ranks gather in one order.
 
-use crate::compress::NOTHING;
-use crate::layout::{Layout, OnDevice};
-use crate::trace::{Uses, uses};
+use crate::compress::settings::NOTHING;
+use crate::compress::weight_messages::{Now, WeightMessages};
+use crate::layout::Layout;
+use crate::reduction::OnDevice;
+use crate::trace::uses;
 use crate::walk::Walk;
-use crate::weight_messages::{Now, WeightMessages};
-use crate::zero::Shared;
+use crate::zero::ZeroGroups;
 use crate::{LocalModel, ModelPlan, Plan, TrainError};
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
 use meshwork_nn::Batch;
 use meshwork_tensor::param::Gather;
-use meshwork_tensor::{Category, Device, Error, Params};
+use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -37,36 +38,31 @@ impl Gathers {
         plan: &Plan,
         model: &ModelPlan,
         local: &LocalModel,
-        (layout, shared): (&Layout, &[Shared]),
-        world_rank: usize,
+        layout: &Layout,
+        zero: &ZeroGroups,
         device: &Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
-        let mut orders = BTreeMap::new();
-        for (segment, Uses(walks)) in uses(model, local, world_rank, &micro, plan.recompute)? {
-            for (walk, ids) in walks {
-                // Frozen parameters are whole.
-                let flats = ids.into_iter().map(|id| layout.place(id).0).filter(|&flat| flat < layout.keys.len());
-                let mut order: Vec<usize> = flats.filter(|&flat| shared[flat].is_cut()).collect();
-                order.dedup();
-                orders.insert((segment, walk), order);
-            }
-        }
-        let vector = |shared: &Shared| {
-            let sharers = shared.sharers.clone().filter(|_| shared.is_cut())?;
-            Some(SharedVector { slice: shared.slice, sharers })
+        // Frozen parameters are whole.
+        let is_cut = |flat: &usize| *flat < layout.keys.len() && layout.is_cut(*flat);
+        let order = |ids: Vec<ParamId>| {
+            let mut order: Vec<usize> = ids.into_iter().map(|id| layout.span(id).flat).filter(is_cut).collect();
+            order.dedup();
+            order
         };
-        let mut gatherer = Gatherer::new(
-            shared.iter().map(vector).collect(),
-            OnDevice(device.clone(), Category::Buffers, local.declarations.dtype()),
-        );
+        let uses = uses(model, local, layout.world_rank, &micro, plan.recompute)?;
+        let vector = |flat: usize| {
+            let sharers = layout.sharers(zero, flat).filter(|_| layout.is_cut(flat))?;
+            Some(SharedVector { slice: layout.slice(flat), sharers: sharers.clone() })
+        };
+        let (category, dtype) = (Category::Buffers, layout.declarations.dtype());
+        let vectors = OnDevice { device: device.clone(), category, dtype };
+        let mut gatherer = Gatherer::new((0..layout.flats.len()).map(vector).collect(), vectors);
         let now = Arc::new(Now::default());
         if plan.compress.weights != NOTHING {
-            let of = (layout, shared);
-            let messages = WeightMessages::new(plan, &local.declarations, of, world_rank, device, now.clone())?;
-            gatherer = gatherer.with_messages(messages);
+            gatherer = gatherer.with_messages(WeightMessages::new(plan, layout, device, now.clone())?);
         }
-        Ok(Self { gatherer, orders, now })
+        Ok(Self { gatherer, orders: uses.into_iter().map(|(walk, ids)| (walk, order(ids))).collect(), now })
     }
 
     /// Begins walks of segments with these weights, one after the other.
@@ -81,12 +77,10 @@ impl Gathers {
         self.now.set_compresses(compresses);
     }
 
-    /// Begins the timeline of a step.
     pub fn begin_step(&self) {
         self.gatherer.clear_events();
     }
 
-    /// The timeline of the last step.
     pub fn events(&self) -> Vec<(Instant, GatherEvent)> {
         self.gatherer.events()
     }

@@ -1,8 +1,8 @@
 //! Gradients: every use and micro-batch adds to a gradient's bucket, which is reduced once it is final.
 
 use crate::TrainError;
-use crate::lossy_sum::SumState;
-use meshwork_core::{Buffer, Types};
+use crate::layout::{Layout, Span};
+use meshwork_core::Buffer;
 use meshwork_data_parallel::{BucketEvent, ReduceError, Reducer};
 use meshwork_tensor::param::host_floats;
 use meshwork_tensor::tape::{GradShard, GradSink, GradSlot};
@@ -16,17 +16,11 @@ use std::time::Instant;
 /// The gradients of one rank's parameters, in the reducer's buckets.
 #[derive(Debug)]
 pub struct Gradients {
-    /// Reading brings back what is parked.
+    /// Reading brings parked buckets back.
     reducer: RefCell<Reducer>,
-    /// Per parameter: (bucket, member within it).
-    places: Vec<(usize, usize)>,
-    /// Per parameter: its name, and the types of its gradient by the pass before the first step, which the buckets'
-    /// reductions follow.
-    traced: Vec<(String, Option<Types>)>,
+    layout: Layout,
     /// The order of sums in canonical numerics; in fast numerics each share is added to the sum of those before it.
     ordered: Option<OrderedSums>,
-    /// What is kept of compressed gradients, by bucket and slice.
-    kept: Vec<(usize, SumState)>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
     events: Vec<(Instant, BucketEvent)>,
@@ -34,18 +28,11 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// Gradients in the buckets of `reducer`. `traced` has the name of each parameter and the types of its gradient.
-    /// `ordered` has the sums of canonical numerics.
-    pub fn new(
-        reducer: Reducer,
-        places: Vec<(usize, usize)>,
-        traced: Vec<(String, Option<Types>)>,
-        (ordered, kept): (Option<OrderedSums>, Vec<(usize, SumState)>),
-        device: Arc<dyn Device>,
-    ) -> Self {
+    pub fn new(layout: Layout, reducer: Reducer, device: Arc<dyn Device>) -> Self {
+        let parameters = layout.declarations.specs().len();
+        let ordered = layout.declarations.reduction_blocks().map(|_| OrderedSums::new(parameters));
         let seen_done = vec![false; reducer.buckets()];
-        let reducer = RefCell::new(reducer);
-        Self { reducer, places, traced, ordered, kept, device, events: Vec::new(), seen_done }
+        Self { reducer: RefCell::new(reducer), layout, ordered, device, events: Vec::new(), seen_done }
     }
 
     /// Forgets every gradient before the update of this number, from 0: the first share of each overwrites it.
@@ -70,12 +57,14 @@ impl Gradients {
                 events.push((Instant::now(), event));
             }
         })?;
-        let Some(ordered) = &self.ordered else { return Ok(()) };
-        let mut members: Vec<_> = self.places.iter().zip(&ordered.copies).filter(|(_, copies)| **copies > 1).collect();
-        members.sort_unstable();
-        for (&(bucket, member), &copies) in members {
+        if self.ordered.is_none() {
+            return Ok(());
+        }
+        let copies = |id: ParamId| self.layout.trace.copies[id.index()];
+        for &id in self.layout.trained().iter().flatten().filter(|&&id| copies(id) > 1) {
+            let &Span { flat: bucket, member, .. } = self.layout.span(id);
             // The sum goes to the gradient's place in a bucket without copies, before the copies of the next member.
-            let reducer = self.reducer.get_mut();
+            let (reducer, copies) = (self.reducer.get_mut(), copies(id));
             let all = reducer.range(bucket, member);
             reducer.fetch(bucket)?;
             let buffer = reducer.gradients_mut(bucket).ok_or(ReduceError::Lost { bucket })?;
@@ -84,44 +73,46 @@ impl Gradients {
         Ok(())
     }
 
-    /// What is kept of compressed gradients, in host memory: each slice with its elements.
-    pub fn kept(&self) -> impl Iterator<Item = std::result::Result<(&SumState, Buffer), TrainError>> {
-        self.kept.iter().map(|(bucket, kept)| {
-            let reducer = self.reducer.borrow();
-            let states = reducer.sum(*bucket).map_or_else(Vec::new, |sum| sum.states());
-            let state = states.iter().find(|(name, _)| *name == kept.state);
-            let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
-            Ok((kept, self.device.download(&state.slice(kept.range.clone()).map_err(Error::from)?)?))
-        })
+    /// A range of a state that the compressed sums of a bucket keep, in host memory.
+    pub fn sum_state(&self, bucket: usize, name: &str, range: Range<usize>) -> std::result::Result<Buffer, TrainError> {
+        let reducer = self.reducer.borrow();
+        let states = reducer.sum(bucket).map_or_else(Vec::new, |sum| sum.states());
+        let state = states.into_iter().find(|(state, _)| *state == name);
+        let (_, state) = state.ok_or(ReduceError::Lost { bucket })?;
+        Ok(self.device.download(&state.slice(range).map_err(Error::from)?)?)
     }
 
-    /// Replaces it by what `read` gives.
-    pub fn load_kept(
+    /// Replaces elements of such a state from `start` on.
+    pub fn set_sum_state(
         &mut self,
-        mut read: impl FnMut(&SumState) -> std::result::Result<Vec<f32>, TrainError>,
+        bucket: usize,
+        name: &str,
+        start: usize,
+        values: &Buffer,
     ) -> std::result::Result<(), TrainError> {
-        for (bucket, kept) in &self.kept {
-            let values = Buffer::from_vec(read(kept)?);
-            let states = self.reducer.get_mut().sum_mut(*bucket).map_or_else(Vec::new, |sum| sum.states_mut());
-            let state = states.into_iter().find(|(name, _)| *name == kept.state);
-            let (_, state) = state.ok_or(ReduceError::Lost { bucket: *bucket })?;
-            self.device.upload_into(&values, state, kept.range.start)?;
+        let states = self.reducer.get_mut().sum_mut(bucket).map_or_else(Vec::new, |sum| sum.states_mut());
+        let state = states.into_iter().find(|(state, _)| *state == name);
+        let (_, state) = state.ok_or(ReduceError::Lost { bucket })?;
+        Ok(self.device.upload_into(values, state, start)?)
+    }
+
+    /// Sets all of these states to zero.
+    pub fn forget_sums(&mut self) -> Result<()> {
+        let (optim, reducer) = (self.device.optim()?, self.reducer.get_mut());
+        for bucket in 0..reducer.buckets() {
+            let states = reducer.sum_mut(bucket).map_or_else(Vec::new, |sum| sum.states_mut());
+            states.into_iter().try_for_each(|(_, state)| optim.zero(state, 0..state.count()))?;
         }
         Ok(())
     }
 
-    /// The number of buckets.
-    pub fn buckets(&self) -> usize {
-        self.reducer.borrow().buckets()
-    }
-
-    /// Whether gradients are parked: then those of one bucket should be used before those of the next are asked for.
+    /// Whether gradients are parked: then one bucket should be used before the next is asked for.
     pub fn are_parked(&self) -> bool {
         self.reducer.borrow().parks()
     }
 
-    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted in what is kept of
-    /// it, in host memory. What is parked stays so, and the bytes that are read are not counted.
+    /// The reduced gradients of a bucket, as [`bucket`](Self::bucket) has them, of `range`, counted from
+    /// the first element that is kept, in host memory. Parked buckets stay parked, and the bytes read are not counted.
     pub fn peek(&self, bucket: usize, range: Range<usize>) -> std::result::Result<Vec<f32>, TrainError> {
         let reducer = self.reducer.borrow();
         if bucket >= reducer.buckets() || range.is_empty() {
@@ -167,11 +158,8 @@ impl Gradients {
 
 /// The sums of canonical numerics: one tree for each copy of a gradient, over the samples of the batch.
 #[derive(Debug)]
-pub struct OrderedSums {
-    /// Per parameter: the copies of its gradient.
-    copies: Vec<usize>,
-    /// The first copy that a segment fills, for segments where this is not copy 0.
-    first: BTreeMap<(usize, ParamId), usize>,
+struct OrderedSums {
+    /// The segment whose shares come.
     segment: usize,
     /// Per parameter: waiting sums, by the first of the copies that arrive together.
     sums: Vec<BTreeMap<usize, Waiting>>,
@@ -181,16 +169,14 @@ pub struct OrderedSums {
 /// of several ranks, so that they may come in any order.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Number of copies that arrive together.
     copies: usize,
     /// (samples, sum). The sum that came first is in the bucket, and is `None` here.
     sums: Vec<(Range<u64>, Option<Buffer>)>,
 }
 
 impl OrderedSums {
-    /// Sums of no shares yet. `first` names the segments that do not fill a gradient's first copy.
-    pub fn new(copies: Vec<usize>, first: BTreeMap<(usize, ParamId), usize>) -> Self {
-        Self { sums: copies.iter().map(|_| BTreeMap::new()).collect(), copies, first, segment: 0 }
+    fn new(parameters: usize) -> Self {
+        Self { segment: 0, sums: (0..parameters).map(|_| BTreeMap::new()).collect() }
     }
 
     fn clear(&mut self) {
@@ -237,13 +223,13 @@ impl Waiting {
 impl Gradients {
     /// Where a share goes in canonical numerics: new memory, or the bucket if it is the first of its tree.
     fn place_in_order(&mut self, share: &GradShard) -> Result<GradSlot<'_>> {
-        let (bucket, member) = self.places[share.id.index()];
+        let &Span { flat: bucket, member, .. } = self.layout.span(share.id);
         let (buffer, all, _) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
         let Some(ordered) = &mut self.ordered else {
             return Ok(GradSlot { buffer, start: all.start, first: true });
         };
-        let copies = ordered.copies[share.id.index()];
-        let before = ordered.first.get(&(ordered.segment, share.id)).copied().unwrap_or(0);
+        let copies = self.layout.trace.copies[share.id.index()];
+        let before = self.layout.trace.first_copy.get(&(ordered.segment, share.id)).copied().unwrap_or(0);
         let first = before + share.copies.start;
         let n = all.len() / copies;
         let start = all.start + first * n;
@@ -274,10 +260,10 @@ impl Gradients {
 
     /// Adds up the waiting sums of a gradient, and zeroes the copies that no stage of this rank fills.
     fn finish_order(&mut self, id: ParamId) -> Result<()> {
-        let (bucket, member) = self.places[id.index()];
+        let &Span { flat: bucket, member, .. } = self.layout.span(id);
         let Some(ordered) = &mut self.ordered else { return Ok(()) };
         let (buffer, all, _) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
-        let n = all.len() / ordered.copies[id.index()];
+        let n = all.len() / self.layout.trace.copies[id.index()];
         let mut filled = 0;
         for (&first, waiting) in &mut ordered.sums[id.index()] {
             let start = all.start + first * n;
@@ -301,13 +287,14 @@ impl Gradients {
 }
 
 impl Gradients {
-    /// Refuses a gradient of other types than those that its reduction was made for.
+    /// Refuses a gradient of other types than its reduction was made for.
     fn require_traced(&self, share: &GradShard) -> Result<()> {
-        match &self.traced[share.id.index()] {
-            (_, Some(types)) if *types == share.types => Ok(()),
-            (name, traced) => Err(Error::Backward(format!(
-                "the gradient of {name} has the types {}, and before the first step it had {}: its reduction would be another \
+        match self.layout.trace.types[share.id.index()] {
+            Some(types) if types == share.types => Ok(()),
+            traced => Err(Error::Backward(format!(
+                "the gradient of {} has the types {}, and before the first step it had {}: its reduction would be another \
                  one; a model reads a parameter in the same way in every micro-batch",
+                self.layout.declarations.spec(share.id).name,
                 share.types,
                 traced.map_or("none".to_owned(), |types| types.to_string())
             ))),
@@ -330,13 +317,13 @@ impl GradSink for Gradients {
         if self.ordered.is_some() {
             return self.place_in_order(share).map(Some);
         }
-        let (bucket, member) = self.places[share.id.index()];
+        let &Span { flat: bucket, member, .. } = self.layout.span(share.id);
         let (buffer, range, first) = self.reducer.get_mut().gradient(bucket, member).map_err(as_backward)?;
         Ok(Some(GradSlot { buffer, start: range.start, first }))
     }
 
     fn ready(&mut self, id: ParamId) -> Result<()> {
-        let (bucket, member) = self.places[id.index()];
+        let &Span { flat: bucket, member, .. } = self.layout.span(id);
         if self.ordered.is_some() && self.reducer.get_mut().awaits(bucket, member) == 1 {
             self.finish_order(id)?;
         }

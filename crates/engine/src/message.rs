@@ -9,9 +9,7 @@ use meshwork_tensor::{Tensor, Var};
 /// An activation, or its gradient, between two stages.
 #[derive(Clone, Debug)]
 pub struct Message {
-    /// The value on this rank.
     pub tensor: Tensor,
-    /// Its types.
     pub types: Types,
 }
 
@@ -22,11 +20,10 @@ pub struct Site {
     pub cut: usize,
     /// Whether it is an activation or its gradient.
     pub direction: Direction,
-    /// The micro-batch.
     pub micro: usize,
 }
 
-/// A stage's output as a message, refused if it is not what the next stage expects.
+/// A stage's output as a message, refused if the next stage expects another one.
 pub fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
     let op = || format!("send from stage {stage} to {}", stage + 1);
     for (axis, ty) in output.types().iter() {

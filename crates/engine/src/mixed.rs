@@ -6,8 +6,6 @@
 //! weight; after so many steps without one it is doubled. The norm of a step is summed over the world, so all ranks
 //! skip the same steps.
 
-use crate::{Plan, PlanError};
-use meshwork_compress::Feedback;
 use meshwork_core::DType;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, Widened};
@@ -21,18 +19,18 @@ pub struct MixedPrecision {
     /// Whether gradients of weights are added up over micro-batches and reduced over ranks in that type too; else in
     /// f32.
     pub reduce_in_half: bool,
-    /// What the loss is multiplied by before backward.
+    /// The factor of the loss before backward.
     pub loss_scale: LossScale,
 }
 
-/// What the loss is multiplied by before backward.
+/// The factor of the loss before backward.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LossScale {
     /// The same number in all steps: 1 for bf16, which has the range of f32.
     Fixed(f64),
     /// A power of two that follows the gradients.
     Dynamic {
-        /// That of the first step.
+        /// The scale of the first step.
         initial: f64,
         /// Steps without overflow after which it is doubled.
         growth_interval: u64,
@@ -47,7 +45,7 @@ impl LossScale {
 }
 
 impl MixedPrecision {
-    /// A device that computes on what is stored in 16 bits, where anything is.
+    /// A device that computes on values in 16 bits, where anything is stored so.
     pub(crate) fn device(of: Option<Self>, device: Arc<dyn Device>) -> Arc<dyn Device> {
         if of.is_some() { Widened::device(device) } else { device }
     }
@@ -56,64 +54,25 @@ impl MixedPrecision {
     pub(crate) fn reduced_in(of: Option<Self>) -> DType {
         of.filter(|of| of.reduce_in_half).map_or(DType::F32, |of| of.dtype.dtype())
     }
-
-    /// Refuses a plan with which it does not go.
-    pub(crate) fn require_fit(self, plan: &Plan) -> Result<(), PlanError> {
-        let refuse = |problem: String| Err(PlanError::MixedPrecision { dtype: self.dtype.dtype(), problem });
-        if plan.blocks().is_some() && self.reduce_in_half {
-            return refuse(
-                "canonical numerics add up gradients exactly, and in 16 bits each rank would round its share: reduce in f32, or use numerics Fast"
-                    .to_owned(),
-            );
-        }
-        if plan.compress.feedback != Feedback::None && matches!(self.loss_scale, LossScale::Dynamic { .. }) {
-            let feedback = plan.compress.feedback;
-            return refuse(format!(
-                "feedback {feedback:?} adds what a step lost, in that step's loss scale, to gradients in another: use a fixed loss scale, bf16, or no \
-                 feedback"
-            ));
-        }
-        match self.loss_scale {
-            LossScale::Fixed(scale) if !(scale.is_finite() && scale > 0.0) => {
-                refuse(format!("a loss scale of {scale}: use a number above 0, best a power of two"))
-            }
-            LossScale::Fixed(scale) if scale == 1.0 && self.dtype == HalfType::F16 => refuse(
-                "without a loss scale, gradients below 6e-8 would be zeros: use LossScale::Dynamic, or a fixed scale such as 1024"
-                    .to_owned(),
-            ),
-            LossScale::Dynamic { initial, growth_interval } => {
-                if !(LossScale::LEAST..=LossScale::LARGEST).contains(&initial) || initial.log2().fract() != 0.0 {
-                    return refuse(format!("a first loss scale of {initial}: use a power of two from 2^-16 to 2^32"));
-                }
-                if growth_interval == 0 {
-                    return refuse("a growth interval of 0 steps: use 1 or more".to_owned());
-                }
-                Ok(())
-            }
-            LossScale::Fixed(_) => Ok(()),
-        }
-    }
 }
 
 /// The loss scale of a run, step by step. Every rank has the same.
 ///
 /// Some schedules begin a step before the last one is certain, and such a step takes the scale that it would have if
 /// the last one did not overflow. So that all schedules have the same scales, a step that completes an interval doubles
-/// not the scale of the next step but that of the one behind it.
+/// not the scale of the next step but the scale of the step behind it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scaler {
     /// The scale of the step behind the last one that is certain.
     scale: f64,
     /// Steps without overflow since it was changed. A whole interval of them doubles the scale of the step behind that.
     clean: u64,
-    /// The steps that are certain.
     certain: u64,
     /// `None`: it stays.
     growth_interval: Option<u64>,
 }
 
 impl Scaler {
-    /// The scale before the first step.
     pub fn new(of: Option<MixedPrecision>) -> Self {
         match of.map(|of| of.loss_scale) {
             None => Self { scale: 1.0, clean: 0, certain: 0, growth_interval: None },
@@ -162,7 +121,7 @@ impl Scaler {
         self.certain = step;
     }
 
-    /// What a checkpoint has of it.
+    /// Scale and clean steps, for a checkpoint.
     pub fn state(&self) -> [f32; 2] {
         [self.scale as f32, self.clean as f32]
     }

@@ -3,7 +3,7 @@
 use crate::boundary::{Boundary, boundaries};
 use crate::segment::{Segment, SegmentSpec};
 use crate::{MixedPrecision, Plan, TrainError};
-use meshwork_core::{Axis, DType, Mesh};
+use meshwork_core::{Axis, CommError, DType, Group, Mesh, Rank};
 use meshwork_nn::{Activation, Batch, Model, StageSpec};
 use meshwork_pipeline::Schedule;
 use meshwork_tensor::{Declarations, Device, Error, ParamId, ParamSpec, Result};
@@ -28,7 +28,7 @@ pub struct ModelPlan {
 #[derive(Debug)]
 pub struct LocalModel {
     /// Their declarations.
-    pub declarations: Declarations,
+    pub declarations: Arc<Declarations>,
     /// The segments of each stage, by the number of the stage.
     pub stages: Vec<(usize, Vec<Segment>)>,
 }
@@ -41,6 +41,42 @@ pub struct TiedWeight {
     pub name: String,
     /// The pp ranks that hold it, in order.
     pub pp_ranks: Vec<usize>,
+}
+
+/// Name of the groups that sum the gradients of tied weights across stages (Megatron's embedding group).
+pub const TIED: &str = "tied";
+
+/// The tied weights of a model, with this rank's groups.
+#[derive(Debug, Default)]
+pub(crate) struct Tied {
+    /// In an order that every rank agrees on.
+    pub weights: Vec<TiedWeight>,
+    /// The group of this rank by the pp ranks that hold a weight.
+    pub groups: BTreeMap<Vec<usize>, Group>,
+}
+
+impl Tied {
+    /// Joins the groups. Collective over the world: every rank makes them once, in the same order.
+    pub fn join(rank: &Rank, weights: Vec<TiedWeight>) -> std::result::Result<Self, CommError> {
+        let mut groups = BTreeMap::new();
+        for TiedWeight { pp_ranks, .. } in &weights {
+            if groups.contains_key(pp_ranks) {
+                continue;
+            }
+            let holder = |&stage: &usize| rank.mesh().rank_at(rank.coords().with(Axis::Pp, stage));
+            let members: Vec<usize> = match pp_ranks.contains(&rank.coords().get(Axis::Pp)) {
+                true => pp_ranks.iter().map(holder).collect(),
+                false => vec![rank.world_rank()],
+            };
+            groups.insert(pp_ranks.clone(), rank.subgroup(TIED, &members)?);
+        }
+        Ok(Self { weights, groups })
+    }
+
+    /// The tied weight of this name.
+    pub fn find(&self, name: &str) -> Option<&TiedWeight> {
+        self.weights.iter().find(|tied| tied.name == name)
+    }
 }
 
 impl ModelPlan {
@@ -69,19 +105,14 @@ impl ModelPlan {
         })
     }
 
-    /// The same stages, all on one rank: each axis has degree 1.
+    /// These stages, all on one rank: each axis has degree 1.
     pub(crate) fn on_one_rank(&self) -> std::result::Result<Self, TrainError> {
         Ok(Self { mesh: Mesh::new(self.mesh.axes().map(|axis| (axis, 1)))?, ..self.clone() })
     }
 
-    /// A device that computes on what the model stores, from one that computes in f32.
+    /// A device that computes on the types that the model stores, from a device that computes in f32.
     pub(crate) fn device(&self, device: Arc<dyn Device>) -> Arc<dyn Device> {
         MixedPrecision::device(self.mixed, device)
-    }
-
-    /// Whether parameters are stored in 16 bits, and the optimizer keeps weights in f32.
-    pub(crate) fn is_mixed(&self) -> bool {
-        self.mixed.is_some()
     }
 
     /// The mesh.
@@ -142,7 +173,7 @@ impl ModelPlan {
             }
             before += specs.len();
         }
-        Ok(LocalModel { declarations, stages })
+        Ok(LocalModel { declarations: Arc::new(declarations), stages })
     }
 
     fn declarations(&self) -> Declarations {
@@ -182,7 +213,7 @@ impl ModelPlan {
 }
 
 /// The parameters that several pp ranks declare, given what each declares.
-fn tied_weights_of(models: &[Declarations]) -> std::result::Result<Vec<TiedWeight>, Error> {
+fn tied_weights_of(models: &[Arc<Declarations>]) -> std::result::Result<Vec<TiedWeight>, Error> {
     let mut declared_on: BTreeMap<&str, Vec<(usize, ParamId)>> = BTreeMap::new();
     for (pp_rank, declarations) in models.iter().enumerate() {
         for id in declarations.ids() {
@@ -226,7 +257,7 @@ mod tests {
             all.declare("wte.weight", &[8, 4], placement, Role::Weight, Init::Zeros).unwrap();
             all
         };
-        let error = tied_weights_of(&[declare(0), declare(1)]).unwrap_err().to_string();
+        let error = tied_weights_of(&[declare(0), declare(1)].map(Arc::new)).unwrap_err().to_string();
         assert!(error.contains("Shard(0) on tp and as [8, 4] Shard(1) on tp"), "{error}");
     }
 }

@@ -2,8 +2,8 @@
 //! what it may mean: `[b, features]` that tp cuts, viewed as 2 heads, has 2 heads on each rank. Types cannot show it,
 //! and all ranks agree. On one rank the same code has 2 heads in all.
 //!
-//! Two passes on the meta device, over this mesh and over the same axes with degree 1, list all operations; those that
-//! [correspond](crate::program::Pairs) must agree:
+//! Two passes on the meta device, over this mesh and over the same axes with degree 1, list all operations; operations
+//! that [correspond](crate::program::Pairs) must agree:
 //!
 //! | of | compared |
 //! |---|---|
@@ -34,7 +34,7 @@ use std::sync::Arc;
 pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<(), TrainError> {
     let stages = ModelPlan::new(model.clone(), plan)?;
     let micro = Batch::blank(&model.fields(), plan.micro_batch_size()?);
-    compare(&stages, world_rank, &micro, (Mode::Train, plan.verify))
+    compare(&stages, world_rank, &micro, Mode::Train, plan.verify)
 }
 
 /// The same with stages that are cut, on micro-batches like `micro`.
@@ -42,9 +42,10 @@ pub(crate) fn compare(
     plan: &ModelPlan,
     world_rank: usize,
     micro: &Batch,
-    (mode, verify): (Mode, Verify),
+    mode: Mode,
+    verify: Verify,
 ) -> Result<(), TrainError> {
-    let here = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
+    let here = Whole::new(plan, plan.whole_model()?, world_rank, micro, mode)?;
     if plan.mesh().world_size() == 1 || verify == Verify::Off {
         return Ok(());
     }
@@ -58,14 +59,14 @@ pub(crate) fn compare(
     };
     refuse(of_parameters(here.declarations.specs(), model.declarations.specs()))?;
     let batch = Batch::blank(&plan.model().fields(), micro.samples() * plan.mesh().data_degree());
-    let Ok(alone) = Whole::of(&alone, model, 0, &batch, mode) else { return Ok(()) };
-    let pairs = Pairs::of([&here.program, &alone.program]);
+    let Ok(alone) = Whole::new(&alone, model, 0, &batch, mode) else { return Ok(()) };
+    let pairs = Pairs::new([&here.program, &alone.program]);
     refuse(of_activations(&here, &alone).or_else(|| of_operations(&pairs)).or_else(|| of_notes(&here, &alone)))?;
     // On all ranks or on none: a pass may draw numbers that ranks must have alike.
     if !here.program.constants.iter().any(|constant| is_cut(plan.mesh(), constant)) {
         return Ok(());
     }
-    let again = Whole::of(plan, plan.whole_model()?, world_rank, micro, mode)?;
+    let again = Whole::new(plan, plan.whole_model()?, world_rank, micro, mode)?;
     let same = |(a, b): (&Constant, &Constant)| bytes(a) == bytes(b);
     match here.program.constants.iter().zip(&again.program.constants).all(same) {
         true => refuse(of_constants(&pairs, plan.mesh().coords(world_rank))),
@@ -74,7 +75,7 @@ pub(crate) fn compare(
     }
 }
 
-/// What differs, with what it has on the mesh and on one rank.
+/// A difference: its subject, with its extents or numbers on the mesh and on one rank.
 struct Differs {
     what: String,
     here: String,
@@ -208,7 +209,7 @@ fn of_constants(pairs: &Pairs<'_>, coords: Coords) -> Option<Differs> {
             continue;
         }
         for (constant, whole) in constants[0].iter().zip(&constants[1]) {
-            let Some((at, [held, meant])) = first_other(constant, whole, (&programs[0].mesh, coords)) else { continue };
+            let Some((at, [held, meant])) = first_other(constant, whole, &programs[0].mesh, coords) else { continue };
             return Some(Differs {
                 what: format!("a constant of {:?} before {}", constant.shape, programs[0].ops[a].describe()),
                 here: format!("has {held} at {at:?} of this rank's elements"),
@@ -220,11 +221,12 @@ fn of_constants(pairs: &Pairs<'_>, coords: Coords) -> Option<Differs> {
     None
 }
 
-/// The first element of a constant that is not that of its slice of the constant on one rank.
+/// The first element of a constant that differs from its slice of the constant on one rank.
 fn first_other(
     constant: &Constant,
     whole: &Constant,
-    (mesh, coords): (&Mesh, Coords),
+    mesh: &Mesh,
+    coords: Coords,
 ) -> Option<(Vec<usize>, [String; 2])> {
     let cut: Vec<_> = constant.types.iter().filter(|&(axis, _)| mesh.degree(axis) > 1).collect();
     let (values, held, meant) = (constant.values.as_ref()?, bytes(constant)?, bytes(whole)?);

@@ -13,9 +13,7 @@ use std::sync::Arc;
 /// What a pass over the batch is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// Loss and gradients.
     Train,
-    /// Only the loss.
     Evaluate,
     /// The output of the last stage.
     Predict,
@@ -33,21 +31,15 @@ pub struct Seeds {
 /// What every stage of a rank needs in one pass over the batch.
 #[derive(Debug)]
 pub struct Pass {
-    /// The rank that runs the pass.
     pub rank: Arc<Rank>,
-    /// The device that computes.
     pub device: Arc<dyn Device>,
-    /// What the pass is for.
     pub purpose: Purpose,
     /// Position of this rank's first sample, with seed and step.
     pub position: Position,
-    /// This rank's samples.
     pub batch: Batch,
-    /// Samples per micro-batch.
     pub micro_batch: usize,
     /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
-    /// Seeds of each micro-batch.
     pub seeds: Vec<Seeds>,
     /// What these seeds are multiplied by, and gradients are to be divided by.
     pub loss_scale: f64,
@@ -55,11 +47,9 @@ pub struct Pass {
     pub first_micro: usize,
     /// The difference between that count and the schedule's.
     pub ahead: usize,
-    /// What backward recomputes.
     pub recompute: Recompute,
-    /// How what it needs else is encoded.
+    /// The forms in which backward's other inputs are encoded.
     pub saved: Rc<[Encoding]>,
-    /// Metrics that the model declares.
     pub metrics: Rc<[Metric]>,
     /// The numbers of the pass that this rank counts, in f64 on the device: `[losses of samples | metrics of samples |
     /// ..]`, each row as long as the global batch.
@@ -70,16 +60,12 @@ pub struct Pass {
     pub decides: Cell<bool>,
     /// How rows are compressed that layers exchange.
     pub rows: RowSchemes,
-    /// Samples of the global batch.
     pub global_batch_size: usize,
-    /// The observer of a pass that trains.
     pub watch: Option<Arc<dyn Watch>>,
-    /// The claims of a pass that is verified.
     pub claims: Option<Claims>,
 }
 
 impl Pass {
-    /// The micro-batch of this number.
     pub fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
         let first = micro * self.micro_batch;
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
@@ -126,8 +112,8 @@ impl Pass {
         Ok(self.device.pointwise()?.add_assign(numbers, at, value.tensor().buffer())?)
     }
 
-    /// Counts the metrics that layers of a stage noted. Those of a prediction count nowhere: its samples are those of
-    /// no step.
+    /// Counts the metrics that layers of a stage noted. Metrics of a prediction count nowhere: its samples are in no
+    /// step.
     pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);
@@ -150,9 +136,7 @@ impl Pass {
 pub struct MicroBatch {
     /// Its number in the pass.
     pub micro: usize,
-    /// Position of its first sample.
     pub position: Position,
-    /// Its samples.
     pub samples: Batch,
     /// `None` in a pass that does not train.
     pub seeds: Option<Seeds>,

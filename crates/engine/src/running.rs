@@ -1,62 +1,17 @@
 //! The stages of a rank as the pipeline's interpreter runs them.
 
 use crate::TrainError;
-use crate::chunk::Chunk;
-use crate::codec::Codec;
+use crate::chunk::{Chunk, Workspace};
 use crate::message::Message;
-use crate::pass::{Pass, Purpose};
-use crate::weights::WeightStore;
-use meshwork_pipeline::{Direction, Schedule, Tag};
+use crate::pass::Purpose;
+use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::Category;
 use meshwork_tensor::tape::Weights;
-use std::cell::{Cell, RefCell};
 
-/// Counts the live activations of a rank. An activation lives from its forward until its backward ends, gradients of
-/// weights included.
-#[derive(Debug, Default)]
-pub struct LiveActivations {
-    now: Cell<usize>,
-    most: Cell<usize>,
-}
-
-impl LiveActivations {
-    fn acquire(&self) {
-        self.now.update(|now| now + 1);
-        self.most.update(|most| most.max(self.now.get()));
-    }
-
-    fn release(&self) {
-        self.now.update(|now| now.saturating_sub(1));
-    }
-
-    /// Sets the number of live activations to zero, after a failure.
-    pub fn clear(&self) {
-        self.now.set(0);
-    }
-
-    /// The largest number alive at once so far, in units of one micro-batch through one stage.
-    pub fn most(&self) -> usize {
-        self.most.get()
-    }
-}
-
-/// A chunk in one pass, as the pipeline's interpreter sees it.
+/// A stage in one pass.
 pub struct Running<'a> {
-    /// The chunk.
     pub chunk: &'a mut Chunk,
-    /// The pass.
-    pub pass: &'a Pass,
-    /// Weights, and the buffers of their gradients.
-    pub weights: &'a RefCell<WeightStore>,
-    /// Codes what crosses cuts.
-    pub codec: &'a RefCell<Codec>,
-    /// Where the stages are.
-    pub schedule: &'a Schedule,
-    /// Counts the live activations of this rank.
-    pub live: &'a LiveActivations,
-    /// The version of the weights, as a number of updates, that each (stage, micro-batch as the schedule counts them)
-    /// reads; `None` for the newest.
-    pub versions: &'a dyn Fn(usize, usize) -> Option<u64>,
+    pub on: &'a Workspace<'a>,
 }
 
 impl Running<'_> {
@@ -66,19 +21,19 @@ impl Running<'_> {
         grad: Option<Message>,
         weights: Weights,
     ) -> Result<Option<Message>, TrainError> {
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        let grad =
-            self.chunk.backward(self.pass, micro + self.pass.ahead, grad, weights, (self.weights, self.codec))?;
+        let pass = self.on.pass;
+        let _activations = pass.device.meter().enter(Category::Activations);
+        let grad = self.chunk.backward(self.on, micro + pass.ahead, grad, weights)?;
         self.leave(Tag { direction: Direction::Gradient, stage: self.chunk.number, micro }, grad)
     }
 
-    /// What the next stage gets of a message, as far as this rank knows: what crosses a virtual cut to a stage on this
-    /// rank is coded here.
+    /// The message as the next stage gets it. A message that crosses a virtual cut to a stage on this rank is
+    /// compressed here.
     fn leave(&self, tag: Tag, message: Option<Message>) -> Result<Option<Message>, TrainError> {
         let Some(message) = message else { return Ok(None) };
         let before = if tag.direction == Direction::Activation { tag.stage } else { tag.stage - 1 };
-        let [here, there] = [before, before + 1].map(|stage| self.schedule.rank_of(stage, tag.micro));
-        let mut codec = self.codec.borrow_mut();
+        let [here, there] = [before, before + 1].map(|stage| self.on.schedule.rank_of(stage, tag.micro));
+        let mut codec = self.on.codec.borrow_mut();
         if here != there || !codec.is_virtual_between(before) {
             return Ok(Some(message));
         }
@@ -92,19 +47,20 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
     type Error = TrainError;
 
     fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
-        if self.pass.purpose == Purpose::Train {
-            self.live.acquire();
+        let Workspace { pass, weights, live, versions, .. } = self.on;
+        if pass.purpose == Purpose::Train {
+            live.acquire();
         }
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        let store = self.weights.borrow();
-        let params = match (self.versions)(self.chunk.number, micro) {
+        let _activations = pass.device.meter().enter(Category::Activations);
+        let store = weights.borrow();
+        let params = match versions(self.chunk.number, micro) {
             None => store.params(),
             Some(updates) => {
                 let gone = "the version of the weights that it must read is gone";
                 store.version(updates).ok_or_else(|| self.chunk.out_of_turn(micro, gone))?
             }
         };
-        let output = self.chunk.forward(self.pass, micro + self.pass.ahead, params.clone(), input, self.codec)?;
+        let output = self.chunk.forward(self.on, micro + pass.ahead, params.clone(), input)?;
         self.leave(Tag { direction: Direction::Activation, stage: self.chunk.number, micro }, output)
     }
 
@@ -113,21 +69,22 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
     }
 
     fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
-        self.live.release();
-        let _activations = self.pass.device.meter().enter(Category::Activations);
-        self.chunk.weight_gradients(micro + self.pass.ahead, self.weights)
+        let Workspace { pass, live, .. } = self.on;
+        live.release();
+        let _activations = pass.device.meter().enter(Category::Activations);
+        self.chunk.weight_gradients(self.on, micro + pass.ahead)
     }
 
     /// Walks the tape once, so that values needed by both gradients are read once.
     fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
-        self.live.release();
+        self.on.live.release();
         self.walk_back(micro, grad, Weights::Now)
     }
 
     fn update(&mut self, micro: usize) -> Result<(), TrainError> {
         // The pass begins at the first micro-batch of its step; an update may still belong to the step before.
-        let pass = self.pass;
+        let pass = self.on.pass;
         let step = pass.position.step + u64::from(micro + pass.ahead >= pass.first_micro);
-        self.weights.borrow_mut().update_within(step, (1.0 / pass.loss_scale) as f32)
+        self.on.weights.borrow_mut().update_within(step, (1.0 / pass.loss_scale) as f32)
     }
 }

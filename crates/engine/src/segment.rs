@@ -1,6 +1,6 @@
 //! Segments: the parts of a stage that go forward and backward one after another, each on a tape of its own. A segment
 //! that is recomputed keeps only its input, and runs forward again before its backward (Chen et al. 2016,
-//! arXiv:1604.06174). A model may be cut between any two layers, so a segment is what a stage is: a [`Stage`] of the
+//! arXiv:1604.06174). A model may be cut between any two layers, so a segment is a stage by itself: a [`Stage`] of the
 //! model. No model says anything about recomputation.
 
 use crate::message::Message;
@@ -33,7 +33,7 @@ pub struct Segment {
     pub number: usize,
     /// The stage that it is part of.
     pub of_stage: usize,
-    /// What it is as data.
+    /// The segment as data.
     pub spec: SegmentSpec,
     /// The part of the model.
     pub stage: Box<dyn Stage>,
@@ -86,50 +86,47 @@ impl Recompute {
     }
 }
 
-/// What a forward is made of.
+/// The input of a forward.
 #[derive(Clone, Debug)]
 pub struct Start {
-    /// What the segment before gave; `None` for the first of the model.
+    /// The output of the segment before; `None` for the first segment of the model.
     pub input: Option<Message>,
-    /// Whether the input takes a gradient.
     pub takes_gradient: bool,
-    /// The weights.
     pub params: Arc<Params>,
-    /// Operations of the stage before it.
+    /// Operations of the stage before this segment.
     pub applied: usize,
 }
 
-/// What backward has of a segment.
+/// A segment that waits for its backward.
 #[derive(Debug)]
 pub struct Kept {
-    /// It.
-    pub what: What,
-    /// What of it may have left memory.
+    pub saved: SavedSegment,
+    /// The saved tensors that may have left memory.
     pub shelved: Shelved,
 }
 
 /// See [`Kept`].
 #[derive(Debug)]
-pub enum What {
-    /// Everything that it needs.
+pub enum SavedSegment {
+    /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only what the forward was made of: a second one, which decides as the first did, recomputes the rest.
-    Origin(Box<Origin>),
+    /// Only the input of the forward: a second one, which decides as the first did, recomputes the rest.
+    Checkpoint(Box<Checkpoint>),
 }
 
-/// What a forward was made of.
+/// The input of a forward, for a second one (activation checkpointing).
 #[derive(Debug)]
-pub struct Origin {
+pub struct Checkpoint {
     /// All but the input.
     start: Start,
     input: Option<(Saved, Types)>,
-    /// What it decided.
+    /// The decisions of the first forward.
     pub decisions: Decisions,
 }
 
-impl Origin {
-    /// Keeps what a forward is made of as `policy` keeps tensors.
-    pub fn keep(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self, TrainError> {
+impl Checkpoint {
+    /// Keeps the input of a forward as `policy` keeps tensors.
+    pub fn new(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self, TrainError> {
         let save = |Message { tensor, types }| Ok::<_, TrainError>((policy.save("a segment", tensor)?, types));
         let input = start.input.take().map(save).transpose()?;
         Ok(Self { start, input, decisions: Decisions::default() })
@@ -140,8 +137,8 @@ impl Origin {
         &self.start.params
     }
 
-    /// What the second forward is made of.
-    pub fn again(self) -> Result<(Start, Decisions), TrainError> {
+    /// The input of the second forward, with the decisions of the first.
+    pub fn restart(self) -> Result<(Start, Decisions), TrainError> {
         let restore = |(saved, types): (Saved, Types)| Ok::<_, TrainError>(Message { tensor: saved.restore()?, types });
         let input = self.input.map(restore).transpose()?;
         Ok((Start { input, ..self.start }, self.decisions))
@@ -151,13 +148,10 @@ impl Origin {
 /// One forward of a segment.
 #[derive(Debug)]
 pub struct Forwarded {
-    /// Its tape.
     pub tape: Tape,
-    /// What came in.
     pub input: Option<Var>,
-    /// What it gave; of the last segment of a model the losses.
+    /// Of the last segment of a model the losses.
     pub output: Var,
-    /// What layers noted.
     pub notes: Notes,
 }
 
@@ -169,7 +163,8 @@ impl Segment {
         pass: &Pass,
         of: &MicroBatch,
         start: Start,
-        (policy, repeated): (Rc<dyn SavedPolicy>, Option<Decisions>),
+        policy: Rc<dyn SavedPolicy>,
+        repeated: Option<Decisions>,
     ) -> Result<Forwarded, TrainError> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());

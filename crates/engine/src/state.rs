@@ -1,18 +1,18 @@
-//! The state of a training run by global name, slice and shape: what a checkpoint holds, and what moves a run to
-//! another mesh.
+//! The state of a training run by global name, slice and shape: a checkpoint holds it, and another mesh continues from
+//! it.
 
-use crate::feedback::{Crossing, crossings};
-use crate::history::{History, saved_slices};
-use crate::layout::{Layout, kept_of_gradients};
-use crate::lossy_sum::SumState;
-use crate::state_vector::{StateKey, StateVector, loss_scale, vectors};
-use crate::zero::Cuts;
+use crate::compress::crossing::{Crossing, Staged, crossings};
+use crate::compress::history::{History, saved_slices};
+use crate::compress::sum_plan::{SumPlan, SumState};
+use crate::layout::Layout;
+use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
 use crate::{ModelPlan, Plan, TrainError};
-use meshwork_core::{Axis, DType, Rank};
+use meshwork_core::{Axis, DType};
 use meshwork_nn::Model;
+use meshwork_optim::{Kept, State};
 use meshwork_pipeline::Direction;
+use meshwork_tensor::Shape;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
-use meshwork_tensor::{Role, Shape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
@@ -52,25 +52,12 @@ pub struct TrainState {
     pub pieces: Vec<StatePiece>,
 }
 
-/// What a vector of the state is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StateKind {
-    /// A parameter of this role, or a state of the optimizer that goes with it.
-    Parameter(Role),
-    /// What follows from earlier steps and is of no parameter: what compression lost, for feedback; the loss scale. A
-    /// run may begin without it.
-    Feedback,
-    /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the
-    /// replicas. Training depends on the sum of the residuals alone, so a run resumes with another number of replicas.
-    Shares,
-}
-
 /// A slice of one vector of the state, and a rank that holds it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StateSlice {
     /// The name of the vector.
     pub key: StateKey,
-    /// What it is.
+    /// What it belongs to.
     pub kind: StateKind,
     /// Extents of the whole vector.
     pub dims: Shape,
@@ -89,91 +76,117 @@ pub struct StateSlice {
 /// A plan that does not fit the model.
 pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>, TrainError> {
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
-    let (mesh, tied, cuts) = (&plan.mesh, model.tied_weights(&schedule)?, Cuts::of(plan));
-    let mut state = Vec::new();
+    let (mesh, tied) = (&plan.mesh, model.tied_weights(&schedule)?);
+    let mut all = Vec::new();
+    let mut add = |rank: usize, vectors: Vec<StateVector>| {
+        for StateVector { key, kind, dims, dtype, slices, .. } in vectors {
+            let of = |(slice, _)| StateSlice { key: key.clone(), kind, dims, dtype, slice, rank };
+            all.extend(slices.into_iter().map(of));
+        }
+    };
     for pp_rank in 0..mesh.degree(Axis::Pp) {
         let local = model.local_model(&schedule, pp_rank)?;
-        let ranks: Vec<usize> =
-            (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Pp) == pp_rank).collect();
+        let mut ranks = (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Pp) == pp_rank).peekable();
         // The same on all of them, but for the slices.
-        let recording = Rank::recording(mesh, ranks[0])?;
-        let layout = Layout::new(plan, &model, &local, &schedule, &tied, &recording)?;
+        let Some(&first) = ranks.peek() else { continue };
+        let layout = Layout::new(plan, &model, &local, &schedule, &tied, first)?;
         for rank in ranks {
-            let sums: Vec<_> = (0..layout.flats.len())
-                .map(|flat| layout.sum_plan(plan, &local.declarations, rank, (flat, 1)))
-                .collect();
-            for (_, SumState { key, dims, slice, .. }) in
-                kept_of_gradients(&layout, &sums, &local.declarations, mesh, rank)?
-            {
-                state.push(StateSlice { key, kind: StateKind::Shares, dims, dtype: DType::F32, slice, rank });
-            }
-            for id in local.declarations.ids() {
-                let (spec, (flat, range)) = (local.declarations.spec(id), layout.place(id));
-                let (held, slice) = (spec.local(mesh, mesh.coords(rank)), layout.slice(mesh, rank, flat));
-                for StateVector { key, dims, dtype, place } in vectors(spec, &plan.optimizer, plan.mixed.is_some()) {
-                    let of = |slice| StateSlice {
-                        key: key.clone(),
-                        kind: StateKind::Parameter(spec.role),
-                        dims,
-                        dtype,
-                        slice,
-                        rank,
-                    };
-                    let Some(vector) = place.vector() else {
-                        state.push(of(LocalSlice::whole(dims)));
-                        continue;
-                    };
-                    let window = cuts.window(vector, slice);
-                    let start = window.start.clamp(range.start, range.end);
-                    let part = start - range.start..window.end.clamp(start, range.end) - range.start;
-                    state.extend(held.boxes(part).into_iter().map(|(slice, _)| of(slice)));
-                }
-            }
+            let layout = layout.on(rank);
+            let sums: Vec<_> = (0..layout.flats.len()).map(|flat| layout.sum_plan(plan, flat, 1)).collect();
+            add(rank, of_parameters(plan, &layout, &sums)?);
         }
     }
+    let staged = Staged { plan, model: &model, schedule: &schedule };
     for rank in 0..mesh.world_size() {
-        if plan.mixed.is_some() {
-            let (key, dims) = loss_scale();
-            state.push(StateSlice {
-                key,
-                kind: StateKind::Feedback,
-                dims,
-                dtype: DType::F32,
-                slice: LocalSlice::whole(dims),
-                rank,
-            });
-        }
-        let mut histories = BTreeSet::new();
-        for crossing in crossings(plan, &model, &schedule, mesh, mesh.coords(rank))? {
-            let kind = StateKind::Feedback;
-            if let Some(samples) = plan.compress.aqsgd
-                && crossing.site.direction == Direction::Activation
-                && histories.insert(crossing.site.cut)
-            {
-                let (all, dims) = (Shape::new(&[samples]), crossing.dims.with(0, samples));
-                let of = |name, dims, slice| StateSlice {
-                    key: crossing.key(name),
-                    kind,
-                    dims,
-                    dtype: DType::F32,
-                    slice,
-                    rank,
-                };
-                state.extend(saved_slices(&crossing.slice, samples).map(|slice| of(History::SAMPLES, dims, slice)));
-                state.push(of(History::SEEN, all, LocalSlice::whole(all)));
-            }
-            let Crossing { dims, ref slice, .. } = crossing;
-            state.extend(crossing.states(plan).map(|name| StateSlice {
-                key: crossing.key(name),
-                kind,
-                dims,
-                dtype: DType::F32,
-                slice: slice.clone(),
-                rank,
-            }));
+        add(rank, beside_parameters(plan, &crossings(staged, mesh.coords(rank))?));
+    }
+    Ok(all)
+}
+
+/// The vectors that go with the parameters of a rank: states of the sums of compressed gradients, weights, and states
+/// of the update rule.
+pub(crate) fn of_parameters(
+    plan: &Plan,
+    layout: &Layout,
+    sums: &[Option<SumPlan>],
+) -> Result<Vec<StateVector>, TrainError> {
+    let mut all = Vec::new();
+    for (bucket, sum) in sums.iter().enumerate() {
+        for SumState { key, dims, slice, state: name, range } in
+            sum.as_ref().map_or(Ok(Vec::new()), |sum| layout.sum_states(bucket, sum))?
+        {
+            let (storage, slices) = (Storage::Sums { bucket, name }, vec![(slice, range)]);
+            all.push(StateVector { key, kind: StateKind::PerReplica, dims, dtype: DType::F32, storage, slices });
         }
     }
-    Ok(state)
+    for id in layout.declarations.ids() {
+        let (spec, local) = (layout.declarations.spec(id), layout.local(id));
+        let kind = StateKind::Parameter(spec.role);
+        let mut add = |state: Option<&str>, dims, dtype, storage: Storage| {
+            let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
+            let slices = match storage.vector() {
+                None => vec![(LocalSlice::whole(dims), 0..dims.count())],
+                Some(vector) => {
+                    let part = layout.part(id, vector);
+                    let from = part.start;
+                    let boxes = local.boxes(part).into_iter();
+                    boxes.map(|(slice, place)| (slice, place.start - from..place.end - from)).collect()
+                }
+            };
+            all.push(StateVector { key, kind, dims, dtype, storage, slices });
+        };
+        let masters = plan.mixed.is_some() && !spec.group.frozen;
+        add(None, spec.dims, DType::F32, if masters { Storage::Masters(id) } else { Storage::Weights(id) });
+        let (shape, mut elements, mut sets) = (spec.shape(), 0, 0);
+        let states = if spec.group.frozen { Vec::new() } else { plan.optimizer.states(&shape) };
+        for State { name, kept } in states {
+            let (dims, dtype, number) = match kept {
+                Kept::Elements => (spec.dims, DType::F32, &mut elements),
+                Kept::Codes => (spec.dims, DType::U8, &mut elements),
+                Kept::Sets(over) => (Shape::new(&over.extents(&shape)), DType::F32, &mut sets),
+            };
+            let at = *number;
+            *number += 1;
+            let of_sets = matches!(kept, Kept::Sets(_));
+            add(Some(name), dims, dtype, if of_sets { Storage::Sets(id, at) } else { Storage::Elements(id, at) });
+        }
+    }
+    Ok(all)
+}
+
+/// The vectors of a rank that go with no parameter: the loss scale, and the states of values that cross cuts.
+pub(crate) fn beside_parameters(plan: &Plan, crossings: &[Crossing]) -> Vec<StateVector> {
+    let kind = StateKind::Feedback;
+    let mut all = Vec::new();
+    if plan.mixed.is_some() {
+        all.push(StateVector::whole(
+            StateKey::new("loss_scale", "dynamic"),
+            kind,
+            Shape::new(&[2]),
+            Storage::LossScale,
+        ));
+    }
+    let mut histories = BTreeSet::new();
+    for crossing in crossings {
+        let Crossing { site, dims, ref slice, .. } = *crossing;
+        if let Some(samples) = plan.compress.aqsgd
+            && site.direction == Direction::Activation
+            && histories.insert(site.cut)
+        {
+            let slices = saved_slices(slice, samples).map(|slice| (slice.clone(), slice.ranges[0].clone())).collect();
+            let (key, storage) = (crossing.key(History::SAMPLES), Storage::Samples { cut: site.cut });
+            let dims = dims.with(0, samples);
+            all.push(StateVector { key, kind, dims, dtype: DType::F32, storage, slices });
+            let (key, storage) = (crossing.key(History::SEEN), Storage::Seen { cut: site.cut });
+            all.push(StateVector::whole(key, kind, Shape::new(&[samples]), storage));
+        }
+        for name in crossing.states(plan) {
+            let (key, storage) = (crossing.key(name), Storage::Feedback { site, name });
+            let slices = vec![(slice.clone(), 0..slice.stored.count())];
+            all.push(StateVector { key, kind, dims, dtype: DType::F32, storage, slices });
+        }
+    }
+    all
 }
 
 /// A source of state: a run on another mesh, a checkpoint.

@@ -1,10 +1,13 @@
-//! The vectors of the state of a run, by name: those of each parameter, and the loss scale.
+//! The vectors of the state of a run: their names, which slices of them a rank holds, and where these are stored. One
+//! table of them says what a checkpoint contains, and serves saving and loading.
 
+use crate::message::Site;
 use crate::zero::Vector;
 use meshwork_core::DType;
-use meshwork_optim::{Kept, Rule, State};
-use meshwork_tensor::{ParamSpec, Shape};
+use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{ParamId, Role, Shape};
 use std::fmt;
+use std::ops::Range;
 
 /// Names one vector of the state.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -16,6 +19,13 @@ pub struct StateKey {
     pub state: Option<String>,
 }
 
+impl StateKey {
+    /// The state of this name that goes with a parameter or another value.
+    pub(crate) fn new(value: &str, state: &str) -> Self {
+        Self { parameter: value.to_owned(), state: Some(state.to_owned()) }
+    }
+}
+
 impl fmt::Display for StateKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.state {
@@ -25,61 +35,78 @@ impl fmt::Display for StateKey {
     }
 }
 
-/// A vector of a parameter in the state of a run.
+/// What a vector of the state belongs to, and whether a run needs it to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateKind {
+    /// A parameter of this role, or a state of the optimizer that goes with it.
+    Parameter(Role),
+    /// Follows from earlier steps and belongs to no parameter: what compression lost, for feedback; the loss scale. A
+    /// run may begin without it.
+    Feedback,
+    /// Error feedback of gradients: each data-parallel replica holds a residual of its own, and dim 0 counts the
+    /// replicas. Training depends on the sum of the residuals alone, so a run resumes with another number of replicas.
+    PerReplica,
+}
+
+/// One vector of the state, as one rank holds it.
 #[derive(Clone, Debug)]
 pub(crate) struct StateVector {
     pub key: StateKey,
-    /// Extents of the whole vector.
+    pub kind: StateKind,
     pub dims: Shape,
+    /// The type in which its elements are saved.
     pub dtype: DType,
-    pub place: Place,
+    pub storage: Storage,
+    /// The slices that the rank holds, with their elements in the storage.
+    pub slices: Vec<(LocalSlice, Range<usize>)>,
 }
 
-/// Where a vector of a parameter lies.
+impl StateVector {
+    pub fn whole(key: StateKey, kind: StateKind, dims: Shape, storage: Storage) -> Self {
+        let slices = vec![(LocalSlice::whole(dims), 0..dims.count())];
+        Self { key, kind, dims, dtype: DType::F32, storage, slices }
+    }
+}
+
+/// Where a rank stores a vector of the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
-    Weights,
-    /// The weights in f32 that the optimizer updates, of parameters in 16 bits.
-    Masters,
-    /// The number of a state of elements.
-    Elements(usize),
-    /// The number of a state of sets.
-    Sets(usize),
+pub(crate) enum Storage {
+    Weights(ParamId),
+    /// The weights in f32 that the optimizer updates, of a parameter in 16 bits.
+    Masters(ParamId),
+    /// A state of the elements of a parameter, by its number.
+    Elements(ParamId, usize),
+    /// A state of rows, columns or other sets of the elements of a parameter, by its number.
+    Sets(ParamId, usize),
+    /// The loss scale, and the steps without overflow since it was changed.
+    LossScale,
+    /// A state that the compressed sums of a bucket of gradients keep.
+    Sums {
+        bucket: usize,
+        name: &'static str,
+    },
+    /// A state of the feedback of a value that crosses a cut.
+    Feedback {
+        site: Site,
+        name: &'static str,
+    },
+    /// The activations of samples that AQ-SGD keeps at a cut, sample by sample.
+    Samples {
+        cut: usize,
+    },
+    /// 1 for each sample that has crossed a cut, else 0.
+    Seen {
+        cut: usize,
+    },
 }
 
-impl Place {
-    /// The vector whose slices ranks have; `None` for what each of them has whole.
+impl Storage {
+    /// The vector of a flat buffer that it is part of; `None` if the rank has it whole.
     pub fn vector(self) -> Option<Vector> {
         match self {
-            Self::Weights => Some(Vector::Weights),
-            Self::Masters | Self::Elements(_) => Some(Vector::States),
-            Self::Sets(_) => None,
+            Self::Weights(_) => Some(Vector::Weights),
+            Self::Masters(_) | Self::Elements(..) => Some(Vector::States),
+            _ => None,
         }
     }
-}
-
-/// Where the state of a run has the loss scale, and the steps without overflow since it was changed.
-pub(crate) fn loss_scale() -> (StateKey, Shape) {
-    (StateKey { parameter: "loss_scale".to_owned(), state: Some("dynamic".to_owned()) }, Shape::new(&[2]))
-}
-
-/// The vectors of a parameter in the state of a run: its weights, then the states of the update rule.
-/// With `mixed` precision weights are those in f32 that the optimizer updates.
-pub(crate) fn vectors(spec: &ParamSpec, rule: &Rule, mixed: bool) -> Vec<StateVector> {
-    let key = |state: Option<&str>| StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
-    let place = if mixed && !spec.group.frozen { Place::Masters } else { Place::Weights };
-    let mut vectors = vec![StateVector { key: key(None), dims: spec.dims, dtype: DType::F32, place }];
-    if spec.group.frozen {
-        return vectors;
-    }
-    let (shape, mut elements, mut sets) = (spec.shape(), 0.., 0..);
-    for State { name, kept } in rule.states(&shape) {
-        let (dims, place) = match kept {
-            Kept::Elements | Kept::Codes => (spec.dims, elements.next().map(Place::Elements)),
-            Kept::Sets(over) => (Shape::new(&over.extents(&shape)), sets.next().map(Place::Sets)),
-        };
-        let dtype = if kept == Kept::Codes { DType::U8 } else { DType::F32 };
-        vectors.extend(place.map(|place| StateVector { key: key(Some(name)), dims, dtype, place }));
-    }
-    vectors
 }

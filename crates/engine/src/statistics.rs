@@ -5,8 +5,9 @@
 //! order of the sums does not depend on the schedule. Notes stay on the device until the end of the step, when one
 //! download brings all of them.
 
-use crate::{TiedWeight, TrainError};
-use meshwork_core::{DType, Group, Rank, ReduceOp};
+use crate::TrainError;
+use crate::model_plan::Tied;
+use meshwork_core::{DType, Rank, ReduceOp};
 use meshwork_tensor::param::{Statistic, StatisticId};
 use meshwork_tensor::tape::StatisticNote;
 use meshwork_tensor::{Declarations, Device, Error, ParamSpec};
@@ -33,9 +34,9 @@ pub struct ReportedStatistic {
 /// The statistics in the report of a step, and their places in the vector that ranks sum to share them.
 #[derive(Debug)]
 pub struct Reported {
-    /// Those of the whole model: their names and first buffers, and how many numbers they have.
+    /// Every statistic of the model: its name, its first buffer, and how many numbers it has.
     all: Vec<(&'static str, String, usize)>,
-    /// Those that this rank puts into the vector, and where. Of the ranks that hold a statistic one does.
+    /// The statistics that this rank puts into the vector, and where. One of the ranks that hold a statistic does.
     own: Vec<(StatisticId, usize)>,
 }
 
@@ -95,20 +96,18 @@ impl Noted {
         }
     }
 
-    /// Adds those of another stage.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 
-    /// Sums the terms in the order of the samples, then over the ranks that have other samples: those of dp, and the
-    /// replicas of the stage.
+    /// Sums the terms in the order of the samples, then over the ranks that have other samples: the ranks of dp, and
+    /// the replicas of the stage.
     pub fn sum(
         self,
         declarations: &Declarations,
         device: &dyn Device,
         rank: &Rank,
-        tied: &[TiedWeight],
-        tied_groups: &BTreeMap<Vec<usize>, Group>,
+        tied: &Tied,
     ) -> Result<StatisticSums, TrainError> {
         if self.0.is_empty() {
             return Ok(StatisticSums::new());
@@ -124,9 +123,9 @@ impl Noted {
         }
         for (id, sum) in &mut sums {
             rank.data_group().all_reduce_slice(sum, ReduceOp::Sum)?;
-            let name = declarations.statistics()[id.index()].buffers.first().map(|&id| &*declarations.spec(id).name);
-            let replicas = tied.iter().find(|tied| Some(&*tied.name) == name);
-            if let Some(group) = replicas.and_then(|tied| tied_groups.get(&tied.pp_ranks)) {
+            let first = declarations.statistics()[id.index()].buffers.first();
+            let replicas = first.and_then(|&id| tied.find(&declarations.spec(id).name));
+            if let Some(group) = replicas.and_then(|replicas| tied.groups.get(&replicas.pp_ranks)) {
                 group.all_reduce_slice(sum, ReduceOp::Sum)?;
             }
         }
@@ -180,7 +179,7 @@ mod tests {
             let values = Tensor::from_slice(&device, &[0.5f32], [1]).unwrap().cast(dtype).unwrap();
             noted.add(first_sample as u64, &[StatisticNote { id, weight: 1.0, values: vec![values] }]);
         }
-        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &[], &BTreeMap::new()).unwrap();
+        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &Tied::default()).unwrap();
         assert_eq!(sums, [(id, vec![3.0, 1.5])]);
     }
 
@@ -197,7 +196,7 @@ mod tests {
         for first_sample in [0, 4, 0] {
             noted.add(first_sample, &[note(1.0), note(2.0)]);
         }
-        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &[], &BTreeMap::new()).unwrap();
+        let sums = noted.sum(&declared, &*device, &Rank::alone().unwrap(), &Tied::default()).unwrap();
         assert_eq!(sums, [(id, vec![4.0, 6.0])]);
     }
 }

@@ -77,7 +77,6 @@ struct Forward<'a> {
 #[derive(Debug)]
 struct Reads {
     device: Arc<dyn Device>,
-    /// Per parameter.
     elements: Vec<usize>,
     read: Mutex<Vec<usize>>,
 }
@@ -94,23 +93,13 @@ impl Gather for Reads {
 }
 
 impl<'a> Forward<'a> {
+    /// A pass that trains and recomputes nothing, on a device without values.
     fn new(
         plan: &ModelPlan,
-        declarations: Arc<Declarations>,
+        declarations: &Arc<Declarations>,
         world_rank: usize,
         batch: &'a Batch,
-        recompute: Recompute,
-    ) -> Result<Self, TrainError> {
-        Self::on(Meta::device(), plan, declarations, world_rank, batch, recompute)
-    }
-
-    fn on(
         device: Arc<dyn Device>,
-        plan: &ModelPlan,
-        declarations: Arc<Declarations>,
-        world_rank: usize,
-        batch: &'a Batch,
-        recompute: Recompute,
     ) -> Result<Self, TrainError> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
         let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(device));
@@ -118,11 +107,11 @@ impl<'a> Forward<'a> {
         let layout: Vec<Vec<ParamId>> = declarations.ids().map(|id| vec![id]).collect();
         let nothing = vec![0..0; layout.len()];
         let elements = declarations.specs().iter().map(|spec| spec.local(mesh, coords).stored.count()).collect();
-        let mut params = Params::in_windows(declarations, mesh, coords, &device, &layout, &nothing, 0)?;
+        let mut params = Params::in_windows(declarations.clone(), mesh, coords, &device, &layout, &nothing, 0)?;
         let read = Arc::new(Reads { device: device.clone(), elements, read: Mutex::default() });
         params.gather_with(read.clone());
-        let activations = plan.activations(batch)?;
-        let (params, mode) = (Arc::new(params), Mode::Train);
+        let (activations, params) = (plan.activations(batch)?, Arc::new(params));
+        let (recompute, mode) = (Recompute::None, Mode::Train);
         Ok(Self { batch, rank, device, params, activations, recompute, mode, read, listing: None })
     }
 
@@ -133,7 +122,7 @@ impl<'a> Forward<'a> {
         read.into_iter().map(|at| ids[at]).collect()
     }
 
-    /// What the backward of a stage begins with.
+    /// The outputs with which the backward of a stage begins, and their gradients.
     fn roots<'v>(&self, output: &'v Var, notes: &'v Notes) -> Result<Vec<(&'v Var, Seed)>, Error> {
         let auxiliary = notes.per_sample.iter().filter(|note| note.coefficient.is_some()).map(|note| &note.value);
         let seed = |value: &'v Var| {
@@ -187,32 +176,29 @@ impl<'a> Forward<'a> {
 /// All stages of a model as one rank of a mesh runs them, up to the loss where it trains.
 #[derive(Debug)]
 pub struct Whole {
-    /// The parameters.
     pub declarations: Arc<Declarations>,
     /// What crosses each cut.
     pub activations: Vec<Activation>,
-    /// The operations.
     pub program: Program,
     /// The metrics and auxiliary losses that layers note, in order: their names, and the coefficients of the latter.
     pub noted: Vec<(&'static str, Option<f64>)>,
 }
 
 impl Whole {
-    /// Runs all stages of `model`, which are those of `plan`, on a micro-batch like `batch`.
+    /// Runs `model`, all stages of `plan`, on a micro-batch like `batch`.
     ///
     /// # Errors
     /// Two operations that draw randomness under one name, on whichever stages they lie: on one stage the tape would
     /// refuse them, and cut apart they would draw the same numbers. A program that is wrongly distributed.
-    pub fn of(
+    pub fn new(
         plan: &ModelPlan,
         LocalModel { declarations, stages }: LocalModel,
         world_rank: usize,
         batch: &Batch,
         mode: Mode,
     ) -> Result<Self, TrainError> {
-        let (declarations, listing) = (Arc::new(declarations), Arc::new(Listing::default()));
-        let forward =
-            Forward::on(Meta::keeping_uploads(), plan, declarations.clone(), world_rank, batch, Recompute::None)?;
+        let listing = Arc::new(Listing::default());
+        let forward = Forward::new(plan, &declarations, world_rank, batch, Meta::keeping_uploads())?;
         let forward = Forward { mode, listing: Some(listing.clone()), ..forward };
         let (mut drawn, mut noted) = (BTreeSet::new(), Vec::new());
         for (number, segments) in &stages {
@@ -233,38 +219,36 @@ impl Whole {
 pub fn takes(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> bool {
     let run = || {
         let LocalModel { declarations, stages } = plan.whole_model()?;
-        let forward = Forward::new(plan, Arc::new(declarations), world_rank, batch, Recompute::None)?;
+        let forward = Forward::new(plan, &declarations, world_rank, batch, Meta::device())?;
         stages.iter().try_for_each(|(number, segments)| forward.stage(*number, segments, |_, _, _| Ok(())))
     };
     let ran: Result<(), TrainError> = run();
     ran.is_ok()
 }
 
-/// The parameters that a segment reads in each walk, in order.
-pub struct Uses(pub BTreeMap<Walk, Vec<ParamId>>);
-
-/// In which order the segments of one rank read their parameters, on a micro-batch like `batch`.
+/// The parameters that each segment of one rank reads in each walk, in order, on a micro-batch like `batch`.
 pub fn uses(
     plan: &ModelPlan,
     model: &LocalModel,
     world_rank: usize,
     batch: &Batch,
     recompute: Recompute,
-) -> Result<BTreeMap<usize, Uses>, TrainError> {
-    let forward = Forward::new(plan, Arc::new(model.declarations.clone()), world_rank, batch, recompute)?;
+) -> Result<BTreeMap<(usize, Walk), Vec<ParamId>>, TrainError> {
+    let forward = Forward::new(plan, &model.declarations, world_rank, batch, Meta::device())?;
+    let forward = Forward { recompute, ..forward };
     let mut all = BTreeMap::new();
     for (number, segments) in &model.stages {
         let mut sink = Order::default();
         for (weights, backward) in [(Weights::Now, Walk::Backward), (Weights::Deferred, Walk::Inputs)] {
             forward.stage(*number, segments, |segment, tape, output| {
-                let Uses(walks) = all.entry(segment.number).or_insert_with(|| Uses(BTreeMap::new()));
-                walks.insert(Walk::Forward, forward.take_read());
+                let mut reads = |walk| all.insert((segment.number, walk), forward.take_read());
+                reads(Walk::Forward);
                 let notes = tape.take_notes();
                 tape.backward_from(forward.roots(&output, &notes)?, weights, &mut sink)?;
-                walks.insert(backward, forward.take_read());
+                reads(backward);
                 if weights == Weights::Deferred {
                     tape.weight_gradients(&mut sink)?;
-                    walks.insert(Walk::Weights, forward.take_read());
+                    reads(Walk::Weights);
                 }
                 Ok(())
             })?;
@@ -275,8 +259,8 @@ pub fn uses(
 
 /// Traces the stages of one rank on a micro-batch like `batch`.
 pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace, TrainError> {
-    let declarations = Arc::new(model.declarations.clone());
-    let forward = Forward::new(plan, declarations.clone(), world_rank, batch, Recompute::None)?;
+    let declarations = &model.declarations;
+    let forward = Forward::new(plan, declarations, world_rank, batch, Meta::device())?;
     let parameters = declarations.specs().len();
     let mut found = Trace {
         reads: BTreeMap::new(),
@@ -341,23 +325,22 @@ impl Trace {
         model: &LocalModel,
         schedule: &Schedule,
         tied: &[TiedWeight],
-        rank: &Rank,
+        world_rank: usize,
         batch: &Batch,
     ) -> Result<(), TrainError> {
         if model.declarations.reduction_blocks().is_none() || tied.is_empty() {
             return Ok(());
         }
-        let own = rank.coords().get(Axis::Pp);
+        let (mesh, coords) = (plan.mesh(), plan.mesh().coords(world_rank));
         // By name: the copies that each segment of the whole model fills.
         let mut filled: BTreeMap<String, BTreeMap<usize, usize>> = BTreeMap::new();
-        for pp_rank in 0..rank.mesh().degree(Axis::Pp) {
+        for pp_rank in 0..mesh.degree(Axis::Pp) {
             let (there, found);
-            let (model, found) = match pp_rank == own {
+            let (model, found) = match pp_rank == coords.get(Axis::Pp) {
                 true => (model, &*self),
                 false => {
                     there = plan.local_model(schedule, pp_rank)?;
-                    let world_rank = rank.mesh().rank_at(rank.coords().with(Axis::Pp, pp_rank));
-                    found = trace(plan, &there, world_rank, batch)?;
+                    found = trace(plan, &there, mesh.rank_at(coords.with(Axis::Pp, pp_rank)), batch)?;
                     (&there, &found)
                 }
             };

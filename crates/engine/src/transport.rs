@@ -1,9 +1,9 @@
 //! Pipeline messages over the pp group.
 
 use crate::TrainError;
-use crate::codec::Codec;
+use crate::compress::codec::Codec;
+use crate::compress::packing::Packed;
 use crate::message::Message;
-use crate::packing::Packed;
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
 use meshwork_pipeline::{Direction, Tag};
@@ -18,7 +18,7 @@ use std::sync::Arc;
 ///
 /// A value that is `Invariant` on tp is the same on every tp rank, so it is sent once and not once per tp rank: each
 /// rank sends its part to its counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P,
-/// Narayanan et al. 2021, section 4.1). What is sent in place of a value is the business of [`Codec`].
+/// Narayanan et al. 2021, section 4.1). [`Codec`] makes the message that is sent in place of a value.
 #[derive(Debug)]
 pub struct PipeTransport {
     group: Group,
@@ -26,7 +26,7 @@ pub struct PipeTransport {
     device: Arc<dyn Device>,
     /// The activation that each stage but the last sends.
     activations: Rc<[Activation]>,
-    /// What is sent in place of them.
+    /// Makes the messages that are sent in place of them.
     codec: Rc<RefCell<Codec>>,
     scatter: bool,
     /// Messages that may be in flight to one receiver.

@@ -24,7 +24,7 @@ pub trait Watch: Debug + Send + Sync {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error>;
 }
 
-/// The observer of one tape: the user's, and the one that notes claims in a verified step.
+/// The observer of one tape: the user's, and the claims of a verified step.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub(super) watch: Option<Arc<dyn Watch>>,
@@ -35,7 +35,7 @@ pub(super) struct Watched {
 impl Observer for Watched {
     fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let by = self.watch.as_ref().map_or(Ok(None), |watch| watch.see(self.at, seen))?;
-        // What a recomputed forward gives has been seen.
+        // The values of a recomputed forward have been seen.
         if let Some(claims) = self.claims.as_ref().filter(|_| !self.at.recomputed || seen.operand.is_some()) {
             claims.see(&self.at, seen, by.as_ref().unwrap_or(seen.tensor))?;
         }

@@ -5,15 +5,14 @@
 
 use crate::TrainError;
 use crate::gradients::Gradients;
-use crate::layout::NormShard;
-use crate::offload::disk::Disk;
-use crate::state_vector::{Place, StateVector, vectors};
+use crate::layout::{Layout, NormShard};
+use crate::state_vector::Storage;
 use crate::statistics::StatisticSums;
-use crate::update::{OfFlat, Part, States, Updates, Window};
-use crate::zero::{Cuts, Shared, Vector};
+use crate::update::{Before, FlatUpdate, ParamUpdate, States, Updates};
+use crate::zero::{Vector, ZeroGroups};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, Pending};
-use meshwork_optim::{LrSchedule, Rule, Update};
+use meshwork_optim::{LrSchedule, Update};
 use meshwork_tensor::param::{StatisticId, host_floats};
 use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::{BTreeMap, VecDeque};
@@ -36,21 +35,15 @@ pub struct WeightStore {
     /// Number of the newest version.
     updates: u64,
     states: Rc<States>,
-    rule: Rule,
-    updater: Updates,
-    lr: LrSchedule,
-    /// What is kept of each vector.
-    cuts: Cuts,
-    /// Per flat buffer.
-    shared: Vec<Shared>,
-    /// The parts that this rank counts in the gradient norm.
+    pub updater: Updates,
+    pub lr: LrSchedule,
+    layout: Layout,
+    zero: ZeroGroups,
     norm_shards: Vec<NormShard>,
-    /// In canonical numerics the squared norm is an exact sum, whose digits do not depend on the mesh.
-    exact_norm: bool,
     /// Weights and states before an update that may be rolled back.
-    before: Option<Before>,
-    /// Sums of the squared norms of the updates within an asynchronous run, by step, with their number.
-    norms: BTreeMap<u64, (usize, Buffer)>,
+    before: Option<(Arc<Params>, Rc<States>)>,
+    /// Sums of the squared norms of the updates within an asynchronous run, by step.
+    norms: BTreeMap<u64, NormSum>,
     /// Older versions that may be alive. The newest is not among them, because a weak reference would prevent writing
     /// to it.
     older: Vec<Weak<Params>>,
@@ -58,15 +51,38 @@ pub struct WeightStore {
     device: Arc<dyn Device>,
 }
 
+/// The parts of a new store.
+pub struct NewStore {
+    pub params: Params,
+    pub states: States,
+    pub gradients: Gradients,
+    pub updater: Updates,
+    pub lr: LrSchedule,
+    pub layout: Layout,
+    pub zero: ZeroGroups,
+    pub norm_shards: Vec<NormShard>,
+    /// Number of newest versions that forwards may read.
+    pub kept: usize,
+    pub device: Arc<dyn Device>,
+}
+
+/// The squared norms of some updates, added up.
+#[derive(Debug)]
+pub struct NormSum {
+    pub updates: usize,
+    pub sum: Buffer,
+}
+
+/// The numbers of one update.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales {
+    pub lr: f64,
+    pub grad_scale: f32,
+}
+
 /// Slices of weights that may be gathered at once; a further one waits for the oldest, so that the peak of memory does
 /// not depend on timing.
 const IN_FLIGHT: usize = 2;
-
-/// Weights and states before an update.
-struct Before {
-    params: Arc<Params>,
-    states: Rc<States>,
-}
 
 /// What happens to the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,55 +94,35 @@ enum Old {
 }
 
 impl WeightStore {
-    /// Starts from `params`; weights in f32 that go with them, if they are stored in 16 bits, are zero until they are
-    /// [set](Self::set_masters). Forwards may read the `kept` newest versions. States of the optimizer are on `disk`,
-    /// if there is one.
-    pub fn new(
-        params: Params,
-        gradients: Gradients,
-        (rule, updater, lr): (Rule, Updates, LrSchedule),
-        (cuts, shared): (Cuts, Vec<Shared>),
-        norm_shards: Vec<NormShard>,
-        kept: usize,
-        (device, disk): (Arc<dyn Device>, Option<&Rc<Disk>>),
-    ) -> Result<Self, TrainError> {
-        // Flat buffers behind the buckets hold frozen parameters, which have no state.
-        let of_buckets = shared[..gradients.buckets()].iter().map(|shared| {
-            let window = cuts.window(Vector::States, shared.slice);
-            let part = |&id: &ParamId| (id, own_part(&window, params.place(id).1));
-            Window { members: shared.members.iter().map(part).collect(), elements: window.len() }
-        });
-        let states = updater.states(&of_buckets.collect::<Vec<_>>(), disk)?;
-        let exact_norm = params.declarations().reduction_blocks().is_some();
-        let params = Arc::new(params);
-        Ok(Self {
+    /// A store of weights in their first version. Weights in f32 that go with those in 16 bits are zero until they are
+    /// [set](Self::set_masters).
+    pub fn new(new: NewStore) -> Self {
+        let NewStore { params, states, gradients, updater, lr, layout, zero, norm_shards, kept, device } = new;
+        Self {
             gradients,
             older: Vec::new(),
             most_versions: 1,
-            versions: VecDeque::from([params]),
+            versions: VecDeque::from([Arc::new(params)]),
             kept: kept.max(1),
             updates: 0,
             states: Rc::new(states),
-            rule,
             updater,
             lr,
-            cuts,
-            shared,
+            layout,
+            zero,
             norm_shards,
-            exact_norm,
             before: None,
             norms: BTreeMap::new(),
             device,
-        })
+        }
     }
 
-    /// The newest weights.
     pub fn params(&self) -> &Arc<Params> {
         self.versions.back().unwrap_or_else(|| unreachable!("there is always a newest version"))
     }
 
-    /// Replaces the elements of a parameter that are kept here: `read` gives those of a range of it, as this rank holds
-    /// it and counted from the first one. `None` while something reads the weights.
+    /// Replaces the elements of a parameter that are kept here: `read` gives a range of them, as this rank holds the
+    /// parameter and counted from its first element. `None` while something reads the weights.
     pub fn write<E: From<Error> + From<TrainError>>(
         &mut self,
         id: ParamId,
@@ -134,14 +130,14 @@ impl WeightStore {
     ) -> Option<Result<(), E>> {
         _ = self.versions.back_mut().and_then(Arc::get_mut)?;
         if self.updater.mixed() {
-            let masters = self.part(id, Vector::States);
             _ = Rc::get_mut(&mut self.states)?;
+            let masters = self.layout.part(id, Vector::States);
             if let Err(error) = read(masters).and_then(|values| Ok(self.write_masters(id, &values)?)) {
                 return Some(Err(error));
             }
         }
         let params = self.versions.back_mut().and_then(Arc::get_mut)?;
-        let part = params.part(id, &params.window(params.place(id).0));
+        let part = self.layout.part(id, Vector::Weights);
         Some(read(part).and_then(|values| Ok(params.write_part(id, &values)?)))
     }
 
@@ -149,7 +145,7 @@ impl WeightStore {
     pub fn set_masters(&mut self, initial: impl Fn(ParamId) -> Vec<f32>) -> Result<(), TrainError> {
         if self.updater.mixed() && self.device.has_values() {
             for id in self.params().declarations().clone().ids() {
-                self.write_masters(id, &initial(id)[self.part(id, Vector::States)])?;
+                self.write_masters(id, &initial(id)[self.layout.part(id, Vector::States)])?;
             }
         }
         Ok(())
@@ -157,11 +153,10 @@ impl WeightStore {
 
     /// Replaces the weights in f32 of a parameter that are kept here; a frozen one has none.
     fn write_masters(&mut self, id: ParamId, values: &[f32]) -> Result<(), TrainError> {
-        let (flat, range) = self.params().place(id);
-        let first = own_part(&self.window(id, Vector::States), range).start;
-        let Some(at) = self.masters(flat) else { return Ok(()) };
+        let Some(state) = self.masters(self.layout.span(id).flat) else { return Ok(()) };
         let states = Rc::get_mut(&mut self.states).unwrap_or_else(|| unreachable!("nothing else holds the states"));
-        states.elements.write(flat, at, first, &Buffer::from_slice(values))
+        let start = self.layout.place_in(id, Vector::States).start;
+        states.elements.write(self.layout.span(id).flat, state, start, &Buffer::from_slice(values))
     }
 
     /// The number of the state of a flat buffer that has its weights in f32.
@@ -175,94 +170,101 @@ impl WeightStore {
         self.versions.get(self.versions.len().checked_sub(behind + 1)?)
     }
 
-    /// Updates so far.
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// The most versions that were alive at once.
     pub fn most_versions(&self) -> usize {
         self.most_versions
     }
 
-    /// The learning rate of a step.
-    pub fn lr(&self, step: u64) -> f64 {
-        self.lr.lr(step)
-    }
-
-    /// The elements of a parameter's flat buffer that this rank keeps of a vector.
-    fn window(&self, id: ParamId, vector: Vector) -> Range<usize> {
-        let flat = self.params().place(id).0;
-        match vector {
-            Vector::Weights => self.params().window(flat),
-            _ => self.cuts.window(vector, self.shared[flat].slice),
-        }
-    }
-
-    /// The elements of a parameter, as this rank holds it and counted from its first one, that it keeps of a vector.
-    pub fn part(&self, id: ParamId, vector: Vector) -> Range<usize> {
-        self.params().part(id, &self.window(id, vector))
-    }
-
-    /// Whether ranks share out a vector of a parameter.
-    pub fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
-        self.cuts.cuts(vector) && self.shared[self.params().place(id).0].is_cut()
-    }
-
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
-        let (flat, range) = self.params().place(id);
-        self.gradients.peek(flat, own_part(&self.window(id, Vector::Gradients), range))
+        self.gradients.peek(self.layout.span(id).flat, self.layout.place_in(id, Vector::Gradients))
     }
 
     /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen
     /// one.
     pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
-        let flat = self.params().place(id).0;
-        let states = 0..self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
-        states
-            .map(|state| Ok(self.vector(id, Place::Elements(state))?.as_slice().map_err(Error::from)?.to_vec()))
-            .collect()
+        let flat = self.layout.span(id).flat;
+        let count = self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
+        let (all, floats) = (0..self.layout.part(id, Vector::States).len(), |host: Buffer| Ok(host_floats(&host)?));
+        (0..count).map(|state| self.read(Storage::Elements(id, state), all.clone()).and_then(floats)).collect()
     }
 
     /// Its states of sets, each whole.
     pub fn sets(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
         let sets = self.states.sets[id.index()].iter();
-        sets.map(|set| Ok(self.device.download(set)?.as_slice::<f32>().map_err(Error::from)?.to_vec())).collect()
+        sets.map(|set| Ok(host_floats(&self.device.download(set)?)?)).collect()
     }
 
-    /// A vector of the state of a parameter, as far as it is kept, in host memory: without a copy where the device
-    /// computes there.
-    pub fn vector(&self, id: ParamId, place: Place) -> Result<Buffer, TrainError> {
-        let params = self.params();
-        let (flat, range) = params.place(id);
-        match place {
-            Place::Weights => numbers(params.download(id, &params.flats()[flat], &params.window(flat))?),
-            Place::Masters | Place::Elements(_) => {
-                let at = match place {
-                    Place::Elements(at) => at,
-                    _ => self.masters(flat).unwrap_or_else(|| unreachable!("declared with mixed precision")),
-                };
-                let window = self.window(id, Vector::States);
-                numbers(self.states.elements.read(flat, at, own_part(&window, range))?)
+    /// A range of a vector of the state of a parameter, counted from the first element that is kept here, in host
+    /// memory: without a copy where the device computes there. Bytes, and numbers of 16 bits, come as f32.
+    pub fn read(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
+        let elements = |id: ParamId, state: usize| {
+            let start = self.layout.place_in(id, Vector::States).start;
+            self.states.elements.read(self.layout.span(id).flat, state, start + range.start..start + range.end)
+        };
+        let host = match storage {
+            Storage::Weights(id) => {
+                let (flat, start) = (self.layout.span(id).flat, self.layout.place_in(id, Vector::Weights).start);
+                let range = start + range.start..start + range.end;
+                self.device.download(&self.params().flats()[flat].slice(range).map_err(Error::from)?)?
             }
-            Place::Sets(at) => Ok(self.device.download(&self.states.sets[id.index()][at])?),
+            Storage::Masters(id) => {
+                let state = self.masters(self.layout.span(id).flat);
+                elements(id, state.unwrap_or_else(|| unreachable!("declared with mixed precision")))?
+            }
+            Storage::Elements(id, state) => elements(id, state)?,
+            Storage::Sets(id, set) => {
+                self.device.download(&self.states.sets[id.index()][set].slice(range).map_err(Error::from)?)?
+            }
+            _ => unreachable!("no vector of a parameter"),
+        };
+        match host.dtype() {
+            DType::U8 => {
+                let codes = host.as_slice::<u8>().map_err(Error::from)?;
+                Ok(Buffer::from_vec(codes.iter().map(|&code| f32::from(code)).collect()))
+            }
+            DType::Bf16 | DType::F16 => Ok(Buffer::from_vec(host_floats(&host)?)),
+            _ => Ok(host),
         }
     }
 
-    /// The update rule.
-    pub fn rule(&self) -> &Rule {
-        &self.rule
+    /// Replaces a range of a state of the update rule, counted in the same way. `None` while something reads the
+    /// weights.
+    pub fn write_state(
+        &mut self,
+        storage: Storage,
+        dtype: DType,
+        start: usize,
+        values: Vec<f32>,
+    ) -> Option<Result<(), TrainError>> {
+        let states = Rc::get_mut(&mut self.states)?;
+        let values = match dtype {
+            DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
+            _ => Buffer::from_vec(values),
+        };
+        Some(match storage {
+            Storage::Elements(id, state) => {
+                let start = self.layout.place_in(id, Vector::States).start + start;
+                states.elements.write(self.layout.span(id).flat, state, start, &values)
+            }
+            Storage::Sets(id, set) => {
+                self.device.upload_into(&values, &mut states.sets[id.index()][set], start).map_err(Into::into)
+            }
+            _ => unreachable!("no state of the update rule"),
+        })
     }
 
-    /// Whether the update rule reads whole parameters, of this rank or of others.
-    pub fn reads_whole(&self) -> bool {
-        self.updater.reads_whole()
-    }
-
-    /// The number of f64 numbers that the squared norm is summed up in: one, or the digits of an exact sum.
+    /// The number of f64 numbers that the squared norm is summed up in: one, or the digits of an exact sum. In
+    /// canonical numerics it is exact, so that it does not depend on the mesh.
     pub fn norm_slots(&self) -> usize {
-        if self.exact_norm { LIMBS } else { 1 }
+        if self.exact_norm() { LIMBS } else { 1 }
+    }
+
+    fn exact_norm(&self) -> bool {
+        self.layout.declarations.reduction_blocks().is_some()
     }
 
     /// Adds this rank's share of the squared norm of the reduced gradients to the f64 vector `sums` on the device, from
@@ -277,7 +279,7 @@ impl WeightStore {
                     vectors.push(all.slice(range.clone()).map_err(Error::from)?);
                 }
             }
-            match self.exact_norm {
+            match self.exact_norm() {
                 true => optim.exact_sum_of_squares(&vectors, sums, at)?,
                 false => optim.sum_of_squares(&vectors, sums, at)?,
             }
@@ -285,22 +287,16 @@ impl WeightStore {
         Ok(())
     }
 
-    /// Makes the next version from the reduced gradients, which are multiplied by `grad_scale`. Nothing may read the
-    /// old one.
-    pub fn update(&mut self, lr: f64, grad_scale: f32, statistics: &StatisticSums) -> Result<(), TrainError> {
-        self.next_version(lr, grad_scale, statistics, Old::Replaced)
+    /// Makes the next version from the reduced gradients. Nothing may read the old one.
+    pub fn update(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<(), TrainError> {
+        self.next_version(scales, statistics, Old::Replaced)
     }
 
     /// The same, until it is [committed](Self::commit) or [rolled back](Self::rollback): the old weights and states
     /// stay.
-    pub fn update_tentatively(
-        &mut self,
-        lr: f64,
-        grad_scale: f32,
-        statistics: &StatisticSums,
-    ) -> Result<(), TrainError> {
-        self.before = Some(Before { params: self.params().clone(), states: self.states.clone() });
-        self.next_version(lr, grad_scale, statistics, Old::Kept)
+    pub fn update_tentatively(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<(), TrainError> {
+        self.before = Some((self.params().clone(), self.states.clone()));
+        self.next_version(scales, statistics, Old::Kept)
     }
 
     /// Drops the weights and states that a tentative update started from.
@@ -310,7 +306,7 @@ impl WeightStore {
 
     /// Undoes a tentative update, bit by bit. Nothing may still hold the new weights.
     pub fn rollback(&mut self) {
-        if let Some(Before { params, states }) = self.before.take() {
+        if let Some((params, states)) = self.before.take() {
             self.versions.clear();
             self.older.clear();
             self.versions.push_back(params);
@@ -323,81 +319,38 @@ impl WeightStore {
     /// them, multiplied by `grad_scale`, and clears them. `step` is the step of the last micro-batch in the update.
     pub fn update_within(&mut self, step: u64, grad_scale: f32) -> Result<(), TrainError> {
         self.gradients.finish()?;
-        let (updates, mut sums) = match self.norms.remove(&step) {
+        let mut norms = match self.norms.remove(&step) {
             Some(norms) => norms,
-            None => (0, self.device.zeros(DType::F64, self.norm_slots())?),
+            None => NormSum { updates: 0, sum: self.device.zeros(DType::F64, self.norm_slots())? },
         };
-        self.add_norms(&mut sums, 0)?;
-        self.norms.insert(step, (updates + 1, sums));
-        self.next_version(self.lr(step), grad_scale, &StatisticSums::new(), Old::Kept)?;
+        self.add_norms(&mut norms.sum, 0)?;
+        norms.updates += 1;
+        self.norms.insert(step, norms);
+        self.next_version(Scales { lr: self.lr.lr(step), grad_scale }, &StatisticSums::new(), Old::Kept)?;
         self.gradients.begin(self.updates);
         Ok(())
     }
 
-    /// The number of updates that a step made in an asynchronous run, and the sums of their squared norms.
-    pub fn take_norms(&mut self, step: u64) -> Option<(usize, Buffer)> {
+    /// The squared norms of the updates that a step made in an asynchronous run.
+    pub fn take_norms(&mut self, step: u64) -> Option<NormSum> {
         self.norms.remove(&step)
     }
 
-    /// Replaces this rank's part of the state of a run: `read` gives the elements of a vector of a parameter that are
-    /// kept here.
-    pub fn load(
-        &mut self,
-        updates: u64,
-        mut read: impl FnMut(ParamId, &StateVector, Range<usize>) -> Result<Vec<f32>, TrainError>,
-    ) -> Result<(), TrainError> {
-        let ids: Vec<ParamId> = self.params().declarations().ids().collect();
-        let windows: Vec<_> = ids.iter().map(|&id| self.window(id, Vector::States)).collect();
-        // Older versions belong to a different run.
+    /// Goes on as the store of another run after so many updates, whose weights and states are then written. False
+    /// while something reads the weights.
+    pub fn begin_anew(&mut self, updates: u64) -> bool {
         self.before = None;
         while self.versions.len() > 1 {
             self.versions.pop_front();
         }
         self.older.clear();
-        let refused =
-            || TrainError::State { name: "the weights".to_owned(), problem: "they are being read".to_owned() };
-        let (declarations, mixed) = (self.params().declarations().clone(), self.updater.mixed());
-        for (id, window) in ids.into_iter().zip(windows) {
-            let (flat, part) = (self.params().place(id).0, self.params().part(id, &window));
-            for vector in vectors(declarations.spec(id), &self.rule, mixed) {
-                if let Place::Weights | Place::Masters = vector.place {
-                    self.write(id, |part| read(id, &vector, part)).ok_or_else(refused)??;
-                    continue;
-                }
-                let first = own_part(&window, self.params().place(id).1).start;
-                let states = Rc::get_mut(&mut self.states).ok_or_else(refused)?;
-                match vector.place {
-                    Place::Weights | Place::Masters => {}
-                    Place::Elements(at) => {
-                        let values = read(id, &vector, part.clone())?;
-                        let values = match vector.dtype {
-                            DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
-                            _ => Buffer::from_vec(values),
-                        };
-                        states.elements.write(flat, at, first, &values)?;
-                    }
-                    Place::Sets(at) => {
-                        let values = Buffer::from_vec(read(id, &vector, 0..vector.dims.count())?);
-                        self.device.upload_into(&values, &mut states.sets[id.index()][at], 0)?;
-                    }
-                }
-            }
-        }
         self.updates = updates;
-        let params = self.versions.back_mut().and_then(Arc::get_mut).ok_or_else(refused)?;
-        params.set_updates(updates);
-        Ok(())
+        let params = self.versions.back_mut().and_then(Arc::get_mut);
+        params.map(|params| params.set_updates(updates)).is_some()
     }
 
-    fn next_version(
-        &mut self,
-        lr: f64,
-        grad_scale: f32,
-        statistics: &StatisticSums,
-        old: Old,
-    ) -> Result<(), TrainError> {
-        let device = self.device.clone();
-        let _buffers = device.meter().enter(Category::Buffers);
+    /// Makes a version of weights and states that nothing else reads: the newest, or a copy of it.
+    fn copy_what_is_read(&mut self, old: Old) -> Result<(), TrainError> {
         let newest = self.versions.back_mut().unwrap_or_else(|| unreachable!("there is always a newest version"));
         if Arc::get_mut(newest).is_none() || self.kept > 1 {
             if old == Old::Replaced {
@@ -419,101 +372,144 @@ impl WeightStore {
             }
         }
         if Rc::get_mut(&mut self.states).is_none() {
-            let _optimizer = device.meter().enter(Category::Optimizer);
-            let copy = |sets: &Vec<Buffer>| sets.iter().map(|set| copied(&*self.device, set)).collect();
+            let _optimizer = self.device.meter().enter(Category::Optimizer);
+            let layout = self.device.layout()?;
+            let copy = |sets: &Vec<Buffer>| sets.iter().map(|set| layout.copy(set)).collect();
             let elements = self.states.elements.copy()?;
-            let sets = self.states.sets.iter().map(copy).collect::<Result<_, TrainError>>()?;
+            let sets = self.states.sets.iter().map(copy).collect::<Result<_, Error>>()?;
             self.states = Rc::new(States { elements, sets });
         }
+        Ok(())
+    }
+
+    fn next_version(&mut self, scales: Scales, statistics: &StatisticSums, old: Old) -> Result<(), TrainError> {
+        let device = self.device.clone();
+        let _buffers = device.meter().enter(Category::Buffers);
+        self.copy_what_is_read(old)?;
         let newest = self.versions.back_mut().and_then(Arc::get_mut);
         let (Some(params), Some(states)) = (newest, Rc::get_mut(&mut self.states)) else {
             unreachable!("copied where they were shared")
         };
         self.updates += 1;
         params.set_updates(self.updates);
-        let (declarations, layout) = (params.declarations().clone(), self.device.layout()?);
-        let (shared, cuts, gradients, step) = (&self.shared, self.cuts, &self.gradients, self.updates);
-        let own = |flat: usize| cuts.window(Vector::States, shared[flat].slice);
-        // The gradients of the elements that this rank updates.
-        let own_grads = |flat: usize| -> Result<Option<Buffer>, TrainError> {
-            let (Some(grads), own) = (gradients.bucket(flat)?, own(flat)) else { return Ok(None) };
-            let start = own.start - cuts.window(Vector::Gradients, shared[flat].slice).start;
-            Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
-        };
-        let part = |params: &Params, id: ParamId| {
-            let (flat, range) = params.place(id);
-            let (group, own) = (declarations.spec(id).group, own(flat));
-            let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
-            let elements = params.part(id, &own);
-            Part {
-                id,
-                elements,
-                at: own_part(&own, range).start,
-                update: Update { step, lr, grad_scale, decay_factor },
-            }
-        };
-        // What a rule reads of a parameter before it is updated.
-        let before = |params: &Params, id: ParamId| {
-            let flat = params.place(id).0;
-            let (own, held) = (own(flat), params.window(flat));
-            let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
-            let grads = own_grads(flat)?.unwrap_or_else(Buffer::empty);
-            Ok((part(params, id), flat, weights.map_err(Error::from)?, grads))
-        };
-        let totals = self.updater.measure(|id| before(params, id), states)?;
-        let mut gathered: VecDeque<(usize, Pending)> = VecDeque::new();
+        let (layout, gradients, updater) = (&self.layout, &self.gradients, &self.updater);
+        let step = Step { layout, gradients, scales, updates: self.updates };
+        let totals = updater.measure(|id| step.before(params, id), states)?;
+        let mut gathering = Gathering { layout, zero: &self.zero, under_way: VecDeque::new() };
         let in_memory = states.elements.are_in_memory() && !gradients.are_parked();
-        for round in self.updater.rounds() {
-            let ids = shared[round.clone()].iter().flat_map(|shared| shared.members.iter().copied());
-            let matrices = self.updater.gather(ids, |id| before(params, id), states, &totals)?;
+        for round in updater.rounds() {
+            let ids = layout.flats[round.clone()].iter().flatten();
+            let matrices = updater.gather(ids, |id| step.before(params, id), states, &totals)?;
             // Where all of it is in memory anyway, flat buffers are updated together.
-            let mut together: Vec<OfFlat> = Vec::new();
+            let mut together: Vec<FlatUpdate> = Vec::new();
             for flat in round.clone() {
-                let (Shared { members, sharers, .. }, Some(grads)) = (&shared[flat], own_grads(flat)?) else {
-                    continue;
-                };
-                let (own, held) = (own(flat), params.window(flat));
-                let parts: Vec<Part> = members.iter().map(|&id| part(params, id)).collect();
-                // A slice of what is held whole is updated by itself: its ranks then gather it to where it comes from.
-                let weights = match own == held {
-                    true => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
-                    false => layout.narrow(&params.flats()[flat], 1, held.len(), 1, own.clone())?,
-                };
-                let mut of_flat = OfFlat { flat, weights, grads, parts };
-                if own == held && in_memory {
-                    together.push(of_flat);
+                let Some(mut updated) = step.flat(params, flat, &*device)? else { continue };
+                if in_memory && step.updates_all(flat) {
+                    together.push(updated);
                     continue;
                 }
-                self.updater.update(std::slice::from_mut(&mut of_flat), states, &totals, matrices.as_ref())?;
-                let weights = of_flat.weights;
-                match sharers.as_ref().filter(|_| own != held) {
-                    Some(group) => {
-                        if gathered.len() >= IN_FLIGHT
-                            && let Some((flat, oldest)) = gathered.pop_front()
-                        {
-                            params.flats_mut()[flat] = oldest.wait()?;
-                        }
-                        let whole = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
-                        gathered.push_back((flat, group.start_all_gather(weights, whole)?));
-                    }
-                    None => params.flats_mut()[flat] = weights,
-                }
+                updater.update(std::slice::from_mut(&mut updated), states, &totals, matrices.as_ref())?;
+                gathering.put_back(params, updated)?;
             }
-            self.updater.update(&mut together, states, &totals, matrices.as_ref())?;
-            together.into_iter().for_each(|of_flat| params.flats_mut()[of_flat.flat] = of_flat.weights);
+            updater.update(&mut together, states, &totals, matrices.as_ref())?;
+            together.into_iter().try_for_each(|updated| gathering.put_back(params, updated))?;
         }
         states.elements.finish()?;
-        for (flat, pending) in gathered {
-            params.flats_mut()[flat] = pending.wait()?;
-        }
+        gathering.finish(params)?;
         update_buffers(params, &*self.device, statistics)
     }
 }
 
-/// The elements of `range` that lie in `own`, counted from its start.
-fn own_part(own: &Range<usize>, range: Range<usize>) -> Range<usize> {
-    let start = range.start.max(own.start);
-    start - own.start..range.end.min(own.end).max(start) - own.start
+/// One update of the weights.
+struct Step<'a> {
+    layout: &'a Layout,
+    gradients: &'a Gradients,
+    scales: Scales,
+    updates: u64,
+}
+
+impl Step<'_> {
+    /// The gradients of the elements of a flat buffer that this rank updates.
+    fn grads(&self, flat: usize) -> Result<Option<Buffer>, TrainError> {
+        let Some(grads) = self.gradients.bucket(flat)? else { return Ok(None) };
+        let [own, kept] = [Vector::States, Vector::Gradients].map(|vector| self.layout.window(flat, vector));
+        let start = own.start - kept.start;
+        Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
+    }
+
+    fn param(&self, id: ParamId) -> ParamUpdate {
+        let (group, Scales { lr, grad_scale }) = (self.layout.declarations.spec(id).group, self.scales);
+        let (lr, decay_factor) = (lr * group.learning_rate, group.weight_decay);
+        let [elements, window] = [self.layout.part(id, Vector::States), self.layout.place_in(id, Vector::States)];
+        let update = Update { step: self.updates, lr, grad_scale, decay_factor };
+        ParamUpdate { id, elements, start: window.start, update }
+    }
+
+    /// The input of a rule that reads a whole parameter.
+    fn before(&self, params: &Params, id: ParamId) -> Result<Before, TrainError> {
+        let flat = self.layout.span(id).flat;
+        let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
+        let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
+        let grads = self.grads(flat)?.unwrap_or_else(Buffer::empty);
+        Ok(Before { param: self.param(id), flat, weights: weights.map_err(Error::from)?, grads })
+    }
+
+    /// Whether this rank updates all elements of a flat buffer that it holds.
+    fn updates_all(&self, flat: usize) -> bool {
+        self.layout.window(flat, Vector::States) == self.layout.window(flat, Vector::Weights)
+    }
+
+    /// Takes the updated part of a flat buffer from `params`; `None` for frozen parameters.
+    fn flat(&self, params: &mut Params, flat: usize, device: &dyn Device) -> Result<Option<FlatUpdate>, TrainError> {
+        let Some(grads) = self.grads(flat)? else { return Ok(None) };
+        // A slice of a buffer that is held whole is updated by itself: its ranks then gather it back into the buffer.
+        let weights = match self.updates_all(flat) {
+            true => std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty()),
+            false => {
+                let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
+                device.layout()?.narrow(&params.flats()[flat], 1, held.len(), 1, own)?
+            }
+        };
+        let updates = self.layout.flats[flat].iter().map(|&id| self.param(id)).collect();
+        Ok(Some(FlatUpdate { flat, weights, grads, params: updates }))
+    }
+}
+
+/// Updated slices of flat buffers that are held whole, on their way to all sharers.
+struct Gathering<'a> {
+    layout: &'a Layout,
+    zero: &'a ZeroGroups,
+    under_way: VecDeque<(usize, Pending)>,
+}
+
+impl Gathering<'_> {
+    /// Puts updated weights back; a slice is gathered.
+    fn put_back(
+        &mut self,
+        params: &mut Params,
+        FlatUpdate { flat, weights, .. }: FlatUpdate,
+    ) -> Result<(), TrainError> {
+        let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
+        let Some(sharers) = self.layout.sharers(self.zero, flat).filter(|_| own != held) else {
+            params.flats_mut()[flat] = weights;
+            return Ok(());
+        };
+        if self.under_way.len() >= IN_FLIGHT
+            && let Some((flat, oldest)) = self.under_way.pop_front()
+        {
+            params.flats_mut()[flat] = oldest.wait()?;
+        }
+        let whole = std::mem::replace(&mut params.flats_mut()[flat], Buffer::empty());
+        self.under_way.push_back((flat, sharers.start_all_gather(weights, whole)?));
+        Ok(())
+    }
+
+    fn finish(self, params: &mut Params) -> Result<(), TrainError> {
+        for (flat, pending) in self.under_way {
+            params.flats_mut()[flat] = pending.wait()?;
+        }
+        Ok(())
+    }
 }
 
 /// Updates the buffers of statistics, all of which lie in one flat buffer, from the sums of a step.
@@ -531,20 +527,4 @@ fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &Statist
         }
     }
     Ok(device.upload_into(&Buffer::from_vec(all), &mut params.flats_mut()[flat], 0)?)
-}
-
-/// Bytes, and numbers of 16 bits, as f32; others as they are.
-fn numbers(host: Buffer) -> Result<Buffer, TrainError> {
-    match host.dtype() {
-        DType::U8 => {
-            let codes = host.as_slice::<u8>().map_err(Error::from)?;
-            Ok(Buffer::from_vec(codes.iter().map(|&code| f32::from(code)).collect()))
-        }
-        DType::Bf16 | DType::F16 => Ok(Buffer::from_vec(host_floats(&host)?)),
-        _ => Ok(host),
-    }
-}
-
-fn copied(device: &dyn Device, buffer: &Buffer) -> Result<Buffer, TrainError> {
-    Ok(device.layout()?.copy(buffer)?)
 }

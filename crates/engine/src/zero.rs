@@ -13,10 +13,9 @@
 //! In canonical numerics gradients are whole in every stage: a rank sums all of its samples before those of other
 //! ranks, and the norm has blocks that slices would cut.
 
-use crate::{Plan, PlanError};
+use crate::PlanError;
 use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
 use meshwork_data_parallel::cuts_batch;
-use meshwork_tensor::ParamId;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -39,7 +38,7 @@ impl ZeroStage {
     pub const ALL: [Self; 4] = [Self::Off, Self::States, Self::Gradients, Self::Weights];
 }
 
-/// ZeRO in a [`Plan`].
+/// ZeRO in a [`Plan`](crate::Plan).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zero {
     /// What is shared out.
@@ -60,29 +59,21 @@ pub enum Vector {
     States,
 }
 
-/// What a rank keeps of each vector.
+/// The part of each vector that a rank keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cuts {
-    stage: ZeroStage,
-    canonical: bool,
+    pub stage: ZeroStage,
+    /// Whether sums have the order of canonical numerics.
+    pub canonical: bool,
 }
 
 impl Cuts {
-    pub fn of(plan: &Plan) -> Self {
-        Self { stage: plan.zero.stage, canonical: plan.blocks().is_some() }
-    }
-
-    /// What ranks share out.
-    pub fn stage(self) -> ZeroStage {
-        self.stage
-    }
-
     /// Whether gradients are reduced to slices.
     pub fn scatter(self) -> bool {
         self.stage >= ZeroStage::States && !self.canonical
     }
 
-    /// Whether each micro-batch's gradients are, so that none is ever whole for longer than that takes.
+    /// Whether the gradients of each micro-batch are reduced by themselves, so that a rank never keeps whole ones.
     pub fn scatter_each(self) -> bool {
         self.stage >= ZeroStage::Gradients && self.scatter()
     }
@@ -108,21 +99,28 @@ impl Cuts {
     }
 }
 
-/// How ranks share out a flat buffer.
-#[derive(Clone, Debug)]
-pub struct Shared {
-    /// Its parameters, in order.
-    pub members: Vec<ParamId>,
-    /// The slice that is this rank's own.
-    pub slice: FlatSlice,
-    /// The ranks that have the other slices; `None` for frozen parameters, which are not shared out.
-    pub sharers: Option<Group>,
+/// One of several ranks, or groups of ranks, that hold the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Replica {
+    pub index: usize,
+    /// The number of replicas.
+    pub of: usize,
 }
 
-impl Shared {
-    /// Whether other ranks have slices of it.
-    pub fn is_cut(&self) -> bool {
-        self.slice.padded() > self.slice.count()
+impl Replica {
+    /// The only one.
+    pub const ONE: Self = Self { index: 0, of: 1 };
+
+    /// Number `index` of `of` within this one.
+    #[must_use]
+    pub fn within(self, index: usize, of: usize) -> Self {
+        Self { index: self.index * of + index, of: self.of * of }
+    }
+
+    /// The place of `one` in a list, within this one.
+    #[must_use]
+    pub fn within_list(self, all: &[usize], one: usize) -> Self {
+        self.within(all.iter().position(|&other| other == one).unwrap_or(0), all.len())
     }
 }
 
@@ -149,38 +147,36 @@ impl Zero {
 
     /// The slice that a rank has of a flat buffer whose gradients are summed over `axes`.
     pub(crate) fn slice(self, mesh: &Mesh, world_rank: usize, axes: &[Axis], elements: usize) -> FlatSlice {
-        let (sharers, index) = self.place(mesh, world_rank, axes);
-        FlatSlice::new(elements, sharers, index)
+        let Replica { index, of } = self.sharer(mesh, world_rank, axes);
+        FlatSlice::new(elements, of, index)
     }
 
-    /// The number of [`sharers`](Self::sharers), and the index of this one among them: by arithmetic, because a dry run
-    /// asks for every rank of a large world.
-    fn place(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+    /// The place of a rank among its [`sharers`](Self::sharers): by arithmetic, because a dry run asks for every rank
+    /// of a large world.
+    fn sharer(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Replica {
         let (coords, ep) = (mesh.coords(world_rank), mesh.degree(Axis::Ep));
         let group = self.group.unwrap_or(mesh.data_degree());
-        Self::batch_axes(axes).into_iter().rev().fold((1, 0), |(sharers, index), axis| {
-            let along = match axis {
+        Self::batch_axes(axes).into_iter().rev().fold(Replica::ONE, |sharer, axis| {
+            let count = match axis {
                 Axis::Dp => group / ep,
                 Axis::Ep => group.min(ep),
                 axis => mesh.degree(axis),
             };
-            let along = along.max(1);
-            (sharers * along, index * along + coords.get(axis) % along)
+            let count = count.max(1);
+            sharer.within(coords.get(axis) % count, count)
         })
     }
 
-    /// The index of a rank's group among those that have all of it each, and the number of these. Asked for each
-    /// parameter.
-    pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> (usize, usize) {
+    /// The place of a rank's group of sharers among the groups that have all slices each.
+    pub(crate) fn replica(self, mesh: &Mesh, world_rank: usize, axes: &[Axis]) -> Replica {
         if self.group.is_none() {
-            return (0, 1); // all share out
+            return Replica::ONE; // all share out
         }
         let ranks = mesh.group(world_rank, &Self::batch_axes(axes));
         // Ascending, because data-parallel ranks are numbered as the ranks of the world are.
         let mut numbers: Vec<usize> = ranks.into_iter().map(|rank| self.number(mesh, rank)).collect();
         numbers.dedup();
-        let own = self.number(mesh, world_rank);
-        (numbers.iter().position(|&number| number == own).unwrap_or(0), numbers.len())
+        Replica::ONE.within_list(&numbers, self.number(mesh, world_rank))
     }
 
     /// Refuses groups that cannot be formed.
@@ -214,9 +210,18 @@ pub const ZERO: &str = "zero";
 /// Name of the groups of ranks that have the same slice then.
 pub const ZERO_REPLICAS: &str = "zero_replicas";
 
-/// The groups of a rank that share out, and those with the same slice, by the axes of the batch.
+/// The groups of a rank for what is summed over some axes.
 #[derive(Debug)]
-pub(crate) struct ZeroGroups(BTreeMap<Vec<Axis>, (Group, Group)>);
+pub(crate) struct ZeroGroup {
+    /// The ranks that share out.
+    pub sharers: Group,
+    /// The ranks with the same slice.
+    pub replicas: Group,
+}
+
+/// The groups of a rank, by the axes of the batch.
+#[derive(Debug)]
+pub(crate) struct ZeroGroups(BTreeMap<Vec<Axis>, ZeroGroup>);
 
 impl ZeroGroups {
     /// Makes the groups. Collective over the world: every rank makes the same ones in the same order.
@@ -228,26 +233,27 @@ impl ZeroGroups {
             let axes: Vec<Axis> = (0..batch.len()).filter(|at| set >> at & 1 == 1).map(|at| batch[at]).collect();
             let all = rank.group_over(&axes);
             let sharers = zero.sharers(mesh, own, &axes);
-            let pair = match sharers.len() == all.size() && zero.group.is_none() {
-                true => (all.clone(), rank.group_over(&[]).clone()),
+            let group = match sharers.len() == all.size() && zero.group.is_none() {
+                true => ZeroGroup { sharers: all.clone(), replicas: rank.group_over(&[]).clone() },
                 false => {
-                    // The place of each rank in its group of neighbours: those of a group follow each other.
+                    // The place of each rank in its group of neighbours, who follow each other.
                     let ranks = all.world_ranks();
                     let groups = ranks.chunk_by(|&one, &next| zero.number(mesh, one) == zero.number(mesh, next));
                     let places = groups.flat_map(|group| group.iter().copied().enumerate());
                     let place = sharers.iter().position(|&rank| rank == own);
                     let same = places.filter(|&(at, _)| Some(at) == place).map(|(_, rank)| rank);
                     let replicas: Vec<usize> = same.collect();
-                    (rank.subgroup(ZERO, &sharers)?, rank.subgroup(ZERO_REPLICAS, &replicas)?)
+                    let sharers = rank.subgroup(ZERO, &sharers)?;
+                    ZeroGroup { sharers, replicas: rank.subgroup(ZERO_REPLICAS, &replicas)? }
                 }
             };
-            groups.insert(axes, pair);
+            groups.insert(axes, group);
         }
         Ok(Self(groups))
     }
 
-    /// The group that shares out what is summed over `axes`, and the group of the ranks with the same slice of it.
-    pub fn of(&self, axes: &[Axis]) -> Option<&(Group, Group)> {
+    /// The groups for what is summed over `axes`.
+    pub fn get(&self, axes: &[Axis]) -> Option<&ZeroGroup> {
         self.0.get(&Zero::batch_axes(axes))
     }
 }
@@ -272,10 +278,14 @@ mod tests {
             for axes in [&Axis::DATA[..], &[Axis::Dp], &[Axis::Ep], &[]] {
                 let (zero, sharers) = (Zero { stage: ZeroStage::States, group }, sharers(group, axes, rank));
                 let index = sharers.iter().position(|&other| other == rank).unwrap();
-                assert_eq!(zero.place(&mesh, rank, axes), (sharers.len(), index), "{group:?}, {axes:?}, rank {rank}");
+                let sharer = Replica { index, of: sharers.len() };
+                assert_eq!(zero.sharer(&mesh, rank, axes), sharer, "{group:?}, {axes:?}, rank {rank}");
             }
         }
-        let replica = |group, axes: &[Axis], rank| Zero { stage: ZeroStage::States, group }.replica(&mesh, rank, axes);
+        let replica = |group, axes: &[Axis], rank| {
+            let Replica { index, of } = Zero { stage: ZeroStage::States, group }.replica(&mesh, rank, axes);
+            (index, of)
+        };
         assert_eq!([5, 13].map(|rank| replica(Some(4), &Axis::DATA, rank)), [(0, 2), (1, 2)]);
         assert_eq!([5, 9].map(|rank| replica(Some(2), &[Axis::Dp], rank)), [(1, 4), (2, 4)]);
         assert_eq!(replica(None, &Axis::DATA, 13), (0, 1));

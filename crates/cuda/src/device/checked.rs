@@ -1,7 +1,7 @@
 //! What kernels find wrong in integers, which the host hears of when it next waits.
 
-use super::CudaDevice;
-use crate::driver::{Address, Argument};
+use super::{CudaDevice, launch::launch};
+use crate::driver::Address;
 use meshwork_core::Buffer;
 use meshwork_tensor::{Error, Result};
 
@@ -76,22 +76,9 @@ impl CudaDevice {
         self.found.at().offset(checked as usize * size_of::<Found>())
     }
 
-    /// Queues a check that ids are below `limit`, and not negative unless those are `masked`.
+    /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless those are `masked`.
     pub(super) fn check_ids(&self, checked: Checked, ids: &Buffer, limit: usize, masked: bool) -> Result<()> {
-        let args = [self.place(checked.op(), ids)?.into(), limit.into(), i32::from(masked).into()];
-        self.check(checked, "check_ids", ids.count(), &args, &[])
-    }
-
-    /// Queues a check of `count` numbers by one block of threads.
-    pub(super) fn check(
-        &self,
-        checked: Checked,
-        kernel: &'static str,
-        count: usize,
-        args: &[Argument],
-        rest: &[Argument],
-    ) -> Result<()> {
-        let found = [self.fault_of(checked).into(), count.into()];
-        self.launch(checked.op(), kernel, [usize::from(count > 0), 1], &[args, &found, rest].concat())
+        let (found, count) = (self.fault_of(checked), ids.count());
+        launch!(self, checked.op(), "check_ids", [usize::from(count > 0), 1]; ids, limit, masked, found, count)
     }
 }

@@ -2,18 +2,19 @@
 //!
 //! More than 400 lines: every format of the wire, packed and unpacked side by side.
 
-use super::CudaDevice;
-use super::checked::Checked;
-use crate::driver::{Address, Argument};
+use super::{CudaDevice, checked::Checked, launch::launch};
+use crate::driver::Address;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::wire::{HEADER, header};
 use meshwork_compress::{
-    Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, PowerSgd, Rounding, Scheme,
-    Shape, Sparse, Values, wire_bytes,
+    Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, Packed, PowerSgd, Rounding,
+    Scheme, Shape, Sparse, Values, wire_bytes,
 };
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_tensor::kernel::{Compression, Layout, Optim, Pointwise};
 use meshwork_tensor::{Device, Error, Result};
+
+const POWERSGD: &str = "powersgd";
 
 /// Bytes of what draws indices: the words of the key, and the first counter.
 const DRAWS: usize = 16;
@@ -38,19 +39,9 @@ fn require_dtype(x: &Buffer, asked: DType) -> Result<()> {
     }
 }
 
-/// Whether a format of 8 bits is e5m2, as kernels take it.
-fn e5m2(format: Fp8Format) -> Argument {
-    i32::from(format == Fp8Format::E5M2).into()
-}
-
-/// The largest code that this number of bits has.
-fn levels(bits: u8) -> Argument {
-    (((1_u32 << bits) - 1) as f32).into()
-}
-
 /// 16 bytes as kernels take them.
-fn words(bytes: [u8; 16]) -> [Argument; 2] {
-    [0, 8].map(|first| u64::from_le_bytes(std::array::from_fn(|byte| bytes[first + byte])).into())
+fn words(bytes: [u8; 16]) -> [u64; 2] {
+    [0, 8].map(|first| u64::from_le_bytes(std::array::from_fn(|byte| bytes[first + byte])))
 }
 
 /// Elements that are read or written: where, and how many they are and in which parts.
@@ -65,63 +56,62 @@ impl CudaDevice {
     fn pack_values(&self, values: Values, x: Elements, draws: Draws, to: Address) -> Result<()> {
         const OP: &str = "pack";
         let (count, per) = (x.shape.len(), values.per());
-        let (parts, unit): (usize, Argument) = (per.parts(x.shape), per.unit(x.shape).into());
-        let (x, len): (Argument, Argument) = (x.at.into(), count.into());
+        let (parts, unit, x) = (per.parts(x.shape), per.unit(x.shape), x.at);
         let (sizes, of_parts) = ([count, 0], [parts, 1]);
         match values {
-            Values::F32 => self.launch(OP, "f32_pack", sizes, &[x, to.into(), len]),
-            Values::Bf16 => self.launch(OP, "bf16_pack", sizes, &[x, to.into(), len]),
+            Values::F32 => launch!(self, OP, "f32_pack", sizes; x, to, count),
+            Values::Bf16 => launch!(self, OP, "bf16_pack", sizes; x, to, count),
             Values::Fp8 { format, .. } => {
-                let (scales, codes) = (to.into(), to.offset(4 * parts).into());
-                self.launch(OP, "fp8_scales", of_parts, &[x, len, unit, e5m2(format), scales])?;
-                self.launch(OP, "fp8_pack", sizes, &[x, scales, unit, e5m2(format), codes, len])
+                let e5m2 = format == Fp8Format::E5M2;
+                launch!(self, OP, "fp8_scales", of_parts; x, count, unit, e5m2, to)?;
+                launch!(self, OP, "fp8_pack", sizes; x, to, unit, e5m2, to.offset(4 * parts), count)
             }
             Values::Quantize { bits, rounding, .. } => {
                 let codes = self.scratch(DType::U8, count)?;
-                let (pairs, at) = (to.into(), self.place(OP, &codes)?);
-                self.launch(OP, "quant_pairs", of_parts, &[x, len, unit, levels(bits), pairs])?;
-                let [key0, key1] = draws.key.words();
-                let stochastic = i32::from(rounding == Rounding::Stochastic);
-                let drawn = [stochastic.into(), key0.into(), key1.into(), draws.start.into(), at.into(), len];
-                let args = [&[x, pairs, unit, levels(bits)][..], &drawn].concat();
-                self.launch(OP, "quant_codes", sizes, &args)?;
-                self.pack_planes(at, bits, to.offset(8 * parts), count)
+                // The largest code that this number of bits has.
+                let levels = ((1_u32 << bits) - 1) as f32;
+                launch!(self, OP, "quant_pairs", of_parts; x, count, unit, levels, to)?;
+                let stochastic = rounding == Rounding::Stochastic;
+                launch!(self, OP, "quant_codes", sizes;
+                    x, to, unit, levels, stochastic, draws.key.words(), draws.start, &codes, count
+                )?;
+                self.pack_planes(&codes, bits, to.offset(8 * parts))
             }
             Values::Sign { .. } => {
                 let codes = self.scratch(DType::U8, count)?;
-                let at = self.place(OP, &codes)?;
-                self.launch(OP, "sign_scales", [16 * parts, 0], &[x, len, unit, to.into(), parts.into()])?;
-                self.launch(OP, "sign_codes", sizes, &[x, at.into(), len])?;
-                self.pack_planes(at, 1, to.offset(4 * parts), count)
+                launch!(self, OP, "sign_scales", [16 * parts, 0]; x, count, unit, to, parts)?;
+                launch!(self, OP, "sign_codes", sizes; x, &codes, count)?;
+                self.pack_planes(&codes, 1, to.offset(4 * parts))
             }
         }
     }
 
-    fn pack_planes(&self, codes: Address, bits: u8, to: Address, count: usize) -> Result<()> {
-        let (bits, bytes) = (usize::from(bits), usize::from(bits) * count.div_ceil(8));
-        let args = [codes.into(), bits.into(), to.into(), bytes.into(), count.into()];
-        self.launch("pack", "planes_pack", [bytes, 0], &args)
+    /// Writes the bit planes of codes at `to`.
+    fn pack_planes(&self, codes: &Buffer, bits: u8, to: Address) -> Result<()> {
+        let (bits, count) = (usize::from(bits), codes.count());
+        let bytes = bits * count.div_ceil(8);
+        launch!(self, "pack", "planes_pack", [bytes, 0]; codes, bits, to, bytes, count)
     }
 
     /// Restores the body of values at `from`.
     fn unpack_values(&self, values: Values, from: Address, fold: Fold, to: Elements) -> Result<()> {
         const OP: &str = "unpack";
-        let (count, per) = (to.shape.len(), values.per());
-        let (parts, unit): (usize, Argument) = (per.parts(to.shape), per.unit(to.shape).into());
-        let end: [Argument; 3] = [to.at.into(), i32::from(fold == Fold::Add).into(), count.into()];
-        let (kernel, args) = match values {
-            Values::F32 => ("f32_unpack", vec![from.into()]),
-            Values::Bf16 => ("bf16_unpack", vec![from.into()]),
+        let (count, per, add) = (to.shape.len(), values.per(), fold == Fold::Add);
+        let (parts, unit, to, sizes) = (per.parts(to.shape), per.unit(to.shape), to.at, [count, 0]);
+        let (behind_scales, behind_pairs) = (from.offset(4 * parts), from.offset(8 * parts));
+        match values {
+            Values::F32 => launch!(self, OP, "f32_unpack", sizes; from, to, add, count),
+            Values::Bf16 => launch!(self, OP, "bf16_unpack", sizes; from, to, add, count),
             Values::Fp8 { format, .. } => {
-                ("fp8_unpack", vec![from.offset(4 * parts).into(), from.into(), unit, e5m2(format)])
+                let e5m2 = format == Fp8Format::E5M2;
+                launch!(self, OP, "fp8_unpack", sizes; behind_scales, from, unit, e5m2, to, add, count)
             }
             Values::Quantize { bits, .. } => {
-                let bits = usize::from(bits).into();
-                ("quant_unpack", vec![from.offset(8 * parts).into(), from.into(), bits, unit])
+                let bits = usize::from(bits);
+                launch!(self, OP, "quant_unpack", sizes; behind_pairs, from, bits, unit, to, add, count)
             }
-            Values::Sign { .. } => ("sign_unpack", vec![from.offset(4 * parts).into(), from.into(), unit]),
-        };
-        self.launch(OP, kernel, [count, 0], &[&args[..], &end].concat())
+            Values::Sign { .. } => launch!(self, OP, "sign_unpack", sizes; behind_scales, from, unit, to, add, count),
+        }
     }
 
     /// The indices of the elements that a message has; `draws`: where the 16 bytes are that draw them.
@@ -132,106 +122,78 @@ impl CudaDevice {
         let indices = self.scratch(DType::I32, count)?;
         let unit = per.unit(x.shape);
         let (keep, last) = (sparse.keep.of(unit.min(len)), if len % unit > 0 { sparse.keep.of(len % unit) } else { 0 });
-        let to = self.place(OP, &indices)?;
-        let args = [x.at.into(), len.into(), unit.into(), keep.into(), last.into(), to.into()];
-        self.launch(OP, "topk_choose", [per.parts(x.shape), 1], &args)?;
+        launch!(self, OP, "topk_choose", [per.parts(x.shape), 1]; x.at, len, unit, keep, last, &indices)?;
         Ok(indices)
     }
 
-    /// `count` indices below `below`, as 16 bytes on the device draw them.
+    /// `count` indices below `below`, which 16 bytes on the device draw.
     fn drawn(&self, op: &'static str, count: usize, below: usize, draws: Address) -> Result<Buffer> {
         let mut taken = self.scratch(DType::I64, below.div_ceil(64))?;
         let words = taken.count();
         self.zero(&mut taken, 0..words)?;
-        let at = self.place(op, &taken)?;
-        self.launch(op, "draw_indices", [1, 0], &[draws.into(), count.into(), below.into(), at.into()])?;
-        self.decoded_indices(op, (at, 0), below.div_ceil(8), [count, below], None)
+        launch!(self, op, "draw_indices", [1, 0]; draws, count, below, &taken)?;
+        self.decoded_indices(op, self.place(op, &taken)?, below.div_ceil(8), [count, below], None)
     }
 
-    /// The indices that bits say: a bitmap, or packed differences with `width` low bits each.
+    /// `count` indices below `below` from `bytes` bytes: a bitmap, or packed differences.
     fn decoded_indices(
         &self,
         op: &'static str,
-        (from, low_bytes): (Address, usize),
-        high_bytes: usize,
+        from: Address,
+        bytes: usize,
         [count, below]: [usize; 2],
-        width: Option<u32>,
+        packed: Option<Packed>,
     ) -> Result<Buffer> {
         let indices = self.scratch(DType::I32, count)?;
-        let args = [
-            from.into(),
-            from.offset(low_bytes).into(),
-            high_bytes.into(),
-            count.into(),
-            below.into(),
-            (width.unwrap_or(0) as i32).into(),
-            i32::from(width.is_some()).into(),
-            self.place(op, &indices)?.into(),
-            self.fault_of(Checked::Message).into(),
-        ];
-        self.launch(op, "indices_read", [1, 1], &args)?;
+        let Packed { width, low_bytes } = packed.unwrap_or(Packed { width: 0, low_bytes: 0 });
+        launch!(self, op, "indices_read", [1, 1];
+            from, from.offset(low_bytes), bytes - low_bytes, count, below, width as i32, packed.is_some(), &indices,
+            self.fault_of(Checked::Message)
+        )?;
         Ok(indices)
     }
 
     /// The indices in the bytes of a message.
     fn read_indices(&self, op: &'static str, sparse: &Sparse, shape: Shape, from: Address) -> Result<Buffer> {
-        let (count, below) = (sparse.count(shape), shape.len());
-        if let Choice::Random { .. } = sparse.choice {
-            return self.drawn(op, count, below, from);
+        let (count, below, bytes) = (sparse.count(shape), shape.len(), sparse.index_bytes(shape).len());
+        match sparse.choice {
+            Choice::Random { .. } => self.drawn(op, count, below, from),
+            Choice::Largest(_) => self.decoded_indices(op, from, bytes, [count, below], sparse.packed(shape)),
         }
-        let bytes = sparse.index_bytes(shape).len();
-        let packed = sparse.packed(shape);
-        let low = packed.map_or(0, |packed| packed.low_bytes);
-        self.decoded_indices(op, (from, low), bytes - low, [count, below], packed.map(|packed| packed.width))
     }
 
     /// Writes indices in their coding.
     fn write_indices(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, to: Address) -> Result<()> {
         const OP: &str = "pack";
-        let (from, count): (Argument, Argument) = (self.place(OP, indices)?.into(), indices.count().into());
-        let bytes = sparse.index_bytes(shape).len();
-        let (mut low, mut width) = (0, 0);
-        if let Some(packed) = sparse.packed(shape) {
-            (low, width) = (packed.low_bytes, packed.width);
-            let args = [from, count, (width as usize).into(), to.into(), low.into()];
-            self.launch(OP, "indices_low", [low, 0], &args)?;
+        let (count, packed) = (indices.count(), sparse.packed(shape));
+        let Packed { width, low_bytes } = packed.unwrap_or(Packed { width: 0, low_bytes: 0 });
+        if packed.is_some() {
+            launch!(self, OP, "indices_low", [low_bytes, 0]; indices, count, width as usize, to, low_bytes)?;
         }
-        let (spread, bytes) = (i32::from(sparse.packed(shape).is_some()), bytes - low);
-        let args = [from, count, (width as i32).into(), spread.into(), to.offset(low).into(), bytes.into()];
-        self.launch(OP, "indices_bits", [bytes, 0], &args)
+        let bytes = sparse.index_bytes(shape).len() - low_bytes;
+        launch!(self, OP, "indices_bits", [bytes, 0];
+            indices, count, width as i32, packed.is_some(), to.offset(low_bytes), bytes
+        )
     }
 
     /// The elements that indices name, as a message has them.
     fn taken(&self, op: &'static str, sparse: &Sparse, x: Elements, indices: &Buffer, to: &Buffer) -> Result<()> {
-        let args = [
-            x.at.into(),
-            self.place(op, indices)?.into(),
-            sparse.factor(x.shape).into(),
-            self.place(op, to)?.into(),
-            indices.count().into(),
-        ];
-        self.launch(op, "take_values", [indices.count(), 0], &args)
+        let (count, factor) = (indices.count(), sparse.factor(x.shape));
+        launch!(self, op, "take_values", [count, 0]; x.at, indices, factor, to, count)
     }
 
     /// Writes or adds values where indices say.
     fn put_at(&self, op: &'static str, values: &Buffer, indices: &Buffer, fold: Fold, to: Address) -> Result<()> {
-        let add = i32::from(fold == Fold::Add).into();
-        let args =
-            [self.place(op, values)?.into(), self.place(op, indices)?.into(), to.into(), add, values.count().into()];
-        self.launch(op, "put_values", [values.count(), 0], &args)
+        let count = values.count();
+        launch!(self, op, "put_values", [count, 0]; values, indices, to, fold == Fold::Add, count)
     }
+}
 
-    /// The places of a matrix and its factors p and q, whose lengths are checked.
-    fn factors_of(&self, of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<[Argument; 3]> {
-        const OP: &str = "powersgd";
-        of.check(shape).map_err(failed(OP))?;
-        let [of_p, of_q] = of.factors(shape);
-        for (buffer, len) in [(m, shape.len()), (p, of_p), (q, of_q)] {
-            require_count(buffer.count(), len)?;
-        }
-        self.f32s(OP, &[m, p, q])?;
-        Ok([self.place(OP, m)?.into(), self.place(OP, p)?.into(), self.place(OP, q)?.into()])
-    }
+/// Refuses a matrix and factors p and q of it that have other lengths.
+fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
+    of.check(shape).map_err(failed(POWERSGD))?;
+    let [of_p, of_q] = of.factors(shape);
+    [(m, shape.len()), (p, of_p), (q, of_q)].into_iter().try_for_each(|(x, len)| require_count(x.count(), len))
 }
 
 impl Compression for CudaDevice {
@@ -251,8 +213,7 @@ impl Compression for CudaDevice {
         require_dtype(message, DType::U8)?;
         message.slice(at..at.saturating_add(bytes))?;
         let to = self.place_mut(OP, message)?.offset(at);
-        let [first, second] = words(header(scheme, shape));
-        self.launch(OP, "message_words", [HEADER, 0], &[to.into(), first, second])?;
+        launch!(self, OP, "message_words", [HEADER, 0]; to, words(header(scheme, shape)))?;
         let (x, body) = (Elements { at: self.place(OP, x)?, shape }, to.offset(HEADER));
         match scheme {
             Scheme::Values(values) => self.pack_values(*values, x, draws, body),
@@ -260,8 +221,7 @@ impl Compression for CudaDevice {
                 let indices_end = bytes - HEADER - sparse.values.body_bytes(sparse.taken(shape));
                 if let Choice::Random { .. } = sparse.choice {
                     let [key0, key1] = draws.key.words().map(u64::from);
-                    let [first, second] = [key0 | key1 << 32, draws.start].map(Argument::from);
-                    self.launch(OP, "message_words", [DRAWS, 0], &[body.into(), first, second])?;
+                    launch!(self, OP, "message_words", [DRAWS, 0]; body, key0 | key1 << 32, draws.start)?;
                 }
                 let indices = self.choose(sparse, x, body)?;
                 if let Choice::Largest(_) = sparse.choice {
@@ -297,9 +257,8 @@ impl Compression for CudaDevice {
         self.f32s(OP, &[out])?;
         out.slice(at..at.saturating_add(shape.len()))?;
         let (from, to) = (self.place(OP, message)?, self.place_mut(OP, out)?.offset(4 * at));
-        let [first, second] = words(header(scheme, shape));
-        let found = self.fault_of(Checked::Message).into();
-        self.launch(OP, "message_check", [HEADER, 0], &[from.into(), first, second, found])?;
+        let (words, found) = (words(header(scheme, shape)), self.fault_of(Checked::Message));
+        launch!(self, OP, "message_check", [HEADER, 0]; from, words, found)?;
         let body = from.offset(HEADER);
         match scheme {
             Scheme::Values(values) => self.unpack_values(*values, body, fold, Elements { at: to, shape }),
@@ -331,7 +290,6 @@ impl Compression for CudaDevice {
 
     fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer> {
         const OP: &str = "put";
-        self.f32s(OP, &[values])?;
         require_count(values.count(), sparse.count(shape))?;
         require_count(indices.count(), sparse.index_bytes(shape).len())?;
         let indices = self.read_indices(OP, sparse, shape, self.place(OP, indices)?)?;
@@ -342,33 +300,19 @@ impl Compression for CudaDevice {
 
     fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer> {
         const OP: &str = "feedback";
-        self.f32s(OP, &[x])?;
         let (count, mut out) = (x.count(), self.alloc(DType::F32, x.count())?);
-        let from: Argument = self.place(OP, x)?.into();
-        let kept = |state: &Buffer| {
+        let sizes = [count, 0];
+        for (state, _) in sender.all().into_iter().zip(feedback.keeps()).filter(|(_, kept)| *kept) {
             require_count(state.count(), count)?;
-            self.f32s(OP, &[state])?;
-            Ok::<Argument, Error>(self.place(OP, state)?.into())
-        };
-        let to = self.place(OP, &out)?.into();
+        }
+        let Sender { residual, estimate, momentum } = sender;
         match feedback {
             Feedback::None => self.copy_into(x, 0..count, &mut out, 0)?,
-            Feedback::Ef => {
-                let args = [from, kept(&sender.residual)?, to, count.into()];
-                self.launch(OP, "feedback_residual", [count, 0], &args)?;
-            }
-            Feedback::Ef21 => {
-                let args = [from, kept(&sender.estimate)?, to, count.into()];
-                self.launch(OP, "feedback_difference", [count, 0], &args)?;
-            }
-            Feedback::Ef21Momentum { eta } => {
-                let estimate = kept(&sender.estimate)?;
-                kept(&sender.momentum)?;
-                let momentum = self.place_mut(OP, &mut sender.momentum)?.into();
-                let factors = [i32::from(first).into(), eta.into(), (1.0 - eta).into(), to, count.into()];
-                let args = [&[from, estimate, momentum][..], &factors].concat();
-                self.launch(OP, "feedback_momentum", [count, 0], &args)?;
-            }
+            Feedback::Ef => launch!(self, OP, "feedback_residual", sizes; x, &*residual, &out, count)?,
+            Feedback::Ef21 => launch!(self, OP, "feedback_difference", sizes; x, &*estimate, &out, count)?,
+            Feedback::Ef21Momentum { eta } => launch!(self, OP, "feedback_momentum", sizes;
+                x, &*estimate, momentum, first, eta, 1.0 - eta, &out, count
+            )?,
         }
         Ok(out)
     }
@@ -378,12 +322,9 @@ impl Compression for CudaDevice {
         let [residual, estimate, _] = feedback.keeps();
         let count = sent.count();
         if residual {
-            self.f32s(OP, &[target, sent, &sender.residual])?;
             require_count(target.count(), count)?;
             require_count(sender.residual.count(), count)?;
-            let to = self.place_mut(OP, &mut sender.residual)?;
-            let args = [self.place(OP, target)?.into(), self.place(OP, sent)?.into(), to.into(), count.into()];
-            self.launch(OP, "feedback_kept", [count, 0], &args)?;
+            launch!(self, OP, "feedback_kept", [count, 0]; target, sent, &mut sender.residual, count)?;
         }
         if estimate {
             self.add_assign(&mut sender.estimate, 0, sent)?;
@@ -400,41 +341,28 @@ impl Compression for CudaDevice {
         q: &mut Buffer,
         p: &mut Buffer,
     ) -> Result<()> {
-        const OP: &str = "powersgd";
-        let [from, to, _] = self.factors_of(of, shape, m, [p, q])?;
+        require_factors(of, shape, m, [p, q])?;
         if shape.is_empty() {
             return Ok(());
         }
-        self.place_mut(OP, p)?;
-        let at: Argument = self.place_mut(OP, q)?.into();
-        let ([key0, key1], cols) = (draws.key.words(), shape.cols().into());
-        let args = [at, cols, key0.into(), key1.into(), draws.start.into()];
-        self.launch(OP, "low_rank_start", [of.rank, 1], &args)?;
-        let count = shape.rows() * of.rank;
-        let args = [from, at, to, cols, of.rank.into(), count.into()];
-        self.launch(OP, "low_rank_times", [16 * count, 0], &args)
+        let (cols, count) = (shape.cols(), shape.rows() * of.rank);
+        launch!(self, POWERSGD, "low_rank_start", [of.rank, 1]; &mut *q, cols, draws.key.words(), draws.start)?;
+        launch!(self, POWERSGD, "low_rank_times", [16 * count, 0]; m, &*q, p, cols, of.rank, count)
     }
 
     fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()> {
-        const OP: &str = "powersgd";
-        let [from, ..] = self.factors_of(of, shape, m, [p, q])?;
+        require_factors(of, shape, m, [p, q])?;
         if shape.is_empty() {
             return Ok(());
         }
-        let lengths = self.scratch(DType::F64, of.rank)?;
-        let (p, q): (Argument, Argument) = (self.place_mut(OP, p)?.into(), self.place_mut(OP, q)?.into());
-        let sizes = [shape.rows(), shape.cols(), of.rank].map(Argument::from);
-        let args = [p, sizes[0], sizes[2], self.place(OP, &lengths)?.into()];
-        self.launch(OP, "low_rank_orthonormal", [1, 0], &args)?;
-        let args = [&[from, p, q][..], &sizes].concat();
-        self.launch(OP, "low_rank_transposed", [of.rank * shape.cols(), 0], &args)
+        let (lengths, rows, cols) = (self.scratch(DType::F64, of.rank)?, shape.rows(), shape.cols());
+        launch!(self, POWERSGD, "low_rank_orthonormal", [1, 0]; &mut *p, rows, of.rank, &lengths)?;
+        launch!(self, POWERSGD, "low_rank_transposed", [of.rank * cols, 0]; m, &*p, q, rows, cols, of.rank)
     }
 
     fn join(&self, of: PowerSgd, shape: Shape, [p, q]: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()> {
-        const OP: &str = "powersgd";
-        let [_, p, q] = self.factors_of(of, shape, out, [p, q])?;
-        let to = self.place_mut(OP, out)?.into();
-        let args = [p, q, to, shape.cols().into(), of.rank.into(), (among as f32).into(), shape.len().into()];
-        self.launch(OP, "low_rank_join", [shape.len(), 0], &args)
+        require_factors(of, shape, out, [p, q])?;
+        let (count, cols) = (shape.len(), shape.cols());
+        launch!(self, POWERSGD, "low_rank_join", [count, 0]; p, q, out, cols, of.rank, among as f32, count)
     }
 }

@@ -1,7 +1,6 @@
 //! Documents that follow each other in a sequence.
 
-use super::CudaDevice;
-use super::checked::Checked;
+use super::{CudaDevice, checked::Checked, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape};
 use meshwork_tensor::{Error, Result};
@@ -25,16 +24,9 @@ impl CudaDevice {
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
         }
         let [positions, firsts] = [self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?];
-        let given = self.place(OP, documents.positions)?;
-        self.check(Checked::Documents, "check_positions", count, &[given.into()], &[seq.into()])?;
-        let args = [
-            given.into(),
-            self.place(OP, &positions)?.into(),
-            self.place(OP, &firsts)?.into(),
-            count.into(),
-            seq.into(),
-        ];
-        self.launch(OP, "document_starts", [count, 0], &args)?;
+        let (given, found) = (documents.positions, self.fault_of(Checked::Documents));
+        launch!(self, OP, "check_positions", [usize::from(count > 0), 1]; given, found, count, seq)?;
+        launch!(self, OP, "document_starts", [count, 0]; given, &positions, &firsts, count, seq)?;
         Ok(Some(Packed { positions, firsts: documents.apart.then_some(firsts) }))
     }
 }

@@ -1,39 +1,32 @@
 use super::CudaDevice;
 use meshwork_core::{Buffer, DType};
-
+use meshwork_tensor::Result;
 use meshwork_tensor::kernel::{Elementwise, Map, Zip};
-use meshwork_tensor::{Device, Result};
 
 const OP: &str = "map";
 
 impl Elementwise for CudaDevice {
     fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
-        if let (Map::Scale(factor), DType::F64) = (f, x.dtype()) {
-            let out = self.alloc(DType::F64, x.count())?;
-            self.write_elements(OP, "scale_forward_f64", x.count(), &[x], &out, &[factor.into()])?;
-            return Ok(out);
+        match (f, x.dtype()) {
+            (Map::Scale(factor), DType::F64) => self.elements(OP, "scale_forward_f64", &[x], factor),
+            (Map::Scale(factor), _) => self.elements(OP, "scale_forward", &[x], factor as f32),
+            (Map::Exp, _) => self.elements(OP, "exp_forward", &[x], ()),
+            (Map::Tanh, _) => self.elements(OP, "tanh_forward", &[x], ()),
+            (Map::Sigmoid, _) => self.elements(OP, "sigmoid_forward", &[x], ()),
+            (Map::Silu, _) => self.elements(OP, "silu_forward", &[x], ()),
+            (Map::SoftCap(cap), _) => self.elements(OP, "soft_cap_forward", &[x], cap as f32),
         }
-        let (kernel, number) = match f {
-            Map::Scale(factor) => ("scale_forward", Some((factor as f32).into())),
-            Map::Exp => ("exp_forward", None),
-            Map::Tanh => ("tanh_forward", None),
-            Map::Sigmoid => ("sigmoid_forward", None),
-            Map::Silu => ("silu_forward", None),
-            Map::SoftCap(cap) => ("soft_cap_forward", Some((cap as f32).into())),
-        };
-        self.elements(OP, kernel, x.count(), &[x], number.as_slice())
     }
 
     fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
-        let (kernel, number) = match f {
-            Map::Scale(_) => return self.map(f, dy),
-            Map::Exp => ("exp_backward", None),
-            Map::Tanh => ("tanh_backward", None),
-            Map::Sigmoid => ("sigmoid_backward", None),
-            Map::Silu => ("silu_backward", None),
-            Map::SoftCap(cap) => ("soft_cap_backward", Some((cap as f32).into())),
-        };
-        self.elements(OP, kernel, x.count(), &[dy, x], number.as_slice())
+        match f {
+            Map::Scale(_) => self.map(f, dy),
+            Map::Exp => self.elements(OP, "exp_backward", &[dy, x], ()),
+            Map::Tanh => self.elements(OP, "tanh_backward", &[dy, x], ()),
+            Map::Sigmoid => self.elements(OP, "sigmoid_backward", &[dy, x], ()),
+            Map::Silu => self.elements(OP, "silu_backward", &[dy, x], ()),
+            Map::SoftCap(cap) => self.elements(OP, "soft_cap_backward", &[dy, x], cap as f32),
+        }
     }
 
     fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
@@ -42,6 +35,6 @@ impl Elementwise for CudaDevice {
             Zip::Mul => "zip_mul",
             Zip::Div => "zip_div",
         };
-        self.elements("zip", kernel, x.count(), &[x, y], &[y.count().into()])
+        self.elements("zip", kernel, &[x, y], y.count())
     }
 }

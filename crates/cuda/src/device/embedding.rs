@@ -1,5 +1,4 @@
-use super::CudaDevice;
-use super::checked::Checked;
+use super::{CudaDevice, checked::Checked, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::TABLE_ROWS;
 use meshwork_tensor::kernel::{Embedding, Optim, TableGrad};
@@ -16,14 +15,11 @@ impl CudaDevice {
         let of_places = self.scratch(DType::I32, count)?;
         self.write_group_ids(ids, 1, size, false, &of_places)?;
         let (of, each) = (self.parts_of(count, 1), buckets.len());
-        let [counts, ends] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * each));
-        let (counts, ends) = (counts?, ends?);
-        self.count_parts(OP, &of_places, of, &buckets, &counts)?;
-        // How many ids have these rows is not known here, and of no account: room for all, and a fault that nobody
-        // reads.
-        let [order, slots] = [(); 2].map(|()| self.scratch(DType::I32, count));
-        let (order, slots, fewer) = (order?, slots?, self.scratch(DType::I64, 1)?);
-        self.place_choices(OP, &of_places, of, &buckets, [&counts, &ends], (&order, &slots), self.place(OP, &fewer)?)?;
+        // How many ids have these rows is not known here, and does not matter: there is room for all, and nobody reads
+        // the fault.
+        let (order, slots) = (self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?);
+        let fewer = self.scratch(DType::I64, 1)?;
+        let ends = self.sorted(OP, &of_places, of, &buckets, [&order, &slots], self.place(OP, &fewer)?)?;
         Ok((order, ends.slice((of.parts - 1) * each..of.parts * each)?))
     }
 }
@@ -31,19 +27,11 @@ impl CudaDevice {
 impl Embedding for CudaDevice {
     fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer> {
         let op = "embedding";
-        let (kernel, f16) = self.of_storage(op, &[table], ["embedding_forward", "embedding_forward_16"])?;
         self.check_ids(Checked::Embedding, ids, vocab, false)?;
         let (count, out) = (ids.count(), self.alloc(table.dtype(), ids.count() * width)?);
-        let args = [
-            self.place(op, ids)?.into(),
-            self.place(op, table)?.into(),
-            rows.start.into(),
-            rows.len().into(),
-            self.place(op, &out)?.into(),
-            count.into(),
-            width.into(),
-        ];
-        self.launch(op, kernel, [out.count(), 0], &[&args[..], f16.as_slice()].concat())?;
+        launch!(self, op, "embedding_forward", [out.count(), 0];
+            ids, table, rows.start, rows.len(), &out, count, width
+        )?;
         Ok(out)
     }
 
@@ -58,41 +46,27 @@ impl Embedding for CudaDevice {
         let op = "embedding";
         let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
         self.f32s(op, &[buffer])?;
-        let kernels = match blocks {
-            1 => ["embedding_backward", "embedding_backward_16"],
-            _ => ["embedding_backward_tree", "embedding_backward_tree_16"],
-        };
-        let (kernel, f16) = self.of_storage(op, &[dout], kernels)?;
         let (held, count) = (rows.len(), ids.count());
         if !accumulate {
             self.zero(buffer, start + held * width..start + table_rows * width)?;
         }
         let (order, ends) = self.bucketed(ids, &rows)?;
         let to = self.place_mut(op, buffer)?.offset(4 * start);
-        let (places, ends) = (self.place(op, &order)?.into(), self.place(op, &ends)?.into());
-        let of = [self.place(op, ids)?.into(), places, ends, self.place(op, dout)?.into(), rows.start.into()];
-        let into = [to.into(), i32::from(accumulate).into()];
-        let runs = [blocks.into(), (count / blocks).max(1).into()];
-        let runs = if blocks == 1 { &[][..] } else { &runs };
-        let vector = if blocks == 1 && f16.is_some() { 8 } else { 4 };
-        let args = [&of[..], &into, runs, &[width.into()], f16.as_slice()].concat();
-        self.launch(op, kernel, [held, width.div_ceil(vector)], &args)
+        if blocks == 1 {
+            let vector = if dout.dtype().is_half() { 8 } else { 4 };
+            return launch!(self, op, "embedding_backward", [held, width.div_ceil(vector)];
+                ids, &order, &ends, dout, rows.start, to, accumulate, width
+            );
+        }
+        launch!(self, op, "embedding_backward_tree", [held, width.div_ceil(4)];
+            ids, &order, &ends, dout, rows.start, to, accumulate, blocks, (count / blocks).max(1), width
+        )
     }
 
     fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer> {
         let op = "positions";
-        let (kernel, f16) = self.of_storage(op, &[x, table], ["positions_forward", "positions_forward_16"])?;
         let (count, out) = (x.count(), self.alloc(x.dtype(), x.count())?);
-        let args = [
-            self.place(op, x)?.into(),
-            self.place(op, table)?.into(),
-            first.into(),
-            seq.into(),
-            self.place(op, &out)?.into(),
-            count.into(),
-            width.into(),
-        ];
-        self.launch(op, kernel, [count, 0], &[&args[..], f16.as_slice()].concat())?;
+        launch!(self, op, "positions_forward", [count, 0]; x, table, first, seq, &out, count, width)?;
         Ok(out)
     }
 
@@ -107,22 +81,14 @@ impl Embedding for CudaDevice {
         let op = "positions";
         let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
         self.f32s(op, &[buffer])?;
-        let (kernel, f16) = self.of_storage(op, &[dout], ["positions_backward", "positions_backward_16"])?;
         if !accumulate {
             self.zero(buffer, start..start + first * width)?;
             self.zero(buffer, start + (first + seq) * width..start + rows * width)?;
         }
         let batch = dout.count() / (seq * width).max(1);
-        let args = [
-            self.place(op, dout)?.into(),
-            first.into(),
-            seq.into(),
-            self.place_mut(op, buffer)?.offset(4 * start).into(),
-            i32::from(accumulate).into(),
-            batch.into(),
-            batch.div_ceil(blocks).max(1).into(),
-            width.into(),
-        ];
-        self.launch(op, kernel, [seq * width, 0], &[&args[..], f16.as_slice()].concat())
+        let (each, to) = (batch.div_ceil(blocks).max(1), self.place_mut(op, buffer)?.offset(4 * start));
+        launch!(self, op, "positions_backward", [seq * width, 0];
+            dout, first, seq, to, accumulate, batch, each, width
+        )
     }
 }

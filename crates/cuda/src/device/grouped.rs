@@ -1,5 +1,5 @@
-use super::{CudaDevice, Products};
-use crate::driver::{Address, Argument, Operand, Product};
+use super::{CudaDevice, Products, launch::launch};
+use crate::driver::{Address, Operand, Product};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::GROUPED_ROWS;
 use meshwork_tensor::Precision;
@@ -97,9 +97,7 @@ impl CudaDevice {
             let sizes = [rows.iter().map(|rows| rows.div_ceil(GROUPED_ROWS as usize)).sum(), to];
             if self.groups_on_tensor_cores(kernel, sizes, [n, k], [x, w], out) {
                 let starts = self.kept(starts(rows))?;
-                let mut args = vec![x.into(), w.into(), self.place(OP, &starts)?.into(), rows.len().into(), out.into()];
-                args.extend([n, k].map(Argument::from));
-                self.launch(OP, kernel, sizes, &args)?;
+                launch!(self, OP, kernel, sizes; x, w, &starts, rows.len(), out, n, k)?;
                 return Ok(y);
             }
             let of = |at, first, transposed| self.part(at, first, transposed);
@@ -114,25 +112,9 @@ impl CudaDevice {
             return Ok(y);
         }
         let (starts, strides) = (self.kept(starts(rows))?, if transposed { [1, k] } else { [k, 1] });
-        let args: [Argument; 12] = [
-            x.into(),
-            w.into(),
-            strides[0].into(),
-            strides[1].into(),
-            self.place(OP, &starts)?.into(),
-            rows.len().into(),
-            out.into(),
-            from.into(),
-            terms.segments.into(),
-            terms.blocks.into(),
-            y.count().into(),
-            to.into(),
-        ];
-        self.launch(
-            OP,
-            self.of_precision(self.precision, ["grouped_product_f32", "grouped_product_bf16"]),
-            [y.count(), 0],
-            &args,
+        let kernel = self.of_precision(self.precision, ["grouped_product_f32", "grouped_product_bf16"]);
+        launch!(self, OP, kernel, [count, 0];
+            x, w, strides, &starts, rows.len(), out, from, terms.segments, terms.blocks, count, to
         )?;
         self.settled(y, dtype)
     }
@@ -204,49 +186,28 @@ impl Grouped for CudaDevice {
             });
         }
         let [first, bounds] = self.bounds(blocks)?;
-        let mut args = [dy, x, self.place(OP, &first)?, self.place(OP, &bounds)?, to].map(Argument::from).to_vec();
-        args.push(i32::from(accumulate).into());
-        args.extend([n, k].map(Argument::from));
         if on_tensor_cores {
-            return self.launch(OP, kernel, sizes, &args);
+            return launch!(self, OP, kernel, sizes; dy, x, &first, &bounds, to, accumulate, n, k);
         }
-        args.push(count.into());
         let kernels = ["grouped_product_backward_f32", "grouped_product_backward_bf16"];
-        self.launch(OP, self.of_precision(self.precision, kernels), [count, 0], &args)
+        let kernel = self.of_precision(self.precision, kernels);
+        launch!(self, OP, kernel, [count, 0]; dy, x, &first, &bounds, to, accumulate, n, k, count)
     }
 
     fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         const OP: &str = "grouped_bias";
-        self.f32s(OP, &[x, bias])?;
         let (n, y) = (bias.count() / rows.len().max(1), self.alloc(DType::F32, x.count())?);
         let starts = self.kept(starts(rows))?;
-        let args = [
-            self.place(OP, x)?.into(),
-            self.place(OP, bias)?.into(),
-            self.place(OP, &starts)?.into(),
-            rows.len().into(),
-            self.place(OP, &y)?.into(),
-            x.count().into(),
-            n.into(),
-        ];
-        self.launch(OP, "grouped_bias", [x.count(), 0], &args)?;
+        launch!(self, OP, "grouped_bias", [x.count(), 0]; x, bias, &starts, rows.len(), &y, x.count(), n)?;
         Ok(y)
     }
 
     fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()> {
         const OP: &str = "grouped_bias";
         let GroupedGrad { buffer, start, accumulate } = db;
-        self.f32s(OP, &[dy, buffer])?;
+        self.f32s(OP, &[buffer])?;
         buffer.slice(start..start + blocks.len() * n)?;
-        let [first, bounds] = self.bounds(blocks)?;
-        let args = [
-            self.place(OP, dy)?.into(),
-            self.place(OP, &first)?.into(),
-            self.place(OP, &bounds)?.into(),
-            self.place_mut(OP, buffer)?.offset(4 * start).into(),
-            i32::from(accumulate).into(),
-            n.into(),
-        ];
-        self.launch(OP, "grouped_bias_backward", [blocks.len(), n], &args)
+        let ([first, bounds], to) = (self.bounds(blocks)?, self.place_mut(OP, buffer)?.offset(4 * start));
+        launch!(self, OP, "grouped_bias_backward", [blocks.len(), n]; dy, &first, &bounds, to, accumulate, n)
     }
 }

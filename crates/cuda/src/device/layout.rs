@@ -1,30 +1,38 @@
-use super::CudaDevice;
-use crate::driver::{Address, Argument};
+use super::{CudaDevice, launch::launch};
+use crate::driver::Address;
 use meshwork_core::Buffer;
 use meshwork_tensor::kernel::{Layout, check_copy};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
+/// Rows in memory.
+#[derive(Clone, Copy)]
+struct Rows {
+    /// The first one.
+    at: Address,
+    /// Bytes from one to the next.
+    row: usize,
+}
+
 impl CudaDevice {
-    /// Copies `rows` rows of `bytes` bytes, from one (place, bytes to the next row) to another: where they do not lie
-    /// one behind the other by a kernel, in the largest elements that all of these are multiples of.
-    fn copy_rows(&self, from: (Address, usize), to: (Address, usize), bytes: usize, rows: usize) -> Result<()> {
+    /// Copies `rows` rows of `bytes` bytes. Rows that do not follow each other directly are copied by a kernel, in the
+    /// largest elements that all addresses and lengths are multiples of.
+    fn copy_rows(&self, from: Rows, to: Rows, bytes: usize, rows: usize) -> Result<()> {
         const OP: &str = "copy";
         if bytes * rows == 0 {
             return Ok(());
         }
-        if rows == 1 || (from.1 == bytes && to.1 == bytes) {
-            return self.pool.driver.copy(self.pool.compute, from.0, to.0, bytes * rows).map_err(self.failed(OP));
+        if rows == 1 || (from.row == bytes && to.row == bytes) {
+            return self.pool.driver.copy(self.pool.compute, from.at, to.at, bytes * rows).map_err(self.failed(OP));
         }
-        let all = from.0.0 as usize | from.1 | to.0.0 as usize | to.1 | bytes;
+        let all = from.at.0 as usize | from.row | to.at.0 as usize | to.row | bytes;
         let (kernel, size) = match all.trailing_zeros() {
             0 => ("copy_rows_8", 1),
             1 => ("copy_rows_16", 2),
             _ => ("copy_rows_32", 4),
         };
-        let [from_row, to_row, n] = [from.1, to.1, bytes].map(|bytes| Argument::from(bytes / size));
-        let args = [from.0.into(), from_row, to.0.into(), to_row, rows.into(), n];
-        self.launch(OP, kernel, [rows, bytes / size], &args)
+        let [from_row, to_row, n] = [from.row, to.row, bytes].map(|bytes| bytes / size);
+        launch!(self, OP, kernel, [rows, n]; from.at, from_row, to.at, to_row, rows, n)
     }
 }
 
@@ -33,7 +41,8 @@ impl Layout for CudaDevice {
         let out = self.alloc(x.dtype(), x.count())?;
         let (from, to, block) = (self.place("swap", x)?, self.place("swap", &out)?, inner * x.dtype().size());
         for j in 0..b {
-            self.copy_rows((from.offset(j * block), b * block), (to.offset(j * a * block), block), block, a)?;
+            let from = Rows { at: from.offset(j * block), row: b * block };
+            self.copy_rows(from, Rows { at: to.offset(j * a * block), row: block }, block, a)?;
         }
         Ok(out)
     }
@@ -41,16 +50,18 @@ impl Layout for CudaDevice {
     fn narrow(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
         let out = self.alloc(x.dtype(), outer * range.len() * inner)?;
         let unit = inner * x.dtype().size();
-        let (from, part) = (self.place("narrow", x)?.offset(range.start * unit), range.len() * unit);
-        self.copy_rows((from, extent * unit), (self.place("narrow", &out)?, part), part, outer)?;
+        let from = Rows { at: self.place("narrow", x)?.offset(range.start * unit), row: extent * unit };
+        let to = Rows { at: self.place("narrow", &out)?, row: range.len() * unit };
+        self.copy_rows(from, to, to.row, outer)?;
         Ok(out)
     }
 
     fn widen(&self, x: &Buffer, outer: usize, extent: usize, inner: usize, range: Range<usize>) -> Result<Buffer> {
         let out = self.zeros(x.dtype(), outer * extent * inner)?;
         let unit = inner * x.dtype().size();
-        let (to, part) = (self.place("widen", &out)?.offset(range.start * unit), range.len() * unit);
-        self.copy_rows((self.place("widen", x)?, part), (to, extent * unit), part, outer)?;
+        let from = Rows { at: self.place("widen", x)?, row: range.len() * unit };
+        let to = Rows { at: self.place("widen", &out)?.offset(range.start * unit), row: extent * unit };
+        self.copy_rows(from, to, from.row, outer)?;
         Ok(out)
     }
 
@@ -67,6 +78,6 @@ impl Layout for CudaDevice {
         let size = src.dtype().size();
         let from = self.place("copy", src)?.offset(range.start * size);
         let to = self.place_mut("copy", dst)?.offset(at * size);
-        self.copy_rows((from, 0), (to, 0), range.len() * size, 1)
+        self.copy_rows(Rows { at: from, row: 0 }, Rows { at: to, row: 0 }, range.len() * size, 1)
     }
 }

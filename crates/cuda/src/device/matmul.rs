@@ -1,5 +1,5 @@
-use super::{CudaDevice, Products};
-use crate::driver::{Argument, Operand, Product};
+use super::{CudaDevice, Products, launch::launch};
+use crate::driver::{Operand, Product};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::{Gemm, Matmul, Pointwise};
@@ -30,24 +30,17 @@ impl CudaDevice {
         let Gemm { m, n, terms, .. } = specs[0];
         self.f32s(OP, &[c])?;
         c.slice(start..start + m * n)?;
-        let mut args: Vec<Argument> = Vec::with_capacity(20);
+        specs.iter().for_each(|spec| self.meter().add_flops(Work::Matmul, spec.flops()));
+        let [x, y] = specs;
+        let ([x_a, x_b], [y_a, y_b]) = (strides(x), strides(y));
         // They live until the product is queued.
-        let mut operands = Vec::with_capacity(4);
-        for (spec, (a, b)) in specs.into_iter().zip(a.into_iter().zip(b)) {
-            self.meter().add_flops(Work::Matmul, spec.flops());
-            for (operand, strides) in [a, b].into_iter().zip(strides(spec)) {
-                let operand = self.operand(OP, operand, self.precision)?;
-                args.push(self.place(OP, &operand)?.into());
-                operands.push(operand);
-                args.extend(strides.map(Argument::from));
-            }
-            args.extend([spec.k, spec.terms.segments].map(Argument::from));
-        }
+        let operand = |x| self.operand(OP, x, self.precision);
+        let ([a, a2], [b, b2]) = ([operand(a[0])?, operand(a[1])?], [operand(b[0])?, operand(b[1])?]);
         let to = self.place_mut(OP, c)?.offset(4 * start);
-        args.push(terms.blocks.into());
-        args.push(to.into());
-        args.extend([m * n, n].map(Argument::from));
-        self.launch(OP, self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]), [m * n, 0], &args)
+        let kernel = self.of_precision(self.precision, ["product_sum_f32", "product_sum_bf16"]);
+        launch!(self, OP, kernel, [m * n, 0];
+            &a, x_a, &b, x_b, x.k, x.terms.segments, &a2, y_a, &b2, y_b, y.k, y.terms.segments, terms.blocks, to, m * n, n
+        )
     }
 
     /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once, where no library does: in
@@ -141,23 +134,9 @@ impl CudaDevice {
             let product = Product { mnk: [m, n, k], operands, c: to, rounded, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
         }
-        let [[a_row, a_term], [b_term, b_column]] = strides(spec);
-        let args: [Argument; 13] = [
-            a.into(),
-            a_row.into(),
-            a_term.into(),
-            b.into(),
-            b_term.into(),
-            b_column.into(),
-            to.into(),
-            i32::from(accumulate).into(),
-            k.into(),
-            terms.segments.into(),
-            terms.blocks.into(),
-            (m * n).into(),
-            n.into(),
-        ];
-        self.launch(OP, self.of_precision(precision, ["product_f32", "product_bf16"]), [m * n, 0], &args)?;
+        let ([of_a, of_b], Terms { segments, blocks }) = (strides(spec), terms);
+        let kernel = self.of_precision(precision, ["product_f32", "product_bf16"]);
+        launch!(self, OP, kernel, [m * n, 0]; a, of_a, b, of_b, to, accumulate, k, segments, blocks, m * n, n)?;
         bias.map_or(Ok(()), |bias| self.add_bias(c, m * n, bias))
     }
 }

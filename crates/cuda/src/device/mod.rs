@@ -16,6 +16,7 @@ mod documents;
 mod elementwise;
 mod embedding;
 mod grouped;
+mod launch;
 mod layout;
 mod loss;
 mod matmul;
@@ -101,10 +102,8 @@ impl CudaDevice {
 
     fn over(pool: Arc<Pool>, products: Products, precision: Precision, tuning: Tuning) -> Result<Self> {
         let found = pool.memory(checked::BYTES, Origin::Compute, false)?;
-        pool.driver.zero(pool.compute, found.at(), checked::BYTES).map_err(|fault| {
-            let device = pool.driver.name().to_owned();
-            Error::Device { op: "open", device, fault: fault.into() }
-        })?;
+        let zeroed = pool.driver.zero(pool.compute, found.at(), checked::BYTES);
+        zeroed.map_err(|fault| pool.refused("open", Category::default(), fault))?;
         Ok(Self {
             pool,
             products,
@@ -190,6 +189,11 @@ impl CudaDevice {
         }
     }
 
+    /// Where a buffer begins, or no place.
+    fn place_or_none(&self, op: &'static str, buffer: Option<&Buffer>) -> Result<Argument> {
+        Ok(buffer.map_or(Ok(Address::NULL), |buffer| self.place(op, buffer))?.into())
+    }
+
     /// The same, for writing.
     fn place_mut(&self, op: &'static str, buffer: &mut Buffer) -> Result<Address> {
         match buffer.is_unique() {
@@ -198,15 +202,14 @@ impl CudaDevice {
         }
     }
 
-    /// That operands are of f32.
+    /// Refuses operands of other types than f32.
     fn f32s(&self, op: &'static str, operands: &[&Buffer]) -> Result<()> {
-        match operands.iter().find(|operand| operand.dtype() != DType::F32) {
-            None => Ok(()),
-            Some(other) => {
-                let (device, dtype) = (self.name().to_owned(), other.dtype());
-                Err(Error::DType { op, device, dtype, valid: "f32" })
-            }
-        }
+        let other = operands.iter().find(|operand| operand.dtype() != DType::F32);
+        other.map_or(Ok(()), |other| Err(self.no_f32(op, other.dtype())))
+    }
+
+    fn no_f32(&self, op: &'static str, dtype: DType) -> Error {
+        Error::DType { op, device: self.name().to_owned(), dtype, valid: "f32" }
     }
 
     /// The type of operands that all have f32, or all the same 16 bits.
@@ -216,19 +219,6 @@ impl CudaDevice {
             self.f32s(op, operands)?;
         }
         Ok(dtype)
-    }
-
-    /// The kernel for operands of f32 or the one for those of 16 bits, whichever [all of them](Self::storage) have, and
-    /// what the latter takes at the end: whether they are of f16.
-    fn of_storage(
-        &self,
-        op: &'static str,
-        operands: &[&Buffer],
-        kernels: [&'static str; 2],
-    ) -> Result<(&'static str, Option<Argument>)> {
-        let dtype = self.storage(op, operands)?;
-        let f16 = dtype.is_half().then(|| i32::from(dtype == DType::F16).into());
-        Ok((kernels[usize::from(dtype.is_half())], f16))
     }
 
     /// An operand for a kernel that takes this type alone: where it has another, a copy that the meter does not count.
@@ -270,33 +260,15 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// An operand of f64, one number for each sample.
-    fn doubles(&self, op: &'static str, x: &Buffer) -> Result<Argument> {
-        match x.dtype() {
-            DType::F64 => Ok(self.place(op, x)?.into()),
-            actual => Err(BufferError::DType { actual, asked: DType::F64 }.into()),
-        }
-    }
-
     /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first
     /// variant that has room on the device.
     fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }
 
-    /// Queues a kernel for `[items, width]` of its geometry.
+    /// Queues a kernel for `[items, width]` of its geometry, with arguments that are made already.
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
-        let [items, width] = sizes.map(|size| size as u64);
-        let missing = || self.lacks(op, DType::F32);
-        let kernel = self.form(name, [items, width]).ok_or_else(missing)?;
-        if items == 0 {
-            return Ok(());
-        }
-        let Some(launch) = kernel.geometry.launch(items, width) else {
-            let fault = format!("kernel {name}: no grid has {items} items of width {width}").into();
-            return Err(Error::Device { op, device: self.name().to_owned(), fault });
-        };
-        self.pool.driver.launch(self.pool.compute, kernel, launch, args).map_err(self.failed(op))
+        launch::launch!(self, op, name, sizes; args)
     }
 
     /// The error for an operation without a kernel.
@@ -349,10 +321,8 @@ impl Device for CudaDevice {
             let mut host = Buffer::zeros(dtype, count);
             let bytes = host.as_bytes_mut()?;
             let waits = pool.driver.wait(pool.copies, moment);
-            waits.and_then(|()| pool.driver.read(pool.copies, from, bytes)).map_err(|fault| {
-                let device = pool.driver.name().to_owned();
-                Error::Device { op: "download", device, fault: fault.into() }
-            })?;
+            let read = waits.and_then(|()| pool.driver.read(pool.copies, from, bytes));
+            read.map_err(|fault| pool.refused("download", Category::default(), fault))?;
             Ok(host)
         }))
     }
@@ -371,10 +341,7 @@ impl Device for CudaDevice {
                 driver.write(*copies, to, bytes)?;
                 driver.wait(*compute, driver.record(*copies)?)
             };
-            queue().map_err(|fault| {
-                let device = driver.name().to_owned();
-                Error::Device { op: "upload", device, fault: fault.into() }
-            })?;
+            queue().map_err(|fault| pool.refused("upload", Category::default(), fault))?;
             Ok(into)
         }))
     }

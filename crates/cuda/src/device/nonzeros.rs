@@ -1,7 +1,6 @@
 //! Vectors without their zeros.
 
-use super::CudaDevice;
-use crate::driver::Argument;
+use super::{CudaDevice, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::NONZERO_CHUNK;
 use meshwork_tensor::{Device, Result};
@@ -33,10 +32,8 @@ impl CudaDevice {
     fn starts_of(&self, bits: &Buffer) -> Result<Buffer> {
         let chunks = bits.count().div_ceil(NONZERO_CHUNK as usize);
         let [counts, starts] = [self.scratch(DType::I64, chunks)?, self.scratch(DType::I64, chunks + 1)?];
-        let [counts, to]: [Argument; 2] = [self.place(OP, &counts)?.into(), self.place(OP, &starts)?.into()];
-        let args = [self.place(OP, bits)?.into(), bits.count().into(), counts];
-        self.launch(OP, "nonzeros_count", [chunks, 1], &args)?;
-        self.launch(OP, "nonzeros_starts", [1, 1], &[counts, chunks.into(), to])?;
+        launch!(self, OP, "nonzeros_count", [chunks, 1]; bits, bits.count(), &counts)?;
+        launch!(self, OP, "nonzeros_starts", [1, 1]; &counts, chunks, &starts)?;
         Ok(starts)
     }
 
@@ -44,8 +41,7 @@ impl CudaDevice {
     pub(super) fn without_zeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
         let (patterns, count) = (self.patterns(x.dtype())?, x.count());
         let bits = self.alloc(DType::U8, count.div_ceil(8))?;
-        let (from, to): (Argument, Argument) = (self.place(OP, x)?.into(), self.place(OP, &bits)?.into());
-        self.launch(OP, patterns.mark, [count, 0], &[from, to, count.into()])?;
+        launch!(self, OP, patterns.mark, [count, 0]; x, &bits, count)?;
         let starts = self.starts_of(&bits)?;
         let chunks = starts.count() - 1;
         let total = self.fetch(&starts.slice(chunks..chunks + 1)?)?.as_slice::<i64>()?[0] as usize;
@@ -53,9 +49,7 @@ impl CudaDevice {
             return Ok(None);
         }
         let values = self.alloc(x.dtype(), total)?;
-        let rest = [self.place(OP, &starts)?.into(), self.place(OP, &values)?.into(), count.into()];
-        let args = [&[from, to, bits.count().into()][..], &rest].concat();
-        self.launch(OP, patterns.gather, [chunks, 1], &args)?;
+        launch!(self, OP, patterns.gather, [chunks, 1]; x, &bits, bits.count(), &starts, &values, count)?;
         Ok(Some([bits, values]))
     }
 
@@ -63,16 +57,9 @@ impl CudaDevice {
         let patterns = self.patterns(values.dtype())?;
         bits.slice(0..count.div_ceil(8))?;
         let (starts, out) = (self.starts_of(bits)?, self.alloc(values.dtype(), count)?);
-        let args = [
-            self.place(OP, bits)?.into(),
-            bits.count().into(),
-            self.place(OP, &starts)?.into(),
-            self.place(OP, values)?.into(),
-            values.count().into(),
-            self.place(OP, &out)?.into(),
-            count.into(),
-        ];
-        self.launch(OP, patterns.scatter, [starts.count() - 1, 1], &args)?;
+        launch!(self, OP, patterns.scatter, [starts.count() - 1, 1];
+            bits, bits.count(), &starts, values, values.count(), &out, count
+        )?;
         Ok(out)
     }
 }

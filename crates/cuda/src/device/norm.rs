@@ -1,5 +1,4 @@
-use super::CudaDevice;
-use crate::driver::Argument;
+use super::{CudaDevice, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::NORM_WIDTH;
 use meshwork_tensor::kernel::Norm;
@@ -16,25 +15,12 @@ impl Norm for CudaDevice {
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let op = "layer_norm";
-        let kernels = ["layer_norm_forward_f32", "layer_norm_forward_16"];
-        let (kernel, f16) = self.of_storage(op, &[x, gamma, beta], kernels)?;
-        let kernel = self.stored(op, (x, stored), [kernel, "layer_norm_forward_bf16"])?;
+        let kernels = ["layer_norm_forward_f32", "layer_norm_forward_bf16", "layer_norm_forward_16"];
+        let kernel = self.storing(op, x, stored, kernels)?;
         let (n, rows) = (gamma.count(), x.count() / gamma.count());
         let (mean, rstd) = (self.alloc(DType::F32, rows)?, self.alloc(DType::F32, rows)?);
         let y = self.alloc(stored, x.count())?;
-        let place = |buffer| self.place(op, buffer);
-        let args = [
-            place(x)?.into(),
-            place(gamma)?.into(),
-            place(beta)?.into(),
-            (eps as f32).into(),
-            place(&y)?.into(),
-            place(&mean)?.into(),
-            place(&rstd)?.into(),
-            rows.into(),
-            n.into(),
-        ];
-        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
+        launch!(self, op, kernel, [rows, n]; x, gamma, beta, eps as f32, &y, &mean, &rstd, rows, n)?;
         Ok((y, mean, rstd))
     }
 
@@ -48,61 +34,32 @@ impl Norm for CudaDevice {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         let op = "layer_norm";
-        self.f32s(op, &[mean, rstd])?;
         let (n, rows) = (gamma.count(), mean.count());
-        let cut = self.cut(rows, blocks)?;
-        let sums = self.alloc(DType::F32, 2 * n * cut.parts())?;
-        let accumulate = i32::from(sum.is_some());
+        let (cut, add) = (self.cut(rows, blocks)?, sum.is_some());
+        let (parts, starts) = (cut.parts(), self.starts(op, &cut)?);
+        let sums = self.alloc(DType::F32, 2 * n * parts)?;
+        let [dgammas, dbetas] = [sums.slice(0..n * parts)?, sums.slice(n * parts..2 * n * parts)?];
         let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        let of = [dy, x, gamma, &dx];
-        let wide = n as u64 > NORM_WIDTH;
-        let kernels = [
-            ["layer_norm_backward", "layer_norm_backward_16"],
-            ["layer_norm_backward_wide", "layer_norm_backward_wide_16"],
-        ];
-        let (kernel, f16) = self.of_storage(op, &of, kernels[usize::from(wide)])?;
-        let (of_parts, _) = self.of_storage(op, &of, ["layer_norm_backward_parts", "layer_norm_backward_parts_16"])?;
-        let to = self.place_mut(op, &mut dx)?.into();
-        let place = |buffer| self.place(op, buffer);
-        let saved = [place(dy)?, place(x)?, place(gamma)?, place(mean)?, place(rstd)?];
-        let [dy, x, gamma, mean, rstd] = saved.map(Into::into);
-        let halves = [sums.slice(0..n * cut.parts())?, sums.slice(n * cut.parts()..sums.count())?];
-        let [dgammas, dbetas] = [place(&halves[0])?.into(), place(&halves[1])?.into()];
-        let (starts, accumulate) = (self.starts(op, &cut)?.into(), accumulate.into());
-        let launch =
-            |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
-        if wide {
-            launch(kernel, [rows, n], &[dy, x, gamma, mean, rstd, to, accumulate, rows.into(), n.into()])?;
-            launch(
-                of_parts,
-                [cut.parts(), n],
-                &[dy, x, mean, rstd, starts, dgammas, dbetas, cut.parts().into(), n.into()],
+        if n as u64 > NORM_WIDTH {
+            launch!(self, op, "layer_norm_backward_wide", [rows, n]; dy, x, gamma, mean, rstd, &mut dx, add, rows, n)?;
+            launch!(self, op, "layer_norm_backward_parts", [parts, n];
+                dy, x, mean, rstd, starts, &dgammas, &dbetas, parts, n
             )?;
         } else {
-            let args = [dy, x, gamma, mean, rstd, starts, to, accumulate, dgammas, dbetas, n.into()];
-            launch(kernel, [cut.parts(), n], &args)?;
+            launch!(self, op, "layer_norm_backward", [parts, n];
+                dy, x, gamma, mean, rstd, starts, &mut dx, add, &dgammas, &dbetas, n
+            )?;
         }
-        Ok((dx, self.sum_parts(op, &halves[0], &cut, n)?, self.sum_parts(op, &halves[1], &cut, n)?))
+        Ok((dx, self.sum_parts(op, &dgammas, &cut, n)?, self.sum_parts(op, &dbetas, &cut, n)?))
     }
 
     fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)> {
         let op = "rms_norm";
-        let (kernel, f16) = self.of_storage(op, &[x, weight], ["rms_norm_forward_f32", "rms_norm_forward_16"])?;
-        let kernel = self.stored(op, (x, stored), [kernel, "rms_norm_forward_bf16"])?;
+        let kernels = ["rms_norm_forward_f32", "rms_norm_forward_bf16", "rms_norm_forward_16"];
+        let kernel = self.storing(op, x, stored, kernels)?;
         let (n, rows) = (weight.count(), x.count() / weight.count());
-        let rstd = self.alloc(DType::F32, rows)?;
-        let y = self.alloc(stored, x.count())?;
-        let place = |buffer| self.place(op, buffer);
-        let args = [
-            place(x)?.into(),
-            place(weight)?.into(),
-            (eps as f32).into(),
-            place(&y)?.into(),
-            place(&rstd)?.into(),
-            rows.into(),
-            n.into(),
-        ];
-        self.launch(op, kernel, [rows, n], &[&args[..], f16.as_slice()].concat())?;
+        let (rstd, y) = (self.alloc(DType::F32, rows)?, self.alloc(stored, x.count())?);
+        launch!(self, op, kernel, [rows, n]; x, weight, eps as f32, &y, &rstd, rows, n)?;
         Ok((y, rstd))
     }
 
@@ -116,29 +73,16 @@ impl Norm for CudaDevice {
         sum: Option<Buffer>,
     ) -> Result<(Buffer, Buffer)> {
         let op = "rms_norm";
-        self.f32s(op, &[rstd])?;
         let (n, rows) = (weight.count(), rstd.count());
-        let cut = self.cut(rows, blocks)?;
-        let sums = self.alloc(DType::F32, n * cut.parts())?;
-        let accumulate = i32::from(sum.is_some());
+        let (cut, add) = (self.cut(rows, blocks)?, sum.is_some());
+        let (parts, starts) = (cut.parts(), self.starts(op, &cut)?);
+        let sums = self.alloc(DType::F32, n * parts)?;
         let mut dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
-        let of = [dy, x, weight, &dx];
-        let wide = n as u64 > NORM_WIDTH;
-        let kernels =
-            [["rms_norm_backward", "rms_norm_backward_16"], ["rms_norm_backward_wide", "rms_norm_backward_wide_16"]];
-        let (kernel, f16) = self.of_storage(op, &of, kernels[usize::from(wide)])?;
-        let (of_parts, _) = self.of_storage(op, &of, ["rms_norm_backward_parts", "rms_norm_backward_parts_16"])?;
-        let to = self.place_mut(op, &mut dx)?.into();
-        let place = |buffer| self.place(op, buffer);
-        let [dy, x, weight, rstd] = [place(dy)?, place(x)?, place(weight)?, place(rstd)?].map(Into::into);
-        let (dweights, starts, accumulate) = (place(&sums)?.into(), self.starts(op, &cut)?.into(), accumulate.into());
-        let launch =
-            |kernel, sizes, args: &[Argument]| self.launch(op, kernel, sizes, &[args, f16.as_slice()].concat());
-        if wide {
-            launch(kernel, [rows, n], &[dy, x, weight, rstd, to, accumulate, rows.into(), n.into()])?;
-            launch(of_parts, [cut.parts(), n], &[dy, x, rstd, starts, dweights, cut.parts().into(), n.into()])?;
+        if n as u64 > NORM_WIDTH {
+            launch!(self, op, "rms_norm_backward_wide", [rows, n]; dy, x, weight, rstd, &mut dx, add, rows, n)?;
+            launch!(self, op, "rms_norm_backward_parts", [parts, n]; dy, x, rstd, starts, &sums, parts, n)?;
         } else {
-            launch(kernel, [cut.parts(), n], &[dy, x, weight, rstd, starts, to, accumulate, dweights, n.into()])?;
+            launch!(self, op, "rms_norm_backward", [parts, n]; dy, x, weight, rstd, starts, &mut dx, add, &sums, n)?;
         }
         Ok((dx, self.sum_parts(op, &sums, &cut, n)?))
     }

@@ -1,6 +1,6 @@
-use super::CudaDevice;
-use super::vectors::Vectors;
-use crate::driver::{Address, Argument};
+use super::vectors::{Vector, Vectors};
+use super::{CudaDevice, launch::launch};
+use crate::driver::Address;
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE, UPDATE_PIECE};
@@ -18,36 +18,26 @@ impl CudaDevice {
     }
 
     /// Adds Σ x² of vectors, given by their places and counts, to a sum in f64 or to digits.
-    pub(super) fn add_squares(
-        &self,
-        op: &'static str,
-        vectors: Vec<(Vec<Address>, usize)>,
-        to: Address,
-        exact: bool,
-    ) -> Result<()> {
+    pub(super) fn add_squares(&self, op: &'static str, vectors: Vec<Vector>, to: Address, exact: bool) -> Result<()> {
         let piece = if exact { EXACT_PIECE } else { SQUARES_PIECE };
         let Some(vectors) = self.vectors(vectors, piece)? else { return Ok(()) };
         let Vectors { count, pieces, .. } = vectors;
-        let (mut args, to) = (self.arguments(op, &vectors)?, Argument::from(to));
         if exact {
             let parts = self.scratch(DType::I64, pieces * LIMBS)?;
-            let parts = self.place(op, &parts)?.into();
-            args.push(parts);
-            self.launch(op, "exact_squares", [pieces, 0], &args)?;
-            return self.launch(op, "exact_squares_sum", [1, 0], &[parts, pieces.into(), to]);
+            launch!(self, op, "exact_squares", [pieces, 0]; &vectors, &parts)?;
+            return launch!(self, op, "exact_squares_sum", [1, 0]; &parts, pieces, to);
         }
-        let numbers = self.scratch(DType::F64, pieces + count)?;
-        let parts = self.place(op, &numbers)?;
-        args.push(parts.into());
-        self.launch(op, "sum_of_squares", [pieces, 0], &args)?;
-        let (starts, totals) = (self.first_pieces(op, &vectors)?, parts.offset(8 * pieces));
-        self.launch(op, "sum_of_parts", [1, 1], &[parts.into(), starts.into(), count.into(), totals.into(), to])
+        let parts = self.scratch(DType::F64, pieces + count)?;
+        launch!(self, op, "sum_of_squares", [pieces, 0]; &vectors, &parts)?;
+        let (starts, totals) = (self.first_pieces(op, &vectors)?, self.place(op, &parts)?.offset(8 * pieces));
+        launch!(self, op, "sum_of_parts", [1, 1]; &parts, starts, count, totals, to)
     }
 
-    /// Places and counts of vectors of f32.
-    fn counted(&self, op: &'static str, vectors: &[Buffer]) -> Result<Vec<(Vec<Address>, usize)>> {
+    /// Vectors of f32.
+    fn counted(&self, op: &'static str, vectors: &[Buffer]) -> Result<Vec<Vector>> {
         self.f32s(op, &vectors.iter().collect::<Vec<_>>())?;
-        vectors.iter().map(|vector| Ok((vec![self.place(op, vector)?], vector.count()))).collect()
+        let vector = |x: &Buffer| Ok(Vector { places: vec![self.place(op, x)?], count: x.count() });
+        vectors.iter().map(vector).collect()
     }
 
     pub(super) fn f64s(&self, x: &Buffer) -> Result<()> {
@@ -87,16 +77,15 @@ impl Optim for CudaDevice {
 
     fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()> {
         let op = "update";
-        let (kernel, states, numbers): (_, _, Vec<Argument>) = match rule {
+        let (kernel, states, numbers) = match rule {
             Rule::AdamW(rule) => {
                 let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
                     rule.factors(update);
-                let factors = [grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps];
-                ("adamw", 2, factors.map(Into::into).to_vec())
+                ("adamw", 2, vec![grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps])
             }
             Rule::Sgd(rule) => {
                 let decay = (rule.weight_decay * update.decay_factor) as f32;
-                let factors = [update.grad_scale, decay, update.lr as f32, rule.momentum as f32].map(Into::into);
+                let factors = [update.grad_scale, decay, update.lr as f32, rule.momentum as f32];
                 match rule.momentum == 0.0 {
                     true => ("sgd", 0, factors[..3].to_vec()),
                     false => ("sgd_momentum", 1, factors.to_vec()),
@@ -125,11 +114,10 @@ impl Optim for CudaDevice {
                 places.push(self.place_mut(op, state)?);
             }
             let from = |range: &Range<usize>| places.iter().map(|place| place.offset(4 * range.start)).collect();
-            vectors.extend(ranges.iter().map(|range| (from(range), range.len())));
+            vectors.extend(ranges.iter().map(|range| Vector { places: from(range), count: range.len() }));
         }
         let Some(vectors) = self.vectors(vectors, UPDATE_PIECE)? else { return Ok(()) };
-        let args = [self.arguments(op, &vectors)?, numbers].concat();
-        self.launch(op, kernel, [vectors.pieces * UPDATE_PIECE as usize, 0], &args)
+        launch!(self, op, kernel, [vectors.pieces * UPDATE_PIECE as usize, 0]; &vectors, numbers)
     }
 
     fn measure(
@@ -144,17 +132,14 @@ impl Optim for CudaDevice {
     }
 
     fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
-        let (op, count) = ("divide_by_root", x.count());
-        self.f32s(op, &[x])?;
-        let args = [self.place_mut(op, x)?.into(), self.doubles(op, squares)?, least.into(), count.into()];
-        self.launch(op, "divide_by_root", [count, 0], &args)
+        let count = x.count();
+        launch!(self, "divide_by_root", "divide_by_root", [count, 0]; x, squares, least, count)
     }
 
     fn exact_sums(&self, digits: &Buffer) -> Result<Buffer> {
-        let (op, count) = ("exact_sums", digits.count() / LIMBS);
+        let count = digits.count() / LIMBS;
         let sums = self.alloc(DType::F64, count)?;
-        let args = [self.doubles(op, digits)?, self.place(op, &sums)?.into(), count.into()];
-        self.launch(op, "exact_values", [count, 0], &args)?;
+        launch!(self, "exact_sums", "exact_values", [count, 0]; digits, &sums, count)?;
         Ok(sums)
     }
 

@@ -1,17 +1,9 @@
-use super::CudaDevice;
-use super::checked::Checked;
-use crate::driver::{Address, Argument};
+use super::{CudaDevice, checked::Checked, launch::launch};
+use crate::driver::Address;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Choices, Permutation};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
-
-impl CudaDevice {
-    /// Where a buffer begins, or no place.
-    pub(super) fn place_or_none(&self, op: &'static str, buffer: Option<&Buffer>) -> Result<Argument> {
-        Ok(buffer.map_or(Ok(Address::NULL), |buffer| self.place(op, buffer))?.into())
-    }
-}
 
 /// How choices are cut into parts, one for a warp.
 #[derive(Clone, Copy, Debug)]
@@ -45,17 +37,10 @@ impl CudaDevice {
         ids: &Range<usize>,
         counts: &Buffer,
     ) -> Result<()> {
-        let args = [
-            self.place(op, choices)?.into(),
-            each.into(),
-            part.into(),
-            parts.into(),
-            ids.start.into(),
-            ids.len().into(),
-            self.place(op, counts)?.into(),
-            samples.into(),
-        ];
-        self.launch(op, "choice_parts", [samples * parts, 0], &args)
+        let (start, len) = (ids.start, ids.len());
+        launch!(self, op, "choice_parts", [samples * parts, 0];
+            choices, each, part, parts, start, len, counts, samples
+        )
     }
 
     /// [`group_ids`](Permutation::group_ids) in given memory.
@@ -67,48 +52,29 @@ impl CudaDevice {
         once: bool,
         groups: &Buffer,
     ) -> Result<()> {
-        const OP: &str = "group_ids";
         let tokens = choices.count() / k;
-        let args = [
-            self.place(OP, choices)?.into(),
-            k.into(),
-            size.into(),
-            i32::from(once).into(),
-            self.place(OP, groups)?.into(),
-            tokens.into(),
-        ];
-        self.launch(OP, "group_ids", [tokens, 0], &args)
+        launch!(self, "group_ids", "group_ids", [tokens, 0]; choices, k, size, once, groups, tokens)
     }
 
-    /// Sorts the choices of some ids by the counts of their parts: the order, and the slots of all choices. Leaves in
-    /// the last part of `next` where each id ends. `fault` is written if they are not as many as the order has room
-    /// for.
-    #[allow(clippy::too_many_arguments)] // what the kernel takes
-    pub(super) fn place_choices(
+    /// Sorts the choices of some ids into `order`, with the slots of all choices. Returns where each id ends, in the
+    /// last part. `fault` is written if the choices are not as many as the order has room for.
+    pub(super) fn sorted(
         &self,
         op: &'static str,
         choices: &Buffer,
         of: Parts,
         ids: &Range<usize>,
-        [counts, next]: [&Buffer; 2],
-        (order, slots): (&Buffer, &Buffer),
+        [order, slots]: [&Buffer; 2],
         fault: Address,
-    ) -> Result<()> {
-        let args = [
-            self.place(op, choices)?.into(),
-            choices.count().into(),
-            of.part.into(),
-            of.parts.into(),
-            ids.start.into(),
-            ids.len().into(),
-            self.place(op, counts)?.into(),
-            self.place(op, next)?.into(),
-            self.place(op, order)?.into(),
-            order.count().into(),
-            self.place(op, slots)?.into(),
-            fault.into(),
-        ];
-        self.launch(op, "choice_places", [of.parts, 0], &args)
+    ) -> Result<Buffer> {
+        let len = ids.len();
+        let (counts, ends) = (self.scratch(DType::I32, of.parts * len)?, self.scratch(DType::I32, of.parts * len)?);
+        self.count_parts(op, choices, of, ids, &counts)?;
+        launch!(self, op, "choice_places", [of.parts, 0];
+            choices, choices.count(), of.part, of.parts, ids.start, len, &counts, &ends, order, order.count(), slots,
+            fault
+        )?;
+        Ok(ends)
     }
 }
 
@@ -123,30 +89,23 @@ impl Permutation for CudaDevice {
         }
         let parts = self.scratch(DType::I32, samples * of.parts * ids.len())?;
         self.count_parts(OP, choices, of, &ids, &parts)?;
-        let (from, to) = (self.place(OP, &parts)?.into(), self.place(OP, &counts)?.into());
-        let args = [from, of.parts.into(), ids.len().into(), to, counts.count().into()];
-        self.launch(OP, "choice_counts", [counts.count(), 0], &args)?;
+        let count = counts.count();
+        launch!(self, OP, "choice_counts", [count, 0]; &parts, of.parts, ids.len(), &counts, count)?;
         Ok(counts)
     }
 
     fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)> {
-        const OP: &str = "sort";
         let (order, slots) = (self.alloc(DType::I32, total)?, self.alloc(DType::I32, choices.count())?);
-        let of = self.parts_of(choices.count(), 1);
-        let [counts, next] = [(); 2].map(|()| self.scratch(DType::I32, of.parts * ids.len()));
-        let (counts, next) = (counts?, next?);
-        self.count_parts(OP, choices, of, &ids, &counts)?;
-        let fault = self.fault_of(Checked::Sort);
-        self.place_choices(OP, choices, of, &ids, [&counts, &next], (&order, &slots), fault)?;
+        let (of, fault) = (self.parts_of(choices.count(), 1), self.fault_of(Checked::Sort));
+        self.sorted("sort", choices, of, &ids, [&order, &slots], fault)?;
         Ok((order, slots))
     }
 
     fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer> {
         const OP: &str = "invert";
         let slots = self.alloc(DType::I32, n)?;
-        let (at, count) = (self.place(OP, &slots)?, order.count());
-        self.launch(OP, "invert_fill", [n, 0], &[at.into(), n.into()])?;
-        self.launch(OP, "invert", [count, 0], &[self.place(OP, order)?.into(), at.into(), count.into()])?;
+        launch!(self, OP, "invert_fill", [n, 0]; &slots, n)?;
+        launch!(self, OP, "invert", [order.count(), 0]; order, &slots, order.count())?;
         Ok(slots)
     }
 
@@ -167,36 +126,15 @@ impl Permutation for CudaDevice {
             _ => ("gather_32", 4),
         };
         let (words, count) = (width * x.dtype().size() / word, out.bytes() / word);
-        let args = [
-            self.place(OP, x)?.into(),
-            self.place(OP, index)?.into(),
-            rows.into(),
-            per.into(),
-            words.into(),
-            self.place(OP, &out)?.into(),
-            count.into(),
-        ];
-        self.launch(OP, kernel, [count, 0], &args)?;
+        launch!(self, OP, kernel, [count, 0]; x, index, rows, per, words, &out, count)?;
         Ok(out)
     }
 
     fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer> {
-        const OP: &str = "combine";
-        self.f32s(OP, &[rows])?;
-        self.f32s(OP, weights.as_slice())?;
-        let count = choices.ids.count() / choices.k * width;
+        let Choices { ids, slots, k, .. } = choices;
+        let count = ids.count() / k * width;
         let out = self.alloc(DType::F32, count)?;
-        let args = [
-            self.place(OP, rows)?.into(),
-            self.place(OP, choices.ids)?.into(),
-            self.place(OP, choices.slots)?.into(),
-            self.place_or_none(OP, weights)?,
-            choices.k.into(),
-            width.into(),
-            self.place(OP, &out)?.into(),
-            count.into(),
-        ];
-        self.launch(OP, "combine_forward", [count, 0], &args)?;
+        launch!(self, "combine", "combine_forward", [count, 0]; rows, ids, slots, weights, k, width, &out, count)?;
         Ok(out)
     }
 
@@ -210,16 +148,13 @@ impl Permutation for CudaDevice {
         width: usize,
     ) -> Result<(Buffer, Buffer)> {
         const OP: &str = "combine";
-        self.f32s(OP, &[dout, rows, weights])?;
-        let (k, places) = (choices.k.into(), choices.slots.count());
+        let Choices { slots, k, .. } = choices;
+        let (places, count) = (slots.count(), order.count() * width);
         let (drows, dweights) = (self.alloc(DType::F32, rows.count())?, self.alloc(DType::F32, places)?);
-        let (count, of) = (order.count() * width, self.place(OP, dout)?.into());
-        let args = [of, self.place(OP, order)?.into(), self.place(OP, weights)?.into(), k, width.into()];
-        let to = [self.place(OP, &drows)?.into(), count.into()];
-        self.launch(OP, "combine_backward_rows", [count, 0], &[&args[..], &to].concat())?;
-        let args = [of, self.place(OP, rows)?.into(), self.place(OP, choices.slots)?.into(), k];
-        let to = [self.place(OP, &dweights)?.into(), places.into(), width.into()];
-        self.launch(OP, "combine_backward_weights", [places, width], &[&args[..], &to].concat())?;
+        launch!(self, OP, "combine_backward_rows", [count, 0]; dout, order, weights, k, width, &drows, count)?;
+        launch!(self, OP, "combine_backward_weights", [places, width];
+            dout, rows, slots, k, &dweights, places, width
+        )?;
         Ok((drows, dweights))
     }
 }

@@ -6,7 +6,7 @@
 
 use super::CudaDevice;
 use super::memory::{Origin, Pool};
-use crate::driver::{self, Address, DriverError, Event, Stream};
+use crate::driver::{self, Address, DriverError, Event, Work};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Error, Result};
@@ -57,19 +57,20 @@ impl Room {
 }
 
 impl CudaDevice {
-    /// Queues copies between the room and memory of the device, behind what computation has queued so far.
+    /// Queues copies between the room and memory of the device, behind what computation has queued so far. `copy` makes
+    /// one from its place in memory, its place in the room, and its length.
     fn parked(
         &self,
         room: u64,
         memory: Address,
         bytes: usize,
-        copy: impl Fn(Stream, Address, Address, usize) -> driver::Result<()>,
+        copy: fn(Address, Address, usize) -> Work,
     ) -> Result<u64> {
         let Pool { driver, compute, offload, room: of, .. } = &*self.pool;
         let queue = || {
             driver.wait(*offload, driver.record(*compute)?)?;
             for (first, at, bytes) in of.parts(room, bytes)? {
-                copy(*offload, memory.offset(first), at, bytes)?;
+                driver.queue(*offload, copy(memory.offset(first), at, bytes))?;
             }
             driver.record(*offload)
         };
@@ -90,15 +91,15 @@ impl Pinned for CudaDevice {
     }
 
     fn save(&self, from: &Buffer, at: u64) -> Result<u64> {
-        let (memory, driver) = (self.place(OP, from)?, &self.pool.driver);
+        let memory = self.place(OP, from)?;
         self.pool.meter.add_download(from.bytes());
-        self.parked(at, memory, from.bytes(), |stream, memory, room, bytes| driver.save(stream, memory, room, bytes))
+        self.parked(at, memory, from.bytes(), |memory, room, bytes| Work::Save { from: memory, to: room, bytes })
     }
 
     fn load(&self, at: u64, into: &mut Buffer) -> Result<u64> {
-        let (memory, driver) = (self.place_mut(OP, into)?, &self.pool.driver);
+        let memory = self.place_mut(OP, into)?;
         self.pool.meter.add_upload(into.bytes());
-        self.parked(at, memory, into.bytes(), |stream, memory, room, bytes| driver.load(stream, room, memory, bytes))
+        self.parked(at, memory, into.bytes(), |memory, room, bytes| Work::Load { from: room, to: memory, bytes })
     }
 
     fn wait(&self, copy: u64) -> Result<()> {

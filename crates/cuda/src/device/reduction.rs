@@ -1,5 +1,4 @@
-use super::CudaDevice;
-use crate::driver::Argument;
+use super::{CudaDevice, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::Reduction;
 use meshwork_tensor::tape::Terms;
@@ -7,65 +6,48 @@ use meshwork_tensor::{Device, Result};
 
 impl Reduction for CudaDevice {
     fn sum(&self, x: &Buffer, [outer, extent, inner]: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
+        let count = blocks * outer * inner;
+        let out = self.alloc(DType::F32, count)?;
         // Sums of nothing are zero, whatever the scale.
         let scale = if extent == 0 { 0.0 } else { scale };
-        let rest = [outer.into(), extent.into(), inner.into(), blocks.into(), scale.into()];
-        self.elements("sum", "sum_dim", blocks * outer * inner, &[x], &rest)
+        launch!(self, "sum", "sum_dim", [count, 0]; x, &out, count, outer, extent, inner, blocks, scale)?;
+        Ok(out)
     }
 
     fn spread(&self, dy: &Buffer, [outer, extent, inner]: [usize; 3], scale: f64) -> Result<Buffer> {
-        let rest = [extent.into(), inner.into(), (scale as f32).into()];
-        self.elements("sum", "spread_dim", outer * extent * inner, &[dy], &rest)
+        let count = outer * extent * inner;
+        let dx = self.alloc(DType::F32, count)?;
+        launch!(self, "sum", "spread_dim", [count, 0]; dy, &dx, count, extent, inner, scale as f32)?;
+        Ok(dx)
     }
 
     fn softmax(&self, x: &Buffer, n: usize) -> Result<Buffer> {
-        self.f32s("softmax", &[x])?;
         let (rows, y) = (x.count() / n.max(1), self.alloc(DType::F32, x.count())?);
-        let args = [self.place("softmax", x)?.into(), self.place("softmax", &y)?.into(), rows.into(), n.into()];
-        self.launch("softmax", "softmax_forward", [rows, n], &args)?;
+        launch!(self, "softmax", "softmax_forward", [rows, n]; x, &y, rows, n)?;
         Ok(y)
     }
 
     fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer> {
-        self.f32s("softmax", &[dy, y])?;
         let (rows, dx) = (y.count() / n.max(1), self.alloc(DType::F32, y.count())?);
-        let [dy, y, to] = [self.place("softmax", dy)?, self.place("softmax", y)?, self.place("softmax", &dx)?];
-        self.launch(
-            "softmax",
-            "softmax_backward",
-            [rows, n],
-            &[dy.into(), y.into(), to.into(), rows.into(), n.into()],
-        )?;
+        launch!(self, "softmax", "softmax_backward", [rows, n]; dy, y, &dx, rows, n)?;
         Ok(dx)
     }
 
     fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer> {
-        const OP: &str = "squared_error";
-        self.f32s(OP, &[x, targets])?;
-        let (count, elements) = (samples * terms.blocks, x.count() / samples.max(1));
+        let Terms { segments, blocks } = terms;
+        let (count, each) = (samples * blocks, x.count() / samples.max(1));
         let loss = self.alloc(DType::F64, count)?;
-        let mut args: Vec<Argument> =
-            vec![self.place(OP, x)?.into(), self.place(OP, targets)?.into(), self.place(OP, &loss)?.into()];
-        args.push(scale.into());
-        args.extend([samples, elements, terms.segments, terms.blocks].map(Argument::from));
-        self.launch(OP, "squared_error", [count, 0], &args)?;
+        launch!(self, "squared_error", "squared_error", [count, 0];
+            x, targets, &loss, scale, samples, each, segments, blocks
+        )?;
         Ok(loss)
     }
 
     fn squared_error_grad(&self, x: &Buffer, targets: &Buffer, dloss: &Buffer, scale: f64) -> Result<Buffer> {
-        const OP: &str = "squared_error";
-        self.f32s(OP, &[x, targets])?;
         let (dx, count) = (self.alloc(DType::F32, x.count())?, x.count());
-        let args = [
-            self.place(OP, x)?.into(),
-            self.place(OP, targets)?.into(),
-            self.doubles(OP, dloss)?,
-            scale.into(),
-            self.place(OP, &dx)?.into(),
-            count.into(),
-            (count / dloss.count().max(1)).into(),
-        ];
-        self.launch(OP, "squared_error_backward", [count, 0], &args)?;
+        launch!(self, "squared_error", "squared_error_backward", [count, 0];
+            x, targets, dloss, scale, &dx, count, count / dloss.count().max(1)
+        )?;
         Ok(dx)
     }
 }

@@ -1,6 +1,6 @@
 //! The angles by which queries and keys are rotated.
 
-use super::CudaDevice;
+use super::{CudaDevice, launch::launch};
 use crate::driver::Address;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::Result;
@@ -54,23 +54,12 @@ impl CudaDevice {
         positions: Option<&Buffer>,
     ) -> Result<Buffer> {
         let op = "rotary";
-        let (kernel, f16) = self.of_storage(op, &[x], ["rotary_forward", "rotary_forward_16"])?;
         let mut to = self.scratch(x.dtype(), x.count())?;
         self.copy_into(x, 0..x.count(), &mut to, 0)?;
         let rows = x.count() / row.max(1);
-        let args = [
-            self.place(op, x)?.into(),
-            row.into(),
-            angles.into(),
-            self.place_or_none(op, positions)?,
-            self.place_mut(op, &mut to)?.into(),
-            row.into(),
-            rows.into(),
-            seq.into(),
-            heads.into(),
-            head_dim.into(),
-        ];
-        self.launch(op, kernel, [rows * heads, head_dim / 2], &[&args[..], f16.as_slice()].concat())?;
+        launch!(self, op, "rotary_forward", [rows * heads, head_dim / 2];
+            x, row, angles, positions, &mut to, row, rows, seq, heads, head_dim
+        )?;
         Ok(to)
     }
 
@@ -86,13 +75,9 @@ impl CudaDevice {
     ) -> Result<()> {
         let op = "rotary";
         let angles = self.angles(rotary, seq, head_dim)?;
-        let (kernel, f16) = match dtype {
-            DType::Bf16 => ("rotary_backward_16", Some(0_i32.into())),
-            _ => ("rotary_backward", None),
-        };
-        let sizes = [rows, seq, heads, head_dim].map(Into::into);
-        let of = [x.into(), row.into(), self.place(op, &angles)?.into(), self.place_or_none(op, positions)?];
-        let args = [&of[..], &sizes, f16.as_slice()].concat();
-        self.launch(op, kernel, [rows * heads, head_dim / 2], &args)
+        let kernel = if dtype == DType::Bf16 { "rotary_backward_16" } else { "rotary_backward" };
+        launch!(self, op, kernel, [rows * heads, head_dim / 2];
+            x, row, &angles, positions, rows, seq, heads, head_dim
+        )
     }
 }

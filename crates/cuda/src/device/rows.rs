@@ -1,6 +1,6 @@
 //! How rows are cut where a sum runs over them: made once, and kept on the device.
 
-use super::{CudaDevice, memory::Origin};
+use super::{CudaDevice, launch::launch, memory::Origin};
 use crate::driver::Address;
 use meshwork_core::{Buffer, DType};
 use meshwork_kernels::RowParts;
@@ -51,11 +51,8 @@ impl CudaDevice {
 
     /// For each part the sum of its rows of x.
     pub(super) fn sum_rows(&self, op: &'static str, x: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
-        let (kernel, f16) = self.of_storage(op, &[x], ["sum_parts", "sum_parts_16"])?;
         let parts = self.alloc(DType::F32, n * cut.parts())?;
-        let args = [self.place(op, x)?.into(), self.starts(op, cut)?.into(), self.place(op, &parts)?.into()];
-        let sizes = [cut.parts().into(), n.into()];
-        self.launch(op, kernel, [cut.parts(), n], &[&args[..], &sizes, f16.as_slice()].concat())?;
+        launch!(self, op, "sum_parts", [cut.parts(), n]; x, &cut.rows, &parts, cut.parts(), n)?;
         Ok(parts)
     }
 
@@ -63,10 +60,7 @@ impl CudaDevice {
     pub(super) fn sum_parts(&self, op: &'static str, parts: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
         let blocks = cut.parts.count() - 1;
         let sums = self.buffer(DType::F32, n * blocks, Origin::Compute, true)?;
-        let starts = self.place(op, &cut.parts)?;
-        let args =
-            [self.place(op, parts)?.into(), starts.into(), self.place(op, &sums)?.into(), blocks.into(), n.into()];
-        self.launch(op, "sum_parts", [blocks, n], &args)?;
+        launch!(self, op, "sum_parts", [blocks, n]; parts, &cut.parts, &sums, blocks, n)?;
         Ok(sums)
     }
 }

@@ -2,9 +2,19 @@
 //! [kept](CudaDevice::kept) from step to step.
 
 use super::CudaDevice;
-use crate::driver::{Address, Argument};
+use super::launch::{Operand, Operands};
+use crate::driver::Address;
 use meshwork_core::Buffer;
 use meshwork_tensor::Result;
+
+/// A vector of a launch.
+#[derive(Debug)]
+pub(super) struct Vector {
+    /// Its address in each list of the kernel's arguments.
+    pub(super) places: Vec<Address>,
+    /// Its elements.
+    pub(super) count: usize,
+}
 
 /// Vectors that a launch works on, in pieces.
 #[derive(Debug)]
@@ -20,35 +30,36 @@ pub(super) struct Vectors {
 }
 
 impl CudaDevice {
-    /// The table of some vectors, which are cut into pieces of `piece` elements. Each vector is given by its addresses,
-    /// one for each list of the kernel's arguments, and its number of elements. Empty vectors are left out; the result
+    /// The table of some vectors, which are cut into pieces of `piece` elements. Empty vectors are left out; the result
     /// is `None` if all are empty.
-    pub(super) fn vectors(&self, vectors: Vec<(Vec<Address>, usize)>, piece: u64) -> Result<Option<Vectors>> {
-        let vectors: Vec<_> = vectors.into_iter().filter(|(_, count)| *count > 0).collect();
-        let Some(places) = vectors.first().map(|(places, _)| places.len()) else { return Ok(None) };
-        let of_argument = |at: usize| vectors.iter().map(move |(places, _)| places[at].0 as i64);
+    pub(super) fn vectors(&self, mut vectors: Vec<Vector>, piece: u64) -> Result<Option<Vectors>> {
+        vectors.retain(|vector| vector.count > 0);
+        let Some(places) = vectors.first().map(|vector| vector.places.len()) else { return Ok(None) };
+        let of_argument = |at: usize| vectors.iter().map(move |vector| vector.places[at].0 as i64);
         let mut table: Vec<i64> = (0..places).flat_map(of_argument).collect();
         let mut pieces = 0;
-        for (_, count) in &vectors {
+        for vector in &vectors {
             table.push(pieces as i64);
-            pieces += count.div_ceil(piece as usize);
+            pieces += vector.count.div_ceil(piece as usize);
         }
         table.push(pieces as i64);
-        table.extend(vectors.iter().map(|(_, count)| *count as i64));
+        table.extend(vectors.iter().map(|vector| vector.count as i64));
         Ok(Some(Vectors { table: self.kept(table)?, places, count: vectors.len(), pieces }))
     }
 
-    /// The arguments of a kernel that stand for vectors: a list of places for each, the first pieces, the counts, and
-    /// the number of vectors.
-    pub(super) fn arguments(&self, op: &'static str, vectors: &Vectors) -> Result<Vec<Argument>> {
-        let Vectors { table, places, count, .. } = vectors;
-        let (table, starts) = (self.place(op, table)?, self.first_pieces(op, vectors)?);
-        let lists = (0..*places).map(|list| table.offset(8 * list * count).into());
-        Ok(lists.chain([starts.into(), starts.offset(8 * (count + 1)).into(), (*count).into()]).collect())
-    }
-
-    /// Where the first pieces stand.
+    /// Where the numbers of the first pieces are.
     pub(super) fn first_pieces(&self, op: &'static str, vectors: &Vectors) -> Result<Address> {
         Ok(self.place(op, &vectors.table)?.offset(8 * vectors.places * vectors.count))
+    }
+}
+
+/// A list of addresses for each argument, the first pieces, the numbers of elements, and the number of vectors.
+impl Operand for &Vectors {
+    fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
+        let (device, op) = (operands.device, operands.op);
+        let (table, starts) = (device.place(op, &self.table)?, device.first_pieces(op, self)?);
+        (0..self.places).try_for_each(|list| table.offset(8 * list * self.count).add_to(operands))?;
+        [starts, starts.offset(8 * (self.count + 1))].add_to(operands)?;
+        self.count.add_to(operands)
     }
 }

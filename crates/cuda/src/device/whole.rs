@@ -4,8 +4,9 @@
 //! is written to scratch memory, and then added up for each set. More than 400 lines: four rules, each with all
 //! arguments of its kernels.
 
-use super::CudaDevice;
-use crate::driver::{Address, Argument};
+use super::launch::{Operand, Operands, launch};
+use super::{CudaDevice, vectors::Vector};
+use crate::driver::Address;
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Adam8bit, AdamWFactors, Lamb, LambFactors, Over, ParamShape, Pass, Rule};
@@ -33,6 +34,14 @@ impl Elements {
     }
 }
 
+/// The table of elements, as every kernel takes it.
+impl Operand for &Elements {
+    fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
+        self.table.add_to(operands)?;
+        self.runs.add_to(operands)
+    }
+}
+
 impl CudaDevice {
     /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in none.
     fn elements_of(&self, part: &WholePart<'_>) -> Result<Elements> {
@@ -56,11 +65,6 @@ impl CudaDevice {
         Ok(Elements { table: self.kept(numbers)?, runs: runs.len(), ends })
     }
 
-    /// The table of elements, as every kernel takes it.
-    fn runs(&self, elements: &Elements) -> Result<[Argument; 2]> {
-        Ok([self.place(OP, &elements.table)?.into(), elements.runs.into()])
-    }
-
     /// The codes of 8-bit Adam: numbers and middles for means, then for squares.
     fn codes(&self) -> Result<Address> {
         let mut codes = self.codes.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,15 +77,13 @@ impl CudaDevice {
         self.place(OP, codes.insert(uploaded))
     }
 
-    fn states<const N: usize>(&self, part: &WholePart<'_>, states: &mut [Buffer]) -> Result<[Address; N]> {
-        let mut places = [Address::NULL; N];
-        if states.len() != N {
-            return Err(self.no_rule(part.rule));
-        }
-        for (place, state) in places.iter_mut().zip(states) {
-            *place = self.place_mut(OP, state)?;
-        }
-        Ok(places)
+    fn states<'a, const N: usize>(
+        &self,
+        part: &WholePart<'_>,
+        states: &'a mut [Buffer],
+    ) -> Result<[&'a mut Buffer; N]> {
+        let states: Option<&mut [Buffer; N]> = states.try_into().ok();
+        states.map(<[Buffer; N]>::each_mut).ok_or_else(|| self.no_rule(part.rule))
     }
 
     /// Where measure `at` of those of a pass begins, in f64.
@@ -97,7 +99,8 @@ impl CudaDevice {
     /// Adds what was measured, a vector for each of `over`, by the numbers of elements.
     fn add_measures(
         &self,
-        (shape, elements): (&ParamShape, &Elements),
+        shape: &ParamShape,
+        elements: &Elements,
         over: &Pass,
         of: &[Address],
         into: Option<Measured<'_>>,
@@ -120,8 +123,8 @@ impl CudaDevice {
             };
             if over == Over::Matrix && !largest {
                 for (matrix, held) in elements.ends.windows(2).enumerate() {
-                    let (x, to) = (x.offset(4 * held[0]), to.offset(8 * width * matrix));
-                    self.add_squares(OP, vec![(vec![x], held[1] - held[0])], to, exact)?;
+                    let x = Vector { places: vec![x.offset(4 * held[0])], count: held[1] - held[0] };
+                    self.add_squares(OP, vec![x], to.offset(8 * width * matrix), exact)?;
                 }
             } else {
                 let kernel = match (largest, exact) {
@@ -129,8 +132,7 @@ impl CudaDevice {
                     (false, true) => "set_squares_exact",
                     (false, false) => "set_squares",
                 };
-                let rest = [length.into(), rows.into(), shape.each().into(), to.into(), sets.into()];
-                self.launch(OP, kernel, [sets, 0], &[&[x.into()][..], &self.runs(elements)?, &rest].concat())?;
+                launch!(self, OP, kernel, [sets, 0]; x, elements, length, rows, shape.each(), to, sets)?;
             }
             to = to.offset(8 * width * sets);
         }
@@ -150,46 +152,38 @@ impl CudaDevice {
         if elements.count() == 0 {
             return Ok(());
         }
-        self.f32s(OP, &[weights, grads])?;
-        let runs = self.runs(&elements)?;
-        let (count, scale): (Argument, Argument) = (elements.count().into(), part.update.grad_scale.into());
-        let (w, g) = (self.place(OP, weights)?.into(), self.place(OP, grads)?.into());
-        let scratch = self.scratch(DType::F32, 2 * elements.count())?;
-        let first = self.place(OP, &scratch)?;
-        let numbers = [first, first.offset(4 * elements.count())];
-        let [to, second] = numbers.map(Argument::from);
+        let (count, sizes, scale) = (elements.count(), [elements.count(), 0], part.update.grad_scale);
+        // Two numbers of each element, or one twice.
+        let scratch = self.scratch(DType::F32, 2 * count)?;
+        let [first, second] = [self.place(OP, &scratch)?, self.place(OP, &scratch)?.offset(4 * count)];
         let rule = part.rule.of(shape);
         let passes = rule.passes(shape);
-        // Two numbers of each element, or one twice.
-        let measured = match rule {
+        let mut measured = [first, second];
+        match rule {
             Rule::Lamb(rule) => {
-                let states = self.states::<2>(part, states)?.map(Argument::from);
-                let rest = [scale, to, second, count];
+                let states = self.states::<2>(part, states)?;
                 let LambFactors { mean_new, square_old, square_new, .. } = rule.factors(&part.update);
-                let moments = [mean_new, square_old, square_new].map(Argument::from);
-                let args =
-                    [&runs[..], &[w, g], &states, &rest[..1], &moments, &steps_of(rule, part), &rest[1..]].concat();
-                self.launch(OP, "lamb_measure", [elements.count(), 0], &args)?;
-                numbers
+                launch!(self, OP, "lamb_measure", sizes;
+                    &elements, weights, grads, states, scale, mean_new, square_old, square_new, steps_of(rule, part),
+                    first, second, count
+                )?;
             }
             Rule::Adafactor(_) if shape.is_matrix() && pass == 0 => {
-                let args = [&runs[..], &[g, scale, to, count]].concat();
-                self.launch(OP, "adafactor_scaled", [elements.count(), 0], &args)?;
-                [first; 2]
+                launch!(self, OP, "adafactor_scaled", sizes; &elements, grads, scale, first, count)?;
+                measured = [first; 2];
             }
             Rule::Adafactor(_) if shape.is_matrix() => {
                 let factors = self.factors(shape, passes[0].over(), totals)?;
-                let args = [&runs[..], &[w, g, scale], &factors, &[to, second, count]].concat();
-                self.launch(OP, "adafactor_measure", [elements.count(), 0], &args)?;
-                numbers
+                launch!(self, OP, "adafactor_measure", sizes;
+                    &elements, weights, grads, scale, factors, shape.rows, shape.columns, first, second, count
+                )?;
             }
             Rule::Adafactor(rule) => {
                 let [variance] = self.states::<1>(part, states)?;
                 let (share, eps) = (rule.new_share(&part.update) as f32, rule.eps as f32);
-                let rest = [variance.into(), scale, share.into(), eps.into(), to, second, count];
-                let args = [&runs[..], &[w, g], &rest].concat();
-                self.launch(OP, "adafactor_vector_measure", [elements.count(), 0], &args)?;
-                numbers
+                launch!(self, OP, "adafactor_vector_measure", sizes;
+                    &elements, weights, grads, variance, scale, share, eps, first, second, count
+                )?;
             }
             Rule::Muon(rule) => {
                 let [mean] = self.states::<1>(part, states)?;
@@ -197,36 +191,33 @@ impl CudaDevice {
                     Some(Measured::Values(values)) => self.place_mut(OP, values)?,
                     _ => Address::NULL,
                 };
-                let [old, now] = [rule.momentum as f32, (1.0 - rule.momentum) as f32].map(Argument::from);
-                let args = [&runs[..], &[g, mean.into(), scale, old, now, values.into(), count]].concat();
-                return self.launch(OP, "muon_measure", [elements.count(), 0], &args);
+                let (old, now) = (rule.momentum as f32, (1.0 - rule.momentum) as f32);
+                return launch!(self, OP, "muon_measure", sizes; &elements, grads, mean, scale, old, now, values, count);
             }
             Rule::Adam8bit(rule) => {
-                let codes = self.states::<2>(part, states)?.map(Argument::from);
-                let largest = self.largest(part, sets)?;
-                let block = [self.codes()?.into(), rule.block.into(), shape.each().into(), scale];
-                let args = [&runs[..], &[g], &codes, &largest, &block, &moments_of(rule, part), &[to, second, count]];
-                self.launch(OP, "adam8bit_measure", [elements.count(), 0], &args.concat())?;
-                numbers
+                let codes = self.states::<2>(part, states)?;
+                launch!(self, OP, "adam8bit_measure", sizes;
+                    &elements, grads, codes, self.largest(part, sets)?, self.codes()?, rule.block, shape.each(), scale,
+                    moments_of(rule, part), first, second, count
+                )?;
             }
             other => return Err(self.no_rule(other)),
-        };
+        }
         match passes.get(pass) {
-            Some(pass) => self.add_measures((shape, &elements), pass, &measured, into),
+            Some(pass) => self.add_measures(shape, &elements, pass, &measured, into),
             None => Ok(()),
         }
     }
 
-    /// The factors of rows and of columns, and what rows and columns are.
-    fn factors(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer]) -> Result<[Argument; 4]> {
-        let of = |at| self.total(shape, over, totals, 0, at);
-        Ok([of(0)?.into(), of(1)?.into(), shape.rows.into(), shape.columns.into()])
+    /// The totals of the two measures of the first pass: of rows and columns, or of means and squares.
+    fn factors(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer]) -> Result<[Address; 2]> {
+        Ok([self.total(shape, over, totals, 0, 0)?, self.total(shape, over, totals, 0, 1)?])
     }
 
     /// The largest values of blocks of means and squares.
-    fn largest(&self, part: &WholePart<'_>, sets: &[Buffer]) -> Result<[Argument; 2]> {
+    fn largest<'a>(&self, part: &WholePart<'_>, sets: &'a [Buffer]) -> Result<[&'a Buffer; 2]> {
         match sets {
-            [mean, square] => Ok([self.place(OP, mean)?.into(), self.place(OP, square)?.into()]),
+            [mean, square] => Ok([mean, square]),
             _ => Err(self.no_rule(part.rule)),
         }
     }
@@ -240,10 +231,10 @@ impl CudaDevice {
         sets: &mut [Buffer],
     ) -> Result<()> {
         self.f64s(totals)?;
-        let (shape, rule) = (&part.shape, part.rule.of(&part.shape));
+        let (shape, rule, matrices) = (&part.shape, part.rule.of(&part.shape), part.shape.matrices);
         let to = self.place_mut(OP, totals)?.offset(8 * at);
         match rule {
-            Rule::Lamb(_) => self.launch(OP, "lamb_settle", [shape.matrices, 0], &[to.into(), shape.matrices.into()]),
+            Rule::Lamb(_) => launch!(self, OP, "lamb_settle", [matrices, 0]; to, matrices),
             Rule::Adafactor(rule) if shape.is_matrix() && pass == 0 => {
                 let [rows, columns] = self.states::<2>(part, sets)?;
                 let [of_rows, of_columns] = [Over::Rows, Over::Columns].map(|over| over.count(shape));
@@ -252,36 +243,25 @@ impl CudaDevice {
                 for (variance, totals, terms, count) in
                     [(rows, to, shape.columns, of_rows), (columns, of_columns_at, shape.rows, of_columns)]
                 {
-                    let numbers = [terms as f64, share, rule.eps].map(Argument::from);
-                    let args = [&[variance.into(), totals.into()][..], &numbers, &[count.into()]].concat();
-                    self.launch(OP, "adafactor_means", [count, 0], &args)?;
+                    launch!(self, OP, "adafactor_means", [count, 0];
+                        variance, totals, terms as f64, share, rule.eps, count
+                    )?;
                 }
-                let means = self.scratch(DType::F64, shape.matrices)?;
-                let (means, rows): (Argument, Argument) = (self.place(OP, &means)?.into(), shape.rows.into());
-                let args = [to.into(), rows, means, shape.matrices.into()];
-                self.launch(OP, "adafactor_row_means", [shape.matrices, 0], &args)?;
-                let args = [to.into(), means, rows, of_rows.into()];
-                self.launch(OP, "adafactor_row_factors", [of_rows, 0], &args)?;
-                self.launch(OP, "adafactor_column_factors", [of_columns, 0], &[of_columns_at.into(), of_columns.into()])
+                let means = self.scratch(DType::F64, matrices)?;
+                launch!(self, OP, "adafactor_row_means", [matrices, 0]; to, shape.rows, &means, matrices)?;
+                launch!(self, OP, "adafactor_row_factors", [of_rows, 0]; to, &means, shape.rows, of_rows)?;
+                launch!(self, OP, "adafactor_column_factors", [of_columns, 0]; of_columns_at, of_columns)
             }
             Rule::Adafactor(rule) => {
                 let lr = rule.largest_step(&part.update);
-                let args = [
-                    to.into(),
-                    (shape.each() as f64).into(),
-                    i32::from(rule.relative_step).into(),
-                    lr.into(),
-                    rule.eps_scale.into(),
-                    rule.clip_threshold.into(),
-                    shape.matrices.into(),
-                ];
-                self.launch(OP, "adafactor_settle", [shape.matrices, 0], &args)
+                launch!(self, OP, "adafactor_settle", [matrices, 0];
+                    to, shape.each() as f64, rule.relative_step, lr, rule.eps_scale, rule.clip_threshold, matrices
+                )
             }
             Rule::Adam8bit(rule) => {
                 let blocks = Over::Blocks(rule.block).count(shape);
                 for (at, largest) in self.states::<2>(part, sets)?.into_iter().enumerate() {
-                    let args = [largest.into(), to.offset(8 * at * blocks).into(), blocks.into()];
-                    self.launch(OP, "adam8bit_settle", [blocks, 0], &args)?;
+                    launch!(self, OP, "adam8bit_settle", [blocks, 0]; largest, to.offset(8 * at * blocks), blocks)?;
                 }
                 Ok(())
             }
@@ -301,64 +281,46 @@ impl CudaDevice {
         if elements.count() == 0 {
             return Ok(());
         }
-        self.f32s(OP, &[weights, grads])?;
-        let runs = self.runs(&elements)?;
-        let (count, scale): (Argument, Argument) = (elements.count().into(), part.update.grad_scale.into());
-        let (w, g) = (self.place_mut(OP, weights)?.into(), self.place(OP, grads)?.into());
+        let (count, sizes, scale) = (elements.count(), [elements.count(), 0], part.update.grad_scale);
         let rule = part.rule.of(shape);
         let passes = rule.passes(shape);
-        let first = |pass: usize| {
+        let total = |pass: usize| {
             let over = passes.get(pass).map_or(&[][..], Pass::over);
-            Ok::<Argument, meshwork_tensor::Error>(self.total(shape, over, totals, pass, 0)?.into())
+            self.total(shape, over, totals, pass, 0)
         };
-        let sizes = [elements.count(), 0];
         match rule {
             Rule::Lamb(rule) => {
-                let states = self.states::<2>(part, states)?.map(Argument::from);
-                let ratio = [first(0)?, shape.each().into(), part.update.lr.into()];
-                let args = [&runs[..], &[w], &states, &ratio, &steps_of(rule, part), &[count]].concat();
-                self.launch(OP, "lamb_update", sizes, &args)
+                let states = self.states::<2>(part, states)?;
+                launch!(self, OP, "lamb_update", sizes;
+                    &elements, weights, states, total(0)?, shape.each(), part.update.lr, steps_of(rule, part), count
+                )
+            }
+            Rule::Adafactor(rule) if shape.is_matrix() => {
+                let (factors, keep) = (self.factors(shape, passes[0].over(), totals)?, keep(part, rule.weight_decay));
+                launch!(self, OP, "adafactor_update", sizes;
+                    &elements, weights, grads, scale, factors, shape.rows, shape.columns, total(1)?, keep, count
+                )
             }
             Rule::Adafactor(rule) => {
-                let keep = keep(part, rule.weight_decay);
-                if shape.is_matrix() {
-                    let factors = self.factors(shape, passes[0].over(), totals)?;
-                    let args = [&runs[..], &[w, g, scale], &factors, &[first(1)?, keep, count]].concat();
-                    return self.launch(OP, "adafactor_update", sizes, &args);
-                }
-                let [variance] = self.states::<1>(part, states)?;
-                let args =
-                    [&runs[..], &[w, g, variance.into(), scale, first(0)?, shape.each().into(), keep, count]].concat();
-                self.launch(OP, "adafactor_vector_update", sizes, &args)
+                let ([variance], keep) = (self.states::<1>(part, states)?, keep(part, rule.weight_decay));
+                launch!(self, OP, "adafactor_vector_update", sizes;
+                    &elements, weights, grads, variance, scale, total(0)?, shape.each(), keep, count
+                )
             }
             Rule::Muon(rule) => {
-                let size: Argument = rule.size(&part.update, shape).into();
-                let matrices = self.place_or_none(OP, gathered)?;
-                if matrices.place().is_none() {
-                    return Err(self.lacks("update without its matrices", DType::F32));
-                }
-                let args = [&runs[..], &[w, matrices, keep(part, rule.weight_decay), size, count]].concat();
-                self.launch(OP, "muon_update", sizes, &args)
+                let missing = || self.lacks("update without its matrices", DType::F32);
+                let (matrices, keep) = (gathered.ok_or_else(missing)?, keep(part, rule.weight_decay));
+                let size = rule.size(&part.update, shape);
+                launch!(self, OP, "muon_update", sizes; &elements, weights, matrices, keep, size, count)
             }
             Rule::Adam8bit(rule) => {
-                let codes = self.states::<2>(part, states)?.map(Argument::from);
-                let before = [0, 1].map(|at| self.total(shape, passes[0].over(), totals, 0, at));
-                let [mean, square] = before;
-                let zeros = Adam8bit::codes_of_moments().map(|code| Argument::from(i32::from(code.zero)));
+                let (codes, before) = (self.states::<2>(part, states)?, self.factors(shape, passes[0].over(), totals)?);
+                let zeros = Adam8bit::codes_of_moments().map(|code| i32::from(code.zero));
                 let AdamWFactors { keep, lr_hat, root_hat, eps, .. } = rule.adamw.factors(part.update);
-                let args = [
-                    &runs[..],
-                    &[w, g],
-                    &codes,
-                    &self.largest(part, sets)?,
-                    &[mean?.into(), square?.into(), self.codes()?.into()],
-                    &zeros,
-                    &[rule.block.into(), shape.each().into(), scale],
-                    &moments_of(rule, part),
-                    &[keep, lr_hat, root_hat, eps].map(Argument::from),
-                    &[count],
-                ];
-                self.launch(OP, "adam8bit_update", sizes, &args.concat())
+                launch!(self, OP, "adam8bit_update", sizes;
+                    &elements, weights, grads, codes, self.largest(part, sets)?, before, self.codes()?, zeros, rule.block,
+                    shape.each(), scale, moments_of(rule, part), keep, lr_hat, root_hat, eps, count
+                )
             }
             other => Err(self.no_rule(other)),
         }
@@ -366,18 +328,18 @@ impl CudaDevice {
 }
 
 /// What makes the step of LAMB from the moments.
-fn steps_of(rule: &Lamb, part: &WholePart<'_>) -> [Argument; 4] {
+fn steps_of(rule: &Lamb, part: &WholePart<'_>) -> [f32; 4] {
     let LambFactors { mean_hat, root_hat, eps, decay, .. } = rule.factors(&part.update);
-    [mean_hat, root_hat, eps, decay].map(Argument::from)
+    [mean_hat, root_hat, eps, decay]
 }
 
 /// What makes the moments of 8-bit Adam.
-fn moments_of(rule: &Adam8bit, part: &WholePart<'_>) -> [Argument; 3] {
+fn moments_of(rule: &Adam8bit, part: &WholePart<'_>) -> [f32; 3] {
     let AdamWFactors { mean_new, square_old, square_new, .. } = rule.adamw.factors(part.update);
-    [mean_new, square_old, square_new].map(Argument::from)
+    [mean_new, square_old, square_new]
 }
 
 /// The share of a weight that a step keeps.
-fn keep(part: &WholePart<'_>, weight_decay: f64) -> Argument {
-    ((1.0 - part.update.lr * (weight_decay * part.update.decay_factor)) as f32).into()
+fn keep(part: &WholePart<'_>, weight_decay: f64) -> f32 {
+    (1.0 - part.update.lr * (weight_decay * part.update.decay_factor)) as f32
 }

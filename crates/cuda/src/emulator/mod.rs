@@ -18,14 +18,13 @@ mod order;
 mod work;
 
 use crate::driver::{
-    Address, Argument, Driver, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream,
-    Work as Captured, check_arguments,
+    Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
 };
 use memory::HOST;
-use meshwork_kernels::{Kernel, Launch};
+use meshwork_kernels::Launch;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use work::{State, Work};
+use work::{Queued, State};
 
 pub use meshwork_kernels::host::{Host, HostError};
 pub use order::Order;
@@ -44,7 +43,7 @@ struct Machine {
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
     /// What was captured, by number.
-    graphs: Mutex<Vec<Vec<Captured>>>,
+    graphs: Mutex<Vec<Vec<Work>>>,
 }
 
 impl Emulator {
@@ -167,18 +166,20 @@ impl Driver for Emulator {
         state.memory.free(HOST, at)
     }
 
-    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let (from, to) = ((self.ordinal(), from), (HOST, to));
-        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
-    }
-
-    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let (from, to) = ((HOST, from), (self.ordinal(), to));
-        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
-    }
-
-    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Work::Discard { at, bytes })
+    fn queue(&self, stream: Stream, work: Work) -> Result<()> {
+        work.check()?;
+        if let Work::Launch { kernel, launch, .. } = &work {
+            let (most, &Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
+            let threads: u64 = block.into_iter().map(u64::from).product();
+            let grid = (1..1 << 31).contains(&x) && [y, z].iter().all(|blocks| (1..1 << 16).contains(blocks));
+            if !grid || !(1..=1024).contains(&threads) || shared > most {
+                let why = format!(
+                    "{launch:?} is refused: blocks are up to 2147483647 × 65535 × 65535, of up to 1024 threads and {most} bytes of shared memory"
+                );
+                return Err(DriverError::Kernel { kernel: kernel.0.name, why });
+            }
+        }
+        self.lock().push(self.ordinal(), stream, Queued::Work(work))
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -206,7 +207,7 @@ impl Driver for Emulator {
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()> {
         let of = |end: Remote<'_>| Ok((self.neighbour("copy_between", end.driver)?.ordinal(), end.at));
         let (from, to) = (of(from)?, of(to)?);
-        self.lock().push(self.ordinal(), stream, Work::Between { from, to, bytes })
+        self.lock().push(self.ordinal(), stream, Queued::Between { from, to, bytes })
     }
 
     fn finish(&self, event: Event) -> Result<()> {
@@ -216,7 +217,7 @@ impl Driver for Emulator {
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Work::Write { to, bytes: bytes.to_vec() })
+        self.lock().push(self.ordinal(), stream, Queued::Write { to, bytes: bytes.to_vec() })
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
@@ -228,34 +229,7 @@ impl Driver for Emulator {
         Ok(())
     }
 
-    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Work::Copy { from, to, bytes })
-    }
-
-    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.lock().push(self.ordinal(), stream, Work::Zero { at, bytes })
-    }
-
-    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
-        check_arguments(kernel, args)?;
-        let (most, Launch { grid: [x, y, z], block, shared }) = (self.properties.shared, launch);
-        let threads: u64 = block.into_iter().map(u64::from).product();
-        let grid = (1..1 << 31).contains(&x) && [y, z].iter().all(|blocks| (1..1 << 16).contains(blocks));
-        if !grid || !(1..=1024).contains(&threads) || shared > most {
-            let why = format!(
-                "{launch:?} is refused: blocks are up to 2147483647 × 65535 × 65535, of up to 1024 threads and {most} bytes of shared memory"
-            );
-            return Err(DriverError::Kernel { kernel: kernel.name, why });
-        }
-        self.lock().push(self.ordinal(), stream, Work::Launch { kernel, launch, args: args.to_vec() })
-    }
-
-    fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        product.check()?;
-        self.lock().push(self.ordinal(), stream, Work::Product(product))
-    }
-
-    fn capture(&self, stream: Stream, work: &[Captured]) -> Result<Option<Graph>> {
+    fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
         let graph = {
             let mut graphs = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner);
             graphs.push(work.into());
@@ -271,13 +245,13 @@ impl Driver for Emulator {
             let mut graphs = self.machine.graphs.lock().unwrap_or_else(PoisonError::into_inner);
             let work = graphs.get_mut(graph.0 as usize).ok_or_else(|| unknown(format!("{graph:?}")))?;
             for &(at, new) in changed {
-                let Some(Captured::Launch { args, .. }) = work.get_mut(at) else {
+                let Some(Work::Launch { args, .. }) = work.get_mut(at) else {
                     return Err(unknown(format!("kernel {at} of {graph:?}")));
                 };
                 *args = new.to_vec();
             }
             work.clone()
         };
-        work.iter().try_for_each(|work| work.queue(self, stream))
+        work.into_iter().try_for_each(|work| self.queue(stream, work))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
-use crate::driver::{Address, Argument, DriverError, Event, Operand, Product, Result, Stream};
+use crate::driver::{Address, Argument, DriverError, Event, Operand, Product, Result, Stream, Work};
 use half::bf16;
 use meshwork_kernels::host::{Host, HostError};
 use meshwork_kernels::{HEADERS, Kernel, Launch, Pass, VARIANTS};
@@ -10,59 +10,31 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-/// A piece of work.
+/// An entry of a queue.
 #[derive(Debug)]
-pub(super) enum Work {
+pub(super) enum Queued {
+    /// A piece of work of the device.
+    Work(Work),
+    /// Bytes of the host.
     Write {
         to: Address,
         bytes: Vec<u8>,
     },
-    Copy {
-        from: Address,
-        to: Address,
-        bytes: usize,
-    },
-    /// Between the memory of two devices, or of a device and the host.
+    /// A copy between the memory of two devices.
     Between {
         from: (usize, Address),
         to: (usize, Address),
         bytes: usize,
     },
-    Zero {
-        at: Address,
-        bytes: usize,
-    },
-    Discard {
-        at: Address,
-        bytes: usize,
-    },
-    Launch {
-        kernel: &'static Kernel,
-        launch: Launch,
-        args: Vec<Argument>,
-    },
-    Product(Product),
     Record(Event),
     Wait(Event),
-}
-
-impl Work {
-    /// The name of a kernel, or of a copy of pinned memory.
-    fn name(&self) -> Option<&'static str> {
-        match self {
-            Self::Launch { kernel, .. } => Some(kernel.name),
-            Self::Between { to: (HOST, _), .. } => Some("save"),
-            Self::Between { from: (HOST, _), .. } => Some("load"),
-            _ => None,
-        }
-    }
 }
 
 /// A stream: whose it is, and what it has left to do.
 #[derive(Debug)]
 struct Queue {
     device: usize,
-    work: VecDeque<Work>,
+    work: VecDeque<Queued>,
 }
 
 /// What is queued on all devices of a machine, and what was done. Streams and events are numbered over all devices.
@@ -138,7 +110,7 @@ impl State {
     }
 
     /// Queues work of a device, and runs as much of what is queued as the order has it.
-    pub(super) fn push(&mut self, device: usize, stream: Stream, work: Work) -> Result<()> {
+    pub(super) fn push(&mut self, device: usize, stream: Stream, work: Queued) -> Result<()> {
         self.healthy()?;
         let queue = self.queues.get_mut(stream.0).filter(|queue| queue.device == device);
         queue.ok_or_else(|| unknown("a queue of work", &stream))?.work.push_back(work);
@@ -159,7 +131,7 @@ impl State {
         let event = Event(self.recorded);
         self.recorded += 1;
         self.ahead.insert(event);
-        self.push(device, stream, Work::Record(event))?;
+        self.push(device, stream, Queued::Record(event))?;
         Ok(event)
     }
 
@@ -169,7 +141,7 @@ impl State {
         self.waits += 1;
         match self.skipped == Some(nth) {
             true => self.healthy(),
-            false => self.push(device, stream, Work::Wait(event)),
+            false => self.push(device, stream, Queued::Wait(event)),
         }
     }
 
@@ -206,7 +178,7 @@ impl State {
         self.healthy()?;
         let can = |queue: &Queue| match queue.work.front() {
             None => false,
-            Some(Work::Wait(event)) => !self.ahead.contains(event),
+            Some(Queued::Wait(event)) => !self.ahead.contains(event),
             Some(_) => true,
         };
         let ready: Vec<usize> = (0..self.queues.len()).filter(|&i| can(&self.queues[i])).collect();
@@ -214,32 +186,52 @@ impl State {
         let chosen = self.draws.as_mut().map_or(first, |draws| draws.choose(&ready));
         let Queue { device, work } = &mut self.queues[chosen];
         if let (device, Some(work)) = (*device, work.pop_front()) {
-            if let (Some(launches), Some(name)) = (&mut self.launches, work.name()) {
-                launches.push((Stream(chosen), name));
+            if let (Some(launches), Queued::Work(work)) = (&mut self.launches, &work)
+                && matches!(work, Work::Launch { .. } | Work::Save { .. } | Work::Load { .. })
+            {
+                launches.push((Stream(chosen), work.name()));
             }
             self.run(device, work).inspect_err(|fault| self.fault = Some(fault.clone()))?;
         }
         Ok(true)
     }
 
-    fn run(&mut self, by: usize, work: Work) -> Result<()> {
+    fn run(&mut self, by: usize, work: Queued) -> Result<()> {
         match work {
-            Work::Write { to, bytes } => self.memory.write(by, to, bytes.len(), "write")?.copy_from_slice(&bytes),
-            Work::Zero { at, bytes } => self.memory.write(by, at, bytes, "zero")?.fill(0),
-            Work::Discard { at, bytes } => self.memory.poison(by, at, bytes)?,
-            Work::Copy { from, to, bytes } => {
-                let source = self.memory.read(by, from, bytes, "copy")?.to_vec();
-                self.memory.write(by, to, bytes, "copy")?.copy_from_slice(&source);
+            Queued::Work(work) => self.work(by, work),
+            Queued::Write { to, bytes } => {
+                self.memory.write(by, to, bytes.len(), "write")?.copy_from_slice(&bytes);
+                Ok(())
             }
-            Work::Between { from, to, bytes } => {
-                let source = self.memory.read(from.0, from.1, bytes, "copy_between")?.to_vec();
-                self.memory.write(to.0, to.1, bytes, "copy_between")?.copy_from_slice(&source);
+            Queued::Between { from, to, bytes } => self.copy(from, to, bytes, "copy_between"),
+            Queued::Record(event) => {
+                self.ahead.remove(&event);
+                Ok(())
             }
-            Work::Launch { kernel, launch, args } => self.launch(by, kernel, launch, &args)?,
-            Work::Product(product) => self.product(by, product)?,
-            Work::Record(event) => _ = self.ahead.remove(&event),
-            Work::Wait(_) => {}
+            Queued::Wait(_) => Ok(()),
         }
+    }
+
+    fn work(&mut self, by: usize, work: Work) -> Result<()> {
+        let call = work.name();
+        match work {
+            Work::Launch { kernel, launch, args } => self.launch(by, kernel.0, launch, &args),
+            Work::Product(product) => self.product(by, product),
+            Work::Copy { from, to, bytes } => self.copy((by, from), (by, to), bytes, call),
+            Work::Save { from, to, bytes } => self.copy((by, from), (HOST, to), bytes, "copy_between"),
+            Work::Load { from, to, bytes } => self.copy((HOST, from), (by, to), bytes, "copy_between"),
+            Work::Zero { at, bytes } => {
+                self.memory.write(by, at, bytes, call)?.fill(0);
+                Ok(())
+            }
+            Work::Discard { at, bytes } => self.memory.poison(by, at, bytes),
+        }
+    }
+
+    /// Copies bytes between places, each with the device whose memory it is in.
+    fn copy(&mut self, from: (usize, Address), to: (usize, Address), bytes: usize, call: &'static str) -> Result<()> {
+        let source = self.memory.read(from.0, from.1, bytes, call)?.to_vec();
+        self.memory.write(to.0, to.1, bytes, call)?.copy_from_slice(&source);
         Ok(())
     }
 

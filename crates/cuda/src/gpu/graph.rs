@@ -8,7 +8,7 @@
 //! after the call.
 
 use super::{Gpu, libraries::failed};
-use crate::driver::{Argument, DriverError, Graph, Result, Stream, Work};
+use crate::driver::{Argument, Driver, DriverError, Graph, Result, Stream, Work};
 use cudarc::driver::result::{graph, stream as calls};
 use cudarc::driver::sys::{
     CUDA_KERNEL_NODE_PARAMS_v2_st, CUfunction, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphNode, CUstream,
@@ -108,7 +108,7 @@ impl Node {
 /// Captures pieces of work and queues them: as a graph, or call by call where they cannot be captured.
 pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
     let Ok(made) = record(gpu, stream, work) else {
-        work.iter().try_for_each(|work| work.queue(gpu, stream))?;
+        work.iter().try_for_each(|work| gpu.queue(stream, work.clone()))?;
         return Ok(None);
     };
     let (mut state, queue) = gpu.queue_of("capture", stream)?;
@@ -151,7 +151,7 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
     let queued: Result<Vec<Option<Node>>> = work
         .iter()
         .map(|work| {
-            work.queue(gpu, stream)?;
+            gpu.queue(stream, work.clone())?;
             let Work::Launch { kernel, launch, .. } = work else { return Ok(None) };
             let mut state = gpu.state()?;
             let function = gpu.function(&mut state, kernel.0)?;

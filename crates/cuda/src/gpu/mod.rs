@@ -210,6 +210,52 @@ impl Gpu {
         over.map_err(|code| DriverError::Culprit { work: work.to_string(), why: meaning(code) })
     }
 
+    /// Launches a kernel, whose arguments are checked.
+    fn run(
+        &self,
+        state: &mut State,
+        queue: CUstream,
+        kernel: &'static Kernel,
+        launch: Launch,
+        args: &[Argument],
+    ) -> Result<()> {
+        let function = self.function(state, kernel)?;
+        let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
+        let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
+        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled
+        // for the host; they are copied during the call. The caller answers for the places.
+        let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
+        queued.map_err(|code| match format!("cuLaunchKernel: {}", meaning(code)) {
+            why if is_of_work(code) => DriverError::Found { at: format!("the launch of {}", kernel.name), why },
+            why => DriverError::Kernel { kernel: kernel.name, why },
+        })?;
+        self.settle(queue, format_args!("kernel {}", kernel.name))
+    }
+
+    /// Queues a product of the library, which is checked.
+    fn multiply(&self, state: &mut State, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
+        let [m, n, k] = product.mnk;
+        if k == 0 {
+            let bytes = if product.accumulate { 0 } else { m * n * product.size() };
+            return self.fill(queue, product.c, bytes);
+        }
+        let closed =
+            || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };
+        state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)?;
+        self.settle(queue, format_args!("the product of {m} × {k} by {k} × {n}"))
+    }
+
+    /// Queues zeros.
+    fn fill(&self, queue: CUstream, at: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(()); // which the driver may refuse
+        }
+        // SAFETY: the caller answers for the place.
+        unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))?;
+        self.settle(queue, format_args!("zeros in {bytes} bytes"))
+    }
+
     /// The function of a kernel, whose file is compiled and loaded when it is used first.
     fn function(&self, state: &mut State, kernel: &'static Kernel) -> Result<CUfunction> {
         if let Some(&function) = state.functions.get(&[kernel.source.name, kernel.name]) {
@@ -324,20 +370,33 @@ impl Driver for Gpu {
         staging::free(at)
     }
 
-    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let (_state, queue) = self.queue_of("save", stream)?;
-        staging::save(queue, from, to, bytes)?;
-        self.settle(queue, format_args!("a copy of {bytes} bytes to pinned memory"))
-    }
-
-    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let (_state, queue) = self.queue_of("load", stream)?;
-        staging::load(queue, from, to, bytes)?;
-        self.settle(queue, format_args!("a copy of {bytes} bytes from pinned memory"))
-    }
-
-    fn discard(&self, _: Stream, _: Address, _: usize) -> Result<()> {
-        Ok(())
+    fn queue(&self, stream: Stream, work: Work) -> Result<()> {
+        work.check()?;
+        let call = match work {
+            Work::Discard { .. } => return Ok(()),
+            Work::Launch { .. } => "launch",
+            _ => work.name(),
+        };
+        let (mut state, queue) = self.queue_of(call, stream)?;
+        match work {
+            Work::Launch { kernel, launch, args } => self.run(&mut state, queue, kernel.0, launch, &args),
+            Work::Product(product) => self.multiply(&mut state, stream, queue, product),
+            Work::Save { from, to, bytes } => {
+                staging::save(queue, from, to, bytes)?;
+                self.settle(queue, format_args!("a copy of {bytes} bytes to pinned memory"))
+            }
+            Work::Load { from, to, bytes } => {
+                staging::load(queue, from, to, bytes)?;
+                self.settle(queue, format_args!("a copy of {bytes} bytes from pinned memory"))
+            }
+            Work::Discard { .. } | Work::Copy { bytes: 0, .. } => Ok(()),
+            Work::Copy { from, to, bytes } => {
+                // SAFETY: the caller answers for both places, which do not overlap.
+                unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))?;
+                self.settle(queue, format_args!("a copy of {bytes} bytes"))
+            }
+            Work::Zero { at, bytes } => self.fill(queue, at, bytes),
+        }
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -413,58 +472,6 @@ impl Driver for Gpu {
             self.state()?.staging.give_back(slot);
         }
         Ok(())
-    }
-
-    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        let (_state, queue) = self.queue_of("copy", stream)?;
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: the caller answers for both places, which do not overlap.
-        unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))?;
-        self.settle(queue, format_args!("a copy of {bytes} bytes"))
-    }
-
-    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        let (_state, queue) = self.queue_of("zero", stream)?;
-        if bytes == 0 {
-            return Ok(()); // which the driver may refuse
-        }
-        // SAFETY: the caller answers for the place.
-        unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))?;
-        self.settle(queue, format_args!("zeros in {bytes} bytes"))
-    }
-
-    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
-        crate::driver::check_arguments(kernel, args)?;
-        let (mut state, queue) = self.queue_of("launch", stream)?;
-        let function = self.function(&mut state, kernel)?;
-        let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
-        let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-        let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
-        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled
-        // for the host; they are copied during the call. The caller answers for the places.
-        let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
-        queued.map_err(|code| match format!("cuLaunchKernel: {}", meaning(code)) {
-            why if is_of_work(code) => DriverError::Found { at: format!("the launch of {}", kernel.name), why },
-            why => DriverError::Kernel { kernel: kernel.name, why },
-        })?;
-        self.settle(queue, format_args!("kernel {}", kernel.name))
-    }
-
-    fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        product.check()?;
-        let (mut state, queue) = self.queue_of("product", stream)?;
-        let [m, n, k] = product.mnk;
-        if k == 0 {
-            drop(state);
-            let bytes = m * n * product.size();
-            return if product.accumulate { Ok(()) } else { self.zero(stream, product.c, bytes) };
-        }
-        let closed =
-            || DriverError::Call { call: "cublasLtMatmul", why: "the GPU was opened without cuBLASLt".to_owned() };
-        state.library.as_mut().ok_or_else(closed)?.product(stream, queue, product)?;
-        self.settle(queue, format_args!("the product of {m} × {k} by {k} × {n}"))
     }
 
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {

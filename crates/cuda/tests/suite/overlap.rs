@@ -8,12 +8,11 @@ use meshwork_core::comm::thread::{self as ranks, Options};
 use meshwork_core::{Buffer, DType, Mesh, Rank};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{
-    Address, Argument, DriverError, Event, Graph, Product, Properties, Reach, Remote, Result, Stream, Work,
+    Address, Argument, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
 };
 use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{Plan, TrainError, Trainer, Zero, ZeroStage};
-use meshwork_kernels::{Kernel, Launch};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_nn::Model;
 use meshwork_tensor::Device;
@@ -121,18 +120,11 @@ impl Driver for Logging {
         self.inner.free_host(at)
     }
 
-    fn save(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.log().queue(stream, "save");
-        self.inner.save(stream, from, to, bytes)
-    }
-
-    fn load(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.log().queue(stream, "load");
-        self.inner.load(stream, from, to, bytes)
-    }
-
-    fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.inner.discard(stream, at, bytes)
+    fn queue(&self, stream: Stream, work: Work) -> Result<()> {
+        if work.is_launch() {
+            self.log().queue(stream, work.name());
+        }
+        self.inner.queue(stream, work)
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -183,26 +175,6 @@ impl Driver for Logging {
             log.host_waits(&of);
         }
         self.inner.read(stream, from, into)
-    }
-
-    fn copy(&self, stream: Stream, from: Address, to: Address, bytes: usize) -> Result<()> {
-        self.log().queue(stream, "copy");
-        self.inner.copy(stream, from, to, bytes)
-    }
-
-    fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
-        self.log().queue(stream, "zero");
-        self.inner.zero(stream, at, bytes)
-    }
-
-    fn launch(&self, stream: Stream, kernel: &'static Kernel, launch: Launch, args: &[Argument]) -> Result<()> {
-        self.log().queue(stream, kernel.name);
-        self.inner.launch(stream, kernel, launch, args)
-    }
-
-    fn product(&self, stream: Stream, product: Product) -> Result<()> {
-        self.log().queue(stream, "product");
-        self.inner.product(stream, product)
     }
 
     fn capture(&self, _: Stream, _: &[Work]) -> Result<Option<Graph>> {

@@ -10,7 +10,7 @@
 //! two passes    t0 t1 t2 ... t14 │ t15 ─ logits of t15 ┘
 //! ```
 //!
-//! The tokens are those of the first sample that arrives, over and over, each id shifted by its place so that no two
+//! The tokens of the first sample that arrives are taken over and over, each id shifted by its place so that no two
 //! are alike. Nothing is compressed: what a scheme loses depends on how tokens are put together. Experts that decode
 //! take all tokens that come.
 //!

@@ -30,7 +30,7 @@ impl Op {
         LAYOUTS.contains(&self.name)
     }
 
-    /// Its layer, or the one that it comes after.
+    /// Its layer, or the layer that it comes after.
     fn of_layer(&self) -> &str {
         self.layer.strip_prefix("after ").unwrap_or(&self.layer)
     }
@@ -51,7 +51,7 @@ pub struct Pairs<'a> {
 
 impl<'a> Pairs<'a> {
     /// Pairs the operations of two programs.
-    pub fn of(programs: [&'a Program; 2]) -> Self {
+    pub fn new(programs: [&'a Program; 2]) -> Self {
         let like = programs.map(|program| vec![None; program.ops.len()]);
         let mut pairs = Self { programs, like, order: Vec::new(), parted: None };
         let mut at = [0, 0];

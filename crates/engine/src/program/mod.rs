@@ -97,7 +97,8 @@ impl Value {
         (0..shape.len()).map(|dim| extent(dim).map(|(_, extent)| extent)).collect()
     }
 
-    /// Its extents over all ranks of `mesh`. A value that is `Varying` has none; these are then those of one rank.
+    /// Its extents over all ranks of `mesh`. A value that is `Varying` has none; these are then its extents on one
+    /// rank.
     pub fn extents(&self, mesh: &Mesh) -> Vec<usize> {
         let whole = whole_extents(mesh, self.types, &self.shape);
         whole.into_iter().zip(self.real()).map(|(stored, real)| real.unwrap_or(stored)).collect()

@@ -1,10 +1,10 @@
 //! Passes that do not train: the loss on other data, and predictions.
 
 use super::Trainer;
-use crate::chunk::Chunk;
+use crate::chunk::{Chunk, Workspace};
 use crate::clock::Clock;
-use crate::codec::Codec;
-use crate::compress::NOTHING;
+use crate::compress::codec::Codec;
+use crate::compress::settings::NOTHING;
 use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;
@@ -56,15 +56,15 @@ impl Trainer {
     ) -> Result<Evaluation, TrainError> {
         let _entered = self.enter("evaluate");
         self.require_complete()?;
-        let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.metrics.len()], 0, 0);
+        let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.reporting.metrics.len()], 0, 0);
         for batch in batches {
             self.require_batch(&batch)?;
             terms += self.count_terms(&batch)?.into_iter().sum::<u64>();
-            samples += self.global_batch_size;
+            samples += self.plan.global_batch_size;
             let mut pass = self.pass(Purpose::Evaluate, &batch)?;
             pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
-            self.forward_only(&pass, cuts, self.micros)?;
-            let totals = self.totals(self.start_sums(pass.numbers.into_inner(), 1)?)?;
+            self.forward_only(&pass, cuts, self.cut.micros)?;
+            let totals = self.totals_of(pass.numbers.into_inner())?;
             loss += totals.loss;
             metrics.iter_mut().zip(totals.metrics).for_each(|(sum, total)| *sum += total);
         }
@@ -80,7 +80,7 @@ impl Trainer {
     }
 
     /// The first `columns` numbers of a row of the model's output for the samples of `batch`, which every rank passes
-    /// whole. The output is that of [`Stage::predict`](meshwork_nn::Stage::predict), seen as rows of its last dim.
+    /// whole. The output is [`Stage::predict`](meshwork_nn::Stage::predict)'s, seen as rows of its last dim.
     /// Every rank gets the same result.
     ///
     /// # Errors
@@ -106,10 +106,10 @@ impl Trainer {
         let mut pass = self.pass(Purpose::Predict, batch)?;
         pass.micro_batch = batch.samples();
         pass.rows = self.compress_in(cuts).rows_in(pass.position.step);
-        pass.activations = self.plan.activations(batch)?.into();
+        pass.activations = self.cut.model.activations(batch)?.into();
         self.forward_only(&pass, cuts, 1)?;
         let mut values = vec![0f32; columns];
-        if let Some(output) = self.chunks.iter_mut().find_map(Chunk::take_prediction) {
+        if let Some(output) = self.pipeline.chunks.iter_mut().find_map(Chunk::take_prediction) {
             let width = output.shape().last().copied().unwrap_or(1);
             if columns > width {
                 let problem = format!("{columns} numbers of a row that has {width}");
@@ -119,8 +119,8 @@ impl Trainer {
             let part = output.buffer().slice(first..first + columns).map_err(Error::from)?;
             values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
-        let last = self.prediction.schedule().stages() - 1;
-        let from = self.prediction.schedule().rank_of(last, 0);
+        let schedule = self.pipeline.prediction.schedule();
+        let from = schedule.rank_of(schedule.stages() - 1, 0);
         self.rank.group(Axis::Pp).broadcast_slice(&mut values, from)?;
         if !values.iter().all(|value| value.is_finite()) {
             self.require_finite()?;
@@ -129,42 +129,50 @@ impl Trainer {
         Ok(values)
     }
 
-    /// What a pass that does not train compresses.
+    /// The schemes of a pass that does not train.
     fn compress_in(&self, cuts: AtCuts) -> Compress {
         match cuts {
-            AtCuts::AsTrained => self.compress,
-            AtCuts::Exact => self.compress.exact_in_forward(),
+            AtCuts::AsTrained => self.plan.compress,
+            AtCuts::Exact => self.plan.compress.exact_in_forward(),
         }
     }
 
     /// Runs the first `micros` micro-batches of a pass that does not train.
     pub(super) fn forward_only(&mut self, pass: &Pass, cuts: AtCuts, micros: usize) -> Result<(), TrainError> {
+        let compress = self.compress_in(cuts);
         let other;
+        let pipeline = &mut self.pipeline;
         let schedule = match micros {
-            1 => &self.prediction,
-            _ if micros == self.micros => &self.evaluation,
+            1 => &pipeline.prediction,
+            _ if micros == self.cut.micros => &pipeline.evaluation,
             _ => {
-                let Schedule { placement, replicas, .. } = self.evaluation.schedule();
+                let Schedule { placement, replicas, .. } = pipeline.evaluation.schedule();
                 other = lower(&forward_only_replicated(placement, replicas, micros))?;
                 &other
             }
         };
-        let pp_rank = self.rank.coords().get(Axis::Pp);
-        let (device, activations) = (self.device.clone(), pass.activations.clone());
-        let in_flight = schedule.report().in_flight;
         let clock = Clock::beside(pass.purpose, pass.position.step, micros);
-        let compress = self.compress_in(cuts);
-        let gathers = compress.weights != NOTHING && compress.includes(pass.position.step);
-        self.gathers.iter().for_each(|of| of.set_compresses(gathers));
-        let boundaries = self.plan.boundaries().into();
-        let codec = Codec::plain(&compress, self.seed, boundaries, &self.rank, &device, clock)?;
+        let (rank, device) = (&self.rank, &self.device);
+        let boundaries = self.cut.model.boundaries().into();
+        let codec = Codec::plain(&compress, self.plan.seed, boundaries, rank, device, clock)?;
         let codec = Rc::new(RefCell::new(codec));
-        let mut transport = PipeTransport::new(&self.rank, device, activations, codec.clone(), self.scatter, in_flight);
-        let (weights, live) = (&self.weights, &self.live);
-        let (codec, placed) = (&*codec, schedule.schedule());
-        let running = |chunk| Running { chunk, pass, weights, codec, schedule: placed, live, versions: &|_, _| None };
-        let mut stages: Vec<Running<'_>> = self.chunks.iter_mut().map(running).collect();
-        let walked = run(schedule, pp_rank, &mut stages, &mut transport, &mut |_| {});
+        let (sent, in_flight, scatter) =
+            (pass.activations.clone(), schedule.report().in_flight, self.plan.scatter_gather);
+        let mut transport = PipeTransport::new(rank, device.clone(), sent, codec.clone(), scatter, in_flight);
+        let on = Workspace {
+            pass,
+            weights: &self.store.weights,
+            gathers: self.store.gathers.as_deref(),
+            shelf: None,
+            codec: &codec,
+            schedule: schedule.schedule(),
+            live: &pipeline.live,
+            versions: &|_, _| None,
+        };
+        let compresses = compress.weights != NOTHING && compress.includes(pass.position.step);
+        on.gathers.iter().for_each(|gathers| gathers.set_compresses(compresses));
+        let mut stages: Vec<Running<'_>> = pipeline.chunks.iter_mut().map(|chunk| Running { chunk, on: &on }).collect();
+        let walked = run(schedule, rank.coords().get(Axis::Pp), &mut stages, &mut transport, &mut |_| {});
         if walked.is_err() {
             self.forget_passes();
         }

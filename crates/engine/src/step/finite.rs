@@ -11,8 +11,8 @@ use meshwork_tensor::{Error, ParamId, Params};
 const PIECE: usize = 1 << 18;
 
 impl Trainer {
-    /// Refuses weights that are not finite: one pass over those that this rank holds. Call it before weights are saved
-    /// or handed on. Every rank gets the same error.
+    /// Refuses weights that are not finite: one pass over the weights that this rank holds. Call it before weights are
+    /// saved or handed on. Every rank gets the same error.
     ///
     /// Collective over the world.
     ///
@@ -24,17 +24,17 @@ impl Trainer {
         if !self.device.has_values() {
             return Ok(());
         }
-        let weights = self.weights.borrow();
+        let weights = self.store.weights.borrow();
         let params = weights.params();
         let wrong = match self.are_finite(params)? {
             true => None,
             false => self.first_not_finite(params)?,
         };
         let name = wrong.map(|id| &params.declarations().spec(id).name);
-        let place = name.and_then(|name| self.parameters.iter().position(|spec| spec.name == *name));
-        let mut first = [place.unwrap_or(self.parameters.len()) as f64];
+        let place = name.and_then(|name| self.cut.parameters.iter().position(|spec| spec.name == *name));
+        let mut first = [place.unwrap_or(self.cut.parameters.len()) as f64];
         self.rank.world().all_reduce_slice(&mut first, ReduceOp::Min)?;
-        match self.parameters.get(first[0] as usize) {
+        match self.cut.parameters.get(first[0] as usize) {
             None => Ok(()),
             Some(spec) => Err(TrainError::Weight { step: self.steps_begun, name: spec.name.clone() }),
         }

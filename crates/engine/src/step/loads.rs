@@ -45,7 +45,7 @@ impl Loads {
     }
 
     /// The hash of all that was loaded of a parameter.
-    pub(super) fn of(&self, name: &str) -> u64 {
+    pub(super) fn hash_of(&self, name: &str) -> u64 {
         combine(combine(self.state, u64::from(self.weights)), self.parameters.get(name).copied().unwrap_or(0))
     }
 
@@ -55,7 +55,7 @@ impl Loads {
         self.told = Some(step);
     }
 
-    /// Forgets what ranks have compared.
+    /// Forgets all loads: ranks have compared them.
     pub(super) fn forget(&mut self) {
         *self = Self::default();
     }
@@ -66,13 +66,13 @@ impl Trainer {
     /// step before.
     pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<(), TrainError> {
         let several = self.rank.world().size() > 1 && self.device.has_values();
-        if std::mem::take(&mut self.loads.untold) && several && self.verify != Verify::Off {
+        if std::mem::take(&mut self.loads.untold) && several && self.plan.verify != Verify::Off {
             self.device.upload_into(&Buffer::from_vec(vec![1.0f64]), numbers, self.loads_at())?;
         }
         Ok(())
     }
 
-    /// Compares weights, states and loads with those of the other ranks, if one of them has told of a load. Collective,
+    /// Compares weights, states and loads over all ranks, if a rank has told of a load. Collective,
     /// and so for a place in the step where no rank waits for a message of another one: behind all actions of a step,
     /// or between steps.
     ///

@@ -1,7 +1,7 @@
 //! A loss is one number for each sample, summed over its terms, and the trainer divides by the terms of the whole
 //! batch. A model that divides by the samples of its micro-batch as well trains towards another loss on every mesh, and
 //! the same one on all ranks of each. So before its first step a trainer that verifies holds the losses and metrics of
-//! one micro-batch against those of its samples one by one.
+//! one micro-batch against the losses and metrics of its samples one by one.
 //!
 //! **Cost.** Two forward passes over one micro-batch, once. They take less memory than the step: they keep nothing for
 //! backward, and no more samples run at once. A micro-batch of one sample has nothing to compare, and gives the numbers
@@ -30,45 +30,45 @@ impl Trainer {
     /// [said so](meshwork_tensor::Tape::mixes_samples). Only before the first step of a trainer that verifies it.
     /// Collective over the world.
     pub(super) fn require_samples_apart(&mut self, batch: &Batch) -> Result<(), TrainError> {
-        let begins = self.steps_of_trainer == 0 && self.verify.includes(0);
-        if !begins || self.micro_batch < 2 || !self.device.has_values() {
+        let begins = self.steps_of_trainer == 0 && self.plan.verify.includes(0);
+        if !begins || self.cut.micro_batch < 2 || !self.device.has_values() {
             return Ok(());
         }
-        let first = batch.part(0..self.micro_batch)?;
-        let blank = Batch::blank(&self.plan.model().fields(), 1);
-        let mut refuse = [f64::from(u8::from(!takes(&self.plan, self.rank.world_rank(), &blank)))];
+        let first = batch.part(0..self.cut.micro_batch)?;
+        let blank = Batch::blank(&self.cut.model.model().fields(), 1);
+        let mut refuse = [f64::from(u8::from(!takes(&self.cut.model, self.rank.world_rank(), &blank)))];
         self.rank.world().all_reduce_slice(&mut refuse, ReduceOp::Max)?;
         if refuse[0] != 0.0 {
             return Ok(());
         }
         let device = self.device.clone();
         let (together, alone) = device.meter().uncounted(|| {
-            Ok::<_, TrainError>((self.numbers_in(&first, self.micro_batch)?, self.numbers_in(&first, 1)?))
+            Ok::<_, TrainError>((self.numbers_in(&first, self.cut.micro_batch)?, self.numbers_in(&first, 1)?))
         })?;
         let (Some((together, decides)), Some((alone, _))) = (together, alone) else { return Ok(()) };
-        let canonical = self.params().declarations().reduction_blocks().is_some();
-        let in_half = self.plan.is_mixed() || self.device.operand_dtype(DType::F32).is_half();
+        let canonical = self.plan.blocks().is_some();
+        let in_half = self.plan.mixed.is_some() || self.device.operand_dtype(DType::F32).is_half();
         let (most, rows) = match (canonical, decides) {
-            (true, _) => (0.0, 1 + self.metrics.len()),
+            (true, _) => (0.0, 1 + self.reporting.metrics.len()),
             (false, true) => (5e-2, 1),
-            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + self.metrics.len()),
+            (false, false) => (if in_half { 5e-2 } else { 1e-3 }, 1 + self.reporting.metrics.len()),
         };
-        let (samples, per_rank) = (self.global_batch_size, self.samples().len());
+        let (samples, per_rank) = (self.plan.global_batch_size, self.samples().len());
         for (row, (together, alone)) in together.chunks(samples).zip(alone.chunks(samples)).take(rows).enumerate() {
             let apart = |first: usize| {
-                let of = first..first + self.micro_batch;
+                let of = first..first + self.cut.micro_batch;
                 Some(first + first_apart(&together[of.clone()], &alone[of], most)?)
             };
             if let Some(sample) = (0..samples).step_by(per_rank).find_map(apart) {
                 let what = match row.checked_sub(1) {
                     None => "the loss".to_owned(),
-                    Some(metric) => format!("{:?}", self.metrics[metric].name),
+                    Some(metric) => format!("{:?}", self.reporting.metrics[metric].name),
                 };
                 return Err(TrainError::Claim {
                     step: self.steps_begun + 1,
                     claim: format!(
                         "{what} of sample {sample} is {:?} in a micro-batch of {} samples",
-                        together[sample], self.micro_batch
+                        together[sample], self.cut.micro_batch
                     ),
                     broken: format!("it is {:?} in one of its own", alone[sample]),
                     valid: VALID.to_owned(),
@@ -84,8 +84,8 @@ impl Trainer {
     fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<(Vec<f64>, bool)>, TrainError> {
         let mut pass = self.pass(Purpose::Evaluate, first)?;
         pass.micro_batch = micro_batch;
-        pass.activations = self.plan.activations(&first.part(0..micro_batch)?)?.into();
-        pass.rows = self.compress.exact_in_forward().of_rows();
+        pass.activations = self.cut.model.activations(&first.part(0..micro_batch)?)?.into();
+        pass.rows = self.plan.compress.exact_in_forward().row_schemes();
         self.forward_only(&pass, AtCuts::Exact, first.samples() / micro_batch)?;
         let mut said = [pass.mixes_samples.get(), pass.decides.get()].map(|said| f64::from(u8::from(said)));
         self.rank.world().all_reduce_slice(&mut said, ReduceOp::Max)?;

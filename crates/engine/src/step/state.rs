@@ -3,16 +3,16 @@
 use super::Trainer;
 use super::verify::of_floats;
 use crate::TrainError;
-use crate::lossy_sum::{SumState, of_replica};
 use crate::state::{StatePiece, StateSource, StateView, TrainState};
-use crate::state_vector::{StateKey, StateVector, loss_scale, vectors};
+use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
+use crate::zero::Replica;
+use meshwork_core::Buffer;
 use meshwork_core::hash::combine;
-use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
 use std::ops::Range;
 
-/// What is wrong with weights and states that are read.
+/// The problem of weights and states that are read.
 const NOT_FINITE: &str = "it has elements that are not finite";
 
 impl Trainer {
@@ -24,7 +24,7 @@ impl Trainer {
     /// verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
     pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
-        let Some(spec) = self.parameters.iter().find(|spec| spec.name == name) else {
+        let Some(spec) = self.cut.parameters.iter().find(|spec| spec.name == name) else {
             return Err(refuse("the model has none of that name".to_owned()));
         };
         if whole.len() != spec.global_elements() {
@@ -33,7 +33,7 @@ impl Trainer {
         }
         self.require_complete()?;
         self.loads.note(name, of_floats(whole.to_vec())?);
-        let weights = self.weights.get_mut();
+        let weights = self.store.weights.get_mut();
         let Some(id) = weights.params().declarations().find(name) else { return Ok(()) };
         let local = spec.local(self.rank.mesh(), self.rank.coords());
         let piece = Piece::cut(self.rank.world_rank(), spec.dims, local, whole);
@@ -58,7 +58,7 @@ impl Trainer {
         self.loads.note_weights();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
         let refuse = |name: &str, problem: String| TrainError::Parameter { name: name.to_owned(), problem };
-        let weights = self.weights.get_mut();
+        let weights = self.store.weights.get_mut();
         let declarations = weights.params().declarations().clone();
         for id in declarations.ids() {
             let spec = declarations.spec(id);
@@ -92,7 +92,7 @@ impl Trainer {
         Ok(TrainState { step, updates, pieces })
     }
 
-    /// The same, vector by vector, of those that `wanted` picks, without a copy where the device computes in host
+    /// The same, vector by vector, for the keys that `wanted` picks, without a copy where the device computes in host
     /// memory. Returns the complete steps and the updates.
     ///
     /// # Errors
@@ -104,65 +104,31 @@ impl Trainer {
         mut visit: impl FnMut(StateView<'_>) -> Result<(), E>,
     ) -> Result<(u64, u64), E> {
         self.require_complete()?;
-        let weights = self.weights.borrow();
-        let declarations = weights.params().declarations().clone();
-        for id in declarations.ids() {
-            let spec = declarations.spec(id);
-            let local = spec.local(self.rank.mesh(), self.rank.coords());
-            for StateVector { key, dims, dtype, place } in vectors(spec, weights.rule(), self.plan.is_mixed()) {
-                if wanted(&key) {
-                    let buffer = weights.vector(id, place)?;
-                    let all: &[f32] = buffer.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                    if !all.iter().all(|value| value.is_finite()) {
-                        return Err(TrainError::Weight { step: self.steps_begun, name: key.to_string() }.into());
-                    }
-                    let Some(vector) = place.vector() else {
-                        visit(StateView { key, dims, dtype, slice: LocalSlice::whole(dims), values: all })?;
-                        continue;
-                    };
-                    let part = weights.part(id, vector);
-                    for (slice, place) in local.boxes(part.clone()) {
-                        let values = &all[place.start - part.start..place.end - part.start];
-                        visit(StateView { key: key.clone(), dims, dtype, slice, values })?;
-                    }
+        for vector in self.store.state.iter().filter(|vector| wanted(&vector.key)) {
+            let StateVector { key, kind, dims, dtype, storage, slices } = vector;
+            for (slice, range) in slices {
+                let host = self.read_state(*storage, range.clone())?;
+                let values: &[f32] = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
+                if matches!(kind, StateKind::Parameter(_)) && !values.iter().all(|value| value.is_finite()) {
+                    return Err(TrainError::Weight { step: self.steps_begun, name: key.to_string() }.into());
                 }
+                visit(StateView { key: key.clone(), dims: *dims, dtype: *dtype, slice: slice.clone(), values })?;
             }
         }
-        if self.plan.is_mixed() {
-            let (key, dims) = loss_scale();
-            if wanted(&key) {
-                let values = &self.scaler.state();
-                visit(StateView { key, dims, dtype: DType::F32, slice: LocalSlice::whole(dims), values })?;
-            }
+        Ok((self.steps_begun, self.store.weights.borrow().updates()))
+    }
+
+    /// A range of a vector of the state, in host memory.
+    fn read_state(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
+        let (weights, codec) = (self.store.weights.borrow(), self.pipeline.codec.borrow());
+        match storage {
+            Storage::LossScale => Ok(Buffer::from_slice(&self.scaler.state())),
+            Storage::Sums { bucket, name } => weights.gradients.sum_state(bucket, name, range),
+            Storage::Feedback { site, name } => Ok(self.device.download(codec.state(site, name).ok_or_else(gone)?)?),
+            Storage::Samples { cut } => codec.histories().at(cut).ok_or_else(gone)?.values(range),
+            Storage::Seen { cut } => Ok(Buffer::from_slice(codec.histories().at(cut).ok_or_else(gone)?.seen())),
+            of_parameter => weights.read(of_parameter, range),
         }
-        for kept in weights.gradients.kept() {
-            let (SumState { key, dims, slice, .. }, host) = kept?;
-            if wanted(key) {
-                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                visit(StateView { key: key.clone(), dims: *dims, dtype: DType::F32, slice: slice.clone(), values })?;
-            }
-        }
-        for (crossing, name, state) in self.codec.borrow().states() {
-            let (key, dims, slice) = (crossing.key(name), crossing.dims, crossing.slice.clone());
-            if wanted(&key) {
-                let host = self.device.download(state).map_err(TrainError::from)?;
-                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                visit(StateView { key, dims, dtype: DType::F32, slice, values })?;
-            }
-        }
-        for history in self.codec.borrow().histories().iter() {
-            let [(samples, dims), (of_seen, all)] = history.states();
-            for slice in history.slices().filter(|_| wanted(&samples)) {
-                let host = history.values(&slice)?;
-                let values = host.as_slice().map_err(|error| TrainError::from(Error::from(error)))?;
-                visit(StateView { key: samples.clone(), dims, dtype: DType::F32, slice, values })?;
-            }
-            if wanted(&of_seen) {
-                let values = history.seen();
-                visit(StateView { key: of_seen, dims: all, dtype: DType::F32, slice: LocalSlice::whole(all), values })?;
-            }
-        }
-        Ok((self.steps_begun, weights.updates()))
     }
 
     /// Continues from the state of another run of the same model and update rule. That run may have had any mesh,
@@ -175,66 +141,109 @@ impl Trainer {
     pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
         self.require_complete()?;
         self.loads.note_state(combine(source.step(), source.updates()));
-        let weights = self.weights.get_mut();
-        let declarations = weights.params().declarations().clone();
-        let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
-        weights.load(source.updates(), |id, StateVector { key, dims, place, .. }, part| {
-            let read = |slice: &LocalSlice| match source.read(key, *dims, slice) {
-                Ok(values) if !values.iter().all(|value| value.is_finite()) => {
-                    Err(TrainError::State { name: key.to_string(), problem: NOT_FINITE.to_owned() })
+        let refused = || refuse_state("the weights", "they are being read".to_owned());
+        if !self.store.weights.get_mut().begin_anew(source.updates()) {
+            return Err(refused());
+        }
+        self.scaler.load(source.step(), self.scaler.state());
+        for vector in self.store.state.clone().iter() {
+            let StateVector { key, dims, dtype, storage, slices, .. } = vector;
+            if let Storage::Weights(id) | Storage::Masters(id) = *storage {
+                // Weights in 16 bits are made of those in f32, and a rank may keep more of them.
+                let local = self.cut.layout.local(id);
+                let read = |part| {
+                    let boxes = local.boxes(part).into_iter();
+                    let values = boxes.map(|(slice, _)| self.from_source(source, vector, &slice));
+                    Ok::<_, TrainError>(values.collect::<Result<Vec<_>, _>>()?.concat())
+                };
+                self.store.weights.borrow_mut().write(id, read).ok_or_else(refused)??;
+                continue;
+            }
+            for (slice, range) in slices {
+                let values = self.from_source(source, vector, slice)?;
+                let (weights, codec) = (self.store.weights.get_mut(), &mut self.pipeline.codec.borrow_mut());
+                match *storage {
+                    Storage::LossScale if source.dims(key).is_none_or(|held| held[..] != dims[..]) => {}
+                    Storage::LossScale => self.scaler.load(source.step(), [values[0], values[1]]),
+                    Storage::Sums { bucket, name } => {
+                        weights.gradients.set_sum_state(bucket, name, range.start, &Buffer::from_vec(values))?;
+                    }
+                    Storage::Feedback { site, name } => {
+                        let state = codec.state_mut(site, name).ok_or_else(gone)?;
+                        self.device.upload_into(&Buffer::from_vec(values), state, 0)?;
+                    }
+                    Storage::Samples { cut } => {
+                        codec.histories_mut().at_mut(cut).ok_or_else(gone)?.load(range.start, values)?;
+                    }
+                    Storage::Seen { cut } => codec.histories_mut().at_mut(cut).ok_or_else(gone)?.set_seen(values),
+                    _ => weights.write_state(*storage, *dtype, range.start, values).ok_or_else(refused)??,
                 }
-                read => read,
-            };
-            if place.vector().is_none() {
-                return read(&LocalSlice::whole(*dims));
             }
-            let boxes = declarations.spec(id).local(mesh, coords).boxes(part);
-            let values: Vec<Vec<f32>> = boxes.iter().map(|(slice, _)| read(slice)).collect::<Result<_, _>>()?;
-            Ok(values.concat())
-        })?;
-        let (key, dims) = loss_scale();
-        let mut scale = self.scaler.state();
-        if self.plan.is_mixed() && source.dims(&key).is_some() {
-            scale = *source.read(&key, dims, &LocalSlice::whole(dims))?.first_chunk().unwrap_or(&scale);
-        }
-        self.scaler.load(source.step(), scale);
-        weights.gradients.load_kept(|kept| read_kept(source, kept))?;
-        let device = &self.device;
-        for (crossing, name, state) in self.codec.borrow_mut().states_mut() {
-            let key = crossing.key(name);
-            // What is missing, or of another batch, starts from zeros.
-            let values = match source.dims(&key) {
-                Some(held) if held[..] == crossing.dims[..] => source.read(&key, crossing.dims, &crossing.slice)?,
-                _ => vec![0.0; state.count()],
-            };
-            device.upload_into(&Buffer::from_vec(values), state, 0)?;
-        }
-        for history in self.codec.borrow_mut().histories_mut().iter_mut() {
-            let [(key, dims), (of_seen, all)] = history.states();
-            let mut seen = vec![0.0; all.count()];
-            // Of another number of samples: other data, or none at all.
-            if source.dims(&key).is_some_and(|held| held[..] == dims[..]) && source.dims(&of_seen).is_some() {
-                let slices: Vec<LocalSlice> = history.slices().collect();
-                slices.iter().try_for_each(|slice| history.load(slice, source.read(&key, dims, slice)?))?;
-                seen = source.read(&of_seen, all, &LocalSlice::whole(all))?;
-            }
-            history.set_seen(seen);
         }
         self.steps_begun = source.step();
         Ok(())
     }
+
+    /// The elements of a slice of a vector with which this rank goes on.
+    fn from_source(
+        &self,
+        source: &dyn StateSource,
+        vector: &StateVector,
+        slice: &LocalSlice,
+    ) -> Result<Vec<f32>, TrainError> {
+        let StateVector { key, kind, dims, .. } = vector;
+        let held = source.dims(key);
+        match kind {
+            StateKind::Parameter(_) => {
+                let values = source.read(key, *dims, slice)?;
+                match values.iter().all(|value| value.is_finite()) {
+                    true => Ok(values),
+                    false => Err(refuse_state(key, NOT_FINITE.to_owned())),
+                }
+            }
+            StateKind::PerReplica => of_replicas(source, vector, slice),
+            // A vector that is missing, or of another batch, starts from zeros.
+            StateKind::Feedback => match held {
+                Some(held) if held[..] == dims[..] && self.has_samples(source, vector) => {
+                    source.read(key, *dims, slice)
+                }
+                _ => Ok(vec![0.0; slice.stored.count()]),
+            },
+        }
+    }
+
+    /// Whether a source has the activations of the samples that a vector says were seen.
+    fn has_samples(&self, source: &dyn StateSource, vector: &StateVector) -> bool {
+        let Storage::Seen { cut } = vector.storage else { return true };
+        let of_cut = |other: &&StateVector| other.storage == Storage::Samples { cut };
+        let samples = self.store.state.iter().find(of_cut);
+        samples.is_some_and(|samples| source.dims(&samples.key).is_some_and(|held| held[..] == samples.dims[..]))
+    }
 }
 
-/// What a rank goes on with of compressed gradients. The shares of another number of replicas are
-/// added up, as [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
-fn read_kept(source: &dyn StateSource, SumState { key, dims, slice, .. }: &SumState) -> Result<Vec<f32>, TrainError> {
+/// The error of a vector that this rank does not keep, though the table of the state has it.
+fn gone() -> TrainError {
+    refuse_state("a state of compression", "this rank keeps none".to_owned())
+}
+
+fn refuse_state(name: impl std::fmt::Display, problem: String) -> TrainError {
+    TrainError::State { name: name.to_string(), problem }
+}
+
+/// The residuals of compressed gradients with which a rank goes on. Residuals of another number of replicas are added
+/// up, as [`reshard`](meshwork_compress::reshard) does: their sum counts. A run may begin without any.
+fn of_replicas(
+    source: &dyn StateSource,
+    StateVector { key, dims, .. }: &StateVector,
+    slice: &LocalSlice,
+) -> Result<Vec<f32>, TrainError> {
     let mut values = vec![0.0; slice.stored.count()];
     // Factors of another rank, as all that is missing, begin anew.
     let Some(held) = source.dims(key).filter(|held| held[1..] == dims[1..]) else { return Ok(values) };
     let (before, replicas, me) = (held.first().copied().unwrap_or(0), dims[0], slice.ranges[0].start);
     let of = LocalSlice { stored: Shape::new(&slice.stored[1..]), ranges: slice.ranges[1..].to_vec() };
     for old in (0..before).filter(|old| old * replicas / before == me) {
-        let (dims, slice) = of_replica(Shape::new(&dims[1..]), of.clone(), [old, before]);
+        let (dims, slice) = Replica { index: old, of: before }.slice_of(Shape::new(&dims[1..]), of.clone());
         values.iter_mut().zip(source.read(key, dims, &slice)?).for_each(|(sum, share)| *sum += share);
     }
     Ok(values)

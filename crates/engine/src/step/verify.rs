@@ -1,6 +1,7 @@
 //! When a step is verified, and what it claims about parameters.
 
-use super::{Driver, Trainer};
+use super::Trainer;
+use super::driver::Driver;
 use crate::statistics::StatisticSums;
 use crate::{Samples, TrainError, Vector};
 use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
@@ -20,9 +21,9 @@ impl Trainer {
     /// # Errors
     /// Two data-parallel ranks with the same samples.
     pub(super) fn begin_claims(&mut self, batch: &Batch) -> Result<(), TrainError> {
-        let verified = self.verify.includes(self.steps_of_trainer);
+        let verified = self.plan.verify.includes(self.steps_of_trainer);
         let several = self.device.has_values() && self.rank.world().size() > 1;
-        if several && (verified || self.steps_of_trainer == 0) && self.samples == Samples::Distinct {
+        if several && (verified || self.steps_of_trainer == 0) && self.plan.samples == Samples::Distinct {
             self.require_distinct(batch)?;
         }
         self.steps_of_trainer += 1;
@@ -32,7 +33,7 @@ impl Trainer {
 
     /// Refuses a batch that two data-parallel ranks have.
     fn require_distinct(&self, batch: &Batch) -> Result<(), TrainError> {
-        let (model, fields) = (self.plan.model(), self.plan.model().fields());
+        let (model, fields) = (self.cut.model.model(), self.cut.model.model().fields());
         // Samples that count nothing are padding, and those without fields are all alike.
         let hash = match model.loss_terms(batch, 0..batch.samples())? {
             0 => 0,
@@ -50,8 +51,8 @@ impl Trainer {
         }
     }
 
-    /// Compares the claims of this step with those of the other ranks, before weights are updated. Collective over the
-    /// world.
+    /// Compares the claims of this step with the claims of the other ranks, before weights are updated. Collective over
+    /// the world.
     ///
     /// # Errors
     /// The first claim that does not hold.
@@ -64,12 +65,12 @@ impl Trainer {
         self.compare_claims([weights, values])
     }
 
-    /// Compares claims with those of the other ranks, in this order. Collective over the world.
+    /// Compares claims with the claims of the other ranks, in this order. Collective over the world.
     ///
     /// # Errors
     /// The first claim that does not hold.
     pub(super) fn compare_claims(&self, all: impl IntoIterator<Item = Claims>) -> Result<(), TrainError> {
-        let tied = self.tied_groups.iter().filter(|(_, group)| group.size() > 1);
+        let tied = self.cut.tied.groups.iter().filter(|(_, group)| group.size() > 1);
         let tied: Vec<(String, &Group)> = tied.map(|(pp_ranks, group)| (tied_name(pp_ranks), group)).collect();
         for claims in all {
             claims.compare_with(&tied).map_err(|error| match error {
@@ -112,7 +113,7 @@ impl Trainer {
         ids.sort_by_key(|&id| &params.declarations().spec(id).name);
         for id in ids {
             let spec = params.declarations().spec(id);
-            let tied = self.tied.iter().find(|tied| tied.name == spec.name);
+            let tied = self.cut.tied.find(&spec.name);
             let whole: Vec<Over> = weights
                 .uncut(spec)
                 .into_iter()
@@ -131,7 +132,7 @@ impl Trainer {
                 for over in axes().chain(groups()) {
                     let claim = format!("what was loaded of {} should be the same", spec.name);
                     let valid = "load the same on every rank that holds a part of it";
-                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.of(&spec.name), valid));
+                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.hash_of(&spec.name), valid));
                 }
             };
             if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
@@ -148,7 +149,7 @@ impl Trainer {
                 parts.push((axes().chain(groups()).collect(), weights, Part::States, of_floats(sets)?));
             }
             // Asynchronous schedules have gradients of the next update under way.
-            if let Driver::Synchronous(_) = self.driver {
+            if let Driver::Synchronous(_) = self.pipeline.driver {
                 parts.push((over(Vector::Gradients), gradients, Part::Gradient, of_floats(self.gradient(id)?)?));
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);

@@ -159,7 +159,7 @@ fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
             continue; // Feedback that is missing starts from zeros.
         };
         // Shares are of any number of replicas.
-        let counted = usize::from(kind == StateKind::Shares);
+        let counted = usize::from(kind == StateKind::PerReplica);
         let ours = dims_of(dims);
         let alike = tensor.dims.get(counted..) == ours.get(counted..);
         let rows = tensor.dims.first().copied().zip(ours.first().copied());
@@ -201,7 +201,7 @@ fn load(
         !dropped.contains(&of.key) && stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims))
     };
     // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
-    let slices = layout.iter().filter(|of| of.kind != StateKind::Shares).filter(is_read);
+    let slices = layout.iter().filter(|of| of.kind != StateKind::PerReplica).filter(is_read);
     let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));
     let (rank, ranks) = (trainer.rank().world_rank(), trainer.rank().mesh().world_size());

@@ -26,7 +26,7 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
             let kind = match (&of.key.state, of.kind) {
-                (_, StateKind::Feedback | StateKind::Shares) => Kind::Feedback,
+                (_, StateKind::Feedback | StateKind::PerReplica) => Kind::Feedback,
                 (Some(_), _) => Kind::OptimizerState,
                 (None, StateKind::Parameter(Role::Buffer)) => Kind::Buffer,
                 (None, _) => Kind::Weight,

@@ -6,7 +6,7 @@ use super::settings::Settings;
 use super::words::RoundingName;
 use crate::data::Data;
 use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
-use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
+use meshwork_engine::{Around, PlanError, Setting, TrainError, Unfit, require_compression};
 
 /// What crosses the cuts of a pipeline.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
@@ -44,17 +44,17 @@ impl Compress {
     }
 
     /// The key of a setting, and its value as it is written.
-    fn at(&self, place: Place) -> (&'static str, String) {
-        match place {
-            Place::Activations => (CUTS[0], format!("{:?}", self.activations)),
-            Place::ActivationGradients => (CUTS[1], format!("{:?}", self.activation_gradients)),
-            Place::Gradients => (GRADIENTS, format!("{:?}", self.gradients)),
-            Place::Weights => (WEIGHTS, format!("{:?}", self.weights)),
-            Place::Dispatch => (DISPATCH[0], format!("{:?}", self.dispatch)),
-            Place::DispatchGradients => (DISPATCH[1], format!("{:?}", self.dispatch_gradients)),
-            Place::Feedback => ("compress.feedback", format!("{:?}", self.feedback)),
-            Place::ShareIndices => ("compress.share_indices", self.share_indices.to_string()),
-            Place::Aqsgd => ("compress.aqsgd", self.aqsgd.to_string()),
+    fn at(&self, setting: Setting) -> (&'static str, String) {
+        match setting {
+            Setting::Activations => (CUTS[0], format!("{:?}", self.activations)),
+            Setting::ActivationGradients => (CUTS[1], format!("{:?}", self.activation_gradients)),
+            Setting::Gradients => (GRADIENTS, format!("{:?}", self.gradients)),
+            Setting::Weights => (WEIGHTS, format!("{:?}", self.weights)),
+            Setting::Dispatch => (DISPATCH[0], format!("{:?}", self.dispatch)),
+            Setting::DispatchGradients => (DISPATCH[1], format!("{:?}", self.dispatch_gradients)),
+            Setting::Feedback => ("compress.feedback", format!("{:?}", self.feedback)),
+            Setting::ShareIndices => ("compress.share_indices", self.share_indices.to_string()),
+            Setting::Aqsgd => ("compress.aqsgd", self.aqsgd.to_string()),
         }
     }
 
@@ -83,19 +83,19 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         simulates: !compress.virtual_cuts.is_empty(),
         zero: config.parallelism.zero().stage,
     };
-    for Unfit { place, problem, valid } in plan.unfit(around) {
-        let (key, value) = compress.at(place);
+    for Unfit { setting, problem, valid } in plan.unfit(around) {
+        let (key, value) = compress.at(setting);
         settings.fault(key, value, problem, valid);
     }
     let hidden = config.model.hidden_size;
-    let of_experts = [(Place::Dispatch, plan.dispatch), (Place::DispatchGradients, plan.dispatch_gradients)];
+    let of_experts = [(Setting::Dispatch, plan.dispatch), (Setting::DispatchGradients, plan.dispatch_gradients)];
     let sound = settings.sound(&["model.hidden_size"]) && config.moe.num_experts > 0;
-    for (place, scheme) in of_experts.into_iter().filter(|_| sound) {
+    for (setting, scheme) in of_experts.into_iter().filter(|_| sound) {
         // What is drawn, and factors, are refused above.
         let of_tokens = matches!(scheme, Scheme::Values(_) | Scheme::Sparse(Sparse { choice: Choice::Largest(_), .. }));
         let each = scheme.of_each_row(hidden);
         if of_tokens && Shape::matrix(1, hidden).is_ok_and(|token| !each.takes_rows_apart(token)) {
-            let (key, value) = compress.at(place);
+            let (key, value) = compress.at(setting);
             let problem = format!("does not compress each token of {hidden} features by itself");
             settings.fault(key, value, problem, "use blocks that divide the features, one value for each token, and no random rounding of topk's values");
         }
@@ -148,9 +148,10 @@ pub(crate) fn check_values(config: &Config, settings: &mut Settings) {
     if let Err(TrainError::Plan(error)) = require_compression(&config.model(), &plan)
         && let PlanError::Compress { place, problem, .. } = &*error
     {
-        let key =
-            [Place::Activations, Place::ActivationGradients, Place::Weights].into_iter().find(|of| of.name() == *place);
-        let (key, value) = compress.at(key.unwrap_or(Place::Gradients));
+        let key = [Setting::Activations, Setting::ActivationGradients, Setting::Weights]
+            .into_iter()
+            .find(|of| of.name() == *place);
+        let (key, value) = compress.at(key.unwrap_or(Setting::Gradients));
         let (problem, valid) = problem.rsplit_once("; ").unwrap_or((problem, "use another scheme"));
         settings.fault(key, value, problem, valid);
     }

@@ -37,7 +37,7 @@ impl Like {
 /// # Errors
 /// The first operation that no operation of the other side corresponds to.
 pub(super) fn align(programs: [&Program; 2]) -> Result<Vec<Vec<Like>>, Error> {
-    let pairs = Pairs::of(programs);
+    let pairs = Pairs::new(programs);
     if let Some(at) = pairs.parted {
         let [a, b] = [0, 1].map(|side| at[side].map_or("missing".to_owned(), |op| programs[side].ops[op].describe()));
         let number = at[0].unwrap_or(programs[0].ops.len());

@@ -8,21 +8,22 @@
 //!
 //! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut
 //! gather each other's messages, and all have the same m
-//! ([why](../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
+//! ([why](../../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
 
-use crate::feedback::Crossing;
+use super::crossing::{Crossing, Staged};
+use super::packing::Packed;
+use crate::TrainError;
 use crate::offload::disk::Disk;
 use crate::offload::rows::Rows;
-use crate::packing::Packed;
-use crate::{ModelPlan, Plan, StateKey, TrainError};
 use meshwork_compress::Fold;
 use meshwork_core::{Axis, Buffer, DType, Group, Rank};
 use meshwork_nn::{Batch, SAMPLE};
-use meshwork_pipeline::{Direction, Schedule};
+use meshwork_pipeline::Direction;
 use meshwork_tensor::param::LocalSlice;
-use meshwork_tensor::{Category, Device, Shape};
+use meshwork_tensor::{Category, Device};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::take;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -32,25 +33,19 @@ pub const SAMPLES: &str = "samples";
 /// The most elements of a slice of the activations of samples, when they are saved.
 const SAVED: usize = 1 << 22;
 
-/// What a rank keeps of the samples that crossed its cuts.
+/// The last activations of samples at the cuts of a rank.
 #[derive(Debug, Default)]
 pub struct Histories {
     of_cut: BTreeMap<usize, History>,
-    /// The numbers of the samples of the step, those of all data-parallel ranks.
+    /// The numbers of the samples of the step, on all data-parallel ranks.
     numbers: Vec<usize>,
-    /// Of these the first one of this rank.
+    /// Where this rank's samples begin in `numbers`.
     first: usize,
 }
 
-/// What a rank keeps of the samples that crossed one cut.
+/// The last activations of samples at one cut.
 #[derive(Debug)]
 pub struct History {
-    /// The name of the value.
-    name: String,
-    /// Extents of the value, over all samples.
-    dims: Shape,
-    /// What this rank holds of it.
-    slice: LocalSlice,
     /// Samples of a micro-batch.
     micro_batch: usize,
     /// m of each sample.
@@ -59,9 +54,10 @@ pub struct History {
     seen: Vec<f32>,
     /// Whether the step under way has a sample that is new here.
     fresh: bool,
-    /// The micro-batches that cross, of those of a data-parallel rank.
+    /// The micro-batches of a data-parallel rank that cross.
     micros: Vec<usize>,
-    /// How this rank hears of what crossed elsewhere: as sender, as receiver, or both.
+    /// The sides of the cut that this rank is on, from which it gets the messages of other ranks: sender, receiver, or
+    /// both.
     sides: Vec<Side>,
     /// The messages of this step that this rank sent or received, by micro-batch, and how they are compressed.
     crossed: BTreeMap<usize, Buffer>,
@@ -72,7 +68,7 @@ pub struct History {
 #[derive(Clone, Debug)]
 struct Side {
     group: Group,
-    /// The micro-batches that each of its pp ranks takes, of those that cross.
+    /// The crossing micro-batches that each of its pp ranks takes.
     holders: Vec<Vec<usize>>,
 }
 
@@ -124,7 +120,7 @@ impl Histories {
     /// # Errors
     /// No memory.
     pub fn new(
-        (plan, model, schedule): (&Plan, &ModelPlan, &Schedule),
+        Staged { plan, model, schedule }: Staged<'_>,
         crossings: &[Crossing],
         rank: &Rank,
         disk: Option<&Rc<Disk>>,
@@ -158,9 +154,6 @@ impl Histories {
             if let Some(at) = crossings.iter().find(of_cut) {
                 let _states = device.meter().enter(Category::Optimizer);
                 let history = History {
-                    name: at.name.clone(),
-                    dims: at.dims.with(0, samples),
-                    slice: at.slice.clone(),
                     micro_batch: at.packed.shape.rows(),
                     kept: Rows::new(samples, at.packed.shape.cols(), disk, device)?,
                     seen: vec![0.0; samples],
@@ -200,13 +193,13 @@ impl Histories {
         self.of_cut.values_mut().try_for_each(|history| history.begin(&self.numbers, per_rank))
     }
 
-    /// What is kept at a cut, if anything is.
+    /// The activations of a cut, if any are kept.
     pub fn at(&self, cut: usize) -> Option<&History> {
         self.of_cut.get(&cut)
     }
 
-    /// m of the samples of a micro-batch that crosses a cut, zeros in a step that crosses as it is: then the difference
-    /// is the activation.
+    /// m of the samples of a micro-batch that crosses a cut; zeros in a step that crosses uncompressed, whose
+    /// difference is the activation.
     ///
     /// # Errors
     /// No memory; a disk that fails.
@@ -227,7 +220,7 @@ impl Histories {
         }
     }
 
-    /// Ends a step: all m are those behind it. Collective over the ranks on each side of each cut.
+    /// Ends a step, and updates all m. Collective over the ranks on each side of each cut.
     ///
     /// # Errors
     /// A failed rank or disk.
@@ -246,14 +239,9 @@ impl Histories {
         self.of_cut.values_mut().for_each(|history| history.seen.fill(0.0));
     }
 
-    /// What is kept at every cut.
-    pub fn iter(&self) -> impl Iterator<Item = &History> {
-        self.of_cut.values()
-    }
-
     /// The same, for writing.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut History> {
-        self.of_cut.values_mut()
+    pub fn at_mut(&mut self, cut: usize) -> Option<&mut History> {
+        self.of_cut.get_mut(&cut)
     }
 }
 
@@ -281,10 +269,10 @@ fn join(rank: &Rank, pp_ranks: Vec<usize>, groups: &mut BTreeMap<Vec<usize>, Gro
 impl History {
     /// The name of the state of activations.
     pub const SAMPLES: &str = "samples";
-    /// That of the samples that have crossed.
+    /// The name of the state of samples that have crossed.
     pub const SEEN: &str = "seen";
 
-    /// Whether the step under way crosses as it is.
+    /// Whether the step under way crosses uncompressed.
     pub fn is_fresh(&self) -> bool {
         self.fresh
     }
@@ -299,7 +287,7 @@ impl History {
         Ok(())
     }
 
-    /// The micro-batch of this rank that crosses after one.
+    /// The micro-batch of this rank that crosses after `micro`.
     fn next(&self, micro: usize) -> Option<usize> {
         let own = |next: &usize| {
             self.sides.iter().any(|Side { group, holders }| {
@@ -343,31 +331,20 @@ impl History {
         self.kept.settle()
     }
 
-    /// The key and the extents of the activations, and of the samples that have crossed.
-    pub fn states(&self) -> [(StateKey, Shape); 2] {
-        let key = |state: &str| StateKey { parameter: self.name.clone(), state: Some(state.to_owned()) };
-        [(key(Self::SAMPLES), self.dims), (key(Self::SEEN), Shape::new(&[self.seen.len()]))]
-    }
-
-    /// The slices in which the activations are saved.
-    pub fn slices(&self) -> impl Iterator<Item = LocalSlice> {
-        saved_slices(&self.slice, self.seen.len())
-    }
-
-    /// The elements of such a slice, in host memory.
+    /// The activations of a range of samples, in host memory.
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn values(&self, slice: &LocalSlice) -> Result<Buffer, TrainError> {
-        self.kept.to_host(slice.ranges[0].clone())
+    pub fn values(&self, samples: Range<usize>) -> Result<Buffer, TrainError> {
+        self.kept.to_host(samples)
     }
 
-    /// Replaces them.
+    /// Replaces those from a sample on.
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn load(&mut self, slice: &LocalSlice, values: Vec<f32>) -> Result<(), TrainError> {
-        self.kept.load(slice.ranges[0].start, values)
+    pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<(), TrainError> {
+        self.kept.load(first, values)
     }
 
     /// 1 for each sample that has crossed, else 0.

@@ -6,21 +6,21 @@
 //!
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
+use super::crossing::{Crossing, Staged};
+use super::history::{Histories, History};
+use super::packing::{CutValue, Packed, part, restored};
+use super::settings::{Compress, NOTHING};
+use crate::TrainError;
 use crate::boundary::Boundary;
 use crate::clock::Clock;
-use crate::compress::NOTHING;
-use crate::feedback::Crossing;
-use crate::history::{Histories, History};
 use crate::message::{Message, Site};
 use crate::offload::disk::Disk;
-use crate::packing::{Packed, pack, part, restored};
 use crate::pass::Purpose;
-use crate::{Compress, ModelPlan, Plan, TrainError};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, Scheme};
 use meshwork_core::{Axis, Buffer, DType, Group, Rank, Ty};
 use meshwork_nn::{Activation, Batch};
-use meshwork_pipeline::{Direction, Schedule, Tag};
+use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::{Category, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -39,7 +39,7 @@ pub struct Codec {
     tp: [usize; 2],
     /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate
     /// as receiver.
-    kept: BTreeMap<Site, (Crossing, Sender<Buffer>)>,
+    kept: BTreeMap<Site, Sender<Buffer>>,
     /// In a pass that may have to be repeated: what was kept before it, where it has changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
     /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and
@@ -87,42 +87,38 @@ impl Codec {
     /// # Errors
     /// A device without kernels for compression; no memory.
     pub fn training(
-        (plan, model, schedule): (&Plan, &ModelPlan, &Schedule),
+        staged: Staged<'_>,
         crossings: Vec<Crossing>,
         rank: &Rank,
         disk: Option<&Rc<Disk>>,
         device: &Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
+        let Staged { plan, model, .. } = staged;
         let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
         let mut codec = Self::plain(&plan.compress, plan.seed, model.boundaries().into(), rank, device, clock)?;
-        codec.histories = Histories::new((plan, model, schedule), &crossings, rank, disk, device)?;
+        codec.histories = Histories::new(staged, &crossings, rank, disk, device)?;
         for crossing in crossings {
             let names: Vec<_> = crossing.states(plan).collect();
             let state = |name| codec.zeros(if names.contains(&name) { crossing.packed.shape.len() } else { 0 });
             let [residual, estimate, momentum] = Sender::<Buffer>::NAMES.map(state);
             let kept = Sender { residual: residual?, estimate: estimate?, momentum: momentum? };
             if !names.is_empty() {
-                codec.kept.insert(crossing.site, (crossing, kept));
+                codec.kept.insert(crossing.site, kept);
             }
         }
         Ok(codec)
     }
 
-    /// Every state of feedback, with its name and its place in the state of a run.
-    pub fn states(&self) -> impl Iterator<Item = (&Crossing, &'static str, &Buffer)> {
-        let all = self.kept.values().flat_map(|(crossing, kept)| {
-            Sender::<Buffer>::NAMES.into_iter().zip(kept.all()).map(move |(name, state)| (crossing, name, state))
-        });
-        all.filter(|(_, _, state)| state.count() > 0)
+    /// A state of the feedback of a value, by its name.
+    pub fn state(&self, site: Site, name: &str) -> Option<&Buffer> {
+        let at = Sender::<Buffer>::NAMES.iter().position(|other| *other == name)?;
+        Some(self.kept.get(&site)?.all()[at])
     }
 
     /// The same, for writing.
-    pub fn states_mut(&mut self) -> impl Iterator<Item = (&Crossing, &'static str, &mut Buffer)> {
-        let all = self.kept.values_mut().flat_map(|(crossing, kept)| {
-            let crossing = &*crossing;
-            Sender::<Buffer>::NAMES.into_iter().zip(kept.all_mut()).map(move |(name, state)| (crossing, name, state))
-        });
-        all.filter(|(_, _, state)| state.count() > 0)
+    pub fn state_mut(&mut self, site: Site, name: &str) -> Option<&mut Buffer> {
+        let states = Sender::<Buffer>::NAMES.into_iter().zip(self.kept.get_mut(&site)?.all_mut());
+        states.into_iter().find(|(other, _)| *other == name).map(|(_, state)| state)
     }
 
     fn zeros(&self, count: usize) -> Result<Buffer, TrainError> {
@@ -168,7 +164,7 @@ impl Codec {
         self.indices.clear();
         self.histories.clear();
         for (site, before) in self.before.take().into_iter().flatten() {
-            if let Some((_, kept)) = self.kept.get_mut(&site) {
+            if let Some(kept) = self.kept.get_mut(&site) {
                 *kept = before;
             }
         }
@@ -176,8 +172,8 @@ impl Codec {
 
     /// What is kept of a message, in a pass that trains, for changing it.
     fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
-        let site = Site { micro: self.clock.of(site.micro).1, ..site };
-        let Some((_, kept)) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
+        let site = Site { micro: self.clock.step_of(site.micro).1, ..site };
+        let Some(kept) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
             return Ok(None);
         };
         if let Some(before) = &mut self.before
@@ -195,7 +191,7 @@ impl Codec {
     pub fn forget(&mut self) -> Result<(), TrainError> {
         self.histories.forget();
         let optim = self.device.optim()?;
-        let states = self.kept.values_mut().flat_map(|(_, kept)| kept.all_mut());
+        let states = self.kept.values_mut().flat_map(Sender::all_mut);
         states.filter(|state| state.count() > 0).try_for_each(|state| Ok(optim.zero(state, 0..state.count())?))
     }
 
@@ -213,12 +209,13 @@ impl Codec {
 
     /// How a value is compressed, if it is.
     pub fn packed(&self, site: Site, value: &Activation) -> Result<Option<Packed>, TrainError> {
-        let included = self.compress.includes(self.clock.of(site.micro).0);
+        let included = self.compress.includes(self.clock.step_of(site.micro).0);
         let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
         // A sample that crosses for the first time crosses as it is.
         let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(History::is_fresh);
         let scheme = scheme.map(|scheme| if fresh { NOTHING } else { scheme });
-        scheme.map(|scheme| pack(&self.compress, scheme, &self.boundaries[site.cut], site.direction, value)).transpose()
+        let at_cut = CutValue { boundary: &self.boundaries[site.cut], direction: site.direction, value };
+        scheme.map(|scheme| at_cut.pack(&self.compress, scheme)).transpose()
     }
 
     /// The message of a value, in memory of `room` bytes.
@@ -242,7 +239,7 @@ impl Codec {
         value: Buffer,
         room: usize,
     ) -> Result<(Buffer, Option<Buffer>), TrainError> {
-        let (step, micro) = self.clock.of(site.micro);
+        let (step, micro) = self.clock.step_of(site.micro);
         // Ranks that have the same value draw the same.
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
         let [tp_rank, tp] = if differs { self.tp } else { [0, 1] };
@@ -303,7 +300,7 @@ impl Codec {
     }
 
     fn unpack_wide(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
-        let (_, micro) = self.clock.of(site.micro);
+        let (_, micro) = self.clock.step_of(site.micro);
         let message = part(message, of.bytes)?;
         let device = self.device.clone();
         if let Some(cut) = self.history(site) {
@@ -335,9 +332,9 @@ impl Codec {
         let (device, keeps) = (self.device.clone(), packed.chosen.and_then(|_| self.indices_of(site)));
         let (message, last) = self.packed_and_last(site, &packed, &value, tensor.into_buffer(), packed.bytes)?;
         let _buffers = device.meter().enter(Category::Buffers);
-        let (_, micro) = self.clock.of(site.micro);
+        let (_, micro) = self.clock.step_of(site.micro);
         let kept = self.kept.get(&Site { micro, ..site }).filter(|_| self.clock.purpose == Purpose::Train);
-        let received = match (last, kept.map(|(_, sender)| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
+        let received = match (last, kept.map(|sender| &sender.estimate).filter(|estimate| estimate.count() > 0)) {
             (Some(mut last), _) => {
                 device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last, 0)?;
                 last
@@ -353,13 +350,13 @@ impl Codec {
     /// The cut, if this rank keeps activations of samples there that a value belongs to.
     fn history(&self, Site { cut, direction, micro }: Site) -> Option<usize> {
         let trains = self.clock.purpose == Purpose::Train && direction == Direction::Activation;
-        let included = trains && self.compress.includes(self.clock.of(micro).0);
+        let included = trains && self.compress.includes(self.clock.step_of(micro).0);
         (included && self.histories.at(cut).is_some()).then_some(cut)
     }
 
     /// The key of a micro-batch at a cut.
     fn key(&self, site: Site) -> (usize, u64, usize) {
-        let (step, micro) = self.clock.of(site.micro);
+        let (step, micro) = self.clock.step_of(site.micro);
         (site.cut, step, micro)
     }
 

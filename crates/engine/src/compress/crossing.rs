@@ -1,24 +1,23 @@
-//! The states of feedback at the cuts: which messages of a step a rank sends and receives, and what it keeps of each,
+//! The messages that a rank sends and receives over cuts in a step, and the states that it keeps of each for feedback,
 //! by name and slice.
 //!
 //! A state has a place for each sample of the global batch, so that it does not depend on how the mesh cuts the batch.
 //! It is named after the layer behind which the cut lies: where another number of stages has no cut, it is dropped, and
 //! a new cut starts from zeros.
 
-use crate::boundary::Boundary;
-use crate::factor_sum::require_matrices;
+use super::matrices::require_matrices;
+use super::packing::{CutValue, Packed};
 use crate::message::Site;
-use crate::packing::{Packed, refuse, require};
 use crate::{ModelPlan, Plan, PlanError, StateKey, TrainError};
 use meshwork_compress::feedback::Sender;
-use meshwork_core::{Axis, Buffer, Coords, Mesh, Ty};
+use meshwork_core::{Axis, Buffer, Coords, Ty};
 use meshwork_nn::{Activation, Batch, Model};
 use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
 use std::sync::Arc;
 
-/// A message that one rank sends or receives in each step, of a value that is compressed.
+/// A compressed message that one rank sends or receives in each step.
 #[derive(Clone, Debug)]
 pub struct Crossing {
     /// Its place in a step.
@@ -31,7 +30,7 @@ pub struct Crossing {
     pub name: String,
     /// Extents of the value over the whole batch.
     pub dims: Shape,
-    /// What this rank holds of it.
+    /// The slice of it that this rank holds.
     pub slice: LocalSlice,
 }
 
@@ -49,21 +48,25 @@ impl Crossing {
     }
 }
 
+/// A model that a plan cuts into stages.
+#[derive(Clone, Copy, Debug)]
+pub struct Staged<'a> {
+    pub plan: &'a Plan,
+    pub model: &'a ModelPlan,
+    /// Which rank runs which stage when.
+    pub schedule: &'a Schedule,
+}
+
 /// The compressed messages of a step of the rank at `coords`.
 ///
 /// # Errors
 /// A value that cannot be compressed as the plan says.
-pub fn crossings(
-    plan: &Plan,
-    model: &ModelPlan,
-    schedule: &Schedule,
-    mesh: &Mesh,
-    coords: Coords,
-) -> Result<Vec<Crossing>, TrainError> {
-    let micros = plan.num_microbatches()?;
-    let micro_batch = plan.micro_batch_size()?;
+pub fn crossings(staged: Staged<'_>, coords: Coords) -> Result<Vec<Crossing>, TrainError> {
+    let Staged { plan, model, schedule } = staged;
+    let (mesh, canonical) = (&plan.mesh, plan.blocks().is_some());
+    let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
     let blank = Batch::blank(&model.model().fields(), micro_batch);
-    let (me, canonical) = (coords.get(Axis::Pp), plan.blocks().is_some());
+    let me = coords.get(Axis::Pp);
     let mut crossings = Vec::new();
     for (cut, boundary) in model.boundaries().iter().enumerate() {
         let [before, behind] = boundary.stages;
@@ -73,11 +76,10 @@ pub fn crossings(
                 Direction::Activation => (activation, before, behind),
                 Direction::Gradient => (Activation { types: activation.types.dual(), ..activation }, behind, before),
             };
-            let Some(packed) = require(&plan.compress, boundary, direction, &value, (mesh, canonical))? else {
-                continue;
-            };
+            let at_cut = CutValue { boundary, direction, value: &value };
+            let Some(packed) = at_cut.require(&plan.compress, mesh, canonical)? else { continue };
             if canonical && !boundary.is_virtual && schedule.ranks_of(before) != schedule.ranks_of(behind) {
-                return Err(uncanonical(plan, boundary, packed, direction).into());
+                return Err(uncanonical(plan, at_cut, packed).into());
             }
             for micro in 0..micros {
                 let [sends, receives] = [from, to].map(|stage| schedule.rank_of(stage, micro) == me);
@@ -86,11 +88,11 @@ pub fn crossings(
                 }
                 let site = Site { cut, direction, micro };
                 let first = (mesh.data_rank(coords) * micros + micro) * micro_batch;
-                let Some((dims, slice)) = place(&value, plan.global_batch_size, first, mesh, coords) else {
+                let Some((dims, slice)) = batch_slice(&value, first, plan, coords) else {
                     let aqsgd = plan.compress.aqsgd.is_some() && direction == Direction::Activation;
                     if aqsgd || plan.compress.feedback.keeps().contains(&true) {
                         let problem = "ranks have values of their own (Varying), which a state has no place for: use no feedback, and no aqsgd";
-                        return Err(refuse(packed.scheme, boundary, direction, problem.to_owned()).into());
+                        return Err(at_cut.refuse(packed.scheme, problem.to_owned()).into());
                     }
                     continue;
                 };
@@ -101,8 +103,8 @@ pub fn crossings(
     Ok(crossings)
 }
 
-/// Refuses compression that does not go with a plan or with what the model sends, as a [`Trainer`](crate::Trainer)
-/// does.
+/// Refuses compression that does not go with a plan or with the values that the model sends, as a
+/// [`Trainer`](crate::Trainer) does.
 ///
 /// # Errors
 /// What does not go together, and what would be valid.
@@ -110,27 +112,29 @@ pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<(), Tr
     plan.compress.require_fit(plan)?;
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
     require_matrices(&plan.compress, &model.parameters()?)?;
+    let staged = Staged { plan, model: &model, schedule: &schedule };
     // Ranks of one stage have values of the same types.
     let mut ranks = (0..plan.mesh.degree(Axis::Pp)).map(|pp_rank| plan.mesh.coords(0).with(Axis::Pp, pp_rank));
-    ranks.try_for_each(|coords| crossings(plan, &model, &schedule, &plan.mesh, coords).map(drop))
+    ranks.try_for_each(|coords| crossings(staged, coords).map(drop))
 }
 
 /// The error of a cut between ranks that other meshes do not have, in canonical numerics.
-fn uncanonical(plan: &Plan, boundary: &Boundary, packed: Packed, direction: Direction) -> PlanError {
+fn uncanonical(plan: &Plan, at_cut: CutValue<'_>, packed: Packed) -> PlanError {
     let mut cuts = plan.virtual_cuts.clone();
-    cuts.push(boundary.layer);
+    cuts.push(at_cut.boundary.layer);
     cuts.sort_unstable();
     let problem = format!(
         "canonical numerics promise the bits of one rank, which has nobody to send compressed values to: let every mesh simulate this cut, \
          with virtual_cuts = {cuts:?}, or use numerics Fast"
     );
-    refuse(packed.scheme, boundary, direction, problem)
+    at_cut.refuse(packed.scheme, problem)
 }
 
 /// The extents of a value over the whole batch, and the slice of them that a rank has of samples from `first` on;
 /// `None` where its types do not say.
-fn place(value: &Activation, batch: usize, first: usize, mesh: &Mesh, coords: Coords) -> Option<(Shape, LocalSlice)> {
-    let (mut dims, mut ranges) = (value.shape, value.shape.iter().map(|&extent| 0..extent).collect::<Vec<_>>());
+fn batch_slice(value: &Activation, first: usize, plan: &Plan, coords: Coords) -> Option<(Shape, LocalSlice)> {
+    let (mesh, mut dims) = (&plan.mesh, value.shape);
+    let mut ranges: Vec<_> = value.shape.iter().map(|&extent| 0..extent).collect();
     for (axis, ty) in value.types.iter().filter(|(axis, _)| mesh.degree(*axis) > 1 && !axis.is_data()) {
         match ty {
             Ty::Shard(dim) if dim > 0 => {
@@ -145,5 +149,5 @@ fn place(value: &Activation, batch: usize, first: usize, mesh: &Mesh, coords: Co
         }
     }
     ranges[0] = first..first + value.shape[0];
-    Some((dims.with(0, batch), LocalSlice { stored: value.shape, ranges }))
+    Some((dims.with(0, plan.global_batch_size), LocalSlice { stored: value.shape, ranges }))
 }

@@ -10,12 +10,11 @@
 //! where a forward is recomputed.
 
 use crate::layout::Layout;
-use crate::zero::Shared;
 use crate::{Plan, PlanError};
 use meshwork_compress::{CompressError, Draws, Fold, Scheme, Shape, wire_bytes};
 use meshwork_core::{Buffer, DType, FlatSlice};
 use meshwork_data_parallel::{Messages, VectorError};
-use meshwork_tensor::{Category, Declarations, Device};
+use meshwork_tensor::{Category, Device};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// The part of a message that has the elements of one parameter.
 #[derive(Clone, Debug)]
 struct Part {
-    /// What is drawn is drawn for this name, from this element on.
+    /// Random numbers are drawn for this name, from this element on.
     name: String,
     first: usize,
     /// Its elements in the flat buffer.
@@ -35,7 +34,7 @@ struct Part {
 
 /// The messages of one flat buffer.
 #[derive(Debug)]
-struct OfFlat {
+struct FlatMessages {
     /// The slices by rank, with the parts of their messages.
     slices: Vec<(FlatSlice, Vec<Part>)>,
     /// This rank's number among them.
@@ -53,14 +52,14 @@ pub struct WeightMessages {
     scheme: Scheme,
     seed: u64,
     /// Of the flat buffers that ranks share out.
-    flats: Vec<Option<OfFlat>>,
+    flats: Vec<Option<FlatMessages>>,
     device: Arc<dyn Device>,
     /// The type of the weights.
     dtype: DType,
     now: Arc<Now>,
 }
 
-/// What the gathers of a pass do.
+/// Whether the gathers of a pass compress, and for which weights.
 #[derive(Debug, Default)]
 pub struct Now {
     compresses: AtomicBool,
@@ -84,26 +83,16 @@ impl WeightMessages {
     ///
     /// # Errors
     /// A scheme that does not compress a slice.
-    pub fn new(
-        plan: &Plan,
-        declarations: &Declarations,
-        (layout, shared): (&Layout, &[Shared]),
-        world_rank: usize,
-        device: &Arc<dyn Device>,
-        now: Arc<Now>,
-    ) -> Result<Self, PlanError> {
+    pub fn new(plan: &Plan, layout: &Layout, device: &Arc<dyn Device>, now: Arc<Now>) -> Result<Self, PlanError> {
         let scheme = plan.compress.weights;
-        let of_flat = |(flat, shared): (usize, &Shared)| {
-            let cut = shared.sharers.is_some() && shared.is_cut();
-            cut.then(|| OfFlat::new(scheme, declarations, layout, (flat, shared.slice), plan, world_rank)).transpose()
-        };
-        let flats = shared.iter().enumerate().map(of_flat).collect::<Result<_, _>>();
+        let of_flat = |flat| layout.is_cut(flat).then(|| FlatMessages::new(scheme, layout, flat)).transpose();
+        let flats = (0..layout.flats.len()).map(of_flat).collect::<Result<_, _>>();
         let flats = flats.map_err(|error: CompressError| PlanError::Compress {
             place: "weights",
             scheme: scheme.to_string(),
             problem: error.to_string(),
         })?;
-        Ok(Self { scheme, seed: plan.seed, flats, device: device.clone(), dtype: declarations.dtype(), now })
+        Ok(Self { scheme, seed: plan.seed, flats, device: device.clone(), dtype: layout.declarations.dtype(), now })
     }
 
     fn draws(&self, part: &Part) -> Draws {
@@ -111,20 +100,14 @@ impl WeightMessages {
     }
 }
 
-impl OfFlat {
-    fn new(
-        scheme: Scheme,
-        declarations: &Declarations,
-        layout: &Layout,
-        (flat, slice): (usize, FlatSlice),
-        plan: &Plan,
-        world_rank: usize,
-    ) -> Result<Self, CompressError> {
+impl FlatMessages {
+    fn new(scheme: Scheme, layout: &Layout, flat: usize) -> Result<Self, CompressError> {
+        let slice = layout.slice(flat);
         let ([place, ranks], elements) = (slice.place(), slice.elements());
         let parts_of = |slice: FlatSlice| {
             let mut end = 0;
             let mut part = |&id| {
-                let range = layout.place(id).1;
+                let range = &layout.span(id).range;
                 let part = slice.part_of(range.clone());
                 if part.is_empty() {
                     return Ok(None);
@@ -132,7 +115,7 @@ impl OfFlat {
                 let shape = Shape::vector(part.len())?;
                 let at = end..end + wire_bytes(&scheme, shape)?;
                 end = at.end;
-                let name = format!("weight {}", declarations.spec(id).name);
+                let name = format!("weight {}", layout.declarations.spec(id).name);
                 Ok(Some(Part { name, first: part.start - range.start, range: part, shape, at }))
             };
             layout.flats[flat].iter().filter_map(|id| part(id).transpose()).collect::<Result<Vec<_>, CompressError>>()
@@ -141,7 +124,7 @@ impl OfFlat {
         let slices: Vec<_> = slices.map(|slice| Ok((slice, parts_of(slice)?))).collect::<Result<_, CompressError>>()?;
         let bytes = |parts: &Vec<Part>| parts.last().map_or(0, |last| last.at.end);
         let bytes = slices.iter().map(|(_, parts)| bytes(parts)).max().unwrap_or(0);
-        let padding = layout.padding(flat, declarations, &plan.mesh, world_rank);
+        let padding = layout.padding(flat);
         Ok(Self { slices, place, elements, padding, bytes })
     }
 }

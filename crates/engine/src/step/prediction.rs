@@ -1,0 +1,102 @@
+//! Memory, work and communication of a step of one rank, found by running it on a device without values.
+
+use super::Trainer;
+use crate::offload::Traffic;
+use crate::{Compress, Plan, TrainError};
+use meshwork_core::{Rank, Record};
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::meta::Meta;
+use meshwork_tensor::{Device, MemoryUse};
+use std::sync::Arc;
+
+/// What one rank holds, computes and communicates in a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prediction {
+    /// Elements of the parameters on this rank, padding not counted.
+    pub parameters: usize,
+    /// Bytes of weights, gradients and optimizer states.
+    pub model_bytes: u64,
+    /// What holds memory at the moment when most bytes are alive.
+    pub memory: MemoryUse,
+    /// Floating point operations of matrix products and attention.
+    pub flops: u64,
+    /// Every communication, in order; in a run that compresses, of a step that compresses.
+    pub records: Vec<Record>,
+    /// Every communication of the first step of such a run, where it does not compress yet: before `start_step`, or of
+    /// AQ-SGD's samples that are all new.
+    pub exact: Option<Vec<Record>>,
+    /// Bytes that the offload of a step reads and writes, and the most room that it takes.
+    pub offloaded: Traffic,
+}
+
+impl Prediction {
+    /// Most bytes alive at once: the model's bytes and the activations.
+    pub fn peak_bytes(&self) -> u64 {
+        self.memory.total()
+    }
+
+    /// Logical bytes per step on the groups of that name.
+    pub fn bytes_on(&self, group: &str) -> f64 {
+        bytes_on(&self.records, group)
+    }
+}
+
+/// Logical bytes of some communication on the groups of that name.
+pub fn bytes_on(records: &[Record], group: &str) -> f64 {
+    records.iter().filter(|record| record.group == group).fold(0.0, |sum, record| sum + record.bytes())
+}
+
+/// Predicts a step of the rank `world_rank` of the plan's mesh.
+///
+/// # Errors
+/// A plan that does not fit, and a program that is wrongly distributed.
+pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction, TrainError> {
+    // Memory is the most of both: a step that does not compress yet, and a step that does.
+    let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
+    let start_step = plan.compress.start_step.min(2);
+    let plan = &Plan { compress: Compress { start_step, ..plan.compress }, ..plan.clone() };
+    let device = blank_device(plan);
+    let mut trainer = trainer(model, plan, world_rank, device.clone())?;
+    let parameters = trainer.local_elements();
+    let model_bytes = device.meter().live_bytes();
+    // Measure the last of these steps: the steps that overlap with it are then under way.
+    let batch = blank_batch(&trainer);
+    let mut reports = Vec::new();
+    let (mut flops, mut moved) = (0, Traffic::default());
+    // With AQ-SGD the step in which samples are new takes the most memory, and a later step says what is sent.
+    let has_new = plan.compress.aqsgd.is_some();
+    let before = trainer.steps_ahead() + usize::from(has_new) + usize::from(begins_later);
+    for step in 0..=before {
+        if step < before {
+            trainer.forget_samples(); // in all steps but the last they are new
+        }
+        let before = device.meter().total_flops();
+        moved = trainer.offloaded();
+        reports.extend(trainer.start_step(&batch, || false, |_| {})?);
+        flops = device.meter().total_flops() - before;
+    }
+    reports.extend(trainer.flush(|_| {})?);
+    let records = reports.pop().map_or(Vec::new(), |report| report.records);
+    let exact = reports.into_iter().next().map(|report| report.records).filter(|_| has_new || begins_later);
+    let offloaded = trainer.offloaded().since(moved);
+    Ok(Prediction { parameters, model_bytes, memory: device.meter().peak(), flops, records, exact, offloaded })
+}
+
+pub(crate) fn trainer(
+    model: &Arc<dyn Model>,
+    plan: &Plan,
+    world_rank: usize,
+    device: Arc<dyn Device>,
+) -> Result<Trainer, TrainError> {
+    Trainer::new(model.clone(), plan, Arc::new(Rank::recording(&plan.mesh, world_rank)?), device)
+}
+
+/// The meta device that replaces the training device.
+pub(crate) fn blank_device(plan: &Plan) -> Arc<dyn Device> {
+    Arc::new(Meta::new(plan.precision))
+}
+
+/// A rank's samples, all zero.
+pub(crate) fn blank_batch(trainer: &Trainer) -> Batch {
+    Batch::blank(&trainer.plan().model().fields(), trainer.samples().len())
+}
