@@ -22,6 +22,7 @@ mod pending;
 mod samples;
 mod state;
 mod synchronous;
+mod train;
 mod verify;
 
 pub use evaluate::{AtCuts, Evaluation};

@@ -219,6 +219,15 @@ impl Data {
         Self { prompt, ..Self::of(vec![stream], Mixture::alone(), seq_len) }
     }
 
+    /// Samples of the text that is trained on where none is given, the bytes of Cicero's first book On the Ends of Good
+    /// and Evil, in order, with nothing held out or masked. For examples and tests.
+    ///
+    /// The text has 49,068 bytes, and `seq_len` is at least 1 and less.
+    #[must_use]
+    pub fn sample_text(seq_len: usize) -> Self {
+        Self::from_tokens(lipsum::LIBER_PRIMUS.bytes().map(i32::from).collect(), seq_len)
+    }
+
     /// Masks the targets that `mask` picks by their place in the stream, so that samples differ in their number of
     /// unmasked tokens. Of several streams, each is masked in the same places.
     #[must_use]
