@@ -5,8 +5,7 @@ use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::cost;
 use crate::error::RunError;
-use crate::plan_compression;
-use meshwork_core::{Axis, Mesh, Record};
+use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::dry_run::{self, bytes_on};
 use meshwork_engine::{ModelPlan, TrainError};
@@ -24,27 +23,35 @@ pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainEr
 }
 
 /// Ranks of one pp rank that do the same work.
-pub(crate) struct Kind {
-    pub(crate) ranks: Vec<usize>,
-    pp_rank: usize,
-    pub(crate) each: Prediction,
+#[derive(Clone, Debug)]
+pub struct EqualRanks {
+    /// Their world ranks, in ascending order.
+    pub ranks: Vec<usize>,
+    /// Their pp rank.
+    pub pp_rank: usize,
+    /// The step of each of them.
+    pub each: Prediction,
 }
 
-/// The work of every rank. Ranks that differ only along dp do the same, so a thousand of them need no more predictions
-/// than one.
-pub(crate) fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
-    let mut kinds: Vec<Kind> = Vec::new();
+/// Predicts a step of every rank. Ranks that differ only along dp do the same work, so a thousand of them need no more
+/// predictions than one.
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn predict_all(config: &Config) -> Result<Vec<EqualRanks>, TrainError> {
+    let mesh = config.mesh()?;
+    let mut all: Vec<EqualRanks> = Vec::new();
     for first in (0..mesh.world_size()).filter(|&rank| mesh.data_rank(mesh.coords(rank)) == 0) {
         let pp_rank = mesh.coords(first).get(Axis::Pp);
         let each = predict(config, first)?;
         let ranks = mesh.group(first, &Axis::DATA);
-        match kinds.iter_mut().find(|kind| kind.pp_rank == pp_rank && kind.each == each) {
-            Some(kind) => kind.ranks.extend(ranks),
-            None => kinds.push(Kind { ranks, pp_rank, each }),
+        match all.iter_mut().find(|equal| equal.pp_rank == pp_rank && equal.each == each) {
+            Some(equal) => equal.ranks.extend(ranks),
+            None => all.push(EqualRanks { ranks, pp_rank, each }),
         }
     }
-    kinds.iter_mut().for_each(|kind| kind.ranks.sort_unstable());
-    Ok(kinds)
+    all.iter_mut().for_each(|equal| equal.ranks.sort_unstable());
+    Ok(all)
 }
 
 /// What holds the memory of each rank when most bytes are alive.
@@ -52,9 +59,8 @@ pub(crate) fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainErro
 /// # Errors
 /// As [`dry_run::predict`].
 pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
-    let mesh = config.mesh()?;
-    let mut memory = vec![MemoryUse::default(); mesh.world_size()];
-    for Kind { ranks, each, .. } in kinds(config, &mesh)? {
+    let mut memory = vec![MemoryUse::default(); config.mesh()?.world_size()];
+    for EqualRanks { ranks, each, .. } in predict_all(config)? {
         ranks.into_iter().for_each(|rank| memory[rank] = each.memory);
     }
     Ok(memory)
@@ -62,8 +68,8 @@ pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
 
 /// Most bytes alive at once on all ranks together.
 pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
-    let kinds = kinds(config, &config.mesh()?)?;
-    Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes())).sum())
+    let all = predict_all(config)?;
+    Ok(all.iter().map(|equal| equal.ranks.len() as u128 * u128::from(equal.each.peak_bytes())).sum())
 }
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
@@ -71,7 +77,6 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
     text += &cost::report(config)?;
-    text += &plan_compression::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
@@ -120,7 +125,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
             100.0 * timeline.bubble_of_total()
         );
     }
-    for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
+    for EqualRanks { ranks, pp_rank, each } in predict_all(config)? {
         let Prediction { parameters, model_bytes, memory, flops, ref records, ref exact, offloaded } = each;
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
@@ -262,12 +267,12 @@ mod tests {
         let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
         let config = Config::from_toml(toml).unwrap();
         let mesh = config.mesh().unwrap();
-        let kinds = kinds(&config, &mesh).unwrap();
-        let kind = |rank: usize| kinds.iter().find(|kind| kind.ranks.contains(&rank)).unwrap();
+        let all = predict_all(&config).unwrap();
+        let equal = |rank: usize| all.iter().find(|equal| equal.ranks.contains(&rank)).unwrap();
         for rank in 0..mesh.world_size() {
-            assert_eq!(kind(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
+            assert_eq!(equal(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
         }
-        assert_eq!(kinds.iter().map(|kind| kind.ranks.len()).sum::<usize>(), 16);
+        assert_eq!(all.iter().map(|equal| equal.ranks.len()).sum::<usize>(), 16);
         let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
         assert_eq!(world_bytes(&config).unwrap(), bytes);
     }

@@ -5,7 +5,7 @@
 //! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
 
 use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
-use crate::plan::{kinds, size, spans};
+use crate::plan::{predict_all, size, spans};
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
 use std::fmt::Write;
@@ -41,12 +41,12 @@ struct Candidate {
 
 impl Candidate {
     fn of(config: Config) -> Result<Self, TrainError> {
-        let kinds = kinds(&config, &config.mesh()?)?;
-        let most = kinds.iter().map(|kind| kind.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
-        let times = kinds.iter().map(|kind| {
-            let sent: f64 = kind.each.records.iter().map(|record| record.bytes()).sum();
-            let moved = kind.each.offloaded.read + kind.each.offloaded.written;
-            kind.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
+        let all = predict_all(&config)?;
+        let most = all.iter().map(|equal| equal.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
+        let times = all.iter().map(|equal| {
+            let sent: f64 = equal.each.records.iter().map(|record| record.bytes()).sum();
+            let moved = equal.each.offloaded.read + equal.each.offloaded.written;
+            equal.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
         });
         Ok(Self { most, time: times.fold(0.0, f64::max), config })
     }
@@ -192,10 +192,10 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         _ = writeln!(text, "{first}{cells}");
     };
     row("ranks", std::array::from_fn(|at| names[at].to_owned()));
-    for kind in kinds(config, &config.mesh()?)? {
-        let memory = kind.each.memory;
+    for equal in predict_all(config)? {
+        let memory = equal.each.memory;
         let bytes: Vec<u64> = memory.iter().map(|(_, bytes)| bytes).chain([memory.total()]).collect();
-        row(&spans(&kind.ranks), std::array::from_fn(|at| brief(bytes[at])));
+        row(&spans(&equal.ranks), std::array::from_fn(|at| brief(bytes[at])));
     }
     let candidates = candidates(config);
     let base = candidates.first().map_or(1.0, |own| own.time.max(1.0));

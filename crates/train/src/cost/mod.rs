@@ -15,7 +15,7 @@ pub use cards::{CARDS, Card, Shares, card};
 pub use walk::Of;
 
 use crate::config::{Config, Device};
-use crate::plan::{count, grouped, size, spans};
+use crate::plan::{count, grouped, predict_all, size, spans};
 use meshwork_core::Axis;
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_engine::{Plan, Recompute, TrainError, dry_run};
@@ -207,10 +207,10 @@ pub(crate) fn report(config: &Config) -> Result<String, TrainError> {
         100.0 * used(&least, flops),
     );
     let mut most = (0, Vec::new());
-    for kind in crate::plan::kinds(config, &recorded.plan.mesh)? {
-        let bytes = kind.each.peak_bytes();
+    for equal in predict_all(config)? {
+        let bytes = equal.each.peak_bytes();
         if bytes > most.0 {
-            most = (bytes, kind.ranks);
+            most = (bytes, equal.ranks);
         }
     }
     let fits = if most.0 as f64 <= card.memory { "" } else { ": more than it has" };

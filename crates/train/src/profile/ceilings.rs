@@ -98,8 +98,12 @@ fn copy() -> f64 {
     2.0 * COPY_BYTES as f64 / seconds
 }
 
-/// Seconds of the fastest of `tries` runs, of which none starts later than `enough` after the first.
-pub(crate) fn best<E>(tries: usize, enough: Duration, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+/// Seconds of the fastest of `tries` runs of `work`, none of which starts later than `enough` after the first. A run
+/// before them warms up.
+///
+/// # Errors
+/// The first error of `work`.
+pub fn best<E>(tries: usize, enough: Duration, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
     work()?; // touches its memory for the first time
     let began = Instant::now();
     let mut best = f64::INFINITY;
