@@ -42,7 +42,9 @@ pub mod prelude {
     pub use meshwork_nn::{Activation, Batch, BatchSource, Field, Model, Stage, StageSpec};
     pub use meshwork_nn::{LayerNorm, Positions, RmsNorm};
     pub use meshwork_tensor::meta::Meta;
-    pub use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var};
+    pub use meshwork_tensor::{
+        Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var,
+    };
     pub use meshwork_tensor_parallel::Region;
     pub use meshwork_train::Data;
     pub use meshwork_train::config::{Args, Config};
