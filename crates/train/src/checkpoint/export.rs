@@ -116,7 +116,7 @@ pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
     match config.data.end_of_text {
         EndOfText::Word(EndOfTextWord::Auto) => data.tokenizer().end_of_text(),
         EndOfText::Word(EndOfTextWord::None) => None,
-        EndOfText::Id(id) => Some(id),
+        EndOfText::Number(id) => Some(id),
     }
 }
 

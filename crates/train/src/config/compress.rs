@@ -3,7 +3,6 @@
 use super::Config;
 use super::sections::Compress;
 use super::settings::Settings;
-use super::words::RoundingName;
 use crate::data::Data;
 use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
 use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
@@ -23,10 +22,7 @@ impl Compress {
     /// # Errors
     /// A text that names no scheme.
     pub fn plan(&self) -> Result<meshwork_engine::Compress, CompressError> {
-        let rounding = match self.rounding {
-            RoundingName::Nearest => Rounding::Nearest,
-            RoundingName::Stochastic => Rounding::Stochastic,
-        };
+        let rounding = Rounding::from(self.rounding);
         let scheme = |text: &str| Ok::<_, CompressError>(text.parse::<Scheme>()?.rounding_at_least(rounding));
         Ok(meshwork_engine::Compress {
             activations: scheme(&self.activations)?,

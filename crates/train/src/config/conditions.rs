@@ -6,7 +6,8 @@ use toml::Value;
 use super::keys::{self, Condition};
 use super::settings::Settings;
 use super::words::{
-    Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, SavedDtype, SavedEncoding,
+    Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, SavedDtype,
+    SavedEncoding,
 };
 use super::{Config, DecayName};
 
@@ -49,8 +50,9 @@ pub(super) const IN_F32: Condition =
     when("training.dtype = f32", &["training.dtype"], |c| c.training.dtype == Dtype::F32);
 pub(super) const IN_HALVES: Condition =
     when("training.dtype = bf16 or f16", &["training.dtype"], |c| c.training.dtype != Dtype::F32);
-pub(super) const DYNAMIC: Condition =
-    when("training.loss_scale = dynamic", &["training.loss_scale"], |c| c.training.loss_scale == LossScaling::Dynamic);
+pub(super) const DYNAMIC: Condition = when("training.loss_scale = dynamic", &["training.loss_scale"], |c| {
+    c.training.loss_scale == LossScaling::Word(LossScaleWord::Dynamic)
+});
 
 // The update rule and its rate.
 pub(super) const ADAM: Condition = when("optimizer.name = adamw, lamb, muon or adam8bit", &["optimizer.name"], |c| {

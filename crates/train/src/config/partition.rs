@@ -150,7 +150,7 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
 pub(crate) fn check_recompute(config: &Config, settings: &mut Settings) {
     let key = "memory.recompute";
     let largest = config.pipeline.partition.iter().copied().max().unwrap_or(0);
-    if let Recomputed::Layers(layers) = config.memory.recompute
+    if let Recomputed::Number(layers) = config.memory.recompute
         && layers > largest
         && largest > 0
         && settings.sound(&[key, KEY, LAYERS, STAGES])

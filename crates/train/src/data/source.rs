@@ -105,7 +105,7 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
     let mark = |setting, auto: Option<u32>| match setting {
         EndOfText::Word(EndOfTextWord::Auto) => auto,
         EndOfText::Word(EndOfTextWord::None) => None,
-        EndOfText::Id(id) => Some(id),
+        EndOfText::Number(id) => Some(id),
     };
     let reading = Reading {
         format: settings.format,
