@@ -7,6 +7,7 @@ pub use meshwork_compress as compress;
 pub use meshwork_core as core;
 pub use meshwork_cpu as cpu;
 pub use meshwork_data_parallel as data_parallel;
+pub use meshwork_diff as diff;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
 pub use meshwork_moe as moe;

@@ -1,6 +1,6 @@
 //! A model of your own over any mesh, on the public API alone: attention and a squared-ReLU network side by side, as in
 //! PaLM and Primer. `tests/custom_model/main.rs` tests it: its operations by `check_op`, its block by `check_layer`,
-//! whole meshes by `train::diff::compare`.
+//! whole meshes by `diff::compare`.
 
 use meshwork::models::language::{self, TARGETS, TOKENS};
 use meshwork::prelude::*;

@@ -6,10 +6,10 @@
 mod custom_model;
 
 use custom_model::Parallel;
+use meshwork::diff::{Place, Side, compare};
 use meshwork::engine::{StateKey, WholeState};
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::prelude::*;
-use meshwork::train::diff::{Place, Side, compare};
 use meshwork::train::profile::layers;
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -6,7 +6,6 @@ pub mod config;
 pub mod cost;
 pub mod data;
 mod devices;
-pub mod diff;
 mod error;
 pub mod generate;
 mod launch;

@@ -185,7 +185,8 @@ pub(crate) fn spans(numbers: &[usize]) -> String {
 }
 
 /// `1 rank`, `2,000 ranks`.
-pub(crate) fn count(number: usize, of: &str) -> String {
+#[must_use]
+pub fn count(number: usize, of: &str) -> String {
     let ending = match number {
         1 => "",
         _ if of.ends_with("ch") => "es",
@@ -195,7 +196,8 @@ pub(crate) fn count(number: usize, of: &str) -> String {
 }
 
 /// 1234567 as `1,234,567`.
-pub(crate) fn grouped(number: u64) -> String {
+#[must_use]
+pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (place, digit) in digits.chars().enumerate() {
