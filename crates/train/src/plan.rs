@@ -54,7 +54,7 @@ pub fn predict_all(config: &Config) -> Result<Vec<EqualRanks>, TrainError> {
     Ok(all)
 }
 
-/// What holds the memory of each rank when most bytes are alive.
+/// The holders of each rank's memory when most bytes are alive.
 ///
 /// # Errors
 /// As [`dry_run::predict`].
@@ -154,7 +154,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// What a step sends on each group.
+/// The bytes and calls of a step on each group.
 fn communication(records: &[Record]) -> String {
     let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
     let calls = |group| records.iter().filter(move |record| record.group == group).count();

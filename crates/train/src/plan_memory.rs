@@ -1,5 +1,5 @@
-//! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that
-//! is too small.
+//! The predicted memory of each rank, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a
+//! limit that is too small.
 //!
 //! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank
 //! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
@@ -26,14 +26,14 @@ const LOSS_CHUNK: usize = 256;
 /// Features of the widest activation of a layer, the inner one of an MLP, for each feature of the model.
 const WIDEST: usize = 4;
 
-/// What is recomputed, from what costs least.
+/// The settings of recomputation, the cheapest first.
 const RECOMPUTE: [RecomputeWord; 5] =
     [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
 
 /// Settings, and what they are predicted to take.
 struct Candidate {
     config: Config,
-    /// What the rank with the highest peak holds then.
+    /// The memory of the rank with the highest peak.
     most: MemoryUse,
     /// Estimated time of a step, in FLOPs of the slowest rank.
     time: f64,
@@ -82,7 +82,7 @@ fn candidates(config: &Config) -> Vec<Candidate> {
     combinations(config).into_iter().filter_map(|tried| Candidate::of(tried).ok()).collect()
 }
 
-/// What each setting by itself would free on the fullest rank, as predicted, from what frees most.
+/// The memory that each setting by itself would free on the fullest rank, as predicted, the largest first.
 pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
     let Ok(own) = Candidate::of(config.clone()) else { return Vec::new() };
     let single = combinations(config)
@@ -146,7 +146,7 @@ fn loss_chunks(config: &Config) -> Vec<usize> {
     if own == 0 && wide { vec![0, model.seq_len.div_ceil(4).min(LOSS_CHUNK)] } else { vec![own] }
 }
 
-/// What may be offloaded where at least `own` is. What is kept of samples is there with `aqsgd` alone.
+/// The offloads that include `own`. Histories of samples exist with `aqsgd` alone.
 fn offloads(own: OffloadWord, aqsgd: bool) -> impl Iterator<Item = OffloadWord> {
     use OffloadWord::{Activations, All, None, Optimizer, Samples};
     let tried = [None, Optimizer, Activations, Samples, All].into_iter();
@@ -258,7 +258,7 @@ mod tests {
         Config::from_toml(&toml).unwrap()
     }
 
-    /// What is named fits, and what is said to be the least is: a limit one byte below it has nothing that fits.
+    /// The named settings fit, and the least that is told is the least: nothing fits a limit one byte below it.
     #[test]
     fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
         for mesh in ["[parallelism]\ndp = 4", "[parallelism]\ndp = 2\ntp = 2", "[parallelism]\ndp = 2\npp = 2", ""] {

@@ -7,17 +7,17 @@ use crate::data::Data;
 use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
 use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
 
-/// What crosses the cuts of a pipeline.
+/// Keys of the messages between stages.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
 const SCHEMES: [&str; 6] = [CUTS[0], CUTS[1], GRADIENTS, WEIGHTS, DISPATCH[0], DISPATCH[1]];
 pub(super) const GRADIENTS: &str = "compress.gradients";
 pub(super) const WEIGHTS: &str = "compress.weights";
-/// What goes to experts and back.
+/// Keys of the tokens that go to experts and back.
 pub(super) const DISPATCH: [&str; 2] = ["compress.dispatch", "compress.dispatch_gradients"];
 const CUTS_OF_ONE: &str = "compress.virtual_cuts";
 
 impl Compress {
-    /// What is compressed, of texts that were checked.
+    /// The schemes of the section, whose texts were checked.
     ///
     /// # Errors
     /// A text that names no scheme.
@@ -87,7 +87,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let of_experts = [(Place::Dispatch, plan.dispatch), (Place::DispatchGradients, plan.dispatch_gradients)];
     let sound = settings.sound(&["model.hidden_size"]) && config.moe.num_experts > 0;
     for (place, scheme) in of_experts.into_iter().filter(|_| sound) {
-        // What is drawn, and factors, are refused above.
+        // Random choices and factors are refused above.
         let of_tokens = matches!(scheme, Scheme::Values(_) | Scheme::Sparse(Sparse { choice: Choice::Largest(_), .. }));
         let each = scheme.of_each_row(hidden);
         if of_tokens && Shape::matrix(1, hidden).is_ok_and(|token| !each.takes_rows_apart(token)) {

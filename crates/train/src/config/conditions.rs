@@ -87,7 +87,7 @@ pub(super) const SAMPLES: Condition = when("compress.aqsgd = true, if samples", 
 pub(super) const OFFLOADS: Condition =
     when("memory.offload", &["memory.offload"], |c| c.memory.offload != OffloadWord::None);
 
-// What a run writes.
+// Outputs of a run.
 pub(super) const VALIDATES: Condition =
     when("validation.every above 0", &["validation.every"], |c| c.validation.every > 0);
 pub(super) const SAVES: Condition = when("checkpoint.dir", &["checkpoint.dir"], |c| c.checkpoint.dir.is_some());
@@ -119,7 +119,7 @@ pub(super) const COMPRESSES: Condition =
     when("something to compress", &["compress.activations"], |c| c.compress.plan().is_ok_and(|plan| plan.is_some()));
 pub(super) const AQSGD: Condition = when("compress.aqsgd = true", &["compress.aqsgd"], |c| c.compress.aqsgd);
 
-/// Appends a notice to those of `config` for each key that is given and not read.
+/// Adds a notice to `config` for each key that is given and not read.
 pub(crate) fn notice(config: &mut Config, settings: &Settings) {
     for (section, key) in keys::all() {
         let name = format!("{section}.{}", key.name);

@@ -1,4 +1,4 @@
-//! `training.dtype` and what follows from it: mixed precision.
+//! Mixed precision: `training.dtype` and the keys that depend on it.
 
 use meshwork_compress::Feedback;
 use meshwork_engine::{LossScale, MixedPrecision};
@@ -26,7 +26,7 @@ pub(super) fn derive(settings: &mut Settings) {
 }
 
 impl Training {
-    /// What is stored in 16 bits.
+    /// The plan of storage in 16 bits; `None` in f32.
     pub(super) fn mixed(&self) -> Option<MixedPrecision> {
         let loss_scale = match self.loss_scale {
             LossScaling::Number(scale) => LossScale::Fixed(scale as f64),
@@ -40,7 +40,7 @@ impl Training {
     }
 }
 
-/// Appends the faults of mixed precision to those of `settings`.
+/// Adds the faults of mixed precision to `settings`.
 pub(super) fn check(config: &Config, settings: &mut Settings) {
     let mut faults = Vec::new();
     let mut fail = |fault| faults.push(fault);

@@ -43,7 +43,7 @@ impl Config {
         }
     }
 
-    /// What `data.documents` means to the model.
+    /// The rule of `data.documents` for the model.
     #[must_use]
     pub fn boundary(&self) -> Boundary {
         match &*self.data.documents {
@@ -198,7 +198,7 @@ impl Parallelism {
         Mesh::of_degrees([self.tp, self.cp, self.ep, self.dp, self.pp])
     }
 
-    /// What ranks of dp share out.
+    /// The ZeRO stage and group.
     #[must_use]
     pub fn zero(&self) -> Zero {
         let stage = ZeroStage::ALL.get(self.zero_stage).copied().unwrap_or_default();
@@ -226,7 +226,7 @@ impl Memory {
         Some(self.limit_bytes).filter(|&bytes| bytes > 0)
     }
 
-    /// What leaves memory, and where it goes.
+    /// The offload, if anything leaves memory.
     #[must_use]
     pub fn offload(&self) -> Option<Offload> {
         if self.offload == OffloadWord::None {

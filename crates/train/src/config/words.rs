@@ -1,4 +1,4 @@
-//! The words that keys and flags take, and what they stand for in the other crates.
+//! The words that keys and flags take, and their counterparts in the other crates.
 
 use std::fmt;
 
@@ -148,9 +148,9 @@ words! {
         None = "none",
         /// States of the optimizer.
         Optimizer = "optimizer",
-        /// What forward keeps for backward.
+        /// Activations that forward keeps for backward.
         Activations = "activations",
-        /// What AQ-SGD keeps of samples.
+        /// AQ-SGD's histories of samples.
         Samples = "samples",
         /// All of it, and gradients.
         All = "all",
@@ -166,7 +166,7 @@ words! {
 
     /// `data.format`.
     TextFormat {
-        /// What each file is by its content.
+        /// Recognised by the content of each file.
         Auto = "auto",
         /// One document each.
         Text = "text",
@@ -221,7 +221,7 @@ pub enum WordOr<W, N> {
     Number(N),
 }
 
-/// `training.verify`: a word, or the number of steps from one that is verified to the next.
+/// `training.verify`: a word, or N to verify every N-th step.
 pub type VerifySteps = WordOr<VerifyWord, u64>;
 /// `training.loss_scale`: `"dynamic"`, or the scale of all steps.
 pub type LossScaling = WordOr<LossScaleWord, u64>;

@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 use walk::{Rates, Walk};
 
-/// The name of the span that begins an action; the one that ends it has that of its kind.
+/// The name of the span that begins an action; the span that ends it is named after its kind.
 const BEGUN: &str = "begun";
 const KINDS: [(ActionKind, &str); 5] = [
     (ActionKind::Forward, "forward"),

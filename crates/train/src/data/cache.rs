@@ -114,7 +114,7 @@ impl Place {
     }
 }
 
-/// What the `.json` of a cache says.
+/// The content of the `.json` of a cache.
 #[derive(Debug, Serialize, Deserialize, PartialEq)]
 struct About {
     format: u64,

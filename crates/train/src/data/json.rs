@@ -12,7 +12,7 @@ use std::path::Path;
 #[derive(Debug, Default)]
 pub(super) struct Bad {
     count: u64,
-    /// What is wrong with the first.
+    /// The error of the first.
     pub first: Option<DataError>,
     documents: u64,
 }

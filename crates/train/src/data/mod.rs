@@ -274,7 +274,7 @@ impl Data {
         self.collect(u128::from(step) * global_batch_size as u128, rows, |index| self.place(index))
     }
 
-    /// The same of the step that comes after `samples` samples of this run, whatever the batches of those steps were.
+    /// The batch of the step that comes after `samples` samples of this run, whatever the batches before were.
     ///
     /// # Errors
     /// As [`batch`](Self::batch).
@@ -379,7 +379,7 @@ impl Data {
         self.samples(false)
     }
 
-    /// Number of different training samples, those of all streams.
+    /// Number of different training samples of all streams.
     #[must_use]
     pub fn distinct_samples(&self) -> usize {
         (0..self.parts.len()).map(|source| self.samples_of(source, false) as usize).sum()
@@ -455,7 +455,8 @@ impl BatchSource for Data {
     }
 }
 
-/// The seed of a stream: that of the run for the first, so that streams of one length have orders of their own.
+/// The seed of a stream: the run's for the first, another for each other, so that streams of one length differ in
+/// order.
 fn seed_of(seed: u64, source: usize) -> u64 {
     if source == 0 { seed } else { hash::combine(seed, source as u64) }
 }

@@ -97,7 +97,7 @@ impl Piece {
     }
 }
 
-/// What receives the pieces.
+/// The receiver of the pieces.
 pub(super) type See<'a> = dyn FnMut(Piece) -> Result<(), DataError> + 'a;
 
 impl Texts {

@@ -24,7 +24,7 @@ const MOST_SIDE: usize = 6144;
 const LONG: f64 = 2e-3;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
-/// The same in the memory of a device: a GPU has 60 MB of cache.
+/// Bytes of source and of target in the memory of a device: a GPU has 60 MB of cache.
 const DEVICE_COPY_BYTES: usize = 256 << 20;
 /// Bytes that a thread copies at a time.
 const COPY_PIECE: usize = 1 << 20;
