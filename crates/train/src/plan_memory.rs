@@ -5,7 +5,8 @@
 //! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
 
 use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
-use crate::plan::{predict_all, size, spans};
+use crate::numbers::{size, spans};
+use crate::predict::predict_all;
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
 use std::fmt::Write;

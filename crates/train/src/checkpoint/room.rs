@@ -2,7 +2,7 @@
 
 use super::{CheckpointError, save_plan};
 use crate::config::{Config, Fault};
-use crate::plan::size;
+use crate::numbers::size;
 use meshwork_checkpoint::{folder_name, free_bytes, steps, stored_bytes};
 use serde_json::json;
 use std::path::Path;

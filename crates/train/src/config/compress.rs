@@ -3,7 +3,6 @@
 use super::Config;
 use super::sections::Compress;
 use super::settings::Settings;
-use crate::data::Data;
 use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
 use meshwork_engine::{Around, Place, PlanError, TrainError, Unfit, require_compression};
 
@@ -102,35 +101,6 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     {
         let valid = format!("use increasing numbers of layers from 0 to {layers}");
         settings.fault(CUTS_OF_ONE, format!("{cuts:?}"), "are no cuts of the model", valid);
-    }
-}
-
-/// Takes the number of samples from the data, and appends the notice of a run in which none comes again.
-pub(crate) fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
-    if !config.compress.aqsgd {
-        return;
-    }
-    let (all, epoch) = (data.distinct_samples(), data.training_samples());
-    let steps = config.training.steps;
-    let taken = steps.saturating_mul(config.training.global_batch_size as u64);
-    match settings.given::<usize>("compress.aqsgd_samples") {
-        None => config.compress.aqsgd_samples = all,
-        Some(given) if given < all => {
-            settings.fault(
-                "compress.aqsgd_samples",
-                given,
-                format!("the data have {all} samples"),
-                format!("use {all}"),
-            );
-        }
-        Some(_) => {}
-    }
-    // The samples may come again in a later part of the run.
-    if steps > 0 && taken <= epoch as u64 {
-        config.notices.push(format!(
-            "compress.aqsgd: no sample comes again in this part of the run, so every activation is sent as without it: {steps} steps take \
-             {taken} of {epoch} samples"
-        ));
     }
 }
 

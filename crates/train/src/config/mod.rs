@@ -40,7 +40,6 @@ mod zero;
 
 pub use arguments::{help, parse_all};
 pub use cli::Args;
-pub(crate) use compress::count_samples;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint, permits};
 pub use fault::{ConfigError, Fault, choose_from};

@@ -15,7 +15,8 @@ pub use cards::{CARDS, Card, Shares, card};
 pub use walk::Of;
 
 use crate::config::{Config, Device};
-use crate::plan::{count, grouped, predict_all, size, spans};
+use crate::numbers::{count, grouped, size, spans};
+use crate::predict::predict_all;
 use meshwork_core::Axis;
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_engine::{Plan, Recompute, TrainError, dry_run};

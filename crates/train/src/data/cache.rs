@@ -19,7 +19,8 @@
 
 use super::error::{DataError, Problem};
 use super::indexed;
-use super::text::{Piece, Reading, Texts};
+use super::piece::{Piece, Reading};
+use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::{Documents, Stream};

@@ -209,7 +209,7 @@ impl Problem {
                     .to_owned()
             }
             Self::NoText(_) => {
-                let texts: Vec<String> = super::text::EXTENSIONS.iter().map(|of| format!(".{of}")).collect();
+                let texts: Vec<String> = super::format::EXTENSIONS.iter().map(|of| format!(".{of}")).collect();
                 format!("use a folder of UTF-8 files that end in {}", texts.join(", "))
             }
             Self::Read { .. } => "do not change data while a run reads it".to_owned(),

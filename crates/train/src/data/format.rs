@@ -13,6 +13,10 @@ pub(super) const HEAD: usize = 1 << 16;
 /// Lines by which JSON lines are recognised.
 const LINES: usize = 16;
 
+/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
+/// pictures, settings, a `tokenizer.json`.
+pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
+
 /// A file that is not text: what it is, and what to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Foreign {

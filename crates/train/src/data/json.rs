@@ -2,7 +2,7 @@
 
 use super::error::{DataError, Problem, of_line};
 use super::format::BYTE_ORDER_MARK;
-use super::text::{Piece, Reading, See};
+use super::piece::{Piece, Reading, See};
 use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
 use serde_json::Value;
 use std::io::BufRead;

@@ -26,6 +26,7 @@ mod libraries;
 mod library;
 mod mixture;
 mod permutation;
+mod piece;
 mod position;
 mod source;
 mod special_tokens;

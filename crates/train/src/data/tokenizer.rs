@@ -9,8 +9,8 @@ use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
+use super::piece::Piece;
 use super::special_tokens::{NONE, SpecialTokens};
-use super::text::Piece;
 use crate::config::Fault;
 
 /// Which special tokens a prompt has.
