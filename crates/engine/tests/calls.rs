@@ -226,6 +226,9 @@ fn a_mesh_of_another_size_than_the_world_or_than_the_plan_is_named() {
     assert!(error.to_string().contains("tp=2") && error.to_string().contains("dp=2"), "{error}");
 }
 
+/// The numbers and losses of steps.
+type Reports = Vec<(u64, f64)>;
+
 /// Where steps overlap (`zb_h2`) and where they flow (`pipedream`) too; a second call goes on behind the first.
 #[test]
 fn train_reports_every_step_once_and_in_order() {
@@ -233,7 +236,7 @@ fn train_reports_every_step_once_and_in_order() {
         let schedule = ScheduleSpec::named(schedule).unwrap();
         let plan = Plan { schedule, max_norm, num_microbatches: Some(4), ..plan("pp=2") };
         let model = model();
-        let trained = |by: fn(&mut Trainer, &mut Vec<(u64, f64)>) -> Result<(), TrainError>| {
+        let trained = |by: fn(&mut Trainer, &mut Reports) -> Result<(), TrainError>| {
             thread::run_mesh(&plan.mesh, |rank| {
                 let (mut trainer, mut reports) = (Trainer::new(model.clone(), &plan, rank, Cpu::device())?, Vec::new());
                 by(&mut trainer, &mut reports)?;
