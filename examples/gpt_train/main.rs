@@ -7,7 +7,7 @@ mod output;
 
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{RunError, load, plan, plan_memory, train};
+use meshwork::train::{load, plan, plan_memory, train};
 use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
 }
 
 /// The cost of a step before it runs, and where compression would pay.
-fn report(config: &Config) -> Result<String, RunError> {
+fn report(config: &Config) -> Result<String, Box<dyn std::error::Error>> {
     Ok(plan::report(config)? + &compression::report(config)?)
 }
 
