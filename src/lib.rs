@@ -7,6 +7,7 @@ pub use meshwork_compress as compress;
 pub use meshwork_core as core;
 pub use meshwork_cpu as cpu;
 pub use meshwork_data_parallel as data_parallel;
+pub use meshwork_diff as diff;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
 pub use meshwork_moe as moe;
@@ -32,15 +33,19 @@ mod guides {
     mod profile {}
 }
 
-/// The items that most programs need.
+/// The items that most programs need. No name hides one of the standard library but `Result`, which is the standard one
+/// unless its error is left out.
 pub mod prelude {
-    pub use meshwork_core::comm::thread;
+    pub use meshwork_core::comm::thread::run_mesh;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, Ty, Types};
     pub use meshwork_cpu::Cpu;
-    pub use meshwork_engine::{Plan, StepReport, TrainError, Trainer};
-    pub use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
+    pub use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, TrainError, Trainer};
+    pub use meshwork_nn::{Activation, Batch, BatchSource, Field, Model, Stage, StageSpec};
+    pub use meshwork_nn::{LayerNorm, Positions, RmsNorm};
     pub use meshwork_tensor::meta::Meta;
-    pub use meshwork_tensor::{Declarations, Device, Init, ParamId, Params, Placement, Role, Tape, Tensor, Var};
+    pub use meshwork_tensor::{
+        Declarations, Device, Init, ParamId, Params, Placement, Result, Role, Tape, Tensor, Var,
+    };
     pub use meshwork_tensor_parallel::Region;
     pub use meshwork_train::Data;
     pub use meshwork_train::config::{Args, Config};

@@ -1,34 +1,40 @@
 //! A model of your own over any mesh, on the public API alone: attention and a squared-ReLU network side by side, as in
 //! PaLM and Primer. `tests/custom_model/main.rs` tests it: its operations by `check_op`, its block by `check_layer`,
-//! whole meshes by `train::diff::compare`.
+//! whole meshes by `diff::compare`.
 
 use meshwork::models::language::{self, TARGETS, TOKENS};
-use meshwork::nn::{LayerNorm, Positions};
 use meshwork::prelude::*;
-use meshwork::tensor::Result;
 use meshwork::tensor_parallel::VocabParallelEmbedding as Table;
 use std::ops::Range;
 use std::sync::Arc;
 
 const NORMAL: Init = Init::Normal { std: 0.02 };
-/// Width of an attention head.
-const HEAD: usize = 8;
+const HEAD: usize = 8; // width of an attention head
 
 /// A model of these sizes.
 #[derive(Debug)]
-#[rustfmt::skip]
-pub(crate) struct Parallel { pub(crate) vocab: usize, pub(crate) layers: usize, pub(crate) hidden: usize, pub(crate) seq: usize }
+pub(crate) struct Parallel {
+    pub(crate) vocab: usize,
+    pub(crate) layers: usize,
+    pub(crate) hidden: usize,
+    pub(crate) seq: usize,
+}
 
 /// `x + Attn(LN(x)) + relu(LN(x) · Upᵀ)² · Downᵀ`.
 #[derive(Debug)]
-#[rustfmt::skip]
-pub(crate) struct Block { norm: LayerNorm, qkv: ParamId, out: ParamId, up: ParamId, down: ParamId }
+pub(crate) struct Block {
+    norm: LayerNorm,
+    qkv: ParamId,
+    out: ParamId,
+    up: ParamId,
+    down: ParamId,
+}
 
 impl Block {
     pub(crate) fn new(params: &mut Declarations, layer: usize, h: usize) -> Result<Self> {
-        let mut weight = |part: &str, dims: &[usize], cut: usize| {
+        let mut weight = |name: &str, dims: &[usize], cut: usize| {
             let placement = Placement::replicated().shard(Axis::Tp, cut);
-            params.declare(format!("block.{layer}.{part}"), dims, placement, Role::Weight, NORMAL)
+            params.declare(format!("block.{layer}.{name}"), dims, placement, Role::Weight, NORMAL)
         };
         let (qkv, out) = (weight("qkv", &[3, h / HEAD, HEAD, h], 1)?, weight("out", &[h, h / HEAD, HEAD], 1)?);
         let (up, down) = (weight("up", &[4 * h, h], 0)?, weight("down", &[h, 4 * h], 1)?);
@@ -48,8 +54,11 @@ impl Block {
 
 /// Some of the blocks, with the tables in front on the first stage and norm and head behind on the last.
 #[derive(Debug)]
-#[rustfmt::skip]
-struct Part { tables: Option<(Table, Positions)>, blocks: Vec<Block>, head: Option<(LayerNorm, Table)> }
+struct Part {
+    tables: Option<(Table, Positions)>,
+    blocks: Vec<Block>,
+    head: Option<(LayerNorm, Table)>,
+}
 
 impl Model for Parallel {
     fn num_layers(&self) -> usize {
@@ -62,17 +71,12 @@ impl Model for Parallel {
 
     fn stage(&self, params: &mut Declarations, _mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
         let &Self { vocab, hidden, seq, .. } = self;
-        let (mut tables, mut head) = (None, None);
-        if part.first {
-            let tokens = Table::new(params, "tokens", vocab, hidden, NORMAL)?;
-            tables = Some((tokens, Positions::new(params, "positions", seq, hidden, 0.02)?));
-        }
+        let tokens = part.first.then(|| Table::new(params, "tokens", vocab, hidden, NORMAL)).transpose()?;
+        let positions = part.first.then(|| Positions::new(params, "positions", seq, hidden, 0.02)).transpose()?;
         let blocks = part.layers.clone().map(|i| Block::new(params, i, hidden)).collect::<Result<_>>()?;
-        if part.last {
-            let norm = LayerNorm::new(params, "norm", hidden, true)?;
-            head = Some((norm, Table::new(params, "head", vocab, hidden, NORMAL)?));
-        }
-        Ok(Box::new(Part { tables, blocks, head }))
+        let norm = part.last.then(|| LayerNorm::new(params, "norm", hidden, true)).transpose()?;
+        let head = part.last.then(|| Table::new(params, "head", vocab, hidden, NORMAL)).transpose()?;
+        Ok(Box::new(Part { tables: tokens.zip(positions), blocks, head: norm.zip(head) }))
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
@@ -87,9 +91,7 @@ impl Model for Parallel {
 impl Stage for Part {
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
         let x = match &self.tables {
-            Some((tokens, at)) => {
-                at.forward(tape, &tokens.embed(tape, &batch.var(tape, TOKENS)?, Region::Invariant)?)?
-            }
+            Some((table, at)) => at.forward(tape, &table.embed(tape, &batch.var(tape, TOKENS)?, Region::Invariant)?)?,
             None => input.cloned().ok_or_else(|| language::no_input("parallel"))?,
         };
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x))?;
@@ -103,17 +105,15 @@ impl Stage for Part {
     }
 }
 
-fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let model: Arc<dyn Model> = Arc::new(Parallel { vocab: 256, layers: 4, hidden: 64, seq: 64 });
-    let data = Data::open(&Config::from_toml("[model]\nseq_len = 64")?)?; // the text behind lorem ipsum, byte by byte
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let model = Arc::new(Parallel { vocab: 256, layers: 4, hidden: 64, seq: 64 });
     let plan = Plan { mesh: "dp=2,tp=2,pp=2".parse()?, ..Plan::default() };
-    thread::run_mesh(&plan.mesh, |rank| {
+    let data = Data::sample_text(64); // Cicero, byte by byte
+    run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
-        for step in 0..50 {
-            let report = trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples())?)?;
+        trainer.train(&data, 50, |report| {
             (rank.world_rank() == 0).then(|| println!("step {:3}  loss {:.4}", report.step, report.loss));
-        }
-        Ok::<_, TrainError>(())
+        })
     })?;
     Ok(())
 }

@@ -5,9 +5,9 @@ mod options;
 mod train;
 
 use meshwork::cpu::Cpu;
+use meshwork::diff::{Side, compare};
 use meshwork::nn::Model;
 use meshwork::train::data::Images;
-use meshwork::train::diff::{Side, compare};
 use meshwork::train::profile::{self, layers, write_layers};
 use options::{Options, SCHEDULE, TRACE, usage};
 use std::error::Error;

@@ -1,12 +1,13 @@
 //! Trains a GPT over any mesh, every rank a thread of this process:
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
 
+mod compression;
 #[path = "../shared/output.rs"]
 mod output;
 
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
-use meshwork::train::{load, plan, plan_compression, plan_memory, train};
+use meshwork::train::{load, plan, plan_memory, train};
 use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
@@ -36,7 +37,7 @@ fn main() -> ExitCode {
         };
     }
     if config.training.steps == 0 {
-        return match plan::report(&config) {
+        return match report(&config) {
             Ok(report) => show_fitted(&report),
             Err(error) => fail(FAILED, &error),
         };
@@ -69,6 +70,11 @@ fn main() -> ExitCode {
     }
 }
 
+/// The cost of a step before it runs, and where compression would pay.
+fn report(config: &Config) -> Result<String, Box<dyn std::error::Error>> {
+    Ok(plan::report(config)? + &compression::report(config)?)
+}
+
 /// Prints where the time of a step went, and writes the pictures of the profile to files.
 fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     let (trace, schedule) = (Path::new(&config.metrics.trace), Path::new(&config.metrics.schedule));
@@ -76,7 +82,7 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
         Ok(plan) => plan,
         Err(error) => return fail(FAILED, &error),
     };
-    match (profile::report(profile, &plan, trace, schedule), plan_compression::saved(profile, config)) {
+    match (profile::report(profile, &plan, trace, schedule), compression::saved(profile, config)) {
         (Ok(text), Ok(saved)) => show_fitted(&format!("\n{text}{saved}")),
         (Err(error), _) => fail(FAILED, &error),
         (_, Err(error)) => fail(FAILED, &error),

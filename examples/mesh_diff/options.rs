@@ -1,8 +1,8 @@
 //! The command line of the comparison: two meshes, and the settings of the trainer.
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use meshwork::diff::Comparison;
 use meshwork::train::config::{self, Args, ConfigError, Fault};
-use meshwork::train::diff::Comparison;
 use meshwork::train::load;
 use std::ffi::OsString;
 

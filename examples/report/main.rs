@@ -1,8 +1,13 @@
 //! A page about one run or several, from the files that `gpt_train --metrics` writes:
 //! `cargo run --release --example report -- run.jsonl other.jsonl --out report.html`
 
+mod chart;
+mod page;
+mod run;
+
 use clap::Parser;
-use meshwork::train::report::{Run, page};
+use page::page;
+use run::Run;
 use std::path::PathBuf;
 use std::process::ExitCode;
 

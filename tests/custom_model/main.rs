@@ -6,10 +6,10 @@
 mod custom_model;
 
 use custom_model::Parallel;
-use meshwork::engine::{Numerics, StateKey, StepReport, TrainError, WholeState};
+use meshwork::diff::{Place, Side, compare};
+use meshwork::engine::{StateKey, WholeState};
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::prelude::*;
-use meshwork::train::diff::{Place, Side, compare};
 use meshwork::train::profile::layers;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,10 +27,10 @@ fn parallel() -> (Arc<dyn Model>, Data) {
 fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
     let (model, data) = parallel();
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        let step = |step| trainer.step(&data.batch(step, plan.global_batch_size, trainer.samples())?);
-        let reports = (0..steps).map(step).collect::<Result<Vec<StepReport>, TrainError>>()?;
+        let mut reports = Vec::new();
+        trainer.train(&data, steps, |report| reports.push(report))?;
         Ok::<_, TrainError>((reports, trainer.state()?))
     });
     let (reports, states): (Vec<_>, Vec<_>) =
@@ -119,4 +119,18 @@ fn its_layers_are_profiled() {
     let names: Vec<&str> = profile.layers().iter().map(|layer| &*layer.name).collect();
     assert_eq!(names, ["tokens, positions", "block.0", "block.1", "block.2", "block.3", "norm, head"]);
     assert!(profile.layers().iter().all(|layer| layer.forward_ms > 0.0 && layer.backward_ms > 0.0), "{profile}");
+}
+
+/// Both at once: a name of the prelude that is a module of the standard library too would be ambiguous here.
+mod beside_the_standard_library {
+    use meshwork::prelude::*;
+    use std::*;
+
+    #[test]
+    fn the_prelude_hides_no_module_and_its_result_takes_any_error() {
+        let named: Result<usize, num::ParseIntError> = "3".parse();
+        let shape: Result<Tensor> = Tensor::from_slice(&Cpu::device(), &[1.0_f32], [1]);
+        thread::yield_now();
+        assert!(named == Ok(3) && shape.is_ok());
+    }
 }

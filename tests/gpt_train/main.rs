@@ -1,6 +1,9 @@
 //! The program `gpt_train` as a user runs it: flags and files in; standard output, metrics and exit codes out.
 
 mod checkpoints;
+#[path = "../../examples/gpt_train/compression/mod.rs"]
+#[allow(dead_code)] // The program calls it.
+mod compression;
 #[cfg(feature = "emulator")]
 mod devices;
 #[cfg(unix)]

@@ -1,4 +1,5 @@
-//! Programs whose ranks make different calls: each is told which ones, on every mesh, and none hangs.
+//! Programs whose ranks make different calls: each is told which ones, on every mesh, and none hangs. And the call that
+//! makes many of them, `Trainer::train`.
 
 use meshwork_core::comm::thread::{self, WorldError};
 use meshwork_core::{CommError, Rank};
@@ -6,9 +7,10 @@ use meshwork_cpu::Cpu;
 use meshwork_engine::{AtCuts, Decoder, Plan, ScheduleSpec, TrainError, Trainer};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
-use meshwork_nn::{Batch, Model};
-use meshwork_tensor::ParamSpec;
+use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::param::LocalSlice;
+use meshwork_tensor::{Error, ParamSpec};
+use std::ops::Range;
 use std::sync::Arc;
 
 const SEQ: usize = 8;
@@ -23,20 +25,37 @@ fn plan(mesh: &str) -> Plan {
     Plan { mesh: mesh.parse().unwrap(), global_batch_size: 4, ..Plan::default() }
 }
 
-/// The samples of a rank: they count from their numbers.
+/// Samples that count from their numbers, as many steps of them as it says.
+struct Counting(u64);
+
+impl BatchSource for Counting {
+    fn batch(&self, step: u64, global: usize, samples: Range<usize>) -> Result<Batch, Error> {
+        if step >= self.0 {
+            return Err(Error::Shape { op: "counting", problem: format!("no step {step}"), shapes: Vec::new() });
+        }
+        let of_step = step as usize % 8 * global;
+        let rows = |shift| {
+            let row = |n| (0..SEQ).map(move |at| (of_step + n + at + shift) as i32);
+            samples.clone().flat_map(row).collect()
+        };
+        language::batch(rows(0), rows(1), SEQ)
+    }
+}
+
+/// The samples of a rank in the first step.
 fn batch(trainer: &Trainer) -> Batch {
-    let rows = |shift| trainer.samples().flat_map(|n| (0..SEQ).map(move |at| (n + at + shift) as i32)).collect();
-    language::batch(rows(0), rows(1), SEQ).unwrap()
+    Counting(1).batch(0, 4, trainer.samples()).unwrap()
 }
 
 type Call = fn(&mut Trainer) -> Result<(), TrainError>;
 
 /// Every collective call of a trainer.
 #[rustfmt::skip]
-const CALLS: [(&str, Call); 8] = [
+const CALLS: [(&str, Call); 9] = [
     ("step",           |trainer| trainer.step(&batch(trainer)).map(drop)),
     ("step",           |trainer| trainer.observed_step(&batch(trainer), |_| {}).map(drop)),
     ("step",           |trainer| trainer.start_step(&batch(trainer), || false, |_| {}).map(drop)),
+    ("step",           |trainer| trainer.train(&Counting(1), 1, |_| {})),
     ("evaluate",       |trainer| trainer.evaluate([batch(trainer)]).map(drop)),
     ("evaluate",       |trainer| trainer.evaluate_at(AtCuts::Exact, [batch(trainer)]).map(drop)),
     ("predict",        |trainer| trainer.predict(&batch(trainer), 0, 4).map(drop)),
@@ -205,4 +224,49 @@ fn a_mesh_of_another_size_than_the_world_or_than_the_plan_is_named() {
     });
     let error: WorldError<TrainError> = ended.unwrap_err();
     assert!(error.to_string().contains("tp=2") && error.to_string().contains("dp=2"), "{error}");
+}
+
+/// The numbers and losses of steps.
+type Reports = Vec<(u64, f64)>;
+
+/// Where steps overlap (`zb_h2`) and where they flow (`pipedream`) too; a second call goes on behind the first.
+#[test]
+fn train_reports_every_step_once_and_in_order() {
+    for (schedule, max_norm) in [("1f1b", 1.0), ("zb_h2", 1e9), ("pipedream", 0.0)] {
+        let schedule = ScheduleSpec::named(schedule).unwrap();
+        let plan = Plan { schedule, max_norm, num_microbatches: Some(4), ..plan("pp=2") };
+        let model = model();
+        let trained = |by: fn(&mut Trainer, &mut Reports) -> Result<(), TrainError>| {
+            thread::run_mesh(&plan.mesh, |rank| {
+                let (mut trainer, mut reports) = (Trainer::new(model.clone(), &plan, rank, Cpu::device())?, Vec::new());
+                by(&mut trainer, &mut reports)?;
+                assert_eq!(trainer.steps_done(), 5);
+                Ok::<_, TrainError>(reports)
+            })
+            .unwrap()
+        };
+        let by_hand = trained(|trainer, reports| {
+            for step in 0..5 {
+                let batch = Counting(5).batch(step, 4, trainer.samples())?;
+                reports.extend(trainer.start_step(&batch, || false, |_| {})?.iter().map(|of| (of.step, of.loss)));
+                if [1, 4].contains(&step) {
+                    reports.extend(trainer.flush(|_| {})?.iter().map(|of| (of.step, of.loss)));
+                }
+            }
+            Ok(())
+        });
+        let trained = trained(|trainer, reports| {
+            trainer.train(&Counting(5), 2, |of| reports.push((of.step, of.loss)))?;
+            trainer.train(&Counting(5), 0, |of| reports.push((of.step, of.loss)))?;
+            trainer.train(&Counting(5), 3, |of| reports.push((of.step, of.loss)))
+        });
+        assert_eq!(trained, by_hand, "{plan:?}");
+        assert!(trained[0].iter().map(|(step, _)| *step).eq(1..=5), "{plan:?}: {trained:?}");
+    }
+}
+
+#[test]
+fn train_ends_with_the_error_of_its_source() {
+    let error = calls(&plan("dp=2"), |_, trainer| trainer.train(&Counting(2), 3, |_| {})).unwrap_err();
+    assert!(error.to_string().contains("counting: no step 2"), "{error}");
 }

@@ -334,8 +334,8 @@ impl From<CommError> for Error {
     }
 }
 
-/// Result with this crate's [`Error`].
-pub type Result<T> = std::result::Result<T, Error>;
+/// Result with this crate's [`Error`], unless another is named: it takes the place of the standard one.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The degrees that divide an extent: the first twelve.
 pub(crate) fn divisors(extent: usize) -> String {

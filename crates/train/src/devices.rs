@@ -31,7 +31,7 @@ impl fmt::Debug for Devices {
     }
 }
 
-/// What one rank computes and communicates with.
+/// The device and the communicator of one rank.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// The device.
@@ -65,7 +65,7 @@ impl Devices {
         Self(Kind::Cuda(Arc::new(open)))
     }
 
-    /// The same on behalf of all ranks.
+    /// [`open`](Self::open), with the error of a world of ranks.
     pub(crate) fn open_for_world(config: &Config, options: Options) -> Result<Self, WorldError<RunError>> {
         let mut opened = thread::run(1, options, |_| Ok::<_, RunError>(Self::open(config)?))?;
         Ok(opened.pop().unwrap_or_else(|| Self::cpu(Precision::F32)))
@@ -74,7 +74,7 @@ impl Devices {
     /// The device of one rank, with the communicator `world`.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// A device that refuses to open.
     pub fn rank(&self, world: Arc<dyn Communicator>) -> Result<Place, Error> {
         match &self.0 {
             Kind::Cpu(precision) => Ok(Place { device: Arc::new(Cpu::new(*precision)), world }),
@@ -172,7 +172,7 @@ mod cuda {
         }
     }
 
-    /// The driver as it is, or one that queues repeated work as graphs.
+    /// The driver as it is, or a driver that queues repeated work as graphs.
     fn graphs(on: bool, driver: impl Driver + 'static) -> Arc<dyn Driver> {
         if on { Arc::new(Replaying::new(Arc::new(driver))) } else { Arc::new(driver) }
     }
@@ -210,7 +210,7 @@ mod cuda {
             Device::Cuda(number) => {
                 let failed = failed(config.device);
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
-                // Rank r is on GPU r: none of them may be one that a rank cannot use.
+                // Rank r is on GPU r: every rank must be able to use its own.
                 let ranks = if number.is_some() { 0 } else { config.parallelism.world_size().unwrap_or(1).min(count) };
                 for number in 1..ranks {
                     meshwork_cuda::gpu::check(number, products).map_err(&failed)?;

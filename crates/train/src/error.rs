@@ -21,7 +21,7 @@ pub enum RunError {
     /// The memory of a device is full.
     #[error("{error}{}", in_words(savings))]
     OutOfMemory {
-        /// What the device says, and what holds the memory.
+        /// The message of the device, and the holders of its memory.
         error: Box<TrainError>,
         /// Settings that would hold less on the fullest rank, and by how many bytes, as predicted.
         savings: Vec<(String, u64)>,
@@ -61,7 +61,7 @@ meshwork_core::debug_as_display!(RunError);
 #[derive(thiserror::Error)]
 #[error("cannot write {what} to {}: {source}", path.display())]
 pub struct OutputError {
-    /// What should have been written.
+    /// The output that could not be written.
     pub what: &'static str,
     /// The file.
     pub path: PathBuf,
@@ -78,7 +78,7 @@ impl OutputError {
     }
 }
 
-/// What settings would free, from what frees most.
+/// The memory that settings would free, the largest first.
 fn in_words(savings: &[(String, u64)]) -> String {
     let words: Vec<String> = savings.iter().map(|(settings, bytes)| format!("{settings} {}", Bytes(*bytes))).collect();
     match words.is_empty() {
@@ -88,7 +88,7 @@ fn in_words(savings: &[(String, u64)]) -> String {
 }
 
 impl RunError {
-    /// The same error, and if the memory of a device was full, what would free some.
+    /// The error, with the settings that would free memory if a device was full.
     pub(crate) fn with_savings(self, savings: impl FnOnce() -> Vec<(String, u64)>) -> Self {
         match self {
             Self::Train(error) if error.is_out_of_memory() => {

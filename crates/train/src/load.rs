@@ -2,10 +2,11 @@
 
 use crate::checkpoint::export;
 use crate::checkpoint::room::Room;
-use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, count_samples, resolve};
+use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, resolve};
 use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
-use crate::{devices, metrics, plan, plan_memory};
+use crate::numbers::size;
+use crate::{devices, metrics, plan_memory, predict};
 use meshwork_engine::offload::OffloadError;
 use meshwork_engine::slow_build_warning;
 use std::fs;
@@ -160,7 +161,7 @@ fn too_large(config: &Config) -> Option<Fault> {
         let problem = format!("{ranks} ranks take {threads} threads, and {whose} {amount}");
         return fault(problem, "use fewer ranks, or raise the limit; --steps 0 reports on any mesh");
     }
-    let tensors = match plan::world_bytes(config) {
+    let tensors = match predict::world_bytes(config) {
         Ok(tensors) => tensors,
         Err(error) => return fault(format!("no such step: {error}"), "use another mesh"),
     };
@@ -172,9 +173,38 @@ fn too_large(config: &Config) -> Option<Fault> {
     let memory = machine.memory().filter(|left| needed > left.amount).map(|left| (needed, left));
     let (needed, Left { amount, whose }) =
         memory.or_else(|| machine.address_space().filter(|left| space > left.amount).map(|left| (space, left)))?;
-    let (needed, amount) = (plan::size(needed as f64), plan::size(amount as f64));
+    let (needed, amount) = (size(needed as f64), size(amount as f64));
     let problem = format!("all ranks together need {needed}, {whose} {amount}");
     fault(problem, "use a smaller model or micro_batch_size, or fewer ranks; --steps 0 reports on any size")
+}
+
+/// Takes the number of samples from the data, and appends the notice of a run in which none comes again.
+fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
+    if !config.compress.aqsgd {
+        return;
+    }
+    let (all, epoch) = (data.distinct_samples(), data.training_samples());
+    let steps = config.training.steps;
+    let taken = steps.saturating_mul(config.training.global_batch_size as u64);
+    match settings.given::<usize>("compress.aqsgd_samples") {
+        None => config.compress.aqsgd_samples = all,
+        Some(given) if given < all => {
+            settings.fault(
+                "compress.aqsgd_samples",
+                given,
+                format!("the data have {all} samples"),
+                format!("use {all}"),
+            );
+        }
+        Some(_) => {}
+    }
+    // The samples may come again in a later part of the run.
+    if steps > 0 && taken <= epoch as u64 {
+        config.notices.push(format!(
+            "compress.aqsgd: no sample comes again in this part of the run, so every activation is sent as without it: {steps} steps take \
+             {taken} of {epoch} samples"
+        ));
+    }
 }
 
 /// Opens the data, and checks it against the model only if the keys that this reads are sound.

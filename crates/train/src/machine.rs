@@ -1,4 +1,4 @@
-//! What this process may take of the machine: memory and threads, by the limits of the machine, of its control groups
+//! The memory and threads that this process may still take, by the limits of the machine, of its control groups
 //! (containers, batch systems) and of the process itself. Of control groups every one on the path counts, and the one
 //! that leaves least decides.
 //!
@@ -7,14 +7,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What a limit leaves, and whose it is, in words: `this machine has`, `ulimit -v leaves`.
+/// The rest that a limit leaves, and the limit in words: `this machine has`, `ulimit -v leaves`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Left {
     pub amount: u128,
     pub whose: String,
 }
 
-/// A file system whose root is `root`: that of the machine, or one of a test.
+/// A file system with its root: the machine's, or a test's.
 #[derive(Clone, Debug)]
 pub(crate) struct Machine {
     root: PathBuf,
@@ -119,7 +119,7 @@ impl Machine {
         Some(self.number(self.status_text(key))? * 1024)
     }
 
-    /// What each control group of this process leaves, from its own up to the root.
+    /// The rest that each control group of this process leaves, from its own up to the root.
     fn control_groups(&self, of: &Controller) -> Vec<Left> {
         let (groups, mounts) = (self.read("proc/self/cgroup"), self.read("proc/self/mountinfo"));
         let (Ok(groups), Ok(mounts)) = (groups, mounts) else { return Vec::new() };
@@ -172,7 +172,7 @@ impl Mount {
     }
 }
 
-/// What a control group leaves, if it has a limit.
+/// The rest that a control group leaves, if it has a limit.
 fn leaves(folder: &Path, version: usize, of: &Controller) -> Option<Left> {
     let number = |file: &str| fs::read_to_string(folder.join(file)).ok()?.trim().parse::<u128>().ok();
     let limit = number(of.limit[version]).filter(|&limit| limit < UNLIMITED)?;

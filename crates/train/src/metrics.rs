@@ -39,7 +39,7 @@ pub enum Event<'a> {
         step: u64,
         /// Mean over all unmasked tokens.
         loss: f64,
-        /// The same with uncompressed activations between stages, with `validation.compression = "both"`.
+        /// The loss with uncompressed activations between stages, with `validation.compression = "both"`.
         #[serde(skip_serializing_if = "Option::is_none")]
         loss_uncompressed: Option<f64>,
     },
@@ -54,7 +54,7 @@ pub enum Event<'a> {
         masked_steps: u64,
         /// Wall time from start to end.
         seconds: f64,
-        /// What held the memory of each world rank when most bytes were alive.
+        /// The holders of each world rank's memory when most bytes were alive.
         #[serde(serialize_with = "by_category")]
         memory_measured: Vec<MemoryUse>,
         /// How rank 0 queued work, with `cuda.graphs`.
@@ -105,7 +105,7 @@ pub struct Start<'a> {
     parameters: u64,
     /// Fingerprint of the token stream.
     data_hash: String,
-    /// What will hold the memory of each world rank when most bytes are alive.
+    /// The predicted holders of each world rank's memory when most bytes are alive.
     #[serde(serialize_with = "by_category")]
     memory_predicted: Vec<MemoryUse>,
     /// Every key, resolved.
@@ -134,7 +134,7 @@ impl<'a> Start<'a> {
         }
     }
 
-    /// The same, of a run that goes on after `step` steps.
+    /// The start of a run that goes on after `step` steps.
     #[must_use]
     pub fn resumed(self, step: Option<u64>) -> Self {
         Self { resumed: step, ..self }

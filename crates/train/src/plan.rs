@@ -5,73 +5,21 @@ use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::cost;
 use crate::error::RunError;
-use crate::plan_compression;
-use meshwork_core::{Axis, Mesh, Record};
+use crate::numbers::{count, grouped, size, spans};
+pub use crate::predict::{EqualRanks, memory, predict, predict_all};
+use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
-use meshwork_engine::dry_run::{self, bytes_on};
+use meshwork_engine::dry_run::bytes_on;
 use meshwork_engine::{ModelPlan, TrainError};
 use meshwork_pipeline::simulate;
-use meshwork_tensor::memory::Bytes;
-use meshwork_tensor::{MemoryUse, ParamSpec};
+use meshwork_tensor::ParamSpec;
 use std::collections::BTreeSet;
-
-/// Predicts a step of the rank `world_rank` of the configuration's mesh.
-///
-/// # Errors
-/// As [`dry_run::predict`].
-pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainError> {
-    dry_run::predict(&config.model(), &config.plan()?, world_rank)
-}
-
-/// Ranks of one pp rank that do the same work.
-pub(crate) struct Kind {
-    pub(crate) ranks: Vec<usize>,
-    pp_rank: usize,
-    pub(crate) each: Prediction,
-}
-
-/// The work of every rank. Ranks that differ only along dp do the same, so a thousand of them need no more predictions
-/// than one.
-pub(crate) fn kinds(config: &Config, mesh: &Mesh) -> Result<Vec<Kind>, TrainError> {
-    let mut kinds: Vec<Kind> = Vec::new();
-    for first in (0..mesh.world_size()).filter(|&rank| mesh.data_rank(mesh.coords(rank)) == 0) {
-        let pp_rank = mesh.coords(first).get(Axis::Pp);
-        let each = predict(config, first)?;
-        let ranks = mesh.group(first, &Axis::DATA);
-        match kinds.iter_mut().find(|kind| kind.pp_rank == pp_rank && kind.each == each) {
-            Some(kind) => kind.ranks.extend(ranks),
-            None => kinds.push(Kind { ranks, pp_rank, each }),
-        }
-    }
-    kinds.iter_mut().for_each(|kind| kind.ranks.sort_unstable());
-    Ok(kinds)
-}
-
-/// What holds the memory of each rank when most bytes are alive.
-///
-/// # Errors
-/// As [`dry_run::predict`].
-pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
-    let mesh = config.mesh()?;
-    let mut memory = vec![MemoryUse::default(); mesh.world_size()];
-    for Kind { ranks, each, .. } in kinds(config, &mesh)? {
-        ranks.into_iter().for_each(|rank| memory[rank] = each.memory);
-    }
-    Ok(memory)
-}
-
-/// Most bytes alive at once on all ranks together.
-pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
-    let kinds = kinds(config, &config.mesh()?)?;
-    Ok(kinds.iter().map(|kind| kind.ranks.len() as u128 * u128::from(kind.each.peak_bytes())).sum())
-}
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
 /// together.
 pub fn report(config: &Config) -> Result<String, RunError> {
     let mut text = report_steps(config)?;
     text += &cost::report(config)?;
-    text += &plan_compression::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
@@ -120,7 +68,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
             100.0 * timeline.bubble_of_total()
         );
     }
-    for Kind { ranks, pp_rank, each } in kinds(config, mesh)? {
+    for EqualRanks { ranks, pp_rank, each } in predict_all(config)? {
         let Prediction { parameters, model_bytes, memory, flops, ref records, ref exact, offloaded } = each;
         let (ranks, comma) = match ranks[..] {
             [rank] => (format!("rank {rank}"), ""),
@@ -149,7 +97,7 @@ fn report_steps(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// What a step sends on each group.
+/// The bytes and calls of a step on each group.
 fn communication(records: &[Record]) -> String {
     let groups: BTreeSet<&str> = records.iter().map(|record| record.group.as_str()).collect();
     let calls = |group| records.iter().filter(move |record| record.group == group).count();
@@ -166,59 +114,9 @@ fn by_stage(layers: &[usize]) -> String {
     }
 }
 
-/// Ascending numbers as `0-3,8-11`.
-pub(crate) fn spans(numbers: &[usize]) -> String {
-    let mut spans: Vec<(usize, usize)> = Vec::new();
-    for &number in numbers {
-        match spans.last_mut() {
-            Some((_, end)) if *end + 1 == number => *end = number,
-            _ => spans.push((number, number)),
-        }
-    }
-    let text = |&(start, end): &(usize, usize)| if start == end { start.to_string() } else { format!("{start}-{end}") };
-    spans.iter().map(text).collect::<Vec<_>>().join(",")
-}
-
-/// `1 rank`, `2,000 ranks`.
-pub(crate) fn count(number: usize, of: &str) -> String {
-    let ending = match number {
-        1 => "",
-        _ if of.ends_with("ch") => "es",
-        _ => "s",
-    };
-    format!("{} {of}{ending}", grouped(number as u64))
-}
-
-/// 1234567 as `1,234,567`.
-pub(crate) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// Bytes in binary units.
-pub(crate) fn size(bytes: f64) -> String {
-    Bytes(bytes.round() as u64).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn numbers_read_well() {
-        assert_eq!([grouped(0), grouped(999), grouped(1_234_567)], ["0", "999", "1,234,567"]);
-        assert_eq!([size(30.0), size(1536.0), size(7.0 * 1024.0 * 1024.0)], ["30 B", "1.5 KiB", "7.0 MiB"]);
-        assert_eq!(spans(&[0, 1, 2, 5, 8, 9]), "0-2,5,8-9");
-        assert_eq!([count(1, "micro-batch"), count(2, "micro-batch")], ["1 micro-batch", "2 micro-batches"]);
-        assert_eq!([count(0, "call"), count(1000, "call")], ["0 calls", "1,000 calls"]);
-    }
 
     #[test]
     fn the_report_tells_ranks_apart_by_what_they_do() {
@@ -254,21 +152,5 @@ mod tests {
         assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
         let all = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
         assert!(report(&all).unwrap().contains("\n4 layers; stored in bf16, products in bf16\n"));
-    }
-
-    #[test]
-    fn ranks_that_differ_only_along_dp_do_the_same() {
-        // 250 words over 4 tp ranks: the last one holds padding.
-        let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
-        let config = Config::from_toml(toml).unwrap();
-        let mesh = config.mesh().unwrap();
-        let kinds = kinds(&config, &mesh).unwrap();
-        let kind = |rank: usize| kinds.iter().find(|kind| kind.ranks.contains(&rank)).unwrap();
-        for rank in 0..mesh.world_size() {
-            assert_eq!(kind(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
-        }
-        assert_eq!(kinds.iter().map(|kind| kind.ranks.len()).sum::<usize>(), 16);
-        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
-        assert_eq!(world_bytes(&config).unwrap(), bytes);
     }
 }

@@ -1,11 +1,12 @@
-//! What each rank will hold, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a limit that
-//! is too small.
+//! The predicted memory of each rank, and the cheapest settings that fit a limit: `--plan-memory`, and the error of a
+//! limit that is too small.
 //!
 //! Settings are tried, each by a dry run. The time of a step is estimated as its FLOPs, ten for each byte that a rank
 //! sends and receives, and a hundred for each that its offload moves: it only orders the settings.
 
 use crate::config::{Config, Device, Fault, OffloadWord, RecomputeWord, Recomputed};
-use crate::plan::{kinds, size, spans};
+use crate::numbers::{size, spans};
+use crate::predict::predict_all;
 use meshwork_engine::{TrainError, ZeroStage};
 use meshwork_tensor::{Category, MemoryUse};
 use std::fmt::Write;
@@ -26,14 +27,14 @@ const LOSS_CHUNK: usize = 256;
 /// Features of the widest activation of a layer, the inner one of an MLP, for each feature of the model.
 const WIDEST: usize = 4;
 
-/// What is recomputed, from what costs least.
+/// The settings of recomputation, the cheapest first.
 const RECOMPUTE: [RecomputeWord; 5] =
     [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
 
 /// Settings, and what they are predicted to take.
 struct Candidate {
     config: Config,
-    /// What the rank with the highest peak holds then.
+    /// The memory of the rank with the highest peak.
     most: MemoryUse,
     /// Estimated time of a step, in FLOPs of the slowest rank.
     time: f64,
@@ -41,12 +42,12 @@ struct Candidate {
 
 impl Candidate {
     fn of(config: Config) -> Result<Self, TrainError> {
-        let kinds = kinds(&config, &config.mesh()?)?;
-        let most = kinds.iter().map(|kind| kind.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
-        let times = kinds.iter().map(|kind| {
-            let sent: f64 = kind.each.records.iter().map(|record| record.bytes()).sum();
-            let moved = kind.each.offloaded.read + kind.each.offloaded.written;
-            kind.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
+        let all = predict_all(&config)?;
+        let most = all.iter().map(|equal| equal.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
+        let times = all.iter().map(|equal| {
+            let sent: f64 = equal.each.records.iter().map(|record| record.bytes()).sum();
+            let moved = equal.each.offloaded.read + equal.each.offloaded.written;
+            equal.each.flops as f64 + FLOPS_PER_BYTE * sent + FLOPS_PER_DISK_BYTE * moved as f64
         });
         Ok(Self { most, time: times.fold(0.0, f64::max), config })
     }
@@ -82,7 +83,7 @@ fn candidates(config: &Config) -> Vec<Candidate> {
     combinations(config).into_iter().filter_map(|tried| Candidate::of(tried).ok()).collect()
 }
 
-/// What each setting by itself would free on the fullest rank, as predicted, from what frees most.
+/// The memory that each setting by itself would free on the fullest rank, as predicted, the largest first.
 pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
     let Ok(own) = Candidate::of(config.clone()) else { return Vec::new() };
     let single = combinations(config)
@@ -146,7 +147,7 @@ fn loss_chunks(config: &Config) -> Vec<usize> {
     if own == 0 && wide { vec![0, model.seq_len.div_ceil(4).min(LOSS_CHUNK)] } else { vec![own] }
 }
 
-/// What may be offloaded where at least `own` is. What is kept of samples is there with `aqsgd` alone.
+/// The offloads that include `own`. Histories of samples exist with `aqsgd` alone.
 fn offloads(own: OffloadWord, aqsgd: bool) -> impl Iterator<Item = OffloadWord> {
     use OffloadWord::{Activations, All, None, Optimizer, Samples};
     let tried = [None, Optimizer, Activations, Samples, All].into_iter();
@@ -192,10 +193,10 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
         _ = writeln!(text, "{first}{cells}");
     };
     row("ranks", std::array::from_fn(|at| names[at].to_owned()));
-    for kind in kinds(config, &config.mesh()?)? {
-        let memory = kind.each.memory;
+    for equal in predict_all(config)? {
+        let memory = equal.each.memory;
         let bytes: Vec<u64> = memory.iter().map(|(_, bytes)| bytes).chain([memory.total()]).collect();
-        row(&spans(&kind.ranks), std::array::from_fn(|at| brief(bytes[at])));
+        row(&spans(&equal.ranks), std::array::from_fn(|at| brief(bytes[at])));
     }
     let candidates = candidates(config);
     let base = candidates.first().map_or(1.0, |own| own.time.max(1.0));
@@ -258,7 +259,7 @@ mod tests {
         Config::from_toml(&toml).unwrap()
     }
 
-    /// What is named fits, and what is said to be the least is: a limit one byte below it has nothing that fits.
+    /// The named settings fit, and the least that is told is the least: nothing fits a limit one byte below it.
     #[test]
     fn the_settings_that_are_named_fit_and_the_least_is_the_least() {
         for mesh in ["[parallelism]\ndp = 4", "[parallelism]\ndp = 2\ntp = 2", "[parallelism]\ndp = 2\npp = 2", ""] {

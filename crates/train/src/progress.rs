@@ -35,7 +35,7 @@ pub enum Note {
     Saved {
         /// Its step.
         step: u64,
-        /// What there is to say of it.
+        /// The line about it.
         text: String,
     },
     /// Anything else.
@@ -115,7 +115,7 @@ impl Drop for Progress {
 struct Screen {
     steps: u64,
     bar: Option<ProgressBar>,
-    /// What the bar says, empty as long as there is nothing to say: of the last step, the last validation and the last
+    /// The messages of the bar, empty until there is one: about the last step, the last validation and the last
     /// checkpoint.
     loss: String,
     validation: String,

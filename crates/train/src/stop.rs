@@ -7,7 +7,7 @@
 //! - **From the first step on** ranks agree where they meet: in the report of a step, before each batch of a
 //!   validation, before each token. None leaves a collective alone, and all save the same step.
 //!
-//! What writes a file (a checkpoint, an export) is finished or not begun.
+//! The writing of a file (a checkpoint, an export) is finished or not begun.
 
 use crate::error::RunError;
 use meshwork_core::comm::thread::{RankEnd, WorldError};
@@ -34,7 +34,7 @@ pub(crate) fn agreed(world: &Group, stop: &AtomicBool) -> Result<bool, CommError
     Ok(asked[0] > 0)
 }
 
-/// The end of a world, where one that was stopped before its first step is no failure: then the value of `stopped`.
+/// The end of a world. A world that was stopped before its first step has not failed, and gives the value of `stopped`.
 pub(crate) fn unless_stopped<T>(
     ended: Result<T, WorldError<RunError>>,
     stopped: impl FnOnce() -> T,

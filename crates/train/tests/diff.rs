@@ -5,11 +5,11 @@
 
 use meshwork_core::comm::Call;
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
+use meshwork_diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
 use meshwork_train::config::{Args, Config};
-use meshwork_train::diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
 use meshwork_train::load;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -212,7 +212,7 @@ fn a_fault_is_told_with_its_layer_and_global_index() {
     let data = data();
     // dp rank 1, tp rank 1, the second stage, the second of two micro-batches of 2 samples: qkv [2, 8, 3, 4/2 heads,
     // 4].
-    let fault = |site: meshwork_train::diff::Site, seen: &meshwork_tensor::tape::Seen<'_>| {
+    let fault = |site: meshwork_diff::Site, seen: &meshwork_tensor::tape::Seen<'_>| {
         let here = [Axis::Dp, Axis::Tp, Axis::Pp].map(|axis| site.coords.get(axis)) == [1, 1, 1];
         let qkv = seen.op == "linear_bias" && seen.operand.is_none() && seen.params[0].contains("attn.qkv");
         if !here || !qkv || site.micro != 1 || seen.position.step != 1 {

@@ -6,6 +6,7 @@ use meshwork_core::profile::{Class, Span};
 use meshwork_core::{Axis, Rank};
 use meshwork_cpu::Cpu;
 use meshwork_data_parallel::BucketEvent;
+use meshwork_diff::{Between, Place, Report, Side, Vector, compare};
 use meshwork_engine::{At, Numerics, Plan, TrainError, Trainer, Watch};
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
@@ -17,7 +18,6 @@ use meshwork_pipeline::{ActionKind, Event, Phase};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Tensor, random};
 use meshwork_train::data::Images;
-use meshwork_train::diff::{Between, Place, Report, Side, Vector, compare};
 use meshwork_train::profile::{Profiler, Rows, layers, schedule_timelines};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -116,7 +116,7 @@ fn a_wrong_gradient_is_found_and_named() {
         [(resnet(Norm::Batch), "group.1.block.1.second.conv"), (vgg(Norm::Batch), "group.1.conv.1.conv")]
     {
         let (images, weight) = (images(), format!("{layer}.weight"));
-        let wrong = move |site: meshwork_train::diff::Site, seen: &Seen<'_>| {
+        let wrong = move |site: meshwork_diff::Site, seen: &Seen<'_>| {
             let here = seen.operand == Some("x") && seen.params == [&*weight] && site.coords.get(Axis::Dp) == 1;
             if !here || site.micro != 1 || seen.position.step != 1 {
                 return Ok(None);

@@ -3,11 +3,11 @@
 //! step, and nothing before it may differ.
 
 use meshwork_core::Axis;
+use meshwork_diff::{Between, Place, Side, Site, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
 use meshwork_train::config::Config;
-use meshwork_train::diff::{Between, Place, Side, Site, Vector, compare};
 use meshwork_train::{Data, TrainError};
 use std::collections::BTreeMap;
 use std::sync::Mutex;

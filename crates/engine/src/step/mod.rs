@@ -18,6 +18,7 @@ mod report;
 mod samples;
 mod state;
 mod stored;
+mod train;
 mod training;
 mod verify;
 

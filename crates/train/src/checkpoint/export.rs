@@ -22,7 +22,7 @@ const KEY: &str = "checkpoint.export";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// What the export of a run has beside the weights, and where it goes: known before training begins.
+/// The export of a run without its weights: its other files and its folder, known before training begins.
 pub(crate) struct Planned {
     export: Export,
     out: PathBuf,
@@ -116,7 +116,7 @@ pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
     match config.data.end_of_text {
         EndOfText::Word(EndOfTextWord::Auto) => data.tokenizer().end_of_text(),
         EndOfText::Word(EndOfTextWord::None) => None,
-        EndOfText::Id(id) => Some(id),
+        EndOfText::Number(id) => Some(id),
     }
 }
 

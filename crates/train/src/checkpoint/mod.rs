@@ -45,7 +45,7 @@ pub enum CheckpointError {
     /// A folder that cannot be written to, or that another run writes to.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// A run that differs from the one that was saved.
+    /// A run that differs from the saved run.
     #[error(
         "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, start anew in another folder, or permit them by checkpoint.permit = {:?}",
         dir.display(), differences.join("\n  "), permit.join(",")
@@ -53,7 +53,7 @@ pub enum CheckpointError {
     Different {
         /// The folder.
         dir: PathBuf,
-        /// What differs.
+        /// The differences.
         differences: Vec<String>,
         /// The words of `checkpoint.permit` that allow it.
         permit: Vec<String>,
@@ -66,7 +66,7 @@ pub enum CheckpointError {
         /// The error of the system.
         problem: String,
     },
-    /// A state that is not that of this model and update rule.
+    /// A state of another model or update rule.
     #[error(
         "{} does not fit this run:\n  {}\ncheckpoint.permit = \"optimizer\" drops states of the optimizer that do not fit",
         path.display(), misfits.join("\n  ")
@@ -74,7 +74,7 @@ pub enum CheckpointError {
     Misfit {
         /// The checkpoint.
         path: PathBuf,
-        /// What does not fit.
+        /// The misfits.
         misfits: Vec<String>,
     },
     /// A checkpoint without the counters of a trainer.
@@ -82,7 +82,7 @@ pub enum CheckpointError {
     Foreign {
         /// The checkpoint.
         path: PathBuf,
-        /// What is missing.
+        /// The missing key.
         key: &'static str,
     },
     /// Not one checkpoint of the folder is whole.
@@ -129,7 +129,7 @@ impl From<CommError> for CheckpointError {
 
 /// The updates of the weights so far, in the metadata.
 const UPDATES: &str = "updates";
-/// What the caller keeps beside the state, in the metadata.
+/// The key of the caller's own value in the metadata.
 const RUN: &str = "run";
 /// Where the run is in its data, inside what the caller keeps.
 pub(crate) const POSITION: &str = "position";

@@ -18,26 +18,26 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// What a run goes on from.
+/// The checkpoint that a run goes on from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resumed {
     /// Steps that are complete.
     pub step: u64,
-    /// What the caller gave to [`save`](super::save()).
+    /// The value that the caller gave to [`save`](super::save()).
     pub run: Value,
     /// Bytes of tensors that this rank read.
     pub bytes_read: u64,
     /// Newer checkpoints that are damaged: what is wrong with each, as the first rank that found it says. The same on
     /// every rank.
     pub passed_over: Vec<String>,
-    /// What compression kept and this run cannot use, because it has other extents: it starts from zeros.
+    /// Feedback of compression that this run cannot use, because it has other extents: it starts from zeros.
     pub anew: Vec<String>,
     /// States of the optimizer that the checkpoint has and this run did not take: all start from zeros, and so does the
     /// count of updates.
     pub dropped: usize,
 }
 
-/// What a run may leave behind of a checkpoint that does not fit it whole. By default nothing.
+/// The parts of a checkpoint that a run may leave behind. By default none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Leeway {
     /// The states of the optimizer.
@@ -47,7 +47,7 @@ pub struct Leeway {
     pub first_rows: Option<(u64, u64)>,
 }
 
-/// What becomes of the states of an optimizer.
+/// The treatment of the states of an optimizer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum States {
     /// They must fit.
@@ -55,7 +55,7 @@ pub enum States {
     Keep,
     /// They are dropped if one of them does not fit.
     KeepIfFit,
-    /// They are dropped: those of another update rule mean something else, whatever their names.
+    /// They are dropped: states of another update rule mean something else, whatever their names.
     Drop,
 }
 
@@ -81,7 +81,7 @@ pub fn resume<E: From<CheckpointError>>(
     resume_into(trainer, &layout, dir, stop, accept)
 }
 
-/// The same with the layout of the state of all ranks.
+/// [`resume`] with the layout of the state of all ranks.
 pub(crate) fn resume_into<E: From<CheckpointError>>(
     trainer: &mut Trainer,
     layout: &[StateSlice],
@@ -138,7 +138,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
 struct Fit {
     /// Vectors that only one of them has, and parameters of other extents: the checkpoint cannot be used.
     misfits: Vec<String>,
-    /// The same of states of the optimizer, without which it can.
+    /// Such misfits of states of the optimizer, without which it can be used.
     misfit_states: Vec<String>,
     /// Feedback of other extents: of other samples, another batch, factors of another rank.
     anew: Vec<String>,
@@ -237,7 +237,7 @@ struct Source<'a> {
     updates: u64,
     /// The states that are zeros.
     dropped: BTreeSet<&'a StateKey>,
-    /// What reading found, for which the engine's errors have no place.
+    /// The damage that reading found; the engine's errors have no place for it.
     unread: RefCell<Option<Unread>>,
     stop: &'a AtomicBool,
 }

@@ -2,7 +2,7 @@
 
 use super::{CheckpointError, save_plan};
 use crate::config::{Config, Fault};
-use crate::plan::size;
+use crate::numbers::size;
 use meshwork_checkpoint::{folder_name, free_bytes, steps, stored_bytes};
 use serde_json::json;
 use std::path::Path;
@@ -36,7 +36,7 @@ impl Room {
     pub fn of(config: &Config) -> Result<Option<Self>, CheckpointError> {
         let Some(dir) = config.checkpoint.dir.as_deref().map(Path::new) else { return Ok(None) };
         let each = save_plan(&config.model(), &config.plan()?)?.file_bytes(&json!({"run": {"config": config}}));
-        // What cannot be read is told by the check of the folder.
+        // The check of the folder tells of files that cannot be read.
         let stored = steps(dir).unwrap_or_default();
         let bytes = |step: &u64| stored_bytes(dir, *step).unwrap_or(0);
         let newest = stored.first().map(|step| (*step, bytes(step)));
@@ -51,7 +51,7 @@ impl Room {
         Ok(Some(Self { each, wanted: config.checkpoint.keep.saturating_add(1), found, saves }))
     }
 
-    /// What `--steps 0` says.
+    /// The line of `--steps 0`.
     pub fn report(&self, config: &Config) -> String {
         let keep = config.checkpoint.keep;
         let dir = config.checkpoint.dir.as_deref().unwrap_or_default();
@@ -126,7 +126,7 @@ mod tests {
             (199, None, 0, 1, 2, false, false),
             (99, None, 0, 1, 2, true, false),
             (0, None, 0, 0, 2, false, false),
-            // What is there counts as room, but for the newest.
+            // Checkpoints that are there count as room, except for the newest.
             (0, Some((7, 100)), 200, 9, 2, false, false),
             (50, Some((7, 100)), 100, 9, 2, false, true),
             (50, Some((7, 100)), 0, 9, 2, true, false),

@@ -82,7 +82,7 @@ impl Saver {
         Ok(self.told(before))
     }
 
-    /// What there is to say of the save under way, if it is over.
+    /// The notes about the save under way, if it is over.
     pub fn poll(&mut self) -> Vec<Note> {
         let outcome = self.writer.poll();
         self.told(outcome)
@@ -130,7 +130,7 @@ pub(crate) const TOKENIZER_HASH: &str = "tokenizer_hash";
 /// The tokens at which texts of the model end, among what a run keeps.
 pub(crate) const ENDS_OF_TEXT: &str = "ends_of_text";
 
-/// What a run keeps beside its state, to compare with when it is resumed.
+/// The description of a run beside its state, to compare with when it is resumed.
 pub(crate) fn described(config: &Config, data: &Data) -> Value {
     json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -185,7 +185,7 @@ pub(crate) fn resume_run(
     Ok(Some(Continued { resumed, data, notes }))
 }
 
-/// A saved run, beside the one that is to go on from it.
+/// A saved run, and the run that is to go on from it.
 struct Compared<'a> {
     hash: Option<&'a Value>,
     data: &'a Data,
@@ -200,7 +200,7 @@ struct Compared<'a> {
 
 impl<'a> Compared<'a> {
     fn new(saved: &'a Value, step: u64, config: &Config, data: &'a Data) -> Self {
-        // Of a program that keeps no configuration there is nothing to compare.
+        // A program that keeps no configuration has nothing to compare.
         let changes = saved.get(CONFIG).map(|saved| changes(saved, config)).unwrap_or_default();
         let hash = saved.get(HASH);
         let other_data = hash.is_some_and(|hash| *hash != data.hash());
@@ -209,7 +209,7 @@ impl<'a> Compared<'a> {
         Self { hash, data, changes, other_data, position, stuck: stuck.unwrap_or_default() }
     }
 
-    /// What differs, each with the word that permits it.
+    /// The differences, each with the word that permits it.
     fn differences(&self) -> impl Iterator<Item = (String, String)> {
         let hash = |hash: &Value| {
             let told = format!("data: the checkpoint has those of hash {hash}, this run {:?}", self.data.hash());
@@ -219,7 +219,7 @@ impl<'a> Compared<'a> {
         data.into_iter().chain(self.changes.iter().map(|change| (change.to_string(), change.key.clone())))
     }
 
-    /// What differs and is not permitted, and the words that would permit all of it.
+    /// The differences that are not permitted, and the words that would permit them all.
     fn refused(&self, permit: &str) -> Option<(Vec<String>, Vec<String>)> {
         let stuck = self.stuck.iter().map(|why| {
             let told = format!("{why}; data.shuffle = false in both goes on, and so does the next epoch, with checkpoint.permit = \"data\"");
@@ -227,14 +227,14 @@ impl<'a> Compared<'a> {
         });
         let refused = self.differences().chain(stuck).filter(|(_, word)| !permits(permit, word));
         let (differences, mut words): (Vec<String>, Vec<String>) = refused.unzip();
-        // What is permitted already stays so.
+        // Words that are given already stay.
         words.splice(0..0, permit.split(',').map(|word| word.trim().to_owned()).filter(|word| !word.is_empty()));
         let mut seen = BTreeSet::new();
         words.retain(|word| seen.insert(word.clone()));
         (!differences.is_empty()).then_some((differences, words))
     }
 
-    /// What may be left behind of the checkpoint.
+    /// The parts of the checkpoint that may be left behind.
     fn leeway(&self, permit: &str) -> Leeway {
         let changed = |key: &str| self.changes.iter().find(|change| change.key == key);
         let states = match permits(permit, RULE) {

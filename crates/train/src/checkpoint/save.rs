@@ -19,7 +19,7 @@ pub fn save_plan(model: &Arc<dyn Model>, plan: &Plan) -> Result<SavePlan, Checkp
     save_plan_of(&state_layout(model, plan)?, plan.mesh.world_size())
 }
 
-/// The same of what the ranks of a world hold.
+/// The plan for the state that the ranks of a world hold.
 pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePlan, CheckpointError> {
     let (mut tensors, mut places, mut held): (Vec<Tensor>, BTreeMap<String, usize>, Vec<Held>) = Default::default();
     for of in layout {

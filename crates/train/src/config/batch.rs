@@ -193,7 +193,7 @@ mod tests {
         }
     }
 
-    /// The same with a schedule that needs at least one micro-batch per stage.
+    /// A request with a schedule that needs at least one micro-batch per stage.
     fn of_zb_h2(global_batch_size: usize, dp: usize, pp: usize) -> BatchRequest {
         BatchRequest { schedule: Generator::ZbH2, ..request(global_batch_size, dp, pp) }
     }

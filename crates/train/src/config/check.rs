@@ -12,7 +12,7 @@ use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
 use super::{Config, architecture, effects};
 
-/// Appends the faults across keys to those of `settings`.
+/// Adds the faults across keys to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mut faults = Vec::new();
     let mut fail = |fault| faults.push(fault);

@@ -34,7 +34,7 @@ pub struct Args {
     pub plan_memory: bool,
     /// Whether `--help` was given.
     pub help: bool,
-    /// What is wrong with the command line itself; reported together with the faults of the settings.
+    /// Faults of the command line itself; reported together with the faults of the settings.
     pub faults: Vec<Fault>,
 }
 

@@ -3,30 +3,25 @@
 use super::Config;
 use super::sections::Compress;
 use super::settings::Settings;
-use super::words::RoundingName;
-use crate::data::Data;
 use meshwork_compress::{Choice, CompressError, Feedback, Rounding, Scheme, Shape, Sparse};
 use meshwork_engine::{Around, PlanError, Setting, TrainError, Unfit, require_compression};
 
-/// What crosses the cuts of a pipeline.
+/// Keys of the messages between stages.
 pub(super) const CUTS: [&str; 2] = ["compress.activations", "compress.activation_gradients"];
 const SCHEMES: [&str; 6] = [CUTS[0], CUTS[1], GRADIENTS, WEIGHTS, DISPATCH[0], DISPATCH[1]];
 pub(super) const GRADIENTS: &str = "compress.gradients";
 pub(super) const WEIGHTS: &str = "compress.weights";
-/// What goes to experts and back.
+/// Keys of the tokens that go to experts and back.
 pub(super) const DISPATCH: [&str; 2] = ["compress.dispatch", "compress.dispatch_gradients"];
 const CUTS_OF_ONE: &str = "compress.virtual_cuts";
 
 impl Compress {
-    /// What is compressed, of texts that were checked.
+    /// The schemes of the section, whose texts were checked.
     ///
     /// # Errors
     /// A text that names no scheme.
     pub fn plan(&self) -> Result<meshwork_engine::Compress, CompressError> {
-        let rounding = match self.rounding {
-            RoundingName::Nearest => Rounding::Nearest,
-            RoundingName::Stochastic => Rounding::Stochastic,
-        };
+        let rounding = Rounding::from(self.rounding);
         let scheme = |text: &str| Ok::<_, CompressError>(text.parse::<Scheme>()?.rounding_at_least(rounding));
         Ok(meshwork_engine::Compress {
             activations: scheme(&self.activations)?,
@@ -91,7 +86,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let of_experts = [(Setting::Dispatch, plan.dispatch), (Setting::DispatchGradients, plan.dispatch_gradients)];
     let sound = settings.sound(&["model.hidden_size"]) && config.moe.num_experts > 0;
     for (setting, scheme) in of_experts.into_iter().filter(|_| sound) {
-        // What is drawn, and factors, are refused above.
+        // Random choices and factors are refused above.
         let of_tokens = matches!(scheme, Scheme::Values(_) | Scheme::Sparse(Sparse { choice: Choice::Largest(_), .. }));
         let each = scheme.of_each_row(hidden);
         if of_tokens && Shape::matrix(1, hidden).is_ok_and(|token| !each.takes_rows_apart(token)) {
@@ -106,35 +101,6 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     {
         let valid = format!("use increasing numbers of layers from 0 to {layers}");
         settings.fault(CUTS_OF_ONE, format!("{cuts:?}"), "are no cuts of the model", valid);
-    }
-}
-
-/// Takes the number of samples from the data, and appends the notice of a run in which none comes again.
-pub(crate) fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
-    if !config.compress.aqsgd {
-        return;
-    }
-    let (all, epoch) = (data.distinct_samples(), data.training_samples());
-    let steps = config.training.steps;
-    let taken = steps.saturating_mul(config.training.global_batch_size as u64);
-    match settings.given::<usize>("compress.aqsgd_samples") {
-        None => config.compress.aqsgd_samples = all,
-        Some(given) if given < all => {
-            settings.fault(
-                "compress.aqsgd_samples",
-                given,
-                format!("the data have {all} samples"),
-                format!("use {all}"),
-            );
-        }
-        Some(_) => {}
-    }
-    // The samples may come again in a later part of the run.
-    if steps > 0 && taken <= epoch as u64 {
-        config.notices.push(format!(
-            "compress.aqsgd: no sample comes again in this part of the run, so every activation is sent as without it: {steps} steps take \
-             {taken} of {epoch} samples"
-        ));
     }
 }
 

@@ -6,7 +6,8 @@ use toml::Value;
 use super::keys::{self, Condition};
 use super::settings::Settings;
 use super::words::{
-    Dtype, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, SavedDtype, SavedEncoding,
+    Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, SavedDtype,
+    SavedEncoding,
 };
 use super::{Config, DecayName};
 
@@ -49,8 +50,9 @@ pub(super) const IN_F32: Condition =
     when("training.dtype = f32", &["training.dtype"], |c| c.training.dtype == Dtype::F32);
 pub(super) const IN_HALVES: Condition =
     when("training.dtype = bf16 or f16", &["training.dtype"], |c| c.training.dtype != Dtype::F32);
-pub(super) const DYNAMIC: Condition =
-    when("training.loss_scale = dynamic", &["training.loss_scale"], |c| c.training.loss_scale == LossScaling::Dynamic);
+pub(super) const DYNAMIC: Condition = when("training.loss_scale = dynamic", &["training.loss_scale"], |c| {
+    c.training.loss_scale == LossScaling::Word(LossScaleWord::Dynamic)
+});
 
 // The update rule and its rate.
 pub(super) const ADAM: Condition = when("optimizer.name = adamw, lamb, muon or adam8bit", &["optimizer.name"], |c| {
@@ -85,7 +87,7 @@ pub(super) const SAMPLES: Condition = when("compress.aqsgd = true, if samples", 
 pub(super) const OFFLOADS: Condition =
     when("memory.offload", &["memory.offload"], |c| c.memory.offload != OffloadWord::None);
 
-// What a run writes.
+// Outputs of a run.
 pub(super) const VALIDATES: Condition =
     when("validation.every above 0", &["validation.every"], |c| c.validation.every > 0);
 pub(super) const SAVES: Condition = when("checkpoint.dir", &["checkpoint.dir"], |c| c.checkpoint.dir.is_some());
@@ -117,7 +119,7 @@ pub(super) const COMPRESSES: Condition =
     when("something to compress", &["compress.activations"], |c| c.compress.plan().is_ok_and(|plan| plan.is_some()));
 pub(super) const AQSGD: Condition = when("compress.aqsgd = true", &["compress.aqsgd"], |c| c.compress.aqsgd);
 
-/// Appends a notice to those of `config` for each key that is given and not read.
+/// Adds a notice to `config` for each key that is given and not read.
 pub(crate) fn notice(config: &mut Config, settings: &Settings) {
     for (section, key) in keys::all() {
         let name = format!("{section}.{}", key.name);

@@ -17,7 +17,7 @@ pub enum Device {
     Card(&'static str),
     /// CUDA devices that are emulated in host memory.
     CudaEmulated {
-        /// What the order of their streams is drawn from.
+        /// The seed of the order of their streams.
         seed: u64,
         /// How many they are, all of them peers; a rank has that of its number modulo their count.
         devices: usize,
@@ -28,7 +28,7 @@ pub enum Device {
 const MOST_EMULATED: usize = 64;
 
 impl Device {
-    /// What the flag takes.
+    /// The values that the flag takes.
     pub const WORDS: &[&str] = &["cpu", "cuda", "cuda-emulated"];
 
     /// Its first word, as in messages of the device.

@@ -176,7 +176,7 @@ fn words(permit: &str) -> impl Iterator<Item = &str> {
     permit.split(',').map(str::trim).filter(|word| !word.is_empty())
 }
 
-/// Whether `checkpoint.permit` allows another value of a key: by its name, by that of its section, or by a word for it.
+/// Whether `checkpoint.permit` allows another value of a key: by its name, its section, or a word for it.
 pub(crate) fn permits(permit: &str, key: &str) -> bool {
     let section = key.split_once('.').map_or(key, |(section, _)| section);
     let stands = |word: &str| WORDS.iter().any(|(of, keys)| *of == word && keys.contains(&key));
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(changed(&every(0, 0.0), &every(7, 0.0)), [""; 0]);
     }
 
-    /// A checkpoint of a version that lacked a key ran with what is its default; one that had others is read without
+    /// A checkpoint of a version that lacked a key ran with its default; a checkpoint with other keys is read without
     /// them.
     #[test]
     fn checkpoints_of_other_versions_are_compared_as_far_as_they_go() {

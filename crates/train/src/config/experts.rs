@@ -12,7 +12,7 @@ use meshwork_models::huggingface::not_of_mixtral;
 use meshwork_pipeline::by_name;
 
 impl Config {
-    /// What a user should know before a run, although nothing is wrong.
+    /// A warning before a run, although nothing is wrong.
     pub fn warning(&self) -> Option<&'static str> {
         let looks_ahead = self.experts().is_some_and(|experts| experts.moe.router == RouterKind::ExpertChoice);
         looks_ahead.then_some(

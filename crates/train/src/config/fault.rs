@@ -1,4 +1,4 @@
-//! What is wrong with a configuration: a list of faults, all reported together.
+//! Faults of a configuration, all reported together.
 
 use std::fmt;
 
@@ -11,9 +11,9 @@ pub struct Fault {
     pub key: String,
     /// The value as the user wrote it; empty where there is none.
     pub value: String,
-    /// What is wrong with it.
+    /// The problem.
     pub problem: String,
-    /// What would be valid.
+    /// A valid value, or the way to one.
     pub valid: String,
 }
 

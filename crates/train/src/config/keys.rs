@@ -26,17 +26,17 @@ pub struct Key {
     pub kind: Kind,
     /// Value where none is given.
     pub default: Fallback,
-    /// What it changes.
+    /// Its effect on a run.
     pub effect: Effect,
     /// The run reads the key if all of these hold.
     pub conditions: &'static [Condition],
-    /// What it means.
+    /// Its meaning.
     pub doc: &'static str,
     /// The planned feature that the key belongs to, if it is not implemented yet: the key takes only its default.
     pub awaits: Option<&'static str>,
 }
 
-/// What a key changes, and so whether it may differ in a run that is resumed.
+/// The effect of a key, which decides whether it may differ in a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
     /// The model: which weights it has, or what it computes of them.
@@ -49,7 +49,7 @@ pub enum Effect {
     Rounding,
     /// Time, memory and traffic, and no bit of any number.
     Speed,
-    /// What a run reports and saves, and when it ends. No bit of a step.
+    /// The reports and files of a run, and its end. No bit of a step.
     Output,
 }
 
@@ -71,7 +71,7 @@ impl Effect {
 /// A condition under which a key is read.
 #[derive(Debug, Clone, Copy)]
 pub struct Condition {
-    /// What the key needs in words, to follow "no effect without".
+    /// The condition in words, to follow "no effect without".
     pub with: &'static str,
     /// The keys that decide.
     pub by: &'static [&'static str],
@@ -184,13 +184,13 @@ pub enum Fallback {
 /// A default value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Literal {
-    /// Of a [`Kind::Count`].
+    /// For a [`Kind::Count`].
     Int(i64),
-    /// Of a [`Kind::Number`] or [`Kind::Double`].
+    /// For a [`Kind::Number`] or [`Kind::Double`].
     Float(f64),
-    /// Of a [`Kind::Switch`].
+    /// For a [`Kind::Switch`].
     Bool(bool),
-    /// Of a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`], [`Kind::WordOrId`] or [`Kind::WordOrCounts`].
+    /// For a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`], [`Kind::WordOrId`] or [`Kind::WordOrCounts`].
     Str(&'static str),
 }
 

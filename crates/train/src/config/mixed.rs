@@ -1,4 +1,4 @@
-//! `training.dtype` and what follows from it: mixed precision.
+//! Mixed precision: `training.dtype` and the keys that depend on it.
 
 use meshwork_compress::Feedback;
 use meshwork_engine::{LossScale, MixedPrecision};
@@ -9,7 +9,9 @@ use super::Config;
 use super::fault::Fault;
 use super::sections::Training;
 use super::settings::Settings;
-use super::words::{Dtype, LossScaling, MatmulDtype};
+use super::words::{Dtype, LossScaleWord, LossScaling, MatmulDtype};
+
+const DYNAMIC: LossScaling = LossScaling::Word(LossScaleWord::Dynamic);
 
 /// Computes the defaults that depend on the type of storage.
 pub(super) fn derive(settings: &mut Settings) {
@@ -18,27 +20,27 @@ pub(super) fn derive(settings: &mut Settings) {
     let products = if dtype == Dtype::Bf16 { MatmulDtype::Bf16 } else { MatmulDtype::F32 };
     settings.derive("training.matmul_dtype", DTYPE, products.name());
     match dtype {
-        Dtype::F16 => settings.derive("training.loss_scale", DTYPE, LossScaling::DYNAMIC),
+        Dtype::F16 => settings.derive("training.loss_scale", DTYPE, LossScaleWord::Dynamic.name()),
         _ => settings.derive("training.loss_scale", DTYPE, 1),
     }
 }
 
 impl Training {
-    /// What is stored in 16 bits.
+    /// The plan of storage in 16 bits; `None` in f32.
     pub(super) fn mixed(&self) -> Option<MixedPrecision> {
         let loss_scale = match self.loss_scale {
-            LossScaling::Fixed(scale) => LossScale::Fixed(scale as f64),
-            LossScaling::Dynamic => LossScale::Dynamic {
+            LossScaling::Number(scale) => LossScale::Fixed(scale as f64),
+            LossScaling::Word(LossScaleWord::Dynamic) => LossScale::Dynamic {
                 initial: self.loss_scale_initial as f64,
                 growth_interval: self.loss_scale_growth_interval,
             },
         };
-        let dtype = self.dtype.half()?;
+        let dtype = Option::<HalfType>::from(self.dtype)?;
         Some(MixedPrecision { dtype, reduce_in_half: self.reduce_dtype == self.dtype, loss_scale })
     }
 }
 
-/// Appends the faults of mixed precision to those of `settings`.
+/// Adds the faults of mixed precision to `settings`.
 pub(super) fn check(config: &Config, settings: &mut Settings) {
     let mut faults = Vec::new();
     let mut fail = |fault| faults.push(fault);
@@ -73,7 +75,7 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
     let (key, feedback) = ("compress.feedback", &config.compress.feedback);
     if settings.sound(&[key, "training.dtype", "training.loss_scale"])
         && dtype != Dtype::F32
-        && training.loss_scale == LossScaling::Dynamic
+        && training.loss_scale == DYNAMIC
         && config.compress.plan().is_ok_and(|plan| plan.is_some() && plan.feedback != Feedback::None)
     {
         let problem = "adds what a step lost, in that step's loss scale, to the gradients of another";
@@ -84,31 +86,26 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&[key, "training.dtype", "pipeline.schedule"]) {
         let asynchronous = by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
         match training.loss_scale {
-            LossScaling::Dynamic if dtype == Dtype::F32 => {
+            DYNAMIC if dtype == Dtype::F32 => {
                 fail(Fault::new(
                     key,
-                    LossScaling::DYNAMIC,
+                    DYNAMIC,
                     "there is nothing to scale in f32",
                     "use 1, or training.dtype = \"f16\"",
                 ));
             }
-            LossScaling::Dynamic if asynchronous => {
+            DYNAMIC if asynchronous => {
                 let problem = format!(
                     "has no meaning with pipeline.schedule = {:?}, whose ranks update before a step's norm is known",
                     config.pipeline.schedule
                 );
-                fail(Fault::new(
-                    key,
-                    LossScaling::DYNAMIC,
-                    problem,
-                    "use a number such as 1024, or training.dtype = \"bf16\"",
-                ));
+                fail(Fault::new(key, DYNAMIC, problem, "use a number such as 1024, or training.dtype = \"bf16\""));
             }
-            LossScaling::Fixed(1) if dtype == Dtype::F16 => {
+            LossScaling::Number(1) if dtype == Dtype::F16 => {
                 let problem = "without a scale, gradients below 6e-8 become zeros in f16";
                 fail(Fault::new(key, 1, problem, "use \"dynamic\", or a number such as 1024"));
             }
-            LossScaling::Fixed(_) | LossScaling::Dynamic => {}
+            _ => {}
         }
     }
     let (key, initial) = ("training.loss_scale_initial", training.loss_scale_initial);
@@ -121,16 +118,4 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         ));
     }
     settings.faults.extend(faults);
-}
-
-impl Dtype {
-    /// The type of 16 bits, if it is one.
-    #[must_use]
-    pub const fn half(self) -> Option<HalfType> {
-        match self {
-            Self::F32 => None,
-            Self::Bf16 => Some(HalfType::Bf16),
-            Self::F16 => Some(HalfType::F16),
-        }
-    }
 }

@@ -40,7 +40,6 @@ mod zero;
 
 pub use arguments::{help, parse_all};
 pub use cli::Args;
-pub(crate) use compress::count_samples;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint, permits};
 pub use fault::{ConfigError, Fault, choose_from};
@@ -51,9 +50,9 @@ pub(crate) use resolve::resolve;
 pub use sections::{Config, Parallelism};
 pub(crate) use settings::Settings;
 pub use words::{
-    DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, OffloadWord, OptimizerName,
-    RecomputeWord, Recomputed, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression, VerifySteps,
-    VerifyWord,
+    DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind, OffloadWord,
+    OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, TextFormat, TokenType, ValidationCompression,
+    VerifySteps, VerifyWord, WordOr,
 };
 
 impl Config {

@@ -94,7 +94,7 @@ fn is_by_cost(settings: &Settings) -> bool {
     settings.given::<String>(KEY).as_deref() == Some("cost")
 }
 
-/// Replaces the uniform list by that of `cost`, if `cost` is set and there is no fault.
+/// Replaces the uniform list by the list of `cost`, if `cost` is set and there is no fault.
 pub(crate) fn resolve_by_cost(config: &mut Config, settings: &mut Settings) {
     if !is_by_cost(settings) || !settings.faults.is_empty() {
         return;
@@ -150,7 +150,7 @@ pub(crate) fn resolve(config: &mut Config, settings: &mut Settings) {
 pub(crate) fn check_recompute(config: &Config, settings: &mut Settings) {
     let key = "memory.recompute";
     let largest = config.pipeline.partition.iter().copied().max().unwrap_or(0);
-    if let Recomputed::Layers(layers) = config.memory.recompute
+    if let Recomputed::Number(layers) = config.memory.recompute
         && layers > largest
         && largest > 0
         && settings.sound(&[key, KEY, LAYERS, STAGES])
@@ -161,7 +161,7 @@ pub(crate) fn check_recompute(config: &Config, settings: &mut Settings) {
     }
 }
 
-/// What is wrong with a list for this number of stages, and of layers if that is known.
+/// The faults of a list for this number of stages, and of layers if their number is known.
 fn list_faults(list: &[usize], (whose, stages): (&str, usize), layers: Option<usize>) -> Vec<Fault> {
     let of_layers = layers.map_or(String::new(), |layers| format!(" that add up to {layers}"));
     let valid = format!("use {}, or a list of {stages}{of_layers}", quoted(WORDS));
@@ -265,7 +265,7 @@ mod tests {
         let partition = |layers, embedding, layer, head, placement: &[usize]| {
             by_cost(layers, Costs { embedding, layer, head }, &forward_only(placement, 1))
         };
-        // With free ends, the result is that of `uniform`.
+        // With free ends, the result is uniform.
         assert_eq!(partition(7, 0, 1, 0, &[0, 1, 2]), uniform(7, 3));
         // A head worth two layers.
         assert_eq!(partition(6, 0, 1, 2, &[0, 1, 2, 3]), [2, 2, 2, 0]);

@@ -2,7 +2,7 @@
 
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
 use super::words::{MoeRouter, OffloadWord};
-use super::{Config, DecayName, ModelKind, OptimizerName};
+use super::{Config, ModelKind, OptimizerName};
 use meshwork_core::{Mesh, MeshError};
 use meshwork_engine::offload::{Backing, Folder, Offload};
 use meshwork_engine::{Numerics, Plan, Samples, ScheduleSpec, Zero, ZeroStage};
@@ -11,7 +11,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{Boundary, Frozen};
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model as AnyModel;
-use meshwork_optim::{Adafactor, Adam8bit, AdamW, Decay, Lamb, LrSchedule, Muon, Rule, Sgd};
+use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
 use meshwork_tensor::op::{Rotary, RotaryScaling};
 use meshwork_tensor::tape::Encoding;
@@ -43,7 +43,7 @@ impl Config {
         }
     }
 
-    /// What `data.documents` means to the model.
+    /// The rule of `data.documents` for the model.
     #[must_use]
     pub fn boundary(&self) -> Boundary {
         match &*self.data.documents {
@@ -198,7 +198,7 @@ impl Parallelism {
         Mesh::of_degrees([self.tp, self.cp, self.ep, self.dp, self.pp])
     }
 
-    /// What ranks of dp share out.
+    /// The ZeRO stage and group.
     #[must_use]
     pub fn zero(&self) -> Zero {
         let stage = ZeroStage::ALL.get(self.zero_stage).copied().unwrap_or_default();
@@ -226,7 +226,7 @@ impl Memory {
         Some(self.limit_bytes).filter(|&bytes| bytes > 0)
     }
 
-    /// What leaves memory, and where it goes.
+    /// The offload, if anything leaves memory.
     #[must_use]
     pub fn offload(&self) -> Option<Offload> {
         if self.offload == OffloadWord::None {
@@ -265,12 +265,7 @@ impl LrScheduler {
     #[must_use]
     pub fn schedule(&self, base: f64) -> LrSchedule {
         let &Self { warmup_steps, decay_steps, min_lr_factor, .. } = self;
-        let decay = match self.decay {
-            DecayName::None => Decay::None,
-            DecayName::Linear => Decay::Linear,
-            DecayName::Cosine => Decay::Cosine,
-        };
-        LrSchedule { base, warmup_steps, decay, decay_steps, min_lr_factor }
+        LrSchedule { base, warmup_steps, decay: self.decay.into(), decay_steps, min_lr_factor }
     }
 }
 

@@ -13,7 +13,7 @@ use toml::Value;
 
 const KEY: &str = "model.init_from";
 
-/// Keys that the weights do not fix: other values than those of the folder may be given.
+/// Keys that the weights do not fix: they may differ from the folder.
 const FREE: [&str; 7] = [
     "model.dropout",
     "moe.capacity_factor",

@@ -18,9 +18,9 @@ use super::keys::Kind::{Choice, Count, Double, Number, Switch, Text, Texts, Word
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter,
-    OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat,
-    TokenType, ValidationCompression, VerifySteps, VerifyWord,
+    AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
+    MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
+    SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{partition, preset};
 
@@ -220,7 +220,7 @@ sections! {
         /// What the loss is multiplied by before backward, so that small gradients are no zeros in f16. dynamic: halved
         /// when a gradient overflows, in a step that is then skipped, and doubled after loss_scale_growth_interval
         /// steps without.
-        loss_scale: LossScaling = Derived("dynamic with dtype f16, else 1"), WordOrCount(&[LossScaling::DYNAMIC]), Numbers, if IN_HALVES;
+        loss_scale: LossScaling = Derived("dynamic with dtype f16, else 1"), WordOrCount(LossScaleWord::WORDS), Numbers, if IN_HALVES;
         /// The dynamic loss scale of the first step, a power of two.
         loss_scale_initial: u64 = int(65536), Count(1), Numbers, if DYNAMIC;
         /// Steps without overflow after which the dynamic loss scale is doubled.

@@ -23,6 +23,7 @@ macro_rules! settings {
 
 settings! {
     bool: Value::as_bool;
+    u32: |value| value.as_integer()?.try_into().ok();
     u64: |value| value.as_integer()?.try_into().ok();
     usize: |value| value.as_integer()?.try_into().ok();
     f64: Value::as_float;
@@ -75,6 +76,12 @@ macro_rules! words {
             }
         }
 
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
         impl Setting for $name {
             fn read(value: Option<&Value>) -> Option<Self> {
                 match value?.as_str()? {
@@ -86,3 +93,17 @@ macro_rules! words {
     )+};
 }
 pub(super) use words;
+
+/// The values of other crates that words stand for.
+macro_rules! stands_for {
+    ($($name:ident for $target:ty { $($variant:ident => $value:expr),+ })+) => {$(
+        impl From<$name> for $target {
+            fn from(word: $name) -> Self {
+                match word {
+                    $($name::$variant => $value,)+
+                }
+            }
+        }
+    )+};
+}
+pub(super) use stands_for;

@@ -21,7 +21,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// What a command line gives.
+    /// The settings of a command line.
     pub(crate) fn of(args: &Args) -> Self {
         let mut settings = Self::default();
         if let Some(path) = &args.config {

@@ -1,15 +1,17 @@
-//! The words that keys and flags take, and what they stand for in the other crates.
+//! The words that keys and flags take, and their counterparts in the other crates.
 
 use std::fmt;
 
+use meshwork_compress::Rounding;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
+use meshwork_optim::Decay;
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
 use toml::Value;
 
-use super::setting::{Setting, words};
+use super::setting::{Setting, stands_for, words};
 
 words! {
     /// `model.kind`.
@@ -66,6 +68,12 @@ words! {
         F32 = "f32",
         /// Products of bf16, added up in f32.
         Bf16 = "bf16",
+    }
+
+    /// `training.loss_scale`, unless it is a number.
+    LossScaleWord {
+        /// Found by the overflows of the run.
+        Dynamic = "dynamic",
     }
 
     /// `optimizer.name`.
@@ -140,9 +148,9 @@ words! {
         None = "none",
         /// States of the optimizer.
         Optimizer = "optimizer",
-        /// What forward keeps for backward.
+        /// Activations that forward keeps for backward.
         Activations = "activations",
-        /// What AQ-SGD keeps of samples.
+        /// AQ-SGD's histories of samples.
         Samples = "samples",
         /// All of it, and gradients.
         All = "all",
@@ -158,7 +166,7 @@ words! {
 
     /// `data.format`.
     TextFormat {
-        /// What each file is by its content.
+        /// Recognised by the content of each file.
         Auto = "auto",
         /// One document each.
         Text = "text",
@@ -203,78 +211,64 @@ words! {
     }
 }
 
-/// `training.verify`: a word, or a number of steps.
+/// A word, or a number in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-pub enum VerifySteps {
-    /// `"off"` or `"first_step"`.
-    Word(VerifyWord),
-    /// In every N-th step.
-    Every(u64),
-}
-
-impl Setting for VerifySteps {
-    fn read(value: Option<&Value>) -> Option<Self> {
-        match value? {
-            Value::String(_) => VerifyWord::read(value).map(Self::Word),
-            _ => u64::read(value).map(Self::Every),
-        }
-    }
-}
-
-/// `training.loss_scale`: a word, or a number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub enum LossScaling {
-    /// `"dynamic"`.
-    #[serde(serialize_with = "dynamic")]
-    Dynamic,
-    /// The same in all steps.
-    Fixed(u64),
-}
-
-impl LossScaling {
+pub enum WordOr<W, N> {
     /// The word.
-    pub const DYNAMIC: &str = "dynamic";
+    Word(W),
+    /// The number.
+    Number(N),
 }
 
-fn dynamic<S: serde::Serializer>(serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(LossScaling::DYNAMIC)
-}
+/// `training.verify`: a word, or N to verify every N-th step.
+pub type VerifySteps = WordOr<VerifyWord, u64>;
+/// `training.loss_scale`: `"dynamic"`, or the scale of all steps.
+pub type LossScaling = WordOr<LossScaleWord, u64>;
+/// `memory.recompute`: a word, or the number of layers, the first of each stage.
+pub type Recomputed = WordOr<RecomputeWord, usize>;
+/// `data.end_of_text` and `data.beginning_of_text`: a word, or an id.
+pub type EndOfText = WordOr<EndOfTextWord, u32>;
 
-impl Setting for LossScaling {
+impl<W: Setting, N: Setting> Setting for WordOr<W, N> {
     fn read(value: Option<&Value>) -> Option<Self> {
         match value? {
-            Value::String(word) => (word == Self::DYNAMIC).then_some(Self::Dynamic),
-            _ => u64::read(value).map(Self::Fixed),
+            Value::String(_) => W::read(value).map(Self::Word),
+            _ => N::read(value).map(Self::Number),
         }
     }
 }
 
-/// `memory.recompute`: a word, or a number of layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub enum Recomputed {
-    /// What it names.
-    Word(RecomputeWord),
-    /// The first layers of each stage.
-    Layers(usize),
-}
-
-impl Setting for Recomputed {
-    fn read(value: Option<&Value>) -> Option<Self> {
-        match value? {
-            Value::String(_) => RecomputeWord::read(value).map(Self::Word),
-            _ => usize::read(value).map(Self::Layers),
-        }
-    }
-}
-
-impl fmt::Display for Recomputed {
+impl<W: fmt::Display, N: fmt::Display> fmt::Display for WordOr<W, N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Word(word) => f.write_str(word.name()),
-            Self::Layers(layers) => write!(f, "{layers}"),
+            Self::Word(word) => word.fmt(f),
+            Self::Number(number) => number.fmt(f),
+        }
+    }
+}
+
+stands_for! {
+    MoeRouter for RouterKind { Topk => Self::TopK, Switch => Self::Switch, Gshard => Self::Gshard,
+                               ExpertChoice => Self::ExpertChoice, Bias => Self::Bias }
+    MoeOverflow for Overflow { Drop => Self::Drop, Reroute => Self::Reroute }
+    AuxScope for AuxLossScope { Sequence => Self::Sequence, GlobalBatch => Self::GlobalBatch }
+    DecayName for Decay { None => Self::None, Linear => Self::Linear, Cosine => Self::Cosine }
+    RoundingName for Rounding { Nearest => Self::Nearest, Stochastic => Self::Stochastic }
+    Dtype for Option<HalfType> { F32 => None, Bf16 => Some(HalfType::Bf16), F16 => Some(HalfType::F16) }
+    SavedDtype for Option<Encoding> { F32 => None, Bf16 => Some(Encoding::Half(HalfType::Bf16)),
+                                      F16 => Some(Encoding::Half(HalfType::F16)) }
+    SavedEncoding for Option<Encoding> { Dense => None, Sparse => Some(Encoding::Sparse) }
+    VerifyWord for Verify { Off => Self::Off, FirstStep => Self::FirstStep }
+    RecomputeWord for Recompute { None => Self::None, Selective => Self::Selective, Full => Self::Full,
+                                  Sqrt => Self::Sqrt, Stage => Self::Stage }
+}
+
+impl From<VerifySteps> for Verify {
+    fn from(steps: VerifySteps) -> Self {
+        match steps {
+            WordOr::Word(word) => word.into(),
+            WordOr::Number(steps) => Self::Every(steps),
         }
     }
 }
@@ -282,90 +276,8 @@ impl fmt::Display for Recomputed {
 impl From<Recomputed> for Recompute {
     fn from(recomputed: Recomputed) -> Self {
         match recomputed {
-            Recomputed::Word(RecomputeWord::None) => Self::None,
-            Recomputed::Word(RecomputeWord::Selective) => Self::Selective,
-            Recomputed::Word(RecomputeWord::Full) => Self::Full,
-            Recomputed::Word(RecomputeWord::Sqrt) => Self::Sqrt,
-            Recomputed::Word(RecomputeWord::Stage) => Self::Stage,
-            Recomputed::Layers(layers) => Self::Layers(layers),
-        }
-    }
-}
-
-/// `data.end_of_text` and `data.beginning_of_text`: a word, or an id.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub enum EndOfText {
-    /// `"auto"` or `"none"`.
-    Word(EndOfTextWord),
-    /// This id.
-    Id(u32),
-}
-
-impl Setting for EndOfText {
-    fn read(value: Option<&Value>) -> Option<Self> {
-        match value? {
-            Value::String(_) => EndOfTextWord::read(value).map(Self::Word),
-            id => id.as_integer()?.try_into().ok().map(Self::Id),
-        }
-    }
-}
-
-impl From<VerifySteps> for Verify {
-    fn from(steps: VerifySteps) -> Self {
-        match steps {
-            VerifySteps::Word(VerifyWord::Off) => Self::Off,
-            VerifySteps::Word(VerifyWord::FirstStep) => Self::FirstStep,
-            VerifySteps::Every(steps) => Self::Every(steps),
-        }
-    }
-}
-
-impl From<MoeRouter> for RouterKind {
-    fn from(router: MoeRouter) -> Self {
-        match router {
-            MoeRouter::Topk => Self::TopK,
-            MoeRouter::Switch => Self::Switch,
-            MoeRouter::Gshard => Self::Gshard,
-            MoeRouter::ExpertChoice => Self::ExpertChoice,
-            MoeRouter::Bias => Self::Bias,
-        }
-    }
-}
-
-impl From<MoeOverflow> for Overflow {
-    fn from(overflow: MoeOverflow) -> Self {
-        match overflow {
-            MoeOverflow::Drop => Self::Drop,
-            MoeOverflow::Reroute => Self::Reroute,
-        }
-    }
-}
-
-impl From<AuxScope> for AuxLossScope {
-    fn from(scope: AuxScope) -> Self {
-        match scope {
-            AuxScope::Sequence => Self::Sequence,
-            AuxScope::GlobalBatch => Self::GlobalBatch,
-        }
-    }
-}
-
-impl From<SavedDtype> for Option<Encoding> {
-    fn from(dtype: SavedDtype) -> Self {
-        match dtype {
-            SavedDtype::F32 => None,
-            SavedDtype::Bf16 => Some(Encoding::Half(HalfType::Bf16)),
-            SavedDtype::F16 => Some(Encoding::Half(HalfType::F16)),
-        }
-    }
-}
-
-impl From<SavedEncoding> for Option<Encoding> {
-    fn from(encoding: SavedEncoding) -> Self {
-        match encoding {
-            SavedEncoding::Dense => None,
-            SavedEncoding::Sparse => Some(Encoding::Sparse),
+            WordOr::Word(word) => word.into(),
+            WordOr::Number(layers) => Self::Layers(layers),
         }
     }
 }

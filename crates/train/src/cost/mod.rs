@@ -15,7 +15,8 @@ pub use cards::{CARDS, Card, Shares, card};
 pub use walk::Of;
 
 use crate::config::{Config, Device};
-use crate::plan::{count, grouped, size, spans};
+use crate::numbers::{count, grouped, size, spans};
+use crate::predict::predict_all;
 use meshwork_core::Axis;
 use meshwork_core::profile::{Class, Detail, Recorder, Span};
 use meshwork_engine::{Plan, Recompute, TrainError, dry_run};
@@ -24,7 +25,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 use walk::{Rates, Walk};
 
-/// The name of the span that begins an action; the one that ends it has that of its kind.
+/// The name of the span that begins an action; the span that ends it is named after its kind.
 const BEGUN: &str = "begun";
 const KINDS: [(ActionKind, &str); 5] = [
     (ActionKind::Forward, "forward"),
@@ -207,10 +208,10 @@ pub(crate) fn report(config: &Config) -> Result<String, TrainError> {
         100.0 * used(&least, flops),
     );
     let mut most = (0, Vec::new());
-    for kind in crate::plan::kinds(config, &recorded.plan.mesh)? {
-        let bytes = kind.each.peak_bytes();
+    for equal in predict_all(config)? {
+        let bytes = equal.each.peak_bytes();
         if bytes > most.0 {
-            most = (bytes, kind.ranks);
+            most = (bytes, equal.ranks);
         }
     }
     let fits = if most.0 as f64 <= card.memory { "" } else { ": more than it has" };

@@ -62,7 +62,7 @@ pub(crate) fn byte_level(tokens: &[Vec<u8>], end: Option<u32>) -> String {
     format!("{value:#}\n")
 }
 
-/// What a token is merged from by the tokens of lower ranks.
+/// The parts that a token is merged from by the tokens of lower ranks.
 fn parts<'a>(token: &'a [u8], rank: usize, ranks: &BTreeMap<&[u8], usize>) -> Vec<&'a [u8]> {
     let mut ends: Vec<usize> = (0..=token.len()).collect();
     loop {

@@ -19,7 +19,8 @@
 
 use super::error::{DataError, Problem};
 use super::indexed;
-use super::text::{Piece, Reading, Texts};
+use super::piece::{Piece, Reading};
+use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::{Documents, Stream};
@@ -114,7 +115,7 @@ impl Place {
     }
 }
 
-/// What the `.json` of a cache says.
+/// The content of the `.json` of a cache.
 #[derive(Debug, Serialize, Deserialize, PartialEq)]
 struct About {
     format: u64,

@@ -32,12 +32,12 @@ pub(super) fn vocabulary(sources: &[Source], tokenizer: &Tokenizer, config: &Con
     let before = faults.len();
     for (key, setting, auto) in marks {
         let (id, shown) = match setting {
-            EndOfText::Id(id) => (Some(id), id.to_string()),
+            EndOfText::Number(id) => (Some(id), id.to_string()),
             EndOfText::Word(EndOfTextWord::Auto) if from_text && !wide => (auto, "\"auto\"".to_owned()),
             EndOfText::Word(_) => (None, String::new()),
         };
         if let Some(id) = id.filter(|id| *id as usize >= vocab_size) {
-            let of_tokenizer = if setting == EndOfText::Id(id) { String::new() } else { format!("{id} ") };
+            let of_tokenizer = if setting == EndOfText::Number(id) { String::new() } else { format!("{id} ") };
             let problem = format!("{of_tokenizer}is beyond model.vocab_size = {vocab_size}");
             faults.push(Fault::new(key, shown, problem, format!("use an id below {vocab_size}")));
         }

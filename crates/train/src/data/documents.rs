@@ -5,7 +5,7 @@ use super::indexed::Index;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What marks the documents of a stream.
+/// The marks of documents in a stream.
 #[derive(Clone, Debug)]
 pub(crate) enum Documents {
     /// Nothing.

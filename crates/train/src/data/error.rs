@@ -5,19 +5,19 @@ use meshwork_engine::TrainError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file of data, what is wrong with it and where, and what would be valid.
+/// A file of data with its problem, the place of that, and what would be valid.
 #[derive(thiserror::Error)]
 #[error("{}: {problem}; {}", path.display(), problem.valid())]
 pub struct DataError {
     /// The file or folder.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The problem.
     pub problem: Problem,
 }
 
 meshwork_core::debug_as_display!(DataError);
 
-/// What is wrong with a file of data. Lines are counted from 1, everything else from 0.
+/// A problem of a file of data. Lines are counted from 1, everything else from 0.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
@@ -71,7 +71,7 @@ pub enum Problem {
         place: String,
         /// The key of the text (`data.text_key`).
         key: String,
-        /// What it has instead.
+        /// The value or the keys that it has instead.
         instead: String,
     },
     /// An array that is no JSON.
@@ -166,7 +166,7 @@ pub enum Problem {
         at: u64,
         /// Its value.
         found: i64,
-        /// What it contradicts.
+        /// The contradiction.
         why: &'static str,
     },
     /// An index without its tokens, or the reverse.
@@ -190,7 +190,7 @@ pub enum Problem {
 
 meshwork_core::debug_as_display!(Problem);
 
-/// What a parser says, without the line, which is always 1 where it parses a line.
+/// The message of a parser without the line, which is always 1 where it parses a line.
 pub(super) fn of_line(error: &serde_json::Error) -> String {
     let (told, at) = (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
     match told.strip_suffix(&at) {
@@ -200,7 +200,7 @@ pub(super) fn of_line(error: &serde_json::Error) -> String {
 }
 
 impl Problem {
-    /// What would be valid.
+    /// A valid value, or the way to one.
     #[must_use]
     pub fn valid(&self) -> String {
         match self {
@@ -209,7 +209,7 @@ impl Problem {
                     .to_owned()
             }
             Self::NoText(_) => {
-                let texts: Vec<String> = super::text::EXTENSIONS.iter().map(|of| format!(".{of}")).collect();
+                let texts: Vec<String> = super::format::EXTENSIONS.iter().map(|of| format!(".{of}")).collect();
                 format!("use a folder of UTF-8 files that end in {}", texts.join(", "))
             }
             Self::Read { .. } => "do not change data while a run reads it".to_owned(),
@@ -255,7 +255,7 @@ impl Problem {
 }
 
 impl From<DataError> for meshwork_tensor::Error {
-    /// What a [`BatchSource`](meshwork_nn::BatchSource) says of samples that cannot be read.
+    /// The error of a [`BatchSource`](meshwork_nn::BatchSource) whose samples cannot be read.
     fn from(error: DataError) -> Self {
         Self::Shape { op: "batch", problem: error.to_string(), shapes: Vec::new() }
     }

@@ -1,4 +1,4 @@
-//! What a file is, by its first bytes: text, JSON, or something else that must not be learnt as text.
+//! Recognises a file by its first bytes: text, JSON, or a format that must not be learnt as text.
 //!
 //! A name can be missing or wrong: of a link, of standard input, of a download. So a file is what its content says; its
 //! extension decides only where the content leaves it open.
@@ -12,6 +12,10 @@ pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 pub(super) const HEAD: usize = 1 << 16;
 /// Lines by which JSON lines are recognised.
 const LINES: usize = 16;
+
+/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
+/// pictures, settings, a `tokenizer.json`.
+pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
 
 /// A file that is not text: what it is, and what to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,10 +40,10 @@ const TEXT: &str = "extract its text";
 const MARKUP: &str = "extract its text, or set data.format = \"text\" to learn its markup";
 const BINARY: &str = "give text, JSON lines or token ids";
 
-/// What a repository has in place of a large file that was not fetched.
+/// The stand-in for a large file that was not fetched into a repository.
 pub(super) const LFS: Foreign = foreign_of("a Git LFS pointer, not the file", "fetch the file: git lfs pull");
 
-/// Where the bytes stand, the bytes, and the format. A longer one stands before one that it begins with.
+/// The place of the bytes, the bytes, and the format. Longer bytes stand before their own beginning.
 const MAGIC: [(usize, &[u8], Foreign); 42] = [
     (0, b"version https://git-lfs.github.com/spec/", LFS),
     (0, b"PAR1", foreign_of("a Parquet file", TABLE)),
@@ -98,7 +102,7 @@ const DOCUMENT: Foreign =
 /// A token file that is text.
 pub(super) const TEXT_IN_BIN: Foreign = foreign_of("text, although its name ends in .bin", "name it .txt or .jsonl");
 
-/// The format of a file that begins with `head`, if it is one that cannot be text.
+/// The format of a file that begins with `head`, if that cannot be text.
 pub(super) fn foreign(head: &[u8]) -> Option<Foreign> {
     let binary = head.iter().any(|byte| matches!(byte, 0..=8 | 14..=26 | 28..=31));
     let is = |(at, magic, _): &&(usize, &[u8], Foreign)| {
@@ -115,7 +119,7 @@ pub(super) fn foreign(head: &[u8]) -> Option<Foreign> {
     }
 }
 
-/// The same of a file of token ids, where any two bytes are an id: only what four or more bytes say counts.
+/// The format of a file named as token ids, where any two bytes are an id: only signs of four bytes or more count.
 pub(super) fn foreign_to_tokens(head: &[u8]) -> Option<Foreign> {
     let certain = |(at, magic, _): &&(usize, &[u8], Foreign)| {
         magic.len() >= 4 && *magic != b"\xff\xff\xff\xff" && head.get(*at..).is_some_and(|rest| rest.starts_with(magic))
@@ -177,7 +181,7 @@ enum Parsed {
 }
 
 fn parse(bytes: &[u8]) -> Parsed {
-    // What the head cuts may be in the middle of a character.
+    // The head may end in the middle of a character.
     let text = match std::str::from_utf8(bytes) {
         Ok(text) => text,
         Err(error) if error.error_len().is_none() => std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or(""),

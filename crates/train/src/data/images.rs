@@ -21,7 +21,7 @@ impl Images {
     /// Images `[labels, sample..]`, one after another.
     ///
     /// # Panics
-    /// If the number of pixels is not that of `labels.len()` samples.
+    /// If the number of pixels does not fit `labels.len()` samples.
     pub fn new(sample: impl Into<Shape>, pixels: Vec<f32>, labels: Vec<i32>) -> Self {
         let sample = sample.into();
         assert_eq!(pixels.len(), labels.len() * sample.count(), "pixels of {} images of {sample:?}", labels.len());

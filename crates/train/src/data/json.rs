@@ -2,7 +2,7 @@
 
 use super::error::{DataError, Problem, of_line};
 use super::format::BYTE_ORDER_MARK;
-use super::text::{Piece, Reading, See};
+use super::piece::{Piece, Reading, See};
 use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
 use serde_json::Value;
 use std::io::BufRead;
@@ -12,7 +12,7 @@ use std::path::Path;
 #[derive(Debug, Default)]
 pub(super) struct Bad {
     count: u64,
-    /// What is wrong with the first.
+    /// The error of the first.
     pub first: Option<DataError>,
     documents: u64,
 }

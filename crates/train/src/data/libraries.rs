@@ -195,11 +195,11 @@ struct Neighbours {
     pairs: HashSet<[char; 2]>,
 }
 
-/// What stands for a space in such a vocabulary.
+/// The stand-in for a space in such a vocabulary.
 const SPACE: char = '\u{2581}';
 
 impl Neighbours {
-    /// Of a tokenizer of byte-pair encoding that changes nothing but spaces before it encodes; of any other none.
+    /// For byte-pair encoding that changes nothing but spaces before it encodes; `None` for any other tokenizer.
     fn of(json: &Value, tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         fn only_spaces(part: &Value) -> bool {
             match part["type"].as_str() {

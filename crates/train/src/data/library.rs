@@ -1,4 +1,4 @@
-//! What a tokenizer of another crate gives.
+//! The interface to tokenizers of other crates.
 
 use super::special_tokens::SpecialTokens;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ pub(super) trait Library: std::fmt::Debug + Send + Sync {
     fn vocab_size_of_text(&self) -> usize {
         self.vocab_size()
     }
-    /// What ends and begins a document.
+    /// The tokens that end and begin a document.
     fn special(&self) -> &SpecialTokens;
     /// See [`Tokenizer::byte_level`](super::Tokenizer::byte_level).
     fn byte_level(&self) -> Option<Vec<Vec<u8>>> {

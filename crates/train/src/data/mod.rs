@@ -26,6 +26,7 @@ mod libraries;
 mod library;
 mod mixture;
 mod permutation;
+mod piece;
 mod position;
 mod source;
 mod special_tokens;
@@ -219,6 +220,15 @@ impl Data {
         Self { prompt, ..Self::of(vec![stream], Mixture::alone(), seq_len) }
     }
 
+    /// Samples of the text that is trained on where none is given, the bytes of Cicero's first book On the Ends of Good
+    /// and Evil, in order, with nothing held out or masked. For examples and tests.
+    ///
+    /// The text has 49,068 bytes, and `seq_len` is at least 1 and less.
+    #[must_use]
+    pub fn sample_text(seq_len: usize) -> Self {
+        Self::from_tokens(lipsum::LIBER_PRIMUS.bytes().map(i32::from).collect(), seq_len)
+    }
+
     /// Masks the targets that `mask` picks by their place in the stream, so that samples differ in their number of
     /// unmasked tokens. Of several streams, each is masked in the same places.
     #[must_use]
@@ -265,7 +275,7 @@ impl Data {
         self.collect(u128::from(step) * global_batch_size as u128, rows, |index| self.place(index))
     }
 
-    /// The same of the step that comes after `samples` samples of this run, whatever the batches of those steps were.
+    /// The batch of the step that comes after `samples` samples of this run, whatever the batches before were.
     ///
     /// # Errors
     /// As [`batch`](Self::batch).
@@ -370,7 +380,7 @@ impl Data {
         self.samples(false)
     }
 
-    /// Number of different training samples, those of all streams.
+    /// Number of different training samples of all streams.
     #[must_use]
     pub fn distinct_samples(&self) -> usize {
         (0..self.parts.len()).map(|source| self.samples_of(source, false) as usize).sum()
@@ -446,7 +456,8 @@ impl BatchSource for Data {
     }
 }
 
-/// The seed of a stream: that of the run for the first, so that streams of one length have orders of their own.
+/// The seed of a stream: the run's for the first, another for each other, so that streams of one length differ in
+/// order.
 fn seed_of(seed: u64, source: usize) -> u64 {
     if source == 0 { seed } else { hash::combine(seed, source as u64) }
 }

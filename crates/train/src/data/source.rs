@@ -5,8 +5,9 @@ use std::path::Path;
 use super::cache::{self, Tokenisation};
 use super::error::{DataError, Problem};
 use super::mixture::{LONGEST, Mixture};
+use super::piece::{Pieces, Reading};
 use super::special_tokens::SpecialTokens;
-use super::text::{Pieces, Reading, Texts};
+use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::{Positioned, Tokens};
 use super::{Documents, Stream, indexed, token_file};
@@ -105,7 +106,7 @@ pub(crate) fn read(settings: &Settings) -> Result<Sources, Vec<Fault>> {
     let mark = |setting, auto: Option<u32>| match setting {
         EndOfText::Word(EndOfTextWord::Auto) => auto,
         EndOfText::Word(EndOfTextWord::None) => None,
-        EndOfText::Id(id) => Some(id),
+        EndOfText::Number(id) => Some(id),
     };
     let reading = Reading {
         format: settings.format,

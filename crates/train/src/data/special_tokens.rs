@@ -20,7 +20,7 @@ use std::path::Path;
 /// Names of tokens that end a document, for a `tokenizer.json` beside which no file says.
 const KNOWN: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
 
-/// What the classes of tokenizers use where no file names their tokens: a part of the class or of `model_type` in lower
+/// The tokens of classes of tokenizers, where no file names them: a part of the class or of `model_type` in lower
 /// case, the beginning and the end.
 const CLASSES: [(&str, &str, &str); 3] =
     [("gpt2", "<|endoftext|>", "<|endoftext|>"), ("llama", "<s>", "</s>"), ("mixtral", "<s>", "</s>")];
@@ -39,18 +39,18 @@ pub struct SpecialToken {
 /// The special tokens of a tokenizer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
-    /// What ends a document (`eos_token`).
+    /// The token that ends a document (`eos_token`).
     pub end: Option<SpecialToken>,
-    /// What begins a document (`bos_token`). Not every tokenizer that has one puts it there.
+    /// The token that begins a document (`bos_token`). Not every tokenizer that has one puts it there.
     pub beginning: Option<SpecialToken>,
     /// The ids at which generation stops: `eos_token_id` of `generation_config.json`, or else of `config.json`, and the
     /// end of a document.
     pub stops: Vec<u32>,
-    /// What the files leave open or contradict, for the user.
+    /// Gaps and contradictions of the files, for the user.
     pub notices: Vec<String>,
 }
 
-/// Of a tokenizer that has none.
+/// The special tokens of a tokenizer without any.
 pub(super) static NONE: SpecialTokens =
     SpecialTokens { end: None, beginning: None, stops: Vec::new(), notices: Vec::new() };
 
@@ -63,7 +63,7 @@ impl SpecialTokens {
         Self::of_tokenizer(&folder.join(TOKENIZER))
     }
 
-    /// The same for a `tokenizer.json` of any name and the files beside it.
+    /// Reads a `tokenizer.json` of any name and the files beside it.
     ///
     /// # Errors
     /// As [`of_folder`](Self::of_folder).
@@ -197,7 +197,7 @@ impl Vocabulary {
     fn id(&self, text: &str) -> Option<u32> {
         let in_model = || match self.tokenizer.get("model")?.get("vocab")? {
             Value::Object(ids) => ids.get(text)?.as_u64(),
-            // Of a Unigram model: pairs of text and score.
+            // A Unigram model has pairs of text and score.
             Value::Array(pairs) => pairs.iter().position(|pair| pair[0] == text).map(|id| id as u64),
             _ => None,
         };

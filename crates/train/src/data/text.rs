@@ -7,10 +7,10 @@
 //! ```
 
 use super::error::{DataError, Problem};
-use super::format::{self, BYTE_ORDER_MARK, Format, HEAD, extension};
+use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
 use super::json::{Bad, json_array, json_lines};
+use super::piece::{Piece, Pieces, Reading, See};
 use super::tokenizer::Tokenizer;
-use crate::config::TextFormat;
 use meshwork_core::hash;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -19,57 +19,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// The extensions of the files that are read from a folder. Other files may be UTF-8 without being text to learn: SVG
-/// pictures, settings, a `tokenizer.json`.
-pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
 /// A file of at most this many bytes is hashed as a whole.
 const WHOLE: u64 = 256 << 20;
 /// Of a longer one, this many blocks of this many bytes, spread evenly.
 const BLOCKS: u64 = 256;
 const BLOCK: usize = 1 << 16;
-
-/// How texts are read: the keys of `[data]` that say so.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Reading<'a> {
-    pub format: TextFormat,
-    /// The key of the text in a JSON object.
-    pub text_key: &'a str,
-    /// Whether documents of JSON without a text are left out.
-    pub skip_bad_lines: bool,
-    pub pieces: Pieces,
-}
-
-/// How a plain text is cut into pieces.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Pieces {
-    /// Bytes after which it is cut.
-    pub bytes: usize,
-    /// Bytes of the text on either side of a cut that are encoded with a piece, so that the tokens at its ends are
-    /// those of the whole.
-    pub margin: usize,
-}
-
-impl Default for Pieces {
-    fn default() -> Self {
-        Self { bytes: 4 << 20, margin: 1 << 10 }
-    }
-}
-
-impl Reading<'_> {
-    /// A hash of what decides which texts a file becomes.
-    pub fn fingerprint(&self) -> u64 {
-        let said = format!("{} {} {}", self.format.name(), self.skip_bad_lines, self.text_key);
-        hash::hash(said.as_bytes())
-    }
-
-    fn format_of(&self, path: &Path, head: &[u8]) -> Format {
-        match (self.format, format::recognise(path, head, self.text_key)) {
-            (TextFormat::Auto, format) => format,
-            (TextFormat::Text, _) => Format::Text,
-            (TextFormat::JsonLines, _) => Format::JsonLines,
-        }
-    }
-}
 
 /// The text files of a path.
 #[derive(Debug)]
@@ -80,25 +34,6 @@ pub(super) struct Texts {
     other: Option<BTreeMap<String, usize>>,
     bytes: u64,
 }
-
-/// A part of a document.
-#[derive(Debug, PartialEq)]
-pub(super) struct Piece {
-    pub text: String,
-    /// How many tokens at the beginning and at the end of the text belong to the pieces before and behind.
-    pub margins: [usize; 2],
-    /// Whether the document ends with it.
-    pub last: bool,
-}
-
-impl Piece {
-    pub fn whole(text: String) -> Self {
-        Self { text, margins: [0, 0], last: true }
-    }
-}
-
-/// What receives the pieces.
-pub(super) type See<'a> = dyn FnMut(Piece) -> Result<(), DataError> + 'a;
 
 impl Texts {
     /// The files of a path, which exists. Files below a folder are sorted by path.

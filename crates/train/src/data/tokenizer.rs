@@ -9,8 +9,8 @@ use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
+use super::piece::Piece;
 use super::special_tokens::{NONE, SpecialTokens};
-use super::text::Piece;
 use crate::config::Fault;
 
 /// Which special tokens a prompt has.
@@ -65,12 +65,12 @@ impl Tokenizer {
         library.map(|library| Self(Kind::Library(library))).map_err(fault)
     }
 
-    /// What stands for a tokenizer that cannot be opened, where no text is read: only its special tokens are known.
+    /// A stand-in for a tokenizer that cannot be opened, where no text is read: only its special tokens are known.
     pub(super) fn unopened(special: SpecialTokens) -> Self {
         Self(Kind::Unopened(special.into()))
     }
 
-    /// What ends and begins a document, as the files of the tokenizer say; `bytes` have neither.
+    /// The tokens that end and begin a document, as the files of the tokenizer say; `bytes` have neither.
     #[must_use]
     pub fn special(&self) -> &SpecialTokens {
         match &self.0 {
@@ -179,7 +179,7 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of a piece of a text: those of the whole text that are not of its neighbours.
+    /// The ids of a piece of a text: the part of the whole text's ids that does not belong to its neighbours.
     pub(super) fn encode_piece(&self, piece: &Piece) -> Result<Vec<u32>, String> {
         let (mut ids, [before, behind]) = (self.encode(&piece.text)?, piece.margins);
         let end = ids.len().checked_sub(behind).filter(|end| *end >= before);

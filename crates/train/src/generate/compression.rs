@@ -19,14 +19,14 @@ pub(crate) struct Compressed {
 }
 
 impl Compressed {
-    /// What the run of a checkpoint compressed, if anything.
+    /// The compression of the run of a checkpoint, if it had any.
     pub fn of_checkpoint(index: &Index) -> Option<Self> {
         let of = |name: &str| index.metadata.get(name);
         let compress = of("run")?.get("config")?.get("compress")?;
         Self::after(index.step, compress, of(crate::checkpoint::CUTS)?)
     }
 
-    /// What a run with these layers before its cuts has compressed after `step` steps.
+    /// The compression of a run with these layers before its cuts, after `step` steps.
     pub fn of_run(config: &Config, cuts: &[usize], step: u64) -> Option<Self> {
         Self::after(step, &json!(config.compress), &json!(cuts))
     }
@@ -37,7 +37,7 @@ impl Compressed {
         Self::new(compress, cuts).filter(|_| begins <= step)
     }
 
-    /// What the run compressed that an export is of.
+    /// The compression of the run that an export is of.
     pub fn of_export(pretrained: &Pretrained) -> Option<Self> {
         let said: Value = serde_json::from_str(pretrained.metadata().get(MESHWORK)?).ok()?;
         Self::new(said.get("compress")?, said.get("cuts")?)
@@ -54,7 +54,7 @@ impl Compressed {
         Some(Self { compress: compress.clone(), cuts: cuts.collect() })
     }
 
-    /// What an export says of it.
+    /// Its form in the metadata of an export.
     pub fn metadata(&self) -> BTreeMap<String, String> {
         let said = json!({"compress": self.compress, "cuts": self.cuts});
         [(MESHWORK.to_owned(), said.to_string())].into()

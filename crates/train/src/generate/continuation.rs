@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// What a continuation took.
+/// The cost of a continuation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Continued {
     /// Tokens of the prompt.
@@ -127,7 +127,7 @@ impl<'a> TextStream<'a> {
         Self { trained, ids: prompt.to_vec(), shown }
     }
 
-    /// What `token` adds. The first bytes of a character are kept back until the others arrive.
+    /// The text that `token` adds. The first bytes of a character are kept back until the others arrive.
     pub fn push(&mut self, token: u32) -> String {
         self.ids.push(token);
         let text = self.trained.tokenizer.decode(&self.ids);
@@ -135,7 +135,7 @@ impl<'a> TextStream<'a> {
         self.take(&text, whole)
     }
 
-    /// What was kept back.
+    /// The bytes that were kept back.
     pub fn finish(mut self) -> String {
         let text = self.trained.tokenizer.decode(&self.ids);
         self.take(&text, text.len())

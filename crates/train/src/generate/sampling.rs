@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.4, ..sampling() }), [1]);
         assert_eq!(kept(Sampling { top_p: 0.6, ..sampling() }), [0, 1]);
         assert_eq!(kept(Sampling { top_p: 0.8, ..sampling() }), [0, 1, 2]);
-        // Of the two that top-k leaves, with 2/3 and 1/3, the first reaches 0.6 alone.
+        // Top-k leaves two, with 2/3 and 1/3: the first reaches 0.6 alone.
         assert_eq!(kept(Sampling { top_k: 2, top_p: 0.6, ..sampling() }), [1]);
     }
 

@@ -76,7 +76,7 @@ impl Trained {
             let valid = format!("name one checkpoint, as {}/step-00000010, or move one of them", folder.display());
             return Err(one(Fault::new(MODEL, folder.display(), problem, valid)));
         }
-        // What an adapter is, the reader of models says.
+        // The reader of models explains adapters.
         let of_hugging_face = ["config.json", "adapter_config.json"].iter().any(|name| folder.join(name).is_file());
         let (weights, of_run, features) = if of_hugging_face || folder.is_file() {
             let pretrained = Pretrained::open(folder).map_err(|error| {
@@ -162,7 +162,7 @@ impl Trained {
     /// The tokens of a prompt, with those that the tokenizer adds.
     ///
     /// # Errors
-    /// A text of no tokens, or one that the tokenizer cannot encode.
+    /// A text without tokens, or a text that the tokenizer cannot encode.
     pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, Fault> {
         self.encode_with(prompt, PromptTokens::Add)
     }

@@ -24,7 +24,7 @@ const MOST_SIDE: usize = 6144;
 const LONG: f64 = 2e-3;
 /// Bytes of source and of target, more than caches hold.
 const COPY_BYTES: usize = 64 << 20;
-/// The same in the memory of a device: a GPU has 60 MB of cache.
+/// Bytes of source and of target in the memory of a device: a GPU has 60 MB of cache.
 const DEVICE_COPY_BYTES: usize = 256 << 20;
 /// Bytes that a thread copies at a time.
 const COPY_PIECE: usize = 1 << 20;
@@ -98,8 +98,12 @@ fn copy() -> f64 {
     2.0 * COPY_BYTES as f64 / seconds
 }
 
-/// Seconds of the fastest of `tries` runs, of which none starts later than `enough` after the first.
-pub(crate) fn best<E>(tries: usize, enough: Duration, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
+/// Seconds of the fastest of `tries` runs of `work`, none of which starts later than `enough` after the first. A run
+/// before them warms up.
+///
+/// # Errors
+/// The first error of `work`.
+pub fn best<E>(tries: usize, enough: Duration, mut work: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
     work()?; // touches its memory for the first time
     let began = Instant::now();
     let mut best = f64::INFINITY;

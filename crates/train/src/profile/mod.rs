@@ -21,8 +21,7 @@ mod slices;
 mod table;
 mod trace;
 
-pub use ceilings::Ceilings;
-pub(crate) use ceilings::best;
+pub use ceilings::{Ceilings, best};
 pub use layers::{layers, write_layers};
 pub use probe::{Probe, Profiler};
 pub use schedule::schedule_timelines;

@@ -32,7 +32,7 @@ pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), OutputError> {
     std::fs::write(path, picture).map_err(OutputError::of("a picture of the pipeline", path))
 }
 
-/// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of one that may overlap others.
+/// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of a span that may overlap others.
 #[derive(Serialize)]
 struct Event {
     ph: char,

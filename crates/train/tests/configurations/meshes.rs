@@ -1,8 +1,8 @@
 //! What `mesh_diff` does with random configurations: it compares any two meshes that the trainer accepts, value by
 //! value.
 
+use meshwork_diff::{Comparison, Report};
 use meshwork_train::config::{Args, Config};
-use meshwork_train::diff::{Comparison, Report};
 use meshwork_train::{Data, load};
 
 use crate::draw::Case;

@@ -1,5 +1,5 @@
+use super::super::piece::Pieces;
 use super::super::special_tokens::{NONE, SpecialTokens};
-use super::super::text::Pieces;
 use super::*;
 use crate::config::TextFormat;
 use std::collections::BTreeMap;

@@ -2,7 +2,8 @@
 
 use crate::config::TextFormat;
 use crate::data::Tokenizer;
-use crate::data::text::{Piece, Pieces, Reading, Texts};
+use crate::data::piece::{Piece, Pieces, Reading};
+use crate::data::text::Texts;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::config::TextFormat;
 
 fn reading() -> Reading<'static> {
     Reading { format: TextFormat::Auto, text_key: "text", skip_bad_lines: false, pieces: Pieces::default() }

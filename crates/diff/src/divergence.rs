@@ -1,6 +1,6 @@
 //! A value that differs: what it is, where, and by how much.
 
-use crate::plan::{count as counted, grouped};
+use meshwork_train::numbers::{count as counted, grouped};
 use std::fmt;
 
 /// What was compared.

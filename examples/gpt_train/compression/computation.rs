@@ -1,42 +1,41 @@
-//! The time of a step in a simulated schedule, with what it sends and the time of compressing that.
+//! The time of a step in a simulated schedule, with its messages and their compression.
 
-use meshwork_pipeline::{CheckError, Costs, Schedule, simulate};
+use meshwork::pipeline::{CheckError, Costs, Schedule, simulate};
 
 /// Bandwidths between which a limit is looked for, in bytes a second.
 const SLOWEST: f64 = 1e3;
 const FASTEST: f64 = 1e13;
 
-/// What a step sends, and the time it takes to compress that.
+/// The bytes that a step sends, and the seconds to compress and restore them.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Traffic {
+pub(super) struct Traffic {
     /// Bytes of a message between stages: of an activation, and of its gradient.
-    pub messages: [f64; 2],
+    pub(super) messages: [f64; 2],
     /// Seconds to compress, and to restore, each of them.
-    pub codec: [[f64; 2]; 2],
-    /// Bytes that sums of gradients send: in a first communication, which backward hides as far as it can, and after
-    /// it.
-    pub sums: [f64; 2],
+    pub(super) codec: [[f64; 2]; 2],
+    /// Bytes that sums of gradients send: in a first communication, which runs during backward, and after backward.
+    pub(super) sums: [f64; 2],
     /// Seconds to compress and restore these.
-    pub sum_codec: f64,
-    /// Bytes that a rank sends to gather weights, in a forward of a micro-batch through all of its stages; and as many
-    /// in a backward.
-    pub weights: f64,
+    pub(super) sum_codec: f64,
+    /// Bytes that a rank sends to gather weights in the forward of a micro-batch through all of its stages. Its
+    /// backward sends as many.
+    pub(super) weights: f64,
     /// Seconds to compress and restore these.
-    pub weights_codec: f64,
-    /// Bytes of tokens that a rank sends to experts, and of what they give back, in a forward of a micro-batch, and in
-    /// a backward.
-    pub tokens: [f64; 2],
+    pub(super) weights_codec: f64,
+    /// Bytes of tokens that a rank sends to experts and gets back from them, in the forward of a micro-batch and in its
+    /// backward.
+    pub(super) tokens: [f64; 2],
     /// Seconds to compress and restore these.
-    pub tokens_codec: [f64; 2],
+    pub(super) tokens_codec: [f64; 2],
 }
 
-/// A step of a pipeline, but for what it sends.
+/// A step of a pipeline without its communication.
 #[derive(Clone, Debug)]
-pub struct Computation {
+pub(super) struct Computation {
     /// The schedule.
-    pub schedule: Schedule,
+    pub(super) schedule: Schedule,
     /// Seconds of forward and backward of each stage, for one micro-batch. A third is forward.
-    pub seconds: Vec<f64>,
+    pub(super) seconds: Vec<f64>,
 }
 
 impl Computation {
@@ -44,10 +43,10 @@ impl Computation {
     ///
     /// # Errors
     /// As [`simulate()`].
-    pub fn step(&self, traffic: &Traffic, bandwidth: f64) -> Result<f64, CheckError> {
+    pub(super) fn step(&self, traffic: &Traffic, bandwidth: f64) -> Result<f64, CheckError> {
         let last = self.seconds.len().saturating_sub(1);
         let is_sent = |stage: usize| self.schedule.rank_of(stage, 0) != self.schedule.rank_of(stage + 1, 0);
-        // What a rank gathers and dispatches is shared out to its stages.
+        // Each stage of a rank has an equal part of its gathers and dispatches.
         let share = self.schedule.ranks as f64 / self.seconds.len().max(1) as f64;
         let inside = |seconds: f64, direction: usize| {
             // The next weights come while a layer computes.
@@ -84,7 +83,7 @@ impl Computation {
     ///
     /// # Errors
     /// As [`simulate()`].
-    pub fn pays_below(&self, plain: &Traffic, compressed: &Traffic) -> Result<Option<f64>, CheckError> {
+    pub(super) fn pays_below(&self, plain: &Traffic, compressed: &Traffic) -> Result<Option<f64>, CheckError> {
         let pays = |bandwidth| Ok(self.step(compressed, bandwidth)? < self.step(plain, bandwidth)?);
         let [mut slow, mut fast] = [SLOWEST, FASTEST];
         if !pays(slow)? {
@@ -104,7 +103,7 @@ impl Computation {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_pipeline::gpipe;
+    use meshwork::pipeline::gpipe;
 
     /// Two stages of 3 s a micro-batch each.
     fn computation(micros: usize) -> Computation {

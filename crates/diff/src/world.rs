@@ -2,7 +2,6 @@
 
 use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
-use crate::devices::Place;
 use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::{Coords, DType, Group, Rank, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
@@ -10,6 +9,7 @@ use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamId, Shape, Tensor};
+use meshwork_train::Place;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};

@@ -2,7 +2,7 @@
 
 use super::divergence::{Between, Broken, Divergence, Place, Vector, count};
 use super::ulps::Spread;
-use crate::plan::grouped;
+use meshwork_train::numbers::grouped;
 use std::collections::BTreeMap;
 use std::fmt;
 

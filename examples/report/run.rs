@@ -84,7 +84,7 @@ pub enum RunFileError {
     },
 }
 
-meshwork_core::debug_as_display!(RunFileError);
+meshwork::core::debug_as_display!(RunFileError);
 
 impl Run {
     /// Reads a metrics file. The last line may be cut off, as a run that was killed leaves it.

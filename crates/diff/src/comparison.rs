@@ -4,8 +4,8 @@ use super::compare::Pair;
 use super::fault::Break;
 use super::program::Program;
 use super::{Error, Report, SIDES, Side, compare_pair};
-use crate::config::{Config, Fault};
-use crate::data::Data;
+use meshwork_train::Data;
+use meshwork_train::config::{Config, Fault};
 
 /// Two sides, ready to be compared.
 #[derive(Debug)]

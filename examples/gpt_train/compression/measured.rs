@@ -1,10 +1,10 @@
 //! How long compression takes, measured on this machine.
 
-use crate::profile::best;
-use meshwork_compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, wire_bytes};
-use meshwork_core::random;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::{Device, Error};
+use meshwork::compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, wire_bytes};
+use meshwork::core::random;
+use meshwork::core::{Buffer, DType};
+use meshwork::tensor::{Device, Error};
+use meshwork::train::profile::best;
 use std::time::Duration;
 
 /// Most elements that are compressed to measure a scheme; the time of more is in proportion.
@@ -14,8 +14,8 @@ const TRIES: usize = 5;
 const ENOUGH: Duration = Duration::from_millis(20);
 
 /// Seconds to compress and to restore a value: the best of several runs, on this machine.
-pub fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f64; 2], Error> {
-    if *scheme == Scheme::Values(meshwork_compress::Values::F32) || shape.is_empty() {
+pub(super) fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f64; 2], Error> {
+    if *scheme == Scheme::Values(meshwork::compress::Values::F32) || shape.is_empty() {
         return Ok([0.0; 2]);
     }
     // As many whole rows as there is time for.
@@ -36,7 +36,7 @@ pub fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Result<[f
 }
 
 /// Seconds in which PowerSGD makes the factors of each element of matrices with these columns, and joins them.
-pub fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, Error> {
+pub(super) fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, Error> {
     let rows = (MEASURED / cols.max(1)).clamp(1, cols.max(1));
     let shape = Shape::matrix(rows, cols.max(1)).map_err(failed)?;
     of.check(shape).map_err(failed)?;
@@ -56,6 +56,6 @@ pub fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, 
 }
 
 /// The error of a scheme that does not compress a value.
-pub fn failed(source: CompressError) -> Error {
+pub(super) fn failed(source: CompressError) -> Error {
     Error::Compress { op: "compression", source: Box::new(source) }
 }

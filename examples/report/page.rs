@@ -1,28 +1,13 @@
 //! The page.
 
 use super::chart::{Curve, bars, lines, short};
-use super::{Run, Step};
+use super::run::{Run, Step};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
 const STYLE: &str = include_str!("style.css");
 
 /// An HTML page about these runs; differences between their configurations come first.
-///
-/// ```
-/// # let folder = std::env::temp_dir().join(format!("meshwork-report-{}", std::process::id()));
-/// # std::fs::create_dir_all(&folder)?;
-/// use meshwork_train::report::{Run, page};
-///
-/// let file = folder.join("short.jsonl");
-/// std::fs::write(&file, r#"{"event":"start","mesh":{"dp":2},"config":{"model":{"preset":"tiny"}}}
-/// {"event":"step","step":1,"loss":5.5,"grad_norm":1.0,"lr":0.001,"step_ms":8.0,"tokens_per_s":256.0,"comm_bytes":{"dp":7},"peak_bytes":[5,6]}
-/// "#)?;
-/// let html = page(&[Run::read(&file)?]);
-/// assert!(html.starts_with("<!doctype html>") && html.contains("dp=2"));
-/// # std::fs::remove_dir_all(&folder)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
 pub fn page(runs: &[Run]) -> String {
     let title = runs.iter().map(|run| escaped(&run.name)).collect::<Vec<_>>().join(", ");
     let mut html = format!(

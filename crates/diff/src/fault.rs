@@ -4,11 +4,11 @@ use super::compare::Pair;
 use super::program::Program;
 use super::ulps::Stored;
 use super::{Broken, Hook, Key, Place, Site};
-use crate::config::{Fault, choose_from};
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
 use meshwork_engine::program::{Op, Value};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
+use meshwork_train::config::{Fault, choose_from};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One element of one value of the first step's first micro-batch, to be changed: see [`Break::find`].

@@ -1,25 +1,55 @@
 //! Reports of runs: what a page holds, and files that are not metrics.
 
-mod small;
+#[path = "../../examples/report/chart.rs"]
+mod chart;
+#[path = "../../examples/report/page.rs"]
+mod page;
+#[path = "../../examples/report/run.rs"]
+mod run;
 
-use meshwork_train::report::{Run, page};
-use meshwork_train::train;
-use std::path::Path;
+use meshwork::prelude::*;
+use meshwork::train::train;
+use page::page;
+use run::Run;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+/// An empty folder of that name.
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("report").join(name);
+    _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir_all(&path).unwrap();
+    path
+}
+
+/// Trains a small model for four steps, and reads its metrics.
 fn run(folder: &Path, name: &str, mesh: &str) -> Run {
     let path = folder.join(format!("{name}.jsonl"));
-    let config =
-        small::config(&format!("{mesh} --set training.steps=4 --set validation.every=2 --set validation.steps=1"));
-    train(&config, &small::data().hold_out(0.25), Some(&path), &AtomicBool::new(false)).unwrap();
+    let small = "--set model.vocab_size=61 --set model.num_layers=2 --set model.hidden_size=16 --set model.num_heads=4 \
+                 --set model.seq_len=8 --set training.global_batch_size=8 --set training.steps=4 \
+                 --set validation.every=2 --set validation.steps=1 --mesh";
+    let words = small.split_whitespace().chain(mesh.split_whitespace());
+    let config = Config::from_args(&Args::parse(words)).unwrap();
+    let data = Data::from_tokens((0..513).map(|at| at * at % 61).collect(), 8).hold_out(0.25);
+    train(&config, &data, Some(&path), &AtomicBool::new(false)).unwrap();
     Run::read(&path).unwrap()
+}
+
+/// The example of the shortest file that makes a page.
+#[test]
+fn a_start_and_a_step_make_a_page() {
+    let file = folder("short").join("short.jsonl");
+    let start = r#"{"event":"start","mesh":{"dp":2},"config":{"model":{"preset":"tiny"}}}"#;
+    let step = r#"{"event":"step","step":1,"loss":5.5,"grad_norm":1.0,"lr":0.001,"step_ms":8.0,"tokens_per_s":256.0,"comm_bytes":{"dp":7},"peak_bytes":[5,6]}"#;
+    std::fs::write(&file, format!("{start}\n{step}\n")).unwrap();
+    let html = page(&[Run::read(&file).unwrap()]);
+    assert!(html.starts_with("<!doctype html>") && html.contains("dp=2"));
 }
 
 #[test]
 fn a_page_has_every_run_and_needs_no_network() {
-    let folder = tempfile::tempdir().unwrap();
-    let runs =
-        [run(folder.path(), "one", "dp=1"), run(folder.path(), "<eight>", "dp=2,tp=2,pp=2 --set optimizer.lr=0.5")];
+    let folder = folder("every_run");
+    let runs = [run(&folder, "one", "dp=1"), run(&folder, "<eight>", "dp=2,tp=2,pp=2 --set optimizer.lr=0.5")];
     assert_eq!((runs[0].steps.len(), runs[1].validation.len()), (4, 2));
     let html = page(&runs);
     for wanted in ["one", "&lt;eight&gt;", "dp=2,tp=2,pp=2", "optimizer.lr", "Peak memory of each rank", "pp 1"] {
@@ -35,8 +65,7 @@ fn a_page_has_every_run_and_needs_no_network() {
 /// A run that went on on another mesh: its memory and communication are those of the mesh that is shown.
 #[test]
 fn behind_a_resume_memory_and_communication_are_those_of_the_mesh_shown() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("moved.jsonl");
+    let path = folder("moved").join("moved.jsonl");
     let start = |mesh: &str| format!("{{\"event\":\"start\",\"mesh\":{mesh}}}\n");
     let step = |step: u64, comm: &str, peaks: &str| {
         format!("{{\"event\":\"step\",\"step\":{step},\"loss\":1.0,\"comm_bytes\":{comm},\"peak_bytes\":{peaks}}}\n")
@@ -63,8 +92,7 @@ fn behind_a_resume_memory_and_communication_are_those_of_the_mesh_shown() {
 
 #[test]
 fn files_that_are_no_metrics_are_refused_and_a_killed_run_is_read_up_to_its_end() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.jsonl");
+    let path = folder("refused").join("run.jsonl");
     let read = |text: &str| {
         std::fs::write(&path, text).unwrap();
         Run::read(&path).map_err(|error| error.to_string())
@@ -86,5 +114,5 @@ fn files_that_are_no_metrics_are_refused_and_a_killed_run_is_read_up_to_its_end(
         let error = read(&text).unwrap_err();
         assert!(error.contains(says) && error.ends_with("use a file that --metrics wrote"), "{error}");
     }
-    assert!(Run::read(&folder.path().join("none")).unwrap_err().to_string().starts_with("cannot read "));
+    assert!(Run::read(&path.with_file_name("none")).unwrap_err().to_string().starts_with("cannot read "));
 }

@@ -1,30 +1,6 @@
-//! Compares two runs value by value: one rank with a mesh, or any two meshes, schedules and numbers of micro-batches.
-//!
-//! ```text
-//! Side A ─ ranks (world) ─┐ a step's records   global values (global), in the order
-//!                         ├───────────────────▶ in which they come into being (compare) ──▶ Report
-//! Side B ─ ranks (world) ─┘ and parameters
-//! ```
-//! Both runs are worlds of threads in this process that execute a step in turn. An observer on every tape copies each
-//! output and each gradient of an input; after the step come the reduced gradients, weights and optimizer states. A
-//! value is assembled from all ranks by its SPMD types, cut into samples, and compared with its counterpart: operations
-//! have the same number on any mesh. A step is dropped when it has been compared.
-//!
-//! In `canonical` numerics nothing may differ, and the first value that does is the fault. In `fast` numerics two
-//! meshes round differently; then the report says how far, by kind of operation, and which value is the first beyond
-//! rounding.
-//!
-//! ```
-//! use meshwork_train::diff::{Side, compare};
-//! use meshwork_train::{config::Args, load};
-//!
-//! let small = ["--set", "model.hidden_size=32", "--set", "model.seq_len=16", "--set", "model.num_layers=1"];
-//! let (a, data) = load(&Args::parse(["--mesh", "dp=1"].iter().chain(&small)))?;
-//! let (b, _) = load(&Args::parse(["--mesh", "dp=2,tp=2"].iter().chain(&small)))?;
-//! let report = compare([&Side::new(&a, &data)?, &Side::new(&b, &data)?], 2)?;
-//! assert!(report.unexplained.is_none(), "{report}");
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod align;
 mod compare;
@@ -41,8 +17,6 @@ pub use divergence::{Between, Broken, Divergence, Place, Vector};
 pub use report::{Report, Row};
 pub use ulps::Spread;
 
-use crate::config::Config;
-use crate::devices::Devices;
 use compare::Pair;
 pub use compare::SIDES;
 pub use comparison::Comparison;
@@ -52,6 +26,8 @@ use meshwork_nn::{Batch, BatchSource, Model};
 use meshwork_tensor::Precision;
 use meshwork_tensor::Tensor;
 use meshwork_tensor::tape::Seen;
+use meshwork_train::Devices;
+use meshwork_train::config::Config;
 use program::Program;
 use std::path::PathBuf;
 use std::sync::Arc;

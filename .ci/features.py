@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Holds `crates/features` against the workspace: the tests of one crate select the same features as the tests of all.
+
+Otherwise `cargo test -p CRATE --all-features` would build most dependencies again after `cargo test --workspace
+--all-features`. For each crate whose tests select another set, prints the dependency and the features to write.
+"""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cargo(*arguments):
+    command = ["cargo", *arguments, "--locked", "--offline"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def selected(*packages):
+    """The sets of features with which each dependency of the tests of these packages is built."""
+    tree = cargo("tree", *packages, "--all-features", "--edges=normal,build,dev", "--prefix=none", "--format={p}|{f}")
+    sets = defaultdict(set)
+    for line in filter(None, tree.splitlines()):
+        package, features = line.removesuffix(" (*)").split("|")
+        name, version = package.split()[:2]
+        sets[name, version].add(features.removesuffix(" (*)").strip())
+    return sets
+
+
+def main():
+    workspace, missing = selected("--workspace"), defaultdict(set)
+    metadata = json.loads(cargo("metadata", "--no-deps", "--format-version=1"))
+    for package in metadata["packages"]:
+        for dependency, sets in selected(f"--package={package['name']}").items():
+            if not sets <= workspace[dependency]:
+                missing[dependency].add(package["name"])
+    for (name, version), packages in sorted(missing.items()):
+        wanted = " or ".join(workspace[name, version])
+        print(f"{name} {version}: the tests of {', '.join(sorted(packages))} select other features than the workspace: {wanted}")
+    if missing:
+        sys.exit("write these features into crates/features/Cargo.toml, or into the dev-dependencies of the crate")
+    print(f"    {len(metadata['packages'])} crates, {len(workspace)} dependencies")
+
+
+main()

@@ -1,0 +1,3 @@
+//! Without a build script, cargo would not select the features of the build dependencies.
+
+fn main() {}

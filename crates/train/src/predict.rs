@@ -1,0 +1,86 @@
+//! Predictions of a configuration's step, rank by rank, without running it.
+
+use crate::config::Config;
+use meshwork_core::Axis;
+use meshwork_engine::TrainError;
+use meshwork_engine::dry_run::{self, Prediction};
+use meshwork_tensor::MemoryUse;
+
+/// Predicts a step of the rank `world_rank` of the configuration's mesh.
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn predict(config: &Config, world_rank: usize) -> Result<Prediction, TrainError> {
+    dry_run::predict(&config.model(), &config.plan()?, world_rank)
+}
+
+/// Ranks of one pp rank that do the same work.
+#[derive(Clone, Debug)]
+pub struct EqualRanks {
+    /// Their world ranks, in ascending order.
+    pub ranks: Vec<usize>,
+    /// Their pp rank.
+    pub pp_rank: usize,
+    /// The step of each of them.
+    pub each: Prediction,
+}
+
+/// Predicts a step of every rank. Ranks that differ only along dp do the same work, so a thousand of them need no more
+/// predictions than one.
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn predict_all(config: &Config) -> Result<Vec<EqualRanks>, TrainError> {
+    let mesh = config.mesh()?;
+    let mut all: Vec<EqualRanks> = Vec::new();
+    for first in (0..mesh.world_size()).filter(|&rank| mesh.data_rank(mesh.coords(rank)) == 0) {
+        let pp_rank = mesh.coords(first).get(Axis::Pp);
+        let each = predict(config, first)?;
+        let ranks = mesh.group(first, &Axis::DATA);
+        match all.iter_mut().find(|equal| equal.pp_rank == pp_rank && equal.each == each) {
+            Some(equal) => equal.ranks.extend(ranks),
+            None => all.push(EqualRanks { ranks, pp_rank, each }),
+        }
+    }
+    all.iter_mut().for_each(|equal| equal.ranks.sort_unstable());
+    Ok(all)
+}
+
+/// The holders of each rank's memory when most bytes are alive.
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
+    let mut memory = vec![MemoryUse::default(); config.mesh()?.world_size()];
+    for EqualRanks { ranks, each, .. } in predict_all(config)? {
+        ranks.into_iter().for_each(|rank| memory[rank] = each.memory);
+    }
+    Ok(memory)
+}
+
+/// Most bytes alive at once on all ranks together.
+pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
+    let all = predict_all(config)?;
+    Ok(all.iter().map(|equal| equal.ranks.len() as u128 * u128::from(equal.each.peak_bytes())).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_differ_only_along_dp_do_the_same() {
+        // 250 words over 4 tp ranks: the last one holds padding.
+        let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
+        let config = Config::from_toml(toml).unwrap();
+        let mesh = config.mesh().unwrap();
+        let all = predict_all(&config).unwrap();
+        let equal = |rank: usize| all.iter().find(|equal| equal.ranks.contains(&rank)).unwrap();
+        for rank in 0..mesh.world_size() {
+            assert_eq!(equal(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
+        }
+        assert_eq!(all.iter().map(|equal| equal.ranks.len()).sum::<usize>(), 16);
+        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
+        assert_eq!(world_bytes(&config).unwrap(), bytes);
+    }
+}
