@@ -215,11 +215,7 @@ pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Opti
     }
     let root = ((i64::MAX - first[0]) % size) as usize;
     let own = found.filter(|_| group.rank() == root).map(|(_, found)| found.encode()).unwrap_or_default();
-    let mut length = [own.len() as i64];
-    group.broadcast_slice(&mut length, root)?;
-    let mut text = own.into_bytes();
-    text.resize(length[0] as usize, 0);
-    group.broadcast_slice(&mut text, root)?;
+    let text = group.broadcast_bytes(own.into_bytes(), root)?;
     Ok(Some(Disagreement::decode(&String::from_utf8_lossy(&text))))
 }
 
@@ -360,17 +356,8 @@ fn in_words(classes: &[(&String, Vec<usize>)]) -> String {
 
 /// The texts of all ranks, cut where they are too long.
 fn gather(group: &Group, own: &str) -> Result<Vec<String>, CommError> {
-    let own = &own.as_bytes()[..own.len().min(LONGEST)];
-    let mut lengths = vec![0; group.size()];
-    group.all_gather_slice(&[own.len() as i64], &mut lengths)?;
-    let longest = lengths.iter().copied().max().unwrap_or_default() as usize;
-    let (mut padded, mut all) = (own.to_vec(), vec![0; group.size() * longest]);
-    padded.resize(longest, 0);
-    group.all_gather_slice(&padded, &mut all)?;
-    let text = |(rank, &length): (usize, &i64)| {
-        String::from_utf8_lossy(&all[rank * longest..rank * longest + length as usize]).into_owned()
-    };
-    Ok(lengths.iter().enumerate().map(text).collect())
+    let all = group.all_gather_bytes(&own.as_bytes()[..own.len().min(LONGEST)])?;
+    Ok(all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect())
 }
 
 /// The ranks of a group in words.

@@ -35,6 +35,7 @@ mod sync;
 #[cfg(shuttle)]
 pub mod sync;
 pub mod tree;
+mod world;
 
 pub use axes::Axes;
 pub use buffer::{Buffer, BufferError, Window};
@@ -48,3 +49,4 @@ pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
 pub use slow_build::slow_build;
 pub use spmd::{SpmdError, Ty, Types, rules};
+pub use world::{Cause, RankEnd, RunError, World};

@@ -4,7 +4,7 @@ use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::cost;
-use crate::error::RunError;
+use crate::error::RankError;
 use crate::plan_compression;
 use meshwork_core::{Axis, Mesh, Record};
 pub use meshwork_engine::dry_run::Prediction;
@@ -68,7 +68,7 @@ pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
 /// together.
-pub fn report(config: &Config) -> Result<String, RunError> {
+pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
     text += &cost::report(config)?;
     text += &plan_compression::report(config)?;
