@@ -22,6 +22,7 @@
 //! ));
 //! ```
 
+pub use crate::comm::Disagreement;
 use crate::comm::{CommError, Group, ReduceOp, runs};
 use crate::hash::{combine, hash};
 use std::borrow::Cow;
@@ -79,24 +80,6 @@ impl Fact {
 pub struct Agreement {
     facts: Vec<Fact>,
 }
-
-/// A fact that does not hold, the same on every rank that compared it.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{claim} {over}, and {found}; {valid}")]
-pub struct Disagreement {
-    /// [What was claimed](Fact::claim).
-    pub claim: String,
-    /// About which ranks: `over tp`, `on all ranks`.
-    pub over: String,
-    /// What is the case: ranks, and their values where these are short.
-    pub found: String,
-    /// The world ranks to look at first: those that have something else than most, or all where there is no majority.
-    pub ranks: Vec<usize>,
-    /// What would be valid.
-    pub valid: String,
-}
-
-crate::debug_as_display!(Disagreement);
 
 /// The largest text of a value that ranks exchange, in bytes.
 const LONGEST: usize = 4096;
@@ -367,10 +350,4 @@ fn over(group: &Group) -> String {
 
 fn with_verb(ranks: &[usize], one: &str, several: &str) -> String {
     if ranks.len() == 1 { format!("rank {} {one}", ranks[0]) } else { format!("ranks {} {several}", runs(ranks)) }
-}
-
-impl From<Disagreement> for CommError {
-    fn from(found: Disagreement) -> Self {
-        Self::Disagreement(Box::new(found))
-    }
 }

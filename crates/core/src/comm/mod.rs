@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 pub use call::{Call, Caller, Op, OpInfo, OpKind, Peer, ReduceOp};
 pub use decorator::Decorator;
-pub use error::{CallError, CommError, SplitError};
+pub use error::{CallError, CommError, Disagreement, SplitError};
 pub use fault::{Activity, Fault, FaultKind, RankReport, Site};
 pub(crate) use fault::{grouped, runs};
 pub use group::Group;

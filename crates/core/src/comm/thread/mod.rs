@@ -16,6 +16,7 @@
 //! wait, and two such ranks may be reported as a deadlock although a third thread would have resolved it.
 
 mod operation;
+mod progress;
 mod reduce;
 mod state;
 mod stream;
@@ -30,8 +31,8 @@ use self::world::{World, communicator};
 use super::{Activity, CommError, Communicator, Ended, Group};
 use crate::mesh::Mesh;
 use crate::rank::Rank;
+use crate::run_error::{Cause, RankEnd, RunError, contained};
 use crate::sync;
-use crate::world::{Cause, RankEnd, RunError, contained};
 
 /// Settings of a world of threads.
 #[derive(Clone, Copy, Debug)]
@@ -136,5 +137,6 @@ where
     E: Into<Cause> + From<CommError>,
     F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
 {
-    crate::World::Threads(mesh.world_size()).run_mesh(mesh, body)
+    let join = |world: Group| Ok::<_, CommError>(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?));
+    run(mesh.world_size(), Options::default(), |world| body(join(world)?))
 }

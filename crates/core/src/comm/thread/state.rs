@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::operation::{Claim, Key, Operation};
-use super::watch::Progress;
+use super::progress::Progress;
 use super::work::Post;
 use crate::comm::device::Moment;
 use crate::comm::{Activity, CommError, Ended, Fault, FaultKind, Op, OpInfo, RankReport, Site};
