@@ -1,8 +1,7 @@
 //! Trains on the images, and scores those that are held out.
 
 use crate::show;
-use meshwork::core::comm::thread::{self, WorldError};
-use meshwork::core::{Axis, Rank};
+use meshwork::core::{Axis, Rank, RunError, World};
 use meshwork::cpu::Cpu;
 use meshwork::engine::{Evaluation, Plan, TrainError, Trainer};
 use meshwork::models::network::ACCURACY;
@@ -24,13 +23,13 @@ pub fn train(
     epochs: usize,
     profiled: bool,
     [images, held_out]: [&Images; 2],
-) -> Result<Option<Profile>, WorldError<TrainError>> {
+) -> Result<Option<Profile>, RunError> {
     let (batch, dp) = (plan.global_batch_size, plan.mesh.degree(Axis::Dp));
     let steps_of_epoch = images.len() / batch;
     let profiler = profiled.then(|| Profiler::new((epochs * steps_of_epoch) as u64, PROFILED, &*Cpu::device()));
     let started = Instant::now();
-    let tracks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
-        let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
+    let tracks = World::Threads(plan.mesh.world_size()).run(|world| {
+        let probe = profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&**world.communicator()));
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
         let first = rank.coords().get(Axis::Dp) * (batch / dp);
         let own = |images: &Images| images.gather(&(first..first + batch / dp).collect::<Vec<_>>()).to_batch();
@@ -54,7 +53,7 @@ pub fn train(
                 ));
             }
         }
-        Ok(probe.track(&rank))
+        Ok::<_, TrainError>(probe.tracks(&rank)?)
     })?;
     Ok(profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten())))
 }

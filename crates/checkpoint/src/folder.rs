@@ -8,7 +8,6 @@
 //! DIR/step-00000010.removed/   being removed
 //! ```
 
-use crate::room;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -52,11 +51,6 @@ pub(crate) fn partial(dir: &Path, step: u64) -> PathBuf {
     marked(dir, step, PARTIAL)
 }
 
-/// The name of a checkpoint that is being removed.
-pub(crate) fn marked_removed(dir: &Path, step: u64) -> PathBuf {
-    marked(dir, step, REMOVED)
-}
-
 fn marked(dir: &Path, step: u64, mark: &str) -> PathBuf {
     dir.join(format!("{}.{mark}", folder_name(step)))
 }
@@ -86,7 +80,15 @@ pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
 /// Removes all but `keep` of the checkpoints up to `step`, the oldest first. Never that of `step` or of a later one.
 pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBuf>> {
     let older = steps(dir)?.into_iter().filter(|&other| other < step).skip(keep.saturating_sub(1));
-    older.map(|step| room::remove(dir, step)).collect()
+    older.map(|step| remove(dir, step)).collect()
+}
+
+/// Removes a complete checkpoint: under another name first, so that half of one is never taken for one.
+pub(crate) fn remove(dir: &Path, step: u64) -> io::Result<PathBuf> {
+    let (complete, going) = (dir.join(folder_name(step)), marked(dir, step, REMOVED));
+    fs::rename(&complete, &going)?;
+    fs::remove_dir_all(&going)?;
+    Ok(complete)
 }
 
 /// Removes what a run that was killed left over. A complete checkpoint that was about to be replaced gets its name

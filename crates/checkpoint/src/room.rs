@@ -1,9 +1,9 @@
 //! Room on a disk: what is free, and which old checkpoints may go before the next one is written.
 
-use crate::folder::{folder_name, marked_removed, steps};
+use crate::folder::{folder_name, steps};
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes that this process may still write to the file system of a folder, or of its nearest parent that exists. `None`
 /// where the system does not say; quotas do not count.
@@ -40,14 +40,6 @@ pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
     let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole).collect();
     steps.sort_unstable_by_key(|&step| (step < whole, step));
     Ok(steps)
-}
-
-/// Removes a complete checkpoint: under another name first, so that half of one is never taken for one.
-pub(crate) fn remove(dir: &Path, step: u64) -> io::Result<PathBuf> {
-    let (complete, going) = (dir.join(folder_name(step)), marked_removed(dir, step));
-    fs::rename(&complete, &going)?;
-    fs::remove_dir_all(&going)?;
-    Ok(complete)
 }
 
 /// Whether a write failed because there was no room.

@@ -302,7 +302,7 @@ impl Task {
     /// Removes the next checkpoint that can go, if there is one.
     fn remove_one(&self, job: &Job) -> Option<PathBuf> {
         let step = *room::spare(&self.dir, job.whole).ok()?.first()?;
-        room::remove(&self.dir, step).ok()
+        folder::remove(&self.dir, step).ok()
     }
 
     fn write_and_commit(

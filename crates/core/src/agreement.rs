@@ -22,6 +22,7 @@
 //! ));
 //! ```
 
+pub use crate::comm::Disagreement;
 use crate::comm::{CommError, Group, ReduceOp, runs};
 use crate::hash::{combine, hash};
 use std::borrow::Cow;
@@ -79,24 +80,6 @@ impl Fact {
 pub struct Agreement {
     facts: Vec<Fact>,
 }
-
-/// A fact that does not hold, the same on every rank that compared it.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{claim} {over}, and {found}; {valid}")]
-pub struct Disagreement {
-    /// [What was claimed](Fact::claim).
-    pub claim: String,
-    /// About which ranks: `over tp`, `on all ranks`.
-    pub over: String,
-    /// What is the case: ranks, and their values where these are short.
-    pub found: String,
-    /// The world ranks to look at first: those that have something else than most, or all where there is no majority.
-    pub ranks: Vec<usize>,
-    /// What would be valid.
-    pub valid: String,
-}
-
-crate::debug_as_display!(Disagreement);
 
 /// The largest text of a value that ranks exchange, in bytes.
 const LONGEST: usize = 4096;
@@ -215,11 +198,7 @@ pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Opti
     }
     let root = ((i64::MAX - first[0]) % size) as usize;
     let own = found.filter(|_| group.rank() == root).map(|(_, found)| found.encode()).unwrap_or_default();
-    let mut length = [own.len() as i64];
-    group.broadcast_slice(&mut length, root)?;
-    let mut text = own.into_bytes();
-    text.resize(length[0] as usize, 0);
-    group.broadcast_slice(&mut text, root)?;
+    let text = group.broadcast_bytes(own.into_bytes(), root)?;
     Ok(Some(Disagreement::decode(&String::from_utf8_lossy(&text))))
 }
 
@@ -360,17 +339,8 @@ fn in_words(classes: &[(&String, Vec<usize>)]) -> String {
 
 /// The texts of all ranks, cut where they are too long.
 fn gather(group: &Group, own: &str) -> Result<Vec<String>, CommError> {
-    let own = &own.as_bytes()[..own.len().min(LONGEST)];
-    let mut lengths = vec![0; group.size()];
-    group.all_gather_slice(&[own.len() as i64], &mut lengths)?;
-    let longest = lengths.iter().copied().max().unwrap_or_default() as usize;
-    let (mut padded, mut all) = (own.to_vec(), vec![0; group.size() * longest]);
-    padded.resize(longest, 0);
-    group.all_gather_slice(&padded, &mut all)?;
-    let text = |(rank, &length): (usize, &i64)| {
-        String::from_utf8_lossy(&all[rank * longest..rank * longest + length as usize]).into_owned()
-    };
-    Ok(lengths.iter().enumerate().map(text).collect())
+    let all = group.all_gather_bytes(&own.as_bytes()[..own.len().min(LONGEST)])?;
+    Ok(all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect())
 }
 
 /// The ranks of a group in words.
@@ -380,10 +350,4 @@ fn over(group: &Group) -> String {
 
 fn with_verb(ranks: &[usize], one: &str, several: &str) -> String {
     if ranks.len() == 1 { format!("rank {} {one}", ranks[0]) } else { format!("ranks {} {several}", runs(ranks)) }
-}
-
-impl From<Disagreement> for CommError {
-    fn from(found: Disagreement) -> Self {
-        Self::Disagreement(Box::new(found))
-    }
 }

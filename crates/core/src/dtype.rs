@@ -1,9 +1,10 @@
 //! Element types of buffers.
 
 pub use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 /// The element type of a [`Buffer`](crate::Buffer).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum DType {
     /// 32-bit IEEE float.

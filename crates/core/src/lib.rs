@@ -27,6 +27,7 @@ pub mod pool;
 pub mod profile;
 pub mod random;
 mod rank;
+mod run_error;
 pub mod simd;
 mod slow_build;
 mod spmd;
@@ -35,6 +36,7 @@ mod sync;
 #[cfg(shuttle)]
 pub mod sync;
 pub mod tree;
+mod world;
 
 pub use axes::Axes;
 pub use buffer::{Buffer, BufferError, Window};
@@ -46,5 +48,7 @@ pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
 pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
+pub use run_error::{Cause, RankEnd, RunError};
 pub use slow_build::slow_build;
 pub use spmd::{SpmdError, Ty, Types, rules};
+pub use world::World;

@@ -133,7 +133,8 @@ impl Rank {
         &self.log
     }
 
-    /// Tells the backend that this rank makes progress: see [`Communicator::heartbeat`].
+    /// Tells the world that this rank makes progress: see
+    /// [`Membership::heartbeat`](crate::comm::Membership::heartbeat).
     pub fn heartbeat(&self) {
         self.world.heartbeat();
     }

@@ -32,7 +32,7 @@ use program::Program;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use world::World;
+use world::Run;
 
 /// The rank that sees a value, and its place in the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,7 +183,7 @@ fn compare_pair(sides: [&Side<'_>; 2], pair: &Pair<'_>, steps: u64) -> Result<Re
     let rounding = if half { ROUNDING_HALF } else { ROUNDING };
     let mut report = Report::new([sides[0].describe()?, sides[1].describe()?], canonical, rounding);
     std::thread::scope(|scope| {
-        let mut worlds = [World::start(scope, SIDES[0], sides[0])?, World::start(scope, SIDES[1], sides[1])?];
+        let mut worlds = [Run::start(scope, SIDES[0], sides[0])?, Run::start(scope, SIDES[1], sides[1])?];
         let mut compared = Ok(());
         for step in 1..=steps {
             let [a, b] = &mut worlds;
@@ -195,7 +195,7 @@ fn compare_pair(sides: [&Side<'_>; 2], pair: &Pair<'_>, steps: u64) -> Result<Re
                 break;
             }
         }
-        for ended in worlds.map(World::end) {
+        for ended in worlds.map(Run::end) {
             match ended {
                 // The values that led to the failure have been compared.
                 Err(error) if !report.identical() && compared.is_ok() => {

@@ -2,8 +2,8 @@
 
 use super::ulps::Values;
 use super::{Error, Hook, Key, Side, Site};
-use meshwork_core::comm::thread::{self, Options, WorldError};
-use meshwork_core::{Coords, DType, Group, Rank, bf16, f16, pool};
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
 use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
@@ -62,14 +62,14 @@ enum What {
 }
 
 /// A run under way.
-pub(super) struct World<'scope> {
+pub(super) struct Run<'scope> {
     name: char,
     go: Vec<Sender<()>>,
     told: Receiver<Told>,
-    thread: ScopedJoinHandle<'scope, Result<Vec<()>, WorldError<TrainError>>>,
+    thread: ScopedJoinHandle<'scope, Result<Vec<()>, RunError>>,
 }
 
-impl<'scope> World<'scope> {
+impl<'scope> Run<'scope> {
     /// Starts the ranks of a side. They wait for the first step.
     pub(super) fn start<'env>(
         scope: &'scope Scope<'scope, 'env>,
@@ -82,7 +82,7 @@ impl<'scope> World<'scope> {
         let (tell, told) = channel();
         let options = Options { timeout: side.timeout };
         let thread = scope.spawn(move || {
-            thread::run(size, options, |world| {
+            World::Threads(size).run_with(options, |world| {
                 let wait = wait[world.rank()].lock().unwrap_or_else(PoisonError::into_inner);
                 let teller = Teller { rank: world.rank(), to: tell.clone() };
                 run_rank(side, world, &wait, &teller)
@@ -267,7 +267,7 @@ mod tests {
             let (tell, told) = channel();
             let step = || What::Step { records: Vec::new(), held: Vec::new(), report: None };
             let mut world =
-                World { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
+                Run { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
             // Rank 1 ends after it has sent everything. Rank 0 must still be waited for.
             for (rank, what) in [(1, step()), (1, What::Gone), (0, step())] {
                 tell.send(Told { rank, what }).unwrap();

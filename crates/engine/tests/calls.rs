@@ -1,8 +1,8 @@
 //! Programs whose ranks make different calls: each is told which ones, on every mesh, and none hangs. And the call that
 //! makes many of them, `Trainer::train`.
 
-use meshwork_core::comm::thread::{self, WorldError};
-use meshwork_core::{CommError, Rank};
+use meshwork_core::comm::thread;
+use meshwork_core::{Rank, RunError};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{AtCuts, Decoder, Plan, ScheduleSpec, TrainError, Trainer};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -64,10 +64,7 @@ const CALLS: [(&str, Call); 9] = [
 ];
 
 /// Trainers on two ranks, each of which makes calls of its own.
-fn calls(
-    plan: &Plan,
-    of_rank: impl Fn(usize, &mut Trainer) -> Result<(), TrainError> + Sync,
-) -> Result<(), WorldError<TrainError>> {
+fn calls(plan: &Plan, of_rank: impl Fn(usize, &mut Trainer) -> Result<(), TrainError> + Sync) -> Result<(), RunError> {
     let model = model();
     let ended = thread::run_mesh(&plan.mesh, |rank| {
         let number = rank.world_rank();
@@ -186,7 +183,7 @@ fn a_decoder_on_one_rank_alone_is_named() {
             let tokens = language::batch(vec![1, 2], vec![2, 3], 2)?;
             if number == 1 { decoder.next(&tokens, 2, 4).map(drop) } else { Ok(()) }
         });
-        let error: WorldError<TrainError> = ended.unwrap_err();
+        let error = ended.unwrap_err();
         let says = "rank 0 has returned and takes no part in Decoder::next, which every rank calls";
         assert!(error.to_string().lines().next().unwrap().ends_with(says), "{mesh}: {error}");
     }
@@ -215,14 +212,14 @@ fn a_mesh_of_another_size_than_the_world_or_than_the_plan_is_named() {
     let ended = thread::run(2, thread::Options::default(), |world| {
         Rank::new(&"dp=4".parse().unwrap(), world.communicator().clone()).map(drop)
     });
-    let error: WorldError<CommError> = ended.unwrap_err();
+    let error = ended.unwrap_err();
     let says = "cannot join the mesh tp=1,dp=4,pp=1: the mesh has 4 ranks, the world has 2";
     assert!(error.to_string().contains(says), "{error}");
     let (model, other) = (model(), plan("tp=2"));
     let ended = thread::run_mesh(&"dp=2".parse().unwrap(), |rank| {
         Trainer::new(model.clone(), &other, rank, Cpu::device()).map(drop)
     });
-    let error: WorldError<TrainError> = ended.unwrap_err();
+    let error = ended.unwrap_err();
     assert!(error.to_string().contains("tp=2") && error.to_string().contains("dp=2"), "{error}");
 }
 

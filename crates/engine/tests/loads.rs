@@ -1,7 +1,8 @@
 //! Weights and states that one rank loads alone, long after the first step: the next step is verified on every rank.
 //! Beside each, the same load on all ranks.
 
-use meshwork_core::comm::thread::{self, RankEnd};
+use meshwork_core::RankEnd;
+use meshwork_core::comm::thread;
 use meshwork_core::{Axis, Rank};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, Verify, WholeState, Zero, ZeroStage};
@@ -101,7 +102,7 @@ fn refusals(plan: &Plan, what: Load, loads: impl Fn(usize) -> bool + Sync) -> Ve
         trainer.flush(|_| {}).map(drop)
     });
     let Err(error) = ranks else { return Vec::new() };
-    let told = |end: &Option<RankEnd<TrainError>>| match end {
+    let told = |end: &Option<RankEnd>| match end {
         Some(RankEnd::Error(error)) => error.to_string(),
         other => format!("{other:?}"),
     };

@@ -2,10 +2,11 @@
 //! that verifies holds one micro-batch against its samples one by one before its first step. Beside each wrong program
 //! is the right one.
 
-use meshwork_core::comm::thread::{self, RankEnd};
+use meshwork_core::RankEnd;
+use meshwork_core::comm::thread;
 use meshwork_core::{Axis, DType, Mesh, Ty};
 use meshwork_cpu::Cpu;
-use meshwork_engine::{LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, TrainError, Trainer, Verify};
+use meshwork_engine::{LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, Trainer, Verify};
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};
 use meshwork_optim::Sgd;
 use meshwork_tensor::tape::HalfType;
@@ -104,7 +105,7 @@ fn refusals(plan: &Plan, twist: Twist) -> Vec<String> {
         trainer.step(&batch(trainer.samples())).map(drop)
     });
     let Err(error) = ranks else { return Vec::new() };
-    let told = |end: &Option<RankEnd<TrainError>>| match end {
+    let told = |end: &Option<RankEnd>| match end {
         Some(RankEnd::Error(error)) => error.to_string(),
         other => format!("{other:?}"),
     };

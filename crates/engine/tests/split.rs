@@ -1,7 +1,8 @@
 //! A model whose logits depend on how a sequence is split into passes is refused by a decoder at its first use: on
 //! every mesh, by the same error on every rank. Beside each such program is the right one.
 
-use meshwork_core::comm::thread::{self, RankEnd};
+use meshwork_core::RankEnd;
+use meshwork_core::comm::thread;
 use meshwork_core::{DType, Rank, rules};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Decoder, LossScale, MixedPrecision, Numerics, Plan, TrainError, Verify};
@@ -209,7 +210,7 @@ fn refusals_on(model: &Arc<dyn Model>, plan: &Plan, passes: &[usize], is_opaque:
         Ok::<_, TrainError>(())
     });
     let Err(error) = ranks else { return Vec::new() };
-    let told = |end: &Option<RankEnd<TrainError>>| match end {
+    let told = |end: &Option<RankEnd>| match end {
         Some(RankEnd::Error(error)) => error.to_string(),
         other => format!("{other:?}"),
     };

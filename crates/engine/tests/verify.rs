@@ -4,9 +4,10 @@
 //!
 //! More than 400 lines: each wrong program stands beside the right one.
 
-use meshwork_core::comm::thread::{self, WorldError};
+use meshwork_core::comm::thread;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
+use meshwork_core::{RankEnd, RunError};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Decoder, Numerics, Plan, Samples, StateKey, TrainError, TrainState, Trainer, Verify, WholeState,
@@ -94,10 +95,10 @@ fn plan(mesh: &str, verify: Verify) -> Plan {
 }
 
 /// The errors of the ranks that found something, in the order of ranks; none if the run ended well.
-fn refusals(result: std::result::Result<Vec<()>, WorldError<TrainError>>) -> Vec<String> {
+fn refusals(result: std::result::Result<Vec<()>, RunError>) -> Vec<String> {
     let Err(error) = result else { return Vec::new() };
-    let own = |end: &Option<thread::RankEnd<TrainError>>| match end {
-        Some(thread::RankEnd::Error(error)) => Some(error.to_string()).filter(|text| !text.contains("stopped")),
+    let own = |end: &Option<RankEnd>| match end {
+        Some(RankEnd::Error(error)) => Some(error.to_string()).filter(|text| !text.contains("stopped")),
         _ => None,
     };
     error.ends.iter().filter_map(own).collect()

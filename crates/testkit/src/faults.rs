@@ -4,7 +4,6 @@
 //! only later. All ranks run the same program; the one named by an [`Injection`] departs from it. The program ends in
 //! a barrier of the whole world, so that no rank can finish when one departed.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -27,20 +26,19 @@ pub enum Departure {
     WrongDType,
     /// It takes part with another number of elements.
     WrongCount,
-    /// It does nothing until another rank has noticed.
-    Stall,
+    /// It does nothing for so long that another rank has noticed.
+    Stall(Duration),
 }
 
 impl Departure {
-    /// All of them.
-    pub const ALL: [Departure; 7] = [
+    /// Those that need no clock.
+    pub const AT_ONCE: [Departure; 6] = [
         Departure::Panic,
         Departure::Return,
         Departure::Fail,
         Departure::WrongOp,
         Departure::WrongDType,
         Departure::WrongCount,
-        Departure::Stall,
     ];
 }
 
@@ -106,11 +104,11 @@ pub enum ProgramError {
 meshwork_core::debug_as_display!(ProgramError);
 
 impl Program {
-    /// A program of 2 to 8 ranks.
-    pub fn random(rng: &mut Rng) -> Program {
+    /// A program of 2 to `most_ranks` ranks.
+    pub fn random(rng: &mut Rng, most_ranks: usize) -> Program {
         // Mostly small; sometimes large enough to be shared out between ranks.
         let count = |rng: &mut Rng| if rng.below(16) == 0 { 100_000 } else { 1 + rng.below(50) };
-        Program::of(rng, 8, 12, count)
+        Program::of(rng, most_ranks, 12, count)
     }
 
     /// A program of 2 or 3 ranks, for a checker that runs it over many schedules.
@@ -154,16 +152,8 @@ impl Program {
         part.map_or(&[], Vec::as_slice)
     }
 
-    /// Runs one rank. `noticed` is shared by all ranks of the run, and false at first.
-    pub fn run(&self, world: &Group, injection: Option<Injection>, noticed: &AtomicBool) -> Result<(), ProgramError> {
-        let result = self.run_steps(world, injection, noticed);
-        if result.is_err() {
-            noticed.store(true, Ordering::Relaxed);
-        }
-        result
-    }
-
-    fn run_steps(&self, world: &Group, injection: Option<Injection>, noticed: &AtomicBool) -> Result<(), ProgramError> {
+    /// Runs one rank.
+    pub fn run(&self, world: &Group, injection: Option<Injection>) -> Result<(), ProgramError> {
         let mut groups = Vec::new();
         for (i, _) in self.cuts.iter().enumerate() {
             groups.push(world.split(&format!("cut{i}"), self.part(i, world.rank()))?);
@@ -180,10 +170,8 @@ impl Program {
                 Some(Departure::Panic) => panic!("injected panic"),
                 Some(Departure::Return) => return Ok(()),
                 Some(Departure::Fail) => return Err(ProgramError::Injected),
-                Some(Departure::Stall) => {
-                    while !noticed.load(Ordering::Relaxed) {
-                        thread::sleep(Duration::from_millis(1));
-                    }
+                Some(Departure::Stall(time)) => {
+                    thread::sleep(time);
                     *step
                 }
                 Some(Departure::WrongDType) if step.kind != Kind::Barrier => Step { dtype: DType::I32, ..*step },

@@ -3,6 +3,7 @@
 
 #[cfg(feature = "device")]
 pub mod check;
+pub mod comm;
 pub mod faults;
 pub mod gradcheck;
 #[cfg(feature = "device")]

@@ -1,8 +1,8 @@
 //! A communicator that takes the time of a slow link: what ranks of one process send each other is charged as if it
 //! went over a wire.
 
-use meshwork_core::comm::{Call, Op, OpKind, PendingOp};
-use meshwork_core::{Buffer, CommError, Communicator, DType, Pending, Record, ReductionOrder};
+use meshwork_core::comm::{Call, Decorator, Op, OpKind, PendingOp};
+use meshwork_core::{Buffer, CommError, Communicator, DType, Pending, Record};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,28 +41,12 @@ struct Throttled {
     link: Arc<Link>,
 }
 
-impl Communicator for Throttled {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+impl Decorator for Throttled {
+    fn inner(&self) -> &Arc<dyn Communicator> {
+        &self.inner
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner.world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.inner.reduction_order()
-    }
-
-    fn start(&self, call: Call) -> Result<Pending, CommError> {
+    fn pass(&self, call: Call) -> Result<Pending, CommError> {
         let op = call.op.kind();
         let (at, then) = match op {
             OpKind::Recv => {
@@ -74,13 +58,8 @@ impl Communicator for Throttled {
         Ok(Pending::new(Sent { inner: self.inner.start(call)?, at, then }))
     }
 
-    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
-        let (inner, link) = (self.inner.split(name, members)?, self.link.clone());
-        Ok(Arc::new(Throttled { inner, link }))
-    }
-
-    fn heartbeat(&self) {
-        self.inner.heartbeat();
+    fn around(&self, part: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        Arc::new(Throttled { inner: part, link: self.link.clone() })
     }
 }
 
@@ -88,12 +67,12 @@ impl Throttled {
     /// Logical bytes of a call.
     fn bytes(&self, call: &Call, op: OpKind) -> f64 {
         let kept = match &call.op {
-            Op::AllToAll { send_counts, .. } => send_counts[self.rank()],
+            Op::AllToAll { send_counts, .. } => send_counts[self.inner.rank()],
             _ => 0,
         };
         let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
-        let (elements, ranks) = (call.elements() - kept, self.size());
-        Record { group: self.name().to_owned(), op, dtype, elements, ranks }.bytes()
+        let (elements, ranks) = (call.elements() - kept, self.inner.size());
+        Record { group: self.inner.name().to_owned(), op, dtype, elements, ranks }.bytes()
     }
 }
 

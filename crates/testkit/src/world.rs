@@ -1,9 +1,6 @@
 //! Worlds of rank threads.
 
-use std::fmt::Display;
-
-use meshwork_core::Group;
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::{Cause, Group, World};
 
 /// Runs `body` as `n` ranks on threads and returns their results, by rank.
 ///
@@ -30,6 +27,6 @@ pub fn run_world<T: Send>(n: usize, body: impl Fn(Group) -> T + Sync) -> Vec<T> 
 /// # Panics
 ///
 /// If a rank panics or returns an error, with the rank that did so first, why, and what the others were doing.
-pub fn try_run_world<T: Send, E: Display + Send>(n: usize, body: impl Fn(Group) -> Result<T, E> + Sync) -> Vec<T> {
-    thread::run(n, Options::default(), body).unwrap_or_else(|error| panic!("{error}"))
+pub fn try_run_world<T: Send, E: Into<Cause>>(n: usize, body: impl Fn(Group) -> Result<T, E> + Sync) -> Vec<T> {
+    World::Threads(n).run(body).unwrap_or_else(|error| panic!("{error}"))
 }

@@ -1,9 +1,7 @@
 //! The devices of a run: what each rank computes with.
 
 use crate::config::{Config, Device as Where, Fault};
-use crate::error::RunError;
 use meshwork_core::Communicator;
-use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::Precision;
 use meshwork_tensor::{Device, Error};
@@ -59,19 +57,14 @@ impl Devices {
         Ok(Self::cpu(config.training.matmul_dtype.precision()))
     }
 
-    /// Those that `open` makes, by world rank.
+    /// Those that `open` makes, by the rank's number among those of its host.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
         Self(Kind::Cuda(Arc::new(open)))
     }
 
-    /// [`open`](Self::open), with the error of a world of ranks.
-    pub(crate) fn open_for_world(config: &Config, options: Options) -> Result<Self, WorldError<RunError>> {
-        let mut opened = thread::run(1, options, |_| Ok::<_, RunError>(Self::open(config)?))?;
-        Ok(opened.pop().unwrap_or_else(|| Self::cpu(Precision::F32)))
-    }
-
-    /// The device of one rank, with the communicator `world`.
+    /// The device of one rank, with the communicator `world`. Collective, for devices of which a host has several: the
+    /// ranks of a host share them out.
     ///
     /// # Errors
     /// A device that refuses to open.
@@ -79,7 +72,7 @@ impl Devices {
         match &self.0 {
             Kind::Cpu(precision) => Ok(Place { device: Arc::new(Cpu::new(*precision)), world }),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            Kind::Cuda(open) => Ok(Place { device: open(world.rank())?, world }),
+            Kind::Cuda(open) => Ok(Place { device: open(cuda::rank_on_host(&world)?)?, world }),
         }
     }
 
@@ -138,13 +131,14 @@ pub(crate) fn lacking(config: &Config) -> Option<Fault> {
 mod cuda {
     use super::Fault;
     use crate::config::{Config, Device};
-    use meshwork_core::Axis;
+    use meshwork_core::{Axis, Communicator, Group};
     use meshwork_cuda::device::Products;
     use meshwork_cuda::idle::Idle;
     use meshwork_cuda::{CudaDevice, Driver, Replaying, Tuning};
     use meshwork_engine::dry_run;
     use meshwork_tensor::Error;
     use std::collections::HashMap;
+    use std::fs;
     use std::path::Path;
     use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -170,6 +164,14 @@ mod cuda {
             drivers.insert(number, Arc::downgrade(&driver));
             Ok(driver)
         }
+    }
+
+    /// The rank's number among the ranks of its host.
+    pub(super) fn rank_on_host(world: &Arc<dyn Communicator>) -> Result<usize, Error> {
+        // Since its start a host has one such number; containers on it have it too.
+        let host = fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let hosts = Group::from(world.clone()).all_gather_bytes(&host)?;
+        Ok(hosts[..world.rank()].iter().filter(|other| **other == host).count())
     }
 
     /// The driver as it is, or a driver that queues repeated work as graphs.
@@ -210,7 +212,7 @@ mod cuda {
             Device::Cuda(number) => {
                 let failed = failed(config.device);
                 let count = meshwork_cuda::gpu::check(number.unwrap_or(0), products).map_err(&failed)?;
-                // Rank r is on GPU r: every rank must be able to use its own.
+                // Rank r of the host is on GPU r: every rank must be able to use its own.
                 let ranks = if number.is_some() { 0 } else { config.parallelism.world_size().unwrap_or(1).min(count) };
                 for number in 1..ranks {
                     meshwork_cuda::gpu::check(number, products).map_err(&failed)?;

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 /// The error of a run on one rank.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
-pub enum RunError {
+pub enum RankError {
     /// Training.
     #[error(transparent)]
     Train(#[from] TrainError),
@@ -55,7 +55,7 @@ pub enum RunError {
     Output(#[from] OutputError),
 }
 
-meshwork_core::debug_as_display!(RunError);
+meshwork_core::debug_as_display!(RankError);
 
 /// A file that could not be written: metrics, a profile or a picture of one.
 #[derive(thiserror::Error)]
@@ -87,7 +87,7 @@ fn in_words(savings: &[(String, u64)]) -> String {
     }
 }
 
-impl RunError {
+impl RankError {
     /// The error, with the settings that would free memory if a device was full.
     pub(crate) fn with_savings(self, savings: impl FnOnce() -> Vec<(String, u64)>) -> Self {
         match self {
@@ -99,7 +99,7 @@ impl RunError {
     }
 }
 
-impl From<CheckpointError> for RunError {
+impl From<CheckpointError> for RankError {
     fn from(error: CheckpointError) -> Self {
         match error {
             CheckpointError::Train(error) => Self::Train(error),
@@ -109,13 +109,13 @@ impl From<CheckpointError> for RunError {
     }
 }
 
-impl From<CommError> for RunError {
+impl From<CommError> for RankError {
     fn from(error: CommError) -> Self {
         Self::Train(error.into())
     }
 }
 
-impl From<meshwork_tensor::Error> for RunError {
+impl From<meshwork_tensor::Error> for RankError {
     fn from(error: meshwork_tensor::Error) -> Self {
         Self::Train(error.into())
     }

@@ -1,4 +1,4 @@
-//! A whole run in one process: every rank of the mesh is a thread, and rank 0 reports.
+//! A whole run: every rank of the mesh trains, and rank 0 reports.
 //!
 //! More than 400 lines: a run from top to bottom, with the text of what goes wrong on the way.
 
@@ -7,7 +7,7 @@ use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
 use crate::devices::{Devices, Place};
-use crate::error::RunError;
+use crate::error::RankError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
@@ -15,17 +15,15 @@ use crate::progress::{Note, Progress};
 use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
-use meshwork_checkpoint::{Exchange, threads};
-use meshwork_core::comm::thread::{self, Options, WorldError};
 use meshwork_core::profile::Class;
-use meshwork_core::{Communicator, Rank};
+use meshwork_core::{Communicator, Rank, RunError, World};
 use meshwork_engine::{AtCuts, ModelPlan, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, MemoryUse, ParamSpec};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 /// How a run ended.
@@ -43,116 +41,84 @@ pub struct Outcome {
     pub profile: Option<Profile>,
 }
 
-/// Trains as the configuration says, with every rank of its mesh as a thread of this process. `stop` ends the run after
-/// the step under way, and a validation or a sample before its end; before the first step at once. Metrics go to a file
-/// if `metrics` is given. Progress goes to standard output; closing it ends the run.
-pub fn train(
-    config: &Config,
-    data: &Data,
-    metrics: Option<&Path>,
-    stop: &AtomicBool,
-) -> Result<Outcome, WorldError<RunError>> {
-    let devices = Devices::open_for_world(config, Options { timeout: config.comm.timeout() })?;
-    train_on(&devices, config, data, metrics, stop)
+/// Trains as the configuration says, in [its world](Config::world). `stop` ends the run after the step under way, and a
+/// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
+/// Progress goes to standard output; closing it ends the run.
+pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
+    let world = config.world();
+    let devices = world.prepare(|| Devices::open(config))?;
+    train_in(&world, &devices, config, data, metrics, stop)
 }
 
-/// [`train`] on devices that are open.
+/// [`train`] in any world of as many ranks as the mesh has, on devices that are open. In each process of a
+/// [joined](World::Joined) world it is called with the same configuration and data; rank 0 writes the metrics, the
+/// progress and the profile.
 ///
 /// # Errors
-/// As [`train`].
-pub fn train_on(
+/// As [`train`], and a world of another size than the mesh.
+pub fn train_in(
+    world: &World,
     devices: &Devices,
     config: &Config,
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
-) -> Result<Outcome, WorldError<RunError>> {
-    let world_size = config.mesh().map_or(1, |mesh| mesh.world_size()); // one rank tells what is wrong with it
-    let options = Options { timeout: config.comm.timeout() };
+) -> Result<Outcome, RunError> {
     let stopped = || Outcome { stopped: true, ..Outcome::default() };
     // Both measure while no rank is there to disturb them.
-    if let Some(path) = &config.metrics.layer_profile {
-        let ended = thread::run(1, options, |_| {
+    if let (Some(path), true) = (&config.metrics.layer_profile, world.leads()) {
+        let measured = world.prepare(|| {
             let layers = layers(&config.model(), &config.plan()?, data, devices.alone()?, stop)?;
-            Ok::<_, RunError>(write_layers(&layers, Path::new(path))?)
+            Ok::<_, RankError>(Some(write_layers(&layers, Path::new(path))?))
         });
-        if stop::unless_stopped(ended, Vec::new)?.is_empty() {
+        if stop::unless_stopped(measured, || None)?.is_none() {
             return Ok(stopped());
         }
     }
     let (steps, profiled) = (config.training.steps, config.metrics.profile_steps);
-    let profiler = match config.metrics.profile {
-        true => {
-            thread::run(1, options, |_| Ok::<_, RunError>(Profiler::new(steps, profiled, &*devices.alone()?)))?.pop()
-        }
-        false => None,
+    let profiler = match (config.metrics.profile, world.leads()) {
+        (false, _) => None,
+        (true, true) => Some(world.prepare(|| {
+            let device = devices.alone()?;
+            Ok::<_, RankError>(Profiler::new(steps, profiled, &*device))
+        })?),
+        (true, false) => Some(Profiler::follow(steps, profiled)),
     };
-    let made = thread::run(1, options, |_| Ok::<_, RunError>(Files::of(config)?))?;
-    let files = made.into_iter().flatten().next();
-    let writers: Vec<_> = threads(world_size).into_iter().map(|end| Mutex::new(Some(end))).collect();
-    let ended = thread::run(world_size, options, |world| {
-        let probe = profiler.as_ref().map_or_else(Probe::off, Profiler::probe);
-        let end = writers[world.rank()].lock().unwrap_or_else(PoisonError::into_inner).take();
-        let writers = end.map(|end| Box::new(end) as Box<dyn Exchange>);
-        run_probed(
-            config,
-            data,
-            metrics,
-            stop,
-            devices,
-            world.communicator().clone(),
-            (files.as_ref(), writers),
-            &probe,
-        )
+    let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
+    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref() };
+    let ended = world.run_with(config.comm.options(), |world| {
+        let world = world.communicator().clone();
+        launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
     });
-    let ends = stop::unless_stopped(ended, || vec![(stopped(), None)])?;
-    let (outcomes, tracks): (Vec<Outcome>, Vec<_>) = ends.into_iter().unzip();
-    let profile = profiler.map(|profiler| profiler.profile(tracks.into_iter().flatten()));
-    // Every rank ends with the same outcome.
-    let outcome = outcomes.into_iter().next().unwrap_or_default();
+    let ends = stop::unless_stopped(ended, || vec![(stopped(), Vec::new())])?;
+    // Every rank ends with the same outcome, and rank 0 has the tracks of all of them.
+    let (outcome, tracks) = ends.into_iter().next().unwrap_or_default();
+    let profile = profiler.filter(|_| world.leads()).map(|profiler| profiler.profile(tracks));
     Ok(Outcome { profile, ..outcome })
 }
 
-/// Runs one rank over a given communicator of the world, which may connect threads, processes or machines. [`train`]
-/// uses threads. Collective: each rank of the mesh calls it with the same configuration and data; rank 0 writes the
-/// metrics and the progress. `writers` connects the writers of checkpoints of all ranks, beside `world`; without it, no
-/// checkpoints are saved.
-///
-/// # Errors
-/// A world of another size than the mesh, any error of training, and [`RunError::Stopped`] on a rank that is asked to
-/// stop before its first step: the others then fail, because it has left.
-pub fn run_rank(
-    config: &Config,
-    data: &Data,
-    metrics: Option<&Path>,
-    stop: &AtomicBool,
-    world: Arc<dyn Communicator>,
-    writers: Option<Box<dyn Exchange>>,
-) -> Result<Outcome, RunError> {
-    let devices = Devices::open(config)?;
-    let files = Files::of(config)?;
-    Ok(run_probed(config, data, metrics, stop, &devices, world, (files.as_ref(), writers), &Probe::off())?.0)
+/// What the ranks of this process have in common.
+struct Launch<'a> {
+    config: &'a Config,
+    data: &'a Data,
+    metrics: Option<&'a Path>,
+    stop: &'a AtomicBool,
+    devices: &'a Devices,
+    files: Option<&'a Files>,
 }
 
-/// The same with a probe, on one of `devices`. Also returns what the probe recorded.
-#[expect(clippy::too_many_arguments)]
-fn run_probed(
-    config: &Config,
-    data: &Data,
-    metrics: Option<&Path>,
-    stop: &AtomicBool,
-    devices: &Devices,
-    world: Arc<dyn Communicator>,
-    files: (Option<&Files>, Option<Box<dyn Exchange>>),
-    probe: &Probe,
-) -> Result<(Outcome, Option<Track>), RunError> {
-    stop::require_unasked(stop)?;
-    let mesh = config.mesh().map_err(TrainError::from)?;
-    let Place { device, world } = devices.rank(world)?;
-    let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-    let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), files, probe);
-    let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
-    Ok((outcome, probe.track(&rank)))
+impl Launch<'_> {
+    /// Runs one rank: its outcome, and on rank 0 the tracks of all ranks, if there is a profile.
+    fn run(&self, probe: Probe, world: Arc<dyn Communicator>) -> Result<(Outcome, Vec<Track>), RankError> {
+        let &Self { config, data, metrics, stop, devices, files } = self;
+        require_unasked(stop)?;
+        let mesh = config.mesh().map_err(TrainError::from)?;
+        let Place { device, world } = devices.rank(world)?;
+        let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
+        let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), files, &probe);
+        let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
+        Ok((outcome, probe.tracks(&rank)?))
+    }
 }
 
 fn run(
@@ -161,9 +127,9 @@ fn run(
     metrics: Option<&Path>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
-    (files, writers): (Option<&Files>, Option<Box<dyn Exchange>>),
+    files: Option<&Files>,
     probe: &Probe,
-) -> Result<Outcome, RunError> {
+) -> Result<Outcome, RankError> {
     let steps = config.training.steps;
     let started = Instant::now();
     // Dropped last, because dropping it waits for the reader of the progress, and the other ranks must not wait too.
@@ -176,11 +142,11 @@ fn run(
     let mut trainer = Trainer::new(config.model(), &plan, rank, device.clone())?;
     require_unasked(stop)?;
     let (mut saver, mut resumed) = (None, None);
-    if let (Some(dir), Some(files), Some(writers)) = (&config.checkpoint.dir, files, writers) {
+    if let (Some(dir), Some(files)) = (&config.checkpoint.dir, files) {
         let dir = Path::new(dir);
         // What rank 0 says of the run is kept.
         let run = if number == 0 { described(config, data) } else { serde_json::Value::Null };
-        saver = Some(Saver::new(config, files, dir, number, run, writers)?);
+        saver = Some(Saver::new(config, files, dir, trainer.rank(), run)?);
         if config.checkpoint.resume {
             resumed = resume_run(&mut trainer, config, data, files, dir, stop)?;
             if let (Some(saver), Some(continued)) = (&mut saver, &resumed) {
@@ -292,7 +258,7 @@ fn run(
         };
         reporter.iter_mut().for_each(|reporter| reporter.notes([told.clone()]));
     }
-    saved.map_err(|error| RunError::Unsaved(Box::new(error)))?;
+    saved.map_err(|error| RankError::Unsaved(Box::new(error)))?;
     Ok(outcome)
 }
 
@@ -308,13 +274,13 @@ fn validate(
     trainer: &mut Trainer,
     cuts: AtCuts,
     stop: &AtomicBool,
-) -> Result<Option<f64>, RunError> {
+) -> Result<Option<f64>, RankError> {
     let global = config.training.global_batch_size;
     let (rows, world) = (trainer.samples(), trainer.rank().world().clone());
     let batches = 0..data.validation_batches(config.validation.steps, global);
     let (mut stopped, mut unread) = (false, None);
     // Every rank asks for its next batch at the same place.
-    let mut read = |index| -> Result<_, RunError> {
+    let mut read = |index| -> Result<_, RankError> {
         stopped = agreed(&world, stop)?;
         Ok(if stopped { None } else { Some(data.validation_batch(index, global, rows.clone())?) })
     };
@@ -347,7 +313,7 @@ struct Reporter {
 }
 
 impl Reporter {
-    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Continued>) -> Result<Self, RunError> {
+    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Continued>) -> Result<Self, RankError> {
         let parameters = ModelPlan::new(config.model(), &config.plan()?)?.parameters()?;
         let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
         let open = if from.is_some() { Metrics::append } else { Metrics::create };
@@ -390,7 +356,7 @@ impl Reporter {
         notes.into_iter().for_each(|note| self.progress.note(note.into()));
     }
 
-    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RunError> {
+    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RankError> {
         let tokens = config.training.global_batch_size * config.model.seq_len;
         let step = Step {
             step: report.step,
@@ -420,7 +386,7 @@ impl Reporter {
         Ok(())
     }
 
-    fn validation(&mut self, step: u64, loss: f64, loss_uncompressed: Option<f64>) -> Result<(), RunError> {
+    fn validation(&mut self, step: u64, loss: f64, loss_uncompressed: Option<f64>) -> Result<(), RankError> {
         self.progress.validation(step, loss, loss_uncompressed);
         self.notes(loss.is_nan().then_some("warning: every target of the validation data is masked".to_owned()));
         if let Some(tensorboard) = &mut self.tensorboard {
@@ -434,7 +400,7 @@ impl Reporter {
     }
 
     /// The end of training.
-    fn end(&mut self, outcome: &Outcome, started: Instant, launches: Option<StepLaunches>) -> Result<(), RunError> {
+    fn end(&mut self, outcome: &Outcome, started: Instant, launches: Option<StepLaunches>) -> Result<(), RankError> {
         self.notes(launches.map(|launches| launches.to_string()));
         let masked_steps = self.masked_steps;
         self.notes((masked_steps > 0).then(|| {

@@ -24,10 +24,11 @@ pub mod terminal;
 
 pub use data::Data;
 pub use devices::{Devices, Place};
-pub use error::{OutputError, RunError};
+pub use error::{OutputError, RankError};
 pub use generate::{generate, next_token_logits};
-pub use launch::{Outcome, run_rank, train, train_on};
+pub use launch::{Outcome, train, train_in};
 pub use load::load;
 pub use tensorboard::TensorBoard;
 
+pub use meshwork_core::{RunError, World};
 pub use meshwork_engine::{StepReport, TrainError, Trainer};

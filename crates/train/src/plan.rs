@@ -4,7 +4,7 @@ use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
 use crate::cost;
-use crate::error::RunError;
+use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all};
 use meshwork_core::{Axis, Record};
@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 
 /// The text that `--steps 0` prints: the mesh, the model, and the cost of a step on each rank, with equal ranks
 /// together.
-pub fn report(config: &Config) -> Result<String, RunError> {
+pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
     text += &cost::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));

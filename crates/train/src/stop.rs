@@ -3,15 +3,14 @@
 //! The request is a flag, which everything that takes long is given as an argument and looks at between its parts.
 //!
 //! - **Before the first step** there is nothing to save. The first rank that sees the flag ends with
-//!   [`RunError::Stopped`], which ends its world and with it every rank, wherever it waits.
+//!   [`RankError::Stopped`], which ends its world and with it every rank, wherever it waits.
 //! - **From the first step on** ranks agree where they meet: in the report of a step, before each batch of a
 //!   validation, before each token. None leaves a collective alone, and all save the same step.
 //!
 //! The writing of a file (a checkpoint, an export) is finished or not begun.
 
-use crate::error::RunError;
-use meshwork_core::comm::thread::{RankEnd, WorldError};
-use meshwork_core::{CommError, Group, ReduceOp};
+use crate::error::RankError;
+use meshwork_core::{CommError, Group, RankEnd, ReduceOp, RunError};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether this rank knows that the run was asked to stop.
@@ -22,9 +21,9 @@ pub(crate) fn is_asked(stop: &AtomicBool) -> bool {
 /// Ends what comes before the first step.
 ///
 /// # Errors
-/// [`RunError::Stopped`] if the run was asked to stop.
-pub(crate) fn require_unasked(stop: &AtomicBool) -> Result<(), RunError> {
-    if is_asked(stop) { Err(RunError::Stopped) } else { Ok(()) }
+/// [`RankError::Stopped`] if the run was asked to stop.
+pub(crate) fn require_unasked(stop: &AtomicBool) -> Result<(), RankError> {
+    if is_asked(stop) { Err(RankError::Stopped) } else { Ok(()) }
 }
 
 /// Whether some rank was asked to stop. Collective: all ranks get the same answer at the same place.
@@ -34,15 +33,12 @@ pub(crate) fn agreed(world: &Group, stop: &AtomicBool) -> Result<bool, CommError
     Ok(asked[0] > 0)
 }
 
-/// The end of a world. A world that was stopped before its first step has not failed, and gives the value of `stopped`.
-pub(crate) fn unless_stopped<T>(
-    ended: Result<T, WorldError<RunError>>,
-    stopped: impl FnOnce() -> T,
-) -> Result<T, WorldError<RunError>> {
+/// The end of a world, where one that was stopped before its first step is no failure: then the value of `stopped`.
+pub(crate) fn unless_stopped<T>(ended: Result<T, RunError>, stopped: impl FnOnce() -> T) -> Result<T, RunError> {
+    // Of a rank in another process there is only the text.
+    let is_stop = |end: &RankEnd| end.to_string() == RankError::Stopped.to_string();
     match ended {
-        Err(error) if matches!(error.ends.get(error.rank), Some(Some(RankEnd::Error(RunError::Stopped)))) => {
-            Ok(stopped())
-        }
+        Err(error) if error.ends.get(error.rank).is_some_and(|end| end.as_ref().is_some_and(is_stop)) => Ok(stopped()),
         ended => ended,
     }
 }

@@ -2,10 +2,11 @@
 //!
 //! More than 400 lines: one program, because each costs a link, and one test for each promise of `docs/checkpoints.md`.
 
-use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name, threads};
+use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name};
 use meshwork_compress::Feedback;
 use meshwork_core::Axis;
-use meshwork_core::comm::thread::{self, RankEnd, WorldError};
+use meshwork_core::RunError;
+use meshwork_core::comm::thread;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Compress, Numerics, Plan, ScheduleSpec, StepReport, TrainState, Trainer, WholeState, Zero, ZeroStage, state_layout,
@@ -16,13 +17,13 @@ use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::{Batch, Model, SAMPLE};
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Muon, Rule, Sgd};
 use meshwork_tensor::random;
-use meshwork_train::checkpoint::{CheckpointError, Leeway, Resumed, States, resume, save, save_plan};
+use meshwork_train::checkpoint::{CheckpointError, Leeway, Resumed, States, exchange, resume, save, save_plan};
 use serde_json::{Value, json};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
 use tempfile::TempDir;
 
 const SEQ: usize = 8;
@@ -87,8 +88,7 @@ struct Run {
 }
 
 /// Trains from the newest checkpoint in a folder to `steps` steps, and saves after the last one.
-fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<Vec<Run>, WorldError<CheckpointError>> {
-    let ends: Vec<_> = threads(plan.mesh.world_size()).into_iter().map(|end| Mutex::new(Some(end))).collect();
+fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<Vec<Run>, RunError> {
     let files = Arc::new(save_plan(model, plan).unwrap());
     thread::run_mesh(&plan.mesh, |rank| {
         let number = rank.world_rank();
@@ -108,7 +108,7 @@ fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<
             })
         };
         let reports = (done..steps).map(step).collect::<Result<Vec<_>, _>>()?;
-        let exchange = ends[number].lock().unwrap().take().unwrap();
+        let exchange = exchange(trainer.rank())?;
         let mut writer = match number {
             0 => Writer::lead(Lock::take(dir).unwrap(), 2, files.clone(), exchange),
             _ => Writer::follow(dir, number, files.clone(), exchange),
@@ -116,7 +116,7 @@ fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<
         save(&mut writer, &trainer, json!({"note": "as it was given", "steps": steps}))?;
         let saved = writer.wait().unwrap()?;
         assert_eq!((saved.step, saved.bytes), (steps, files.bytes(number)));
-        Ok(Run { reports, resumed })
+        Ok::<_, CheckpointError>(Run { reports, resumed })
     })
 }
 
@@ -243,9 +243,9 @@ fn a_checkpoint_that_one_rank_cannot_read_now_ends_every_rank_with_the_same_erro
             fs::remove_file(&path).unwrap();
             std::os::unix::fs::symlink(&path, &path).unwrap();
             let error = go_on(&model, &fast(mesh), dir.path(), 3).err().unwrap();
-            for end in &error.ends {
-                let Some(RankEnd::Error(CheckpointError::Unreadable { path: named, problem, .. })) = end else {
-                    panic!("{mesh}, {name}: {end:?}")
+            for rank in 0..error.ends.len() {
+                let Some(CheckpointError::Unreadable { path: named, problem, .. }) = error.error_of(rank) else {
+                    panic!("{mesh}, {name}: {error}")
                 };
                 assert!(named.ends_with("step-00000002") && problem.contains(name), "{problem}");
                 assert!(problem.contains(" cannot be read: "), "{problem}");
@@ -264,7 +264,7 @@ fn a_resume_that_is_asked_to_stop_ends() {
         resume(&mut trainer, &plan, dir.path(), &stop, |_, _| Ok::<_, CheckpointError>(Leeway::default()))
     });
     let error = error.unwrap_err();
-    assert!(matches!(&error.ends[error.rank], Some(RankEnd::Error(CheckpointError::Stopped))), "{error}");
+    assert!(matches!(error.error_of(error.rank), Some(CheckpointError::Stopped)), "{error}");
 }
 
 #[test]

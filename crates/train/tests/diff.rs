@@ -3,7 +3,7 @@
 //!
 //! More than 400 lines: each test is one pair of runs and the result of their comparison.
 
-use meshwork_core::comm::Call;
+use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
 use meshwork_diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
@@ -351,8 +351,8 @@ impl Communicator for Shuffled {
         }
     }
 
-    fn heartbeat(&self) {
-        self.0.heartbeat();
+    fn membership(&self) -> &dyn Membership {
+        self.0.membership()
     }
 
     fn reduction_order(&self) -> ReductionOrder {

@@ -15,7 +15,7 @@ use meshwork_optim::Sgd;
 use meshwork_tensor::random;
 use meshwork_train::config::Args;
 use meshwork_train::data::Images;
-use meshwork_train::{Devices, load, train_on};
+use meshwork_train::{Devices, load, train_in};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -215,7 +215,8 @@ fn a_full_device_says_what_would_free_memory() {
     let least = meshwork_train::plan::memory(&config).unwrap()[0].total();
     let full = Arc::new(Emulator::new(kernels, least / 2, Order::Seeded(0)));
     let devices = Devices::cuda(move |_| Ok(Arc::new(CudaDevice::new(full.clone(), Products::OfTheCpu)?)));
-    let error = train_on(&devices, &config, &data, None, &AtomicBool::new(false)).unwrap_err().to_string();
+    let (world, stop) = (config.world(), AtomicBool::new(false));
+    let error = train_in(&world, &devices, &config, &data, None, &stop).unwrap_err().to_string();
     for part in [
         "more: device cuda-emulated: the device has no memory for ",
         "are in use by all ranks; this rank's buffers hold parameters ",

@@ -199,16 +199,16 @@ fn a_step_of_images_is_profiled() {
     let (model, plan, images) = (resnet(Norm::Batch), plan("dp=2,pp=2"), images());
     let profiler = Profiler::new(3, 2, &*Cpu::device());
     let tracks = thread::run(4, Options::default(), |world| {
-        let probe = profiler.probe();
+        let probe = profiler.probe(&**world.communicator());
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), probe.device(Cpu::device()))?;
         for step in 0..3 {
             let batch = images.batch(step, BATCH, trainer.samples())?;
             probe.step(step + 1, || trainer.observed_step(&batch, |event| probe.observe(event)))?;
         }
-        Ok::<_, TrainError>(probe.track(&rank).unwrap())
+        Ok::<_, TrainError>(probe.tracks(&rank)?)
     });
-    let profile = profiler.profile(tracks.unwrap());
+    let profile = profiler.profile(tracks.unwrap().into_iter().flatten());
     let rows = Rows::new(&profile);
     assert_eq!(rows.steps.iter().copied().collect::<Vec<_>>(), [2, 3]);
     let classes: Vec<&str> = rows.classes.iter().map(|(sum, _)| &*sum.label).collect();

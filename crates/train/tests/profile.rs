@@ -148,7 +148,7 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
     let mesh = config.mesh().unwrap();
     let profiler = Profiler::new(2, 1, &*Cpu::device());
     let ranks = thread::run(8, Options::default(), |world| {
-        let probe = profiler.probe();
+        let probe = profiler.probe(&**world.communicator());
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world.communicator().clone()))?);
         let device = probe.device(Cpu::device());
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank.clone(), device.clone())?;
@@ -195,7 +195,7 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
 fn members_of_a_communication_know_it_by_the_same_name() {
     let profiler = Profiler::new(2, 1, &*Cpu::device());
     let tracks = thread::run(3, Options::default(), |world| {
-        let probe = profiler.probe();
+        let probe = profiler.probe(&**world.communicator());
         let world = meshwork_core::Group::from(probe.communicator(world.communicator().clone()));
         world.barrier()?; // not recorded, but numbered
         let (me, mut x) = (world.rank(), [1.0f32]);

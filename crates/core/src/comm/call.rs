@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::error::CallError;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
@@ -12,7 +14,7 @@ use crate::dtype::DType;
 /// NaN and the order of sums are as described here on communicators whose order is
 /// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL
 /// does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ReduceOp {
     /// Their sum; integers wrap around.
     Sum,
@@ -37,7 +39,7 @@ impl ReduceOp {
 }
 
 /// The operation. Ranks are ranks within the group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
     /// `output` of every rank becomes the reduction of all `input`s; a rank without an input uses its output as input.
     AllReduce(ReduceOp),
@@ -76,7 +78,7 @@ pub enum Op {
 }
 
 /// The kind of an operation, without its parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum OpKind {
     /// [`Op::AllReduce`].
     AllReduce,
@@ -149,7 +151,7 @@ impl Op {
 /// The call of a program that an operation is part of, as its documentation names it: `Trainer::evaluate`. It is
 /// collective: every rank makes it. Ranks whose programs are at different calls are refused, although they communicate
 /// alike: see [`CommLog::enter`](super::CommLog::enter).
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caller {
     /// The name, the same on every rank.
     pub name: Arc<str>,
@@ -307,7 +309,7 @@ fn count_list(
 }
 
 /// The other rank of an operation, by world rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Peer {
     /// The rank whose elements are broadcast.
     Root(usize),
@@ -318,7 +320,7 @@ pub enum Peer {
 }
 
 /// A short description of what a rank is doing: for messages, and for comparing what ranks do.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpInfo {
     /// Which operation.
     pub kind: OpKind,

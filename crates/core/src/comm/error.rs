@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
-use crate::agreement::Disagreement;
 use crate::buffer::BufferError;
 use crate::dtype::DType;
 use crate::mesh::Mesh;
@@ -99,6 +98,30 @@ pub enum CommError {
 }
 
 crate::debug_as_display!(CommError);
+
+/// A fact that does not hold, the same on every rank that compared it.
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{claim} {over}, and {found}; {valid}")]
+pub struct Disagreement {
+    /// [What was claimed](crate::agreement::Fact).
+    pub claim: String,
+    /// About which ranks: `over tp`, `on all ranks`.
+    pub over: String,
+    /// What is the case: ranks, and their values where these are short.
+    pub found: String,
+    /// The world ranks to look at first: those that have something else than most, or all where there is no majority.
+    pub ranks: Vec<usize>,
+    /// What would be valid.
+    pub valid: String,
+}
+
+crate::debug_as_display!(Disagreement);
+
+impl From<Disagreement> for CommError {
+    fn from(found: Disagreement) -> Self {
+        Self::Disagreement(Box::new(found))
+    }
+}
 
 /// Why a call is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]

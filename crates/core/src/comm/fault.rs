@@ -4,10 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Caller, OpInfo, Peer};
 
 /// A place in a program: an operation of one group, seen by one of its ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Site {
     /// Name of the group.
     pub group: Arc<str>,
@@ -47,7 +49,7 @@ impl fmt::Display for Site {
 }
 
 /// The kind of a fault. All ranks are world ranks.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum FaultKind {
     /// Two ranks are in different operations at the same place.
@@ -156,7 +158,7 @@ fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &
 }
 
 /// What a rank is doing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activity {
     /// It does its own work, or an operation for which it waits for no rank.
@@ -171,6 +173,8 @@ pub enum Activity {
     Panicked(String),
     /// It dropped all its communicators.
     Left,
+    /// Its process ended without a word, or cannot be reached.
+    Lost(String),
 }
 
 impl Activity {
@@ -188,6 +192,16 @@ impl Activity {
             }
             Activity::Panicked(message) => format!("panicked ({message})"),
             Activity::Left => format!("{has} dropped {} communicators", choose("its", "their")),
+            Activity::Lost(why) => format!("{} lost ({why})", choose("is", "are")),
+        }
+    }
+
+    /// The end of `rank` as the cause of a failure.
+    pub(crate) fn failure(&self, rank: usize) -> String {
+        match self {
+            Activity::Failed(error) => format!("rank {rank} returned an error: {error}"),
+            Activity::Panicked(message) => format!("rank {rank} panicked: {message}"),
+            other => format!("rank {rank} {other}"),
         }
     }
 }
@@ -199,7 +213,7 @@ impl fmt::Display for Activity {
 }
 
 /// What one rank was doing when the world stopped.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankReport {
     /// World rank.
     pub rank: usize,
@@ -255,7 +269,7 @@ pub(crate) fn runs(ranks: &[usize]) -> String {
 }
 
 /// What stopped a world: the first fault, and what every rank was doing then.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fault {
     /// What went wrong.
     pub kind: FaultKind,

@@ -62,9 +62,14 @@ impl Group {
         &self.log
     }
 
-    /// Tells the backend that this rank makes progress: see [`Communicator::heartbeat`].
+    /// Tells the world that this rank makes progress: see [`Membership::heartbeat`](super::Membership::heartbeat).
     pub fn heartbeat(&self) {
-        self.comm.heartbeat();
+        self.comm.membership().heartbeat();
+    }
+
+    /// The group of all ranks in another world beside this one: see [`Membership::fork`](super::Membership::fork).
+    pub fn fork(&self, name: &str) -> Result<Group, CommError> {
+        self.comm.membership().fork(name).map(Group::from)
     }
 
     /// The order in which reductions add up: see [`Communicator::reduction_order`].
@@ -307,6 +312,51 @@ impl Group {
     /// Fills the slice with the elements that `from` sends.
     pub fn recv_slice<T: Element>(&self, elements: &mut [T], from: usize, signature: u64) -> Result<(), CommError> {
         give(self.recv(Buffer::zeros(T::DTYPE, elements.len()), from, signature)?, elements)
+    }
+}
+
+/// Messages of any length. No record of them is kept.
+impl Group {
+    /// The messages of all ranks, on each of them.
+    pub fn all_gather_bytes(&self, message: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let group = self.unlogged();
+        let mut lengths = vec![0; group.size()];
+        group.all_gather_slice(&[message.len() as i64], &mut lengths)?;
+        let longest = lengths.iter().copied().max().unwrap_or_default() as usize;
+        let (mut padded, mut all) = (message.to_vec(), vec![0; group.size() * longest]);
+        padded.resize(longest, 0);
+        group.all_gather_slice(&padded, &mut all)?;
+        let part = |(rank, &length): (usize, &i64)| all[rank * longest..][..length as usize].to_vec();
+        Ok(lengths.iter().enumerate().map(part).collect())
+    }
+
+    /// The messages of all ranks on rank 0 of the group; none on the others.
+    pub fn gather_bytes(&self, message: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        let group = self.unlogged();
+        if group.rank() > 0 {
+            group.send_slice(&[message.len() as i64], 0, 0)?;
+            group.send_slice(&message, 0, 0)?;
+            return Ok(Vec::new());
+        }
+        let mut all = vec![message];
+        for rank in 1..group.size() {
+            let mut length = [0i64];
+            group.recv_slice(&mut length, rank, 0)?;
+            let mut message = vec![0; length[0] as usize];
+            group.recv_slice(&mut message, rank, 0)?;
+            all.push(message);
+        }
+        Ok(all)
+    }
+
+    /// The message of `root`, on every rank.
+    pub fn broadcast_bytes(&self, mut message: Vec<u8>, root: usize) -> Result<Vec<u8>, CommError> {
+        let group = self.unlogged();
+        let mut length = [message.len() as i64];
+        group.broadcast_slice(&mut length, root)?;
+        message.resize(length[0] as usize, 0);
+        group.broadcast_slice(&mut message, root)?;
+        Ok(message)
     }
 }
 

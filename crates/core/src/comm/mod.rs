@@ -9,11 +9,13 @@
 //! | [`record`] | one rank alone, whose peers do not exist | the same log as a real run |
 
 mod call;
+mod decorator;
 pub mod device;
 mod error;
 mod fault;
 mod group;
 mod log;
+mod membership;
 mod pending;
 pub mod record;
 pub mod thread;
@@ -22,11 +24,13 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 pub use call::{Call, Caller, Op, OpInfo, OpKind, Peer, ReduceOp};
-pub use error::{CallError, CommError, SplitError};
-pub(crate) use fault::runs;
+pub use decorator::Decorator;
+pub use error::{CallError, CommError, Disagreement, SplitError};
 pub use fault::{Activity, Fault, FaultKind, RankReport, Site};
+pub(crate) use fault::{grouped, runs};
 pub use group::Group;
 pub use log::{CommLog, Entered, Record};
+pub use membership::{Ended, Membership, shared_moment};
 pub use pending::{Pending, PendingOp};
 
 /// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI.
@@ -79,9 +83,8 @@ pub trait Communicator: Send + Sync + Debug {
     /// `MPI_Comm_split` and `ncclCommSplit`.
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
 
-    /// Tells the backend that this rank makes progress, so that it does not time out where others wait for it. Does
-    /// nothing by default: most backends have no such timeout.
-    fn heartbeat(&self) {}
+    /// The membership of this rank in its world.
+    fn membership(&self) -> &dyn Membership;
 
     /// The order in which reductions add up; unspecified by default. It must hold for every group that is split off
     /// this one.

@@ -5,8 +5,12 @@
 //! unchanged. Splits are arithmetic, so no other rank is needed.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use super::{Call, CommError, Communicator, OpKind, Pending, PendingOp, ReductionOrder, check_members};
+use super::{
+    Activity, Call, CommError, Communicator, Ended, Membership, OpKind, Pending, PendingOp, ReductionOrder,
+    check_members,
+};
 use crate::buffer::Buffer;
 
 /// Rank `rank` of a group whose other ranks do not exist. `rank` must be an index of `world_ranks`.
@@ -21,7 +25,7 @@ pub fn communicator(name: &str, rank: usize, world_ranks: Vec<usize>) -> Result<
             problem: super::SplitError::NoSuchRank { rank, size },
         });
     }
-    Ok(Arc::new(RecordComm { name: name.to_owned(), rank, world_ranks }))
+    Ok(Arc::new(RecordComm { name: name.to_owned(), rank, world_ranks, origin: Instant::now() }))
 }
 
 #[derive(Debug)]
@@ -29,6 +33,7 @@ struct RecordComm {
     name: String,
     rank: usize,
     world_ranks: Vec<usize>,
+    origin: Instant,
 }
 
 /// An operation that is over. It keeps its memory until it is waited for, as one between ranks does: so peaks of memory
@@ -75,8 +80,30 @@ impl Communicator for RecordComm {
         communicator(name, rank, world_ranks)
     }
 
+    fn membership(&self) -> &dyn Membership {
+        self
+    }
+
     /// The same as that of threads, so that a run is planned as it will be trained.
     fn reduction_order(&self) -> ReductionOrder {
         ReductionOrder::BalancedTree
+    }
+}
+
+impl Membership for RecordComm {
+    fn origin(&self) -> Instant {
+        self.origin
+    }
+
+    fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
+        communicator(name, self.rank, self.world_ranks.clone())
+    }
+
+    /// The others end well.
+    fn end(&self, how: Activity) -> Ended {
+        let mut ranks = vec![Activity::Returned; self.world_ranks.len()];
+        let first = (how != Activity::Returned).then(|| (self.rank, how.failure(self.rank)));
+        ranks[self.rank] = how;
+        Ended { first, fault: None, ranks }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Class, Detail, Meeting, Recorder, Span};
 use crate::buffer::Buffer;
-use crate::comm::{Call, CommError, Communicator, Op, OpKind, Pending, PendingOp, ReductionOrder};
+use crate::comm::{Call, CommError, Communicator, Decorator, Op, OpKind, Pending, PendingOp};
 
 /// `inner`, and every group that is split off it, recording each operation: its start, its flight, and the wait for it.
 pub fn communicator(inner: Arc<dyn Communicator>, recorder: Recorder) -> Arc<dyn Communicator> {
@@ -42,24 +42,12 @@ impl Profiled {
     }
 }
 
-impl Communicator for Profiled {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+impl Decorator for Profiled {
+    fn inner(&self) -> &Arc<dyn Communicator> {
+        &self.inner
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner.world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn start(&self, call: Call) -> Result<Pending, CommError> {
+    fn pass(&self, call: Call) -> Result<Pending, CommError> {
         let kind = call.op.kind();
         let mut span = Span {
             class: Class::Post,
@@ -77,16 +65,8 @@ impl Communicator for Profiled {
         Ok(Pending::new(Flight { pending, span, over: Cell::new(None), recorder: self.recorder.clone() }))
     }
 
-    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
-        Ok(communicator(self.inner.split(name, members)?, self.recorder.clone()))
-    }
-
-    fn heartbeat(&self) {
-        self.inner.heartbeat();
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.inner.reduction_order()
+    fn around(&self, part: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        communicator(part, self.recorder.clone())
     }
 }
 

@@ -4,9 +4,9 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use meshwork_core::comm::thread::{Options, RankEnd, WorldError, run, world};
+use meshwork_core::comm::thread::{Options, run, world};
 use meshwork_core::comm::{Activity, Fault, FaultKind};
-use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp};
+use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp, RunError};
 use meshwork_testkit::Rng;
 use meshwork_testkit::faults::{Departure, Program, ProgramError};
 use shuttle::thread;
@@ -14,12 +14,14 @@ use shuttle::thread;
 use super::{NEVER_LATE, check, choice};
 
 /// The fault of a failed run, after checking that every rank that was stopped was told this one.
-fn the_fault<E: std::fmt::Debug>(error: &WorldError<E>, comm: impl Fn(&E) -> Option<&CommError>) -> &Fault {
+fn the_fault(error: &RunError) -> &Fault {
     let fault = error.fault.as_ref().expect("a rank was stopped");
-    for (rank, end) in error.ends.iter().enumerate() {
-        if let Some(RankEnd::Error(end)) = end
-            && let Some(CommError::Stopped { fault: told, site }) = comm(end)
-        {
+    for rank in 0..error.ends.len() {
+        let of_program = error.error_of(rank).and_then(|error| match error {
+            ProgramError::Comm(error) => Some(error),
+            ProgramError::Injected => None,
+        });
+        if let Some(CommError::Stopped { fault: told, site }) = of_program.or(error.error_of(rank)) {
             assert_eq!(told, fault, "rank {rank} was told something else");
             assert_eq!(site.world_rank, rank);
         }
@@ -42,13 +44,9 @@ fn random_programs_with_a_departure_end_with_its_fault() {
         let program = Program::small(&mut rng);
         let departure = rng.pick(&DEPARTURES);
         let injection = program.random_injection(&mut rng, departure);
-        let noticed = AtomicBool::new(false);
-        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, Some(injection), &noticed));
+        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, Some(injection)));
         let error = ended.expect_err("the departure was noticed");
-        let fault = the_fault(&error, |error| match error {
-            ProgramError::Comm(error) => Some(error),
-            ProgramError::Injected => None,
-        });
+        let fault = the_fault(&error);
         let blamed = match &fault.kind {
             FaultKind::Disagreement { first, second } => vec![first.0, second.0],
             FaultKind::Deadlock { cycle } => cycle.clone(),
@@ -62,8 +60,7 @@ fn random_programs_with_a_departure_end_with_its_fault() {
 fn random_programs_without_a_departure_end_well() {
     check(2, || {
         let program = Program::small(&mut Rng::new(choice()));
-        let noticed = AtomicBool::new(false);
-        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, None, &noticed));
+        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, None));
         assert!(ended.is_ok(), "{}", ended.unwrap_err());
     });
 }
@@ -83,7 +80,7 @@ fn a_panic_with_operations_in_flight_stops_every_rank() {
         });
         let error = ended.expect_err("a rank panicked");
         assert_eq!(error.rank, 1);
-        let fault = the_fault(&error, |error| Some(error));
+        let fault = the_fault(&error);
         assert_eq!(fault.kind, FaultKind::Panicked { rank: 1, message: "injected".to_owned() });
     });
 }
@@ -123,7 +120,7 @@ fn a_cycle_of_waits_is_a_deadlock() {
             world.start_send(Buffer::zeros(DType::I64, 4), (world.rank() + 1) % 3, 0)?.wait().map(drop)
         });
         let error = ended.expect_err("they wait for each other");
-        let fault = the_fault(&error, |error| Some(error));
+        let fault = the_fault(&error);
         assert_eq!(fault.kind, FaultKind::Deadlock { cycle: vec![0, 2, 1] });
         assert!(error.ends.iter().all(Option::is_some));
     });
@@ -146,7 +143,7 @@ fn a_rank_that_stalls_is_late() {
             result
         });
         let error = ended.expect_err("a rank stalled");
-        assert!(matches!(the_fault(&error, |error| Some(error)).kind, FaultKind::Timeout { .. }), "{error}");
+        assert!(matches!(the_fault(&error).kind, FaultKind::Timeout { .. }), "{error}");
     });
 }
 
@@ -161,7 +158,7 @@ fn a_world_whose_waits_time_out_ends() {
             op.wait().map(drop)
         });
         if let Err(error) = ended {
-            assert!(matches!(the_fault(&error, |error| Some(error)).kind, FaultKind::Timeout { .. }), "{error}");
+            assert!(matches!(the_fault(&error).kind, FaultKind::Timeout { .. }), "{error}");
         }
     });
 }

@@ -3,11 +3,12 @@
 
 mod agreement;
 mod callers;
+mod conformance;
 mod faults;
 mod group;
 mod mesh;
 mod ops;
 mod pending;
-mod random_faults;
 mod spmd_reshapes;
 mod spmd_rules;
+mod world;

@@ -2,9 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use meshwork_core::comm::thread::{self, Options, RankEnd};
+use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::comm::{Membership, record};
 use meshwork_core::{
-    Axis, Call, CommError, Communicator, Group, Mesh, Pending, Rank, ReduceOp, ReductionOrder, comm::record, profile,
+    Axis, Call, CommError, Communicator, Group, Mesh, Pending, Rank, ReduceOp, ReductionOrder, profile,
 };
 
 fn mesh(text: &str) -> Mesh {
@@ -25,12 +26,12 @@ fn run_mesh_gives_every_thread_its_rank() {
     assert_eq!(places.unwrap(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)]);
 
     let options = Options { timeout: std::time::Duration::from_millis(100) };
-    let error = thread::run_mesh_with(&mesh, options, |rank| match rank.world_rank() {
+    let error = thread::run(6, options, |world| match world.rank() {
         5 => {
             std::thread::sleep(std::time::Duration::from_millis(600));
             Ok(())
         }
-        _ => rank.world().barrier(),
+        _ => world.barrier(),
     });
     assert!(error.unwrap_err().cause.contains("rank 5 made no progress for 100ms"), "the options hold");
 }
@@ -125,6 +126,9 @@ impl Communicator for Noting {
         self.1.lock().unwrap().push(name.to_owned());
         self.0.split(name, members)
     }
+    fn membership(&self) -> &dyn Membership {
+        self.0.membership()
+    }
 }
 
 /// All ranks make the same groups in the same order, whatever they use later: groups made on first use would deadlock
@@ -152,11 +156,11 @@ fn a_world_of_another_size_is_an_error_on_every_rank() {
     let error =
         thread::run(3, Options::default(), |world| Rank::new(&mesh, Arc::clone(world.communicator())).map(drop));
     let error = error.unwrap_err();
-    for (rank, end) in error.ends.iter().enumerate() {
-        let Some(RankEnd::Error(CommError::WorldSize { world_rank, size: 3, .. })) = end else { panic!("{end:?}") };
-        assert_eq!(*world_rank, rank);
+    for rank in 0..3 {
+        let end = error.error_of(rank).unwrap();
+        assert!(matches!(end, CommError::WorldSize { world_rank, size: 3, .. } if *world_rank == rank), "{end}");
         assert_eq!(
-            end.as_ref().unwrap().to_string(),
+            end.to_string(),
             format!("world rank {rank} cannot join the mesh tp=2,dp=2,pp=1: the mesh has 4 ranks, the world has 3")
         );
     }

@@ -1,33 +1,10 @@
-//! Operations in flight: several at a time, waited for in any order or not at all; the same bits whatever the timing.
+//! The memory of operations in flight between threads, and who does their work.
 
 use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::Duration;
 
 use meshwork_core::comm::thread::{Options, run};
-use meshwork_core::{Block, Buffer, CommError, DType, Group, HostMemory, Recycle, ReduceOp};
-use meshwork_testkit::{Rng, run_world};
-
-#[test]
-fn operations_complete_in_any_order_of_waits() {
-    for n in [2, 3, 8] {
-        run_world(n, |group| {
-            let mut rng = Rng::new(group.rank() as u64); // each rank waits in an order of its own
-            for _ in 0..20 {
-                let start = |i: i32| {
-                    let buffer = Buffer::from_vec(vec![i; 1 + 5000 * (i as usize % 3)]);
-                    (i, group.start_all_reduce(buffer, ReduceOp::Sum).unwrap())
-                };
-                let mut started: Vec<_> = (0..12).map(start).collect();
-                rng.shuffle(&mut started);
-                for (i, op) in started {
-                    let result = op.wait().unwrap();
-                    assert!(result.as_slice::<i32>().unwrap().iter().all(|&x| x == i * n as i32));
-                }
-            }
-        });
-    }
-}
+use meshwork_core::{Block, Buffer, CommError, DType, HostMemory, Recycle, ReduceOp};
+use meshwork_testkit::run_world;
 
 #[test]
 fn a_started_bucket_is_done_when_its_last_rank_starts_it() {
@@ -48,32 +25,6 @@ fn a_started_bucket_is_done_when_its_last_rank_starts_it() {
         let sum = op.wait().unwrap();
         assert!(sum.is_unique());
         assert!(sum.as_slice::<f32>().unwrap().iter().all(|&x| x == 2.0));
-    });
-}
-
-#[test]
-fn dropping_a_pending_operation_only_detaches() {
-    run_world(4, |group| {
-        for i in 0..100 {
-            let op = group.start_all_reduce(Buffer::from_vec(vec![1i32; 10_000]), ReduceOp::Sum).unwrap();
-            // Another rank each time drops its handle, while the others still need its elements.
-            if i % 4 == group.rank() {
-                drop(op);
-            } else {
-                assert!(op.wait().unwrap().as_slice::<i32>().unwrap().iter().all(|&x| x == 4));
-            }
-        }
-        // A message whose sender is long done.
-        match group.rank() {
-            0 => drop(group.start_send(Buffer::from_vec(vec![7u8; 100]), 1, 1).unwrap()),
-            1 => {
-                thread::sleep(Duration::from_millis(5));
-                let mut bytes = [0u8; 100];
-                group.recv_slice(&mut bytes, 0, 1).unwrap();
-                assert_eq!(bytes, [7; 100]);
-            }
-            _ => {}
-        }
     });
 }
 
@@ -162,74 +113,4 @@ fn a_message_that_moves_to_a_rank_that_fails_stays_with_its_sender() {
     });
     assert_eq!(failed.unwrap_err().rank, 1);
     assert_eq!(arena.returned(), 1);
-}
-
-#[test]
-fn messages_arrive_in_order_whatever_the_order_of_waits() {
-    run_world(2, |group| {
-        let zeros = || Buffer::from_vec(vec![0i32]);
-        if group.rank() == 0 {
-            let send = |i: i32| group.start_send(Buffer::from_vec(vec![i]), 1, i as u64).unwrap();
-            for op in (0..100).map(send).collect::<Vec<_>>() {
-                op.wait().unwrap();
-            }
-        } else {
-            let recv = |i: i32| (i, group.start_recv(zeros(), 0, i as u64).unwrap());
-            for (i, op) in (0..100).map(recv).collect::<Vec<_>>().into_iter().rev() {
-                assert_eq!(op.wait().unwrap().as_slice::<i32>().unwrap(), [i]);
-            }
-        }
-    });
-}
-
-/// A training-like mix of operations, with delays drawn from `seed`; gives the bits of all results.
-fn mix(group: &Group, seed: u64) -> Vec<u32> {
-    let mut delays = Rng::new(seed * 1000 + group.rank() as u64);
-    let mut data = Rng::new(group.rank() as u64);
-    let mut bits = Vec::new();
-    for step in 0..6 {
-        let count = [7, 1000, 150_000][step % 3];
-        let values: Vec<f32> = (0..count).map(|_| data.signed() * 1e3).collect();
-        thread::sleep(Duration::from_micros(delays.below(300) as u64));
-        let sum = group.start_all_reduce(Buffer::from_slice(&values), ReduceOp::Sum).unwrap();
-        thread::sleep(Duration::from_micros(delays.below(300) as u64));
-        let mut part = vec![0.0; count / group.size()];
-        let whole = &values[..part.len() * group.size()];
-        group.reduce_scatter_slice(whole, &mut part, ReduceOp::Sum).unwrap();
-        let sum = sum.wait().unwrap();
-        bits.extend(sum.as_slice::<f32>().unwrap().iter().chain(&part).map(|x| x.to_bits()));
-    }
-    bits
-}
-
-#[test]
-fn delays_never_change_bits() {
-    for n in [2, 3, 5] {
-        let first = run_world(n, |group| mix(&group, 0));
-        for seed in 1..8 {
-            assert!(first == run_world(n, |group| mix(&group, seed)), "{n} ranks, seed {seed}");
-        }
-    }
-}
-
-/// More ranks than cores, thousands of dependent operations: only possible if waiting ranks leave the cores alone.
-#[test]
-fn sixteen_ranks_do_many_small_operations() {
-    run_world(16, |group| {
-        for i in 0..1000 {
-            let mut x = [i, group.rank() as i32];
-            group.all_reduce_slice(&mut x, ReduceOp::Sum).unwrap();
-            assert_eq!(x, [16 * i, 120]);
-        }
-    });
-}
-
-/// The documented rule for threads: a rank's communicators work from several threads of it.
-#[test]
-fn a_rank_may_start_operations_on_one_thread_and_wait_on_another() {
-    run_world(2, |group| {
-        let op = group.start_all_reduce(Buffer::from_vec(vec![1i32; 5]), ReduceOp::Sum).unwrap();
-        let sum = thread::scope(|scope| scope.spawn(|| op.wait().unwrap()).join().unwrap());
-        assert_eq!(sum.as_slice::<i32>().unwrap(), [2; 5]);
-    });
 }

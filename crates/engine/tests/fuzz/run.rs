@@ -6,7 +6,8 @@ use crate::interpret::{self, Net};
 use crate::mutate::{Change, Mutant};
 use crate::program::Program;
 use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, RankEnd};
+use meshwork_core::RankEnd;
+use meshwork_core::comm::thread;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, StatePiece, StepReport, TrainError, TrainState, Trainer, Verify, WholeState};
 use meshwork_nn::{Batch, Model};
@@ -159,16 +160,13 @@ fn run(case: &Case, plan: &Plan, mutant: Option<&Mutant>, nudge: f32) -> Ended {
     match ranks {
         Ok(ranks) => Ended::Numbers(Box::new(Numbers::of(ranks))),
         Err(error) => {
-            let ends = || error.ends.iter().flatten();
-            let panicked = ends().any(|end| matches!(end, RankEnd::Panic(_)));
-            let of_numbers = |end: &RankEnd<TrainError>| {
-                matches!(end, RankEnd::Error(TrainError::NotFinite { .. } | TrainError::Weight { .. }))
-            };
-            let not_finite = ends().any(of_numbers);
-            let claim = ends().find_map(|end| match end {
-                RankEnd::Error(
-                    claim @ (TrainError::Claim { .. } | TrainError::Tensor(meshwork_tensor::Error::Claim { .. })),
-                ) => Some(claim.to_string()),
+            let panicked = error.ends.iter().flatten().any(|end| matches!(end, RankEnd::Panic(_)));
+            let of_numbers = |error| matches!(error, &TrainError::NotFinite { .. } | &TrainError::Weight { .. });
+            let not_finite = error.errors().any(of_numbers);
+            let claim = error.errors().find_map(|error| match error {
+                claim @ (TrainError::Claim { .. } | TrainError::Tensor(meshwork_tensor::Error::Claim { .. })) => {
+                    Some(claim.to_string())
+                }
                 _ => None,
             });
             match claim {

@@ -2,8 +2,8 @@
 
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
 use meshwork_core::comm::thread;
-use meshwork_core::comm::{Call, OpKind, PendingOp};
-use meshwork_core::{Axis, Buffer, CommError, Communicator, DType, Pending, Rank, ReductionOrder, Ty, Types};
+use meshwork_core::comm::{Call, Decorator, OpKind, PendingOp};
+use meshwork_core::{Axis, Buffer, CommError, Communicator, DType, Pending, Rank, Ty, Types};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Observer, Position, Seen, Weights};
@@ -41,24 +41,12 @@ impl PendingOp for Flight {
     }
 }
 
-impl Communicator for Noted {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+impl Decorator for Noted {
+    fn inner(&self) -> &Arc<dyn Communicator> {
+        &self.inner
     }
 
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner.world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn start(&self, call: Call) -> std::result::Result<Pending, CommError> {
+    fn pass(&self, call: Call) -> std::result::Result<Pending, CommError> {
         let rows = call.input.as_ref().is_some_and(|input| input.dtype() == DType::F32);
         if call.op.kind() != OpKind::AllToAll || !rows {
             return self.inner.start(call);
@@ -70,17 +58,8 @@ impl Communicator for Noted {
         Ok(Pending::new(Flight(pending, Arc::clone(&self.log), *exchanges - 1)))
     }
 
-    fn split(&self, name: &str, members: &[usize]) -> std::result::Result<Arc<dyn Communicator>, CommError> {
-        let inner = self.inner.split(name, members)?;
-        Ok(Arc::new(Self { inner, log: Arc::clone(&self.log), exchanges: Mutex::default() }))
-    }
-
-    fn heartbeat(&self) {
-        self.inner.heartbeat();
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.inner.reduction_order()
+    fn around(&self, inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        Arc::new(Self { inner, log: Arc::clone(&self.log), exchanges: Mutex::default() })
     }
 }
 

@@ -1,8 +1,8 @@
 //! A communicator for opaque memory: the collectives of another one on the host memory behind it.
 
 use super::memory::{hide, into_host, is_hidden};
-use meshwork_core::comm::{Call, OpKind, PendingOp};
-use meshwork_core::{Buffer, CommError, Communicator, Pending, ReductionOrder};
+use meshwork_core::comm::{Call, Decorator, OpKind, PendingOp};
+use meshwork_core::{Buffer, CommError, Communicator, Pending};
 use std::sync::Arc;
 
 /// `inner`, working on [opaque](super) memory as a device's own communication library works on device memory. Buffers
@@ -14,34 +14,18 @@ pub fn communicator(inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
 #[derive(Debug)]
 struct Behind(Arc<dyn Communicator>);
 
-impl Communicator for Behind {
-    fn rank(&self) -> usize {
-        self.0.rank()
+impl Decorator for Behind {
+    fn inner(&self) -> &Arc<dyn Communicator> {
+        &self.0
     }
 
-    fn size(&self) -> usize {
-        self.0.size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.0.world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.0.name()
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.0.reduction_order()
-    }
-
-    fn start(&self, Call { op, input, output, caller }: Call) -> Result<Pending, CommError> {
+    fn pass(&self, Call { op, input, output, caller }: Call) -> Result<Pending, CommError> {
         let returned = if op.kind() == OpKind::Send { &input } else { &output };
         let hidden = returned.as_ref().is_some_and(is_hidden);
         let unhide =
             |buffer: Option<Buffer>| buffer.map(|buffer| if is_hidden(&buffer) { into_host(buffer) } else { buffer });
         let (input, mut output) = (unhide(input), unhide(output));
-        if self.size() == 1
+        if self.0.size() == 1
             && let (Some(input), Some(output)) = (&input, &mut output)
         {
             // With one rank every collective is the identity; a communicator that only records does not copy.
@@ -51,12 +35,8 @@ impl Communicator for Behind {
         Ok(if hidden { Pending::new(Hidden(pending)) } else { pending })
     }
 
-    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
-        Ok(communicator(self.0.split(name, members)?))
-    }
-
-    fn heartbeat(&self) {
-        self.0.heartbeat();
+    fn around(&self, part: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+        communicator(part)
     }
 }
 

@@ -7,12 +7,14 @@
 //! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and
 //! resharded.
 
+mod exchange;
 pub(crate) mod export;
 mod resume;
 pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
+pub use exchange::exchange;
 pub use resume::{Leeway, Resumed, States, resume};
 pub(crate) use resume::{read_weights, resume_into};
 pub(crate) use save::save_plan_of;

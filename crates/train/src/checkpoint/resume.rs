@@ -302,13 +302,10 @@ fn agreed_steps(world: &Group, dir: &Path) -> Result<Vec<u64>, CheckpointError> 
     if world.rank() == 0 {
         let folder =
             |error: std::io::Error| CheckpointError::Folder { dir: dir.to_path_buf(), problem: error.to_string() };
-        found = steps(dir).map_err(folder)?.into_iter().map(|step| step as i64).collect();
+        found = steps(dir).map_err(folder)?.into_iter().flat_map(u64::to_le_bytes).collect();
     }
-    let mut count = [found.len() as i64];
-    world.broadcast_slice(&mut count, 0)?;
-    found.resize(count[0] as usize, 0);
-    world.broadcast_slice(&mut found, 0)?;
-    Ok(found.into_iter().map(|step| step as u64).collect())
+    let found = world.broadcast_bytes(found, 0)?;
+    Ok(found.as_chunks().0.iter().map(|&step| u64::from_le_bytes(step)).collect())
 }
 
 /// The damage that the first rank found that found any, if all ranks could read. Every rank gets the same.
@@ -330,12 +327,8 @@ fn agree(world: &Group, path: &Path, mine: Option<&Unread>) -> Result<Option<Str
     if grave == 0 {
         return Ok(None);
     }
-    let mut text = mine.map(|unread| unread.to_string().into_bytes()).unwrap_or_default();
-    let mut length = [text.len() as i64];
-    world.broadcast_slice(&mut length, root)?;
-    text.resize(length[0] as usize, 0);
-    world.broadcast_slice(&mut text, root)?;
-    let problem = String::from_utf8_lossy(&text).into_owned();
+    let text = mine.map(|unread| unread.to_string().into_bytes()).unwrap_or_default();
+    let problem = String::from_utf8_lossy(&world.broadcast_bytes(text, root)?).into_owned();
     match grave {
         1 => Ok(Some(problem)),
         _ => Err(CheckpointError::Unreadable { path: path.to_path_buf(), rank: root, problem }),

@@ -1,11 +1,12 @@
 //! Checkpoints of a configured run: section `[checkpoint]`.
 
 use super::export::ends_of_text;
-use super::{CheckpointError, Leeway, POSITION, Resumed, States, resume_into, save, save_plan_of};
+use super::{CheckpointError, Leeway, POSITION, Resumed, States, exchange, resume_into, save, save_plan_of};
 use crate::config::{Change, Config, changes, of_checkpoint, permits};
 use crate::data::{Data, Position};
 use crate::progress::Note;
-use meshwork_checkpoint::{Exchange, Lock, SaveError, SavePlan, Saved, Writer};
+use meshwork_checkpoint::{Lock, SaveError, SavePlan, Saved, Writer};
+use meshwork_core::Rank;
 use meshwork_engine::{StateSlice, Trainer, state_layout};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -44,20 +45,13 @@ pub(crate) struct Saver {
 }
 
 impl Saver {
-    /// The saver of this rank. Rank 0 takes the lock of the folder.
-    pub fn new(
-        config: &Config,
-        files: &Files,
-        dir: &Path,
-        rank: usize,
-        run: Value,
-        exchange: Box<dyn Exchange>,
-    ) -> Result<Self, CheckpointError> {
-        let files = files.plan.clone();
+    /// The saver of this rank. Rank 0 takes the lock of the folder. Collective.
+    pub fn new(config: &Config, files: &Files, dir: &Path, rank: &Rank, run: Value) -> Result<Self, CheckpointError> {
+        let (files, exchange) = (files.plan.clone(), exchange(rank)?);
         let keep = usize::try_from(config.checkpoint.keep).unwrap_or(usize::MAX);
-        let writer = match rank {
+        let writer = match rank.world_rank() {
             0 => Writer::lead(Lock::take(dir)?, keep, files, exchange),
-            _ => Writer::follow(dir, rank, files, exchange),
+            number => Writer::follow(dir, number, files, exchange),
         };
         Ok(Self { writer, every: config.checkpoint.every, run, failed: None })
     }

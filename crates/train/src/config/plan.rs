@@ -3,7 +3,8 @@
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
 use super::words::{MoeRouter, OffloadWord};
 use super::{Config, ModelKind, OptimizerName};
-use meshwork_core::{Mesh, MeshError};
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Mesh, MeshError, World};
 use meshwork_engine::offload::{Backing, Folder, Offload};
 use meshwork_engine::{Numerics, Plan, Samples, ScheduleSpec, Zero, ZeroStage};
 use meshwork_models::experts::{ExpertGroups, ExpertsConfig, MoeConfig};
@@ -25,6 +26,12 @@ impl Config {
     /// Degrees whose product overflows.
     pub fn mesh(&self) -> Result<Mesh, MeshError> {
         self.parallelism.mesh()
+    }
+
+    /// Where its ranks are: threads of this process. Of a mesh that cannot be it is one rank, which says why.
+    #[must_use]
+    pub fn world(&self) -> World {
+        World::Threads(self.mesh().map_or(1, |mesh| mesh.world_size()))
     }
 
     /// The model.
@@ -282,5 +289,11 @@ impl Comm {
     #[must_use]
     pub fn timeout(&self) -> Duration {
         Duration::from_secs_f64(self.timeout_seconds.min(3e9))
+    }
+
+    /// The settings of ranks that are threads.
+    #[must_use]
+    pub fn options(&self) -> Options {
+        Options { timeout: self.timeout() }
     }
 }

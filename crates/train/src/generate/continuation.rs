@@ -2,10 +2,9 @@
 
 use super::{Sampling, Trained};
 use crate::devices::{Devices, Place};
-use crate::error::RunError;
+use crate::error::RankError;
 use crate::stop;
-use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::{Rank, RunError};
 use meshwork_engine::{Decoder, TrainError};
 use meshwork_models::language;
 use meshwork_tensor::ParamSpec;
@@ -46,13 +45,11 @@ pub fn continue_text(
     sampling: Sampling,
     asked: &AtomicBool,
     each: impl FnMut(u32) + Send,
-) -> Result<Continued, WorldError<RunError>> {
+) -> Result<Continued, RunError> {
     let config = &trained.config;
-    let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()); // each rank tells what is wrong with it
-    let each = Mutex::new(each);
-    let options = Options { timeout: config.comm.timeout() };
-    let devices = Devices::open_for_world(config, options)?;
-    let ended = thread::run(ranks, options, |world| {
+    let (each, world) = (Mutex::new(each), config.world());
+    let devices = world.prepare(|| Devices::open(config))?;
+    let ended = world.run_with(config.comm.options(), |world| {
         let plan = config.plan()?;
         let Place { device, world } = devices.rank(world.communicator().clone())?;
         let (model, rank) = (config.model(), Arc::new(Rank::new(&plan.mesh, world)?));
@@ -76,7 +73,7 @@ pub fn continue_text(
             if stop::agreed(decoder.rank().world(), asked)? {
                 break;
             }
-            let token = sampling.pick(&logits, place).ok_or(RunError::Logits { token: text.len() })?;
+            let token = sampling.pick(&logits, place).ok_or(RankError::Logits { token: text.len() })?;
             if trained.ends_of_text.contains(&(token as u32)) {
                 break;
             }
@@ -98,7 +95,7 @@ pub fn continue_text(
         }
         done.time = begun.elapsed();
         done.cache_bytes = decoder.cache_bytes();
-        Ok::<_, RunError>(done)
+        Ok::<_, RankError>(done)
     });
     let done = stop::unless_stopped(ended, Vec::new)?;
     Ok(done.into_iter().next().unwrap_or_default())

@@ -7,7 +7,7 @@ use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 /// Measured peaks of the whole machine.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ceilings {
     /// Floating point operations per second of a matrix product, if the device has any.
     pub flops: Option<f64>,

@@ -4,7 +4,7 @@
 //! model binds to its beginning and its end. The start and end of each action of the pipeline's interpreter then give
 //! the time of one layer.
 
-use crate::error::{OutputError, RunError};
+use crate::error::{OutputError, RankError};
 use crate::stop;
 use meshwork_core::Rank;
 use meshwork_engine::{Plan, TrainError, Trainer, dry_run};
@@ -41,7 +41,7 @@ const STEPS: usize = 5;
 /// let profile = layers(&model, &Plan::default(), &images, Cpu::device(), &AtomicBool::new(false))?;
 /// assert_eq!((&*profile.layers()[1].id, &*profile.layers()[1].name), ("layer.0", "group.0.conv.0"));
 /// println!("{profile}"); // in the planner's format
-/// # Ok::<(), meshwork_train::RunError>(())
+/// # Ok::<(), meshwork_train::RankError>(())
 /// ```
 ///
 /// # Errors
@@ -52,7 +52,7 @@ pub fn layers(
     data: &dyn BatchSource,
     device: Arc<dyn Device>,
     asked: &AtomicBool,
-) -> Result<Profile, RunError> {
+) -> Result<Profile, RankError> {
     let micro_batch = plan.micro_batch_size().map_err(TrainError::from)?;
     let plan = dry_run::one_layer_a_stage(&**model, plan, micro_batch)?;
     let rank = Arc::new(Rank::recording(&plan.mesh, 0)?);
@@ -95,7 +95,7 @@ fn times(
     mut trainer: Trainer,
     stages: usize,
     asked: &AtomicBool,
-) -> Result<Vec<[f64; 2]>, RunError> {
+) -> Result<Vec<[f64; 2]>, RankError> {
     let mut all = vec![[const { Vec::new() }; 2]; stages];
     for step in 0..=STEPS {
         stop::require_unasked(asked)?;

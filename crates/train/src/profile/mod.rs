@@ -1,15 +1,15 @@
 //! Where a step's time goes: `metrics.profile = true`.
 //!
 //! ```text
-//! Profiler (one for all ranks) ── Probe (one per rank) ── spans ──▶ Track ─┐
-//!   │                             around device, communicator, step        ├─▶ Profile ── slices ──▶ table, trace, schedule
-//!   └── Ceilings (measured before the run) ────────────────────────────────┘
+//! Profiler (a process) ── Probe (a rank) ── spans ──▶ Track ── to rank 0 ─┐
+//!   │                     around device, communicator, step               ├─▶ Profile ── slices ──▶ table, trace, schedule
+//!   └── Ceilings (measured before the run) ───────────────────────────────┘
 //! ```
 //! It profiles any model, any plan and any data; a run of a [configuration](crate::train()) uses it for
 //! `metrics.profile`.
 //!
-//! Spans are plain data ([`meshwork_core::profile`]), recorded without communication between the ranks and only
-//! evaluated when the run is over. A run without a profile is unchanged: nothing is decorated.
+//! Spans are plain data ([`meshwork_core::profile`]), recorded without communication between the ranks, and gathered
+//! and evaluated when the run is over. A run without a profile is unchanged: nothing is decorated.
 //!
 //! [`layers`] is separate: it measures each layer by itself, for the planner of partitions.
 
@@ -20,6 +20,7 @@ mod schedule;
 mod slices;
 mod table;
 mod trace;
+mod track;
 
 pub use ceilings::{Ceilings, best};
 pub use layers::{layers, write_layers};
@@ -28,10 +29,10 @@ pub use schedule::schedule_timelines;
 pub use slices::{Kind, Slice, machine_time, slices};
 pub use table::{Row, Rows};
 pub use trace::write_trace;
+pub use track::Track;
 
-use crate::error::RunError;
+use crate::error::RankError;
 use meshwork_core::Axis;
-use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_engine::Plan;
 use meshwork_pipeline::svg;
 use std::path::Path;
@@ -41,7 +42,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// When a file cannot be written.
-pub fn report(profile: &Profile, plan: &Plan, trace: &Path, schedule: &Path) -> Result<String, RunError> {
+pub fn report(profile: &Profile, plan: &Plan, trace: &Path, schedule: &Path) -> Result<String, RankError> {
     write_trace(profile, trace)?;
     let mut text = format!(
         "{}\nThe timeline of every rank is in {}; https://ui.perfetto.dev opens it.\n",
@@ -61,25 +62,6 @@ pub fn report(profile: &Profile, plan: &Plan, trace: &Path, schedule: &Path) -> 
         );
     }
     Ok(text)
-}
-
-/// The spans of one rank.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Track {
-    /// `rank 0 (dp=0,tp=0,pp=0)`
-    pub name: String,
-    /// Spans, in the order of their ends.
-    pub spans: Vec<Span>,
-}
-
-impl Track {
-    /// The numbers of its steps.
-    pub fn steps(&self) -> impl Iterator<Item = u64> {
-        self.spans.iter().filter_map(|span| match span.detail {
-            Detail::Step(step) if span.class == Class::Step => Some(step),
-            _ => None,
-        })
-    }
 }
 
 /// Some steps of all ranks, on one clock.

@@ -2,14 +2,13 @@
 
 use super::{Ceilings, Profile, Track};
 use meshwork_core::profile::{self, Class, Detail, Recorder, Span};
-use meshwork_core::{Axis, Communicator, Rank};
+use meshwork_core::{Axis, CommError, Communicator, Rank};
 use meshwork_pipeline::{ActionKind, Event, Phase};
 use meshwork_tensor::Device;
 use meshwork_tensor::profiled::Profiled;
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// The names of actions in a profile.
 pub(super) const NAMES: [(ActionKind, &str); 5] = [
@@ -20,14 +19,13 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// What the ranks of a profile share: the steps to record, one clock, and the speed that the machine can reach. Each
+/// What the ranks of a profile share: the steps to record, and the speed that the machine can reach. Each
 /// rank puts a [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are
 /// the [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
 #[derive(Clone, Debug)]
 pub struct Profiler {
     /// Numbers of the steps to record.
     steps: Range<u64>,
-    origin: Instant,
     ceilings: Ceilings,
 }
 
@@ -36,17 +34,22 @@ impl Profiler {
     /// the first if there is no other. It measures the machine by a device like that of the ranks, which takes less
     /// than half a second and needs a machine that does nothing else.
     pub fn new(steps: u64, count: u64, device: &dyn Device) -> Self {
+        Self { ceilings: Ceilings::measure(device), ..Self::follow(steps, count) }
+    }
+
+    /// The same for a process without rank 0, which measures nothing and gets no profile.
+    pub fn follow(steps: u64, count: u64) -> Self {
         let first = steps.min(2);
-        let ceilings = Ceilings::measure(device);
-        Self { steps: first..first.saturating_add(count), origin: Instant::now(), ceilings }
+        Self { steps: first..first.saturating_add(count), ceilings: Ceilings::default() }
     }
 
-    /// The probe of one rank.
-    pub fn probe(&self) -> Probe {
-        Probe { recorder: Some(Recorder::new(self.origin)), steps: self.steps.clone(), action: Cell::new(0) }
+    /// The probe of the rank that has this communicator of its world, whose clock it takes.
+    pub fn probe(&self, world: &dyn Communicator) -> Probe {
+        let recorder = Recorder::new(world.membership().origin());
+        Probe { recorder: Some(recorder), steps: self.steps.clone(), action: Cell::new(0) }
     }
 
-    /// The profile, of the tracks of all ranks by world rank.
+    /// The profile, of [the tracks](Probe::tracks) of all ranks by world rank.
     pub fn profile(self, tracks: impl IntoIterator<Item = Track>) -> Profile {
         Profile { tracks: tracks.into_iter().collect(), ceilings: self.ceilings }
     }
@@ -115,7 +118,18 @@ impl Probe {
         recorder.record(Span { class: Class::Action, name, detail, dtype: None, start, end, flops: 0, bytes: 0 });
     }
 
-    /// The recorded spans, if there is a profile.
+    /// The recorded spans of all ranks, on rank 0; none on the others, and without a profile. Collective.
+    ///
+    /// # Errors
+    /// A failed communication.
+    pub fn tracks(&self, rank: &Rank) -> Result<Vec<Track>, CommError> {
+        let Some(own) = self.track(rank) else { return Ok(Vec::new()) };
+        let all = rank.world().gather_bytes(own.encode())?;
+        let mut names = own.spans.iter().map(|span| span.name).collect();
+        Ok(all.iter().map(|track| Track::decode(track, &mut names)).collect())
+    }
+
+    /// The recorded spans of this rank, if there is a profile.
     pub fn track(&self, rank: &Rank) -> Option<Track> {
         let place = |axis: Axis| format!("{axis}={}", rank.coords().get(axis));
         let data_rank = rank.mesh().data_rank(rank.coords());

@@ -3,8 +3,9 @@
 use crate::cases::{ADAMW, BATCH, Case, SEQ, UNEVEN, UNTIED};
 use crate::world::{assert_same_pieces, assert_same_report, on_mesh, pieces, train, try_on_mesh};
 use meshwork_core::Axis;
+use meshwork_core::RankEnd;
 use meshwork_core::comm::FaultKind;
-use meshwork_core::comm::thread::{Options, RankEnd};
+use meshwork_core::comm::thread::Options;
 use meshwork_cpu::Cpu;
 use meshwork_models::language;
 use meshwork_pipeline::Phase;

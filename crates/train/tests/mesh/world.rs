@@ -1,7 +1,8 @@
 //! Trainers on every rank of a mesh, and the whole model, assembled from the parts of all ranks.
 
 use crate::cases::Case;
-use meshwork_core::comm::thread::{self, Options, WorldError};
+use meshwork_core::RunError;
+use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::{Coords, Rank};
 use meshwork_cpu::Cpu;
 use meshwork_engine::Vector;
@@ -24,7 +25,7 @@ pub fn try_on_mesh<T: Send>(
     options: Options,
     device: impl Fn(Coords) -> Arc<dyn Device> + Sync,
     body: impl Fn(Trainer) -> Result<T, TrainError> + Sync,
-) -> Result<Vec<T>, WorldError<TrainError>> {
+) -> Result<Vec<T>, RunError> {
     let mesh = config.mesh().unwrap();
     thread::run(mesh.world_size(), options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);

@@ -10,10 +10,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::operation::{Claim, Key, Operation};
-use super::watch::Progress;
+use super::progress::Progress;
 use super::work::Post;
 use crate::comm::device::Moment;
-use crate::comm::{Activity, CommError, Fault, FaultKind, Op, OpInfo, RankReport, Site};
+use crate::comm::{Activity, CommError, Ended, Fault, FaultKind, Op, OpInfo, RankReport, Site};
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -48,7 +48,7 @@ impl Errands {
 
 #[derive(Debug)]
 pub(super) struct GroupState {
-    name: Arc<str>,
+    pub(super) name: Arc<str>,
     /// World ranks of the members.
     pub(super) ranks: Arc<[usize]>,
     /// Collectives that each member has started.
@@ -101,8 +101,8 @@ pub(super) enum Step {
 }
 
 impl State {
-    /// `ranks` ranks in one group, the world.
-    pub(super) fn new(ranks: usize) -> State {
+    /// `ranks` ranks in one group of this name.
+    pub(super) fn new(name: &str, ranks: usize) -> State {
         let mut state = State {
             groups: Vec::new(),
             splits: HashMap::new(),
@@ -114,7 +114,7 @@ impl State {
             errands: Errands::default(),
             progress: Progress::default(),
         };
-        state.add_group("world", (0..ranks).collect());
+        state.add_group(name, (0..ranks).collect());
         state
     }
 
@@ -291,6 +291,9 @@ impl State {
         }
         self.ranks[rank].ended = Some(how.clone());
         self.ended += 1;
+        if self.all_ended() {
+            self.errands.wake.extend(0..self.ranks.len()); // where they wait for the last one
+        }
         if self.fault.is_some() {
             return;
         }
@@ -299,8 +302,8 @@ impl State {
                 self.poison(FaultKind::Panicked { rank, message }, None);
                 return;
             }
-            Activity::Failed(error) if self.first_failure.is_none() => {
-                self.first_failure = Some((rank, format!("rank {rank} returned an error: {error}")));
+            Activity::Failed(_) if self.first_failure.is_none() => {
+                self.first_failure = Some((rank, how.failure(rank)));
             }
             _ => {}
         }
@@ -313,6 +316,16 @@ impl State {
             let site = self.site(key, waiter, self.info(key, waiter));
             self.gone(rank, site);
         }
+    }
+
+    pub(super) fn all_ended(&self) -> bool {
+        self.ended == self.ranks.len()
+    }
+
+    /// How the ranks ended so far.
+    pub(super) fn ended(&self) -> Ended {
+        let ranks = (0..self.ranks.len()).map(|rank| self.report(rank).activity).collect();
+        Ended { first: self.first_failure.clone(), fault: self.fault.clone(), ranks }
     }
 
     /// A place in the program, for messages.

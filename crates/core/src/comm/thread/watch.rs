@@ -64,37 +64,6 @@ impl State {
     }
 }
 
-/// Since when each rank has made no progress, as the waits of all ranks saw it. One table for the world: with one for
-/// each wait, a look of all ranks at all others would grow with the square of their number.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    looked: Option<Instant>,
-    still: Vec<Still>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Still {
-    beats: u64,
-    since: Instant,
-}
-
-impl Progress {
-    /// Looks at all ranks, unless another wait did so a short time ago. Whether some rank has made no progress for
-    /// `timeout`.
-    fn look(&mut self, ranks: usize, beats: impl Fn(usize) -> u64, timeout: Duration) -> bool {
-        let now = Instant::now();
-        if self.looked.is_none_or(|looked| now.duration_since(looked) >= timeout / 16) {
-            self.looked = Some(now);
-            let still = |rank: usize| {
-                let (beats, before) = (beats(rank), self.still.get(rank));
-                before.copied().filter(|before| before.beats == beats).unwrap_or(Still { beats, since: now })
-            };
-            self.still = (0..ranks).map(still).collect();
-        }
-        self.still.iter().any(|still| now.duration_since(still.since) >= timeout)
-    }
-}
-
 /// When a wait first looked: what a rank did not do before others waited for it does not count.
 #[derive(Debug, Default)]
 pub(super) struct Watch(Option<Instant>);
@@ -114,9 +83,10 @@ impl Watch {
         if !(waits && is_late) {
             return None;
         }
-        let late = |rank: usize| now.duration_since(state.progress.still[rank].since) >= timeout;
         let chains = state.chains(site.world_rank).into_iter().filter(|chain| chain.len() > 1);
-        let (rank, chain) = chains.filter_map(|chain| Some((*chain.last()?, chain))).find(|(rank, _)| late(*rank))?;
+        let (rank, chain) = chains
+            .filter_map(|chain| Some((*chain.last()?, chain)))
+            .find(|(rank, _)| state.progress.is_late(*rank, now, timeout))?;
         Some(state.stop(FaultKind::Timeout { rank, after: timeout, chain }, site.clone()))
     }
 }

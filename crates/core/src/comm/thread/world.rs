@@ -11,17 +11,31 @@ use super::work::{Post, PostError};
 use crate::buffer::Buffer;
 use crate::comm::pending::PendingOp;
 use crate::comm::{
-    Activity, Call, CommError, Communicator, Fault, OpInfo, OpKind, Pending, ReductionOrder, Site, check_members,
+    Activity, Call, CommError, Communicator, Ended, Membership, OpInfo, OpKind, Pending, ReductionOrder, Site,
+    check_members,
 };
 use crate::pool;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{self, Condvar, Mutex, MutexGuard};
+use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
+
+/// The timeout of a fork: it has none.
+const PATIENT: Duration = Duration::from_secs(1 << 40);
 
 /// The state shared by the ranks of a world.
 pub(super) struct World {
     state: Mutex<State>,
     ranks: Vec<RankSignals>,
     timeout: Duration,
+    /// When it began: see [`Membership::origin`].
+    origin: std::time::Instant,
+    forks: Mutex<Forks>,
+}
+
+/// The worlds beside a world, in the order in which every rank comes to them.
+struct Forks {
+    worlds: Vec<Arc<World>>,
+    /// The number of forks that each rank came to.
+    come: Vec<usize>,
 }
 
 /// One rank's signals. Aligned, so that a heartbeat does not disturb another rank's cache line.
@@ -35,9 +49,11 @@ struct RankSignals {
 }
 
 impl World {
-    pub(super) fn new(ranks: usize, timeout: Duration) -> World {
-        let state = Mutex::new(State::new(ranks));
-        World { state, ranks: (0..ranks).map(|_| RankSignals::default()).collect(), timeout }
+    /// `ranks` ranks in one group of this name.
+    pub(super) fn new(name: &str, ranks: usize, timeout: Duration, origin: std::time::Instant) -> World {
+        let state = Mutex::new(State::new(name, ranks));
+        let forks = Mutex::new(Forks { worlds: Vec::new(), come: vec![0; ranks] });
+        World { state, ranks: (0..ranks).map(|_| RankSignals::default()).collect(), timeout, origin, forks }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -66,24 +82,63 @@ impl World {
         self.ranks[rank].beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records how a rank ended; only its first end counts.
+    /// Records how a rank ended; only its first end counts. It will not come to forks where it is not yet.
     pub(super) fn end(&self, rank: usize, how: Activity) {
-        self.with(|state| state.end(rank, how));
+        self.with(|state| state.end(rank, how.clone()));
+        let missed: Vec<_> = {
+            let forks = self.forks();
+            forks.worlds.iter().skip(forks.come[rank]).cloned().collect()
+        };
+        missed.iter().for_each(|fork| fork.end(rank, how.clone()));
     }
 
-    /// The rank that failed first, why, and what stopped the others.
-    pub(super) fn first_failure(&self) -> (usize, String, Option<Arc<Fault>>) {
-        self.with(|state| {
-            let (rank, cause) = state.first_failure.clone().unwrap_or_default();
-            (rank, cause, state.fault.clone())
-        })
+    /// How its ranks ended so far.
+    pub(super) fn ended(&self) -> Ended {
+        self.with(|state| state.ended())
+    }
+
+    /// Waits until all ranks have ended, and after a fault at most for the timeout.
+    fn wait_for_ends(&self, rank: usize) {
+        let (mut state, mut stopped) = (self.lock(), None);
+        while !state.all_ended() {
+            if state.fault.is_some() && stopped.get_or_insert_with(Instant::now).elapsed() >= self.timeout {
+                return;
+            }
+            (state, _) = sync::wait_timeout(&self.ranks[rank].wake, &self.state, state, self.tick());
+        }
+    }
+
+    /// The longest that a rank sleeps: so often that a timeout is noticed at most a quarter of its duration late.
+    fn tick(&self) -> Duration {
+        (self.timeout / 4).max(Duration::from_millis(1))
+    }
+
+    /// The next world beside this one for `rank`, made by the first rank that comes.
+    fn fork(&self, rank: usize, name: &str) -> Arc<World> {
+        let mut forks = self.forks();
+        let number = forks.come[rank];
+        forks.come[rank] += 1;
+        if forks.worlds.len() == number {
+            let ranks = self.ranks.len();
+            forks.worlds.push(Arc::new(World::new(name, ranks, PATIENT, self.origin)));
+        }
+        let ends = self.with(|state| state.ranks.iter().map(|rank| rank.ended.clone()).collect::<Vec<_>>());
+        let missed = ends.into_iter().zip(&forks.come).enumerate().filter(|(_, (_, come))| **come <= number);
+        let missed: Vec<_> = missed.filter_map(|(rank, (how, _))| Some((rank, how?))).collect();
+        let fork = Arc::clone(&forks.worlds[number]);
+        drop(forks);
+        missed.into_iter().for_each(|(rank, how)| fork.end(rank, how));
+        fork
+    }
+
+    fn forks(&self) -> MutexGuard<'_, Forks> {
+        self.forks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Blocks until the operation is over for the member in `slot`.
     fn wait(&self, key: Key, slot: usize, site: &Site) -> Result<Buffer, CommError> {
         let (rank, mut watch) = (site.world_rank, Watch::default());
-        // Often enough that a timeout is noticed at most a quarter of its duration late.
-        let tick = (self.timeout / 4).max(Duration::from_millis(1));
+        let tick = self.tick();
         let mut state = self.lock();
         state.ranks[rank].waiting.push(key);
         let result = loop {
@@ -146,9 +201,23 @@ pub(super) struct RankLife {
     rank: usize,
 }
 
-impl RankLife {
-    pub(super) fn new(world: Arc<World>, rank: usize) -> Arc<RankLife> {
-        Arc::new(RankLife { world, rank })
+impl Membership for RankLife {
+    fn heartbeat(&self) {
+        self.world.beat(self.rank);
+    }
+
+    fn origin(&self) -> std::time::Instant {
+        self.world.origin
+    }
+
+    fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
+        Ok(communicator(&self.world.fork(self.rank, name), self.rank))
+    }
+
+    fn end(&self, how: Activity) -> Ended {
+        self.world.end(self.rank, how);
+        self.world.wait_for_ends(self.rank);
+        self.world.ended()
     }
 }
 
@@ -174,12 +243,11 @@ pub(super) struct ThreadComm {
     ranks: Arc<[usize]>,
 }
 
-impl ThreadComm {
-    /// A rank's end of the whole world.
-    pub(super) fn of_world(life: Arc<RankLife>) -> ThreadComm {
-        let (member, ranks) = (life.rank, life.world.with(|state| Arc::clone(&state.groups[0].ranks)));
-        ThreadComm { life, group: 0, member, name: "world".into(), ranks }
-    }
+/// A rank's end of the group of all ranks.
+pub(super) fn communicator(world: &Arc<World>, rank: usize) -> Arc<dyn Communicator> {
+    let life = Arc::new(RankLife { world: Arc::clone(world), rank });
+    let (name, ranks) = world.with(|state| (Arc::clone(&state.groups[0].name), Arc::clone(&state.groups[0].ranks)));
+    Arc::new(ThreadComm { life, group: 0, member: rank, name, ranks })
 }
 
 impl Communicator for ThreadComm {
@@ -236,8 +304,8 @@ impl Communicator for ThreadComm {
         Ok(Arc::new(ThreadComm { life, group, member, name: name.into(), ranks }))
     }
 
-    fn heartbeat(&self) {
-        self.life.world.beat(self.life.rank);
+    fn membership(&self) -> &dyn Membership {
+        &*self.life
     }
 
     fn reduction_order(&self) -> ReductionOrder {

@@ -1,0 +1,139 @@
+//! The world of a program's ranks.
+//!
+//! A program is written for one rank, and [`World::run`] runs it as every rank that this process has: all of them, as
+//! threads, or one of a world that other processes share.
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use crate::comm::thread::{self as threads, Options};
+use crate::comm::{Activity, CommError, Communicator, Ended, Group};
+use crate::mesh::Mesh;
+use crate::rank::Rank;
+use crate::run_error::{Cause, RankEnd, RunError, contained};
+
+/// Where the ranks of a program are.
+#[derive(Clone, Debug)]
+pub enum World {
+    /// This many threads of this process.
+    Threads(usize),
+    /// One rank is here, and its communicator of the world joins it to the others: of other processes, or on other
+    /// threads of the caller.
+    Joined(Arc<dyn Communicator>),
+}
+
+impl World {
+    /// Runs `body` as every rank that this process has, and returns their results, by rank.
+    ///
+    /// If a rank fails or panics, those that need it get an error instead of waiting, and the error of the whole says
+    /// which rank failed first and why: the same in every process. A process whose own rank ended well waits for the
+    /// others, and fails with them. A world without ranks is an error too.
+    ///
+    /// ```
+    /// use meshwork_core::{CommError, ReduceOp, World};
+    ///
+    /// let sums = World::Threads(4).run(|world| {
+    ///     let mut x = [world.rank() as f32, 1.0];
+    ///     world.all_reduce_slice(&mut x, ReduceOp::Sum)?;
+    ///     Ok::<_, CommError>(x)
+    /// })?;
+    /// assert_eq!(sums, [[6.0, 4.0]; 4]);
+    ///
+    /// let failed = World::Threads(2).run(|world| match world.rank() {
+    ///     0 => Err("the disk is full".to_string()),
+    ///     _ => world.barrier().map_err(|error| error.to_string()),
+    /// });
+    /// assert_eq!(failed.unwrap_err().rank, 0); // and not rank 1, which only stopped because of it
+    /// # Ok::<(), meshwork_core::RunError>(())
+    /// ```
+    pub fn run<T, E, F>(&self, body: F) -> Result<Vec<T>, RunError>
+    where
+        T: Send,
+        E: Into<Cause>,
+        F: Fn(Group) -> Result<T, E> + Sync,
+    {
+        self.run_with(Options::default(), body)
+    }
+
+    /// [`run`](Self::run) with options for threads. A joined world has those of its communicator.
+    pub fn run_with<T, E, F>(&self, options: Options, body: F) -> Result<Vec<T>, RunError>
+    where
+        T: Send,
+        E: Into<Cause>,
+        F: Fn(Group) -> Result<T, E> + Sync,
+    {
+        match self {
+            World::Threads(n) => threads::run(*n, options, body),
+            World::Joined(world) => {
+                let (result, how) = contained(|| body(Group::from(world.clone())));
+                ended(world, result, how).map(|value| vec![value])
+            }
+        }
+    }
+
+    /// [`run`](Self::run), with a [`Rank`] that has joined `mesh` instead of the group of the world.
+    ///
+    /// # Errors
+    /// A world of another size than the mesh, and what [`run`](Self::run) refuses.
+    pub fn run_mesh<T, E, F>(&self, mesh: &Mesh, body: F) -> Result<Vec<T>, RunError>
+    where
+        T: Send,
+        E: Into<Cause> + From<CommError>,
+        F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
+    {
+        self.run(|world| body(Arc::new(Rank::new(mesh, world.communicator().clone())?)))
+    }
+
+    /// Whether rank 0 is here.
+    pub fn leads(&self) -> bool {
+        match self {
+            World::Threads(_) => true,
+            World::Joined(world) => world.rank() == 0,
+        }
+    }
+
+    /// What this process makes once for its ranks, before they run. A failure, or a panic, ends the world as that of a
+    /// rank does; a joined rank counts as making progress meanwhile.
+    ///
+    /// # Errors
+    /// What `make` returns, as the error of the rank that is here; of threads, of a world of one rank.
+    pub fn prepare<T: Send, E: Into<Cause>>(&self, make: impl FnOnce() -> Result<T, E> + Send) -> Result<T, RunError> {
+        let World::Joined(world) = self else {
+            let (made, how) = contained(make);
+            return made.map_err(|end| RunError { rank: 0, cause: how.failure(0), fault: None, ends: vec![Some(end)] });
+        };
+        let (over, beats) = mpsc::channel::<()>();
+        let (made, how) = thread::scope(|scope| {
+            scope.spawn(move || {
+                while beats.recv_timeout(BEAT) == Err(mpsc::RecvTimeoutError::Timeout) {
+                    world.membership().heartbeat();
+                }
+            });
+            let made = contained(make);
+            drop(over);
+            made
+        });
+        made.or_else(|end| ended(world, Err(end), how))
+    }
+}
+
+/// How often a rank that prepares its run shows that it makes progress.
+const BEAT: Duration = Duration::from_millis(50);
+
+/// Ends the rank of a joined world, and waits for the others.
+fn ended<T>(world: &Arc<dyn Communicator>, result: Result<T, RankEnd>, how: Activity) -> Result<T, RunError> {
+    let Ended { first, fault, ranks } = world.membership().end(how);
+    let mut ends: Vec<_> = ranks.iter().map(RankEnd::elsewhere).collect();
+    // A backend that lost the others does not know all ends.
+    let all_well = ends.len() == world.size() && ends.iter().all(Option::is_none);
+    match result {
+        Ok(value) if all_well => Ok(value),
+        result => {
+            ends.resize_with(world.size(), || None);
+            ends[world.rank()] = result.err();
+            let (rank, cause) = first.unwrap_or_default();
+            Err(RunError { rank, cause, fault, ends })
+        }
+    }
+}
