@@ -10,6 +10,7 @@ mod driver;
 mod evaluate;
 mod finite;
 mod loads;
+mod one_step;
 mod passes;
 mod pending;
 mod pipeline;
@@ -19,7 +20,6 @@ mod samples;
 mod state;
 mod stored;
 mod train;
-mod training;
 mod verify;
 
 pub use evaluate::{AtCuts, Evaluation};

@@ -38,7 +38,7 @@ impl Trainer {
         mut report: impl FnMut(StepReport),
     ) -> Result<(), TrainError> {
         for step in self.steps_begun..self.steps_begun.saturating_add(steps) {
-            let batch = source.batch(step, self.global_batch_size, self.samples())?;
+            let batch = source.batch(step, self.plan.global_batch_size, self.samples())?;
             self.start_step(&batch, || false, |_| {})?.into_iter().for_each(&mut report);
         }
         self.flush(|_| {})?.into_iter().for_each(report);
