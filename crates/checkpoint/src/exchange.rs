@@ -25,7 +25,7 @@ impl Exchange for Box<dyn Exchange> {
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the writers lost each other: {problem}")]
 pub struct ExchangeError {
-    /// Which rank, and what is known of it.
+    /// Which rank, and why.
     pub problem: String,
 }
 

@@ -77,7 +77,8 @@ pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
     Ok(complete)
 }
 
-/// Removes all but `keep` of the checkpoints up to `step`, the oldest first. Never that of `step` or of a later one.
+/// Removes all but `keep` of the checkpoints up to `step`, the oldest first; never the checkpoint of `step` or a later
+/// one.
 pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBuf>> {
     let older = steps(dir)?.into_iter().filter(|&other| other < step).skip(keep.saturating_sub(1));
     older.map(|step| remove(dir, step)).collect()

@@ -1,4 +1,4 @@
-//! The index of a checkpoint: one JSON file that says what is in it, and where.
+//! The index of a checkpoint: one JSON file with its contents and their places.
 //!
 //! ```text
 //! {"checksum":"0f5e..","format":1,"step":10,"metadata":{..},
@@ -6,21 +6,19 @@
 //!  "tensors":[{"name":"wte.weight","kind":"weight","dtype":"F32","dims":[61,32],
 //!              "pieces":[{"slice":[[0,61],[0,32]],"file":0,"bytes":[512,8320],"checksum":".."},..]},..]}
 //! ```
-//! The checksum at its head is that of all bytes that follow its comma.
+//! The checksum at its head counts all bytes that follow its comma.
 
-use crate::piece_file::file_name;
-use crate::{Checksum, Damage, SavePlan, Slice, Tensor, Unread, Unreadable};
+use crate::piece_file::{file_name, header};
+use crate::{Checksum, Damage, FORMAT, SavePlan, Slice, Tensor, Unread, Unreadable};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-/// The version of the format that this crate writes, and the only one that it reads.
-pub const FORMAT: u32 = 1;
 /// The name of the file.
 pub(crate) const FILE: &str = "index.json";
 
-/// What is in a checkpoint, and where.
+/// The contents of a checkpoint, and their places.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Index {
@@ -28,7 +26,7 @@ pub struct Index {
     pub format: u32,
     /// The step after which it was taken.
     pub step: u64,
-    /// What the caller wants to keep beside the tensors.
+    /// The caller's notes beside the tensors.
     pub metadata: Value,
     /// The files.
     pub files: Vec<File>,
@@ -78,13 +76,28 @@ const HEAD: &[u8] = b"{\"checksum\":\"";
 const NECK: &[u8] = b"\",";
 const DIGITS: usize = 16;
 
-/// What a rank tells the others when its file is on disk.
+/// The message of a rank to the others when its file is on disk.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Written {
     pub header_bytes: u64,
     pub header_checksum: Checksum,
     /// Of each piece, in the order of the file.
     pub checksums: Vec<Checksum>,
+}
+
+impl SavePlan {
+    /// The bytes of all files of a checkpoint of this plan, with such `metadata`: its room on a disk.
+    pub fn file_bytes(&self, metadata: &Value) -> u64 {
+        let nothing = Checksum::of(&[]);
+        let written = |rank| Written {
+            header_bytes: header(self, rank, u64::MAX).len() as u64,
+            header_checksum: nothing,
+            checksums: vec![nothing; self.pieces(rank).len()],
+        };
+        let index = Index::of(self, u64::MAX, metadata.clone(), (0..self.world()).map(written));
+        let files: u64 = index.files.iter().map(|file| file.bytes).sum();
+        files + index.encode().map_or(0, |text| text.len() as u64)
+    }
 }
 
 impl Index {

@@ -17,7 +17,7 @@ pub struct Latest {
 pub struct PassedOver {
     /// Its folder.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The reason.
     pub damage: Vec<Damage>,
 }
 

@@ -78,7 +78,7 @@ impl Lock {
         &self.dir
     }
 
-    /// What was left over from runs that were killed, and was removed.
+    /// Leftovers of killed runs, which were removed.
     pub fn removed(&self) -> &[PathBuf] {
         &self.removed
     }

@@ -14,7 +14,7 @@ pub(crate) fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
 
-/// The name of a piece in its file: that of the tensor, with the slice unless it is all of it.
+/// The name of a piece in its file: its tensor's name, with the slice unless it is all of it.
 fn piece_name(tensor: &Tensor, slice: &Slice) -> String {
     match *slice == Slice::whole(&tensor.dims) {
         true => tensor.name.clone(),

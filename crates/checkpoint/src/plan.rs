@@ -5,10 +5,7 @@
 //! holder with the fewest bytes so far. Slices with few holders come first, because they leave no choice; then the
 //! largest.
 
-use crate::index::{Index, Written};
-use crate::piece_file::header;
-use crate::{Checksum, Dtype, Slice, Tensor};
-use serde_json::Value;
+use crate::{Dtype, Slice, Tensor};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -173,7 +170,7 @@ impl SavePlan {
         self.pieces.len()
     }
 
-    /// What a rank writes, in the order of its file.
+    /// The pieces that a rank writes, in the order of its file.
     pub fn pieces(&self, rank: usize) -> &[PlannedPiece] {
         self.pieces.get(rank).map_or(&[], Vec::as_slice)
     }
@@ -183,20 +180,7 @@ impl SavePlan {
         self.tensor(name).is_some_and(|tensor| self.writers[tensor].contains(&rank))
     }
 
-    /// The bytes of all files of a checkpoint of this plan, with such `metadata`: what it takes on a disk.
-    pub fn file_bytes(&self, metadata: &Value) -> u64 {
-        let nothing = Checksum::of(&[]);
-        let written = |rank| Written {
-            header_bytes: header(self, rank, u64::MAX).len() as u64,
-            header_checksum: nothing,
-            checksums: vec![nothing; self.pieces(rank).len()],
-        };
-        let index = Index::of(self, u64::MAX, metadata.clone(), (0..self.world()).map(written));
-        let files: u64 = index.files.iter().map(|file| file.bytes).sum();
-        files + index.encode().map_or(0, |text| text.len() as u64)
-    }
-
-    /// The bytes that a rank writes, which are also those of its snapshot.
+    /// The bytes that a rank writes, which its snapshot has too.
     pub fn bytes(&self, rank: usize) -> u64 {
         self.pieces(rank).last().map_or(0, |piece| piece.bytes.end)
     }

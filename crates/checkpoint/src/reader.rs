@@ -5,10 +5,10 @@
 //! lists these.
 
 use crate::checksum::Summing;
-use crate::index::{self, FORMAT};
+use crate::index;
 use crate::slice::for_each_run;
 use crate::unread::failed;
-use crate::{Block, Checksum, Damage, Index, Piece, Slice, Tensor, Unread};
+use crate::{Block, Checksum, Damage, FORMAT, Index, Piece, Slice, Tensor, Unread};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
@@ -122,7 +122,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// What is in it.
+    /// Its contents.
     pub fn index(&self) -> &Index {
         &self.index
     }

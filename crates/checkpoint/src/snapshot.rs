@@ -1,4 +1,4 @@
-//! A copy of what one rank writes, laid out as its file is.
+//! A copy of the elements that one rank writes, laid out as its file is.
 
 use crate::slice::for_each_run;
 use crate::{Block, SavePlan, Slice};

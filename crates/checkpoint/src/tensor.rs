@@ -1,4 +1,4 @@
-//! What a checkpoint holds, by name: plain data.
+//! The tensors of a checkpoint, by name: plain data.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub struct Tensor {
     /// Its global name, unique in the checkpoint.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// The type of its elements.
     pub dtype: Dtype,
@@ -23,7 +23,7 @@ impl Tensor {
     }
 }
 
-/// What a tensor is.
+/// The kind of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// The type of an element, little-endian. The names are those of safetensors.
+/// The type of an element, little-endian. The names are as in safetensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 #[expect(missing_docs, reason = "the names say it")]

@@ -3,11 +3,13 @@
 //! Content that is not what was written, and a read that failed, are two types: only [`Damage`] permits to use an older
 //! checkpoint, and no error of the system becomes one by accident. [`failed`] is the only place that sorts them.
 
-use crate::Damage;
-use crate::index::FORMAT;
+use crate::{Checksum, Slice};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+
+/// The version of the format that this crate writes, and the only one that it reads.
+pub const FORMAT: u32 = 1;
 
 /// Why something of a checkpoint was not read.
 #[derive(thiserror::Error)]
@@ -21,6 +23,68 @@ pub enum Unread {
 }
 
 debug_as_display!(Unread);
+
+/// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum Damage {
+    /// The folder has no such name, or the name is no file.
+    #[error("{}: there is no such file", path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An index that cannot be trusted.
+    #[error("{}: {problem}", path.display())]
+    Index {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        problem: String,
+    },
+    /// A file that was cut, or is another one.
+    #[error("{}: has {found} bytes, and was written with {written}", path.display())]
+    Size {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        found: u64,
+        /// Its bytes by the index.
+        written: u64,
+    },
+    /// A header that was changed, or belongs to another file.
+    #[error("{}: its header is not the one that was written: {problem}", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// The words of the header.
+        problem: String,
+    },
+    /// A piece that was changed.
+    #[error("{}: slice {slice} of {tensor} has checksum {found}, and was written with {written}", path.display())]
+    Piece {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The slice.
+        slice: Slice,
+        /// The checksum of its bytes.
+        found: Checksum,
+        /// The checksum by the index.
+        written: Checksum,
+    },
+    /// A checkpoint in the folder of another step.
+    #[error("{}: holds step {step}", path.display())]
+    Step {
+        /// The folder.
+        path: PathBuf,
+        /// The step by the index.
+        step: u64,
+    },
+}
+
+debug_as_display!(Damage);
 
 /// What cannot be read now or by this program, which says nothing about its content.
 #[derive(thiserror::Error)]

@@ -1,70 +1,8 @@
 //! Checks that files are as they were written. The work is a list of units, which ranks can share.
 
 use crate::index::StoredTensor;
-use crate::{Checkpoint, Checksum, Slice, Unread, Unreadable, piece_file};
+use crate::{Checkpoint, Checksum, Damage, Slice, Unread, Unreadable, piece_file};
 use std::path::PathBuf;
-
-/// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
-#[derive(thiserror::Error)]
-#[non_exhaustive]
-pub enum Damage {
-    /// The folder has no such name, or the name is no file.
-    #[error("{}: there is no such file", path.display())]
-    Missing {
-        /// The file.
-        path: PathBuf,
-    },
-    /// An index that cannot be trusted.
-    #[error("{}: {problem}", path.display())]
-    Index {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// A file that was cut, or is another one.
-    #[error("{}: has {found} bytes, and was written with {written}", path.display())]
-    Size {
-        /// The file.
-        path: PathBuf,
-        /// Its bytes.
-        found: u64,
-        /// Its bytes by the index.
-        written: u64,
-    },
-    /// A header that was changed, or is that of another file.
-    #[error("{}: its header is not the one that was written: {problem}", path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// What the header says.
-        problem: String,
-    },
-    /// A piece that was changed.
-    #[error("{}: slice {slice} of {tensor} has checksum {found}, and was written with {written}", path.display())]
-    Piece {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// The slice.
-        slice: Slice,
-        /// The checksum of its bytes.
-        found: Checksum,
-        /// The checksum by the index.
-        written: Checksum,
-    },
-    /// A checkpoint in the folder of another step.
-    #[error("{}: holds step {step}", path.display())]
-    Step {
-        /// The folder.
-        path: PathBuf,
-        /// The step by the index.
-        step: u64,
-    },
-}
-
-debug_as_display!(Damage);
 
 /// Something that can be verified by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

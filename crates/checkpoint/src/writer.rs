@@ -74,7 +74,7 @@ pub enum SaveError {
         step: u64,
         /// The rank.
         rank: usize,
-        /// What it could not do.
+        /// The reason.
         problem: String,
     },
     /// A rank had no room to write, and no older checkpoint could go but the newest whole one.
@@ -87,9 +87,9 @@ pub enum SaveError {
         step: u64,
         /// The rank.
         rank: usize,
-        /// What it could not do.
+        /// The reason.
         problem: String,
-        /// What the checkpoint takes.
+        /// The bytes of the checkpoint.
         bytes: u64,
     },
     /// The ranks lost each other.
@@ -97,7 +97,7 @@ pub enum SaveError {
     Exchange {
         /// The step.
         step: u64,
-        /// What is known.
+        /// The reason.
         source: ExchangeError,
     },
     /// The thread of the writer ended, or could not be started.
@@ -136,7 +136,7 @@ impl From<String> for Failure {
     }
 }
 
-/// What the leader tells the others at the end.
+/// The leader's message to the others at the end.
 #[derive(Serialize, Deserialize)]
 struct Committed {
     path: PathBuf,

@@ -1,6 +1,6 @@
-//! What one rank cannot see: whether the other ranks of a group have the same plan, the same weights, other samples.
-//! Ranks list what they take for granted as [`Fact`]s with names, and [compare](Agreement::compare) all of them in one
-//! exchange.
+//! Facts that one rank cannot see: whether the other ranks of a group have the same plan, the same weights, other
+//! samples. Ranks list what they take for granted as [`Fact`]s with names, and [compare](Agreement::compare) all of
+//! them in one exchange.
 //!
 //! ```
 //! use meshwork_core::agreement::{Agreement, Fact};
@@ -290,7 +290,7 @@ impl Fact {
 }
 
 /// The ranks that have each value, in the order of their first ranks, and the ranks that have another value than more
-/// than half of them: all if no value is that of more than half.
+/// than half of them: all if more than half have no value in common.
 fn classes<'a, T: PartialEq>(values: &'a [T], ranks: &[usize]) -> (Vec<(&'a T, Vec<usize>)>, Vec<usize>) {
     let mut classes: Vec<(&T, Vec<usize>)> = Vec::new();
     for (value, &rank) in values.iter().zip(ranks) {

@@ -22,7 +22,7 @@ pub const LIMBS: usize = 20;
 
 const DIGITS: usize = LIMBS - 1;
 const MASK: u64 = (1 << 32) - 1;
-/// The exponent of the lowest bit: that of the square of the smallest f32.
+/// The exponent of the lowest bit, which the square of the smallest f32 has.
 const LOWEST: i32 = -298;
 
 /// Numbers of one exponent that are added up before their digits are: 2^16 squares of 48 bits fit into 64.
@@ -94,7 +94,7 @@ pub fn carry(digits: &mut [u64; LIMBS]) -> [f64; LIMBS] {
     digits.map(|digit| digit as f64)
 }
 
-/// The sum, rounded. `digits` may be those of several sums added up. NaN if a term was not finite.
+/// The sum, rounded. `digits` may be the digits of several sums added up. NaN if a term was not finite.
 ///
 /// # Panics
 /// On another number of digits than [`LIMBS`].

@@ -59,7 +59,7 @@ enum Bytes {
 }
 
 /// A part of a slab, which returns to the free parts of the process when it is dropped. Slabs stay mapped as long as
-/// the process lives, as those of the system allocator do.
+/// the process lives, as the system allocator's blocks do.
 struct Part(&'static mut [u8]);
 
 /// The slabs of the process.

@@ -51,7 +51,8 @@ impl RankEnd {
             Activity::Returned => None,
             Activity::Failed(error) => Some(RankEnd::Error(error.clone().into())),
             Activity::Panicked(message) => Some(RankEnd::Panic(message.clone())),
-            other => Some(RankEnd::Error(other.to_string().into())),
+            Activity::Computing | Activity::Waiting => Some(RankEnd::Error(format!("has not ended, and {how}").into())),
+            Activity::Left | Activity::Lost(_) => Some(RankEnd::Error(how.to_string().into())),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Locks, atomics, threads and the clock, as the pool and the communicator of threads use them.
 //!
-//! They are those of `std`. Under `--cfg shuttle` they are those of the model checker `shuttle`, which runs the same
+//! They come from `std`, and under `--cfg shuttle` from the model checker `shuttle`, which runs the same
 //! code over schedules that it chooses: `model.rs`, `tests/schedules`, `docs/checked_by_tools.md`.
 
 #[cfg(not(shuttle))]

@@ -56,7 +56,7 @@ impl World {
         self.run_with(Options::default(), body)
     }
 
-    /// [`run`](Self::run) with options for threads. A joined world has those of its communicator.
+    /// [`run`](Self::run) with options for threads. The communicator of a joined world has its own.
     pub fn run_with<T, E, F>(&self, options: Options, body: F) -> Result<Vec<T>, RunError>
     where
         T: Send,
@@ -93,8 +93,8 @@ impl World {
         }
     }
 
-    /// What this process makes once for its ranks, before they run. A failure, or a panic, ends the world as that of a
-    /// rank does; a joined rank counts as making progress meanwhile.
+    /// Something that this process makes once for its ranks, before they run, such as the devices. A failure, or a
+    /// panic, ends the world as a rank's does; a joined rank counts as making progress meanwhile.
     ///
     /// # Errors
     /// What `make` returns, as the error of the rank that is here; of threads, of a world of one rank.
@@ -121,6 +121,11 @@ impl World {
 /// How often a rank that prepares its run shows that it makes progress.
 const BEAT: Duration = Duration::from_millis(50);
 
+/// The first rank that did not end well, where the world does not say which it was.
+fn first_of(ends: &[Option<RankEnd>]) -> Option<(usize, String)> {
+    ends.iter().enumerate().find_map(|(rank, end)| Some((rank, format!("rank {rank} {}", end.as_ref()?))))
+}
+
 /// Ends the rank of a joined world, and waits for the others.
 fn ended<T>(world: &Arc<dyn Communicator>, result: Result<T, RankEnd>, how: Activity) -> Result<T, RunError> {
     let Ended { first, fault, ranks } = world.membership().end(how);
@@ -132,7 +137,7 @@ fn ended<T>(world: &Arc<dyn Communicator>, result: Result<T, RankEnd>, how: Acti
         result => {
             ends.resize_with(world.size(), || None);
             ends[world.rank()] = result.err();
-            let (rank, cause) = first.unwrap_or_default();
+            let (rank, cause) = first.or_else(|| first_of(&ends)).unwrap_or_default();
             Err(RunError { rank, cause, fault, ends })
         }
     }

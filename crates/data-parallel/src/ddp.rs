@@ -94,7 +94,7 @@ meshwork_core::debug_as_display!(DdpError);
 /// use meshwork_core::comm::thread::{self, Options};
 /// use meshwork_data_parallel::{Ddp, DdpError};
 ///
-/// // The mean of x over three samples, of which rank 0 has two. The gradients are those of the sum over a rank's samples.
+/// // The mean of x over three samples, of which rank 0 has two. Each gradient is of the sum over a rank's samples.
 /// let means = thread::run(2, Options::default(), |world| {
 ///     let samples: &[f32] = if world.rank() == 0 { &[1.0, 2.0] } else { &[6.0] };
 ///     let mut ddp = Ddp::new(world, &[1], 1 << 20)?;
@@ -211,7 +211,7 @@ impl Ddp {
         })
     }
 
-    /// Runs a micro-batch whose gradients only add to those of the step: the next one outside of it is the last, and is
+    /// Runs a micro-batch whose gradients only add to the step's: the next one outside of it is the last, and is
     /// reduced.
     ///
     /// # Errors

@@ -71,7 +71,7 @@ meshwork_core::debug_as_display!(GatherError);
 /// is gathered when it is asked for.
 #[derive(Debug)]
 pub struct Gatherer {
-    /// By vector; `None` for one that every rank has whole.
+    /// By vector; `None` if every rank has it whole.
     shared: Vec<Option<SharedVector>>,
     vectors: Box<dyn Vectors>,
     messages: Option<Box<dyn Messages>>,
@@ -83,7 +83,7 @@ pub struct Gatherer {
 struct Pass {
     /// The vectors in the order in which they are used.
     order: Vec<usize>,
-    /// The place in it of the last one that was used.
+    /// The place in it of the vector that was used last.
     at: usize,
     slices: Vec<Buffer>,
     here: BTreeMap<usize, Gathered>,

@@ -170,7 +170,7 @@ const SUM: usize = 1;
 /// which a deferred gradient may still come.
 const HERE: usize = 2;
 
-/// What is parked.
+/// The parked vectors.
 #[derive(Debug)]
 struct Lot {
     parking: Box<dyn Parking>,
@@ -327,7 +327,7 @@ impl Reducer {
     /// [`gradients`](Self::gradients).
     ///
     /// # Errors
-    /// What the parking says.
+    /// The error of the parking.
     ///
     /// # Panics
     /// If there is no such bucket.
@@ -436,7 +436,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Waits for the first round of a bucket's last fill, and adds its slice to those of earlier ones.
+    /// Waits for the first round of a bucket's last fill, and adds its slice to the earlier slices.
     fn land(&mut self, bucket: usize) -> Result<(), ReduceError> {
         let Some(pending) = self.slots[bucket].reducing.take() else { return Ok(()) };
         self.bring(bucket, SUM)?;
@@ -520,7 +520,7 @@ impl Reducer {
     /// are afterwards.
     ///
     /// # Errors
-    /// What the parking says.
+    /// The error of the parking.
     ///
     /// # Panics
     /// If there is no such bucket.

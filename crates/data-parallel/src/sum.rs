@@ -26,7 +26,7 @@ pub trait Sum: Debug + Send {
     /// As [`start`](Self::start).
     fn finish(&mut self, group: &Group, received: Buffer) -> Result<Buffer, VectorError>;
 
-    /// What it keeps between sums, by name.
+    /// Its states between sums, by name.
     fn states(&self) -> Vec<(&'static str, &Buffer)> {
         Vec::new()
     }

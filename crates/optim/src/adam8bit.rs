@@ -1,7 +1,7 @@
 //! Adam with states of 8 bits.
 //!
 //! ```text
-//! m, v: those of the step before, dequantised        x = code[i]·largest |x| of its block
+//! m, v of the step before, dequantised              x = code[i]·largest |x| of its block
 //! m = m + (1 - β₁)·(g - m),  v = β₂·v + (1 - β₂)·g²    in f32, g = scale·grad
 //! w = w·(1 - lr·decay) - lr·m̂ / (√v̂ + ε)              by these, as AdamW
 //! i = argmin |code[i] - x / largest |x| of its block|   of m and of v
@@ -93,7 +93,7 @@ impl Code {
 }
 
 impl Adam8bit {
-    /// The codes of means and of squares: what a device's own kernel takes.
+    /// The codes of means and of squares, for the kernel of a device.
     #[must_use]
     pub fn codes_of_moments() -> [&'static Code; 2] {
         [Code::signed(), Code::unsigned()]

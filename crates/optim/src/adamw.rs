@@ -49,7 +49,7 @@ pub struct AdamWFactors {
 }
 
 impl AdamW {
-    /// The factors of an update, computed in f64 and rounded once: what a device's own kernel takes.
+    /// The factors of an update, computed in f64 and rounded once, for the kernel of a device.
     pub fn factors(&self, update: Update) -> AdamWFactors {
         let Update { step, lr, grad_scale, decay_factor } = update;
         AdamWFactors {

@@ -35,7 +35,7 @@ impl Default for Lamb {
     }
 }
 
-/// What does not depend on the element, rounded once from f64.
+/// The numbers of one update that are the same for all elements, rounded once from f64.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LambFactors {
     /// 1 - β₁.
@@ -63,7 +63,7 @@ impl LambFactors {
 }
 
 impl Lamb {
-    /// The factors of an update: what a device's own kernel takes.
+    /// The factors of an update, for the kernel of a device.
     pub fn factors(&self, update: &Update) -> LambFactors {
         LambFactors {
             mean_new: (1.0 - self.beta1) as f32,

@@ -34,9 +34,9 @@ pub enum Rule {
     Adam8bit(Adam8bit),
     /// A rule for the matrices of hidden layers, and one for everything else: tables, heads, biases, norms.
     Hidden {
-        /// That of matrices of [hidden](ParamShape::hidden) layers.
+        /// The rule of matrices of [hidden](ParamShape::hidden) layers.
         matrices: Box<Rule>,
-        /// That of the others.
+        /// The rule of the others.
         others: Box<Rule>,
     },
     /// A user-written rule. It runs where weights lie in host memory; other devices refuse it.
@@ -86,7 +86,7 @@ impl Rule {
         }
     }
 
-    /// The rule's name, such as `adamw`. That of a rule for matrices of hidden layers stands for the whole.
+    /// The rule's name, such as `adamw`. Of two rules it is the name of the one for hidden matrices.
     #[must_use]
     pub fn name(&self) -> &str {
         match self.on_host() {
@@ -95,7 +95,7 @@ impl Rule {
         }
     }
 
-    /// What it keeps of a parameter, in order; all zero before the first step.
+    /// Its states of a parameter, in order; all zero before the first step.
     #[must_use]
     pub fn states(&self, shape: &ParamShape) -> Vec<State> {
         match self.of(shape).on_host() {
@@ -132,7 +132,7 @@ impl Rule {
         self.states(shape).into_iter().map(bytes).sum()
     }
 
-    /// What it has measured of a whole parameter before it updates; nothing, if elements do not depend on each other.
+    /// Its passes of measures over a whole parameter before it updates; none, if elements do not depend on each other.
     #[must_use]
     pub fn passes(&self, shape: &ParamShape) -> Vec<Pass> {
         match self.of(shape).on_host() {
@@ -141,7 +141,7 @@ impl Rule {
         }
     }
 
-    /// What it needs of the whole matrices of a parameter before it updates, if it does.
+    /// The function of whole matrices that it needs before it updates, if it does.
     #[must_use]
     pub fn gathers(&self, shape: &ParamShape) -> Option<Transform> {
         match self.of(shape).on_host() {
@@ -174,7 +174,7 @@ impl Rule {
         }
     }
 
-    /// How it runs on host memory; of two rules, that of hidden matrices.
+    /// How it runs on host memory; of two rules, the one for hidden matrices.
     #[must_use]
     pub fn on_host(&self) -> OnHost<'_> {
         match self {

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub struct ParamShape {
     /// Matrices: 1, or one for each projection of each expert.
     pub matrices: usize,
-    /// Matrices whose rows take turns in memory, as those of gate and up do; 1 where each lies behind the one before.
+    /// Matrices whose rows take turns in memory, as gate's and up's do; 1 where each lies behind the one before.
     /// Rules do not see this: [`Run::first`](crate::Run::first) counts elements matrix by matrix.
     pub interleaved: usize,
     /// Rows of each: output features.
@@ -151,7 +151,7 @@ impl Over {
 pub struct State {
     /// Its name, for messages and checkpoints: `exp_avg`.
     pub name: &'static str,
-    /// What it has a number for.
+    /// The things that it has a number for.
     pub kept: Kept,
 }
 
@@ -197,7 +197,7 @@ pub enum Pass {
 }
 
 impl Pass {
-    /// What is measured.
+    /// The measure.
     #[must_use]
     pub fn over(&self) -> &[Over] {
         match self {

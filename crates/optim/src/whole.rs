@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use crate::{OptimError, ParamShape, Pass, State, Update};
 
-/// Consecutive elements of a parameter, counted matrix by matrix, and what goes with them.
+/// Consecutive elements of a parameter, counted matrix by matrix, with their gradients, states and measures.
 #[derive(Debug)]
 pub struct Run<'r, 'a> {
     /// The parameter.
@@ -26,7 +26,7 @@ pub struct Run<'r, 'a> {
     pub gathered: &'r [f32],
 }
 
-/// What a rule needs of whole matrices, which the device computes.
+/// A function of whole matrices that a rule needs, and that the device computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Transform {
@@ -55,14 +55,14 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     /// The rule's name, for messages and checkpoints: `lamb`.
     fn name(&self) -> &str;
 
-    /// What it keeps of a parameter.
+    /// Its states of a parameter.
     fn states(&self, shape: &ParamShape) -> Vec<State>;
 
-    /// What it has measured of a parameter.
+    /// Its passes of measures over a parameter.
     fn passes(&self, shape: &ParamShape) -> Vec<Pass>;
 
-    /// What the update reads of whole matrices, if it does. They are brought together from the numbers that `measure`
-    /// gives in a call after the passes, with their number as that of the pass: one for each element.
+    /// The function of whole matrices that the update reads, if it does. They are brought together from the numbers
+    /// that `measure` gives in a call after the passes, with their number as that of the pass: one for each element.
     fn gathers(&self, _shape: &ParamShape) -> Option<Transform> {
         None
     }

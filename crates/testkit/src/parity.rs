@@ -2,7 +2,7 @@
 //!
 //! The bound is `‖got − reference‖ ≤ 1e-5 · max(‖reference‖, 1e-4 · ‖all‖)`, where `all` is every gradient of the run.
 //! Only the order of f32 additions may differ between the two. The comparison is norm-wise, because single elements
-//! cancel. It has a floor, because some gradients are zero except for rounding (that of a key bias).
+//! cancel. It has a floor, because some gradients are zero except for rounding (a key bias has such a gradient).
 
 /// The largest relative difference between two runs that differ in the order of f32 additions.
 pub const TOLERANCE: f64 = 1e-5;

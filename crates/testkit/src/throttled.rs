@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// `inner`, over a link by which a rank sends `bytes_per_second`. A collective or a send is over when its logical bytes
 /// have been sent ([`Record::bytes`]): those of a rank's operations follow each other on its link, in all of its
-/// groups. A message is there after its time on the link of the receiver. Values are those of `inner`.
+/// groups. A message is there after its time on the link of the receiver. Values are `inner`'s.
 ///
 /// # Panics
 /// If the link sends nothing.

@@ -5,6 +5,7 @@ use meshwork_core::{CommError, World};
 use meshwork_testkit::comm::processes::{Exit, run};
 use meshwork_testkit::comm::{Worlds, conformance};
 use std::process::{Command, id};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(600);
@@ -22,9 +23,9 @@ fn processes_are_a_backend() {
     exits.iter().for_each(|exits| assert_passed(exits, |_| true));
 }
 
-/// Sends this process a signal.
-fn signal(name: &str) {
-    _ = Command::new("kill").args([format!("-{name}"), id().to_string()]).status();
+/// Sends a process a signal.
+fn signal(name: &str, process: u32) {
+    _ = Command::new("kill").args([format!("-{name}"), process.to_string()]).status();
 }
 
 #[test]
@@ -33,7 +34,7 @@ fn a_process_that_is_killed_is_named_to_the_others() {
         let Some(world @ World::Joined(_)) = worlds.world(3, LONG) else { panic!("every process has a rank") };
         let ended = world.run(|world| {
             if world.rank() == 1 {
-                signal("KILL");
+                signal("KILL", id());
             }
             world.barrier()
         });
@@ -47,17 +48,37 @@ fn a_process_that_is_killed_is_named_to_the_others() {
     assert_eq!(exits[1].code, None, "it was killed");
 }
 
+/// No rank waits for it, and the others end well: the run has failed all the same.
+#[test]
+fn a_process_that_is_killed_unnoticed_fails_the_run() {
+    let exits = run(2, "a_process_that_is_killed_unnoticed_fails_the_run", |worlds: &dyn Worlds| {
+        let world = worlds.world(2, LONG).unwrap();
+        let ended = world.run(|world| {
+            if world.rank() == 1 {
+                signal("KILL", id());
+            }
+            Ok::<_, CommError>(())
+        });
+        let error = ended.unwrap_err();
+        assert_eq!((error.rank, &*error.cause), (1, "rank 1 is lost (its process ended)"), "{error}");
+    });
+    exits.iter().for_each(|exits| assert_passed(exits, |rank| rank != 1));
+}
+
 #[test]
 fn a_process_that_is_stopped_is_late() {
     let exits = run(3, "a_process_that_is_stopped_is_late", |worlds: &dyn Worlds| {
-        let world = worlds.world(3, SHORT).unwrap();
+        let (world, stopped) = (worlds.world(3, SHORT).unwrap(), AtomicU32::new(0));
         let ended = world.run(|world| {
-            world.barrier()?;
+            let mut processes = [0; 3];
+            world.all_gather_slice(&[id() as i64], &mut processes)?;
+            stopped.store(processes[1] as u32, Ordering::Relaxed);
             if world.rank() == 1 {
-                signal("STOP");
+                signal("STOP", id());
             }
             world.barrier()
         });
+        signal("KILL", stopped.into_inner());
         let error = ended.unwrap_err();
         let late = |kind: &FaultKind| matches!(kind, FaultKind::Timeout { rank: 1, .. });
         assert!(error.fault.as_ref().is_some_and(|fault| late(&fault.kind)), "{error}");

@@ -6,37 +6,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::error::CallError;
+use super::reduce_op::ReduceOp;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
-
-/// How the elements of several ranks are reduced to one.
-///
-/// NaN and the order of sums are as described here on communicators whose order is
-/// [`BalancedTree`](super::ReductionOrder::BalancedTree); other backends may ignore a NaN in `Max` and `Min`, as NCCL
-/// does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum ReduceOp {
-    /// Their sum; integers wrap around.
-    Sum,
-    /// The largest of them; NaN if any is NaN.
-    Max,
-    /// The smallest of them; NaN if any is NaN.
-    Min,
-}
-
-impl ReduceOp {
-    /// Every operation.
-    pub const ALL: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
-
-    /// Its name in programs and messages: `sum`, `max`, `min`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Max => "max",
-            ReduceOp::Min => "min",
-        }
-    }
-}
 
 /// The operation. Ranks are ranks within the group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,7 +19,7 @@ pub enum Op {
     ReduceScatter(ReduceOp),
     /// `output` (n·c elements) becomes the `input`s (c elements) of all ranks, one after the other.
     AllGather,
-    /// `output` of every rank becomes that of `root`.
+    /// `output` of every rank becomes `root`'s.
     Broadcast {
         /// The rank whose elements all ranks get.
         root: usize,
@@ -155,7 +127,7 @@ impl Op {
 pub struct Caller {
     /// The name, the same on every rank.
     pub name: Arc<str>,
-    /// What it is about, which may differ from rank to rank: the part of a group that a rank names, say.
+    /// Its subject, which may differ from rank to rank: the part of a group that a rank names, say.
     pub about: Option<Arc<str>>,
 }
 
@@ -183,7 +155,7 @@ pub struct Call {
     pub input: Option<Buffer>,
     /// The buffer that is written.
     pub output: Option<Buffer>,
-    /// What the operation is part of: for messages, and for comparing ranks.
+    /// The call of the program that it is part of: for messages, and for comparing ranks.
     pub caller: Option<Arc<Caller>>,
 }
 
@@ -236,7 +208,7 @@ impl Call {
         }
     }
 
-    /// A description of the call, for messages and for comparing ranks. `world_ranks` are those of the group.
+    /// A description of the call, for messages and for comparing ranks. `world_ranks` are the group's.
     pub fn info(&self, world_ranks: &[usize]) -> OpInfo {
         let world = |rank: usize| world_ranks.get(rank).copied().unwrap_or(rank);
         let (peer, signature) = match self.op {
@@ -319,7 +291,7 @@ pub enum Peer {
     From(usize),
 }
 
-/// A short description of what a rank is doing: for messages, and for comparing what ranks do.
+/// A short description of an operation: for messages, and for comparing ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpInfo {
     /// Which operation.
@@ -334,7 +306,7 @@ pub struct OpInfo {
     pub peer: Option<Peer>,
     /// The fingerprint of a message.
     pub signature: Option<u64>,
-    /// What it is part of.
+    /// The call of the program that it is part of.
     pub caller: Option<Arc<Caller>>,
 }
 

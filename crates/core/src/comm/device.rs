@@ -51,9 +51,9 @@ pub trait Carrier: Any + Send + Sync + Debug {
 pub struct Member {
     /// When its buffers may be read and written; its end of the device.
     pub ready: Moment,
-    /// The address of what it gives; that of `target` if it works in place.
+    /// The address of its elements; `target`'s if it works in place.
     pub source: u64,
-    /// The address of what it gets; 0 if it gets nothing.
+    /// The address where its result goes; 0 if it gets none.
     pub target: u64,
 }
 
@@ -83,6 +83,6 @@ pub struct DeviceWork {
     pub reduce: ReduceOp,
     /// The members, in the order of the group; of a message the sender and the receiver.
     pub members: Vec<Member>,
-    /// What is to be done.
+    /// The work.
     pub pieces: Vec<Piece>,
 }

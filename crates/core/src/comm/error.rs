@@ -23,7 +23,7 @@ pub enum CommError {
         world_rank: usize,
         /// Number of ranks in the group.
         size: usize,
-        /// What is wrong.
+        /// The reason.
         #[source]
         problem: CallError,
     },
@@ -51,7 +51,7 @@ pub enum CommError {
         world_rank: usize,
         /// The requested members, as ranks of the group to split.
         members: Vec<usize>,
-        /// What is wrong.
+        /// The reason.
         #[source]
         problem: SplitError,
     },
@@ -107,7 +107,7 @@ pub struct Disagreement {
     pub claim: String,
     /// About which ranks: `over tp`, `on all ranks`.
     pub over: String,
-    /// What is the case: ranks, and their values where these are short.
+    /// The facts instead: ranks, and their values where these are short.
     pub found: String,
     /// The world ranks to look at first: those that have something else than most, or all where there is no majority.
     pub ranks: Vec<usize>,
@@ -127,7 +127,7 @@ impl From<Disagreement> for CommError {
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallError {
-    /// A buffer is missing, or there is one that the operation does not use.
+    /// A buffer is missing, or the operation does not use it.
     #[error("it {} an {which} buffer", if *wanted { "needs" } else { "does not take" })]
     Buffers {
         /// Input or output.
@@ -148,7 +148,7 @@ pub enum CallError {
     Count {
         /// Input or output.
         which: &'static str,
-        /// What it has.
+        /// Its elements.
         count: usize,
         /// What would be valid.
         wanted: usize,
@@ -158,7 +158,7 @@ pub enum CallError {
     Indivisible {
         /// Input or output.
         which: &'static str,
-        /// What it has.
+        /// Its elements.
         count: usize,
         /// Number of ranks.
         size: usize,

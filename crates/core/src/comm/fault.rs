@@ -98,7 +98,7 @@ pub enum FaultKind {
     Device {
         /// The rank that queued it for all members: the last to arrive.
         rank: usize,
-        /// What the device says.
+        /// The message of the device.
         message: String,
     },
 }
@@ -157,7 +157,7 @@ fn write_chain<'a>(f: &mut fmt::Formatter<'_>, chain: impl IntoIterator<Item = &
     Ok(())
 }
 
-/// What a rank is doing.
+/// The activity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Activity {
@@ -212,19 +212,19 @@ impl fmt::Display for Activity {
     }
 }
 
-/// What one rank was doing when the world stopped.
+/// The activity of one rank when the world stopped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankReport {
     /// World rank.
     pub rank: usize,
-    /// What it was doing.
+    /// Its activity.
     pub activity: Activity,
     /// The operation it waits for, else the last one it started.
     pub site: Option<Site>,
 }
 
 impl RankReport {
-    /// What one rank did, or several did.
+    /// The activity of one rank, or of several, and its place.
     fn of(&self, plural: bool) -> String {
         let activity = self.activity.of(plural);
         let Some(site) = &self.site else {
@@ -312,7 +312,7 @@ impl Fault {
         }
     }
 
-    /// What the ranks were doing: a line for each rank, or for several that did the same.
+    /// The activities of the ranks: a line for each rank, or for several that did the same.
     pub fn report_lines(&self) -> Vec<String> {
         grouped(self.ranks.iter().map(|rank| (rank.rank, rank.of(false), rank.of(true))))
     }

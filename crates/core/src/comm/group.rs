@@ -84,7 +84,7 @@ impl Group {
 
     /// Cuts the group into parts: see [`Communicator::split`]. The new group writes to the same log.
     ///
-    /// Waits until every rank of the group is here, so that one that is not is named, and not met later in another
+    /// Waits until every rank of the group is here, so that a missing rank is named, and not met later in another
     /// group.
     pub fn split(&self, name: &str, members: &[usize]) -> Result<Group, CommError> {
         self.split_as("Group::split", name, members)
@@ -287,7 +287,7 @@ impl Group {
         give(self.all_gather(Buffer::from_slice(input), room)?, output)
     }
 
-    /// Replaces the elements by those of `root`.
+    /// Replaces the elements by `root`'s.
     pub fn broadcast_slice<T: Element>(&self, elements: &mut [T], root: usize) -> Result<(), CommError> {
         give(self.broadcast(Buffer::from_slice(elements), root)?, elements)
     }

@@ -58,14 +58,14 @@ pub struct Entered(CommLog);
 
 impl CommLog {
     /// The rank begins a call that every rank makes, such as `Trainer::evaluate`. Until the result is dropped, what the
-    /// rank communicates carries this name, or that of a call within. Faults print it, and the
+    /// rank communicates carries this name, or the name of a call within. Faults print it, and the
     /// [threads](super::thread)' communicator refuses ranks that meet in a collective of different calls.
     pub fn enter(&self, caller: impl Into<Caller>) -> Entered {
         self.log().callers.push(Arc::new(caller.into()));
         Entered(self.clone())
     }
 
-    /// A log that is thrown away: for communications that do not count as those of a step. Faults name the same call
+    /// A log that is thrown away: for communications that are no part of a step. Faults name the same call
     /// for them.
     pub(crate) fn aside(&self) -> CommLog {
         let log = Log { callers: self.caller().into_iter().collect(), ..Log::default() };

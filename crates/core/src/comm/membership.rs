@@ -1,4 +1,4 @@
-//! What a rank has of its world beside groups: a life, a clock, and worlds beside this one.
+//! A rank's membership in its world: its life, its clock, and worlds beside this one.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub struct Ended {
     pub first: Option<(usize, String)>,
     /// The fault that stopped the other ranks, if any was stopped.
     pub fault: Option<Arc<Fault>>,
-    /// The end of each rank; what it does if it has not ended.
+    /// The end of each rank, or its activity if it has not ended.
     pub ranks: Vec<Activity>,
 }
 

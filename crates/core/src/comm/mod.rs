@@ -18,12 +18,13 @@ mod log;
 mod membership;
 mod pending;
 pub mod record;
+mod reduce_op;
 pub mod thread;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
-pub use call::{Call, Caller, Op, OpInfo, OpKind, Peer, ReduceOp};
+pub use call::{Call, Caller, Op, OpInfo, OpKind, Peer};
 pub use decorator::Decorator;
 pub use error::{CallError, CommError, Disagreement, SplitError};
 pub use fault::{Activity, Fault, FaultKind, RankReport, Site};
@@ -32,6 +33,7 @@ pub use group::Group;
 pub use log::{CommLog, Entered, Record};
 pub use membership::{Ended, Membership, shared_moment};
 pub use pending::{Pending, PendingOp};
+pub use reduce_op::ReduceOp;
 
 /// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI.
 ///

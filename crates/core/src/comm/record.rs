@@ -84,7 +84,7 @@ impl Communicator for RecordComm {
         self
     }
 
-    /// The same as that of threads, so that a run is planned as it will be trained.
+    /// The order of threads, so that a run is planned as it will be trained.
     fn reduction_order(&self) -> ReductionOrder {
         ReductionOrder::BalancedTree
     }

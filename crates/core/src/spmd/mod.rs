@@ -203,7 +203,7 @@ pub struct SpmdError {
     pub op: String,
     /// The axis on which its operands do not fit.
     pub axis: Axis,
-    /// What is wrong.
+    /// The reason.
     pub problem: String,
     /// What would be valid.
     pub fix: String,

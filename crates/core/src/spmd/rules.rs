@@ -1,6 +1,6 @@
 //! Inference rules of local operations: the type of the result, per axis, or a refusal that says what is missing.
 //!
-//! Dims are those of the operand concerned; a contraction counts its dims from the last one. The rules do not depend on
+//! Dims count in the operand concerned; a contraction counts its dims from the last one. The rules do not depend on
 //! tensors: an operation calls the rule that states its algebra.
 
 mod dims;

@@ -22,7 +22,7 @@ pub(crate) use shuttle::thread_local;
 /// A timeout that is never reached.
 pub const FOREVER: Duration = Duration::from_secs(1 << 40);
 
-/// What a look at the clock takes.
+/// The time that a look at the clock takes.
 const LOOK: Duration = Duration::from_micros(4);
 
 /// A bug that a test plants in a protocol, to see the checker find it.

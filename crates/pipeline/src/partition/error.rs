@@ -8,13 +8,13 @@ use std::fmt;
 pub struct ProfileError {
     /// The line, from 1. If the profile was not read from text, the line that it would have.
     pub line: usize,
-    /// What is wrong with it.
+    /// The mistake.
     pub fault: ProfileFault,
 }
 
 debug_as_display!(ProfileError);
 
-/// What is wrong with a line of a profile.
+/// A mistake in a line of a profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProfileFault {

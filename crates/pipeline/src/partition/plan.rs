@@ -70,7 +70,7 @@ pub struct Plan {
     /// The stages of each level, the outermost level first. Every stage of a level is cut again on the next inner
     /// level.
     pub levels: Vec<Vec<PlannedStage>>,
-    /// Time between two mini-batches that leave the pipeline, in seconds: that of the slowest stage.
+    /// Time between two mini-batches that leave the pipeline, in seconds: the time of the slowest stage.
     pub time_per_stage_s: f64,
     /// Time of a mini-batch on one machine, in seconds.
     pub single_machine_s: f64,

@@ -87,8 +87,8 @@ impl States {
         self.states.len()
     }
 
-    /// The layers of a stage, as indices in the profile: those of state `end - 1` that are not in state `start - 1`.
-    /// Each layer comes after the layers that it reads from.
+    /// The layers of a stage, as indices in the profile: the layers of state `end - 1` that state `start - 1` does not
+    /// have. Each layer comes after the layers that it reads from.
     #[must_use]
     pub fn layers(&self, start: usize, end: usize) -> Vec<usize> {
         let has = |cut: usize, layer| cut > 0 && self.states[cut - 1].layers.has(layer);

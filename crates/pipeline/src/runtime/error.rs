@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::{Action, ActionKind};
 
-/// Why [`run`](crate::run) stopped. `S` is the error of the stages, `T` that of the transport.
+/// Why [`run`](crate::run) stopped. `S` is the error of the stages, `T` the transport's.
 ///
 /// Its text ends with the text of the stage's or transport's error, so [`source`](Error::source) returns the cause of
 /// that error.
@@ -32,7 +32,7 @@ pub enum RunError<S, T> {
     Stage {
         /// The rank.
         rank: usize,
-        /// What it was doing.
+        /// Its action.
         action: Action,
         /// Its error.
         source: S,
@@ -41,7 +41,7 @@ pub enum RunError<S, T> {
     Transport {
         /// The rank.
         rank: usize,
-        /// What it was doing.
+        /// Its action.
         action: Action,
         /// The error of the transport.
         source: T,

@@ -1,4 +1,4 @@
-//! The actions of schedules: what a rank can do in one step, and how it is written.
+//! The actions that a rank can do in one step of a schedule, and how they are written.
 
 use std::error::Error;
 use std::fmt;

@@ -6,9 +6,9 @@ use super::{Action, Schedule};
 
 /// All forwards, chunk by chunk, then all backwards, chunk by chunk from the last: looped GPipe.
 ///
-/// The bubble is that of interleaved 1F1B, for any number of micro-batches; each rank holds the activations of all of
-/// them, as in GPipe. Its advantage is that all micro-batches of a chunk run in a row, so that sharded weights are
-/// gathered, and gradients reduced, once per chunk.
+/// The bubble is as large as in interleaved 1F1B, for any number of micro-batches; each rank holds the activations of
+/// all of them, as in GPipe. Its advantage is that all micro-batches of a chunk run in a row, so that sharded weights
+/// are gathered, and gradients reduced, once per chunk.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::breadth_first(2, 2, 2);

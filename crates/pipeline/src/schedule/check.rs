@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashSet};
 use super::ActionKind::{Backward, Forward, InputGradient, SendActivation, SendGradient, Update, WeightGradient};
 use super::grid::stuck_grid;
 use super::needs::{Form, Graph, Table};
+use super::versions::Versions;
 use super::walk::{Terms, Walk, in_flight, walk};
-use super::weights::Versions;
 use super::{Action, CheckError, Fault, Report, Schedule, Weights};
 
 /// Proves a schedule without messages: every part of every (stage, micro) runs exactly once, on the rank of its

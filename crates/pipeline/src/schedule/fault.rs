@@ -12,7 +12,7 @@ use super::{Action, ActionKind, Weights};
 pub struct CheckError {
     /// The name of the schedule.
     pub schedule: String,
-    /// What is wrong with it: the first fault found.
+    /// The first fault found.
     pub fault: Fault,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for CheckError {
 
 impl Error for CheckError {}
 
-/// What is wrong with a schedule. Ranks are pipeline ranks; steps count a rank's actions from 0.
+/// A mistake in a schedule. Ranks are pipeline ranks; steps count a rank's actions from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {

@@ -76,7 +76,7 @@ impl Generator {
         }
     }
 
-    /// Whether weights do not change while a step runs, so that training equals that of one rank.
+    /// Whether weights do not change while a step runs, so that training equals training on one rank.
     pub fn is_synchronous(self) -> bool {
         !matches!(self, Self::PipeDream | Self::PipeDream2Bw)
     }

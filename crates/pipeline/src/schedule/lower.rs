@@ -83,7 +83,7 @@ impl Lowered {
     }
 
     /// The micro-batch whose weight gradient (`B`, or `W` where split) is the last of `stage`: when it has finished,
-    /// the gradients of the stage are final and may be reduced. If there are several steps, it is that of the last one.
+    /// the gradients of the stage are final and may be reduced. Of several steps, the last one counts.
     /// `None` in a forward-only schedule, and for a stage that does not exist.
     ///
     /// ```

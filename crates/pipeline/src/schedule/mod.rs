@@ -29,6 +29,7 @@ mod svg;
 mod text;
 mod timeline;
 mod trace;
+mod versions;
 mod walk;
 mod weights;
 mod zb_h;

@@ -59,7 +59,7 @@ pub enum ShapeError {
     VirtualStages {
         /// The schedule.
         schedule: &'static str,
-        /// What was asked for.
+        /// The requested number.
         virtual_stages: usize,
         /// The only number that it takes; `None` if it takes any from 1 on.
         only: Option<usize>,
@@ -70,7 +70,7 @@ pub enum ShapeError {
         schedule: &'static str,
         /// The pipeline degree.
         pp: usize,
-        /// What was asked for.
+        /// The requested number.
         micros: usize,
         /// The numbers that it takes.
         takes: MicroCounts,

@@ -61,13 +61,13 @@ impl<T: fmt::Display> fmt::Display for Spaced<'_, T> {
 pub struct ParseScheduleError {
     /// The line, counted from 1; `None` if something is missing from the whole text.
     pub line: Option<usize>,
-    /// What is wrong with it.
+    /// The mistake.
     pub fault: TextFault,
 }
 
 debug_as_display!(ParseScheduleError);
 
-/// What is wrong with the text of a schedule.
+/// A mistake in the text of a schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TextFault {
@@ -104,7 +104,7 @@ pub enum TextFault {
     Action {
         /// Its number in its line, counted from 1.
         item: usize,
-        /// What is wrong with it.
+        /// The mistake.
         source: ParseActionError,
     },
     /// Actions of a rank that does not exist.

@@ -92,7 +92,7 @@ impl OpInput {
 
 /// Tries an operation on `tp` = 1, 2, 3 and 4, with every combination of types of its operands. Whatever its SPMD rule
 /// accepts must be right: the operation on one rank, of the values that all ranks hold together, gives the output and
-/// the gradients that the ranks' ones give together by their types. The gradients of one rank are those of finite
+/// the gradients that the ranks' ones give together by their types. The gradients of one rank are held against finite
 /// differences. A rule that accepts types on some degrees only is wrong too.
 ///
 /// Values are f64; where the operation does not compute in f64 on one rank, as one that reads its operands as slices of
@@ -216,7 +216,7 @@ struct Case<'a> {
     dtype: DType,
 }
 
-/// What one rank computes of the values of all ranks, or, with a `Varying` operand, of those of each rank.
+/// What one rank computes of the values of all ranks, or, with a `Varying` operand, of the values of each rank.
 struct Reference {
     own: bool,
     ranks: Vec<RankResult>,

@@ -1,4 +1,4 @@
-//! What a check found.
+//! The findings of a check.
 
 use super::array::Array;
 use meshwork_core::Ty;
@@ -43,7 +43,7 @@ pub enum CheckError {
     NothingAccepted {
         /// The name that was given to the check.
         name: String,
-        /// What the operation said.
+        /// The error of the operation.
         refusal: String,
     },
     /// An input that has no part on each rank.
@@ -87,7 +87,7 @@ pub struct WrongCase {
     pub degree: usize,
     /// The inputs, with their types.
     pub types: Vec<(String, Ty)>,
-    /// What is wrong.
+    /// The mistake.
     pub problem: Problem,
 }
 
@@ -104,7 +104,7 @@ impl fmt::Display for WrongCase {
     }
 }
 
-/// What is wrong with a case.
+/// The mistake in a case.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Problem {

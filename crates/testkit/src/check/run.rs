@@ -10,7 +10,7 @@ use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a rank puts on the tape: its part of an input.
+/// A rank's part of an input, as it goes on the tape.
 #[derive(Clone, Debug)]
 pub(super) struct Local {
     pub part: Array,
@@ -19,7 +19,7 @@ pub(super) struct Local {
     pub ids: bool,
 }
 
-/// What a rank computed.
+/// The results of a rank.
 #[derive(Debug)]
 pub(super) struct RankResult {
     pub output: Array,

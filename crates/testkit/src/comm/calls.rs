@@ -28,7 +28,7 @@ fn count(world: &Group) -> Result<(), CommError> {
     world.all_reduce_slice(&mut [1i64], ReduceOp::Sum)
 }
 
-/// The first collective of an evaluation is that of a step: ranks that differ met there and went on.
+/// An evaluation begins with the same collective as a step: ranks that differ met there and went on.
 fn ranks_that_communicate_alike_in_different_calls_are_refused(worlds: &dyn Worlds) {
     let error = fails(worlds, 3, PATIENT, |world| {
         let _entered = world.log().enter(if world.rank() == 1 { "Trainer::evaluate" } else { "Trainer::step" });

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Cause, Group, RunError, World};
 
-/// What a rank of a case does.
+/// The program of a rank in a case.
 pub type Body<'a> = dyn Fn(Group) -> Result<(), Cause> + Sync + 'a;
 
 /// The worlds of a backend, of which each case has new ones. Where ranks are processes, all of them run the suite, and
@@ -128,7 +128,7 @@ fn fails(
     Some(error)
 }
 
-/// First line of what a rank was told.
+/// The first line of a rank's error.
 fn told(error: &RunError, rank: usize) -> String {
     let end = error.ends[rank].as_ref().map_or("nothing".to_owned(), ToString::to_string);
     end.lines().next().unwrap_or_default().to_owned()

@@ -30,14 +30,14 @@ use super::{Body, Worlds};
 const RANK: &str = "MESHWORK_TEST_RANK";
 
 /// How long ranks may live after rank 0 has ended.
-const LAST: Duration = Duration::from_secs(10);
+const LAST: Duration = Duration::from_secs(30);
 
 /// How the process of a rank ended.
 #[derive(Debug)]
 pub struct Exit {
     /// Its code; none if it was killed.
     pub code: Option<i32>,
-    /// What it wrote to standard error.
+    /// Its standard error.
     pub errors: String,
 }
 
@@ -76,13 +76,8 @@ pub fn run(ranks: usize, test: &str, body: impl FnOnce(&dyn Worlds)) -> Option<V
     };
     let (mut children, reads): (Vec<_>, Vec<_>) = (0..ranks).map(start).unzip();
     let codes = wait(&mut children);
-    Some(
-        codes
-            .into_iter()
-            .zip(reads)
-            .map(|(code, read)| Exit { code, errors: read.join().unwrap_or_default() })
-            .collect(),
-    )
+    let exit = |(code, read): (_, thread::JoinHandle<_>)| Exit { code, errors: read.join().unwrap_or_default() };
+    Some(codes.into_iter().zip(reads).map(exit).collect())
 }
 
 /// The codes of all processes, when they have ended. A rank whose test fails ends the others.
@@ -140,10 +135,10 @@ impl Worlds for Processes {
     }
 }
 
-/// What a rank asks of the hub.
+/// A question of a rank to the hub.
 #[derive(Serialize, Deserialize)]
 enum Ask {
-    /// Joins a world of `ranks` ranks, of this number among those of its size.
+    /// Joins a world of `ranks` ranks: the one with this number among the worlds of its size.
     Join {
         number: u64,
         ranks: usize,
@@ -174,7 +169,7 @@ enum Ask {
     Leave,
 }
 
-/// What the hub answers.
+/// The hub's answer.
 #[derive(Serialize, Deserialize)]
 enum Told {
     Done,
@@ -211,7 +206,7 @@ fn receive<T: for<'a> Deserialize<'a>>(stream: &mut BufReader<TcpStream>) -> io:
     Ok((serde_json::from_str(&head)?, bytes))
 }
 
-/// A connection to the hub, and what it is called in errors.
+/// A connection to the hub, and the rank that errors name.
 #[derive(Debug)]
 struct Line {
     port: u16,
@@ -395,7 +390,7 @@ impl Drop for Flight {
     }
 }
 
-/// What the hub has for ranks that have not come yet.
+/// Communicators of ranks that have not come yet.
 #[derive(Default)]
 struct Hub {
     worlds: HashMap<(usize, u64), Vec<Option<Arc<dyn Communicator>>>>,

@@ -79,7 +79,7 @@ macro_rules! half_oracle {
 }
 half_oracle!(bf16, f16);
 
-/// What the ranks of a group give, which every rank can compute, and what they must get.
+/// The inputs of all ranks of a group, which every rank can compute, and their reductions.
 struct Inputs {
     ranks: usize,
     /// Whether the group adds up in the tree: elsewhere sums are exact in any order.

@@ -4,7 +4,7 @@ use meshwork_core::{Buffer, BufferError, DType, HostMemory, Memory};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Memory that looks like that of another device. The host memory behind it is passed to the kernels that compute on
+/// Memory that looks like another device's. The host memory behind it is passed to the kernels that compute on
 /// it, and is absent while one writes to it.
 #[derive(Debug)]
 struct Opaque {

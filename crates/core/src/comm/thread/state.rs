@@ -302,7 +302,7 @@ impl State {
                 self.poison(FaultKind::Panicked { rank, message }, None);
                 return;
             }
-            Activity::Failed(_) if self.first_failure.is_none() => {
+            Activity::Failed(_) | Activity::Lost(_) if self.first_failure.is_none() => {
                 self.first_failure = Some((rank, how.failure(rank)));
             }
             _ => {}
