@@ -1,7 +1,7 @@
+use super::kernels::reduce::sum_of_squares;
 use super::{Cpu, PIECE, whole};
 use meshwork_core::exact::{self, LIMBS};
 use meshwork_core::pool::share;
-use meshwork_core::simd::wide;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::Result;
@@ -10,9 +10,6 @@ use meshwork_tensor::kernel::{FlatParts, Measured, Optim, WholePart, WholeVector
 use std::iter;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
-
-/// Running sums of a piece.
-const LANES: usize = 32;
 
 impl Optim for Cpu {
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
@@ -115,26 +112,6 @@ fn update_range(
         }
     });
     Ok(outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?)
-}
-
-/// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
-pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
-    wide(
-        #[inline(always)]
-        || {
-            let mut lanes = [0_f64; LANES];
-            let (whole, rest) = x.as_chunks::<LANES>();
-            for x in whole {
-                for l in 0..LANES {
-                    lanes[l] += f64::from(x[l]) * f64::from(x[l]);
-                }
-            }
-            for (lane, &x) in lanes.iter_mut().zip(rest) {
-                *lane += f64::from(x) * f64::from(x);
-            }
-            lanes.iter().sum()
-        },
-    )
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! alone, so that results do not depend on threads; the measures of jobs are added up in their order.
 
 use super::PIECE;
-use super::optim::sum_of_squares;
+use super::kernels::reduce::sum_of_squares;
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};

@@ -1,7 +1,6 @@
 //! The element types kernels compute in, and the exponential they share.
 
-use super::matmul::Product;
-use super::round::Narrow;
+use super::traits::{Narrow, Product};
 use meshwork_tensor::random::ln;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};

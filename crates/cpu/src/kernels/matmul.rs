@@ -20,6 +20,7 @@ pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 use super::Float;
 use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
 use super::round::Stored;
+use super::traits::{Product, Sums};
 use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
 use meshwork_core::{Block, pool};
@@ -515,37 +516,6 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     assert!(
         near.0 == 1 || rows == 1 || columns == 1,
         "C: {rows} by {columns} with strides {strides:?} is contiguous along no dim"
-    );
-}
-
-/// Memory of a thread for waiting sums: for the largest number of waiting sums so far, each as long as the longest.
-type Sums<T> = RefCell<Vec<Vec<T>>>;
-
-/// The parts of products that depend on the element type.
-pub trait Product: Sized + Copy + Send + Sync + 'static {
-    /// Our own implementation for this CPU: only for `f32`.
-    fn path(precision: Precision) -> Option<Path>;
-
-    /// Whether the precision rounds operands.
-    fn narrows(precision: Precision) -> bool;
-
-    /// This thread's room for sums.
-    fn sums() -> &'static LocalKey<Sums<Self>>;
-
-    /// An operand's element as the product reads it.
-    fn in_precision(self, precision: Precision) -> Self;
-
-    /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
-    ///
-    /// # Safety
-    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
-    /// fit isize; no two elements of C may share memory, nor C with A or B.
-    unsafe fn portable(
-        dims: [usize; 3],
-        a: (*const Self, Strides),
-        b: (*const Self, Strides),
-        c: (*mut Self, Strides),
-        update: Update,
     );
 }
 

@@ -19,7 +19,7 @@ mod float;
     allow(dead_code, unused_imports, unused_variables, unused_unsafe, unreachable_code)
 )]
 mod gemm;
-mod reduce;
+pub(crate) mod reduce;
 
 pub mod attention;
 pub mod channel_norm;
@@ -38,6 +38,7 @@ pub mod rms_norm;
 pub mod round;
 pub mod routing;
 pub mod swiglu;
+mod traits;
 mod update;
 pub mod windows;
 pub mod zeros;

@@ -6,6 +6,7 @@
 //! and the error stays below 68 rounding errors of the element type, however long the row.
 
 use super::Float;
+use meshwork_core::simd::wide;
 
 const BLOCK: usize = 1024;
 const LANES: usize = 16;
@@ -102,6 +103,29 @@ fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
         |l| f(by_8[l], by_8[l + 4]),
     );
     f(f(by_4[0], by_4[2]), f(by_4[1], by_4[3]))
+}
+
+/// Lanes of a sum of squares.
+const SQUARES: usize = 32;
+
+/// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
+pub(crate) fn sum_of_squares(x: &[f32]) -> f64 {
+    wide(
+        #[inline(always)]
+        || {
+            let mut lanes = [0_f64; SQUARES];
+            let (whole, rest) = x.as_chunks::<SQUARES>();
+            for x in whole {
+                for l in 0..SQUARES {
+                    lanes[l] += f64::from(x[l]) * f64::from(x[l]);
+                }
+            }
+            for (lane, &x) in lanes.iter_mut().zip(rest) {
+                *lane += f64::from(x) * f64::from(x);
+            }
+            lanes.iter().sum()
+        },
+    )
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 
 use super::Float;
 use super::gemm;
+use super::traits::Narrow;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use meshwork_core::Block;
@@ -42,29 +43,6 @@ pub(crate) fn with_room<T: bytemuck::Pod, R>(len: usize, f: impl FnOnce(&mut [T]
     let result = f(&mut bytemuck::cast_slice_mut(block.as_mut_slice())[..len]);
     SPARE.with_borrow_mut(|spare| spare.push(block));
     result
-}
-
-/// What a type that kernels compute in has to do with floats of 16 bits, which only `f32` has: the others panic.
-pub trait Narrow: bytemuck::Pod {
-    /// [`round`] of each.
-    fn round(_: &[Self], _: &mut [bf16]) {
-        panic!("results in {} are not stored in bf16", std::any::type_name::<Self>());
-    }
-
-    /// [`to_f16`] of each.
-    fn to_f16(_: &[Self], _: &mut [f16]) {
-        panic!("results in {} are not stored in f16", std::any::type_name::<Self>());
-    }
-
-    /// [`from_bf16`] of each.
-    fn from_bf16(_: &[bf16], _: &mut [Self]) {
-        panic!("operands in bf16 are not read in {}", std::any::type_name::<Self>());
-    }
-
-    /// [`from_f16`] of each.
-    fn from_f16(_: &[f16], _: &mut [Self]) {
-        panic!("operands in f16 are not read in {}", std::any::type_name::<Self>());
-    }
 }
 
 impl Narrow for f32 {

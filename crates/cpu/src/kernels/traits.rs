@@ -1,0 +1,62 @@
+//! The parts of [`Float`](super::Float) that depend on a type's width: conversions and products.
+
+use super::gemm::Path;
+use super::update::{Strides, Update};
+use meshwork_core::{bf16, f16};
+use meshwork_tensor::Precision;
+use std::cell::RefCell;
+use std::thread::LocalKey;
+
+/// Conversions between a type that kernels compute in and floats of 16 bits. Only `f32` has them; others panic.
+pub trait Narrow: bytemuck::Pod {
+    /// [`round`](super::round::round) of each.
+    fn round(_: &[Self], _: &mut [bf16]) {
+        panic!("results in {} are not stored in bf16", std::any::type_name::<Self>());
+    }
+
+    /// [`to_f16`](super::round::to_f16) of each.
+    fn to_f16(_: &[Self], _: &mut [f16]) {
+        panic!("results in {} are not stored in f16", std::any::type_name::<Self>());
+    }
+
+    /// [`from_bf16`](super::round::from_bf16) of each.
+    fn from_bf16(_: &[bf16], _: &mut [Self]) {
+        panic!("operands in bf16 are not read in {}", std::any::type_name::<Self>());
+    }
+
+    /// [`from_f16`](super::round::from_f16) of each.
+    fn from_f16(_: &[f16], _: &mut [Self]) {
+        panic!("operands in f16 are not read in {}", std::any::type_name::<Self>());
+    }
+}
+
+/// Memory of a thread for waiting sums: for the largest number of waiting sums so far, each as long as the longest.
+pub(super) type Sums<T> = RefCell<Vec<Vec<T>>>;
+
+/// The parts of products that depend on the element type.
+pub trait Product: Sized + Copy + Send + Sync + 'static {
+    /// Our own implementation for this CPU: only for `f32`.
+    fn path(precision: Precision) -> Option<Path>;
+
+    /// Whether the precision rounds operands.
+    fn narrows(precision: Precision) -> bool;
+
+    /// This thread's room for sums.
+    fn sums() -> &'static LocalKey<Sums<Self>>;
+
+    /// An operand's element as the product reads it.
+    fn in_precision(self, precision: Precision) -> Self;
+
+    /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
+    ///
+    /// # Safety
+    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
+    /// fit isize; no two elements of C may share memory, nor C with A or B.
+    unsafe fn portable(
+        dims: [usize; 3],
+        a: (*const Self, Strides),
+        b: (*const Self, Strides),
+        c: (*mut Self, Strides),
+        update: Update,
+    );
+}
