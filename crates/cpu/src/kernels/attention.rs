@@ -30,10 +30,10 @@
 //!
 //! # The precision
 //!
-//! In [`Precision::Bf16`](meshwork_tensor::Precision::Bf16) both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`, but
-//! also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does
-//! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
-//! `f64` stays `f64`.
+//! In [`Precision::Bf16`](meshwork_tensor::Precision::Bf16) both operands of each of these products are rounded to
+//! `bf16`: `Q`, `K`, `V` and `dO`, but also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and
+//! `dK`. Sums stay `f32`, and so does everything between the products: softmax with its totals and `lse`, `D`, dropout,
+//! and the rotation before them. `f64` stays `f64`.
 //!
 //! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed
 //! on, and rounded once afterwards, with the bits of the same on copies of the whole tensors.
