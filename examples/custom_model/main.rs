@@ -80,7 +80,7 @@ impl Model for Parallel {
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        language::hidden(mesh, Region::Invariant, self.hidden, batch)
+        language::hidden(mesh, Region::INVARIANT, self.hidden, batch)
     }
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
@@ -91,12 +91,12 @@ impl Model for Parallel {
 impl Stage for Part {
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
         let x = match &self.tables {
-            Some((table, at)) => at.forward(tape, &table.embed(tape, &batch.var(tape, TOKENS)?, Region::Invariant)?)?,
+            Some((table, at)) => at.forward(tape, &table.embed(tape, &batch.var(tape, TOKENS)?, Region::INVARIANT)?)?,
             None => input.cloned().ok_or_else(|| language::no_input("parallel"))?,
         };
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x))?;
         let Some((norm, head)) = &self.head else { return Ok(x) };
-        head.logits(tape, &norm.forward(tape, &x)?, Region::Invariant)
+        head.logits(tape, &norm.forward(tape, &x)?, Region::INVARIANT)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, logits: &Var) -> Result<Var> {

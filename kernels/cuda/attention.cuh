@@ -16,14 +16,14 @@ DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
     return {static_cast<i64>(blockIdx.x) / heads, head, first_kv + head / group};
 }
 
-// The documents of a sample: `first` has the first token of each token's own, none if the sample is one document.
+// The documents of a sample: `first` has the first key of each key's own, none if the sample is one document.
 struct Documents {
     const int* first;
 
     DEVICE int of(i64 token) const { return first ? first[token] : 0; }
 };
 
-DEVICE Documents documents_of(const int* firsts, const Head& head, i64 seq) { return {firsts ? firsts + head.sample * seq : firsts}; }
+DEVICE Documents documents_of(const int* firsts, const Head& head, i64 keys) { return {firsts ? firsts + head.sample * keys : firsts}; }
 
 // Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq]
 // decides. Keys are asked for in order.

@@ -37,7 +37,7 @@ KERNEL attention_dots(const float* dout, const float* out, float* dots, i64 batc
 // The operands and sizes of one head. Rows of q are q_row apart, of k and v kv_row, of dO heads * head_dim.
 struct Operands {
     const float *q, *k, *v, *dout, *lse, *dots;
-    i64 q_row, kv_row, out_row, seq;
+    i64 q_row, kv_row, out_row, seq, keys, past;
     int head_dim;
     float scale;
     Documents documents;
@@ -46,25 +46,27 @@ struct Operands {
 
 DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
                             const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale,
-                            const int* firsts, int rounded) {
+                            const int* firsts, int rounded, i64 keys, i64 past) {
     i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * seq;
-    return {q + head.sample * seq * q_row + head.head * head_dim, k + head.sample * seq * kv_row + head.kv_head * head_dim,
-            v + head.sample * seq * kv_row + head.kv_head * head_dim, dout + head.sample * seq * out_row + head.head * head_dim,
-            lse + row, dots + row, q_row, kv_row, out_row, seq, head_dim, scale, documents_of(firsts, head, seq), rounded};
+    return {q + head.sample * seq * q_row + head.head * head_dim, k + head.sample * keys * kv_row + head.kv_head * head_dim,
+            v + head.sample * keys * kv_row + head.kv_head * head_dim, dout + head.sample * seq * out_row + head.head * head_dim,
+            lse + row, dots + row, q_row, kv_row, out_row, seq, keys, past, head_dim, scale,
+            documents_of(firsts, head, keys), rounded};
 }
 
 struct Scores {
     float p, ds;
 };
 
-// P∘M and dS of a pair of rows in the tiles, as products read them; zero where the mask hides it.
+// P∘M and dS of query i and key j, a pair of rows in the tiles, as products read them; zero where the mask hides it.
 template <class Tile>
 DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
-    if (j > i || i >= of.seq || j < of.documents.of(i)) return {0.0f, 0.0f};
+    i64 token = of.past + i;
+    if (j > token || j >= of.keys || i >= of.seq || j < of.documents.of(token)) return {0.0f, 0.0f};
     float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
     float p = exp_bits(s * of.scale - of.lse[i]);
     if (dropout.p <= 0.0f) return {as_read(p, of.rounded), as_read(p * (dp - of.dots[i]) * of.scale, of.rounded)};
-    dropout.start += static_cast<u64>(i) * static_cast<u64>(of.seq);
+    dropout.start += static_cast<u64>(token) * static_cast<u64>(of.keys);
     float factor = dropout.factor(j);
     return {as_read(p * factor, of.rounded), as_read(p * (dp * factor - of.dots[i]) * of.scale, of.rounded)};
 }
@@ -76,27 +78,27 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     SHARED(float, k, TILE * STRIDE);
     SHARED(float, v, TILE * STRIDE);
     SHARED(float, ds, TILE * (TILE + 1));
-    i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.seq, first + TILE);
+    i64 first = static_cast<i64>(blockIdx.y) * TILE, end = smaller(of.keys, of.past + smaller(of.seq, first + TILE));
     int query = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
-    i64 i = first + query;
+    i64 i = first + query, token = of.past + i, seen_end = smaller(of.keys, token + 1);
     load_rows<TILE>(q, STRIDE, of.q, of.q_row, first, of.seq, of.head_dim, of.rounded);
     load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, first, of.seq, of.head_dim, of.rounded);
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     // The first key of this query's document, and the tile of the first of any query's of this block.
-    i64 own = of.documents.of(i < of.seq ? i : first), begin = of.documents.of(first) / TILE * TILE;
+    i64 own = of.documents.of(i < of.seq ? token : of.past + first), begin = of.documents.of(of.past + first) / TILE * TILE;
     for (i64 keys = begin; keys < end; keys += TILE) {
         __syncthreads();  // the keys and scores before these are read
-        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
-        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
+        load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
+        load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.keys, of.head_dim, of.rounded);
         __syncthreads();
         ds[query * (TILE + 1) + lane] =
             scores_of(of, q, dout, query * STRIDE, k, v, lane * STRIDE, i, keys + lane, dropout).ds;
         __syncthreads();
         for (int key = 0; key < TILE; key++) {
             i64 seen = keys + key - own;
-            if (seen < 0 || keys + key > i) continue;
+            if (seen < 0 || keys + key >= seen_end) continue;
             if (seen % BACKWARD_BLOCK == 0 && seen > 0) {
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) sum[f] = seen == BACKWARD_BLOCK ? part[f] : sum[f] + part[f], part[f] = 0.0f;
@@ -114,7 +116,7 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + TILE * f;
-        if (e < of.head_dim) to[e] = i - own >= BACKWARD_BLOCK ? sum[f] + part[f] : part[f];
+        if (e < of.head_dim) to[e] = seen_end - own > BACKWARD_BLOCK ? sum[f] + part[f] : part[f];
     }
 }
 
@@ -129,16 +131,19 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     SHARED(float, ds, TILE * (TILE + 1));
     i64 first = static_cast<i64>(blockIdx.y) * TILE;
     int row = static_cast<int>(threadIdx.x) / TILE, lane = static_cast<int>(threadIdx.x) % TILE;
-    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.seq, of.head_dim, of.rounded);
-    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.seq, of.head_dim, of.rounded);
+    load_rows<TILE>(k, STRIDE, of.k, of.kv_row, first, of.keys, of.head_dim, of.rounded);
+    load_rows<TILE>(v, STRIDE, of.v, of.kv_row, first, of.keys, of.head_dim, of.rounded);
     float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
-    // The first query of the block of the document that has this key on its diagonal.
-    i64 key = first + row, own = of.documents.of(key < of.seq ? key : first), diagonal = key - (key - own) % BACKWARD_BLOCK;
+    i64 key = first + row, own = of.documents.of(key < of.keys ? key : first);
+    // The first query of this key's document, and the first that the sums of its block of keys begin with.
+    i64 own_query = own > of.past ? own - of.past : 0;
+    i64 before = (key - own) / BACKWARD_BLOCK * BACKWARD_BLOCK - (of.past + own_query - own);
+    i64 begin = own_query + (before > 0 ? before / 2 * 2 : 0);
     bool several = false;
-    for (i64 queries = first; queries < of.seq; queries += TILE) {
-        if (of.documents.of(queries) >= first + TILE) break;  // no query from here on sees these keys
+    for (i64 queries = first > of.past ? (first - of.past) / TILE * TILE : 0; queries < of.seq; queries += TILE) {
+        if (of.documents.of(of.past + queries) >= first + TILE) break;  // no query from here on sees these keys
         __syncthreads();  // the queries and scores before these are read
         load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
         load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
@@ -151,8 +156,8 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
         // As a thread of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
             i64 i = queries + query;
-            if (i < key || i >= of.seq || of.documents.of(i) != own) continue;
-            if ((i - own) % BACKWARD_BLOCK == 0 && i > diagonal) {
+            if (of.past + i < key || i >= of.seq || of.documents.of(of.past + i) != own) continue;
+            if ((i - begin) % BACKWARD_BLOCK == 0 && i > begin) {
 #pragma unroll
                 for (int f = 0; f < FEATURES; f++) {
                     k_sum[f] = several ? k_sum[f] + k_part[f] : k_part[f], k_part[f] = 0.0f;
@@ -170,8 +175,8 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
             }
         }
     }
-    if (first + row >= of.seq) return;
-    i64 to = (head.sample * of.seq + first + row) * dkv_row + head.head * of.head_dim;
+    if (first + row >= of.keys) return;
+    i64 to = (head.sample * of.keys + first + row) * dkv_row + head.head * of.head_dim;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
         int e = lane + TILE * f;
@@ -184,35 +189,40 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
 // Dropout as in attention_forward.cu.
 #define ATTENTION_BACKWARD(CALL, ...) \
     Head head = head_of(heads, group, first_kv); \
-    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded); \
+    Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded, \
+                               keys, first_query); \
     u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
-    CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(seq) * static_cast<u64>(seq), key0, key1, p, kept))
+    CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(keys) * static_cast<u64>(keys), key0, key1, p, kept))
 
 KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                               i64 global_heads, const int* firsts, int rounded) {
+                               i64 global_heads, const int* firsts, int rounded, i64 keys,
+                               i64 first_query) {
     ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
 }
 
 KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                 float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads, const int* firsts, int rounded) {
+                                i64 global_heads, const int* firsts, int rounded, i64 keys,
+                                i64 first_query) {
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
 KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                i64 global_heads, const int* firsts, int rounded) {
+                                i64 global_heads, const int* firsts, int rounded, i64 keys,
+                                i64 first_query) {
     ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
 }
 
 KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                  const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                  int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
-                                 i64 global_heads, const int* firsts, int rounded) {
+                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
+                                 i64 first_query) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 

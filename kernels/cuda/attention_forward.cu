@@ -1,7 +1,7 @@
 // Causal self attention, forward, without the matrix of all pairs (as in Dao et al., arXiv:2205.14135), heads of
 // queries in groups that share keys and values (Ainslie et al., arXiv:2305.13245).
 //
-//   S = Q Kᵀ for j <= i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
+//   S = Q Kᵀ for j <= first_query + i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
 // Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group; out [batch, seq, heads,
 //           head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu, or none: tokens see their own document alone, which
@@ -27,7 +27,8 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, RowDropout dropout, u64 head_start,
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, RowDropout dropout,
+                              u64 head_start,
                               int rounded) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
@@ -35,25 +36,26 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     SHARED(float, plain, QUERIES * (KEYS + 1));
     SHARED(float, dropped, QUERIES * (KEYS + 1));
     Head head = head_of(heads, group, first_kv);
-    i64 first = static_cast<i64>(blockIdx.y) * QUERIES, end = smaller(seq, first + QUERIES);
+    i64 first = static_cast<i64>(blockIdx.y) * QUERIES, end = smaller(count, past + smaller(seq, first + QUERIES));
     int query = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
-    i64 i = first + query;
+    i64 i = first + query, token = past + i;
     const float* q_head = q + head.sample * seq * q_row + head.head * head_dim;
-    const float* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
-    const float* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
+    const float* k_head = k + head.sample * count * kv_row + head.kv_head * head_dim;
+    const float* v_head = v + head.sample * count * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
     // The first key that this query sees, and the tile of the first that any query of this block does.
-    Documents documents = documents_of(firsts, head, seq);
-    i64 own = documents.of(i < seq ? i : first), begin = documents.of(first) / KEYS * KEYS;
+    Documents documents = documents_of(firsts, head, count);
+    i64 own = documents.of(i < seq ? token : past + first), begin = documents.of(past + first) / KEYS * KEYS;
+    i64 seen_end = smaller(count, token + 1);
 
     float max = -INFINITE;
     for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the keys before these are read
-        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, count, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j;
-            if (keys + key > i || keys + key < own || i >= seq) continue;
+            if (keys + key >= seen_end || keys + key < own || i >= seq) continue;
             float score = chain(tile, key * STRIDE, queries, query * STRIDE, head_dim);
             max = score > max ? score : max;
         }
@@ -64,17 +66,17 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     }
 
     float sum[FEATURES], part[FEATURES], total = 0.0f, total_part = 0.0f;
-    dropout.start = head_start + static_cast<u64>(i) * static_cast<u64>(seq);
+    dropout.start = head_start + static_cast<u64>(token) * static_cast<u64>(count);
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     for (i64 keys = begin; keys < end; keys += KEYS) {
         __syncthreads();  // the values and probabilities before these are read
-        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
+        load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, count, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
             int key = lane * EACH + j, at = query * (KEYS + 1) + key;
             float p = 0.0f, factor = 0.0f;
-            if (keys + key <= i && keys + key >= own && i < seq) {
+            if (keys + key < seen_end && keys + key >= own && i < seq) {
                 p = exp_bits((chain(tile, key * STRIDE, queries, query * STRIDE, head_dim) - max) * scale);
                 factor = dropout.factor(keys + key);
             }
@@ -82,11 +84,11 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
             dropped[at] = as_read(p * factor, rounded);
         }
         __syncthreads();  // the keys are read
-        load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim, rounded);
+        load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, count, head_dim, rounded);
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
             i64 seen = keys + key - own;
-            if (seen < 0 || keys + key > i) continue;
+            if (seen < 0 || keys + key >= seen_end) continue;
             if (seen % FORWARD_KEYS == 0 && seen > 0) {
                 total += total_part, total_part = 0.0f;
 #pragma unroll
@@ -104,7 +106,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     if (i >= seq) return;
     total += total_part;
     float inverse = 1.0f / total;
-    bool several = i - own >= FORWARD_KEYS;
+    bool several = seen_end - own > FORWARD_KEYS;
     float* to = out + ((head.sample * seq + i) * heads + head.head) * head_dim;
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
@@ -119,18 +121,20 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
 #define ATTENTION_FORWARD(FEATURES) \
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
-                static_cast<u64>(seq) * static_cast<u64>(seq); \
+                static_cast<u64>(keys) * static_cast<u64>(keys); \
     attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
-                                RowDropout(0, key0, key1, p, kept), start, rounded)
+                                keys, first_query, RowDropout(0, key0, key1, p, kept), start, rounded)
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                            i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded) {
+                            i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
+                            i64 first_query) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
-                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded) {
+                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
+                             i64 first_query) {
     ATTENTION_FORWARD(16);
 }

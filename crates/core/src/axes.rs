@@ -19,6 +19,18 @@ pub struct Axes {
     len: usize,
 }
 
+impl Axes {
+    /// No axes.
+    pub const NONE: Self = Self { axes: [Axis::Tp; Axis::COUNT], len: 0 };
+
+    /// One axis.
+    pub const fn one(axis: Axis) -> Self {
+        let mut axes = Self::NONE.axes;
+        axes[0] = axis;
+        Self { axes, len: 1 }
+    }
+}
+
 impl FromIterator<Axis> for Axes {
     fn from_iter<I: IntoIterator<Item = Axis>>(given: I) -> Self {
         let named = given.into_iter().fold([false; Axis::COUNT], |mut named, axis| {
@@ -38,7 +50,7 @@ impl FromIterator<Axis> for Axes {
 
 impl From<Axis> for Axes {
     fn from(axis: Axis) -> Self {
-        Self::from_iter([axis])
+        Self::one(axis)
     }
 }
 

@@ -7,7 +7,8 @@
 
 use meshwork_core::pool;
 use meshwork_cpu::kernels::attention::{
-    Angles, Dims, Groups, Masks, Packing, Saved, SavedGrouped, backward, forward, grouped_backward, grouped_forward,
+    Angles, Dims, Groups, Masks, Packing, Saved, SavedGrouped, Tiled, backward, forward, grouped_backward,
+    grouped_forward,
 };
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::AttentionShape;
@@ -67,13 +68,16 @@ fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured
     let packing = packed(shape, documents);
     let masks = Masks { dropout: None, packing: packing.as_ref() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
-    let dims = Dims { batch, seq, heads, head_dim };
+    let dims = Dims::of([batch, seq, heads, head_dim]);
     let elements = batch * seq * heads * head_dim;
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
-    let there = rate(shape.forward_flops(), measured, || forward(precision, dims, &qkv, &mut out, &mut lse, masks));
+    let there =
+        rate(shape.forward_flops(), measured, || forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks));
     let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || backward(precision, dims, saved, &dout, &mut dqkv, masks));
+    let back = rate(shape.backward_flops(), measured, || {
+        backward(f32::tiles(precision), dims, saved, &dout, &mut dqkv, masks)
+    });
     [there, back]
 }
 
@@ -88,7 +92,7 @@ fn grouped_rates(
     let packing = packed(shape, documents);
     let masks = Masks { dropout: None, packing: packing.as_ref() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
-    let dims = Dims { batch, seq, heads, head_dim };
+    let dims = Dims::of([batch, seq, heads, head_dim]);
     let groups = Groups { size, kv_heads: heads / size, first: 0 };
     let (of_q, of_kv) = (batch * seq * heads * head_dim, 2 * batch * seq * groups.kv_heads * head_dim);
     let (q, kv, dout) = (normal("q", of_q), normal("kv", of_kv), normal("dout", of_q));
@@ -100,11 +104,11 @@ fn grouped_rates(
     let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
     let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
     let there = rate(shape.forward_flops(), measured, || {
-        grouped_forward(precision, dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
+        grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
     });
     let saved = SavedGrouped { q: &q, kv: &kv, out: &out, lse: &lse };
     let back = rate(shape.backward_flops(), measured, || {
-        grouped_backward(precision, dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
+        grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
     });
     [there, back]
 }

@@ -1,32 +1,30 @@
 use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float, for_stored};
-use attention::{Angles, Groups, Masks, Misplaced, Packing, SavedGrouped};
+use attention::{Angles, Groups, Masks, Misplaced, Packing, SavedGrouped, Tiled};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};
 use meshwork_tensor::device::{Device, Work};
-use meshwork_tensor::kernel::{
-    Attention, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape, Rotary,
-};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape, Rotary};
 use meshwork_tensor::{Error, Result};
 use std::sync::{Mutex, PoisonError};
 
-fn dims(shape: AttentionShape) -> attention::Dims {
-    let AttentionShape { batch, seq, heads, head_dim } = shape;
-    attention::Dims { batch, seq, heads, head_dim }
+fn dims(shape: GroupedShape) -> attention::Dims {
+    let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
+    let keys = attention::Keys { count: shape.keys, first_query: shape.first_query };
+    attention::Dims { batch, seq, heads, head_dim, keys }
 }
 
 /// The documents of a call, checked.
-fn packing(
-    op: &'static str,
-    shape: AttentionShape,
-    documents: Option<DocumentPositions<'_>>,
-) -> Result<Option<Packing>> {
+fn packing(op: &'static str, shape: GroupedShape, documents: Option<DocumentPositions<'_>>) -> Result<Option<Packing>> {
     let Some(DocumentPositions { positions, apart }) = documents else { return Ok(None) };
-    let AttentionShape { batch, seq, .. } = shape;
+    let (batch, seq) = (shape.queries.batch, shape.keys);
     let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
     let positions = positions.as_slice::<i32>()?;
     if positions.len() != batch * seq {
         return Err(refuse(format!("{} positions: every token has one", positions.len())));
+    }
+    if shape.tokens().end > seq {
+        return Err(refuse(format!("queries of tokens {:?}, and positions of {seq}", shape.tokens())));
     }
     let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
         refuse(format!(
@@ -48,8 +46,8 @@ fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'
 }
 
 /// The share of `flops` that documents leave.
-fn left(flops: u64, shape: AttentionShape, packing: Option<&Packing>) -> u64 {
-    let pairs = packing.map_or(shape.pairs(), |packing| shape.heads as u64 * packing.pairs(shape.seq));
+fn left(flops: u64, shape: GroupedShape, packing: Option<&Packing>) -> u64 {
+    let pairs = packing.map_or(shape.pairs(), |packing| shape.queries.heads as u64 * packing.pairs(shape.tokens()));
     flops / shape.pairs().max(1) * pairs
 }
 
@@ -85,15 +83,16 @@ impl LastAngles {
 
 impl Attention for Cpu {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, with: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
-        let packing = packing("attention", shape, with.documents)?;
+        let all = GroupedShape::alone(shape);
+        let packing = packing("attention", all, with.documents)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
+        self.meter().add_flops(Work::Attention, left(all.forward_flops(), all, packing));
         for_stored!(self, "attention", qkv, S, T => {
             let qkv = qkv.as_slice::<S>()?;
             let mut lse = self.output::<T>(shape.batch * shape.heads * shape.seq, |_| {})?;
             let rows = lse.as_mut_slice::<T>()?;
             let out = self.output::<S>(qkv.len() / 3, |out| {
-                attention::forward(self.precision, dims(shape), qkv, out, rows, masks(with, packing));
+                attention::forward(T::tiles(self.precision), dims(all), qkv, out, rows, masks(with, packing));
             })?;
             Ok((out, lse))
         })
@@ -108,9 +107,10 @@ impl Attention for Cpu {
         lse: &Buffer,
         with: AttentionMasks<'_>,
     ) -> Result<Buffer> {
-        let packing = packing("attention", shape, with.documents)?;
+        let all = GroupedShape::alone(shape);
+        let packing = packing("attention", all, with.documents)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
+        self.meter().add_flops(Work::Attention, left(all.backward_flops(), all, packing));
         for_stored!(self, "attention", qkv, S, T => {
             let saved = attention::Saved {
                 qkv: qkv.as_slice::<S>()?,
@@ -119,7 +119,7 @@ impl Attention for Cpu {
             };
             let dout = dout.as_slice::<S>()?;
             self.output::<S>(qkv.count(), |dqkv| {
-                attention::backward(self.precision, dims(shape), saved, dout, dqkv, masks(with, packing));
+                attention::backward(T::tiles(self.precision), dims(all), saved, dout, dqkv, masks(with, packing));
             })
         })
     }
@@ -132,35 +132,34 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing("grouped_attention", shape, with.documents)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(of.forward_flops(), of, packing));
+        self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
             let (rows, groups, masks) = (lse.as_mut_slice::<T>()?, groups(shape), masks(with, packing));
             let out = self.output::<S>(q.count(), |out| {
-                attention::grouped_forward(self.precision, dims(of), groups, angles, operands, out, rows, masks);
+                attention::grouped_forward(T::tiles(self.precision), dims(shape), groups, angles, operands, out, rows, masks);
             })?;
             Ok((out, lse))
         })
     }
 
-    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
-        let DecodeShape { new, past, capacity } = shape;
-        let (of, groups, cached) = (dims(new.queries), groups(new), attention::Cached { past, capacity });
+    fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+        let (of, dims, groups) = (shape.queries, dims(shape), groups(shape));
         for_float!(self, "attention", q, T => {
-            let angles = new.rotary.map(|rotary| self.angles.of::<T>(rotary, past + of.seq, of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end, of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
-            attention::append(of, groups, cached, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
-            if past == 0 && of.seq > 1 {
-                return Ok(self.grouped(new, q, kv, AttentionMasks::default())?.0);
+            attention::append(dims, groups, angles, kv.as_slice::<T>()?, cache.as_mut_slice::<T>()?);
+            if shape.first_query == 0 && of.seq > 1 {
+                return Ok(self.grouped(GroupedShape { keys: of.seq, ..shape }, q, kv, AttentionMasks::default())?.0);
             }
-            self.meter().add_flops(Work::Attention, shape.flops());
+            self.meter().add_flops(Work::Attention, shape.forward_flops());
             let (q, cache) = (q.as_slice::<T>()?, cache.as_slice::<T>()?);
-            self.output::<T>(q.len(), |out| attention::attend(of, groups, cached, angles, q, cache, out))
+            self.output::<T>(q.len(), |out| attention::attend(dims, groups, angles, q, cache, out))
         })
     }
 
@@ -175,11 +174,11 @@ impl Attention for Cpu {
         with: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        let packing = packing("grouped_attention", of, with.documents)?;
+        let packing = packing("grouped_attention", shape, with.documents)?;
         let packing = packing.as_ref();
-        self.meter().add_flops(Work::Attention, left(of.backward_flops(), of, packing));
+        self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, of.seq, of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let saved = SavedGrouped {
                 q: q.as_slice::<S>()?,
@@ -191,7 +190,7 @@ impl Attention for Cpu {
             let mut dq = self.alloc(S::DTYPE, q.count())?;
             let mut dkv = self.alloc(S::DTYPE, kv.count())?;
             let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
-            attention::grouped_backward(self.precision, dims(of), groups, angles, saved, dout, gradients, masks);
+            attention::grouped_backward(T::tiles(self.precision), dims(shape), groups, angles, saved, dout, gradients, masks);
             Ok((dq, dkv))
         })
     }

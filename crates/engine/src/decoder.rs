@@ -11,7 +11,7 @@ use crate::message::{Message, Site, outgoing};
 use crate::one_rank;
 use crate::pass::Purpose;
 use crate::transport::PipeTransport;
-use crate::{Compress, LocalModel, ModelPlan, Plan, Recompute, Segment, TrainError, Verify};
+use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, Segment, TrainError, Verify};
 use meshwork_core::agreement::Fact;
 use meshwork_core::{Axis, CommError, DType, Rank};
 use meshwork_nn::{Batch, Model, Stage};
@@ -84,7 +84,12 @@ impl Decoder {
         let sample = Batch::blank(&model_plan.model().fields(), 1);
         // The tokens that are decoded may not need the other things that a whole sequence lacks.
         let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, Mode::Evaluate, plan.verify);
-        if let Err(error @ TrainError::OneRank { .. }) = compared {
+        let refuses = |error: &TrainError| match error {
+            TrainError::OneRank { .. } => true,
+            TrainError::Plan(error) => matches!(**error, PlanError::UnusedAxis { .. }),
+            _ => false,
+        };
+        if let Some(error) = compared.err().filter(refuses) {
             return Err(error);
         }
         let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;

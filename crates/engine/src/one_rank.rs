@@ -19,8 +19,8 @@
 
 use crate::program::{Constant, Op, Pairs, Value, whole_extents};
 use crate::trace::Whole;
-use crate::{ModelPlan, Plan, TrainError, Verify};
-use meshwork_core::{Axis, Coords, DType, Mesh, Ty};
+use crate::{ModelPlan, Plan, PlanError, TrainError, Verify};
+use meshwork_core::{Axis, Coords, DType, Mesh, Ty, Types};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::tape::Mode;
@@ -46,6 +46,7 @@ pub(crate) fn compare(
     verify: Verify,
 ) -> Result<(), TrainError> {
     let here = Whole::new(plan, plan.whole_model()?, world_rank, micro, mode)?;
+    require_used(&here, plan.mesh(), Axis::Cp)?;
     if plan.mesh().world_size() == 1 || verify == Verify::Off {
         return Ok(());
     }
@@ -72,6 +73,18 @@ pub(crate) fn compare(
         true => refuse(of_constants(&pairs, plan.mesh().coords(world_rank))),
         // Drawn anew each time.
         false => Ok(()),
+    }
+}
+
+/// Refuses an axis over which nothing is cut: no parameter, no value, and no gradient.
+fn require_used(here: &Whole, mesh: &Mesh, axis: Axis) -> Result<(), PlanError> {
+    let degree = mesh.degree(axis);
+    let cuts = |types: Types| !matches!(types.get(axis), None | Some(Ty::Invariant | Ty::Replicate));
+    let params = here.declarations.specs().iter().any(|spec| spec.placement.shards().iter().any(|cut| cut.0 == axis));
+    let mut values = here.program.ops.iter().flat_map(|op| &op.values);
+    match degree == 1 || params || values.any(|value| cuts(value.types)) {
+        true => Ok(()),
+        false => Err(PlanError::UnusedAxis { axis, degree }),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Errors of plans.
 
-use meshwork_core::{DType, tree};
+use meshwork_core::{Axis, DType, tree};
 use meshwork_pipeline::ShapeError;
 use meshwork_tensor::Precision;
 
@@ -15,6 +15,17 @@ pub enum PlanError {
         plan: String,
         /// The mesh of the rank.
         rank: String,
+    },
+    /// An axis over which a model cuts nothing: its ranks would do the same work, and count for nothing.
+    #[error(
+        "the mesh has {axis}={degree}, and the model cuts nothing over {axis}, so that its {degree} ranks would each do \
+         all of the work: use {axis}=1, and dp, tp or pp for more ranks, or a model whose values {axis} cuts"
+    )]
+    UnusedAxis {
+        /// The axis.
+        axis: Axis,
+        /// Its degree.
+        degree: usize,
     },
     /// A batch that cannot be cut evenly.
     #[error(

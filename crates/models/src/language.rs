@@ -5,7 +5,7 @@
 //! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
 //! ```
 
-use meshwork_core::{Axis, DType, Mesh, Ty, Types};
+use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::Documents;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
@@ -58,21 +58,11 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
     Ok(part.values::<i32>(TARGETS)?.iter().filter(|&&target| target >= 0).count() as u64)
 }
 
-/// The types of a hidden state `[samples, seq, hidden]` between blocks: those of samples, and on tp that of the region.
-pub fn hidden_types(mesh: &Mesh, region: Region) -> Types {
-    let ty = |axis| match axis {
-        Axis::Tp => region.ty(),
-        Axis::Ep | Axis::Dp => Ty::Shard(0),
-        _ => Ty::Invariant,
-    };
-    mesh.value_axes().fold(Types::NONE, |types, axis| types.with(axis, ty(axis)))
-}
-
 /// The hidden state that travels between stages.
 pub fn hidden(mesh: &Mesh, region: Region, hidden_size: usize, batch: &Batch) -> Result<Activation> {
-    let held = region.local_seq(batch.dims(TOKENS)?[0], mesh.degree(Axis::Tp));
+    let held = region.local_seq(batch.dims(TOKENS)?[0], mesh)?;
     let shape = Shape::new(&[batch.samples(), held, hidden_size]);
-    Ok(Activation { dtype: DType::F32, shape, types: hidden_types(mesh, region) })
+    Ok(Activation { dtype: DType::F32, shape, types: region.types(mesh) })
 }
 
 /// The error of a later stage that runs without the hidden state of the previous one.
@@ -123,10 +113,18 @@ pub struct LanguageSpec {
     pub loss_chunk: usize,
 }
 
+impl LanguageSpec {
+    /// A field of a number for each token, of the tokens that this rank has.
+    fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str) -> Result<Var> {
+        let field = Field::new(name, DType::I32, batch.dims(name)?).sequence(0, self.region.of_tokens());
+        batch.var(tape, &field)
+    }
+}
+
 impl Default for LanguageSpec {
     /// Blocks that each rank of tp leaves with the same, no boundaries, all logits.
     fn default() -> Self {
-        Self { region: Region::Invariant, boundary: Boundary::Ignored, loss_chunk: 0 }
+        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0 }
     }
 }
 
@@ -253,24 +251,26 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
             }),
             _ => None, // what is decoded is one document
         };
-        let documents = documents.as_ref();
+        let (documents, region) = (documents.as_ref(), self.spec.region);
         let x = match &self.embedding {
-            Some(embedding) => embedding.forward(tape, &batch.var(tape, TOKENS)?, self.spec.region, documents)?,
+            Some(embedding) => {
+                embedding.forward(tape, &self.spec.of_tokens(tape, batch, TOKENS)?, region, documents)?
+            }
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
         };
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, self.spec.region, documents))?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, region, documents))?;
         let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
         let x = match (tape.decodes(), x.shape()[1]) {
             (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
             _ => x,
         };
-        norm.forward(tape, &x, self.spec.region, documents)
+        norm.forward(tape, &x, region, documents)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
         let ((_, head), region) = (self.head.as_ref().ok_or_else(no_head)?, self.spec.region);
-        let targets = batch.var(tape, TARGETS)?;
+        let targets = self.spec.of_tokens(tape, batch, TARGETS)?;
         match self.spec.loss_chunk {
             0 => head.loss(&head.logits(tape, x, region)?, &targets),
             chunk => head.chunked_loss(tape, x, &targets, region, chunk),

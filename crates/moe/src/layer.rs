@@ -2,7 +2,7 @@
 
 use crate::dispatch::Dispatch;
 use crate::{Experts, Router};
-use meshwork_core::{Axis, Ty};
+use meshwork_core::{Axes, Axis};
 use meshwork_tensor::{Result, Tape, Var};
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use std::sync::Arc;
 /// that no expert takes gives zero, so that only the residual of the block passes it on.
 ///
 /// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts'
-/// ranks and back ([`dispatch`](crate::dispatch)). Over tp the sequences are whole, and with sequence parallelism they
-/// are gathered first: an expert's capacity and the losses are those of sequences.
+/// ranks and back ([`dispatch`](crate::dispatch)). Sequences that axes cut, as tp with sequence parallelism, are
+/// gathered first: an expert's capacity and the losses are those of sequences.
 #[derive(Clone, Debug)]
 pub struct MoeLayer {
     router: Router,
@@ -35,23 +35,20 @@ impl MoeLayer {
         &*self.experts
     }
 
-    /// `normed [b, s, hidden]`, `Invariant` or `Shard(1)` on tp, → the same. It is read in the type of the weights, not
+    /// `normed [b, s, hidden]`, whole sequences or `Shard(1)`, → the same. It is read in the type of the weights, not
     /// as a stored operand of products. The residual and shared experts, which are ordinary blocks beside these, are
     /// the caller's to add.
     pub fn forward(&self, tape: &Tape, normed: &Var) -> Result<Var> {
-        let sequence_parallel = normed.types().get(Axis::Tp) == Some(Ty::Shard(1));
-        let x = match sequence_parallel {
-            true => normed.all_gather_invariant(Axis::Tp, 1)?,
-            false => normed.clone(),
-        }; // [b, s, hidden], Invariant on tp
+        let cut_over: Axes = normed.types().cuts(1).collect();
+        let x = match cut_over.is_empty() {
+            false => normed.all_gather_invariant(cut_over, 1)?,
+            true => normed.clone(),
+        }; // [b, s, hidden], whole sequences
         let routed = self.router.route(tape, &x)?;
         let dispatch = Dispatch::new(tape, &routed.chosen, self.axis)?;
         // rows [rows, hidden] by expert, a chunk of the samples at a time
         let results = dispatch.through(&x, |rows, groups| self.experts.forward(tape, rows, groups))?;
         let y = dispatch.combine(&results, &routed.weights)?; // [b, s, hidden]
-        match sequence_parallel {
-            true => y.split(Axis::Tp, 1),
-            false => Ok(y),
-        }
+        if cut_over.is_empty() { Ok(y) } else { y.split(cut_over, 1) }
     }
 }

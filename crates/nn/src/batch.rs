@@ -1,7 +1,7 @@
 //! A batch: named tensors in host memory, with the samples along dim 0 of each.
 
 use meshwork_core::hash;
-use meshwork_core::{Axis, Buffer, DType, Element, Mesh, Ty, Types};
+use meshwork_core::{Axes, Axis, Buffer, DType, Element, Mesh, Ty, Types};
 use meshwork_tensor::{Error, Result, Shape, Tape, Tensor, Var};
 use std::ops::Range;
 
@@ -16,18 +16,48 @@ pub struct Field {
     pub dims: Shape,
     /// The ids that there are, of a field of ids: a batch with another one is refused.
     pub ids: Option<Range<i32>>,
+    /// The dim that ranks cut, and the axes over which they do.
+    pub sequence: Option<(usize, Axes)>,
 }
 
 impl Field {
     /// A field of any numbers.
     pub fn new(name: &'static str, dtype: DType, dims: impl Into<Shape>) -> Self {
-        Self { name, dtype, dims: dims.into(), ids: None }
+        Self { name, dtype, dims: dims.into(), ids: None, sequence: None }
     }
 
     /// A field of i32 ids, all of them in `ids`: tokens are in `0..vocab`, targets whose negative ids are masked in
     /// `i32::MIN..vocab`.
     pub fn ids(name: &'static str, dims: impl Into<Shape>, ids: Range<i32>) -> Self {
         Self { ids: Some(ids), ..Self::new(name, DType::I32, dims) }
+    }
+
+    /// The same, whose dim `dim` of a sample runs along the sequence: [`Batch::var`] gives each rank of `over` its
+    /// slice. A batch has whole sequences on every mesh.
+    pub fn sequence(self, dim: usize, over: impl Into<Axes>) -> Self {
+        Self { sequence: Some((dim, over.into())), ..self }
+    }
+}
+
+/// What [`Batch::var`] takes: the name of a field, whose samples are whole on each rank, or a [`Field`] that says how
+/// ranks cut them.
+#[derive(Clone, Copy, Debug)]
+pub enum Reads<'a> {
+    /// Whole samples.
+    Whole(&'a str),
+    /// Samples as the field says.
+    Of(&'a Field),
+}
+
+impl<'a> From<&'a str> for Reads<'a> {
+    fn from(name: &'a str) -> Self {
+        Self::Whole(name)
+    }
+}
+
+impl<'a> From<&'a Field> for Reads<'a> {
+    fn from(field: &'a Field) -> Self {
+        Self::Of(field)
     }
 }
 
@@ -101,15 +131,43 @@ impl Batch {
         Ok(self.field(name)?.2.as_slice::<T>()?)
     }
 
-    /// A field as a value on a tape: the samples are `Shard(0)` on dp, and the same on every other axis.
-    pub fn var(&self, tape: &Tape, name: &str) -> Result<Var> {
+    /// A field as a value on a tape: the samples are `Shard(0)` on dp, and the same on every other axis. A field with a
+    /// [sequence](Field::sequence) is `Shard` on the axes that cut it, of which the mesh may lack some: the slowest
+    /// axis cuts outermost, and where ranks do not divide the sequence, the last ones hold zeros behind its end, of
+    /// which the value knows ([`Var::padded`]).
+    ///
+    /// # Errors
+    /// A field that the batch does not have, or not of these extents; a sequence along a dim that is not there, or over
+    /// an axis that cuts the samples.
+    pub fn var<'a>(&self, tape: &Tape, field: impl Into<Reads<'a>>) -> Result<Var> {
+        let (name, sequence) = match field.into() {
+            Reads::Whole(name) => (name, None),
+            Reads::Of(field) => {
+                self.require_field(field)?;
+                (field.name, field.sequence)
+            }
+        };
         let (_, dims, values) = self.field(name)?;
-        let buffer = tape.device().upload(values)?;
-        let mut tensor = Tensor::from_buffer(tape.device(), buffer, self.extents(*dims))?;
-        if tensor.dtype() == DType::F32 {
-            tensor = tensor.cast(tape.params().declarations().dtype())?;
+        let (mut shape, mut types) = (self.extents(*dims), sample_types(tape.rank().mesh()));
+        let Some((dim, over)) = sequence else { return constant(tape, values, shape, types) };
+        let rank = tape.rank();
+        let problem = match over.iter().find(|axis| axis.is_data()) {
+            Some(axis) => format!("{name} cannot be cut over {axis}, which cuts the samples: use tp or cp"),
+            None if dim >= dims.len() => format!("{name} has {} dims, and no dim {dim} for a sequence", dims.len()),
+            None => String::new(),
+        };
+        if !problem.is_empty() {
+            return Err(Error::Shape { op: "batch", problem, shapes: vec![shape.to_vec()] });
         }
-        Ok(tape.constant(tensor, sample_types(tape.rank().mesh())))
+        let over: Axes = over.iter().copied().filter(|&axis| rank.mesh().has(axis)).collect();
+        let Some(&slowest) = over.last() else { return constant(tape, values, shape, types) };
+        let (group, extent) = (rank.group_over(&over), dims[dim]);
+        let held = extent.div_ceil(group.size());
+        let first = (group.rank() * held).min(extent);
+        let values = cut(values, shape.around(dim + 1), first..(first + held).min(extent), held)?;
+        shape = shape.with(dim + 1, held);
+        types = over.iter().fold(types, |types, &axis| types.with(axis, Ty::Shard(dim + 1)));
+        constant(tape, &values, shape, types)?.padded(slowest, extent)
     }
 
     /// Some of the samples.
@@ -167,16 +225,8 @@ impl Batch {
             return refuse(format!("{} samples given, {samples} expected on this rank", self.samples));
         }
         for wanted in fields {
+            self.require_field(wanted)?;
             let (_, dims, values) = self.field(wanted.name)?;
-            if (*dims, values.dtype()) != (wanted.dims, wanted.dtype) {
-                return refuse(format!(
-                    "{} is {} of {dims:?} for each sample, and the model takes {} of {:?}",
-                    wanted.name,
-                    values.dtype(),
-                    wanted.dtype,
-                    wanted.dims
-                ));
-            }
             let Some(ids) = &wanted.ids else { continue };
             if let Some((at, id)) = values.as_slice::<i32>()?.iter().enumerate().find(|(_, id)| !ids.contains(id)) {
                 let (sample, place) = (at / dims.count().max(1), at % dims.count().max(1));
@@ -193,6 +243,22 @@ impl Batch {
         Ok(())
     }
 
+    /// Refuses a field of another type or other extents.
+    fn require_field(&self, wanted: &Field) -> Result<()> {
+        let (_, dims, values) = self.field(wanted.name)?;
+        if (*dims, values.dtype()) == (wanted.dims, wanted.dtype) {
+            return Ok(());
+        }
+        let problem = format!(
+            "{} is {} of {dims:?} for each sample, and the model takes {} of {:?}",
+            wanted.name,
+            values.dtype(),
+            wanted.dtype,
+            wanted.dims
+        );
+        Err(Error::Shape { op: "batch", problem, shapes: Vec::new() })
+    }
+
     fn extents(&self, dims: Shape) -> Shape {
         Shape::new(&[&[self.samples], &dims[..]].concat())
     }
@@ -204,6 +270,33 @@ impl Batch {
             Error::Shape { op: "batch", problem, shapes: Vec::new() }
         })
     }
+}
+
+/// Values of the host on a tape.
+fn constant(tape: &Tape, values: &Buffer, shape: Shape, types: Types) -> Result<Var> {
+    let tensor = Tensor::from_buffer(tape.device(), tape.device().upload(values)?, shape)?;
+    let stored = match tensor.dtype() {
+        DType::F32 => tensor.cast(tape.params().declarations().dtype())?,
+        _ => tensor,
+    };
+    Ok(tape.constant(stored, types))
+}
+
+/// `[outer, extent, inner] → [outer, held, inner]`: the elements `range`, and zeros behind them.
+fn cut(
+    values: &Buffer,
+    (outer, extent, inner): (usize, usize, usize),
+    range: Range<usize>,
+    held: usize,
+) -> Result<Buffer> {
+    let mut part = Buffer::zeros(values.dtype(), outer * held * inner);
+    let (unit, from) = (inner * values.dtype().size(), values.as_bytes()?);
+    let to = part.as_bytes_mut()?;
+    for at in 0..outer {
+        let row = &from[(at * extent + range.start) * unit..(at * extent + range.end) * unit];
+        to[at * held * unit..][..row.len()].copy_from_slice(row);
+    }
+    Ok(part)
 }
 
 /// The types of samples: a slice of the batch on each rank of dp, the same samples on every other axis.
@@ -220,38 +313,4 @@ pub trait BatchSource: Sync {
     /// # Errors
     /// Samples that do not exist or cannot be read.
     fn batch(&self, step: u64, global_batch_size: usize, samples: Range<usize>) -> Result<Batch>;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_that_the_model_does_not_have_are_refused_on_entry() {
-        let fields = [Field::ids("tokens", [3], 0..5), Field::ids("targets", [3], i32::MIN..5)];
-        let refused = |tokens: [i32; 6], targets: [i32; 6]| {
-            let batch = Batch::new(2).with("tokens", [3], tokens.to_vec())?.with("targets", [3], targets.to_vec())?;
-            batch.require(&fields, 2)
-        };
-        assert!(refused([0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, -1]).is_ok());
-        for (tokens, targets, says) in [
-            (
-                [0, 1, 2, 3, 5, 0],
-                [0; 6],
-                "batch: tokens has the id 5 at place 1 of sample 1: the model takes ids from 0 to 4",
-            ),
-            (
-                [0, 1, -1, 3, 0, 0],
-                [0; 6],
-                "batch: tokens has the id -1 at place 2 of sample 0: the model takes ids from 0 to 4",
-            ),
-            (
-                [0; 6],
-                [0, 0, 0, 5, 0, 0],
-                "batch: targets has the id 5 at place 0 of sample 1: the model takes ids below 5, negative ones masked",
-            ),
-        ] {
-            assert_eq!(refused(tokens, targets).unwrap_err().to_string(), says);
-        }
-    }
 }

@@ -13,7 +13,7 @@ pub mod model;
 mod norm;
 
 pub use attention::{GroupedSelfAttention, SelfAttention};
-pub use batch::{Batch, BatchSource, Field, SAMPLE, sample_types};
+pub use batch::{Batch, BatchSource, Field, Reads, SAMPLE, sample_types};
 pub use channel_norm::{BatchNorm2d, GroupNorm};
 pub use conv::Conv2d;
 pub use embedding::{Embedding, Positions};

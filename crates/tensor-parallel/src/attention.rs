@@ -122,6 +122,7 @@ impl ParallelGroupedAttention {
         if self.gathered {
             kv = kv.all_gather(Axis::Tp, FEATURES)?; // [b, s, 2, kv_heads · d], Replicate
         }
+        let kv = region.whole_keys(kv)?; // [b, s of all ranks, ..]
         let mixed = q.grouped_attention(&kv, self.rotary, documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + residual
     }

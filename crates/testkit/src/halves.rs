@@ -62,7 +62,7 @@ const HEADS: AttentionShape = AttentionShape { batch: 2, seq: 19, heads: 4, head
 const MASKS: AttentionMasks<'static> = AttentionMasks { dropout: None, documents: None };
 
 fn grouped(rotary: Option<Rotary>) -> GroupedShape {
-    GroupedShape { queries: HEADS, group: 2, kv_heads: 3, first_kv_head: 1, rotary }
+    GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..GroupedShape::alone(HEADS) }
 }
 
 fn attend(of: &Operands<'_>, shape: GroupedShape) -> Result<Vec<Buffer>> {

@@ -5,7 +5,7 @@ use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
-    Angles, Cached, Dims, Dropout, Groups, Masks, Packing, SavedGrouped, append, attend, grouped_backward,
+    Angles, Dims, Dropout, Groups, Keys, Masks, Packing, SavedGrouped, Tiled, append, attend, grouped_backward,
     grouped_forward,
 };
 use meshwork_cpu::kernels::dropout::Mask;
@@ -28,7 +28,7 @@ fn case(
     rotated: bool,
     dropped: bool,
 ) -> Case {
-    let dims = Dims { batch, seq, heads, head_dim };
+    let dims = Dims::of([batch, seq, heads, head_dim]);
     Case { dims, groups: Groups { size, kv_heads, first }, rotated, dropped, documents: None }
 }
 
@@ -56,7 +56,14 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 #[test]
 pub fn attention_is_that_of_the_cpu() {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
+    let among =
+        |count, first_query, case: Case| Case { dims: Dims { keys: Keys { count, first_query }, ..case.dims }, ..case };
     let cases = [
+        among(70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
+        among(300, 129, case([1, 150, 1, 8], [1, 1, 0], false, true)),
+        among(40, 40, case([1, 20, 2, 8], [1, 2, 0], false, false)),
+        of_documents(true, among(430, 150, case([1, 200, 1, 8], [1, 1, 0], true, true))),
+        of_documents(false, among(70, 21, case([2, 30, 4, 6], [2, 2, 0], true, false))),
         of_documents(true, case([2, 39, 2, 20], [1, 2, 0], false, false)),
         of_documents(true, case([1, 430, 1, 8], [1, 1, 0], false, true)),
         of_documents(true, case([2, 70, 4, 72], [2, 2, 0], true, false)),
@@ -71,46 +78,50 @@ pub fn attention_is_that_of_the_cpu() {
     for (Case { dims, groups, rotated, dropped, documents }, precision) in
         cases.into_iter().flat_map(|case| precisions.map(|precision| (case, precision)))
     {
-        let Dims { batch, seq, heads, head_dim } = dims;
+        let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?} in {precision:?}");
-        let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
+        let Keys { count: keys, first_query } = dims.keys;
+        let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
         let (q, kv, dout) =
-            (values("q", rows * width), values("kv", rows * 2 * kv_width), values("dout", rows * width));
-        let angles = values("angles", seq * head_dim);
+            (values("q", rows * width), values("kv", kv_rows * 2 * kv_width), values("dout", rows * width));
+        let angles = values("angles", keys.max(dims.queries().end) * head_dim);
         let mask = Mask { key: key(5, "attention"), p: if dropped { 0.25 } else { 0.0 } };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
-        let (places, count) = (positions(batch, seq), batch * seq);
-        let packing = documents.map(|apart| Packing::new(&places, [batch, seq], apart).expect("documents"));
+        let (places, count) = (positions(batch, keys), batch * keys);
+        let packing = documents.map(|apart| Packing::new(&places, [batch, keys], apart).expect("documents"));
         let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref() };
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
-        grouped_forward(precision, dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
-        let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
+        grouped_forward(f32::tiles(precision), dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
+        let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; kv_rows * 2 * kv_width]);
         let saved = SavedGrouped { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
-        grouped_backward(precision, dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
+        grouped_backward(f32::tiles(precision), dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         let mut misplaced = vec![0_i64; 4];
-        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, seq) {
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, keys) {
             return;
         }
-        launch!("check_positions", [1, 1], &places, &mut misplaced, count, seq);
+        launch!("check_positions", [1, 1], &places, &mut misplaced, count, keys);
         assert_eq!((misplaced[0], &checked), (0, &places));
         let firsts = || if documents == Some(true) { Given::from(&firsts) } else { Null.into() };
         let positions = || if documents.is_some() { Given::from(&checked) } else { Null.into() };
+        let of_queries: Vec<i32> =
+            checked.chunks(keys).flat_map(|of| of.iter().skip(first_query).take(seq)).copied().collect();
+        let q_positions = || if documents.is_some() { Given::from(&of_queries) } else { Null.into() };
+        let q_angles = || At(&angles, if documents.is_some() { 0 } else { first_query * head_dim });
 
         // As a device does it: rotated copies of queries and keys, then the products.
         let (mut q_turned, mut kv_turned, kv_row) = (q.clone(), kv.clone(), 2 * kv_width);
         if rotated {
-            let pairs = |heads: usize| [rows * heads, head_dim / 2];
             launch!(
                 "rotary_forward",
-                pairs(heads),
+                [rows * heads, head_dim / 2],
                 &q,
                 width,
-                &angles,
-                positions(),
+                q_angles(),
+                q_positions(),
                 &mut q_turned,
                 width,
                 rows,
@@ -121,7 +132,8 @@ pub fn attention_is_that_of_the_cpu() {
             let to = &mut kv_turned;
             #[rustfmt::skip]
             launch!(
-                "rotary_forward", pairs(kv_heads), &kv, kv_row, &angles, positions(), to, kv_row, rows, seq, kv_heads, head_dim
+                "rotary_forward", [kv_rows * kv_heads, head_dim / 2], &kv, kv_row, &angles, positions(), to, kv_row, kv_rows, keys,
+                kv_heads, head_dim
             );
         }
         let (q, kv) = (&q_turned, &kv_turned);
@@ -135,7 +147,7 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
         );
         if !there {
             return;
@@ -149,26 +161,28 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
         );
-        let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; rows * width]);
+        let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; kv_rows * width]);
         #[rustfmt::skip]
         launch!(
-            &format!("attention_backward_kv_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk, &mut dv, width,
-            seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded
+            &format!("attention_backward_kv_{room}"), [batch * heads, keys], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk,
+            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
         );
         if rotated {
-            let pairs = [rows * heads, head_dim / 2];
-            launch!("rotary_backward", pairs, &mut dq, width, &angles, positions(), rows, seq, heads, head_dim);
-            launch!("rotary_backward", pairs, &mut dk, width, &angles, positions(), rows, seq, heads, head_dim);
+            let [pairs, kv_pairs] = [rows, kv_rows].map(|rows| [rows * heads, head_dim / 2]);
+            launch!("rotary_backward", pairs, &mut dq, width, q_angles(), q_positions(), rows, seq, heads, head_dim);
+            launch!("rotary_backward", kv_pairs, &mut dk, width, &angles, positions(), kv_rows, keys, heads, head_dim);
         }
-        let mut dkv = vec![0.0; rows * 2 * kv_width];
-        let items = [rows * heads / size * head_dim, 0];
+        let mut dkv = vec![0.0; kv_rows * 2 * kv_width];
+        let items = [kv_rows * heads / size * head_dim, 0];
         for (from, at) in [(&dk, 0), (&dv, kv_width)] {
             let to = AtMut(&mut dkv, at);
-            launch!("attention_group_sum", items, from, to, kv_row, rows, heads, size, first, head_dim);
+            launch!("attention_group_sum", items, from, to, kv_row, kv_rows, heads, size, first, head_dim);
         }
         assert_same(&what("dq"), &dq, &want_dq);
+        // The zeros of keys that no query sees have either sign.
+        let [dkv, want_dkv] = [dkv, want_dkv].map(|x| x.iter().map(|x| x + 0.0).collect::<Vec<_>>());
         assert_same(&what("dkv"), &dkv, &want_dkv);
     }
 }
@@ -201,16 +215,17 @@ fn attention_with_a_cache_is_that_of_the_cpu() {
         ([2, 5, 2, 72], [1, 2, 0], [33, 38], true),
         ([3, 4, 4, 16], [2, 2, 0], [0, 9], false),
     ] {
-        let (dims, groups) = (Dims { batch, seq, heads, head_dim }, Groups { size, kv_heads, first });
-        let (rows, row, cached) = (batch * seq * heads, 2 * kv_heads * head_dim, Cached { past, capacity });
+        let keys = Keys { count: capacity, first_query: past };
+        let dims = Dims { keys, ..Dims::of([batch, seq, heads, head_dim]) };
+        let (groups, rows, row) = (Groups { size, kv_heads, first }, batch * seq * heads, 2 * kv_heads * head_dim);
         let (q, kv) = (values("q", rows * head_dim), values("kv", batch * seq * row));
         let (old, angles) = (values("cache", batch * capacity * row), values("angles", capacity * head_dim));
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_cache, mut want) = (old.clone(), vec![0.0; q.len()]);
-        append(dims, groups, cached, turn, &kv, &mut want_cache);
-        attend(dims, groups, cached, turn, &q, &want_cache, &mut want);
+        append(dims, groups, turn, &kv, &mut want_cache);
+        attend(dims, groups, turn, &q, &want_cache, &mut want);
 
-        let (mut cache, what) = (old.clone(), format!("{dims:?}, {groups:?}, {cached:?}"));
+        let (mut cache, what) = (old.clone(), format!("{dims:?}, {groups:?}"));
         let table = || if rotated { Given::from(&angles) } else { Null.into() };
         let (count, sizes) = (kv.len(), [kv.len(), 0]);
         if !launch!("decode_append", sizes, &kv, table(), &mut cache, count, seq, past, capacity, kv_heads, head_dim) {
@@ -253,7 +268,7 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         of_documents(case([1, 300, 1, 128], [1, 1, 0], false, false)),
     ];
     for Case { dims, groups, documents, .. } in cases {
-        let Dims { batch, seq, heads, head_dim } = dims;
+        let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?}");
         let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
@@ -269,10 +284,10 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let masks = Masks { dropout: None, packing: packing.as_ref() };
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
         let f32s = Precision::F32;
-        grouped_forward(f32s, dims, groups, None, [&q_f32, &kv_f32], &mut want_out, &mut want_lse, masks);
+        grouped_forward(f32::tiles(f32s), dims, groups, None, [&q_f32, &kv_f32], &mut want_out, &mut want_lse, masks);
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
         let saved = SavedGrouped { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
-        grouped_backward(f32s, dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
+        grouped_backward(f32::tiles(f32s), dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, seq) {

@@ -6,9 +6,10 @@
 //! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
 //! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
 //!
-//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, seq, 2, kv_heads,
+//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, keys, 2, kv_heads,
 //! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
-//! them. Queries and keys may be [rotated](Angles) by their positions first.
+//! them. The queries may be [some of the tokens](Keys) that the keys are of. Queries and keys may be [rotated](Angles)
+//! by their positions first.
 //!
 //! Sequences may be [packed](Packing) with documents, each of which is then computed as a sequence of its own.
 //!
@@ -29,10 +30,10 @@
 //!
 //! # The precision
 //!
-//! In [`Precision::Bf16`] both operands of each of these products are rounded to `bf16`: `Q`, `K`, `V` and `dO`, but
-//! also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and `dK`. Sums stay `f32`, and so does
-//! everything between the products: softmax with its totals and `lse`, `D`, dropout, and the rotation before them.
-//! `f64` stays `f64`.
+//! In [`Precision::Bf16`](meshwork_tensor::Precision::Bf16) both operands of each of these products are rounded to
+//! `bf16`: `Q`, `K`, `V` and `dO`, but also `e^{S - max}∘M` in `O`, `P∘M` in `dV`, and `dS / √head_dim` in `dQ` and
+//! `dK`. Sums stay `f32`, and so does everything between the products: softmax with its totals and `lse`, `D`, dropout,
+//! and the rotation before them. `f64` stays `f64`.
 //!
 //! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed
 //! on, and rounded once afterwards, with the bits of the same on copies of the whole tensors.
@@ -65,19 +66,18 @@ mod stored;
 mod tiles;
 
 use super::dropout::Mask;
-pub use decode::{Cached, append, attend};
+pub use decode::{append, attend};
 pub use documents::{Misplaced, Packing};
 use heads::heads_mut;
 use layout::{Call, Layout};
 use meshwork_core::pool;
-use meshwork_tensor::Precision;
 pub use rotary::Angles;
 use rows::VECTOR;
 use runs::Runs;
 use std::ops::Range;
+use stored::Placed;
 pub use stored::StoredAs;
-pub use tiles::Tiled;
-use tiles::Tiles;
+pub use tiles::{Tiled, Tiles};
 
 /// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
 const FORWARD_KEYS: usize = 256;
@@ -94,12 +94,36 @@ const STRIDE: usize = BLOCK + VECTOR;
 pub struct Dims {
     /// Samples.
     pub batch: usize,
-    /// Positions of each sample.
+    /// Queries of each sample.
     pub seq: usize,
     /// Heads of queries held here.
     pub heads: usize,
     /// Elements of a head's query, key and value.
     pub head_dim: usize,
+    /// The keys of each sample.
+    pub keys: Keys,
+}
+
+/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, and sees the keys
+/// up to its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keys {
+    /// Keys in memory.
+    pub count: usize,
+    /// The token of the first query.
+    pub first_query: usize,
+}
+
+impl Dims {
+    /// `[batch, seq, heads, head_dim]`, with a key for each query.
+    pub fn of([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
+        Self { batch, seq, heads, head_dim, keys: Keys { count: seq, first_query: 0 } }
+    }
+
+    /// The tokens that the queries are.
+    pub fn queries(&self) -> Range<usize> {
+        self.keys.first_query..self.keys.first_query + self.seq
+    }
 }
 
 /// Which heads of keys and values the heads of queries share.
@@ -140,7 +164,7 @@ impl Dropout {
     fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
         let sample = self.first_sample + sample as u64;
         let head = self.first_head + head as u64;
-        (sample * self.global_heads + head) * (dims.seq * dims.seq) as u64
+        (sample * self.global_heads + head) * (dims.keys.count * dims.keys.count) as u64
     }
 }
 
@@ -168,63 +192,8 @@ pub struct SavedGrouped<'a, S, T> {
     pub lse: &'a [T],
 }
 
-/// `out` and `lse` from `qkv`, in a precision. Overwrites both.
+/// `out` and `lse` from `qkv`, in the precision of the tiles. Overwrites both.
 pub fn forward<S: StoredAs<T>, T: Tiled>(
-    precision: Precision,
-    dims: Dims,
-    qkv: &[S],
-    out: &mut [S],
-    lse: &mut [T],
-    masks: Masks<'_>,
-) {
-    forward_in(T::tiles(precision), dims, qkv, out, lse, masks);
-}
-
-/// `dqkv` from `dout`, with the forward's precision and masks. Overwrites it.
-pub fn backward<S: StoredAs<T>, T: Tiled>(
-    precision: Precision,
-    dims: Dims,
-    saved: Saved<'_, S, T>,
-    dout: &[S],
-    dqkv: &mut [S],
-    masks: Masks<'_>,
-) {
-    backward_in(T::tiles(precision), dims, saved, dout, dqkv, masks);
-}
-
-/// `out` and `lse` from `q` and `kv`, in a precision. Overwrites both.
-#[expect(clippy::too_many_arguments, reason = "two operands, two results, and what they are")]
-pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
-    precision: Precision,
-    dims: Dims,
-    groups: Groups,
-    angles: Option<Angles<'_, T>>,
-    [q, kv]: [&[S]; 2],
-    out: &mut [S],
-    lse: &mut [T],
-    masks: Masks<'_>,
-) {
-    grouped_forward_in(T::tiles(precision), dims, groups, angles, [q, kv], out, lse, masks);
-}
-
-/// `dq` and `dkv` from `dout`, with the forward's precision, groups, angles and masks. Overwrites both, with zeros
-/// for heads of keys and values that no head here reads.
-#[expect(clippy::too_many_arguments, reason = "as above")]
-pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
-    precision: Precision,
-    dims: Dims,
-    groups: Groups,
-    angles: Option<Angles<'_, T>>,
-    saved: SavedGrouped<'_, S, T>,
-    dout: &[S],
-    [dq, dkv]: [&mut [S]; 2],
-    masks: Masks<'_>,
-) {
-    grouped_backward_in(T::tiles(precision), dims, groups, angles, saved, dout, [dq, dkv], masks);
-}
-
-/// [`forward`] with these tiles.
-fn forward_in<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     qkv: &[S],
@@ -238,9 +207,9 @@ fn forward_in<S: StoredAs<T>, T: Tiled>(
     forward_of(&call, [qkv, qkv], out, lse);
 }
 
-/// [`grouped_forward`] with these tiles.
-#[expect(clippy::too_many_arguments, reason = "as above")]
-fn grouped_forward_in<S: StoredAs<T>, T: Tiled>(
+/// `out` and `lse` from `q` and `kv`, in the precision of the tiles. Overwrites both.
+#[expect(clippy::too_many_arguments, reason = "two operands, two results, and what they are")]
+pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     groups: Groups,
@@ -266,22 +235,23 @@ fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], 
     let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
     pool::share(items, |((group, ([mut out], lse)), next)| {
         for (rows, to_next) in call.parts(group, next) {
-            let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.range(), 0));
+            let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.queries.range(), 0));
             let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let [queries, keys] = [rows.queries.len, rows.keys.len];
             let operands = [
-                (&q[q_start..], layout.q.row, wide),
-                (&kv[k_start..], layout.k.row, dims.head_dim),
-                (&kv[v_start..], layout.v.row, dims.head_dim),
+                Placed { rows: queries, from: &q[q_start..], row: layout.q.row, width: wide },
+                Placed { rows: keys, from: &kv[k_start..], row: layout.k.row, width: dims.head_dim },
+                Placed { rows: keys, from: &kv[v_start..], row: layout.v.row, width: dims.head_dim },
             ];
-            stored::read(rows.len, operands, |operands| {
+            stored::read(operands, |operands| {
                 stored::write([out], |[out]| forward::part(&read, (group, rows), operands, out, lse, to_next));
             });
         }
     });
 }
 
-/// [`backward`] with these tiles.
-fn backward_in<S: StoredAs<T>, T: Tiled>(
+/// `dqkv` from `dout`, with the forward's tiles and masks. Overwrites it.
+pub fn backward<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     saved: Saved<'_, S, T>,
@@ -297,9 +267,10 @@ fn backward_in<S: StoredAs<T>, T: Tiled>(
     backward_of(&call, SavedGrouped { q: qkv, kv: qkv, out, lse }, dout, gradients);
 }
 
-/// [`grouped_backward`] with these tiles.
+/// `dq` and `dkv` from `dout`, with the forward's tiles, groups, angles and masks. Overwrites both, with zeros for
+/// keys and values of which no query is here.
 #[expect(clippy::too_many_arguments, reason = "as above")]
-fn grouped_backward_in<S: StoredAs<T>, T: Tiled>(
+pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
     dims: Dims,
     groups: Groups,
@@ -311,15 +282,16 @@ fn grouped_backward_in<S: StoredAs<T>, T: Tiled>(
 ) {
     dims.check(&[saved.q.len(), dq.len(), saved.out.len(), dout.len()], saved.lse.len());
     groups.check(dims, &[saved.kv.len(), dkv.len()]);
-    let Dims { batch, seq, head_dim, .. } = dims;
+    let Dims { batch, seq, head_dim, keys, .. } = dims;
     let Groups { size, kv_heads, first } = groups;
     let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     let used = groups.used(dims);
-    if used < kv_heads {
+    // Heads and keys of which no query is here.
+    if used < kv_heads || dims.queries() != (0..keys.count) {
         dkv.fill(S::zeroed());
     }
     let read = (0..batch).flat_map(|_| 0..kv_heads).map(move |head| (first..first + used).contains(&head));
-    let of_kv = heads_mut::<2, S>(dkv, [batch, seq, kv_heads, head_dim]).zip(read);
+    let of_kv = heads_mut::<2, S>(dkv, [batch, keys.count, kv_heads, head_dim]).zip(read);
     let of_kv = of_kv.filter(|(_, read)| *read).map(|(gradients, _)| gradients);
     let gradients =
         heads_mut::<1, S>(dq, [batch, seq, used, size * head_dim]).zip(of_kv).map(|([q], [k, v])| [q, k, v]);
@@ -343,15 +315,17 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));
             let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
+            let [of_queries, of_keys] = [rows.queries, rows.keys];
             let operands = [
-                (&q[q_start..], layout.q.row, wide),
-                (&kv[k_start..], layout.k.row, dims.head_dim),
-                (&kv[v_start..], layout.v.row, dims.head_dim),
-                (&out[o..], layout.out.row, wide),
-                (&dout[o..], layout.out.row, wide),
+                Placed { rows: of_queries.len, from: &q[q_start..], row: layout.q.row, width: wide },
+                Placed { rows: of_keys.len, from: &kv[k_start..], row: layout.k.row, width: dims.head_dim },
+                Placed { rows: of_keys.len, from: &kv[v_start..], row: layout.v.row, width: dims.head_dim },
+                Placed { rows: of_queries.len, from: &out[o..], row: layout.out.row, width: wide },
+                Placed { rows: of_queries.len, from: &dout[o..], row: layout.out.row, width: wide },
             ];
-            let gradients = gradients.each_mut().map(|gradient| gradient.part(rows.range(), 0));
-            stored::read(rows.len, operands, |operands| {
+            let [dq, dk, dv] = gradients.each_mut();
+            let gradients = [dq.part(of_queries.range(), 0), dk.part(of_keys.range(), 0), dv.part(of_keys.range(), 0)];
+            stored::read(operands, |operands| {
                 stored::write(gradients, |gradients| {
                     backward::part(&read, (group, rows), operands, lse, gradients, to_next);
                 });

@@ -1,8 +1,10 @@
-use super::{CudaDevice, Products, documents::Packed};
+use super::documents::Packed;
+use super::rotary::TurnedRows;
+use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape, Optim, Pointwise};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape, Optim, Pointwise};
 use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "attention";
@@ -48,12 +50,25 @@ fn of_room(shape: AttentionShape, kernels: [&'static str; 2]) -> &'static str {
     kernels[usize::from(shape.head_dim > HEAD / 2)]
 }
 
+/// Queries, and keys with their values, as rows that are rotated.
+fn turned_rows<'a>(shape: &GroupedShape, packed: Option<&'a Packed>) -> [TurnedRows<'a>; 2] {
+    let AttentionShape { heads, head_dim, .. } = shape.queries;
+    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.positions)];
+    let (tokens, kv_heads) = (shape.tokens(), shape.kv_heads);
+    [
+        TurnedRows { row: heads * head_dim, heads, tokens, positions: of_queries },
+        TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, tokens: 0..shape.keys, positions: of_keys },
+    ]
+}
+
 impl CudaDevice {
-    /// Whether the kernels for tensor cores take this: they round operands to bf16, and promise no order of sums.
-    fn on_tensor_cores(&self, shape: AttentionShape, masks: AttentionMasks<'_>) -> bool {
+    /// Whether the kernels for tensor cores take this: they round operands to bf16, promise no order of sums, and know
+    /// queries of all tokens.
+    fn on_tensor_cores(&self, shape: GroupedShape, masks: AttentionMasks<'_>) -> bool {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
-        fast && !drops && shape.head_dim <= HEAD && shape.head_dim.is_multiple_of(8)
+        let head_dim = shape.queries.head_dim;
+        fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8)
     }
 
     /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
@@ -143,11 +158,12 @@ impl CudaDevice {
     fn attention(
         &self,
         kernels: [&'static str; 2],
-        shape: AttentionShape,
+        all: GroupedShape,
         heads: &Heads,
         masks: AttentionMasks<'_>,
         packed: Option<&Packed>,
     ) -> Result<(&'static str, Vec<Argument>)> {
+        let shape = all.queries;
         if shape.head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
         }
@@ -163,6 +179,7 @@ impl CudaDevice {
         args.extend(places.map(|place| Argument::from(place as i64)));
         args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
         args.push(i32::from(self.precision == Precision::Bf16).into());
+        args.extend([all.keys, all.first_query].map(Argument::from));
         Ok((of_room(shape, kernels), args))
     }
 
@@ -176,24 +193,22 @@ impl CudaDevice {
         (packed, flash): (Option<&Packed>, bool),
     ) -> Result<Option<(Buffer, Buffer)>> {
         let Some(rotary) = shape.rotary else { return Ok(None) };
-        let AttentionShape { seq, heads, head_dim, .. } = shape.queries;
-        let positions = packed.map(|packed| &packed.positions);
         let of = if flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
-        let q = self.rotated(rotary, q, heads * head_dim, [seq, heads, head_dim], positions)?;
-        let kv = self.rotated(rotary, kv, 2 * shape.kv_heads * head_dim, [seq, shape.kv_heads, head_dim], positions)?;
+        let [of_queries, of_keys] = turned_rows(&shape, packed);
+        let (q, kv) = (self.rotated(rotary, &shape, q, &of_queries)?, self.rotated(rotary, &shape, kv, &of_keys)?);
         Ok(Some((q, kv)))
     }
 
     fn attend(
         &self,
-        shape: AttentionShape,
+        shape: GroupedShape,
         heads: &Heads,
         masks: AttentionMasks<'_>,
         packed: Option<&Packed>,
         dtype: DType,
     ) -> Result<(Buffer, Buffer)> {
-        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
+        let AttentionShape { batch, seq, heads: count, head_dim } = shape.queries;
         let kernels = ["attention_forward_64", "attention_forward_128"];
         let (kernel, rest) = self.attention(kernels, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.forward_flops());
@@ -209,20 +224,20 @@ impl CudaDevice {
     /// Writes the gradients of queries (place, elements to the next token), and of each head's own keys and values.
     fn attend_back(
         &self,
-        shape: AttentionShape,
+        shape: GroupedShape,
         heads: &Heads,
         [dout, out, lse]: [&Buffer; 3],
         (masks, packed): (AttentionMasks<'_>, Option<&Packed>),
         dq: (Address, usize),
         (dk, dv, dkv_row): (Address, Address, usize),
     ) -> Result<()> {
-        let AttentionShape { batch, seq, heads: count, .. } = shape;
+        let AttentionShape { batch, seq, heads: count, .. } = shape.queries;
         let of_q = ["attention_backward_q_64", "attention_backward_q_128"];
         let of_kv = ["attention_backward_kv_64", "attention_backward_kv_128"];
         let (of_q, rest) = self.attention(of_q, shape, heads, masks, packed)?;
         let (of_kv, _) = self.attention(of_kv, shape, heads, masks, packed)?;
         self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.dots(shape, [dout, out], false)?;
+        let dots = self.dots(shape.queries, [dout, out], false)?;
         let dout = &self.read_as(dout, DType::F32)?;
         let place = |buffer| self.place(OP, buffer);
         let (dout, lse, dots) = (place(dout)?, place(lse)?, place(&dots)?);
@@ -231,7 +246,7 @@ impl CudaDevice {
         let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
         self.launch(OP, of_q, [batch * count, seq], &args)?;
         let args = [&saved[..], &[dk.into(), dv.into(), dkv_row.into()], &rest].concat();
-        self.launch(OP, of_kv, [batch * count, seq], &args)
+        self.launch(OP, of_kv, [batch * count, shape.keys], &args)
     }
 }
 
@@ -240,15 +255,15 @@ impl CudaDevice {
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
-        let packed = self.packed(shape, masks)?;
-        let flash = self.on_tensor_cores(shape, masks);
+        let all = GroupedShape::alone(shape);
+        let (packed, flash) = (self.packed(all, masks)?, self.on_tensor_cores(all, masks));
         let of = if flash { DType::Bf16 } else { DType::F32 };
         let read = self.loaded(qkv, of)?;
         let heads = Heads::fused(self.place(OP, &read)?, shape, of);
         if flash {
             return self.flash(shape, &heads, packed.as_ref(), qkv.dtype());
         }
-        self.attend(shape, &heads, masks, packed.as_ref(), qkv.dtype())
+        self.attend(all, &heads, masks, packed.as_ref(), qkv.dtype())
     }
 
     fn causal_grad(
@@ -262,8 +277,8 @@ impl Attention for CudaDevice {
     ) -> Result<Buffer> {
         self.f32s(OP, &[lse])?;
         self.storage(OP, &[dout, qkv, out])?;
-        let packed = self.packed(shape, masks)?;
-        let flash = self.on_tensor_cores(shape, masks);
+        let all = GroupedShape::alone(shape);
+        let (packed, flash) = (self.packed(all, masks)?, self.on_tensor_cores(all, masks));
         let of = if flash { DType::Bf16 } else { DType::F32 };
         let (read, dqkv) = (self.loaded(qkv, of)?, self.room(of, qkv.dtype(), qkv.count())?);
         let heads = Heads::fused(self.place(OP, &read)?, shape, of);
@@ -271,7 +286,7 @@ impl Attention for CudaDevice {
         let (dq, dkv) = ((q, q_row), (k, v, kv_row));
         match flash {
             true => self.flash_back(shape, &heads, [dout, out, lse], packed.as_ref(), dq, dkv)?,
-            false => self.attend_back(shape, &heads, [dout, out, lse], (masks, packed.as_ref()), dq, dkv)?,
+            false => self.attend_back(all, &heads, [dout, out, lse], (masks, packed.as_ref()), dq, dkv)?,
         }
         self.settled(dqkv, qkv.dtype())
     }
@@ -284,10 +299,10 @@ impl Attention for CudaDevice {
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[q, kv])?;
-        let packed = self.packed(shape.queries, masks)?;
+        let packed = self.packed(shape, masks)?;
         let packed = packed.as_ref();
         let dtype = q.dtype();
-        let flash = self.on_tensor_cores(shape.queries, masks);
+        let flash = self.on_tensor_cores(shape, masks);
         let turned = self.turned(shape, q, kv, (packed, flash))?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
         let of = if flash { DType::Bf16 } else { DType::F32 };
@@ -296,10 +311,10 @@ impl Attention for CudaDevice {
         if flash {
             return self.flash(shape.queries, &heads, packed, dtype);
         }
-        self.attend(shape.queries, &heads, masks, packed, dtype)
+        self.attend(shape, &heads, masks, packed, dtype)
     }
 
-    fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+    fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
         self.decoded(shape, q, kv, cache)
     }
 
@@ -315,13 +330,14 @@ impl Attention for CudaDevice {
     ) -> Result<(Buffer, Buffer)> {
         self.f32s(OP, &[lse])?;
         self.storage(OP, &[dout, q, kv, out])?;
-        let GroupedShape { queries, group, kv_heads, first_kv_head, rotary } = shape;
-        let AttentionShape { batch, seq, heads, head_dim } = queries;
-        let (rows, width, kv_width) = (batch * seq, heads * head_dim, kv_heads * head_dim);
+        let GroupedShape { queries, keys, group, kv_heads, first_kv_head, rotary, .. } = shape;
+        let AttentionShape { batch, heads, head_dim, .. } = queries;
+        let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
         let dtype = q.dtype();
-        let packed = self.packed(queries, masks)?;
-        let (packed, positions) = (packed.as_ref(), packed.as_ref().map(|packed| &packed.positions));
-        let flash = self.on_tensor_cores(queries, masks);
+        let packed = self.packed(shape, masks)?;
+        let packed = packed.as_ref();
+        let flash = self.on_tensor_cores(shape, masks);
+        let [of_queries, of_keys] = turned_rows(&shape, packed);
         let turned = self.turned(shape, q, kv, (packed, flash))?;
         let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
         if flash && dtype == DType::Bf16 {
@@ -334,9 +350,8 @@ impl Attention for CudaDevice {
             let dkv_at = (dk_at, dk_at.offset(dtype.size() * kv_width), 2 * kv_width);
             self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
             if let Some(rotary) = rotary {
-                self.turned_back(rotary, (dq_at, dtype), [rows, width], [seq, heads, head_dim], positions)?;
-                let of_k = [seq, kv_heads, head_dim];
-                self.turned_back(rotary, (dk_at, dtype), [rows, 2 * kv_width], of_k, positions)?;
+                self.turned_back(rotary, &shape, (dq_at, dtype), &of_queries)?;
+                self.turned_back(rotary, &shape, (dk_at, dtype), &of_keys)?;
             }
             return Ok((dq, dkv));
         }
@@ -366,14 +381,13 @@ impl Attention for CudaDevice {
             let (q, kv) = (self.read_as(q, DType::F32)?, self.read_as(kv, DType::F32)?);
             let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::F32);
             let at = (self.place(OP, &dk)?, self.place(OP, &dv)?, width);
-            self.attend_back(queries, &of, [dout, out, lse], (masks, packed), (self.place(OP, &dq)?, width), at)?;
+            self.attend_back(shape, &of, [dout, out, lse], (masks, packed), (self.place(OP, &dq)?, width), at)?;
         }
         let (dq_at, dk, dv) = (self.place_mut(OP, &mut dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?);
         if let Some(rotary) = rotary {
-            let of_q = [seq, heads, head_dim];
-            self.turned_back(rotary, (dq_at, DType::F32), [rows, width], of_q, positions)?;
-            let of_k = [seq, of_heads, head_dim];
-            self.turned_back(rotary, (dk, DType::F32), [rows, of_heads * head_dim], of_k, positions)?;
+            self.turned_back(rotary, &shape, (dq_at, DType::F32), &of_queries)?;
+            let of_k = TurnedRows { row: of_heads * head_dim, heads: of_heads, ..of_keys };
+            self.turned_back(rotary, &shape, (dk, DType::F32), &of_k)?;
         }
         let count = dkv.count();
         self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads

@@ -1,21 +1,21 @@
 //! Attention with a cache of keys and values.
 
 use super::CudaDevice;
+use super::rotary::TurnedRows;
 use crate::driver::{Address, Argument};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
+use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape};
 use meshwork_tensor::{Device, Error, Result, Work};
 
 const OP: &str = "attention";
 
 impl CudaDevice {
     /// Appends the new tokens to the cache, and attends to all in it.
-    pub(super) fn decoded(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+    pub(super) fn decoded(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
         self.f32s(OP, &[q, kv, cache])?;
-        let DecodeShape { new, past, capacity } = shape;
-        let GroupedShape { queries, group, kv_heads, first_kv_head, rotary } = new;
+        let GroupedShape { queries, keys: capacity, first_query: past, group, kv_heads, first_kv_head, rotary } = shape;
         let AttentionShape { batch, seq, heads, head_dim } = queries;
-        if cache.count() != shape.cache_elements() || past + seq > capacity {
+        if cache.count() != shape.kv_elements() || past + seq > capacity {
             let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, capacity, 2, kv_heads, head_dim]] });
         }
@@ -27,17 +27,12 @@ impl CudaDevice {
         args.extend([kv.count(), seq, past, capacity, kv_heads, head_dim].map(Argument::from));
         self.launch(OP, "decode_append", [kv.count(), 0], &args)?;
         if past == 0 && seq > 1 {
-            return Ok(self.grouped(new, q, kv, AttentionMasks::default())?.0);
+            return Ok(self.grouped(GroupedShape { keys: seq, ..shape }, q, kv, AttentionMasks::default())?.0);
         }
-        self.meter().add_flops(Work::Attention, shape.flops());
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
         let out = self.alloc(DType::F32, q.count())?;
-        let turned = match rotary {
-            None => None,
-            Some(_) => {
-                let from = angles.offset(4 * past * head_dim);
-                Some(self.turned_by(from, q, heads * head_dim, [seq, heads, head_dim], None)?)
-            }
-        };
+        let row = TurnedRows { row: heads * head_dim, heads, tokens: shape.tokens(), positions: None };
+        let turned = rotary.map(|rotary| self.rotated(rotary, &shape, q, &row)).transpose()?;
         let (rows, keys) = (batch * seq * heads, past + seq);
         let scores = self.scratch(DType::F32, rows * keys)?;
         let weights: Argument = self.place(OP, &scores)?.into();

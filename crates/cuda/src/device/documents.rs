@@ -2,31 +2,42 @@
 
 use super::{CudaDevice, checked::Checked, launch::launch};
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::kernel::{AttentionMasks, AttentionShape};
+use meshwork_tensor::kernel::{AttentionMasks, GroupedShape, Layout};
 use meshwork_tensor::{Error, Result};
 
 /// The documents of all sequences, on the device: the host does not know them.
 pub(super) struct Packed {
-    /// The position of each token in its document, checked.
+    /// The position of each key in its document, checked.
     pub(super) positions: Buffer,
-    /// The first token of each token's document, if tokens see only those of their own.
+    /// Those of the queries.
+    pub(super) of_queries: Buffer,
+    /// The first key of each key's document, if tokens see only those of their own.
     pub(super) firsts: Option<Buffer>,
 }
 
 impl CudaDevice {
     /// The documents of a call, whose positions a kernel checks; the next download sees what it finds.
-    pub(super) fn packed(&self, shape: AttentionShape, masks: AttentionMasks<'_>) -> Result<Option<Packed>> {
+    pub(super) fn packed(&self, shape: GroupedShape, masks: AttentionMasks<'_>) -> Result<Option<Packed>> {
         const OP: &str = "attention";
         let Some(documents) = masks.documents else { return Ok(None) };
-        let (count, AttentionShape { batch, seq, .. }) = (shape.batch * shape.seq, shape);
+        let (batch, seq, tokens) = (shape.queries.batch, shape.keys, shape.tokens());
+        let count = batch * seq;
         if documents.positions.count() != count {
             let problem = format!("{} positions: every token has one", documents.positions.count());
+            return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
+        }
+        if tokens.end > seq {
+            let problem = format!("queries of tokens {tokens:?}, and positions of {seq}");
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
         }
         let [positions, firsts] = [self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?];
         let (given, found) = (documents.positions, self.fault_of(Checked::Documents));
         launch!(self, OP, "check_positions", [usize::from(count > 0), 1]; given, found, count, seq)?;
         launch!(self, OP, "document_starts", [count, 0]; given, &positions, &firsts, count, seq)?;
-        Ok(Some(Packed { positions, firsts: documents.apart.then_some(firsts) }))
+        let of_queries = match shape.is_whole() {
+            true => positions.clone(),
+            false => self.narrow(&positions, batch, seq, 1, tokens)?,
+        };
+        Ok(Some(Packed { positions, of_queries, firsts: documents.apart.then_some(firsts) }))
     }
 }

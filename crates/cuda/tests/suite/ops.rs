@@ -378,7 +378,7 @@ fn grouped_attention_has_the_cpus_bits() {
     for (group, kv_heads, first_kv_head, rotary) in
         [(1, 6, 0, None), (3, 4, 1, Some(Rotary::new(100.0))), (2, 3, 0, None)]
     {
-        let shape = GroupedShape { queries, group, kv_heads, first_kv_head, rotary };
+        let shape = GroupedShape { group, kv_heads, first_kv_head, rotary, ..GroupedShape::alone(queries) };
         let rows = queries.batch * queries.seq;
         let (q, kv) = (values("q", rows * 60), values("kv", rows * 20 * kv_heads));
         same("grouped attention", |device, up| {
@@ -411,13 +411,47 @@ fn attention_within_documents_has_the_cpus_bits() {
             let [q, kv, qkv, dout, positions] = [&q, &kv, &qkv, &dout, &places].map(up);
             let documents = Some(DocumentPositions { positions: &positions, apart });
             let masks = AttentionMasks { dropout: None, documents };
-            let shape =
-                GroupedShape { queries, group: 2, kv_heads: 2, first_kv_head: 0, rotary: Some(Rotary::new(100.0)) };
+            let rotary = Some(Rotary::new(100.0));
+            let shape = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
             let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
             let (fused, fused_lse) = of.causal(queries, &qkv, masks)?;
             let dqkv = of.causal_grad(queries, &dout, &qkv, &fused, &fused_lse, masks)?;
             Ok(vec![out, lse, dq, dkv, fused, fused_lse, dqkv])
+        });
+    }
+}
+
+/// Queries that are some of the tokens of the keys, rotated, within documents or not, with dropout; in both precisions,
+/// for tensor cores have no kernels of them.
+#[test]
+fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
+    if level() < Level::Avx2 {
+        return eprintln!("left out: this CPU has no fused multiply-add, and other bits");
+    }
+    let queries = AttentionShape { batch: 2, seq: 70, heads: 4, head_dim: 6 };
+    let (rows, places) = (queries.batch * queries.seq, positions(150));
+    let (q, kv, dout) = (values("q", rows * 24), values("kv", 2 * 150 * 24), values("dout", rows * 24));
+    let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
+    for apart in [None, Some(false), Some(true)] {
+        same("attention of some of the tokens", |device, up| {
+            let of = device.attention()?;
+            let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
+            let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
+            let masks = AttentionMasks { dropout: Some(&dropout), documents };
+            let heads = GroupedShape {
+                group: 2,
+                kv_heads: 2,
+                rotary: Some(Rotary::new(100.0)),
+                ..GroupedShape::alone(queries)
+            };
+            let shape = GroupedShape { keys: 150, first_query: 75, ..heads };
+            let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
+            let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
+            // The zeros of keys that no query sees have either sign.
+            let mut sum = device.zeros(DType::F32, dkv.count())?;
+            device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
+            Ok(vec![out, lse, dq, sum])
         });
     }
 }
@@ -436,7 +470,8 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let (q, kv, qkv, dout, positions) = (up(&q)?, up(&kv)?, up(&qkv)?, up(&dout)?, up(&places)?);
         let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
         let masks = AttentionMasks { dropout: None, documents };
-        let shape = GroupedShape { queries, group: 2, kv_heads: 3, first_kv_head: 1, rotary: Some(Rotary::new(100.0)) };
+        let (heads, rotary) = (GroupedShape::alone(queries), Some(Rotary::new(100.0)));
+        let shape = GroupedShape { group: 2, kv_heads: 3, first_kv_head: 1, rotary, ..heads };
         let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
         let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
         let (fused, fused_lse) = of.causal(queries, &qkv, masks)?;
@@ -462,7 +497,7 @@ fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
 #[test]
 fn operands_may_begin_anywhere_in_a_flat_buffer() {
     let attended = AttentionShape { batch: 1, seq: 37, heads: 2, head_dim: 16 };
-    let grouped = GroupedShape { queries: attended, group: 2, kv_heads: 1, first_kv_head: 0, rotary: None };
+    let grouped = GroupedShape { group: 2, kv_heads: 1, ..GroupedShape::alone(attended) };
     let halves = |name: &str, count: usize| numbers::<f32>(&values(name, count)).into_iter().map(half::bf16::from_f32);
     let [m, n, k] = [5, 8, 24];
     let run = |device: &dyn Device, bf16: bool, first: usize| -> Result<Vec<Buffer>> {
@@ -518,9 +553,10 @@ fn attention_with_a_cache_has_the_cpus_bits() {
             let mut cache = device.zeros(DType::F32, 2 * 30 * 2 * 3 * 10)?;
             for seq in [19, 1, 4, 1] {
                 let queries = AttentionShape { batch: 2, seq, heads: 6, head_dim: 10 };
-                let new = GroupedShape { queries, group: 2, kv_heads: 3, first_kv_head: 0, rotary };
+                let new = GroupedShape { group: 2, kv_heads: 3, rotary, ..GroupedShape::alone(queries) };
+                let shape = GroupedShape { keys: 30, first_query: past, ..new };
                 let [q, kv] = [("q", 60), ("kv", 60)].map(|(name, width)| up(&values(name, 2 * seq * width)));
-                results.push(of.decode(DecodeShape { new, past, capacity: 30 }, &q, &kv, &mut cache)?);
+                results.push(of.decode(shape, &q, &kv, &mut cache)?);
                 past += seq;
             }
             Ok([results, vec![cache]].concat())

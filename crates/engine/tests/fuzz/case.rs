@@ -58,6 +58,13 @@ pub fn case(seed: u64, attempt: u64) -> Case {
     let stages = plan.schedule.stages(plan.mesh.degree(Axis::Pp));
     let target = Target { mesh: &plan.mesh, blocks: plan.blocks(), layers: stages, way, gathers };
     let program = generate::program(&mut rng, &target);
+    // An axis over which nothing is cut is refused.
+    if !program.cuts_over(Axis::Cp) {
+        plan.mesh = mesh([Axis::Dp, Axis::Tp, Axis::Cp, Axis::Pp].map(|axis| match axis {
+            Axis::Cp => 1,
+            axis => plan.mesh.degree(axis),
+        }));
+    }
     // So few words are alike on two ranks now and then.
     let held = plan.global_batch_size / plan.mesh.data_degree() * program.seq;
     if held < 8 && matches!(program.data, Data::Tokens { .. }) {

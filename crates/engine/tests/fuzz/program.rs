@@ -366,6 +366,16 @@ impl Op {
     }
 }
 
+impl Program {
+    /// Whether a parameter or a value is cut over an axis.
+    pub fn cuts_over(&self, axis: Axis) -> bool {
+        self.blocks.iter().any(|block| {
+            let params = block.params.iter().any(|param| param.cut.is_some_and(|(of, _)| of == axis));
+            params || block.code.iter().any(|instr| instr.op.collective() == Some(axis))
+        })
+    }
+}
+
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:?}, {} tokens a sample", self.data, self.seq)?;

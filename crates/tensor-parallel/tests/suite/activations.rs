@@ -72,8 +72,8 @@ impl Layer {
         let params = Params::new(Arc::new(declared), &mesh, rank.coords(), &device, &layout, 0)?;
         let policy = Rc::new(Encoded::new(Rc::new(Keep), Encoding::Half(HalfType::Bf16)));
         let tape = Tape::with_policy(rank, Arc::new(params), device.clone(), Mode::Train, Position::default(), policy);
-        let x = Tensor::zeros(&device, DType::F32, [b, region.local_seq(s, t), h])?;
-        let x = tape.input(x, Types::NONE.with(Axis::Tp, region.ty()));
+        let x = Tensor::zeros(&device, DType::F32, [b, region.local_seq(s, tape.rank().mesh())?, h])?;
+        let x = tape.input(x, Types::NONE.with(Axis::Tp, region.ty(Axis::Tp)));
         let before = device.meter().live_bytes();
         let y = {
             let inner = region.enter(&ln1.forward(&tape, &x)?)?;
@@ -101,7 +101,7 @@ fn a_layer_keeps_what_the_published_formula_says() {
         // Where elements are dropped is drawn again in backward: a byte less for each of two results and of the scores.
         // Ours has the mean and the deviation of both norms in f32.
         let (masks, statistics) = (2 * sbh + a * s * s * b / t, 2 * 2 * 4 * s * b);
-        let kept = layer.kept(t, Region::Invariant).unwrap_or_else(|error| panic!("{error}"));
+        let kept = layer.kept(t, Region::INVARIANT).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(kept as usize, published - masks + statistics, "t = {t}");
         if t == 1 {
             assert_eq!(published, sbh * 34 + scores);
@@ -117,6 +117,6 @@ fn sequence_parallelism_cuts_what_is_between_the_products() {
     let Layer { s, b, h, a } = layer;
     let (sbh, scores) = (s * b * h, 4 * a * s * s * b / t);
     let statistics = 2 * 2 * 4 * s * b / t;
-    let kept = layer.kept(t, Region::SequenceParallel).unwrap_or_else(|error| panic!("{error}"));
+    let kept = layer.kept(t, Region::SEQUENCE_PARALLEL).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(kept as usize, sbh * (32 - 4) / t + 4 * sbh + scores + statistics);
 }

@@ -17,9 +17,9 @@ fn assert_bits(what: &str, run: impl Fn(usize, Region) -> Outcome) {
     let same = |got: &[f32], want: &[f32]| {
         got.len() == want.len() && got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits())
     };
-    let want = run(1, Region::Invariant);
+    let want = run(1, Region::INVARIANT);
     for degree in [1, 2, 4] {
-        for region in [Region::Invariant, Region::SequenceParallel] {
+        for region in [Region::INVARIANT, Region::SEQUENCE_PARALLEL] {
             let got = run(degree, region);
             assert!(same(&got.output, &want.output), "{what}, tp={degree}, {region:?}: output");
             for (got, want) in got.inputs.iter().zip(&want.inputs) {
@@ -37,7 +37,7 @@ fn init() -> [Init; 2] {
 }
 
 fn inputs(region: Region) -> [Input; 1] {
-    [Input::new("x", &[2, 12, HIDDEN], region.ty(), real)]
+    [Input::new("x", &[2, 12, HIDDEN], region.ty(Axis::Tp), real)]
 }
 
 /// Eight heads in groups of 1, 2, 4 and 8: up to four ranks share the keys and values of one group.
@@ -52,7 +52,7 @@ fn grouped_attention_has_the_bits_of_one_rank() {
                 |attention, tape, v| attention.forward(tape, &v[0], region, Some(&v[0]), None, 0.0),
             );
             program.blocks = Some(BLOCKS);
-            program.over_tp(degree, &inputs(region))
+            program.over_axis(degree, &inputs(region))
         });
     }
 }
@@ -66,7 +66,7 @@ fn mlp_without_biases_has_the_bits_of_one_rank() {
             |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
         program.blocks = Some(BLOCKS);
-        program.over_tp(degree, &inputs(region))
+        program.over_axis(degree, &inputs(region))
     });
 }
 
@@ -79,7 +79,7 @@ fn swiglu_has_the_bits_of_one_rank() {
             |mlp, tape, v| mlp.forward(tape, &v[0], region, Some(&v[0]), 0.0),
         );
         program.blocks = Some(BLOCKS);
-        program.over_tp(degree, &inputs(region))
+        program.over_axis(degree, &inputs(region))
     });
 }
 
@@ -93,9 +93,9 @@ fn parts_of_a_group_that_are_no_subtrees_are_refused() {
         let (device, layout) = (Meta::device(), [params.ids().collect()]);
         let params = Params::new(Arc::new(params), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
         let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
-        let types = Types::all(tape.rank().mesh(), Region::Invariant.ty());
+        let types = Types::all(tape.rank().mesh(), Region::INVARIANT.ty(Axis::Tp));
         let x = tape.input(Tensor::zeros(tape.device(), DType::F32, [2, 4, HIDDEN]).unwrap(), types);
-        layer.forward(&tape, &x, Region::Invariant, None, None, 0.0).map(|_| ())
+        layer.forward(&tape, &x, Region::INVARIANT, None, None, 0.0).map(|_| ())
     };
     forward(Declarations::new()).unwrap();
     assert_eq!(
@@ -120,7 +120,7 @@ fn an_operation_that_would_round_shares_of_a_gradient_is_refused() {
         let (device, layout) = (Meta::device(), [all.ids().collect()]);
         let params = Params::new(Arc::new(all), rank.mesh(), rank.coords(), &device, &layout, 0).unwrap();
         let tape = Tape::new(rank, Arc::new(params), device, Mode::Train, Position::default());
-        let types = Types::all(tape.rank().mesh(), Region::Invariant.ty());
+        let types = Types::all(tape.rank().mesh(), Region::INVARIANT.ty(Axis::Tp));
         let x = tape.input(Tensor::zeros(tape.device(), DType::F32, [2, 4, HIDDEN]).unwrap(), types);
         let x = if behind_copy { x.copy(Axis::Tp).unwrap() } else { x };
         let param = |id| tape.param(id).unwrap();

@@ -203,10 +203,10 @@ fn a_gpt_trains_to_the_cpus_bits_where_the_host_reads_no_memory() {
     let sgd = Rule::from(Sgd { momentum: 0.9, weight_decay: 0.1 });
     let run = |micros, region, rule: &Rule| Run { micros, region, rule: rule.clone(), precision: Precision::F32 };
     let runs = [
-        run(1, Region::Invariant, &adamw),
-        run(2, Region::SequenceParallel, &sgd),
-        run(4, Region::SequenceParallel, &adamw),
-        Run { precision: Precision::Bf16, ..run(2, Region::Invariant, &adamw) },
+        run(1, Region::INVARIANT, &adamw),
+        run(2, Region::SEQUENCE_PARALLEL, &sgd),
+        run(4, Region::SEQUENCE_PARALLEL, &adamw),
+        Run { precision: Precision::Bf16, ..run(2, Region::INVARIANT, &adamw) },
     ];
     for run in runs {
         for degree in [1, 2] {

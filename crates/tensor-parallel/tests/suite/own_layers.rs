@@ -1,7 +1,7 @@
 //! Every parallel layer on 1 to 4 ranks against itself on one, with and without sequence parallelism: testkit's
 //! `check_layer`.
 
-use meshwork_core::{Mesh, Ty};
+use meshwork_core::{Axis, Mesh, Ty};
 use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{
@@ -26,7 +26,7 @@ fn check<L>(
     declare: impl Fn(&mut Declarations, &Mesh) -> Result<L> + Sync,
     forward: impl Fn(&L, &Tape, &[Var], Region) -> Result<Var> + Sync,
 ) {
-    for region in [Region::Invariant, Region::SequenceParallel] {
+    for region in [Region::INVARIANT, Region::SEQUENCE_PARALLEL] {
         let checked = check_layer(&format!("{name}, {region:?}"), &[input(region)], &declare, |layer, tape, v| {
             forward(layer, tape, v, region)
         });
@@ -35,7 +35,7 @@ fn check<L>(
 }
 
 fn hidden(region: Region) -> LayerInput {
-    LayerInput::value("x", &[1, SEQ, HIDDEN], region.ty())
+    LayerInput::value("x", &[1, SEQ, HIDDEN], region.ty(Axis::Tp))
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn the_table() {
 fn a_forgotten_copy_is_reported() {
     let checked = check_layer(
         "column",
-        &[hidden(Region::Invariant)],
+        &[hidden(Region::INVARIANT)],
         |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
         |layer, tape, v| layer.forward(tape, &v[0]),
     );

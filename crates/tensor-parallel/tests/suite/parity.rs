@@ -21,11 +21,11 @@ const HIDDEN: usize = 16;
 const FFN: usize = 24;
 const HEADS: usize = 4;
 const DEGREES: [usize; 3] = [1, 2, 4];
-const REGIONS: [Region; 2] = [Region::Invariant, Region::SequenceParallel];
+const REGIONS: [Region; 2] = [Region::INVARIANT, Region::SEQUENCE_PARALLEL];
 
 /// `[batch, seq, hidden]` with its layout between blocks.
 fn hidden(name: &str, region: Region) -> Input {
-    Input::new(name, &[BATCH, SEQ, HIDDEN], region.ty(), real)
+    Input::new(name, &[BATCH, SEQ, HIDDEN], region.ty(Axis::Tp), real)
 }
 
 #[track_caller]
@@ -67,7 +67,7 @@ fn column_linear_equals_linear_exactly_on_integers() {
             |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
             |layer, tape, v| layer.forward(tape, &region.enter(&v[0])?),
         );
-        assert_eq!(parallel.over_tp(degree, &x(region.ty())), reference, "tp={degree}, {region:?}");
+        assert_eq!(parallel.over_axis(degree, &x(region.ty(Axis::Tp))), reference, "tp={degree}, {region:?}");
     }
 }
 
@@ -89,7 +89,7 @@ fn row_linear_equals_linear_and_a_residual_exactly_on_integers() {
             |params, mesh| RowLinear::new(params, mesh, "down", (&[FFN], 0), HIDDEN, true, init()),
             |layer, tape, v| layer.forward(tape, &v[0], region, Some(&v[1]), 0.0),
         );
-        let outcome = parallel.over_tp(degree, &inputs(Ty::Shard(2), region.ty()));
+        let outcome = parallel.over_axis(degree, &inputs(Ty::Shard(2), region.ty(Axis::Tp)));
         assert_eq!(outcome, reference, "tp={degree}, {region:?}");
     }
 }
@@ -101,14 +101,14 @@ fn column_linear_with_gelu_equals_linear_and_gelu() {
         |params, _| Linear::new(params, "up", HIDDEN, FFN, true, 0.02),
         |layer, tape, v| gelu(&layer.forward(tape, &v[0])?),
     );
-    let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+    let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
     for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
         let parallel = Program::new(
             real,
             |params, mesh| ColumnLinear::new(params, mesh, "up", HIDDEN, (&[FFN], 0), true, init()),
             |layer, tape, v| layer.forward_gelu(tape, &region.enter(&v[0])?),
         );
-        let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+        let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
         assert_same(&format!("tp={degree}, {region:?}"), &outcome, &reference);
     }
 }
@@ -130,7 +130,7 @@ fn parallel_mlp_equals_mlp() {
                 y.dropout(dropout, "mlp.down")?.add(&v[0])
             },
         );
-        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
             let parallel = Program::new(
                 real,
@@ -140,7 +140,7 @@ fn parallel_mlp_equals_mlp() {
                 },
                 |(norm, mlp), tape, v| mlp.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), dropout),
             );
-            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
             assert_same(&format!("tp={degree}, {region:?}, dropout {dropout}"), &outcome, &reference);
         }
     }
@@ -160,7 +160,7 @@ fn parallel_attention_equals_self_attention() {
                 y.dropout(dropout, "attn.out")?.add(&v[0])
             },
         );
-        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
             let parallel = Program::new(
                 real,
@@ -172,7 +172,7 @@ fn parallel_attention_equals_self_attention() {
                     attention.forward(tape, &norm.forward(tape, &v[0])?, region, Some(&v[0]), None, dropout)
                 },
             );
-            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
             assert_same(&format!("tp={degree}, {region:?}, dropout {dropout}"), &outcome, &reference);
         }
     }
@@ -200,7 +200,7 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
                 y.dropout(dropout, "attn.out")?.add(&v[0])
             },
         );
-        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
             let parallel = Program::new(
                 real,
@@ -213,9 +213,39 @@ fn parallel_grouped_attention_equals_grouped_self_attention() {
                     attention.forward(tape, &norm.operand(tape, &v[0])?, region, Some(&v[0]), None, dropout)
                 },
             );
-            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
             let what = format!("{kv_heads} kv heads, tp={degree}, {region:?}, bias {bias}, dropout {dropout}");
             assert_same(&what, &outcome, &reference);
+        }
+    }
+}
+
+/// Where cp cuts the sequence, keys and values of all tokens are gathered.
+#[test]
+fn grouped_attention_over_cp_equals_grouped_self_attention() {
+    for (kv_heads, dropout) in [(4, 0.0), (2, 0.3), (1, 0.0)] {
+        let plain = Program::new(
+            real,
+            |params, _| GroupedSelfAttention::new(params, "attn", HIDDEN, groups(kv_heads), true, 0.02, 0.02),
+            |attention, tape, v| {
+                let y = attention.forward(tape, &v[0], None, dropout)?;
+                y.dropout(dropout, "attn.out")?.add(&v[0])
+            },
+        );
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
+        let region = Region::over(Axis::Cp);
+        let mut parallel = Program::new(
+            real,
+            |params, mesh| {
+                ParallelGroupedAttention::new(params, mesh, "attn", HIDDEN, groups(kv_heads), true, [init(); 2])
+            },
+            |attention, tape, v| attention.forward(tape, &v[0], region, Some(&v[0]), None, dropout),
+        );
+        parallel.axis = Axis::Cp;
+        for degree in DEGREES {
+            let x = Input::new("x", &[BATCH, SEQ, HIDDEN], region.ty(Axis::Cp), real);
+            let outcome = parallel.over_axis(degree, &[x]);
+            assert_same(&format!("cp={degree}, {kv_heads} kv heads, dropout {dropout}"), &outcome, &reference);
         }
     }
 }
@@ -234,7 +264,7 @@ fn parallel_swiglu_equals_swiglu() {
                 y.dropout(dropout, "mlp.down")?.add(&v[0])
             },
         );
-        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
             let parallel = Program::new(
                 real,
@@ -244,7 +274,7 @@ fn parallel_swiglu_equals_swiglu() {
                 },
                 |(norm, mlp), tape, v| mlp.forward(tape, &norm.operand(tape, &v[0])?, region, Some(&v[0]), dropout),
             );
-            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
             assert_same(&format!("tp={degree}, {region:?}, bias {bias}, dropout {dropout}"), &outcome, &reference);
         }
     }
@@ -269,7 +299,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
                 rest(&x, mlp.forward(tape, &norm.forward(tape, &x)?)?)
             },
         );
-        let reference = plain.alone(&[hidden("x", Region::Invariant)]);
+        let reference = plain.alone(&[hidden("x", Region::INVARIANT)]);
         assert_eq!(reference.params.len(), if bias { 10 } else { 5 });
         for (degree, region) in DEGREES.iter().flat_map(|&degree| REGIONS.map(|region| (degree, region))) {
             let parallel = Program::new(
@@ -287,7 +317,7 @@ fn biases_and_residuals_are_optional_in_every_layer() {
                     mlp.forward(tape, &norm.operand(tape, &x)?, region, rest(&x), 0.0)
                 },
             );
-            let outcome = parallel.over_tp(degree, &[hidden("x", region)]);
+            let outcome = parallel.over_axis(degree, &[hidden("x", region)]);
             let what = format!("tp={degree}, {region:?}, bias {bias}, residual {residual}");
             assert_same(&what, &outcome, &reference);
         }
@@ -347,7 +377,7 @@ fn parallel_tied_model(vocab: usize, degree: usize, region: Region, padding: f32
         },
     );
     parallel.padding = padding;
-    parallel.over_tp(degree, &tokens(vocab))
+    parallel.over_axis(degree, &tokens(vocab))
 }
 
 #[test]
@@ -428,7 +458,7 @@ fn a_vocab_parallel_lookup_is_exact() {
                 |params, _| VocabParallelEmbedding::new(params, "wte", vocab, HIDDEN, init()),
                 |table, tape, v| table.embed(tape, &v[0], region),
             );
-            let outcome = parallel.over_tp(degree, &tokens(vocab)[..1]);
+            let outcome = parallel.over_axis(degree, &tokens(vocab)[..1]);
             assert_eq!(outcome, reference, "{vocab} words, tp={degree}, {region:?}");
         }
     }

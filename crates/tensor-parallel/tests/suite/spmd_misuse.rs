@@ -467,15 +467,15 @@ fn a_parameter_read_as_invariant_in_one_place_and_as_replicate_in_another() {
 #[test]
 fn entering_a_block_in_the_wrong_region() {
     refused(
-        |b| Region::SequenceParallel.enter(&b.x(I)),
+        |b| Region::SEQUENCE_PARALLEL.enter(&b.x(I)),
         "all_gather: on axis tp, x is Invariant and all_gather takes Shard(1); \
          every rank holds the whole already: drop this all_gather",
     );
     refused(
-        |b| Region::Invariant.enter(&b.x(S(1))),
+        |b| Region::INVARIANT.enter(&b.x(S(1))),
         "copy: on axis tp, x is Shard(1) and copy takes Invariant; bring x to Invariant first",
     );
-    for region in [Region::Invariant, Region::SequenceParallel] {
-        accepted(|b| region.leave(&region.enter(&b.x(region.ty()))?.slice(TP, 2)?.linear(&b.param("row"), 1)?));
+    for region in [Region::INVARIANT, Region::SEQUENCE_PARALLEL] {
+        accepted(|b| region.leave(&region.enter(&b.x(region.ty(Axis::Tp)))?.slice(TP, 2)?.linear(&b.param("row"), 1)?));
     }
 }

@@ -4,6 +4,7 @@ use super::Rotary;
 use super::table::*;
 use crate::random::Key;
 use meshwork_core::Buffer;
+use std::ops::Range;
 
 /// Extents of `qkv [batch, seq, 3, heads, head_dim]`; `out` is `[batch, seq, heads, head_dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,12 +37,17 @@ impl AttentionShape {
     }
 }
 
-/// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, seq, 2, kv_heads, head_dim]` that groups of
-/// heads share; `out` has the shape of the queries.
+/// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
+/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
+/// and sees the keys up to its own: queries behind the last key see all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.
     pub queries: AttentionShape,
+    /// Keys and values of each sequence in memory.
+    pub keys: usize,
+    /// The token of the first query.
+    pub first_query: usize,
     /// Heads of queries here to one of keys and values.
     pub group: usize,
     /// Heads of keys and values in memory.
@@ -53,35 +59,45 @@ pub struct GroupedShape {
 }
 
 impl GroupedShape {
-    /// Every head with keys and values of its own.
+    /// Every head with keys and values of its own, every query with a key.
     pub fn alone(queries: AttentionShape) -> Self {
-        Self { queries, group: 1, kv_heads: queries.heads, first_kv_head: 0, rotary: None }
-    }
-}
-
-/// Attention of new tokens to those in a cache, and to each other.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DecodeShape {
-    /// Extents of the new tokens' queries, keys and values.
-    pub new: GroupedShape,
-    /// Tokens of each sequence in the cache.
-    pub past: usize,
-    /// Tokens of each sequence for which the cache has room.
-    pub capacity: usize,
-}
-
-impl DecodeShape {
-    /// Elements of the cache, `[batch, capacity, 2, kv_heads, head_dim]`.
-    pub fn cache_elements(&self) -> usize {
-        let GroupedShape { queries, kv_heads, .. } = self.new;
-        queries.batch * self.capacity * 2 * kv_heads * queries.head_dim
+        let (keys, kv_heads) = (queries.seq, queries.heads);
+        Self { queries, keys, first_query: 0, group: 1, kv_heads, first_kv_head: 0, rotary: None }
     }
 
-    /// Two products of each new token with those before it and itself.
-    pub fn flops(&self) -> u64 {
-        let of = self.new.queries;
-        let earlier = (of.batch * of.heads * of.seq * self.past) as u64;
-        4 * of.head_dim as u64 * (earlier + of.pairs())
+    /// The tokens that the queries are.
+    pub fn tokens(&self) -> Range<usize> {
+        self.first_query..self.first_query + self.queries.seq
+    }
+
+    /// Whether the queries are all tokens.
+    pub fn is_whole(&self) -> bool {
+        self.tokens() == (0..self.keys)
+    }
+
+    /// Elements of keys and values.
+    pub fn kv_elements(&self) -> usize {
+        self.queries.batch * self.keys * 2 * self.kv_heads * self.queries.head_dim
+    }
+
+    /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
+    pub fn pairs(&self) -> u64 {
+        let AttentionShape { batch, heads, .. } = self.queries;
+        let seen = |tokens: usize| {
+            let (own, behind) = (tokens.min(self.keys) as u64, tokens.saturating_sub(self.keys));
+            own * (own + 1) / 2 + (behind * self.keys) as u64
+        };
+        (batch * heads) as u64 * (seen(self.tokens().end) - seen(self.first_query))
+    }
+
+    /// Forward: two products, QKᵀ and PV.
+    pub fn forward_flops(&self) -> u64 {
+        4 * self.queries.head_dim as u64 * self.pairs()
+    }
+
+    /// Backward: QKᵀ again, dV, dP, dQ, dK.
+    pub fn backward_flops(&self) -> u64 {
+        10 * self.queries.head_dim as u64 * self.pairs()
     }
 }
 
@@ -148,13 +164,13 @@ kernels! {
         ) -> Result<(Buffer, Buffer)>
             | profile(Attention: q, kv), halves(alike q, kv -> q);
 
-        /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their
-        /// queries. The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
-        fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
+        /// Writes the keys, rotated, and the values of the queries' tokens into the cache, `[batch, keys, 2, kv_heads,
+        /// head_dim]`, behind those of the tokens before, and returns the output of the queries.
+        fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
             | profile(Attention: q, kv), halves(own);
 
-        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero
-        /// for heads of keys and values that no head here reads.
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and
+        /// zero, of either sign, for keys and values that no query here sees.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,

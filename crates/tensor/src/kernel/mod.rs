@@ -34,9 +34,7 @@ mod routing;
 mod traffic;
 mod windows;
 
-pub use attention::{
-    Attention, AttentionDropout, AttentionMasks, AttentionShape, DecodeShape, DocumentPositions, GroupedShape,
-};
+pub use attention::{Attention, AttentionDropout, AttentionMasks, AttentionShape, DocumentPositions, GroupedShape};
 pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use compression::Compression;
 pub use elementwise::{Elementwise, HostFn, Map, Zip};

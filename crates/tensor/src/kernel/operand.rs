@@ -55,7 +55,6 @@ plain!(
     Windows,
     AttentionShape,
     GroupedShape,
-    DecodeShape,
     VocabShard,
     &Selection,
     Pick,

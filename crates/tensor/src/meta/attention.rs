@@ -1,7 +1,7 @@
 use super::Meta;
 use crate::device::{Device, Work};
 use crate::error::Result;
-use crate::kernel::{Attention, AttentionMasks, AttentionShape, DecodeShape, GroupedShape};
+use crate::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape};
 use meshwork_core::Buffer;
 
 impl Attention for Meta {
@@ -32,13 +32,13 @@ impl Attention for Meta {
         _masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let of = shape.queries;
-        self.meter().add_flops(Work::Attention, of.forward_flops());
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
         let lse = self.alloc(q.dtype().widened(), of.batch * of.heads * of.seq)?;
         Ok((self.alloc(q.dtype(), q.count())?, lse))
     }
 
-    fn decode(&self, shape: DecodeShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
-        self.meter().add_flops(Work::Attention, shape.flops());
+    fn decode(&self, shape: GroupedShape, q: &Buffer, _kv: &Buffer, _cache: &mut Buffer) -> Result<Buffer> {
+        self.meter().add_flops(Work::Attention, shape.forward_flops());
         self.alloc(q.dtype(), q.count())
     }
 
@@ -52,7 +52,7 @@ impl Attention for Meta {
         _lse: &Buffer,
         _masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        self.meter().add_flops(Work::Attention, shape.queries.backward_flops());
+        self.meter().add_flops(Work::Attention, shape.backward_flops());
         Ok((self.alloc(q.dtype(), q.count())?, self.alloc(kv.dtype(), kv.count())?))
     }
 }

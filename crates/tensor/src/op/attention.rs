@@ -1,11 +1,10 @@
 //! Causal self-attention: `softmax(QKᵀ/√d, masked) · V` on `qkv [b, s, 3, heads, d]`.
 
-use super::documents::{self, Apart, Documents};
-use super::dropout::random_scalars;
+use super::documents::{self, Documents, Masking};
 use crate::error::Result;
-use crate::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
+use crate::kernel::{AttentionShape, GroupedShape};
 use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Mode, Op, Var};
+use crate::tape::{Backward, Forward, Op, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{SpmdError, Ty, Types};
@@ -13,8 +12,7 @@ use meshwork_core::{SpmdError, Ty, Types};
 #[derive(Debug)]
 struct CausalAttention {
     shape: AttentionShape,
-    dropout: Option<AttentionDropout>,
-    documents: Option<Apart>,
+    masks: Masking,
 }
 
 impl Var {
@@ -24,31 +22,12 @@ impl Var {
     pub fn causal_attention(&self, documents: Option<&Documents>, dropout: Option<(f32, &str)>) -> Result<Var> {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
-        let (offset, global) = self.global_position();
-        let training = self.tape().mode() == Mode::Train;
-        let dropout: Option<Result<_>> = dropout.filter(|(p, _)| *p > 0.0 && training).map(|(p, name)| {
-            Ok(AttentionDropout {
-                p,
-                key: self.tape().random_key(name)?,
-                first_sample: offset[0],
-                first_head: offset[3],
-                global_heads: global[3],
-            })
-        });
-        let dropout = dropout.transpose()?;
         let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
-        let op = CausalAttention { shape, dropout, documents: documents.map(|documents| Apart(documents.apart)) };
+        let op = CausalAttention { shape, masks: Masking::new(self, 3, documents, dropout)? };
         match documents {
             None => self.tape().apply(op, &[self]),
             Some(documents) => self.tape().apply(op, &[self, &documents.positions]),
         }
-    }
-}
-
-impl CausalAttention {
-    fn masks<'a>(&'a self, positions: Option<&'a Tensor>) -> AttentionMasks<'a> {
-        let documents = self.documents.zip(positions).map(|(apart, positions)| apart.with(positions));
-        AttentionMasks { dropout: self.dropout.as_ref(), documents }
     }
 }
 
@@ -62,7 +41,7 @@ impl Op for CausalAttention {
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        if self.documents.is_some() { &["qkv", "positions"] } else { &["qkv"] }
+        if self.masks.has_positions() { &["qkv", "positions"] } else { &["qkv"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -78,7 +57,7 @@ impl Op for CausalAttention {
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {
-        self.dropout.map_or(Vec::new(), |dropout| random_scalars(dropout.p, dropout.key))
+        self.masks.scalars()
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -90,14 +69,14 @@ impl Op for CausalAttention {
         )?;
         let s = self.shape;
         if let Some(cache) = cx.tape().cache() {
-            cx.require(self.documents.is_none(), || "decoding continues one document".to_owned(), inputs)?;
+            cx.require(!self.masks.has_positions(), || "decoding continues one document".to_owned(), inputs)?;
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
             let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
             let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv)?;
             return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
         }
-        let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks(inputs.get(1).copied()))?;
+        let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks.with(inputs.get(1).copied()))?;
         let out = Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim])?;
         cx.save_input(0)?;
         cx.save(&out)?;
@@ -111,14 +90,14 @@ impl Op for CausalAttention {
             return Ok(vec![None; self.operands().len()]);
         }
         let (qkv, out, lse) = (cx.saved(0)?, cx.saved(1)?, cx.saved(2)?);
-        let positions = self.documents.map(|_| cx.saved(3)).transpose()?;
+        let positions = self.masks.has_positions().then(|| cx.saved(3)).transpose()?;
         let dqkv = grad.device().attention()?.causal_grad(
             self.shape,
             grad.buffer(),
             qkv.buffer(),
             out.buffer(),
             lse.buffer(),
-            self.masks(positions.as_ref()),
+            self.masks.with(positions.as_ref()),
         )?;
         let s = self.shape;
         let shape = Shape::new(&[s.batch, s.seq, 3, s.heads, s.head_dim]);

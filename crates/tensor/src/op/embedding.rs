@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::kernel::TableGrad;
 use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Padded, Var};
+use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, SpmdError, Ty, Types};
@@ -18,13 +18,15 @@ struct Lookup {
     table_shape: Shape,
     /// The axis over which the table's rows are cut.
     cut_over: Option<Axis>,
+    tokens: Tokens,
 }
 
 impl Var {
     /// `table[ids]`, for ids `[..]` (i32) and a whole table `[rows, h]`.
     pub fn embedding(&self, table: &Var) -> Result<Var> {
         let vocab = table.shape().first().copied().unwrap_or(0);
-        let op = Lookup { rows: 0..vocab, vocab, table_shape: table.shape(), cut_over: None };
+        let op =
+            Lookup { rows: 0..vocab, vocab, table_shape: table.shape(), cut_over: None, tokens: Tokens::of(self, 0) };
         self.tape().apply(op, &[self, table])
     }
 
@@ -34,7 +36,8 @@ impl Var {
         let held = table.shape().first().copied().unwrap_or(0);
         let first = (self.tape().rank().coords().get(axis) * held).min(vocab);
         let rows = first..(first + held).min(vocab);
-        let op = Lookup { rows, vocab, table_shape: table.shape(), cut_over: Some(axis) };
+        let tokens = Tokens::of(self, 0);
+        let op = Lookup { rows, vocab, table_shape: table.shape(), cut_over: Some(axis), tokens };
         self.tape().apply(op, &[self, table])
     }
 }
@@ -96,10 +99,8 @@ impl Op for Lookup {
         let ids = cx.saved(0)?;
         let (rows, width) = (self.table_shape[0], self.table_shape[1]);
         let samples = ids.shape().first().copied().unwrap_or(1);
-        let tokens = ids.shape().count() / samples.max(1);
-        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, samples, |room| {
-            let (from, to) = (room.samples.start * tokens, room.samples.end * tokens);
-            let (ids, dout) = (ids.buffer().slice(from..to)?, grad.buffer().slice(from * width..to * width)?);
+        let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, self.tokens, |room| {
+            let (ids, dout) = (room.rows(&ids, samples)?, room.rows(&grad, samples)?);
             let dtable = TableGrad::new(room, rows);
             grad.device().embedding()?.lookup_grad(&ids, &dout, self.rows.clone(), width, dtable)
         })?;

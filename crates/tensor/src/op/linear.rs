@@ -81,7 +81,7 @@ impl Linear {
 
     /// The gradient of the input from that of the product and, if two products share the input, from that of the other
     /// product.
-    fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor, samples: usize) -> Result<Option<Tensor>> {
+    fn input_grad(&self, cx: &mut Backward<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
         let (m, n, k) = self.mnk();
         let w = cx.saved(1)?;
         let mut other = None;
@@ -99,7 +99,7 @@ impl Linear {
             Joined::WithNext(waiting) => other = waiting.take(),
         }
         let spec = Gemm::linear_input_grad(m, n, k).over(self.terms[1]).exact(self.exact);
-        cx.write_grad(0, grad.dtype(), self.input_shape, samples, |room| {
+        cx.write_grad(0, grad.dtype(), self.input_shape, self.tokens, |room| {
             let matmul = grad.device().matmul()?;
             let Some((next_grad, next_w, terms)) = &other else {
                 return matmul.gemm(spec, grad.buffer(), w.buffer(), room.buffer, room.start);
@@ -309,26 +309,24 @@ impl Op for Linear {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let (m, n, k) = self.mnk();
+        let (_, n, k) = self.mnk();
         let (grad, db) = self.product_grad(cx, grad)?;
         let device = grad.device();
         let samples = self.input_shape.first().copied().unwrap_or(1);
         // The weight gradient comes first, so that a recomputed x is freed before the memory of dx is allocated.
         let mut dw = None;
         if cx.needs(1) {
-            let (x, rows) = (cx.saved(0)?, m / samples.max(1));
-            dw = cx.write_grad(1, grad.dtype(), self.weight_shape, samples, |room| {
-                let (from, to) = (room.samples.start * rows, room.samples.end * rows);
+            let x = cx.saved(0)?;
+            dw = cx.write_grad(1, grad.dtype(), self.weight_shape, self.tokens, |room| {
+                let (dy, x) = (room.rows(&grad, samples)?, room.rows(&x, samples)?);
                 let terms = Terms { blocks: room.blocks, ..Terms::WHOLE };
-                let spec = Gemm::linear_weight_grad(to - from, n, k)
-                    .accumulating(room.accumulate)
-                    .over(terms)
-                    .exact(self.exact);
-                let (dy, x) = (grad.buffer().slice(from * n..to * n)?, x.buffer().slice(from * k..to * k)?);
+                let rows = x.count() / k.max(1);
+                let spec =
+                    Gemm::linear_weight_grad(rows, n, k).accumulating(room.accumulate).over(terms).exact(self.exact);
                 device.matmul()?.gemm(spec, &dy, &x, room.buffer, room.start)
             })?;
         }
-        let dx = self.input_grad(cx, &grad, samples)?;
+        let dx = self.input_grad(cx, &grad)?;
         Ok(match self.then {
             Then::Nothing | Then::Gelu(None) | Then::Swiglu(_) => vec![dx, dw],
             Then::Bias(_) | Then::Gelu(Some(_)) => vec![dx, dw, db],

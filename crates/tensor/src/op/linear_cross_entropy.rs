@@ -143,7 +143,7 @@ impl Pass<'_> {
     /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or
     /// would be rounded after every chunk, in memory of their own first.
     fn share(&mut self, room: BlockSlot<'_>) -> Result<()> {
-        let BlockSlot { buffer, start, accumulate, samples, blocks } = room;
+        let BlockSlot { buffer, start, accumulate, samples, blocks, .. } = room;
         if blocks == 1 && !buffer.dtype().is_half() {
             return self.run(samples, Some((buffer, start, accumulate)));
         }

@@ -60,8 +60,7 @@ impl Var {
 
     /// Ranks over which `dim` is cut.
     pub(super) fn degree_of(&self, dim: usize) -> usize {
-        let cut = self.types().iter().filter(|&(_, ty)| ty == Ty::Shard(dim));
-        cut.map(|(axis, _)| self.tape().rank().mesh().degree(axis)).product()
+        self.types().cuts(dim).map(|axis| self.tape().rank().mesh().degree(axis)).product()
     }
 
     fn summed(&self, name: &'static str, dim: usize, scale: f64) -> Result<Var> {
@@ -80,16 +79,15 @@ impl Var {
 
     /// The number of the `blocks` blocks along `dim` that are on this rank.
     pub(super) fn blocks_of(&self, op: &'static str, dim: usize, blocks: usize) -> Result<usize> {
-        let unfit =
-            |&(axis, ty): &(_, Ty)| ty == Ty::Shard(dim) && !tree::fits(blocks, self.tape().rank().mesh().degree(axis));
-        match self.types().iter().find(unfit) {
-            None => Ok(blocks / self.degree_of(dim)),
-            Some((axis, _)) => Err(Error::Placement {
+        let degree = self.degree_of(dim);
+        match self.types().cuts(dim).last().filter(|_| !tree::fits(blocks, degree)) {
+            None => Ok(blocks / degree),
+            Some(axis) => Err(Error::Placement {
                 what: op.to_owned(),
                 dim,
                 extent: self.shape()[dim],
                 axis,
-                degree: self.tape().rank().mesh().degree(axis),
+                degree,
                 problem: format!("{blocks} reduction blocks fit degrees {:?}", tree::degrees(blocks)),
             }),
         }

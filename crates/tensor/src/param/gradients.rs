@@ -157,18 +157,3 @@ impl GradSink for Gradients {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use meshwork_core::Ty;
-
-    #[test]
-    fn gradients_are_summed_where_the_parameter_was_read_replicate() {
-        let read = |dp, tp| Types::of(&[(Axis::Dp, dp), (Axis::Tp, tp)]);
-        assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Shard(0))), [Axis::Dp]);
-        assert_eq!(reduction_axes(read(Ty::Replicate, Ty::Replicate)), [Axis::Dp, Axis::Tp]);
-        assert_eq!(reduction_axes(read(Ty::Invariant, Ty::Replicate)), [Axis::Tp]);
-        assert_eq!(reduction_axes(Types::NONE), []);
-    }
-}

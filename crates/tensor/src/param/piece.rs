@@ -88,26 +88,3 @@ pub fn assemble<'a>(dims: Shape, pieces: impl IntoIterator<Item = &'a Piece>) ->
     }
     (whole.into_iter().map(|held| held.map(|(value, _)| value)).collect(), conflict)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn piece(rank: usize, range: Range<usize>, values: &[f32]) -> Piece {
-        let slice = LocalSlice { stored: Shape::new(&[values.len()]), ranges: vec![range] };
-        Piece { rank, dims: Shape::new(&[4]), slice, values: values.to_vec() }
-    }
-
-    #[test]
-    fn what_nobody_holds_is_missing() {
-        let (whole, conflict) = assemble(Shape::new(&[4]), &[piece(0, 1..3, &[5.0, 6.0])]);
-        assert_eq!((whole, conflict), (vec![None, Some(5.0), Some(6.0), None], None));
-    }
-
-    #[test]
-    fn the_first_element_in_conflict_is_told_with_its_holders() {
-        let pieces = [piece(3, 1..3, &[5.0, 6.0]), piece(5, 0..4, &[1.0, 7.0, 8.0, -0.0]), piece(6, 3..4, &[0.0])];
-        let (_, conflict) = assemble(Shape::new(&[4]), &pieces);
-        assert_eq!(conflict, Some(Conflict { element: 1, ranks: [3, 5], values: [5.0, 7.0], count: 2 }));
-    }
-}

@@ -1,9 +1,9 @@
 //! The backward pass of a tape.
 
-use super::hooks::{GradSink, Observers, Saved, Seen, Weights};
+use super::hooks::{Observers, Saved, Seen, Weights};
 use super::op::{Backward, Op};
-use super::reduction_blocks::GradShard;
 use super::seed::{Normaliser, Seed};
+use super::sink::{GradShard, GradSink};
 use super::uses::Uses;
 use super::{Padding, Source, Tape, Var};
 use crate::error::{Error, Result};

@@ -4,7 +4,7 @@
 use super::{Mode, Position, Tape};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::{DecodeShape, GroupedShape};
+use crate::kernel::GroupedShape;
 use crate::param::Params;
 use meshwork_core::{Buffer, Rank};
 use std::cell::{Cell, RefCell};
@@ -79,19 +79,19 @@ impl KeyValueCache {
         kv: &Buffer,
     ) -> Result<Buffer> {
         let Inner { capacity, past, entries, ran } = &*self.inner;
-        let (number, shape) = (ran.get(), DecodeShape { new, past: past.get(), capacity: *capacity });
-        let (tokens, mut entries) = (shape.past + new.queries.seq, entries.borrow_mut());
+        let (number, shape) = (ran.get(), GroupedShape { keys: *capacity, first_query: past.get(), ..new });
+        let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
         let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
         if tokens > *capacity {
             return refuse(format!("{tokens} tokens, and the cache has room for {capacity}"));
         }
         if number == entries.len() {
-            entries.push(device.alloc(q.dtype(), shape.cache_elements())?);
+            entries.push(device.alloc(q.dtype(), elements)?);
         }
         let entry = &mut entries[number];
-        if (entry.dtype(), entry.count()) != (q.dtype(), shape.cache_elements()) {
-            let (held, needed) = (entry.count(), shape.cache_elements());
-            return refuse(format!("attention {number} has a cache of {held} elements and needs {needed}"));
+        if (entry.dtype(), entry.count()) != (q.dtype(), elements) {
+            let held = entry.count();
+            return refuse(format!("attention {number} has a cache of {held} elements and needs {elements}"));
         }
         ran.set(number + 1);
         device.attention()?.decode(shape, q, kv, entry)

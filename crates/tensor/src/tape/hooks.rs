@@ -1,11 +1,10 @@
 //! The hooks of the tape.
 
-use super::reduction_blocks::GradShard;
 use super::{Padding, Position};
 use crate::error::{Error, Result};
 use crate::param::{ParamId, Params};
 use crate::tensor::Tensor;
-use meshwork_core::{Buffer, Types};
+use meshwork_core::Types;
 use std::cell::RefCell;
 use std::fmt::{self, Debug};
 use std::rc::Rc;
@@ -116,33 +115,6 @@ impl SavedPolicy for Selective {
     fn recomputes(&self) -> bool {
         true
     }
-}
-
-/// The destination of a share of a parameter's gradient.
-#[derive(Debug)]
-pub struct GradSlot<'a> {
-    /// Memory for it.
-    pub buffer: &'a mut Buffer,
-    /// Its first element there.
-    pub start: usize,
-    /// Whether the share overwrites the old contents or is added to them. In canonical numerics it always overwrites,
-    /// and the sink adds up.
-    pub first: bool,
-}
-
-/// The destination of parameter gradients.
-pub trait GradSink {
-    /// Adds a share to the gradient of a parameter. Shares of several uses and micro-batches add up.
-    fn accumulate(&mut self, share: &GradShard, grad: Tensor) -> Result<()>;
-
-    /// Memory to which an operation must write or add its share itself. The share then needs no memory of its own and
-    /// no extra pass. `None` if there is no such memory.
-    fn place(&mut self, _share: &GradShard) -> Result<Option<GradSlot<'_>>> {
-        Ok(None)
-    }
-
-    /// Called when every use of the parameter on this tape has added its share.
-    fn ready(&mut self, id: ParamId) -> Result<()>;
 }
 
 /// When backward computes the gradients of parameters.

@@ -15,6 +15,7 @@ mod backward;
 mod decisions;
 mod decoding;
 mod encoded;
+mod extents;
 mod hooks;
 mod notes;
 mod op;
@@ -22,19 +23,22 @@ mod padding;
 pub mod reduction_blocks;
 mod rows;
 mod seed;
+mod sink;
 mod uses;
 mod var;
 
 pub use decisions::Decisions;
 pub use decoding::KeyValueCache;
 pub use encoded::{Encoded, Encoding, HalfType};
-pub use hooks::{GradSink, GradSlot, Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
+pub use hooks::{Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective, Weights};
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use padding::{Padded, Padding};
-pub use reduction_blocks::{BlockSlot, GradShard, RowBlocks, Terms, Tokens};
+pub(crate) use reduction_blocks::Slices;
+pub use reduction_blocks::{BlockSlot, RowBlocks, Terms, Tokens};
 pub use rows::{RowCodec, RowFlow, RowPacking, RowSchemes};
 pub use seed::{Normaliser, Seed};
+pub use sink::{GradShard, GradSink, GradSlot};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -351,7 +355,7 @@ impl Tape {
             .collect();
         resolve_reads(&mut operands);
         let types = op.infer(&operands)?;
-        let padding = padding::of_result(&op, inputs, types)?;
+        let padding = extents::of_result(&op, inputs, types)?;
         for (var, operand) in inputs.iter().zip(&operands) {
             if let Source::Param(id) = var.source {
                 self.note_read(id, operand.types)?;

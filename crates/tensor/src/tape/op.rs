@@ -1,7 +1,8 @@
 //! The trait of operations.
 
-use super::hooks::{GradSink, Make, ReadAgain, Recipe, Saved};
+use super::hooks::{Make, ReadAgain, Recipe, Saved};
 use super::padding::Padded;
+use super::sink::GradSink;
 use super::uses::Uses;
 use super::{Source, Tape, Var};
 use crate::error::{Error, Result};

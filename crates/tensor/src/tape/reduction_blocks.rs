@@ -6,7 +6,7 @@
 //! | sum | blocks |
 //! |---|---|
 //! | over a dim that a parameter's placement cuts | equal slices of that dim, as many as declared, over the whole of the dims before it |
-//! | over tokens, for the gradient of a weight or table | samples |
+//! | over tokens, for the gradient of a weight or table | samples; where cp cuts the sequence, slices of it above them |
 //! | over tokens, for the gradient of a bias or norm | slices of the sequence, as many as declared; in each of them, samples |
 //!
 //! Sums over tokens continue over micro-batches and dp in the same tree over the samples of the batch. The sum over
@@ -14,12 +14,12 @@
 //! gradients are kept in several [copies](GradShard::copies) until every rank's samples are included. In fast numerics
 //! each of these sums has one block.
 
-use super::{Backward, GradSlot, Source, Tape, Var};
+use super::{Backward, GradShard, GradSlot, Source, Tape, Var};
 use crate::error::{Error, Result};
 use crate::param::ParamId;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
-use meshwork_core::{Axis, Buffer, DType, Ty, Types, tree};
+use meshwork_core::{Axes, Axis, Buffer, DType, Ty, tree};
 use std::ops::Range;
 use std::slice;
 
@@ -85,28 +85,19 @@ impl RowBlocks {
     }
 }
 
-/// A shard of a parameter's gradient: the sum over some samples.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GradShard {
-    /// The parameter.
-    pub id: ParamId,
-    /// Types of the gradient on this rank: `Partial` on the axes over which it is still to be summed.
-    pub types: Types,
-    /// Numbers of the samples that it sums, within the batch. In canonical numerics a whole subtree of them.
-    pub samples: Range<u64>,
-    /// The copies of the gradient that it belongs to; they are one after the other in the share.
-    pub copies: Range<usize>,
-    /// Number of copies of the gradient: 1 in fast numerics, and also in canonical ones unless the tree ends above the
-    /// samples.
-    pub of: usize,
-}
-
-/// The tokens that an operation sums for the gradient of a bias or norm.
+/// The tokens that an operation sums for the gradient of a parameter.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens {
     samples: usize,
-    /// The axis that cuts the sequence.
-    cut_over: Option<Axis>,
+    /// The axes that cut the sequence.
+    cut_over: Axes,
+}
+
+impl From<usize> for Tokens {
+    /// Whole sequences of so many samples.
+    fn from(samples: usize) -> Self {
+        Self { samples, cut_over: [].into() }
+    }
 }
 
 impl Tokens {
@@ -114,9 +105,26 @@ impl Tokens {
     pub fn of(x: &Var, features: usize) -> Self {
         let shape = x.shape();
         let sequence = shape.len() > features + 1;
-        let cut = x.types().iter().find(|&(_, ty)| sequence && ty == Ty::Shard(1));
-        Self { samples: shape.first().copied().unwrap_or(1), cut_over: cut.map(|(axis, _)| axis) }
+        let cut_over = x.types().cuts(1).filter(|_| sequence).collect();
+        Self { samples: shape.first().copied().unwrap_or(1), cut_over }
     }
+
+    /// Whether no axis cuts the sequence.
+    pub(crate) fn are_whole(&self) -> bool {
+        self.cut_over.is_empty()
+    }
+
+    /// The same, whole along the sequence but for cp: the axis over whose slices the gradients of weights are summed.
+    fn over_cp(self) -> Self {
+        Self { cut_over: self.cut_over.iter().copied().filter(|axis| *axis == Axis::Cp).collect(), ..self }
+    }
+}
+
+/// The reduction blocks of a sum over the sequence: the slices that this rank has, of all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Slices {
+    pub(crate) here: Range<usize>,
+    pub(crate) all: usize,
 }
 
 /// The destination of a share of a gradient.
@@ -132,6 +140,26 @@ pub struct BlockSlot<'a> {
     pub samples: Range<usize>,
     /// Blocks to sum them in: each of them, or all together.
     pub blocks: usize,
+    /// The slice of each sample's sequence to sum, and the number of slices on this rank.
+    pub slice: (usize, usize),
+}
+
+impl BlockSlot<'_> {
+    /// The rows to sum of a value that has `samples` samples, `[samples, sequence.., features..]`.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn rows(&self, x: &Tensor, samples: usize) -> Result<Buffer> {
+        let each = x.count() / samples.max(1);
+        let rows = x.buffer().slice(self.samples.start * each..self.samples.end * each)?;
+        let (slice, slices) = self.slice;
+        if slices == 1 {
+            return Ok(rows);
+        }
+        let tokens = x.shape()[1];
+        let range = tokens * slice / slices..tokens * (slice + 1) / slices;
+        x.device().layout()?.narrow(&rows, self.samples.len(), tokens, each / tokens.max(1), range)
+    }
 }
 
 impl Tape {
@@ -152,19 +180,41 @@ impl Tape {
 
     /// How a sum over these dims of a value is cut.
     pub(crate) fn terms(&self, x: &Var, dims: Range<usize>) -> Terms {
-        let cut = x.types().iter().find_map(|(axis, ty)| Some((axis, ty.dim().filter(|dim| dims.contains(dim))?)));
+        let cut = x.types().iter().find_map(|(_, ty)| ty.dim().filter(|dim| dims.contains(dim)));
         let uncut = match x.source {
             Source::Param(id) | Source::Frozen(id) => self.inner.params.declarations().spec(id).placement.in_blocks(),
             _ => None,
         };
-        let degree = |axis| self.rank().mesh().degree(axis);
-        let cut =
-            cut.map(|(axis, dim)| (degree(axis), dim)).or(uncut.filter(|dim| dims.contains(dim)).map(|dim| (1, dim)));
-        match (self.reduction_blocks(), cut) {
-            (Some(blocks), Some((degree, dim))) => {
+        match (self.reduction_blocks(), cut.or(uncut.filter(|dim| dims.contains(dim)))) {
+            (Some(blocks), Some(dim)) => {
+                let degree: usize = x.types().cuts(dim).map(|axis| self.rank().mesh().degree(axis)).product();
                 Terms { segments: x.shape()[dims.start..dim].iter().product(), blocks: blocks / degree }
             }
             _ => Terms::WHOLE,
+        }
+    }
+
+    /// The reduction blocks of a sum over the sequence of `tokens`, in canonical numerics.
+    ///
+    /// # Errors
+    /// Axes that cut the sequence into parts of which some hold no whole subtree of the blocks.
+    pub(crate) fn slices(&self, op: &str, tokens: Tokens) -> Result<Option<Slices>> {
+        let (Some(all), rank) = (self.reduction_blocks(), self.rank()) else { return Ok(None) };
+        let place = |(index, degree), axis: &Axis| {
+            let of = rank.mesh().degree(*axis);
+            (index * of + rank.coords().get(*axis), degree * of)
+        };
+        let (index, degree) = tokens.cut_over.iter().rev().fold((0, 1), place);
+        match tokens.cut_over.last().filter(|_| !tree::fits(all, degree)) {
+            None => Ok(Some(Slices { here: index * (all / degree)..(index + 1) * (all / degree), all })),
+            Some(&axis) => Err(Error::Placement {
+                what: op.to_owned(),
+                dim: 1,
+                extent: all,
+                axis,
+                degree,
+                problem: format!("{all} reduction blocks of the sequence fit degrees {:?}", tree::degrees(all)),
+            }),
         }
     }
 }
@@ -175,8 +225,8 @@ impl Backward<'_> {
     pub fn row_blocks(&self, i: usize, tokens: Tokens) -> RowBlocks {
         match (self.tape.reduction_blocks(), self.sources[i]) {
             (Some(blocks), Source::Param(_)) => {
-                let degree = tokens.cut_over.map_or(1, |axis| self.tape.rank().mesh().degree(axis));
-                RowBlocks { samples: tokens.samples, slices: blocks / degree }
+                let degrees = tokens.cut_over.iter().map(|&axis| self.tape.rank().mesh().degree(axis));
+                RowBlocks { samples: tokens.samples, slices: blocks / degrees.product::<usize>() }
             }
             _ => RowBlocks::WHOLE,
         }
@@ -193,13 +243,13 @@ impl Backward<'_> {
         blocks: RowBlocks,
     ) -> Result<Option<Tensor>> {
         let (device, slices, n) = (self.tape.device(), blocks.slices, shape.count());
-        let (Some(all), Source::Param(id)) = (self.tape.reduction_blocks(), self.sources[i]) else {
+        let (Some(Slices { here, all }), Source::Param(id)) = (self.tape.slices(self.op, tokens)?, self.sources[i])
+        else {
             return Ok(Some(Tensor::from_buffer(device, sums, shape)?));
         };
         self.require_order(id, tokens.cut_over)?;
         self.require_own_samples(id)?;
         self.written.push(i);
-        let first = tokens.cut_over.map_or(0, |axis| self.tape.rank().coords().get(axis) * slices);
         let used = self.uses.index(id) * all;
         for Part { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
             let at = samples.start * slices * n;
@@ -208,7 +258,7 @@ impl Backward<'_> {
                 id,
                 types: self.tape.gradient_types(id),
                 samples: numbers,
-                copies: used + first..used + first + slices,
+                copies: used + here.start..used + here.start + slices,
                 of: self.uses.count(id) * all,
             };
             let sum = Tensor::from_buffer(device, sums.slice(at..at + slices * n)?, [slices * n])?;
@@ -217,25 +267,31 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// The gradient of input `i`, of this dtype and shape, summed over `samples` samples. `write` computes it into new
-    /// memory, or directly into the memory of the parameter's gradient, and is called once for each share. `None` if
-    /// the gradient is not needed, or has been passed to the sink.
+    /// The gradient of input `i`, of this dtype and shape, summed over `tokens`. `write` computes it into new memory,
+    /// or directly into the memory of the parameter's gradient, and is called once for each share. `None` if the
+    /// gradient is not needed, or has been passed to the sink.
     ///
     /// # Errors
-    /// In canonical numerics a gradient that ranks sum over slices of the sequence: it has no order that all meshes
-    /// share.
+    /// In canonical numerics a gradient that ranks sum over slices of the sequence, other than those of cp: it has no
+    /// order that all meshes share.
     pub fn write_grad(
         &mut self,
         i: usize,
         dtype: DType,
         shape: Shape,
-        samples: usize,
+        tokens: impl Into<Tokens>,
         write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        let tokens = tokens.into().over_cp();
+        let mut slices = None;
         if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
-            self.require_order(id, None)?;
+            self.require_order(id, tokens.cut_over)?;
+            if !tokens.cut_over.is_empty() {
+                self.require_one_use(id)?;
+                slices = self.tape.slices(self.op, tokens)?;
+            }
         }
-        self.write_own_rows(i, dtype, shape, samples, write)
+        self.write_parts(i, dtype, shape, slice::from_ref(&self.own(tokens.samples)), slices, write)
     }
 
     /// The same for rows that come from other ranks too, as those of experts do: from consecutive runs of the batch's
@@ -249,9 +305,9 @@ impl Backward<'_> {
         write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
-            self.require_order(id, None)?;
+            self.require_order(id, [].into())?;
         }
-        self.write_parts(i, dtype, shape, sources, write)
+        self.write_parts(i, dtype, shape, sources, None, write)
     }
 
     /// The same for a gradient of which ranks that cut the sequence have different elements, and zeros elsewhere: their
@@ -264,7 +320,7 @@ impl Backward<'_> {
         samples: usize,
         write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        self.write_parts(i, dtype, shape, slice::from_ref(&self.own(samples)), write)
+        self.write_parts(i, dtype, shape, slice::from_ref(&self.own(samples)), None, write)
     }
 
     fn write_parts(
@@ -273,6 +329,7 @@ impl Backward<'_> {
         dtype: DType,
         shape: Shape,
         sources: &[Range<u64>],
+        slices: Option<Slices>,
         mut write: impl FnMut(BlockSlot<'_>) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         let samples = sources.iter().map(|run| (run.end - run.start) as usize).sum();
@@ -282,32 +339,49 @@ impl Backward<'_> {
         let (device, dtype) = (self.tape.device(), self.tape.share_dtype(dtype));
         let canonical = self.tape.reduction_blocks().is_some();
         let Source::Param(id) = self.sources[i] else {
-            let mut buffer = device.alloc(dtype, shape.count())?;
-            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples: 0..samples, blocks: 1 })?;
+            let (mut buffer, samples, slice) = (device.alloc(dtype, shape.count())?, 0..samples, (0, 1));
+            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, blocks: 1, slice })?;
             return Ok(Some(Tensor::from_buffer(device, buffer, shape)?));
         };
         self.require_own_samples(id)?;
         self.written.push(i);
+        let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
+        let Slices { here, all } = slices.unwrap_or(Slices { here: 0..1, all: 1 });
+        let types = self.tape.gradient_types(id);
         for Part { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
-            let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
-            let types = self.tape.gradient_types(id);
-            let share = GradShard { id, types, samples: numbers, copies: used..used + 1, of };
-            if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
-                write(BlockSlot { buffer, start, accumulate: !first, samples, blocks })?;
-                continue;
+            for at in here.clone() {
+                let (slice, samples, copy) = ((at - here.start, here.len()), samples.clone(), used * all + at);
+                let share = GradShard { id, types, samples: numbers.clone(), copies: copy..copy + 1, of: of * all };
+                if let Some(GradSlot { buffer, start, first }) = self.sink.place(&share)? {
+                    write(BlockSlot { buffer, start, accumulate: !first, samples, blocks, slice })?;
+                    continue;
+                }
+                let mut buffer = device.alloc(dtype, shape.count())?;
+                write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, blocks, slice })?;
+                self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
             }
-            let mut buffer = device.alloc(dtype, shape.count())?;
-            write(BlockSlot { buffer: &mut buffer, start: 0, accumulate: false, samples, blocks })?;
-            self.sink.accumulate(&share, Tensor::from_buffer(device, buffer, shape)?)?;
         }
         Ok(None)
     }
 
-    /// Refuses, in canonical numerics, a gradient that is Partial on another axis than that of the samples and
-    /// `ordered`, the one over whose slices it is summed in blocks.
-    fn require_order(&self, id: ParamId, ordered: Option<Axis>) -> Result<()> {
-        let summed = |axis: &Axis| !axis.is_data() && ordered != Some(*axis);
+    /// Refuses a weight that several operations read, of which one sums its gradient over slices of the sequence: the
+    /// others do not know of the slices.
+    fn require_one_use(&self, id: ParamId) -> Result<()> {
+        match self.tape.reduction_blocks().is_some() && self.uses.count(id) > 1 {
+            false => Ok(()),
+            true => Err(Error::NotCanonical {
+                op: self.op,
+                problem: "the gradient of a parameter that is read more than once would be a sum over slices of the tokens",
+                valid: "it on a value whose tokens are whole on each rank, or declare a parameter for each use",
+            }),
+        }
+    }
+
+    /// Refuses, in canonical numerics, a gradient that is Partial on other axes than those of the samples and
+    /// `ordered`, those over whose slices it is summed in blocks.
+    fn require_order(&self, id: ParamId, ordered: Axes) -> Result<()> {
+        let summed = |axis: &Axis| !axis.is_data() && !ordered.contains(axis);
         let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
         match found {
             None => Ok(()),

@@ -1,7 +1,7 @@
 //! How often each parameter is read on a tape.
 
 use super::Source;
-use super::hooks::GradSink;
+use super::sink::GradSink;
 use crate::error::Result;
 use crate::param::ParamId;
 use std::collections::BTreeMap;

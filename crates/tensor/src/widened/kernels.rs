@@ -161,7 +161,7 @@ impl Widened {
         Ok((self.rounded(dx, dtype)?, dgamma, dbeta))
     }
 
-    pub(crate) fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
+    pub(crate) fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
         let (wide_q, kv) = (self.wide(q)?, self.wide(kv)?);
         let out = self.write(cache, 0..cache.count(), true, |cache, _| {
             self.inner.attention()?.decode(shape, &wide_q, &kv, cache)

@@ -2,9 +2,8 @@
 
 use super::super::Float;
 use super::ahead::{self, Ahead};
-use super::documents::Document;
 use super::heads::RowsMut;
-use super::layout::{Call, Group, Next};
+use super::layout::{Call, Group, Next, Part};
 use super::rows::VECTOR;
 use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
@@ -14,55 +13,56 @@ use meshwork_core::simd::wide;
 /// A part's gradients of `q`, `k` and `v`; those, `out` and `dout` begin with its first row, `lse` with the group's.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    place @ (_, rows): (Group, Document),
+    place @ (group, rows): (Group, Part),
     [q, k, v, out, dout]: [&[T]; 5],
     lse: &[T],
     [mut q_grad, mut k_grad, mut v_grad]: [RowsMut<'_, T>; 3],
     to_next: Option<Next>,
 ) {
-    let (tiles, seq, head_dim, size) = (&call.tiles, rows.len, call.dims.head_dim, call.groups.size);
+    let (tiles, head_dim, size) = (&call.tiles, call.dims.head_dim, call.groups.size);
+    let (seq, keys, [q_tokens, k_tokens]) = (rows.queries.len, rows.keys.len, call.tokens(rows));
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
     // For a longer head, nothing is fetched ahead, and its gradients are summed in scratch, where their rows are close
     // together.
-    let in_place = ahead::stay::<T>(8, [seq, head_dim]);
-    let ([by_feature, by_row], square) =
-        ([[head_dim, seq], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
+    let in_place = ahead::stay::<T>(8, [seq.max(keys), head_dim]);
+    let ([keys_by_feature, keys_by_row, by_row], square) =
+        ([[head_dim, keys], [keys, head_dim], [seq, head_dim]].map(|d| tiles.packed_len(d)), BLOCK * STRIDE);
     let left = tiles.left_len([seq, head_dim]);
-    let turned = if call.angles.is_some() { seq * head_dim } else { 0 };
+    let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
     // Sums of dK and dV over heads that wait for their right neighbours; the first is in the memory of the gradient.
     let waiting = size.ilog2() as usize + 1;
     let apart = waiting - usize::from(in_place);
     let lens = [
-        by_feature,
-        by_feature,
-        by_row,
+        keys_by_feature,
+        keys_by_feature,
+        keys_by_row,
         by_row,
         by_row,
         square,
         square,
         if in_place { 0 } else { seq * head_dim },
-        apart * 2 * seq * head_dim,
+        apart * 2 * keys * head_dim,
         seq,
         tiles.rows * STRIDE,
         left,
         left,
         tiles.left_len([BLOCK, BLOCK]),
-        turned,
-        turned,
+        turned(keys),
+        turned(seq),
     ];
     scratch::with(lens, |scratch| {
         let [kt, vt, ks, qs, gs, p, ds, dq, sums, dots, factors, q_words, g_words, words, k_turned, q_turned] = scratch;
         let in_memory = [q, k, v, out, dout].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
-                call.turn(angles, place, (k, k_row), k_turned);
+                call.turn(angles, (group, k_tokens), (k, k_row), k_turned);
                 (&*k_turned, head_dim)
             }
             None => (k, k_row),
         };
-        let kt = tiles.pack([head_dim, seq], (k, (1, k_read)), kt);
-        let vt = tiles.pack([head_dim, seq], (v, (1, v_row)), vt);
-        let ks = tiles.pack([seq, head_dim], (k, (k_read, 1)), ks);
+        let kt = tiles.pack([head_dim, keys], (k, (1, k_read)), kt);
+        let vt = tiles.pack([head_dim, keys], (v, (1, v_row)), vt);
+        let ks = tiles.pack([keys, head_dim], (k, (k_read, 1)), ks);
         for head in 0..size {
             let last = head + 1 == size;
             let to_next = to_next.filter(|_| in_place && last);
@@ -86,7 +86,7 @@ pub(super) fn part<T: Tiled>(
             let [q, out, dout] = [q, out, dout].map(|x| &x[head * head_dim..]);
             let (q, q_read) = match call.angles {
                 Some(angles) => {
-                    call.turn(angles, place, (q, q_row), q_turned);
+                    call.turn(angles, (group, q_tokens), (q, q_row), q_turned);
                     (&*q_turned, head_dim)
                 }
                 None => (q, q_row),
@@ -103,23 +103,23 @@ pub(super) fn part<T: Tiled>(
             let q_sums = if in_place { gradient.part(0..seq, 0) } else { RowsMut::new(dq, head_dim) };
             // The number of waiting sums is the number of ones in the binary number of heads done.
             let slot = head.count_ones() as usize;
-            let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [seq, head_dim]);
+            let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [keys, head_dim]);
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
-            let lse = &lse[head * call.dims.seq + rows.first..][..seq];
+            let lse = &lse[head * call.dims.seq + rows.queries.first..][..seq];
             let values = Rows { lse, dots, dropout: call.head_dropout(place, head) };
             one_head(call, place, operands, values, [q_sums, k_sums, v_sums], [p, ds, factors, words], &mut ahead);
             if !in_place {
                 copy(dq, &mut gradient, head_dim);
             }
             for right in (slot - head.trailing_ones() as usize + 1..=slot).rev() {
-                join(right, in_place, [&mut k_grad, &mut v_grad], sums, [seq, head_dim]);
+                join(right, in_place, [&mut k_grad, &mut v_grad], sums, [keys, head_dim]);
             }
         }
         for right in (1..size.count_ones() as usize).rev() {
-            join(right, in_place, [&mut k_grad, &mut v_grad], sums, [seq, head_dim]);
+            join(right, in_place, [&mut k_grad, &mut v_grad], sums, [keys, head_dim]);
         }
         if !in_place {
-            let (k_sums, v_sums) = sums[..2 * seq * head_dim].split_at(seq * head_dim);
+            let (k_sums, v_sums) = sums[..2 * keys * head_dim].split_at(keys * head_dim);
             copy(k_sums, &mut k_grad, head_dim);
             copy(v_sums, &mut v_grad, head_dim);
         }
@@ -196,21 +196,22 @@ struct Rows<'a, T> {
 /// One head's sums for the gradients of `q`, `k` and `v`.
 fn one_head<T: Tiled>(
     call: &Call<'_, T>,
-    place @ (_, part): (Group, Document),
+    (group, part): (Group, Part),
     Operands { q, g, kt, vt, ks, qs, gs }: Operands<'_, T>,
     Rows { lse, dots, dropout }: Rows<'_, T>,
     [mut q_sums, mut k_sums, mut v_sums]: [RowsMut<'_, T>; 3],
     [p, ds, factors, words]: [&mut [T]; 4],
     ahead: &mut Ahead<'_, T>,
 ) {
-    let (tiles, scale, Dims { seq: in_sample, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
-    let seq = part.len;
-    for keys in blocks(0..seq, BLOCK) {
-        for queries in blocks(keys.start..seq, BLOCK) {
-            let diagonal = queries.start == keys.start;
+    let (tiles, scale, Dims { keys: in_sample, head_dim, .. }) = (&call.tiles, call.scale(), call.dims);
+    let (seq, past) = (part.queries.len, part.past);
+    for keys in blocks(0..part.keys.len, BLOCK) {
+        // The queries before these see none of the keys. Terms begin at an even one.
+        let begin = keys.start.saturating_sub(past) / 2 * 2;
+        for queries in blocks(begin..seq, BLOCK) {
             for rows in panels(queries.clone(), tiles.rows) {
                 let (first, height) = (rows.start, rows.len());
-                let live = keys.start..keys.end.min(rows.end);
+                let live = keys.start..keys.end.min(past + rows.end);
                 let at = (first - queries.start) * STRIDE;
                 let (p, ds) = (&mut p[at..][..height * STRIDE], &mut ds[at..][..height * STRIDE]);
                 for (a, b, to) in [(q, kt, &mut *p), (g, vt, &mut *ds)] {
@@ -219,7 +220,7 @@ fn one_head<T: Tiled>(
                 }
                 let factors = dropout.map(|(mask, start)| {
                     for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
-                        let start = start + (i * in_sample + keys.start) as u64;
+                        let start = start + (i * in_sample.count + keys.start) as u64;
                         mask.factors(start, &mut factors[..live.len()]);
                     }
                     &factors[..height * STRIDE]
@@ -230,7 +231,7 @@ fn one_head<T: Tiled>(
                     || {
                         let rows = rows.clone().zip(p.chunks_exact_mut(STRIDE).zip(ds.chunks_exact_mut(STRIDE)));
                         for (i, (p, ds)) in rows {
-                            let shown = live.len().min(i + 1 - keys.start);
+                            let shown = live.len().min((past + i + 1).saturating_sub(keys.start));
                             softmax_backward(scale, [lse[i], dots[i]], [p, ds], shown);
                         }
                     },
@@ -241,10 +242,11 @@ fn one_head<T: Tiled>(
                 let dq = q_sums.part(rows, 0);
                 tiles.times(height, ds, (ks, live, 0..head_dim), dq, update, ahead);
             }
-            let update = if diagonal { Update::Overwrite } else { Update::Accumulate };
+            let update = if queries.start == begin { Update::Overwrite } else { Update::Accumulate };
             for columns in panels(0..keys.len(), tiles.rows) {
-                // On the diagonal, queries before these keys add nothing to them. Terms begin at an even one.
-                let first = queries.start + if diagonal { columns.start / 2 * 2 } else { 0 };
+                // Queries before these keys add nothing to them.
+                let unseen = (keys.start + columns.start).saturating_sub(past + queries.start);
+                let first = queries.start + unseen / 2 * 2;
                 let at = (first - queries.start) * STRIDE + columns.start;
                 for (scores, rows, sums) in [(&*p, gs, &mut v_sums), (&*ds, qs, &mut k_sums)] {
                     let terms = first..queries.end;
@@ -257,8 +259,9 @@ fn one_head<T: Tiled>(
     }
     if let Some(angles) = call.angles {
         // Each head is rotated back by itself, so ranks that share a group have the bits of one that holds all of it.
-        call.turn_back(angles, place, &mut q_sums);
-        call.turn_back(angles, place, &mut k_sums);
+        let [queries, keys] = call.tokens(part);
+        call.turn_back(angles, (group, queries), &mut q_sums);
+        call.turn_back(angles, (group, keys), &mut k_sums);
     }
 }
 

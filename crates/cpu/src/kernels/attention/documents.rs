@@ -21,6 +21,13 @@ impl Document {
     pub(super) fn range(&self) -> Range<usize> {
         self.first..self.first + self.len
     }
+
+    /// Those of its tokens that are among these.
+    pub(super) fn among(&self, tokens: &Range<usize>) -> Option<Self> {
+        let Range { start, end } = self.range();
+        let (first, end) = (start.max(tokens.start), end.min(tokens.end));
+        (first < end).then(|| Self { first, len: end - first, position: self.position + first - start })
+    }
 }
 
 /// The documents of each sample.
@@ -71,12 +78,17 @@ impl Packing {
         Ok(Self { documents, of_sample, apart })
     }
 
-    /// (query, key) pairs that count in one head, over all samples.
-    pub fn pairs(&self, seq: usize) -> u64 {
+    /// (query, key) pairs of these queries that count in one head, over all samples.
+    pub fn pairs(&self, queries: Range<usize>) -> u64 {
         let of = |len: usize| len as u64 * (len as u64 + 1) / 2;
+        let seen = |first: usize| of(queries.end - first) - of(queries.start.max(first) - first);
         match self.apart {
-            true => self.documents.iter().map(|document| of(document.len)).sum(),
-            false => (self.of_sample.len() as u64 - 1) * of(seq),
+            false => self.samples() as u64 * seen(0),
+            true => {
+                let own = self.documents.iter().filter_map(|document| document.among(&(0..queries.end)));
+                let all = own.map(|own| of(own.len) - of(queries.start.clamp(own.first, own.range().end) - own.first));
+                all.sum()
+            }
         }
     }
 
@@ -99,9 +111,14 @@ pub(super) fn attending<'a>(packing: Option<&'a Packing>, sample: usize, whole: 
     packing.filter(|packing| packing.apart).map_or(slice::from_ref(whole), |packing| packing.of(sample))
 }
 
-/// The documents in such a part.
-pub(super) fn within<'a>(packing: Option<&'a Packing>, sample: usize, part: &'a Document) -> &'a [Document] {
-    packing.filter(|packing| !packing.apart).map_or(slice::from_ref(part), |packing| packing.of(sample))
+/// The documents among the tokens of such a part.
+pub(super) fn within<'a>(
+    packing: Option<&'a Packing>,
+    sample: usize,
+    part: &'a Document,
+) -> impl Iterator<Item = Document> + 'a {
+    let all = packing.filter(|packing| !packing.apart).map_or(slice::from_ref(part), |packing| packing.of(sample));
+    all.iter().filter_map(|document| document.among(&part.range()))
 }
 
 #[cfg(test)]
@@ -115,8 +132,11 @@ mod tests {
             |sample| -> Vec<[usize; 3]> { packing.of(sample).iter().map(|d| [d.first, d.len, d.position]).collect() };
         assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
         assert_eq!(of(1), [[0, 6, 0]]);
-        assert_eq!((packing.samples(), packing.positions(), packing.pairs(6)), (2, 6, 3 + 6 + 1 + 21));
-        assert_eq!(Packing { apart: false, ..packing }.pairs(6), 2 * 21);
+        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6)), (2, 6, 3 + 6 + 1 + 21));
+        assert_eq!(packing.pairs(3..6), (2 + 3 + 1) + (4 + 5 + 6));
+        assert_eq!(packing.pairs(0..3), (1 + 2 + 1) + (1 + 2 + 3));
+        let open = Packing { apart: false, ..packing };
+        assert_eq!([open.pairs(0..6), open.pairs(3..5)], [2 * 21, 2 * (4 + 5)]);
     }
 
     #[test]

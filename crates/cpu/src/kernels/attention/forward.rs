@@ -1,9 +1,8 @@
 //! The forward of a group of heads, on all rows of a sample or those of a document.
 
 use super::ahead::{self, Ahead};
-use super::documents::Document;
 use super::heads::RowsMut;
-use super::layout::{Call, Group, Next};
+use super::layout::{Call, Group, Next, Part};
 use super::rows::{VECTOR, softmax};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
 use super::{FORWARD_KEYS, blocks, panels, scratch};
@@ -13,41 +12,41 @@ use std::ops::Range;
 /// A part's `out` and `lse`; `out`, `q`, `k` and `v` begin with its first row, `lse` with the group's.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    place @ (_, rows): (Group, Document),
+    place @ (group, rows): (Group, Part),
     [q, k, v]: [&[T]; 3],
     mut out: RowsMut<'_, T>,
     lse: &mut [T],
     to_next: Option<Next>,
 ) {
-    let (tiles, seq, head_dim, size) = (&call.tiles, rows.len, call.dims.head_dim, call.groups.size);
-    let in_sample = call.dims.seq;
+    let (tiles, head_dim, size) = (&call.tiles, call.dims.head_dim, call.groups.size);
+    let (seq, keys, [q_tokens, k_tokens]) = (rows.queries.len, rows.keys.len, call.tokens(rows));
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
     let (scale, width) = (call.scale(), tiles.width());
-    let fetch = ahead::stay::<T>(4, [seq, head_dim]);
-    let turned = if call.angles.is_some() { seq * head_dim } else { 0 };
+    let fetch = ahead::stay::<T>(4, [seq.max(keys), head_dim]);
+    let turned = |rows: usize| if call.angles.is_some() { rows * head_dim } else { 0 };
     let lens = [
-        tiles.left_len([seq, head_dim]),
+        tiles.left_len([keys, head_dim]),
         tiles.packed_len([head_dim, seq]),
-        tiles.packed_len([seq, head_dim]),
-        seq * width,
-        tiles.left_len([width, seq]),
-        seq,
-        turned,
-        turned,
+        tiles.packed_len([keys, head_dim]),
+        keys * width,
+        tiles.left_len([width, keys]),
+        keys,
+        turned(keys),
+        turned(seq),
     ];
     scratch::with(lens, |[k_words, qt, vs, scores, p_words, factors, k_turned, q_turned]| {
         let in_memory = [q, k, v].map(<[T]>::as_ptr);
         let (k, k_read) = match call.angles {
             Some(angles) => {
-                call.turn(angles, place, (k, k_row), k_turned);
+                call.turn(angles, (group, k_tokens), (k, k_row), k_turned);
                 (&*k_turned, head_dim)
             }
             None => (k, k_row),
         };
-        let ks = tiles.left([seq, head_dim], (k, (k_read, 1)), k_words);
-        let vs = tiles.pack([seq, head_dim], (v, (v_row, 1)), vs);
-        for (head, lse) in lse.chunks_mut(in_sample.max(1)).enumerate() {
-            let lse = &mut lse[rows.range()];
+        let ks = tiles.left([keys, head_dim], (k, (k_read, 1)), k_words);
+        let vs = tiles.pack([keys, head_dim], (v, (v_row, 1)), vs);
+        for (head, lse) in lse.chunks_mut(call.dims.seq.max(1)).enumerate() {
+            let lse = &mut lse[rows.queries.range()];
             // The next head's rows: within the group, only those of its queries and outputs.
             let last = head + 1 == size;
             let [next_q, next_k, next_v] = in_memory;
@@ -66,7 +65,7 @@ pub(super) fn part<T: Tiled>(
             let q = &q[head * head_dim..];
             let (q, q_read) = match call.angles {
                 Some(angles) => {
-                    call.turn(angles, place, (q, q_row), q_turned);
+                    call.turn(angles, (group, q_tokens), (q, q_row), q_turned);
                     (&*q_turned, head_dim)
                 }
                 None => (q, q_row),
@@ -75,28 +74,28 @@ pub(super) fn part<T: Tiled>(
             let mut out = out.part(0..seq, head * head_dim);
             let dropout = call.head_dropout(place, head);
             for queries in blocks(0..seq, width) {
-                let live = queries.end;
+                let live = rows.seen_by(queries.end);
                 let scores = &mut scores[..live * width];
-                products(tiles, ks, qt, queries.clone(), RowsMut::new(scores, width), &mut ahead);
+                products(tiles, (ks, rows), qt, queries.clone(), RowsMut::new(scores, width), &mut ahead);
                 let mut inverses = [T::ZERO; MAX_WIDTH];
                 for strip in (0..queries.len()).step_by(VECTOR) {
                     let first = queries.start + strip;
-                    let [lses, ones] = softmax(scale, &mut scores[strip..], width, first);
+                    let [lses, ones] = softmax(scale, &mut scores[strip..], width, rows.past + first);
                     lse[first..].iter_mut().zip(lses).for_each(|(to, lse)| *to = lse);
                     inverses[strip..][..VECTOR].copy_from_slice(&ones);
                 }
                 if let Some((mask, start)) = dropout {
                     for (lane, i) in queries.clone().enumerate() {
                         let factors = &mut factors[..live];
-                        mask.factors(start + (i * in_sample) as u64, factors);
+                        mask.factors(start + (i * call.dims.keys.count) as u64, factors);
                         scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                     }
                 }
                 let p = tiles.left([queries.len(), live], (scores, (1, width)), p_words);
-                for rows in panels(queries.clone(), tiles.rows) {
-                    let (first, height) = (rows.start - queries.start, rows.len());
-                    let mut out = out.part(rows.clone(), 0);
-                    for keys in blocks(0..rows.end, FORWARD_KEYS) {
+                for panel in panels(queries.clone(), tiles.rows) {
+                    let (first, height) = (panel.start - queries.start, panel.len());
+                    let mut out = out.part(panel.clone(), 0);
+                    for keys in blocks(0..rows.seen_by(panel.end), FORWARD_KEYS) {
                         let update = if keys.start == 0 { Update::Overwrite } else { Update::Accumulate };
                         let p = p.from(first, keys.start);
                         tiles.times(height, p, (vs, keys, 0..head_dim), out.part(0..height, 0), update, &mut ahead);
@@ -110,20 +109,20 @@ pub(super) fn part<T: Tiled>(
     });
 }
 
-/// The products of all keys up to a panel of queries, a row each, with those queries: the pairs that the mask keeps,
-/// and more up to a tile's edges.
+/// The products of all keys up to a panel of queries of `part`, a row each, with those queries: the pairs that the mask
+/// keeps, and more up to a tile's edges.
 fn products<T: Tiled>(
     tiles: &Tiles<T>,
-    keys: Left<'_, T>,
+    (keys, part): (Left<'_, T>, Part),
     right: Panels<'_, T>,
     queries: Range<usize>,
     mut to: RowsMut<'_, T>,
     ahead: &mut Ahead<'_, T>,
 ) {
-    // From this key on, only the second vector of queries sees the keys.
+    // From the keys on that the first vector of queries sees, the second alone does.
     let second = queries.start + tiles.lanes;
-    let middle = second.min(queries.end);
-    for (seen, first) in [(0..middle, queries.start), (middle..queries.end, second)] {
+    let (middle, end) = (part.seen_by(second.min(queries.end)), part.seen_by(queries.end));
+    for (seen, first) in [(0..middle, queries.start), (middle..end, second)] {
         for rows in panels(seen, tiles.rows) {
             let b = (right, 0..right.terms, first..queries.end.next_multiple_of(tiles.lanes));
             let to = to.part(rows.clone(), first - queries.start);

@@ -6,7 +6,7 @@ use super::heads::RowsMut;
 use super::rotary::Angles;
 use super::stored::StoredAs;
 use super::tiles::Tiles;
-use super::{Dims, Groups, Masks};
+use super::{Dims, Groups, Keys, Masks};
 use crate::kernels::dropout::Mask;
 
 /// Values that all heads of a call share.
@@ -28,10 +28,30 @@ pub(super) struct Group {
     pub(super) index: usize,
 }
 
-/// The places of the heads of a tensor: head h begins in row i of sample s at `start + (s seq + i) row + h head_dim`.
+/// Queries of a group that are computed together, and the keys that one of them sees.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// The queries, by their rows in memory.
+    pub(super) queries: Document,
+    /// The keys.
+    pub(super) keys: Document,
+    /// Keys before the first query's own.
+    pub(super) past: usize,
+}
+
+impl Part {
+    /// The keys that the queries before row `end` see, counted from the part's first key.
+    pub(super) fn seen_by(&self, end: usize) -> usize {
+        self.keys.len.min(self.past + end)
+    }
+}
+
+/// The places of the heads of a tensor: head h begins in row i of sample s, of `rows` rows each, at
+/// `start + (s rows + i) row + h head_dim`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     start: usize,
+    rows: usize,
     /// From one position to the next.
     pub(super) row: usize,
 }
@@ -63,28 +83,28 @@ impl Layout {
     /// `qkv[batch, seq, 3, heads, head_dim]`.
     pub(super) fn fused(dims: Dims) -> Self {
         let width = dims.heads * dims.head_dim;
-        let part = |part: usize| Heads { start: part * width, row: 3 * width };
-        Layout { q: part(0), k: part(1), v: part(2), out: Heads { start: 0, row: width } }
+        let part = |part: usize| Heads { start: part * width, rows: dims.seq, row: 3 * width };
+        Layout { q: part(0), k: part(1), v: part(2), out: Heads { start: 0, rows: dims.seq, row: width } }
     }
 
     /// The rows of one group without gaps.
     pub(super) fn copied(dims: Dims, groups: Groups) -> Self {
-        let rows = |heads: usize| Heads { start: 0, row: heads * dims.head_dim };
+        let rows = |heads: usize| Heads { start: 0, rows: 0, row: heads * dims.head_dim };
         Layout { q: rows(groups.size), k: rows(1), v: rows(1), out: rows(groups.size) }
     }
 
-    /// `q[batch, seq, heads, head_dim]`, `kv[batch, seq, 2, kv_heads, head_dim]`.
+    /// `q[batch, seq, heads, head_dim]`, `kv[batch, keys, 2, kv_heads, head_dim]`.
     pub(super) fn apart(dims: Dims, groups: Groups) -> Self {
         let (width, kv) = (dims.heads * dims.head_dim, groups.kv_heads * dims.head_dim);
-        let whole = Heads { start: 0, row: width };
-        let part = |part: usize| Heads { start: part * kv, row: 2 * kv };
+        let whole = Heads { start: 0, rows: dims.seq, row: width };
+        let part = |part: usize| Heads { start: part * kv, rows: dims.keys.count, row: 2 * kv };
         Layout { q: whole, k: part(0), v: part(1), out: whole }
     }
 }
 
 impl Heads {
-    fn at(self, dims: Dims, sample: usize, head: usize) -> usize {
-        self.start + sample * dims.seq * self.row + head * dims.head_dim
+    fn at(self, sample: usize, row: usize, head: usize) -> usize {
+        self.start + (sample * self.rows + row) * self.row + head
     }
 }
 
@@ -99,10 +119,13 @@ impl<'a, T: Float> Call<'a, T> {
     pub(super) fn check(&self) {
         if let Some(angles) = &self.angles {
             let packed = self.masks.packing.map_or(0, Packing::positions);
-            angles.check(self.dims.seq.max(packed), self.dims.head_dim);
+            let Dims { seq, keys, head_dim, .. } = self.dims;
+            angles.check((keys.first_query + seq).max(keys.count).max(packed), head_dim);
         }
         let samples = self.masks.packing.map_or(self.dims.batch, Packing::samples);
         assert_eq!(samples, self.dims.batch, "samples with documents for {:?}", self.dims);
+        let known = self.masks.packing.is_none() || self.dims.queries().end <= self.dims.keys.count;
+        assert!(known, "queries without a document in {:?}", self.dims);
     }
 
     pub(super) fn scale(&self) -> T {
@@ -115,20 +138,26 @@ impl<'a, T: Float> Call<'a, T> {
         Self { layout, ..*self }
     }
 
-    /// All rows of a sample.
-    fn whole(&self) -> Document {
-        Document { first: 0, len: self.dims.seq, position: 0 }
+    /// What attends to itself in a sample, as far as it has queries here.
+    fn attending(&self, sample: usize) -> Vec<Part> {
+        let (Keys { count, first_query }, queries) = (self.dims.keys, self.dims.queries());
+        let whole = Document { first: 0, len: count.max(queries.end), position: 0 };
+        let parts = documents::attending(self.masks.packing, sample, &whole).iter().filter_map(|document| {
+            let own = document.among(&queries)?;
+            let keys = document.among(&(0..count.min(own.range().end)))?;
+            let queries = Document { first: own.first - first_query, ..own };
+            Some(Part { queries, keys, past: own.first - document.first })
+        });
+        parts.collect()
     }
 
     /// The parts of a group that are computed one after the other, each with what follows it: after the last one the
     /// first part of the next group, if this thread computes that one `next`.
-    pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Document, Option<Next>)> {
-        let (whole, packing) = (self.whole(), self.masks.packing);
-        let parts = documents::attending(packing, group.sample, &whole);
+    pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Part, Option<Next>)> {
+        let parts = self.attending(group.sample);
         let after = self.after(group);
-        let beyond = next.then(|| documents::attending(packing, after.sample, &whole).first()).flatten();
-        let following =
-            parts.iter().skip(1).map(|&part| Some((group, part))).chain([beyond.map(|&part| (after, part))]);
+        let beyond = next.then(|| self.attending(after.sample).first().copied()).flatten();
+        let following = parts.iter().skip(1).map(|&part| Some((group, part))).chain([beyond.map(|part| (after, part))]);
         parts
             .iter()
             .zip(following)
@@ -136,10 +165,11 @@ impl<'a, T: Float> Call<'a, T> {
             .collect()
     }
 
-    fn next(&self, (group, part): (Group, Document), (next, rows): (Group, Document)) -> Next {
+    fn next(&self, (group, part): (Group, Part), (next, rows): (Group, Part)) -> Next {
         let ([q, k, _], [next_q, next_k, _]) = (self.starts(group, part), self.starts(next, rows));
         let pairs = [(q, next_q), (k, next_k), (self.out_start(group, part), self.out_start(next, rows))];
-        Next { distance: pairs.map(|(from, to)| to.wrapping_sub(from)), rows: rows.len }
+        let rows = rows.queries.len.min(rows.keys.len);
+        Next { distance: pairs.map(|(from, to)| to.wrapping_sub(from)), rows }
     }
 
     /// The group after this one, the next sample's first after the last.
@@ -151,48 +181,60 @@ impl<'a, T: Float> Call<'a, T> {
     }
 
     /// Where a group's queries, keys and values start, from a part's first row on.
-    pub(super) fn starts(&self, group: Group, part: Document) -> [usize; 3] {
+    pub(super) fn starts(&self, group: Group, part: Part) -> [usize; 3] {
         let (Group { sample, index }, Layout { q, k, v, .. }) = (group, self.layout);
-        let kv_head = self.groups.first + index;
-        let starts = [(q, group.first_head(self.groups)), (k, kv_head), (v, kv_head)];
-        starts.map(|(x, head)| x.at(self.dims, sample, head) + part.first * x.row)
+        let (q_row, k_row, kv_head) = (part.queries.first, part.keys.first, self.groups.first + index);
+        let starts = [(q, q_row, group.first_head(self.groups)), (k, k_row, kv_head), (v, k_row, kv_head)];
+        starts.map(|(x, row, head)| x.at(sample, row, head * self.dims.head_dim))
     }
 
     /// Where its output starts.
-    pub(super) fn out_start(&self, group: Group, part: Document) -> usize {
-        let out = self.layout.out;
-        out.at(self.dims, group.sample, group.first_head(self.groups)) + part.first * out.row
+    pub(super) fn out_start(&self, group: Group, part: Part) -> usize {
+        let head = group.first_head(self.groups) * self.dims.head_dim;
+        self.layout.out.at(group.sample, part.queries.first, head)
     }
 
-    /// Rotates the rows of a part of a head, `row` apart, by their positions; `to` gets them one after the other.
+    /// The queries of a part by the tokens that they are, and its keys.
+    pub(super) fn tokens(&self, part: Part) -> [Document; 2] {
+        [Document { first: part.queries.first + self.dims.keys.first_query, ..part.queries }, part.keys]
+    }
+
+    /// Rotates the rows of tokens of a head, `row` apart, by their positions; `to` gets them one after the other.
     pub(super) fn turn(
         &self,
         angles: Angles<'_, T>,
-        (group, part): (Group, Document),
+        (group, tokens): (Group, Document),
         (from, row): (&[T], usize),
         to: &mut [T],
     ) {
         let head_dim = self.dims.head_dim;
-        for document in documents::within(self.masks.packing, group.sample, &part) {
-            let first = document.first - part.first;
+        for document in documents::within(self.masks.packing, group.sample, &tokens) {
+            let first = document.first - tokens.first;
             let to = &mut to[first * head_dim..][..document.len * head_dim];
             angles.from(document.position, head_dim).turn((&from[first * row..], row), head_dim, to);
         }
     }
 
     /// Rotates them back, in place.
-    pub(super) fn turn_back(&self, angles: Angles<'_, T>, (group, part): (Group, Document), rows: &mut RowsMut<'_, T>) {
-        for document in documents::within(self.masks.packing, group.sample, &part) {
-            let first = document.first - part.first;
+    pub(super) fn turn_back(
+        &self,
+        angles: Angles<'_, T>,
+        (group, tokens): (Group, Document),
+        rows: &mut RowsMut<'_, T>,
+    ) {
+        for document in documents::within(self.masks.packing, group.sample, &tokens) {
+            let first = document.first - tokens.first;
             let mut rows = rows.part(first..first + document.len, 0);
             angles.from(document.position, self.dims.head_dim).turn_back(&mut rows, document.len, self.dims.head_dim);
         }
     }
 
-    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by `seq`.
-    pub(super) fn head_dropout(&self, (group, part): (Group, Document), head: usize) -> HeadDropout {
+    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the number
+    /// of keys.
+    pub(super) fn head_dropout(&self, (group, part): (Group, Part), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
-        let first = (part.first * (self.dims.seq + 1)) as u64;
+        let [queries, keys] = self.tokens(part);
+        let first = (queries.first * self.dims.keys.count + keys.first) as u64;
         self.masks.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head) + first))
     }
 }
@@ -218,14 +260,14 @@ impl Groups {
             size > 0 && dims.heads.is_multiple_of(size) && first + dims.heads / size <= kv_heads,
             "{self:?} of {dims:?}"
         );
-        let elements = dims.batch * dims.seq * 2 * kv_heads * dims.head_dim;
+        let elements = dims.batch * dims.keys.count * 2 * kv_heads * dims.head_dim;
         assert!(kvs.iter().all(|&len| len == elements), "elements of kv {kvs:?} for {dims:?}, {self:?}");
     }
 }
 
 impl Dims {
     pub(super) fn check(&self, outs: &[usize], lse: usize) {
-        let Dims { batch, seq, heads, head_dim } = *self;
+        let Dims { batch, seq, heads, head_dim, .. } = *self;
         assert!(head_dim > 0, "heads of no elements");
         let elements = batch * seq * heads * head_dim;
         assert!(outs.iter().all(|&len| len == elements), "elements of queries and outputs {outs:?} for {self:?}");

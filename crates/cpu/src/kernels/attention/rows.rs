@@ -18,7 +18,7 @@ fn rows<T>(scores: &mut [T], stride: usize) -> impl Iterator<Item = &mut [T; VEC
 
 /// Turns the products of a vector of queries with the keys into `e^{(S - max) scale}`, or zero where the mask hides
 /// them. Returns the log-sum-exps and one over the totals, which are added key by key in blocks of [`FORWARD_KEYS`].
-/// The first query's own key is row `own`, the others' follow.
+/// The first query's own key is row `own`, the others' follow; queries behind the last key see all.
 pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: usize) -> [[T; VECTOR]; 2] {
     wide(
         #[inline(always)]
@@ -26,7 +26,8 @@ pub(super) fn softmax<T: Float>(scale: T, scores: &mut [T], stride: usize, own: 
             let seen = ((own + VECTOR) * stride).min(scores.len());
             let (scores, unseen) = scores.split_at_mut(seen);
             rows(unseen, stride).for_each(|scores| *scores = [T::ZERO; VECTOR]);
-            for (row, scores) in rows(&mut scores[own * stride..], stride).enumerate() {
+            let before = (own * stride).min(scores.len());
+            for (row, scores) in rows(&mut scores[before..], stride).enumerate() {
                 for (query, score) in scores.iter_mut().enumerate() {
                     *score = if (query as i32) < row as i32 { T::NEG_INFINITY } else { *score };
                 }

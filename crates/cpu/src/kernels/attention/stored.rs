@@ -82,20 +82,29 @@ macro_rules! in_16_bits {
 in_16_bits!(bf16, round::from_bf16, round::round);
 in_16_bits!(f16, round::from_f16, round::to_f16);
 
-/// Rows in memory: the first, the distance of two, and the elements of one that count.
-pub(super) type Placed<'a, S> = (&'a [S], usize, usize);
+/// Rows in memory.
+#[derive(Clone, Copy)]
+pub(super) struct Placed<'a, S> {
+    /// Their number.
+    pub(super) rows: usize,
+    /// What begins with the first of them.
+    pub(super) from: &'a [S],
+    /// From one to the next.
+    pub(super) row: usize,
+    /// The elements of one that count.
+    pub(super) width: usize,
+}
 
-/// Calls `f` with `rows` rows of each operand: in place, or copies without gaps.
+/// Calls `f` with the rows of each operand: in place, or copies without gaps.
 pub(super) fn read<S: StoredAs<T>, T: Float, const N: usize, R>(
-    rows: usize,
     operands: [Placed<'_, S>; N],
     f: impl FnOnce([&[T]; N]) -> R,
 ) -> R {
     if !S::COPIED {
-        return f(operands.map(|(x, ..)| S::as_is(x)));
+        return f(operands.map(|placed| S::as_is(placed.from)));
     }
-    with_room(operands.iter().map(|(.., width)| rows * width).sum(), |mut room| {
-        f(operands.map(|(from, row, width)| {
+    with_room(operands.iter().map(|placed| placed.rows * placed.width).sum(), |mut room| {
+        f(operands.map(|Placed { rows, from, row, width }| {
             let (copy, rest) = std::mem::take(&mut room).split_at_mut(rows * width);
             room = rest;
             for (i, to) in copy.chunks_exact_mut(width).enumerate() {

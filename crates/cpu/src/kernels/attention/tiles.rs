@@ -48,7 +48,7 @@ type RoundFn<T> = unsafe fn([usize; 2], Rows<&[T]>, Rows<&mut [T]>);
 
 /// How this CPU multiplies tiles of `T`.
 #[derive(Clone, Copy)]
-pub(super) struct Tiles<T> {
+pub struct Tiles<T> {
     /// Rows of the highest tile.
     pub(super) rows: usize,
     /// Elements of a vector; the widest tile has two.
@@ -67,19 +67,16 @@ pub(super) struct Tiles<T> {
 /// An element type that attention computes in.
 pub trait Tiled: Float + StoredAs<Self> {
     #[doc(hidden)]
-    #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles(precision: Precision) -> Tiles<Self>;
 }
 
 impl Tiled for f32 {
-    #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles(precision: Precision) -> Tiles<f32> {
         Path::best(precision).map_or_else(|| plain(precision), vectors)
     }
 }
 
 impl Tiled for f64 {
-    #[expect(private_interfaces, reason = "for attention alone")]
     fn tiles(_: Precision) -> Tiles<f64> {
         loops()
     }

@@ -11,7 +11,7 @@ use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One input: whole values, and its type on tp. Integers become i32 and get no gradient.
+/// One input: whole values, and its type on the axis of the program. Integers become i32 and get no gradient.
 pub struct Input {
     pub shape: Vec<usize>,
     pub values: Vec<f32>,
@@ -61,6 +61,8 @@ pub struct Program<L, D, F> {
     pub padding: f32,
     /// Reduction blocks of canonical numerics.
     pub blocks: Option<usize>,
+    /// The axis over which it is run.
+    pub axis: Axis,
     pub layer: std::marker::PhantomData<L>,
 }
 
@@ -79,7 +81,7 @@ type Runs = Vec<(usize, Vec<f32>)>;
 struct RankResult {
     output: Piece,
     inputs: Vec<Piece>,
-    /// With the type of the gradient on tp.
+    /// With the type of the gradient on the axis.
     params: BTreeMap<String, (Ty, Runs)>,
 }
 
@@ -89,7 +91,7 @@ where
     F: Fn(&L, &Tape, &[Var]) -> Result<Var> + Sync,
 {
     pub fn new(number: Number, declare: D, forward: F) -> Self {
-        Self { declare, forward, number, padding: 0.0, blocks: None, layer: std::marker::PhantomData }
+        Self { declare, forward, number, padding: 0.0, blocks: None, axis: Axis::Tp, layer: std::marker::PhantomData }
     }
 
     /// On the only rank of a mesh with no axes.
@@ -99,12 +101,13 @@ where
         self.assemble(vec![self.run_on_both(&mesh, &world, inputs)])
     }
 
-    /// On `degree` ranks of tp.
-    pub fn over_tp(&self, degree: usize, inputs: &[Input]) -> Outcome
+    /// On `degree` ranks of its axis.
+    pub fn over_axis(&self, degree: usize, inputs: &[Input]) -> Outcome
     where
         L: Sync,
     {
-        let mesh = Mesh::new([(Axis::Tp, degree)]).unwrap();
+        let mesh =
+            Mesh::new([(Axis::Tp, 1), (self.axis, degree)]).or_else(|_| Mesh::new([(self.axis, degree)])).unwrap();
         let ranks = meshwork_testkit::run_world(degree, |world| self.run_on_both(&mesh, world.communicator(), inputs));
         self.assemble(ranks)
     }
@@ -130,7 +133,7 @@ where
         let position = Position { seed: 1, step: 4, first_sample: 6, rank_samples: 0 };
         let tape = Tape::new(Arc::clone(rank), Arc::new(params), Arc::clone(&device), Mode::Train, position);
 
-        let vars: Vec<Var> = inputs.iter().map(|input| place(&tape, input)).collect();
+        let vars: Vec<Var> = inputs.iter().map(|input| place(&tape, self.axis, input)).collect();
         let output = (self.forward)(&layer, &tape, &vars).unwrap();
         let mut sink = Sums::default();
         tape.backward(&output, self.seed(&output, rank), Weights::Now, &mut sink).unwrap();
@@ -145,14 +148,14 @@ where
             let nonzero = |values: &[f32]| values.iter().filter(|&&value| value != 0.0).count();
             let held: usize = runs.iter().map(|(_, run)| nonzero(run)).sum();
             assert_eq!(nonzero(gradient), held, "{}: padding has a gradient", spec.name);
-            (spec.name.clone(), (tp(reads[&id]).dual(), runs))
+            (spec.name.clone(), (on(self.axis, reads[&id]).dual(), runs))
         };
         let gradient = |var: &Var| {
             let gradient = tape.take_grad(var)?;
-            Some(piece(&gradient, var.types().dual()))
+            Some(piece(&gradient, on(self.axis, var.types().dual())))
         };
         RankResult {
-            output: piece(output.tensor(), output.types()),
+            output: piece(output.tensor(), on(self.axis, output.types())),
             inputs: vars.iter().filter_map(gradient).collect(),
             params: declarations.ids().map(param).collect(),
         }
@@ -179,12 +182,12 @@ where
             return Tensor::from_slice(output.tensor().device(), &vec![1.0f64; output.shape().count()], output.shape())
                 .unwrap();
         }
-        let (ty, mut shape) = (tp(output.types()), output.shape().to_vec());
+        let (ty, mut shape) = (on(self.axis, output.types()), output.shape().to_vec());
         if let Ty::Shard(dim) = ty {
-            shape[dim] *= rank.mesh().degree(Axis::Tp);
+            shape[dim] *= rank.mesh().degree(self.axis);
         }
         let whole = Input::new("seed", &shape, ty, self.number);
-        place(output.tape(), &whole).into_tensor()
+        place(output.tape(), self.axis, &whole).into_tensor()
     }
 
     fn assemble(&self, ranks: Vec<RankResult>) -> Outcome {
@@ -198,21 +201,21 @@ where
     }
 }
 
-fn tp(types: Types) -> Ty {
-    types.get(Axis::Tp).unwrap_or(Ty::Invariant)
+fn on(axis: Axis, types: Types) -> Ty {
+    types.get(axis).unwrap_or(Ty::Invariant)
 }
 
-fn piece(tensor: &Tensor, types: Types) -> Piece {
+fn piece(tensor: &Tensor, ty: Ty) -> Piece {
     let values = match tensor.dtype() {
         meshwork_core::DType::F64 => tensor.to_vec::<f64>().unwrap().iter().map(|&value| value as f32).collect(),
         _ => tensor.to_vec::<f32>().unwrap(),
     };
-    Piece { values, shape: tensor.shape().to_vec(), ty: tp(types) }
+    Piece { values, shape: tensor.shape().to_vec(), ty }
 }
 
 /// This rank's part of an input, on the tape.
-fn place(tape: &Tape, input: &Input) -> Var {
-    let (degree, at) = (tape.rank().mesh().degree(Axis::Tp), tape.rank().coords().get(Axis::Tp));
+fn place(tape: &Tape, axis: Axis, input: &Input) -> Var {
+    let (degree, at) = (tape.rank().mesh().degree(axis), tape.rank().coords().get(axis));
     let mut shape = input.shape.clone();
     let mut values = input.values.clone();
     if let Ty::Shard(dim) = input.ty {
@@ -220,7 +223,11 @@ fn place(tape: &Tape, input: &Input) -> Var {
         let block = shape[dim] * input.shape[dim + 1..].iter().product::<usize>();
         values = values.chunks(block * degree).flat_map(|row| row[at * block..][..block].to_vec()).collect();
     }
-    let types = Types::all(tape.rank().mesh(), input.ty);
+    let mesh = tape.rank().mesh();
+    let types = match mesh.has(axis) {
+        true => Types::all(mesh, Ty::Invariant).with(axis, input.ty),
+        false => Types::NONE,
+    };
     if input.ids {
         let ids: Vec<i32> = values.iter().map(|&id| id as i32).collect();
         return tape.constant(Tensor::from_slice(tape.device(), &ids, &shape[..]).unwrap(), types);

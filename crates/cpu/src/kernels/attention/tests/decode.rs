@@ -3,6 +3,7 @@
 use super::super::*;
 use super::grouped::Case;
 use super::{assert_close, elements, values};
+use meshwork_tensor::Precision;
 use proptest::prelude::*;
 
 proptest! {
@@ -23,21 +24,20 @@ proptest! {
         let angles = case.angles::<f64>();
         let angles = turned.then_some(Angles(&angles));
         let (mut expected, mut lse) = (vec![f64::NAN; q.len()], vec![f64::NAN; batch * whole.heads * seq]);
-        grouped_forward(Precision::F32, whole, groups, angles, [&q, &kv], &mut expected, &mut lse, Masks::default());
+        grouped_forward(f64::tiles(Precision::F32), whole, groups, angles, [&q, &kv], &mut expected, &mut lse, Masks::default());
 
         let capacity = seq + spare;
         let [row, width] = [2 * groups.kv_heads * head_dim, whole.heads * head_dim];
         let mut cache = vec![f64::NAN; batch * capacity * row];
         let mut past = 0;
         for seq_now in passes {
-            let dims = Dims { seq: seq_now, ..whole };
-            let cached = Cached { past, capacity };
+            let dims = Dims { seq: seq_now, keys: Keys { count: capacity, first_query: past }, ..whole };
             let new = |x: &[f64], width: usize| -> Vec<f64> {
                 x.chunks(seq * width).flat_map(|sample| &sample[past * width..][..seq_now * width]).copied().collect()
             };
-            append(dims, groups, cached, angles, &new(&kv, row), &mut cache);
+            append(dims, groups, angles, &new(&kv, row), &mut cache);
             let mut out = vec![f64::NAN; batch * seq_now * width];
-            attend(dims, groups, cached, angles, &new(&q, width), &cache, &mut out);
+            attend(dims, groups, angles, &new(&q, width), &cache, &mut out);
             assert_close(&out, &new(&expected, width), 1e-12);
             past += seq_now;
         }
@@ -49,6 +49,6 @@ proptest! {
 #[test]
 #[should_panic(expected = "5 tokens in a cache of 4")]
 fn a_full_cache_takes_no_token() {
-    let dims = Dims { batch: 1, seq: 2, heads: 1, head_dim: 2 };
-    append(dims, Groups::alone(dims), Cached { past: 3, capacity: 4 }, None, &[0f32; 8], &mut [0f32; 16]);
+    let dims = Dims { keys: Keys { count: 4, first_query: 3 }, ..Dims::of([1, 2, 1, 2]) };
+    append(dims, Groups::alone(dims), None, &[0f32; 8], &mut [0f32; 16]);
 }

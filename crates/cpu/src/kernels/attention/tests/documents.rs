@@ -4,6 +4,7 @@ use super::super::super::oracle::values;
 use super::super::*;
 use super::grouped::Case;
 use super::{PRECISIONS, dropout, elements};
+use meshwork_tensor::Precision;
 use proptest::prelude::*;
 
 /// The positions of documents of these lengths, the first of which begins at `begun`.
@@ -87,7 +88,7 @@ proptest! {
 /// Dropout decides by the place in the sequence: a packed sequence draws for its pairs what a whole one draws.
 #[test]
 fn dropout_is_that_of_the_whole_sequence() {
-    let (d, drop) = (super::dims([2, 150, 2, 8]), Some(dropout(0.4)));
+    let (d, drop) = (Dims::of([2, 150, 2, 8]), Some(dropout(0.4)));
     let qkv: Vec<f32> = values("qkv", 3 * elements(d));
     let dout: Vec<f32> = values("dout", elements(d));
     let places = positions(&[70, 80], 0).repeat(2);
@@ -96,8 +97,8 @@ fn dropout_is_that_of_the_whole_sequence() {
         let masks = Masks { dropout: drop, packing: Some(&packing) };
         let (mut out, mut lse, mut dqkv) =
             (vec![f32::NAN; elements(d)], vec![f32::NAN; 600], vec![f32::NAN; qkv.len()]);
-        forward(Precision::F32, d, &qkv, &mut out, &mut lse, masks);
-        backward(Precision::F32, d, Saved { qkv: &qkv, out: &out, lse: &lse }, &dout, &mut dqkv, masks);
+        forward(f32::tiles(Precision::F32), d, &qkv, &mut out, &mut lse, masks);
+        backward(f32::tiles(Precision::F32), d, Saved { qkv: &qkv, out: &out, lse: &lse }, &dout, &mut dqkv, masks);
         [out, lse, dqkv]
     };
     let [out, lse, dqkv] = run(&places);

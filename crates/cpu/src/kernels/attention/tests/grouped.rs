@@ -5,6 +5,7 @@ use super::super::super::oracle::{assert_close, check_gradient, dot, values, wid
 use super::super::*;
 use super::{PRECISIONS, dropout, elements, masks, naive, naive_backward, naive_in, part, to_bf16};
 use meshwork_core::tree;
+use meshwork_tensor::Precision;
 use proptest::prelude::*;
 
 /// Shapes, groups, and whether positions rotate the rows.
@@ -22,12 +23,17 @@ impl Case {
         [before, after]: [usize; 2],
         turned: bool,
     ) -> Self {
-        let dims = Dims { batch, seq, heads: used * size, head_dim };
+        let dims = Dims::of([batch, seq, used * size, head_dim]);
         Case { dims, groups: Groups { size, kv_heads: before + used + after, first: before }, turned }
     }
 
     pub(super) fn kv_elements(&self) -> usize {
-        self.dims.batch * self.dims.seq * 2 * self.groups.kv_heads * self.dims.head_dim
+        self.dims.batch * self.dims.keys.count * 2 * self.groups.kv_heads * self.dims.head_dim
+    }
+
+    /// The same heads with other queries and keys.
+    pub(super) fn slice(&self, seq: usize, keys: Keys) -> Self {
+        Self { dims: Dims { seq, keys, ..self.dims }, ..*self }
     }
 
     /// The angle of a pair at a position.
@@ -41,7 +47,7 @@ impl Case {
             let angle = move |pair| self.angle(i, pair);
             (0..half).map(move |pair| angle(pair).cos()).chain((0..half).map(move |pair| angle(pair).sin()))
         };
-        (0..self.dims.seq).flat_map(row).map(T::from_f64).collect()
+        (0..self.dims.queries().end.max(self.dims.keys.count)).flat_map(row).map(T::from_f64).collect()
     }
 
     /// `[batch, seq, 3, heads, head_dim]`: queries and keys are rotated, keys and values are repeated for each head of
@@ -116,7 +122,7 @@ impl Case {
         let nan = T::from(f32::NAN);
         let (mut out, mut lse) = (vec![nan; elements(d)], vec![nan; d.batch * d.heads * d.seq]);
         let angles = self.turned.then_some(Angles(&table));
-        grouped_forward_in(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, masks);
+        grouped_forward(tiles, d, self.groups, angles, [q, kv], &mut out, &mut lse, masks);
         [out, lse]
     }
 
@@ -144,7 +150,7 @@ impl Case {
         let (mut dq, mut dkv) = (vec![nan; q.len()], vec![nan; kv.len()]);
         let saved = SavedGrouped { q, kv, out: &out, lse: &lse };
         let angles = self.turned.then_some(Angles(&table));
-        grouped_backward_in(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
+        grouped_backward(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
         [dq, dkv]
     }
 }

@@ -1,0 +1,104 @@
+//! Queries that are some of the tokens, against those of the whole sequence.
+
+use super::super::*;
+use super::grouped::Case;
+use super::{PRECISIONS, assert_close, dropout, elements, values};
+use meshwork_tensor::Precision;
+use proptest::prelude::*;
+
+/// The rows of some tokens of each sample, of a tensor `[batch, seq, ..]`.
+fn rows<T: Copy>(x: &[T], [batch, seq]: [usize; 2], tokens: &Range<usize>) -> Vec<T> {
+    let width = x.len() / (batch * seq);
+    let of = |sample: &[T]| sample[tokens.start * width..tokens.end * width].to_vec();
+    x.chunks(seq * width).flat_map(of).collect()
+}
+
+proptest! {
+    /// Each query has the bits that it has in the whole sequence, forward and backward, whatever others are computed
+    /// with it: alone, rotated, in documents, with dropout. The gradients of keys and values are shares of a sum.
+    #[test]
+    fn slices_of_the_queries_have_the_bits_of_the_whole(
+        (batch, used, size) in (1..3usize, 1..3usize, 1..4usize),
+        lens in prop::collection::vec(prop_oneof![1..20usize, 100..200usize], 1..4),
+        head_dim in prop::sample::select(vec![2usize, 8, 20]),
+        beside in (0..2usize, 0..2usize),
+        turned: bool,
+        drops: bool,
+        packed in prop::option::of(any::<bool>()),
+        precision in prop::sample::select(PRECISIONS.to_vec()),
+    ) {
+        let seq: usize = lens.iter().sum();
+        let case = Case::new([batch, seq, used, size], head_dim, beside.into(), turned);
+        let tiles = f32::tiles(precision);
+        let [q, kv, dout] = case.operands::<f32>();
+        let positions: Vec<i32> = (0..batch * seq).map(|at| (at % seq % (seq / 2 + 1)) as i32).collect();
+        let packing = packed.map(|apart| Packing::new(&positions, [batch, seq], apart).unwrap());
+        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref() };
+        let [out, lse] = case.run_with(tiles, &q, &kv, masks);
+        let [dq, dkv] = case.backward_with(tiles, &q, &kv, &dout, masks);
+
+        let (mut first_query, mut sum) = (0, vec![0.0; dkv.len()]);
+        for len in lens {
+            let tokens = first_query..first_query + len;
+            let of = |x: &[f32]| rows(x, [batch, seq], &tokens);
+            let slice = case.slice(len, Keys { count: seq, first_query });
+            let [slice_out, slice_lse] = slice.run_with(tiles, &of(&q), &kv, masks);
+            prop_assert_eq!(&slice_out, &of(&out));
+            prop_assert_eq!(&slice_lse, &rows(&lse, [batch * case.dims.heads, seq], &tokens));
+            let [slice_dq, slice_dkv] = slice.backward_with(tiles, &of(&q), &kv, &of(&dout), masks);
+            prop_assert_eq!(&slice_dq, &of(&dq));
+            sum.iter_mut().zip(slice_dkv).for_each(|(sum, share)| *sum += share);
+            first_query += len;
+        }
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+        let error = norm(&mut sum.iter().zip(&dkv).map(|(a, b)| a - b));
+        prop_assert!(error <= 1e-5 * norm(&mut dkv.iter().copied()).max(1.0), "{} off", error);
+    }
+
+    /// Queries behind all keys see each of them, so that the outputs of two blocks of keys join by their log-sum-exps.
+    #[test]
+    fn blocks_of_keys_join_by_their_log_sum_exps(
+        (batch, used, size) in (1..3usize, 1..3usize, 1..3usize),
+        (first, second) in (1..140usize, 1..140usize),
+    ) {
+        let (seq, tokens) = (first + second, first..first + second);
+        let case = Case::new([batch, seq, used, size], 8, [0, 0], false);
+        let (q, kv) = (values::<f64>("q", elements(case.dims)), values::<f64>("kv", case.kv_elements()));
+        let run = |case: Case, q: &[f64], kv: &[f64]| case.run_with(f64::tiles(Precision::F32), q, kv, Masks::default());
+        let [want, _] = run(case, &q, &kv);
+        let of = |x: &[f64], tokens: &Range<usize>| rows(x, [batch, seq], tokens);
+        let q = of(&q, &tokens);
+        let before = case.slice(second, Keys { count: first, first_query: first });
+        let [a, lse_a] = run(before, &q, &of(&kv, &(0..first)));
+        let own = case.slice(second, Keys { count: second, first_query: 0 });
+        let [b, lse_b] = run(own, &q, &of(&kv, &tokens));
+        let heads = case.dims.heads;
+        let join = |at: usize| {
+            let (row, head) = (at / 8 / heads, at / 8 % heads);
+            let lse = (row / second * heads + head) * second + row % second;
+            let share = 1.0 / (1.0 + (lse_b[lse] - lse_a[lse]).exp());
+            share * a[at] + (1.0 - share) * b[at]
+        };
+        assert_close(&(0..a.len()).map(join).collect::<Vec<_>>(), &of(&want, &tokens), 1e-12);
+    }
+}
+
+#[test]
+#[should_panic(expected = "queries without a document")]
+fn queries_behind_the_documents_of_the_keys_are_refused() {
+    let packing = Packing::new(&[0, 1], [1, 2], true).unwrap();
+    let masks = Masks { dropout: None, packing: Some(&packing) };
+    let dims = Dims { keys: Keys { count: 2, first_query: 1 }, ..Dims::of([1, 2, 1, 2]) };
+    let (mut out, mut lse) = ([0f32; 4], [0f32; 2]);
+    let groups = Groups::alone(dims);
+    grouped_forward(
+        f32::tiles(Precision::F32),
+        dims,
+        groups,
+        None,
+        [&[0f32; 4], &[0f32; 8]],
+        &mut out,
+        &mut lse,
+        masks,
+    );
+}
