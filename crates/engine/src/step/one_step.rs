@@ -228,7 +228,7 @@ impl Trainer {
 
     fn step_asynchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
         let Begun { batch, terms, stop, observe } = begun;
-        let updates = self.store.weights.get_mut().updates();
+        let updates = self.store.weights.get_mut().updates;
         let driver = self.asynchronous();
         driver.begun += 1;
         if driver.begun == 1 {
@@ -275,7 +275,7 @@ impl Trainer {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.number <= last) {
             let Some(mut numbers) = step.numbers.take() else { continue };
-            let norms = self.store.weights.get_mut().take_norms(step.number);
+            let norms = self.store.weights.get_mut().norms.remove(&step.number);
             if let Some(norms) = &norms {
                 let range = 0..norms.sum.count();
                 self.device.layout()?.copy_into(&norms.sum, range, &mut numbers, self.norms_at())?;

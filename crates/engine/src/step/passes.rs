@@ -88,7 +88,7 @@ impl Trainer {
     /// The sums of this step's statistics over all of its samples.
     pub(super) fn sum_statistics(&mut self) -> Result<StatisticSums, TrainError> {
         let mut noted = Noted::default();
-        self.pipeline.chunks.iter_mut().for_each(|chunk| noted.extend(chunk.take_noted()));
+        self.pipeline.chunks.iter_mut().for_each(|chunk| noted.extend(std::mem::take(&mut chunk.noted)));
         noted.sum(&self.cut.layout.declarations, &*self.device, &self.rank, &self.cut.tied)
     }
 
@@ -136,7 +136,7 @@ impl Trainer {
     /// Forgets the activations that AQ-SGD keeps of samples, which are then new in the next step: where numbers stand
     /// for other samples now.
     pub fn forget_samples(&mut self) {
-        self.pipeline.codec.borrow_mut().histories_mut().forget();
+        self.pipeline.codec.borrow_mut().histories.forget();
     }
 
     /// Forgets the passes in flight, after a failure or to run them again.
