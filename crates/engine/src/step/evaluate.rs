@@ -170,7 +170,7 @@ impl Trainer {
             versions: &|_, _| None,
         };
         let compresses = compress.weights != NOTHING && compress.includes(pass.position.step);
-        on.gathers.iter().for_each(|gathers| gathers.set_compresses(compresses));
+        on.gathers.iter().for_each(|gathers| gathers.now.set_compresses(compresses));
         let mut stages: Vec<Running<'_>> = pipeline.chunks.iter_mut().map(|chunk| Running { chunk, on: &on }).collect();
         let walked = run(schedule, rank.coords().get(Axis::Pp), &mut stages, &mut transport, &mut |_| {});
         if walked.is_err() {

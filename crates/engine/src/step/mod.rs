@@ -222,6 +222,6 @@ impl Trainer {
 
     /// When each flat buffer of weights was gathered and used in the last step, where ranks have slices of them.
     pub fn gather_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::GatherEvent)> {
-        self.store.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.events())
+        self.store.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.gatherer.events())
     }
 }

@@ -119,7 +119,9 @@ impl Trainer {
         };
         let may_repeat = matches!(pipeline.driver, Driver::Synchronous(_)) && !self.pending.is_empty();
         on.codec.borrow_mut().begin(clock, may_repeat);
-        on.gathers.iter().for_each(|gathers| gathers.set_compresses(self.plan.compress.includes(pass.position.step)));
+        on.gathers
+            .iter()
+            .for_each(|gathers| gathers.now.set_compresses(self.plan.compress.includes(pass.position.step)));
         let mut stages: Vec<Running<'_>> = pipeline.chunks.iter_mut().map(|chunk| Running { chunk, on: &on }).collect();
         let (interpreter, transport) = (&mut pipeline.interpreter, &mut pipeline.transport);
         let pp_rank = self.rank.coords().get(Axis::Pp);
