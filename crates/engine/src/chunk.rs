@@ -65,9 +65,9 @@ pub struct Chunk {
     /// Tapes whose gradients of weights are still to be computed, by the place of their segment, the last one first.
     deferred: BTreeMap<usize, Vec<(usize, Tape, Shelved)>>,
     /// Notes of statistics since they were last taken.
-    noted: Noted,
+    pub noted: Noted,
     /// Output of the last prediction.
-    prediction: Option<Tensor>,
+    pub prediction: Option<Tensor>,
 }
 
 /// A micro-batch that waits for its backward.
@@ -82,20 +82,6 @@ impl Chunk {
     pub fn new(number: usize, stages: usize, segments: Vec<Segment>) -> Self {
         let (flights, deferred, noted) = Default::default();
         Self { number, stages, segments, flights, deferred, noted, prediction: None }
-    }
-
-    pub fn is_last(&self) -> bool {
-        self.number + 1 == self.stages
-    }
-
-    /// The notes of statistics since the last call.
-    pub fn take_noted(&mut self) -> Noted {
-        std::mem::take(&mut self.noted)
-    }
-
-    /// The output of a prediction; `None` if this is not the last stage.
-    pub fn take_prediction(&mut self) -> Option<Tensor> {
-        self.prediction.take()
     }
 
     /// Forgets passes in flight, after a failure.
@@ -148,7 +134,7 @@ impl Chunk {
                     }
                     None => message,
                 });
-            } else if !self.is_last() {
+            } else if self.number + 1 < self.stages {
                 message = Some(outgoing(self.number, &run.output, &pass.activations[self.number])?);
             } else if pass.purpose == Purpose::Predict {
                 let prediction = segment.stage.predict(&run.output)?;
@@ -201,7 +187,7 @@ impl Chunk {
         }
         let _gathering = on.gathers.zip(params).map(|(gathers, params)| gathers.begin(&walks, &params));
         let mut grad = grad;
-        if grad.is_none() && !(self.is_last() && of.seeds.is_some()) {
+        if grad.is_none() && (self.number + 1 < self.stages || of.seeds.is_none()) {
             return Err(self.out_of_turn(number, "no gradient arrived"));
         }
         let mut deferred = Vec::new();

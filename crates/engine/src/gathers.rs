@@ -11,22 +11,21 @@ use crate::walk::Walk;
 use crate::zero::ZeroGroups;
 use crate::{LocalModel, ModelPlan, Plan, TrainError};
 use meshwork_core::Buffer;
-use meshwork_data_parallel::{GatherError, GatherEvent, GatherPass, Gatherer, SharedVector};
+use meshwork_data_parallel::{GatherError, GatherPass, Gatherer, SharedVector};
 use meshwork_nn::Batch;
 use meshwork_tensor::param::Gather;
 use meshwork_tensor::{Category, Device, Error, ParamId, Params};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Gathers the weights of the stages of one rank.
 #[derive(Debug)]
 pub struct Gathers {
-    gatherer: Gatherer,
+    pub gatherer: Gatherer,
     /// The flat buffers that a segment uses in a walk, in order.
     orders: BTreeMap<(usize, Walk), Vec<usize>>,
     /// The compression of slices in this step: on or off, and for which weights.
-    now: Arc<Now>,
+    pub now: Arc<Now>,
 }
 
 impl Gathers {
@@ -70,19 +69,6 @@ impl Gathers {
         self.now.set_updates(params.updates());
         let order = walks.iter().filter_map(|walk| self.orders.get(walk)).flatten();
         self.gatherer.begin(&order.copied().collect::<Vec<_>>(), params.flats())
-    }
-
-    /// Sets whether slices are compressed from now on, where the plan compresses any.
-    pub fn set_compresses(&self, compresses: bool) {
-        self.now.set_compresses(compresses);
-    }
-
-    pub fn begin_step(&self) {
-        self.gatherer.clear_events();
-    }
-
-    pub fn events(&self) -> Vec<(Instant, GatherEvent)> {
-        self.gatherer.events()
     }
 }
 

@@ -23,7 +23,7 @@ pub struct Gradients {
     ordered: Option<OrderedSums>,
     device: Arc<dyn Device>,
     /// When each bucket's reduction was started, and when it was seen to be over.
-    events: Vec<(Instant, BucketEvent)>,
+    pub events: Vec<(Instant, BucketEvent)>,
     seen_done: Vec<bool>,
 }
 
@@ -137,11 +137,6 @@ impl Gradients {
         }
         reducer.fetch(bucket)?;
         Ok(reducer.gradients(bucket).cloned())
-    }
-
-    /// The timeline of the last step's reductions.
-    pub fn events(&self) -> &[(Instant, BucketEvent)] {
-        &self.events
     }
 
     /// Records the reductions that have completed by now.

@@ -74,7 +74,8 @@ pub struct Layout {
     pub cuts: Cuts,
     zero: Zero,
     spans: Rc<[Span]>,
-    elements: Rc<[usize]>,
+    /// Per flat buffer.
+    pub elements: Rc<[usize]>,
 }
 
 impl Layout {
@@ -184,10 +185,6 @@ impl Layout {
 
     pub fn span(&self, id: ParamId) -> &Span {
         &self.spans[id.index()]
-    }
-
-    pub fn elements(&self, flat: usize) -> usize {
-        self.elements[flat]
     }
 
     /// The parameters of the flat buffers that are updated.

@@ -67,7 +67,8 @@ pub(crate) struct Scaler {
     scale: f64,
     /// Steps without overflow since it was changed. A whole interval of them doubles the scale of the step behind that.
     clean: u64,
-    certain: u64,
+    /// The number of the last step that is certain.
+    pub certain: u64,
     /// `None`: it stays.
     growth_interval: Option<u64>,
 }
@@ -114,11 +115,6 @@ impl Scaler {
         let (scale, clean) = self.next();
         (self.scale, self.clean) = (scale, clean + 1);
         false
-    }
-
-    /// Takes note of a step that was not computed.
-    pub fn pass_over(&mut self, step: u64) {
-        self.certain = step;
     }
 
     /// Scale and clean steps, for a checkpoint.

@@ -42,7 +42,7 @@ impl Layout {
             name: self.flats[flat].first().map_or_else(String::new, name),
             seed: plan.seed,
             starts_at: plan.compress.start_step.saturating_sub(1) * updates as u64,
-            elements: self.elements(flat),
+            elements: self.elements[flat],
             rank,
             ranks,
             scatter,
@@ -124,7 +124,7 @@ impl Reduction<'_> {
         let tied = key.tied_ranks.as_ref().and_then(|pp_ranks| self.tied.groups.get(pp_ranks));
         Ok(Bucket {
             members: layout.flats[flat].iter().map(|&id| with_copies(&layout.span(id).range)).collect(),
-            elements: key.copies * layout.elements(flat),
+            elements: key.copies * layout.elements[flat],
             rounds,
             sum: self.sums[flat].clone().map(|plan| self.sum(plan)).transpose()?,
             last: tied.filter(|group| group.size() > 1).cloned(),

@@ -65,9 +65,9 @@ pub struct Updates {
     /// group.
     whole: Vec<ParamId>,
     /// Flat buffers whose matrices are gathered at once: so many that each rank of the group has one to transform.
-    rounds: Vec<Range<usize>>,
-    /// The ranks that update other elements of the same parameters.
-    group: Option<Group>,
+    pub rounds: Vec<Range<usize>>,
+    /// The ranks that update other elements of the same parameters, where a rule reads whole parameters.
+    pub group: Option<Group>,
     layout: Layout,
     device: Arc<dyn Device>,
 }
@@ -201,16 +201,6 @@ impl Updates {
     fn split<'a>(&self, states: &'a mut [Buffer]) -> (&'a mut [Buffer], Option<&'a mut Buffer>) {
         let (states, masters) = states.split_at_mut(states.len() - usize::from(self.mixed() && !states.is_empty()));
         (states, masters.first_mut())
-    }
-
-    /// The flat buffers that are updated at once, one after the other.
-    pub fn rounds(&self) -> &[Range<usize>] {
-        &self.rounds
-    }
-
-    /// Whether a rule reads whole parameters, on this rank or on another.
-    pub fn reads_whole(&self) -> bool {
-        self.group.is_some()
     }
 
     fn rule_of(&self, id: ParamId) -> Option<&ParamRule> {

@@ -33,7 +33,7 @@ pub struct WeightStore {
     /// Number of versions that forwards may read.
     kept: usize,
     /// Number of the newest version.
-    updates: u64,
+    pub updates: u64,
     states: Rc<States>,
     pub updater: Updates,
     pub lr: LrSchedule,
@@ -43,11 +43,12 @@ pub struct WeightStore {
     /// Weights and states before an update that may be rolled back.
     before: Option<(Arc<Params>, Rc<States>)>,
     /// Sums of the squared norms of the updates within an asynchronous run, by step.
-    norms: BTreeMap<u64, NormSum>,
+    pub norms: BTreeMap<u64, NormSum>,
     /// Older versions that may be alive. The newest is not among them, because a weak reference would prevent writing
     /// to it.
     older: Vec<Weak<Params>>,
-    most_versions: usize,
+    /// The most versions that were alive at once.
+    pub most_versions: usize,
     device: Arc<dyn Device>,
 }
 
@@ -168,14 +169,6 @@ impl WeightStore {
     pub fn version(&self, updates: u64) -> Option<&Arc<Params>> {
         let behind = usize::try_from(self.updates.checked_sub(updates)?).ok()?;
         self.versions.get(self.versions.len().checked_sub(behind + 1)?)
-    }
-
-    pub fn updates(&self) -> u64 {
-        self.updates
-    }
-
-    pub fn most_versions(&self) -> usize {
-        self.most_versions
     }
 
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
@@ -331,11 +324,6 @@ impl WeightStore {
         Ok(())
     }
 
-    /// The squared norms of the updates that a step made in an asynchronous run.
-    pub fn take_norms(&mut self, step: u64) -> Option<NormSum> {
-        self.norms.remove(&step)
-    }
-
     /// Goes on as the store of another run after so many updates, whose weights and states are then written. False
     /// while something reads the weights.
     pub fn begin_anew(&mut self, updates: u64) -> bool {
@@ -397,7 +385,7 @@ impl WeightStore {
         let totals = updater.measure(|id| step.before(params, id), states)?;
         let mut gathering = Gathering { layout, zero: &self.zero, under_way: VecDeque::new() };
         let in_memory = states.elements.are_in_memory() && !gradients.are_parked();
-        for round in updater.rounds() {
+        for round in &updater.rounds {
             let ids = layout.flats[round.clone()].iter().flatten();
             let matrices = updater.gather(ids, |id| step.before(params, id), states, &totals)?;
             // Where all of it is in memory anyway, flat buffers are updated together.

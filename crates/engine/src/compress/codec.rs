@@ -7,7 +7,7 @@
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
 use super::crossing::{Crossing, Staged};
-use super::history::{Histories, History};
+use super::history::Histories;
 use super::packing::{CutValue, Packed, part, restored};
 use super::settings::{Compress, NOTHING};
 use crate::TrainError;
@@ -46,7 +46,7 @@ pub struct Codec {
     /// micro-batch.
     indices: BTreeMap<(usize, u64, usize), Buffer>,
     /// With AQ-SGD, the activations of samples.
-    histories: Histories,
+    pub histories: Histories,
 }
 
 impl Codec {
@@ -149,16 +149,6 @@ impl Codec {
         self.histories.end(&*self.device)
     }
 
-    /// The activations of samples that are kept.
-    pub fn histories(&self) -> &Histories {
-        &self.histories
-    }
-
-    /// The same, for writing.
-    pub fn histories_mut(&mut self) -> &mut Histories {
-        &mut self.histories
-    }
-
     /// Forgets the micro-batches in flight, after a failure or to run them again: with the states that they began with.
     pub fn clear(&mut self) {
         self.indices.clear();
@@ -212,7 +202,7 @@ impl Codec {
         let included = self.compress.includes(self.clock.step_of(site.micro).0);
         let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
         // A sample that crosses for the first time crosses as it is.
-        let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(History::is_fresh);
+        let fresh = self.history(site).and_then(|cut| self.histories.at(cut)).is_some_and(|history| history.fresh);
         let scheme = scheme.map(|scheme| if fresh { NOTHING } else { scheme });
         let at_cut = CutValue { boundary: &self.boundaries[site.cut], direction: site.direction, value };
         scheme.map(|scheme| at_cut.pack(&self.compress, scheme)).transpose()

@@ -23,7 +23,6 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Category, Device};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::take;
-use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -49,11 +48,11 @@ pub struct History {
     /// Samples of a micro-batch.
     micro_batch: usize,
     /// m of each sample.
-    kept: Rows,
+    pub kept: Rows,
     /// 1 for each sample that has crossed, else 0.
-    seen: Vec<f32>,
+    pub seen: Vec<f32>,
     /// Whether the step under way has a sample that is new here.
-    fresh: bool,
+    pub fresh: bool,
     /// The micro-batches of a data-parallel rank that cross.
     micros: Vec<usize>,
     /// The sides of the cut that this rank is on, from which it gets the messages of other ranks: sender, receiver, or
@@ -272,11 +271,6 @@ impl History {
     /// The name of the state of samples that have crossed.
     pub const SEEN: &str = "seen";
 
-    /// Whether the step under way crosses uncompressed.
-    pub fn is_fresh(&self) -> bool {
-        self.fresh
-    }
-
     /// Begins a step of these samples, `per_rank` of each data-parallel rank.
     fn begin(&mut self, numbers: &[usize], per_rank: usize) -> Result<(), TrainError> {
         if let Some(&number) = numbers.iter().find(|&&number| number >= self.seen.len()) {
@@ -329,31 +323,5 @@ impl History {
         }
         written.into_iter().for_each(|number| self.seen[number] = 1.0);
         self.kept.settle()
-    }
-
-    /// The activations of a range of samples, in host memory.
-    ///
-    /// # Errors
-    /// A disk that fails.
-    pub fn values(&self, samples: Range<usize>) -> Result<Buffer, TrainError> {
-        self.kept.to_host(samples)
-    }
-
-    /// Replaces those from a sample on.
-    ///
-    /// # Errors
-    /// A disk that fails.
-    pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<(), TrainError> {
-        self.kept.load(first, values)
-    }
-
-    /// 1 for each sample that has crossed, else 0.
-    pub fn seen(&self) -> &[f32] {
-        &self.seen
-    }
-
-    /// Replaces them.
-    pub fn set_seen(&mut self, seen: Vec<f32>) {
-        self.seen = seen;
     }
 }

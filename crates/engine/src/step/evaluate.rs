@@ -1,7 +1,7 @@
 //! Passes that do not train: the loss on other data, and predictions.
 
 use super::Trainer;
-use crate::chunk::{Chunk, Workspace};
+use crate::chunk::Workspace;
 use crate::clock::Clock;
 use crate::compress::codec::Codec;
 use crate::compress::settings::NOTHING;
@@ -109,7 +109,7 @@ impl Trainer {
         pass.activations = self.cut.model.activations(batch)?.into();
         self.forward_only(&pass, cuts, 1)?;
         let mut values = vec![0f32; columns];
-        if let Some(output) = self.pipeline.chunks.iter_mut().find_map(Chunk::take_prediction) {
+        if let Some(output) = self.pipeline.chunks.iter_mut().find_map(|chunk| chunk.prediction.take()) {
             let width = output.shape().last().copied().unwrap_or(1);
             if columns > width {
                 let problem = format!("{columns} numbers of a row that has {width}");
@@ -170,7 +170,7 @@ impl Trainer {
             versions: &|_, _| None,
         };
         let compresses = compress.weights != NOTHING && compress.includes(pass.position.step);
-        on.gathers.iter().for_each(|gathers| gathers.set_compresses(compresses));
+        on.gathers.iter().for_each(|gathers| gathers.now.set_compresses(compresses));
         let mut stages: Vec<Running<'_>> = pipeline.chunks.iter_mut().map(|chunk| Running { chunk, on: &on }).collect();
         let walked = run(schedule, rank.coords().get(Axis::Pp), &mut stages, &mut transport, &mut |_| {});
         if walked.is_err() {

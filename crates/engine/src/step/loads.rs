@@ -24,7 +24,7 @@ pub(super) struct Loads {
     /// Whether the others are still to be told.
     untold: bool,
     /// The step in which a rank has told of a load that is still to be compared.
-    told: Option<u64>,
+    pub(super) told: Option<u64>,
 }
 
 impl Loads {
@@ -47,17 +47,6 @@ impl Loads {
     /// The hash of all that was loaded of a parameter.
     pub(super) fn hash_of(&self, name: &str) -> u64 {
         combine(combine(self.state, u64::from(self.weights)), self.parameters.get(name).copied().unwrap_or(0))
-    }
-
-    /// Notes that a rank has told of a load in the numbers of a step. Ranks compare it
-    /// [where no message is on its way](Trainer::verify_told).
-    pub(super) fn told(&mut self, step: u64) {
-        self.told = Some(step);
-    }
-
-    /// Forgets all loads: ranks have compared them.
-    pub(super) fn forget(&mut self) {
-        *self = Self::default();
     }
 }
 
@@ -84,7 +73,7 @@ impl Trainer {
         let (weights, gradients) = (claims(), claims());
         self.claim_parameters(&weights, &gradients, &StatisticSums::new())?;
         self.compare_claims([weights])?;
-        self.loads.forget();
+        self.loads = Loads::default();
         Ok(())
     }
 }

@@ -202,7 +202,7 @@ impl Trainer {
     /// The largest number of activations alive at once on this rank, in units of one micro-batch through one stage, and
     /// of versions of the weights. Both are as [`check`](meshwork_pipeline::check) predicted.
     pub fn peaks(&self) -> (usize, usize) {
-        (self.pipeline.live.most.get(), self.store.weights.borrow().most_versions())
+        (self.pipeline.live.most.get(), self.store.weights.borrow().most_versions)
     }
 
     /// Bytes that this rank has offloaded so far, and the most room that they took.
@@ -217,11 +217,11 @@ impl Trainer {
 
     /// When each gradient bucket of the last step was started and done.
     pub fn bucket_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::BucketEvent)> {
-        self.store.weights.borrow().gradients.events().to_vec()
+        self.store.weights.borrow().gradients.events.clone()
     }
 
     /// When each flat buffer of weights was gathered and used in the last step, where ranks have slices of them.
     pub fn gather_events(&self) -> Vec<(std::time::Instant, meshwork_data_parallel::GatherEvent)> {
-        self.store.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.events())
+        self.store.gathers.as_ref().map_or_else(Vec::new, |gathers| gathers.gatherer.events())
     }
 }

@@ -84,7 +84,7 @@ impl Trainer {
         self.require_batch(begun.batch)?;
         self.require_samples_apart(begun.batch)?;
         self.rank.log().drain(); // of a step that was refused, or of calls in between
-        self.store.gathers.iter().for_each(|gathers| gathers.begin_step());
+        self.store.gathers.iter().for_each(|gathers| gathers.gatherer.clear_events());
         begun.terms = self.count_terms(begun.batch)?;
         if begun.terms.contains(&0) {
             return self.pass_over(begun);
@@ -179,7 +179,7 @@ impl Trainer {
     fn measured(&mut self, step: &mut PendingStep) -> Result<Measured, TrainError> {
         let measured = self.measure(step)?;
         if measured.loaded {
-            self.loads.told(step.number);
+            self.loads.told = Some(step.number);
         }
         let overflowed = measured.loss.is_finite() && !measured.grad_norm.is_finite();
         match self.scaler.skips(step.number, step.loss_scale, overflowed) {
@@ -228,7 +228,7 @@ impl Trainer {
 
     fn step_asynchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
         let Begun { batch, terms, stop, observe } = begun;
-        let updates = self.store.weights.get_mut().updates();
+        let updates = self.store.weights.get_mut().updates;
         let driver = self.asynchronous();
         driver.begun += 1;
         if driver.begun == 1 {
@@ -275,7 +275,7 @@ impl Trainer {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.number <= last) {
             let Some(mut numbers) = step.numbers.take() else { continue };
-            let norms = self.store.weights.get_mut().take_norms(step.number);
+            let norms = self.store.weights.get_mut().norms.remove(&step.number);
             if let Some(norms) = &norms {
                 let range = 0..norms.sum.count();
                 self.device.layout()?.copy_into(&norms.sum, range, &mut numbers, self.norms_at())?;
@@ -293,7 +293,7 @@ impl Trainer {
         while let Some(mut step) = self.pending.pop_front_if(|step| step.number < end) {
             let measured = self.measure(&mut step)?;
             if measured.loaded {
-                self.loads.told(step.number);
+                self.loads.told = Some(step.number);
                 self.verify_told()?;
             }
             if let Some((what, value)) = measured.not_finite() {
@@ -315,7 +315,7 @@ impl Trainer {
         step.records = self.rank.log().drain();
         step.statistics = self.sum_statistics()?;
         self.start_stats(&mut step, stop())?;
-        self.scaler.pass_over(self.steps_begun);
+        self.scaler.certain = self.steps_begun;
         step.terms = 0;
         let (loss, grad_norm, metrics) = (f64::NAN, 0.0, Vec::new());
         reports.push(self.report(step, Measured { loss, grad_norm, metrics, skipped: true, loaded: false })?);

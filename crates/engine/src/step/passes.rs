@@ -88,7 +88,7 @@ impl Trainer {
     /// The sums of this step's statistics over all of its samples.
     pub(super) fn sum_statistics(&mut self) -> Result<StatisticSums, TrainError> {
         let mut noted = Noted::default();
-        self.pipeline.chunks.iter_mut().for_each(|chunk| noted.extend(chunk.take_noted()));
+        self.pipeline.chunks.iter_mut().for_each(|chunk| noted.extend(std::mem::take(&mut chunk.noted)));
         noted.sum(&self.cut.layout.declarations, &*self.device, &self.rank, &self.cut.tied)
     }
 
@@ -119,7 +119,9 @@ impl Trainer {
         };
         let may_repeat = matches!(pipeline.driver, Driver::Synchronous(_)) && !self.pending.is_empty();
         on.codec.borrow_mut().begin(clock, may_repeat);
-        on.gathers.iter().for_each(|gathers| gathers.set_compresses(self.plan.compress.includes(pass.position.step)));
+        on.gathers
+            .iter()
+            .for_each(|gathers| gathers.now.set_compresses(self.plan.compress.includes(pass.position.step)));
         let mut stages: Vec<Running<'_>> = pipeline.chunks.iter_mut().map(|chunk| Running { chunk, on: &on }).collect();
         let (interpreter, transport) = (&mut pipeline.interpreter, &mut pipeline.transport);
         let pp_rank = self.rank.coords().get(Axis::Pp);
@@ -136,7 +138,7 @@ impl Trainer {
     /// Forgets the activations that AQ-SGD keeps of samples, which are then new in the next step: where numbers stand
     /// for other samples now.
     pub fn forget_samples(&mut self) {
-        self.pipeline.codec.borrow_mut().histories_mut().forget();
+        self.pipeline.codec.borrow_mut().histories.forget();
     }
 
     /// Forgets the passes in flight, after a failure or to run them again.

@@ -93,7 +93,7 @@ impl Reporting {
     pub fn new(plan: &Plan, cut: &Cut, store: &Store, mesh: &Mesh) -> Result<Self, TrainError> {
         let (layout, whole) = (&cut.layout, cut.model.whole_model()?.declarations);
         let first = |spec: &_| layout.replica(spec, &cut.tied.weights, |_| false).index == 0;
-        let reads_whole = store.weights.borrow().updater.reads_whole();
+        let reads_whole = store.weights.borrow().updater.group.is_some();
         let experts = mesh.degree(Axis::Ep) > 1;
         let axes = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Ep || experts).map(Axis::name);
         // Groups of experts where these are shared out, groups of ZeRO where they are not all data-parallel ranks, and

@@ -115,7 +115,7 @@ impl Trainer {
                 visit(StateView { key: key.clone(), dims: *dims, dtype: *dtype, slice: slice.clone(), values })?;
             }
         }
-        Ok((self.steps_begun, self.store.weights.borrow().updates()))
+        Ok((self.steps_begun, self.store.weights.borrow().updates))
     }
 
     /// A range of a vector of the state, in host memory.
@@ -125,8 +125,8 @@ impl Trainer {
             Storage::LossScale => Ok(Buffer::from_slice(&self.scaler.state())),
             Storage::Sums { bucket, name } => weights.gradients.sum_state(bucket, name, range),
             Storage::Feedback { site, name } => Ok(self.device.download(codec.state(site, name).ok_or_else(gone)?)?),
-            Storage::Samples { cut } => codec.histories().at(cut).ok_or_else(gone)?.values(range),
-            Storage::Seen { cut } => Ok(Buffer::from_slice(codec.histories().at(cut).ok_or_else(gone)?.seen())),
+            Storage::Samples { cut } => codec.histories.at(cut).ok_or_else(gone)?.kept.to_host(range),
+            Storage::Seen { cut } => Ok(Buffer::from_slice(&codec.histories.at(cut).ok_or_else(gone)?.seen)),
             of_parameter => weights.read(of_parameter, range),
         }
     }
@@ -173,9 +173,9 @@ impl Trainer {
                         self.device.upload_into(&Buffer::from_vec(values), state, 0)?;
                     }
                     Storage::Samples { cut } => {
-                        codec.histories_mut().at_mut(cut).ok_or_else(gone)?.load(range.start, values)?;
+                        codec.histories.at_mut(cut).ok_or_else(gone)?.kept.load(range.start, values)?;
                     }
-                    Storage::Seen { cut } => codec.histories_mut().at_mut(cut).ok_or_else(gone)?.set_seen(values),
+                    Storage::Seen { cut } => codec.histories.at_mut(cut).ok_or_else(gone)?.seen = values,
                     _ => weights.write_state(*storage, *dtype, range.start, values).ok_or_else(refused)??,
                 }
             }

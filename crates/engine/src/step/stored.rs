@@ -49,10 +49,8 @@ impl Store {
         let disk = plan.offload.as_ref().map(|offload| Disk::open(offload, rank, device)).transpose()?;
         let offloads = |what: fn(&Offload) -> bool| disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(what));
         let (layout, zero) = (&cut.layout, ZeroGroups::new(rank, plan.zero)?);
-        let gathers = match plan.zero.stage {
-            ZeroStage::Weights => Some(Arc::new(Gathers::new(plan, &cut.model, &cut.local, layout, &zero, device)?)),
-            _ => None,
-        };
+        let gathers = || Gathers::new(plan, &cut.model, &cut.local, layout, &zero, device).map(Arc::new);
+        let gathers = (plan.zero.stage == ZeroStage::Weights).then(gathers).transpose()?;
         let params = params(layout, gathers.clone(), plan.seed, device)?;
         let sums: Vec<_> = (0..layout.flats.len()).map(|flat| layout.sum_plan(plan, flat, driver.updates())).collect();
         let tapes = |stage| cut.schedule.micros_at(stage, rank.coords().get(Axis::Pp)) / driver.updates();
@@ -61,8 +59,7 @@ impl Store {
         let parking = offloads(|of| of.gradients).map(|disk| Box::new(Parked::on(disk)) as Box<dyn Parking>);
         let gradients = Gradients::new(layout.clone(), reduction.reducer(parking)?, device.clone());
         let updater = Updates::join(&plan.optimizer, layout, &cut.parameters, rank, device.clone())?;
-        let mut state = of_parameters(plan, layout, &sums)?;
-        state.extend(beside_parameters(plan, &cut.crossings));
+        let state = [of_parameters(plan, layout, &sums)?, beside_parameters(plan, &cut.crossings)].concat();
         let mut weights = WeightStore::new(NewStore {
             states: updater.states(offloads(|of| of.optimizer))?,
             lr: plan.lr,
@@ -76,12 +73,16 @@ impl Store {
             zero,
         });
         weights.set_masters(|id| layout.declarations.spec(id).initial(&layout.local(id), plan.seed))?;
-        if let Some(disk) = disk.as_ref().filter(|_| device.has_values()) {
-            // A disk that is too full is found now, and not in the middle of a step.
-            disk.reserve(predict(cut.model.model(), plan, rank.world_rank())?.offloaded.room)?;
-        }
         let shelf = offloads(|of| of.activations).map(|disk| Rc::new(Shelf::new(disk)));
-        Ok(Self { weights: RefCell::new(weights), gathers, shelf, disk, state: state.into() })
+        let store = Self { weights: RefCell::new(weights), gathers, shelf, disk, state: state.into() };
+        store.reserve(plan, cut, rank)?;
+        Ok(store)
+    }
+
+    /// Reserves room for offloaded memory: a disk that is too full is found now, and not in the middle of a step.
+    fn reserve(&self, plan: &Plan, cut: &Cut, rank: &Rank) -> Result<(), TrainError> {
+        let Some(disk) = self.disk.as_ref().filter(|disk| disk.device().has_values()) else { return Ok(()) };
+        disk.reserve(predict(cut.model.model(), plan, rank.world_rank())?.offloaded.room)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::Trainer;
 use super::driver::Driver;
+use super::loads::Loads;
 use crate::statistics::StatisticSums;
 use crate::{Samples, TrainError, Vector};
 use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
@@ -61,7 +62,7 @@ impl Trainer {
         // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
         let weights = Claims::new(self.rank.clone(), self.steps_begun + 1);
         self.claim_parameters(&weights, &values, statistics)?;
-        self.loads.forget();
+        self.loads = Loads::default();
         self.compare_claims([weights, values])
     }
 
