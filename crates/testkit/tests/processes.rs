@@ -1,5 +1,7 @@
 //! The suite of communicators over ranks that are processes, and processes that end without a word.
 
+#![cfg(unix)]
+
 use meshwork_core::comm::FaultKind;
 use meshwork_core::{CommError, World};
 use meshwork_testkit::comm::processes::{Exit, run};

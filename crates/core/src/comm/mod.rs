@@ -35,7 +35,8 @@ pub use membership::{Ended, Membership, shared_moment};
 pub use pending::{Pending, PendingOp};
 pub use reduce_op::ReduceOp;
 
-/// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI.
+/// One rank's end of a group of ranks. A backend implements this trait, over threads, NCCL or MPI. It passes the groups
+/// `results` and `flight` of the suite `meshwork_testkit::comm::conformance`, and all of it if it compares ranks.
 ///
 /// A caller keeps to these rules, and a backend may rely on them:
 ///
@@ -46,7 +47,7 @@ pub use reduce_op::ReduceOp;
 ///   reduction of an empty buffer. A backend completes it as any other, with all members; ranks that agree on zero
 ///   still wait for each other.
 /// - Several operations may be in flight at once. A caller waits for them in any order, or drops the [`Pending`].
-/// - A rank communicates from one thread at a time.
+/// - A rank communicates from one thread at a time. A second thread of it does so in a [fork](Membership::fork).
 ///
 /// A backend promises:
 ///

@@ -1,8 +1,7 @@
 //! One rank's run of a program, on the tape: output and gradients in host memory.
 
 use super::array::{Array, number};
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Axis, DType, Group, Mesh, Rank, Ty, Types};
+use meshwork_core::{Axis, DType, Group, Mesh, Rank, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Position, Seed, Weights};
@@ -116,7 +115,7 @@ where
             let rank = Arc::new(Rank::new(&mesh(degree), Arc::clone(world.communicator()))?);
             self.run(&rank, &of(rank.world_rank()), None)
         };
-        thread::run(degree, Options::default(), body).map_err(|error| error.to_string())
+        World::Threads(degree).run(body).map_err(|error| error.to_string())
     }
 
     fn place(&self, tape: &Tape, input: &Local) -> Result<Var> {

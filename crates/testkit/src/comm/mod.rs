@@ -28,9 +28,11 @@ pub trait Worlds: Sync {
 
     /// Runs `body` as the ranks of a new world, in which a rank without progress is late after `timeout`. `None` in a
     /// process that has none of its ranks.
-    fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>>;
+    fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
+        Some(self.world(ranks, timeout)?.run_with(Options { timeout }, body).map(drop))
+    }
 
-    /// The rank of this process in a new world, for a whole program. `None` in a process that has none of its ranks.
+    /// A new world, where ranks of other processes have this timeout. `None` in a process that has none of its ranks.
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World>;
 }
 
@@ -45,10 +47,6 @@ impl Worlds for Threads {
 
     fn programs(&self) -> u64 {
         1000
-    }
-
-    fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
-        Some(World::Threads(ranks).run_with(Options { timeout }, body).map(drop))
     }
 
     fn world(&self, ranks: usize, _timeout: Duration) -> Option<World> {

@@ -19,12 +19,10 @@ use std::time::{Duration, Instant};
 
 use meshwork_core::comm::thread::{self as threads, Options};
 use meshwork_core::comm::{Activity, Ended, Fault, Membership, PendingOp, Site, check_members};
-use meshwork_core::{
-    Buffer, Call, Caller, CommError, Communicator, DType, Op, OpKind, Pending, ReductionOrder, RunError, World,
-};
+use meshwork_core::{Buffer, Call, Caller, CommError, Communicator, DType, Op, OpKind, Pending, ReductionOrder, World};
 use serde::{Deserialize, Serialize};
 
-use super::{Body, Worlds};
+use super::Worlds;
 
 /// Tells a process that it is a rank: the port of the hub, its number, and how many there are.
 const RANK: &str = "MESHWORK_TEST_RANK";
@@ -113,11 +111,6 @@ impl Worlds for Processes {
 
     fn programs(&self) -> u64 {
         40
-    }
-
-    fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
-        let world = self.world(ranks, timeout)?;
-        Some(world.run(body).map(drop))
     }
 
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World> {

@@ -137,6 +137,7 @@ where
     E: Into<Cause> + From<CommError>,
     F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
 {
-    let join = |world: Group| Ok::<_, CommError>(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?));
-    run(mesh.world_size(), Options::default(), |world| body(join(world)?))
+    run(mesh.world_size(), Options::default(), |world| {
+        body(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?))
+    })
 }
