@@ -3,13 +3,13 @@
 //!
 //! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
 //! on is drawn from a seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers
-//! in some orders. Memory that nobody wrote, or whose owner is gone, holds what is no number; writes beyond an
+//! in some orders. Memory that was not written, or whose owner is gone, holds NaN; writes beyond an
 //! allocation and addresses in none are errors.
 //!
 //! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
 //! memory of another device is an error unless the two are peers and one asked for it ([`Driver::reach`]).
 //!
-//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one
+//! It does not show time, nor work that runs at the same time. Two pieces of work that no event orders run one
 //! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
 //! has read itself, ends the process.
 
@@ -36,13 +36,13 @@ pub struct Emulator {
     machine: Arc<Machine>,
 }
 
-/// What the devices of a machine share.
+/// The state that the devices of a machine share.
 #[derive(Debug)]
 struct Machine {
     state: Mutex<State>,
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
-    /// What was captured, by number.
+    /// Captured work, by number.
     graphs: Mutex<Vec<Vec<Work>>>,
 }
 
@@ -84,7 +84,7 @@ impl Emulator {
         same.ok_or(DriverError::Apart { call, one, other })
     }
 
-    /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
+    /// Leaves out the `nth` wait of a stream for an event, from 0, as if it had been forgotten. For tests.
     pub fn skip_wait(&self, nth: u64) {
         self.lock().skip_wait(nth);
     }
@@ -114,7 +114,7 @@ impl Emulator {
         self.lock().note_launches();
     }
 
-    /// What ran since then, each with its stream.
+    /// The names of work that ran since then, each with its stream.
     pub fn launches(&self) -> Vec<(Stream, &'static str)> {
         self.lock().launches()
     }
