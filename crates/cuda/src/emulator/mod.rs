@@ -86,12 +86,12 @@ impl Emulator {
 
     /// Leaves out the `nth` wait of a stream for an event, from 0, as if it had been forgotten. For tests.
     pub fn skip_wait(&self, nth: u64) {
-        self.lock().skip_wait(nth);
+        self.lock().skipped = Some(nth);
     }
 
     /// The waits of streams for events so far, on all devices of the machine.
     pub fn waits(&self) -> u64 {
-        self.lock().waits()
+        self.lock().waits
     }
 
     /// Bytes of its memory that are allocated.
@@ -106,17 +106,17 @@ impl Emulator {
 
     /// How often the host has waited for work of the machine: to read, to free, for an event.
     pub fn host_waits(&self) -> u64 {
-        self.lock().host_waits()
+        self.lock().host_waits
     }
 
     /// From now on notes which kernels and copies of pinned memory (`save`, `load`) ran, in which order. For tests.
     pub fn note_launches(&self) {
-        self.lock().note_launches();
+        self.lock().launches = Some(Vec::new());
     }
 
     /// The names of work that ran since then, each with its stream.
     pub fn launches(&self) -> Vec<(Stream, &'static str)> {
-        self.lock().launches()
+        self.lock().launches.clone().unwrap_or_default()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -150,7 +150,7 @@ impl Driver for Emulator {
 
     fn free(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish_device(self.ordinal())?;
         state.memory.free(self.ordinal(), at)
     }
@@ -161,7 +161,7 @@ impl Driver for Emulator {
 
     fn free_host(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish_device(self.ordinal())?;
         state.memory.free(HOST, at)
     }
@@ -212,7 +212,7 @@ impl Driver for Emulator {
 
     fn finish(&self, event: Event) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish(event)
     }
 
@@ -222,7 +222,7 @@ impl Driver for Emulator {
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         let event = state.record(self.ordinal(), stream)?;
         state.finish(event)?;
         into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);

@@ -51,11 +51,14 @@ pub(super) struct State {
     recorded: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
-    waits: u64,
-    skipped: Option<u64>,
-    host_waits: u64,
-    /// Kernels and copies of pinned memory that ran, if somebody asked for them.
-    launches: Option<Vec<(Stream, &'static str)>>,
+    /// The waits of streams for events so far.
+    pub(super) waits: u64,
+    /// The wait that is left out.
+    pub(super) skipped: Option<u64>,
+    /// The waits of the host so far.
+    pub(super) host_waits: u64,
+    /// Kernels and copies of pinned memory that ran, once they are asked for.
+    pub(super) launches: Option<Vec<(Stream, &'static str)>>,
 }
 
 impl State {
@@ -76,33 +79,8 @@ impl State {
         }
     }
 
-    pub(super) fn skip_wait(&mut self, nth: u64) {
-        self.skipped = Some(nth);
-    }
-
-    pub(super) fn waits(&self) -> u64 {
-        self.waits
-    }
-
     pub(super) fn queued(&self) -> usize {
         self.queues.iter().map(|queue| queue.work.len()).sum()
-    }
-
-    pub(super) fn host_waits(&self) -> u64 {
-        self.host_waits
-    }
-
-    pub(super) fn note_launches(&mut self) {
-        self.launches = Some(Vec::new());
-    }
-
-    pub(super) fn launches(&self) -> Vec<(Stream, &'static str)> {
-        self.launches.clone().unwrap_or_default()
-    }
-
-    /// Counts that the host waits.
-    pub(super) fn host_waits_now(&mut self) {
-        self.host_waits += 1;
     }
 
     pub(super) fn stream(&mut self, device: usize) -> Stream {
