@@ -88,8 +88,8 @@ pub fn compress_into(
     require_count("the message", bytes.len(), wire_bytes(compressor, shape)?)?;
     require_count("the value", x.len(), shape.len())?;
     require_count("the warm state", warm.len(), compressor.warm_len(shape))?;
-    let (header, body) = bytes.split_at_mut(HEADER);
-    header.copy_from_slice(&header(compressor, shape));
+    let (front, body) = bytes.split_at_mut(HEADER);
+    front.copy_from_slice(&header(compressor, shape));
     // Methods expect zeros, as a new message has.
     body.fill(0);
     compressor.write(x, shape, draws, warm, body);
@@ -124,11 +124,7 @@ pub fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEA
 }
 
 /// The body of a message, if it is one of this compressor and shape.
-fn body<'a>(
-    bytes: &'a [u8],
-    compressor: &(impl Compressor + ?Sized),
-    shape: Shape,
-) -> Result<&'a [u8], MessageError> {
+fn body<'a>(bytes: &'a [u8], compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<&'a [u8], MessageError> {
     let wanted = HEADER + compressor.body_bytes(shape);
     let Some((found, body)) = bytes.split_at_checked(HEADER) else {
         return Err(MessageError::Bytes { bytes: bytes.len(), wanted });

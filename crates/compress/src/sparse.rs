@@ -4,7 +4,7 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::indices::Packed;
 use crate::select::largest;
 use crate::wire::HEADER;
-use crate::{Choice, CompressError, Compressor, Fold, MessageError, Method, Shape, Sparse, indices};
+use crate::{Choice, CompressError, Compressor, Fold, MessageError, Method, Shape, Sparse, Values, indices};
 use meshwork_core::random::{Key, blocks};
 use std::ops::Range;
 

@@ -18,7 +18,12 @@ impl AddressTables {
     const MOST: usize = 1024;
 
     /// Where these addresses lie. A table that is given up is overwritten in the same stream, after its last use.
-    pub(super) fn place(&mut self, driver: &dyn Driver, stream: Stream, places: Vec<u64>) -> Result<Address, DriverError> {
+    pub(super) fn place(
+        &mut self,
+        driver: &dyn Driver,
+        stream: Stream,
+        places: Vec<u64>,
+    ) -> Result<Address, DriverError> {
         if let Some(known) = self.known.get(&places) {
             return Ok(*known);
         }
