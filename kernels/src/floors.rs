@@ -2,12 +2,12 @@
 //! both on a card. `kernels/floors.md` is the table, which [`report`] makes of this and of the arguments' types.
 //!
 //! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which
-//! `crates/cuda/benches/ops.rs` times what it times, or of a network for images, or in [`WITHOUT`], with the reason.
+//! `crates/cuda/benches/ops.rs` times operations, or of a network for images, or in [`WITHOUT`], with the reason.
 
 use crate::kernel::Arg;
 use std::fmt::Write;
 
-/// What a launch of a kernel must do; of several kernels, whose arguments differ in their types alone.
+/// The least work of a launch, of one kernel or of several whose arguments differ in their types alone.
 #[derive(Debug)]
 pub struct Floor {
     /// The kernels.
@@ -22,7 +22,7 @@ pub struct Floor {
     pub powers: u64,
 }
 
-/// What a card can do at most in a second.
+/// The most that a card can do in a second.
 struct Card {
     bytes: f64,
     operations: f64,
@@ -225,7 +225,7 @@ impl Floor {
         self.moved.iter().map(|(name, count)| of(name) * count).sum()
     }
 
-    /// Seconds on a card that nothing can beat, and what it waits for.
+    /// The least seconds on a card, and the resource that takes them.
     fn on(&self, kernel: &str, card: &Card) -> (f64, &'static str) {
         let times = [
             (self.bytes(kernel) as f64 / card.bytes, "bytes"),

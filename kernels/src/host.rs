@@ -1,6 +1,6 @@
 //! The kernels compiled for the host, by g++, and run there thread by thread: feature `host`.
 //!
-//! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks what a kernel does with
+//! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks how a kernel uses
 //! them. A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
 
 use crate::{HEADERS, KERNELS, Kernel, Launch, SOURCES};
@@ -23,7 +23,7 @@ pub enum HostError {
     /// There is no g++.
     #[error("there is no g++ to compile the kernels with: install it, or put it on the path")]
     NoCompiler,
-    /// What g++ says of a source.
+    /// A message of g++ about a source.
     #[error("g++ does not compile the kernels:\n{0}")]
     Compile(String),
     /// A file that could not be written.
@@ -162,11 +162,11 @@ impl Host {
     /// reversed, the others random. `args` has each argument's bits: a number, or an address.
     ///
     /// # Errors
-    /// What the checks found: a race, a read of what nobody wrote, a barrier that not all threads reach. The first in
-    /// that order.
+    /// The first fault of the checks, in the order of the run: a race, a read of memory that was not written, a barrier
+    /// that not all threads reach.
     ///
     /// # Safety
-    /// `args` are what the kernel's table says, and the addresses those of host memory as large as its source says.
+    /// `args` have the types of the kernel's table, and addresses are of host memory as large as its source says.
     pub unsafe fn launch(&self, kernel: &Kernel, launch: Launch, args: &mut [u64], seed: u64) -> Result<(), String> {
         assert_eq!(args.len(), kernel.args.len(), "arguments of {}", kernel.name);
         let name = CString::new(kernel.name).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! Kernels as data: where each is written, how it is launched, and what it takes.
+//! Kernels as data: the source, geometry and arguments of each.
 
 use crate::geometry::Geometry;
 
@@ -77,7 +77,7 @@ pub struct Kernel {
     pub source: &'static Source,
     /// How it is launched.
     pub geometry: Geometry,
-    /// What it takes, in order.
+    /// Its arguments, in order.
     pub args: &'static [Arg],
 }
 
@@ -113,7 +113,7 @@ impl Pass {
         matches!(self, Pass::Value | Pass::Divisor | Pass::Eights)
     }
 
-    /// The same without what is demanded of the number or of the address.
+    /// The same without conditions on the number or the address.
     #[must_use]
     pub fn plain(self) -> Self {
         match self {
@@ -138,7 +138,7 @@ impl Arg {
         }
     }
 
-    /// What the number, or the address in bytes, is a multiple of. A GPU faults at an element, or at 16 bytes, that lie
+    /// The number, or the address in bytes, is a multiple of this. A GPU faults at an element, or at 16 bytes, that lie
     /// across such a multiple.
     pub fn multiple(&self) -> u64 {
         match self.pass {

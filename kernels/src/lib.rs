@@ -18,7 +18,7 @@ pub use geometry::{Geometry, Launch, RowParts, THREADS};
 pub use kernel::{Arg, Kernel, Pass, Source, Type};
 pub use variants::{VARIANTS, Variant, variants};
 
-/// What the compiler must be told, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product
+/// Options of the compiler, NVRTC as well as nvcc, for the bits of the CPU: the language, and that no product
 /// and sum are fused but where the source says so. Division, square roots and subnormal numbers stay as the standard
 /// has them, which is the default.
 pub const OPTIONS: [&str; 5] = ["-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"];

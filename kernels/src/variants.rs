@@ -10,7 +10,7 @@ use crate::kernel::{Arg, Kernel, Source};
 /// Another form of a kernel.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Variant {
-    /// What is different, as `keys=64`.
+    /// The difference, as `keys=64`.
     pub name: &'static str,
     /// The kernel: the name and arguments of the usual form, with a source and a geometry of its own.
     pub kernel: Kernel,

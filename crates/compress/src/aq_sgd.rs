@@ -43,7 +43,7 @@ impl Store for MemoryStore {
         if kept.is_empty() {
             return Ok(false);
         }
-        crate::message::count("the buffer of a sample", kept.len(), values.len())?;
+        crate::error::require_count("the buffer of a sample", kept.len(), values.len())?;
         values.copy_from_slice(kept);
         Ok(true)
     }
@@ -108,7 +108,7 @@ impl FileStore {
 
     /// Moves to the values of a sample.
     fn seek(&mut self, sample: usize, count: usize) -> Result<(), CompressError> {
-        crate::message::count("the activation of a sample", count, self.len)?;
+        crate::error::require_count("the activation of a sample", count, self.len)?;
         if sample >= self.samples {
             return Err(CompressError::Sample { sample, samples: self.samples });
         }
@@ -199,7 +199,7 @@ impl AqSgd {
     /// # Errors
     /// An activation of another shape, or a failure of the store.
     pub fn send(&mut self, sample: usize, activation: &[f32], draws: Draws) -> Result<Message, CompressError> {
-        crate::message::count("the activation", activation.len(), self.shape.len())?;
+        crate::error::require_count("the activation", activation.len(), self.shape.len())?;
         let seen = self.store.read(sample, &mut self.buffer)?;
         let message = if seen {
             let change: Vec<f32> = activation.iter().zip(&self.buffer).map(|(a, m)| a - m).collect();

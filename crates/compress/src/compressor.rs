@@ -4,7 +4,7 @@ use crate::{CompressError, MessageError, Method, Per, PowerSgd, Shape, Sparse};
 use meshwork_core::random::{Key, key};
 use std::fmt::Debug;
 
-/// What a method keeps of a value: E|C(x) - x|² is at most `error` · |x|², in exact arithmetic, for values in the range
+/// The accuracy of a method: E|C(x) - x|² is at most `error` · |x|², in exact arithmetic, for values in the range
 /// of normal numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guarantee {
@@ -95,7 +95,7 @@ pub trait Compressor: Send + Sync + Debug {
     /// Bytes of a message, without its header.
     fn body_bytes(&self, shape: Shape) -> usize;
 
-    /// What is kept of a value.
+    /// How accurate it is.
     fn guarantee(&self, shape: Shape) -> Guarantee;
 
     /// Elements that the sender keeps from one use to the next, zeros at first.

@@ -1,4 +1,4 @@
-//! What can be wrong with a scheme, a value, a message or a sum.
+//! Errors of schemes, values, messages and sums.
 
 use crate::{Method, Shape};
 use meshwork_core::{BufferError, CommError};
@@ -115,7 +115,7 @@ impl From<BufferError> for CompressError {
     }
 }
 
-/// What is wrong with the bytes of a message.
+/// An error in the bytes of a message.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
@@ -160,3 +160,11 @@ pub enum MessageError {
 }
 
 meshwork_core::debug_as_display!(MessageError);
+
+/// Checks the length of a slice.
+pub(crate) fn require_count(what: &'static str, count: usize, wanted: usize) -> Result<(), CompressError> {
+    match count == wanted {
+        true => Ok(()),
+        false => Err(CompressError::Count { what, count, wanted }),
+    }
+}

@@ -1,6 +1,6 @@
-//! What compression lost, brought back later: feedback, as equations on slices.
+//! Feedback: the loss of compression, added to later values, as equations on slices.
 //!
-//! With x the value of a step, C the compressor and c what was sent:
+//! With x the value of a step, C the compressor and c the value that was sent:
 //!
 //! | feedback | compressed | after it | received |
 //! |---|---|---|---|
@@ -16,7 +16,7 @@ use std::fmt;
 use std::ops::DerefMut;
 use std::str::FromStr;
 
-/// How what compression lost is brought back.
+/// How the loss of compression is brought back.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Feedback {
     /// It is not.
@@ -123,7 +123,7 @@ impl Feedback {
         }
     }
 
-    /// What is compressed in place of `x`, in `out`. `first`: whether it is the first value of this sender.
+    /// Writes the value to compress in place of `x` to `out`. `first`: whether it is the first value of this sender.
     pub fn outgoing(self, x: &[f32], first: bool, state: &mut Sender<impl DerefMut<Target = [f32]>>, out: &mut [f32]) {
         let pairs = out.iter_mut().zip(x);
         match self {
@@ -139,7 +139,7 @@ impl Feedback {
         }
     }
 
-    /// Takes note of what was sent of `target`, which [`outgoing`](Self::outgoing) gave.
+    /// Updates the states by the value that was sent of `target`, which [`outgoing`](Self::outgoing) gave.
     pub fn sent(self, target: &[f32], sent: &[f32], state: &mut Sender<impl DerefMut<Target = [f32]>>) {
         for ((e, target), sent) in state.residual.iter_mut().zip(target).zip(sent) {
             *e = target - sent;
@@ -147,7 +147,7 @@ impl Feedback {
         state.estimate.iter_mut().zip(sent).for_each(|(g, sent)| *g += sent);
     }
 
-    /// Turns what was received into the value. `estimate` is G, or empty.
+    /// Turns a received value into the value of the step. `estimate` is G, or empty.
     pub fn received(self, estimate: &mut [f32], value: &mut [f32]) {
         for (value, estimate) in value.iter_mut().zip(estimate) {
             *estimate += *value;
@@ -156,7 +156,7 @@ impl Feedback {
     }
 }
 
-/// States of the replicas of a group, for a group of `ranks` replicas: their sum, which is what training depends on,
+/// States of the replicas of a group, for a group of `ranks` replicas: their sum, on which training depends,
 /// stays. Old replica i of n goes to new replica ⌊i · ranks / n⌋. Those that meet are added in order; the others start
 /// at zero.
 ///
@@ -167,11 +167,11 @@ impl Feedback {
 /// Replicas of different lengths, or no replicas.
 pub fn reshard(replicas: &[Vec<f32>], ranks: usize) -> Result<Vec<Vec<f32>>, CompressError> {
     let len = replicas.first().map_or(0, Vec::len);
-    crate::message::count("the list of replicas", replicas.len().min(1), 1)?;
-    crate::message::count("the new number of replicas", ranks.min(1), 1)?;
+    crate::error::require_count("the list of replicas", replicas.len().min(1), 1)?;
+    crate::error::require_count("the new number of replicas", ranks.min(1), 1)?;
     let mut new = vec![Vec::new(); ranks];
     for (i, old) in replicas.iter().enumerate() {
-        crate::message::count("a replica's state", old.len(), len)?;
+        crate::error::require_count("a replica's state", old.len(), len)?;
         let place: &mut Vec<f32> = &mut new[i * ranks / replicas.len()];
         match place.is_empty() {
             true => place.clone_from(old),

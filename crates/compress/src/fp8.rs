@@ -4,7 +4,7 @@
 pub trait Fp8 {
     /// Bits of mantissa.
     const MANTISSA: u32;
-    /// What is added to an exponent.
+    /// The number that is added to an exponent.
     const BIAS: u32;
     /// The code of the largest number.
     const LAST: u8;
@@ -13,8 +13,8 @@ pub trait Fp8 {
     /// The smallest number above zero.
     const SMALLEST: f32 = power(1 - (Self::BIAS + Self::MANTISSA) as i32);
 
-    /// The smallest power of two, at least 2^-126, by which a number divided is in range; NaN for what is not finite.
-    /// `bits` are those of the number, without a sign.
+    /// The smallest power of two, at least 2^-126, by which a number divided is in range; NaN for values that are not
+    /// finite. `bits` are those of the number, without a sign.
     #[inline(always)]
     fn scale(bits: u32) -> f32 {
         if bits >= f32::INFINITY.to_bits() {

@@ -2,30 +2,9 @@
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::wire::{floats, put_floats};
-use crate::{CompressError, Compressor, Fold, MessageError, Method, Shape};
+use crate::{CompressError, Compressor, Fold, MessageError, Method, PowerSgd, Shape};
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
-use std::fmt;
-
-/// Rank-r factors of a matrix M, by one step of subspace iteration: `P = M Q`, `P̂ = orthogonalise(P)`, `Q = Mᵀ P̂`;
-/// restored is `P̂ Qᵀ`.
-///
-/// Q is kept from one use to the next (warm start). A column of Q that is zero, as all are at first, is drawn: uniform
-/// in [-1, 1). What is not finite makes all that is restored NaN.
-///
-/// The methods are its steps, on slices: M is row-major, P has a row of `rank` elements for each row of M, Q a run of
-/// columns for each rank. Slices of other lengths leave elements out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PowerSgd {
-    /// Columns of the factors.
-    pub rank: usize,
-}
-
-impl fmt::Display for PowerSgd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "powersgd:{}", self.rank)
-    }
-}
 
 impl PowerSgd {
     /// Elements of P, and of Q.
@@ -98,7 +77,7 @@ impl PowerSgd {
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A
     /// column that lies in the space of those before it, up to rounding, becomes zero.
     pub fn orthogonalise(self, p: &mut [f32]) {
-        /// Squared length of what is left, of the squared length at the start: the rounding of f32, with room.
+        /// The part of a squared length that may be left by the rounding of f32, with a margin.
         const ROUNDING: f64 = 1e-10;
         let dot = |p: &[f32], a: usize, b: usize| -> f64 {
             p.chunks_exact(self.rank).map(|row| f64::from(row[a]) * f64::from(row[b])).sum()
@@ -154,7 +133,7 @@ impl Compressor for PowerSgd {
         if shape.is_empty() { 0 } else { self.factors(shape).into_iter().sum::<usize>() * 4 }
     }
 
-    /// A projection never adds to an error, but what it keeps depends on the matrix.
+    /// A projection never adds to an error, but its loss depends on the matrix.
     fn guarantee(&self, shape: Shape) -> Guarantee {
         Guarantee { error: f64::from(u8::from(!shape.is_empty())), unbiased: shape.is_empty() }
     }

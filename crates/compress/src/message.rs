@@ -1,7 +1,9 @@
 //! A compressed value.
 
-use crate::wire::{self, HEADER};
-use crate::{CompressError, Compressor, Draws, Fold, Shape};
+use crate::error::require_count;
+use crate::wire::{HEADER, VERSION};
+use crate::{CompressError, Compressor, Draws, Fold, MessageError, Shape};
+use meshwork_core::hash::hash;
 
 /// Bytes of a message, header included. It depends on the scheme and shape alone.
 ///
@@ -83,11 +85,11 @@ pub fn compress_into(
     warm: &mut [f32],
     bytes: &mut [u8],
 ) -> Result<(), CompressError> {
-    count("the message", bytes.len(), wire_bytes(compressor, shape)?)?;
-    count("the value", x.len(), shape.len())?;
-    count("the warm state", warm.len(), compressor.warm_len(shape))?;
-    let (header, body) = bytes.split_at_mut(HEADER);
-    header.copy_from_slice(&wire::header(compressor, shape));
+    require_count("the message", bytes.len(), wire_bytes(compressor, shape)?)?;
+    require_count("the value", x.len(), shape.len())?;
+    require_count("the warm state", warm.len(), compressor.warm_len(shape))?;
+    let (front, body) = bytes.split_at_mut(HEADER);
+    front.copy_from_slice(&header(compressor, shape));
     // Methods expect zeros, as a new message has.
     body.fill(0);
     compressor.write(x, shape, draws, warm, body);
@@ -106,14 +108,42 @@ pub fn restore(
     out: &mut [f32],
 ) -> Result<(), CompressError> {
     compressor.check(shape)?;
-    count("the restored value", out.len(), shape.len())?;
-    Ok(compressor.read(wire::body(bytes, compressor, shape)?, shape, fold, out)?)
+    require_count("the restored value", out.len(), shape.len())?;
+    Ok(compressor.read(body(bytes, compressor, shape)?, shape, fold, out)?)
 }
 
-/// Checks the length of a slice.
-pub(crate) fn count(what: &'static str, count: usize, wanted: usize) -> Result<(), CompressError> {
-    match count == wanted {
-        true => Ok(()),
-        false => Err(CompressError::Count { what, count, wanted }),
+/// The header of a message.
+pub fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[0] = VERSION;
+    header[1] = compressor.method() as u8;
+    let fingerprint = hash(format!("{} {shape}", compressor.name()).as_bytes()) as u32;
+    header[4..8].copy_from_slice(&fingerprint.to_le_bytes());
+    header[8..].copy_from_slice(&(shape.len() as u64).to_le_bytes());
+    header
+}
+
+/// The body of a message, if it is one of this compressor and shape.
+fn body<'a>(bytes: &'a [u8], compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<&'a [u8], MessageError> {
+    let wanted = HEADER + compressor.body_bytes(shape);
+    let Some((found, body)) = bytes.split_at_checked(HEADER) else {
+        return Err(MessageError::Bytes { bytes: bytes.len(), wanted });
+    };
+    let expected = header(compressor, shape);
+    if found[0] != VERSION {
+        return Err(MessageError::Version(found[0]));
+    }
+    if found[1] != expected[1] {
+        return Err(MessageError::Method { found: found[1], wanted: compressor.method() });
+    }
+    if found[2..4] != [0; 2] {
+        return Err(MessageError::Padding);
+    }
+    if found != expected {
+        return Err(MessageError::Fingerprint { scheme: compressor.name(), shape });
+    }
+    match bytes.len() == wanted {
+        true => Ok(body),
+        false => Err(MessageError::Bytes { bytes: bytes.len(), wanted }),
     }
 }

@@ -35,7 +35,7 @@ impl Deref for Replicated<'_> {
     }
 }
 
-/// What other ranks hold of a state.
+/// How a state is held by the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
     /// Each replica has its own; only their sum matters. For another number of replicas: [`reshard`](crate::reshard).
@@ -53,9 +53,9 @@ pub struct StateSpec {
     pub name: String,
     /// The whole, over all ranks.
     pub dims: Vec<usize>,
-    /// What this rank holds of each dim.
+    /// This rank's range of each dim.
     pub slice: Vec<Range<usize>>,
-    /// What the other ranks hold.
+    /// How the other ranks hold it.
     pub kind: StateKind,
 }
 
@@ -75,7 +75,7 @@ pub struct Reduction {
     warm: Vec<f32>,
     shard_residual: Vec<f32>,
     last: Option<u64>,
-    /// What is compressed, what was sent of it, and the sum.
+    /// The value to compress, the part of it that was sent, and the sum.
     scratch: [Vec<f32>; 3],
 }
 
@@ -141,7 +141,7 @@ impl Reduction {
         if let Some(last) = self.last.filter(|&last| step <= last) {
             return Err(CompressError::Twice { name: self.name.clone(), step, last });
         }
-        crate::message::count("the part", part.0.len(), self.shape.len())?;
+        crate::error::require_count("the part", part.0.len(), self.shape.len())?;
         self.scratch.iter_mut().for_each(|scratch| scratch.resize(self.shape.len(), 0.0));
         let [target, sent, out] = &mut self.scratch;
         self.feedback.outgoing(part.0, self.last.is_none(), &mut self.sender, target);
@@ -172,7 +172,7 @@ impl Reduction {
         self.last
     }
 
-    /// The states that are in use, with what a checkpoint needs to save and reshard them.
+    /// The states that are in use, with the declarations by which a checkpoint saves and reshards them.
     pub fn states(&self) -> Vec<(StateSpec, &[f32])> {
         let values = [
             &self.sender.residual,
@@ -186,7 +186,7 @@ impl Reduction {
         used.map(|(spec, values)| (spec, &values[..])).collect()
     }
 
-    /// Replaces the states: each by what `read` gives for its declaration.
+    /// Replaces each state by the values that `read` gives for its declaration.
     ///
     /// # Errors
     /// Those of `read`, and values of another length. The states are then partly replaced.
@@ -206,7 +206,7 @@ impl Reduction {
         ];
         for (spec, place) in specs.into_iter().zip(places).filter(|(_, place)| !place.is_empty()) {
             let values = read(&spec)?;
-            crate::message::count("the state", values.len(), place.len())?;
+            crate::error::require_count("the state", values.len(), place.len())?;
             *place = values;
         }
         self.last = last;

@@ -2,9 +2,9 @@
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::error::VALID;
-use crate::values::{Fp8Format, Rounding};
 use crate::{
-    Choice, CompressError, Compressor, Fold, Keep, MessageError, Method, Per, PowerSgd, Shape, Sparse, Values,
+    Choice, CompressError, Compressor, Fold, Fp8Format, Keep, MessageError, Method, Per, PowerSgd, Rounding, Shape,
+    Sparse, Values,
 };
 use std::fmt;
 use std::str::FromStr;
@@ -233,7 +233,7 @@ impl Scheme {
         self
     }
 
-    /// Whether each row of a value of this shape is compressed by itself, so that what is lost of it does not depend on
+    /// Whether each row of a value of this shape is compressed by itself, so that its loss does not depend on
     /// the others.
     pub fn takes_rows_apart(&self, shape: Shape) -> bool {
         let within = |per: Per, cols: usize| match per {

@@ -1,7 +1,7 @@
 //! The largest elements, exactly.
 //!
 //! Elements are compared by the bits of |x|, an order in which infinity is larger than all numbers and a NaN larger
-//! than infinity: what is not finite is always among the largest. Of equal elements the one with the lower index is.
+//! than infinity. So elements that are not finite are always among the largest, and of equal elements the first.
 
 use meshwork_core::simd::wide;
 

@@ -1,4 +1,4 @@
-//! What is compressed: a matrix, in parts that have a scale or a choice of their own.
+//! The shape of a compressed value: a matrix, in parts that have a scale or a choice of their own.
 
 use crate::CompressError;
 use std::fmt;

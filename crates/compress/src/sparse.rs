@@ -4,74 +4,9 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::indices::Packed;
 use crate::select::largest;
 use crate::wire::HEADER;
-use crate::{CompressError, Compressor, Fold, MessageError, Method, Per, Shape, Values, indices};
+use crate::{Choice, CompressError, Compressor, Fold, MessageError, Method, Shape, Sparse, Values, indices};
 use meshwork_core::random::{Key, blocks};
-use std::fmt;
 use std::ops::Range;
-
-/// How many elements are sent.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Keep {
-    /// This fraction of each part, rounded to the nearest number, at least one. Above 0, at most 1.
-    Fraction(f64),
-    /// So many of each part, at least one; all of a part that has fewer.
-    Count(usize),
-}
-
-impl Keep {
-    /// Elements kept of `len`.
-    pub fn of(self, len: usize) -> usize {
-        match self {
-            Keep::Fraction(fraction) => ((fraction * len as f64).round() as usize).max(1).min(len),
-            Keep::Count(count) => count.max(1).min(len),
-        }
-    }
-}
-
-/// Which elements are sent.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Choice {
-    /// The largest |x| of each part, of equal ones those with lower indices. What is not finite is larger than all
-    /// numbers, and a NaN larger than infinity.
-    Largest(Per),
-    /// Drawn uniformly without replacement (R. Floyd's algorithm). Values that are not drawn are lost, also those that
-    /// are not finite.
-    Random {
-        /// Whether values are multiplied by n/k, so that the mean over all draws is x.
-        unbiased: bool,
-    },
-}
-
-/// Few elements are sent, all others are restored as zeros.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sparse {
-    /// Which.
-    pub choice: Choice,
-    /// How many.
-    pub keep: Keep,
-    /// How their values are sent. These form a vector in the order of the indices.
-    pub values: Values,
-}
-
-impl fmt::Display for Sparse {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if matches!(self.choice, Choice::Largest(_)) { "topk:" } else { "randk:" })?;
-        match self.keep {
-            // With a point, also where it is a whole number: it tells a fraction from a count.
-            Keep::Fraction(fraction) => write!(f, "{fraction:?}")?,
-            Keep::Count(count) => write!(f, "{count}")?,
-        }
-        match self.choice {
-            Choice::Largest(per) => write!(f, "{per}")?,
-            Choice::Random { unbiased: true } => f.write_str("/unbiased")?,
-            Choice::Random { unbiased: false } => {}
-        }
-        match self.values {
-            Values::F32 => Ok(()),
-            values => write!(f, "+{values}"),
-        }
-    }
-}
 
 /// Bytes of the key and first counter that draw indices.
 const DRAWS: usize = 16;
@@ -97,7 +32,7 @@ impl Sparse {
         }
     }
 
-    /// What values are multiplied by.
+    /// The factor of values.
     pub fn factor(&self, shape: Shape) -> f32 {
         match self.choice {
             Choice::Random { unbiased: true } if !shape.is_empty() => (1.0 / self.fraction(shape)) as f32,
@@ -118,8 +53,8 @@ impl Sparse {
         chosen
     }
 
-    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as those of a
-    /// message are known by its draws.
+    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as the indices of
+    /// a message are known by its draws.
     pub fn index_bytes(&self, shape: Shape) -> Range<usize> {
         let bytes = match self.choice {
             Choice::Largest(_) => indices::bytes(self.count(shape), shape.len()),
@@ -138,7 +73,7 @@ impl Sparse {
     /// # Errors
     /// Bytes that no indices have, or too few of them.
     pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>, CompressError> {
-        crate::message::count("the indices", bytes.len(), self.index_bytes(shape).len())?;
+        crate::error::require_count("the indices", bytes.len(), self.index_bytes(shape).len())?;
         Ok(indices::read(bytes, self.count(shape), shape.len())?)
     }
 

@@ -1,24 +1,25 @@
 //! Sums over the ranks of a group, of values that each rank compresses.
 
 use crate::compressor::{Draws, SumMethod};
-use crate::message::{count, restore, wire_bytes};
+use crate::error::require_count;
+use crate::message::{restore, wire_bytes};
 use crate::values::cast_bf16;
 use crate::{CompressError, Compressor, Fold, Message, Per, Shape};
 use meshwork_core::{DType, Group, OpKind, Record, ReduceOp, bf16};
 use std::ops::Range;
 
-/// What a sum gives, and what a rank keeps between sums.
+/// The results of a sum, and the states of a rank between sums.
 #[derive(Debug)]
 pub struct SumBuffers<'a> {
     /// The sum, as long as the value. Overwritten.
     pub sum: &'a mut [f32],
-    /// This rank's part of the sum, as long as the value: what it sent of `x` where ranks send messages, or an equal
-    /// share of the sum of PowerSGD, as its authors' feedback has it. Overwritten.
+    /// This rank's part of the sum, as long as the value: the part of `x` that it sent where ranks send messages, or an
+    /// equal share of the sum of PowerSGD, as its authors' feedback has it. Overwritten.
     pub sent: &'a mut [f32],
     /// The warm state of the compressor, of [`Compressor::warm_len`] elements; the same on every rank for PowerSGD.
     pub warm: &'a mut [f32],
-    /// What the second compression of this rank's shard of the sum lost, to be added to the next sum (the server error
-    /// of 1-bit Adam), of [`shard_len`] elements. Empty: it stays lost.
+    /// The loss of the second compression, of this rank's shard of the sum, to be added to the next sum (the server
+    /// error of 1-bit Adam), of [`shard_len`] elements. Empty: it stays lost.
     pub shard: &'a mut [f32],
 }
 
@@ -94,7 +95,7 @@ pub fn traffic(
     Ok(calls.into_iter().map(record).collect())
 }
 
-/// The sum over the ranks of a group of what each rank's compressor leaves of its `x`, in `sum`: the same bits on every
+/// The sum over the ranks of a group of each rank's compressed `x`, in `sum`: the same bits on every
 /// rank. All ranks call it with the same compressor, shape and draws.
 ///
 /// Rank r of a group draws from element r·n on where ranks draw apart; their second compression draws from element
@@ -114,9 +115,9 @@ pub fn sum(
     let SumBuffers { sum: out, sent, warm, shard } = buffers;
     let len = shape.len();
     for (what, elements) in [("the value", x.len()), ("the sum", out.len()), ("what was sent", sent.len())] {
-        count(what, elements, len)?;
+        require_count(what, elements, len)?;
     }
-    count("the warm state", warm.len(), compressor.warm_len(shape))?;
+    require_count("the warm state", warm.len(), compressor.warm_len(shape))?;
     if shape.is_empty() {
         return Ok(());
     }
@@ -212,7 +213,7 @@ fn scatter_gather(
         let message =
             Message::compress(compressor, &total, *part, draws.skip(ranks * shape.len() + mine.start), &mut [])?;
         if !lost.is_empty() {
-            count("what the shard lost", lost.len(), mine.len())?;
+            require_count("what the shard lost", lost.len(), mine.len())?;
             message.restore(compressor, *part, Fold::Replace, lost)?;
             lost.iter_mut().zip(&total).for_each(|(lost, total)| *lost = total - *lost);
         }

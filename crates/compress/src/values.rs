@@ -3,107 +3,18 @@
 //! A part ([`Per`]) that holds a NaN or an infinity has a NaN as its scale, so that all of it is restored as NaN;
 //! `none` and `bf16` keep each such value as it is.
 //!
-//! Above 400 lines, because the five casts share one enum, and each has its size, bound, writer and reader side by side
-//! with the others'.
+//! More than 400 lines: each of the five casts has its size, bound, writer and reader side by side with the others'.
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
 use crate::planes::{self, TILE};
 use crate::wire::{floats, put_floats};
-use crate::{CompressError, Compressor, Fold, MessageError, Method, Per, Shape};
+use crate::{CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Rounding, Shape, Values};
 use meshwork_core::bf16;
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
-use std::fmt;
-
-/// A format of 8 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Fp8Format {
-    /// Four bits of exponent, three of mantissa; up to 448.
-    E4M3,
-    /// Five bits of exponent, two of mantissa; up to 57344.
-    E5M2,
-}
-
-/// How a value between two codes becomes one of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Rounding {
-    /// The nearer one, of two equally near ones the even one.
-    Nearest,
-    /// The upper one with the probability of the distance to the lower one, drawn by counters.
-    Stochastic,
-}
-
-/// Values that are all sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Values {
-    /// As they are.
-    F32,
-    /// Rounded to the nearest bfloat16, ties to even. What is above its largest number becomes infinity.
-    Bf16,
-    /// `s · fp8(x / s)`, rounded to nearest, ties to even; s is the smallest power of two, at least 2^-126, with which
-    /// the largest |x| of the part is in range.
-    Fp8 {
-        /// The format.
-        format: Fp8Format,
-        /// What has a scale.
-        per: Per,
-    },
-    /// `min + round((x - min) / step) · step` with `step = (max - min) / (2^bits - 1)`, of the part's smallest and
-    /// largest value (Rudakov et al. 2024).
-    Quantize {
-        /// 1 to 8.
-        bits: u8,
-        /// What has a minimum and a step.
-        per: Per,
-        /// How values are rounded.
-        rounding: Rounding,
-    },
-    /// `sign(x) · mean |x|` of the part (1-bit Adam, Tang et al. 2021); the sign is that of the float, also of a zero.
-    /// The mean is added up in f64, element i in lane i % 16, then the lanes in order.
-    Sign {
-        /// What has a scale.
-        per: Per,
-    },
-}
-
-impl fmt::Display for Values {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Values::F32 => f.write_str("none"),
-            Values::Bf16 => f.write_str("bf16"),
-            Values::Fp8 { format: Fp8Format::E4M3, per } => write!(f, "fp8:e4m3{per}"),
-            Values::Fp8 { format: Fp8Format::E5M2, per } => write!(f, "fp8:e5m2{per}"),
-            Values::Quantize { bits, per, rounding: Rounding::Nearest } => write!(f, "quant:{bits}{per}"),
-            Values::Quantize { bits, per, rounding: Rounding::Stochastic } => write!(f, "quant:{bits}{per}/stochastic"),
-            Values::Sign { per } => write!(f, "sign{per}"),
-        }
-    }
-}
 
 impl Values {
-    /// Elements that share a scale.
-    pub fn per(self) -> Per {
-        match self {
-            Values::F32 | Values::Bf16 => Per::Block(1),
-            Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } => per,
-        }
-    }
-
-    /// Gives a method of the whole value parts.
-    pub(crate) fn narrow(&mut self, to: Per) {
-        if let Values::Fp8 { per, .. } | Values::Quantize { per, .. } | Values::Sign { per } = self
-            && *per == Per::Tensor
-        {
-            *per = to;
-        }
-    }
-
-    /// Whether it draws random numbers.
-    pub(crate) fn draws(self) -> bool {
-        matches!(self, Values::Quantize { rounding: Rounding::Stochastic, .. })
-    }
-
     /// Calls `put` with each tile of restored values and the index of its first.
     #[inline(always)]
     fn restore(self, body: &[u8], shape: Shape, mut put: impl FnMut(usize, &[f32])) -> Result<(), MessageError> {
@@ -387,7 +298,7 @@ pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
     );
 }
 
-/// The largest bits of |x|: from those of infinity on, something is not finite.
+/// The largest bits of |x|. Those of infinity and larger ones say that some x is not finite.
 #[inline(always)]
 fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))
@@ -422,7 +333,7 @@ fn stochastic(x: &[f32], min: f32, step: f32, levels: f32, noise: &[f32], codes:
         || {
             for ((code, &x), u) in codes.iter_mut().zip(x).zip(noise) {
                 let place = place(x, min, step, levels);
-                // The integer below: what rounds up lies above.
+                // The integer below.
                 let whole = (place + INTEGERS) - INTEGERS;
                 let below = if whole > place { whole - 1.0 } else { whole };
                 let up = if *u < place - below { 1.0 } else { 0.0 };

@@ -34,9 +34,6 @@
 //! difference of their rests: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Bits that are left over are zero. Either size depends on n and k
 //! alone.
 
-use crate::{Compressor, MessageError, Shape};
-use meshwork_core::hash::hash;
-
 /// The version of the format that this crate writes and reads.
 pub const VERSION: u8 = 1;
 
@@ -65,46 +62,6 @@ pub enum Method {
     PowerSgd = 7,
     /// A compressor of another crate.
     Custom = 255,
-}
-
-/// The header of a message.
-pub fn header(compressor: &(impl Compressor + ?Sized), shape: Shape) -> [u8; HEADER] {
-    let mut header = [0; HEADER];
-    header[0] = VERSION;
-    header[1] = compressor.method() as u8;
-    let fingerprint = hash(format!("{} {shape}", compressor.name()).as_bytes()) as u32;
-    header[4..8].copy_from_slice(&fingerprint.to_le_bytes());
-    header[8..].copy_from_slice(&(shape.len() as u64).to_le_bytes());
-    header
-}
-
-/// The body of a message, if it is one of this compressor and shape.
-pub(crate) fn body<'a>(
-    bytes: &'a [u8],
-    compressor: &(impl Compressor + ?Sized),
-    shape: Shape,
-) -> Result<&'a [u8], MessageError> {
-    let wanted = HEADER + compressor.body_bytes(shape);
-    let Some((found, body)) = bytes.split_at_checked(HEADER) else {
-        return Err(MessageError::Bytes { bytes: bytes.len(), wanted });
-    };
-    let expected = header(compressor, shape);
-    if found[0] != VERSION {
-        return Err(MessageError::Version(found[0]));
-    }
-    if found[1] != expected[1] {
-        return Err(MessageError::Method { found: found[1], wanted: compressor.method() });
-    }
-    if found[2..4] != [0; 2] {
-        return Err(MessageError::Padding);
-    }
-    if found != expected {
-        return Err(MessageError::Fingerprint { scheme: compressor.name(), shape });
-    }
-    match bytes.len() == wanted {
-        true => Ok(body),
-        false => Err(MessageError::Bytes { bytes: bytes.len(), wanted }),
-    }
 }
 
 /// Cuts f32s off the front of a body; the sizes were checked with the header.

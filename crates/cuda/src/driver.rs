@@ -1,7 +1,7 @@
 //! The seam: all that a device asks of CUDA.
 //!
 //! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue
-//! work and return; the work of a stream runs in order, that of two streams in any order that
+//! work and return; the work of a stream runs in order, work of two streams in any order that
 //! [`record`](Driver::record) and [`wait`](Driver::wait) permit.
 //!
 //! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at
@@ -35,7 +35,7 @@ pub struct Stream(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Event(pub u64);
 
-/// What a device is.
+/// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
     /// Its name, as its maker has it.
@@ -46,7 +46,7 @@ pub struct Properties {
     pub memory: u64,
     /// Bytes of shared memory that a block of threads may have.
     pub shared: u32,
-    /// What kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
+    /// The architecture that kernels are compiled for, as `sm_90a`: the key of tables of [tuning](crate::tuning).
     pub architecture: String,
 }
 
@@ -88,7 +88,7 @@ impl From<Address> for Argument {
 }
 
 /// A matrix product `C[m, n] = op(A) · op(B)`, or `C += ..`, or `C = op(A) · op(B) + bias`, all row-major and
-/// contiguous. Sums are in f32, in an order of the library's own, and what is added to them too: a C of bf16 is rounded
+/// contiguous. Sums and additions to them are in f32, in an order of the library's own: a C of bf16 is rounded
 /// once, to the nearest, subnormal numbers kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
@@ -166,7 +166,7 @@ pub enum Reach {
     Copies,
 }
 
-/// A place in the memory of a device, which may be another one than that of a call.
+/// A place in the memory of a device, which may be another device than that of the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Remote<'a> {
     /// The device.
@@ -175,7 +175,7 @@ pub struct Remote<'a> {
     pub at: Address,
 }
 
-/// Why the driver refused a call, or what went wrong in work that was queued earlier.
+/// The error of a call, or of work that was queued earlier.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
@@ -204,9 +204,9 @@ pub enum DriverError {
     NoAccess {
         /// The call, or the kernel.
         call: &'static str,
-        /// Whose work it is.
+        /// The device whose work it is.
         by: usize,
-        /// Whose memory it is.
+        /// The device whose memory it is.
         of: usize,
         /// The place.
         at: u64,
@@ -229,7 +229,7 @@ pub enum DriverError {
         /// The stream or event.
         what: String,
     },
-    /// Arguments that are not those of the kernel's table.
+    /// An argument of another type than the kernel's table has.
     #[error("kernel {kernel}: argument {at} ({name}) is {given}, and {expected} was expected")]
     Argument {
         /// The kernel.
@@ -238,9 +238,9 @@ pub enum DriverError {
         at: usize,
         /// Its name.
         name: &'static str,
-        /// What was given.
+        /// The given argument.
         given: String,
-        /// What the table says.
+        /// The type in the table.
         expected: String,
     },
     /// An address at which a GPU faults, because the work reads or writes there by pieces that must not lie across such
@@ -253,7 +253,7 @@ pub enum DriverError {
         name: &'static str,
         /// The address.
         at: u64,
-        /// What it must be a multiple of.
+        /// The address must be a multiple of this.
         multiple: u64,
     },
     /// A size of zero by which a kernel divides.
@@ -273,12 +273,12 @@ pub enum DriverError {
     Arguments {
         /// The kernel.
         kernel: &'static str,
-        /// What was given.
+        /// The given number.
         given: usize,
-        /// What it takes.
+        /// The number that it takes.
         expected: usize,
     },
-    /// What went wrong in work that was queued, and was found at a later call: a GPU does not say whose it was. The
+    /// An error of queued work, found at a later call: a GPU does not say which work it was. The
     /// device does no more work.
     #[error(
         "found at {at}: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
@@ -289,8 +289,8 @@ pub enum DriverError {
         /// The code that the driver gave, with its meaning.
         why: String,
     },
-    /// Work that failed on a GPU that waits after each call ([`Driver`]), so that it is known whose the fault is. The
-    /// device does no more work.
+    /// Work that failed on a GPU that waits after each call ([`Driver`]), so that the fault is known to be of this
+    /// work. The device does no more work.
     #[error("{work} failed: {why}")]
     Culprit {
         /// The kernel or call.
@@ -303,7 +303,7 @@ pub enum DriverError {
     Kernel {
         /// The kernel.
         kernel: &'static str,
-        /// What was found.
+        /// The fault.
         why: String,
     },
     /// Kernels that do not compile.
@@ -311,7 +311,7 @@ pub enum DriverError {
     Compile {
         /// The file of kernels.
         source_name: &'static str,
-        /// What the compiler says.
+        /// The compiler's message.
         why: String,
     },
     /// A function of a library that failed.
@@ -347,7 +347,7 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// `cuda` or `cuda-emulated`.
     fn name(&self) -> &str;
 
-    /// What the device is.
+    /// The properties of the device.
     fn properties(&self) -> &Properties;
 
     /// A new stream.
@@ -372,13 +372,13 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// A moment after all that `stream` has queued so far.
     fn record(&self, stream: Stream) -> Result<Event>;
 
-    /// Queues that what follows in `stream` begins after `event`.
+    /// Queues that later work of `stream` begins after `event`.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
 
     /// How work of this device gets at the memory of `other`. Asked before any of it does; from then on it may.
     fn reach(&self, other: &dyn Driver) -> Result<Reach>;
 
-    /// Queues that what follows in `stream` begins after an event of `other`, which may be this device.
+    /// Queues that later work of `stream` begins after an event of `other`, which may be this device.
     fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()>;
 
     /// Queues a copy of `bytes` bytes, from or to the memory of another device, whatever [`reach`](Self::reach) says.
@@ -390,14 +390,14 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Queues a copy from the host.
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()>;
 
-    /// Copies to the host what lies there after all that `stream` has queued, and waits for that.
+    /// Copies bytes to the host after all that `stream` has queued, and waits for the copy.
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
 
     /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not
     /// kept.
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
 
-    /// Queues once more what was captured. `changed` has new arguments of some of its kernels, by their places in the
+    /// Queues captured work once more. `changed` has new arguments of some of its kernels, by their places in the
     /// captured work; they hold until they are changed again.
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()>;
 
@@ -482,7 +482,7 @@ pub enum Work {
         /// Number of bytes.
         bytes: usize,
     },
-    /// Bytes that nobody needs any more. A GPU does nothing; the emulator fills them with what is no number.
+    /// Bytes that nobody needs any more. A GPU does nothing; the emulator fills them with NaN.
     Discard {
         /// The first byte.
         at: Address,
@@ -528,7 +528,7 @@ impl Work {
         }
     }
 
-    /// Holds a kernel or product against what it takes.
+    /// Checks the arguments of a kernel or product.
     ///
     /// # Errors
     /// The first argument that does not fit.

@@ -1,5 +1,5 @@
-//! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything
-//! is computed.
+//! A driver that does nothing: a program that runs on it shows whether the device has all that it needs, before
+//! anything is computed.
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,

@@ -7,8 +7,8 @@
 //! ```
 //! A step does the same work at the same addresses as the step before, as long as its allocations are the same. Work is
 //! the same if every kernel, grid and address is. Numbers that kernels take by value may differ: the step of an
-//! optimizer, the key of a dropout. A graph gets those that changed before it is launched. What differs otherwise is
-//! queued call by call, as without graphs, and [counted](Launches) with the reason.
+//! optimizer, the key of a dropout. A graph gets those that changed before it is launched. Work that differs otherwise
+//! is queued call by call, as without graphs, and [counted](Launches) with the reason.
 //!
 //! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call
 //! reports the error of an earlier one, as with all queued work.
@@ -237,7 +237,7 @@ impl Driver for Replaying {
         self.inner.free_host(at)
     }
 
-    /// Holds it back, or queues what there is of its stream if that is enough. Copies of pinned memory are in no graph.
+    /// Holds work back until its stream has enough for a graph. Copies of pinned memory are in no graph.
     fn queue(&self, stream: Stream, work: Work) -> Result<()> {
         work.check()?;
         if matches!(work, Work::Save { .. } | Work::Load { .. }) {

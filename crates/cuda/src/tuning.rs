@@ -16,10 +16,10 @@ use toml::{Table, Value};
 /// The table that is compiled in.
 const COMPILED_IN: &str = include_str!("tuning.toml");
 
-/// What a row says of a kernel's usual form.
+/// The variant of a row that chooses a kernel's usual form.
 pub const USUAL: &str = "usual";
 
-/// What a row says where a product of the library for each group is used in place of a kernel.
+/// The variant of a row that chooses a product of the library for each group, in place of a kernel.
 pub const LIBRARY: &str = "library";
 
 /// Whether a kernel is for products that the library has too.
@@ -47,7 +47,7 @@ struct Row {
     form: Option<&'static Kernel>,
 }
 
-/// What is wrong with a table.
+/// A fault of a table.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TuningError {
@@ -68,13 +68,13 @@ pub enum TuningError {
     /// A row that says nothing, or something unknown.
     #[error("row {number} of {architecture}: {problem}; {valid}")]
     Row {
-        /// Whose row.
+        /// The architecture of the row.
         architecture: String,
         /// Its number, from 1.
         number: usize,
-        /// What is wrong.
+        /// The fault.
         problem: String,
-        /// What would be right.
+        /// A valid row.
         valid: String,
     },
 }
@@ -153,7 +153,7 @@ impl Tuning {
 }
 
 impl Row {
-    /// A row, or what is wrong with it and what would be right.
+    /// A row, or its fault and a valid one.
     fn read(row: &Value) -> Result<Self, (String, String)> {
         const KEYS: [&str; 3] = ["kernel", "variant", "up_to"];
         let row =
@@ -209,7 +209,7 @@ mod tests {
             assert!(shared(99 << 10) <= Some(99 << 10), "{}", usual.name);
             assert_eq!(shared(u32::MAX), Some(usual.geometry.shared()), "{}: the usual form", usual.name);
         }
-        // What has no room in any form is refused when it is launched.
+        // A kernel without room in any form is refused when it is launched.
         assert_eq!(fitting("grouped_tensor_forward", 0), kernel("grouped_tensor_forward"));
         assert_eq!(fitting("no kernel", u32::MAX), None);
     }

@@ -1,11 +1,11 @@
-//! What kernels find wrong in integers, which the host hears of when it next waits.
+//! Faults that kernels find in integers. The host gets them when it next waits.
 
 use super::{CudaDevice, launch::launch};
 use crate::driver::Address;
 use meshwork_core::Buffer;
 use meshwork_tensor::{Error, Result};
 
-/// Who checks.
+/// The operation that checks.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Checked {
     Embedding,
@@ -31,7 +31,7 @@ impl Checked {
         }
     }
 
-    /// The CPU's error, from the first place that is wrong, what stands there, and the limit.
+    /// The CPU's error, from the first wrong place, the number there, and the limit.
     fn error(self, [_, at, found, limit]: Found) -> Error {
         let op = self.op();
         let problem = match self {
@@ -55,10 +55,10 @@ impl Checked {
     }
 }
 
-/// 1 if something was found, the first place, what stands there, and the limit: `kernels/cuda/checked.cuh`.
+/// 1 if there is a fault, its first place, the number there, and the limit: `kernels/cuda/checked.cuh`.
 type Found = [i64; 4];
 
-/// Memory for what all of them find.
+/// Bytes for the faults of all operations.
 pub(super) const BYTES: usize = Checked::ALL.len() * size_of::<Found>();
 
 /// The error of the first of them that found something.
@@ -71,7 +71,7 @@ pub(super) fn fault(found: &[u8; BYTES]) -> Option<Error> {
 }
 
 impl CudaDevice {
-    /// Where a kernel says what it found.
+    /// Where a kernel writes its fault.
     pub(super) fn fault_of(&self, checked: Checked) -> Address {
         self.found.at().offset(checked as usize * size_of::<Found>())
     }

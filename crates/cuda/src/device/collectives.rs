@@ -6,32 +6,27 @@
 //! members. No thread waits for a device.
 //!
 //! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
-//! Where they do not, what a reduction reads is copied first, in the same stream.
+//! Where they do not, the sources of a reduction are copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
 use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
 use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, Piece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
-use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, PoisonError};
 
-/// A rank's end of its device, for collectives.
-#[derive(Debug)]
-pub(super) struct Ranks(pub(super) Arc<Pool>);
-
-impl Carrier for Ranks {
+impl Carrier for Pool {
     fn moment(&self) -> Result<u64, String> {
-        self.0.sound().map_err(text)?;
-        Ok(self.0.driver.record(self.0.compute).map_err(text)?.0)
+        self.sound().map_err(text)?;
+        Ok(self.driver.record(self.compute).map_err(text)?.0)
     }
 
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String> {
         let reduces = work.pieces.iter().any(|piece| piece.sources.len() > 1);
         let kernel = if reduces { Some(reduction(work)?) } else { None };
-        let pools = work.members.iter().map(|member| pool(&member.ready)).collect::<Result<Vec<_>, _>>()?;
+        let pools: Vec<_> = work.members.iter().map(|member| pool(&member.ready)).collect::<Result<_, _>>()?;
         let entered = vec![false; pools.len()];
-        let mut queues = Queues { work, pools, entered, size: work.dtype.size() };
+        let mut queues = Queues { work, pools: &pools, entered, size: work.dtype.size() };
         for (index, piece) in work.pieces.iter().enumerate() {
             queues.piece(kernel, piece, piece.targets.start + index % piece.targets.len())?;
         }
@@ -39,20 +34,18 @@ impl Carrier for Ranks {
     }
 
     fn resume(&self, done: &[Moment]) -> Result<(), String> {
-        let Pool { driver, compute, .. } = &*self.0;
         done.iter().try_for_each(|moment| {
-            let waits = driver.wait_for(*compute, &*pool(moment)?.driver, Event(moment.number));
-            // Without the wait, what follows would read what is not there yet.
-            waits.map_err(|fault| text(self.0.keep(fault)))
+            let waits = self.driver.wait_for(self.compute, &*pool(moment)?.driver, Event(moment.number));
+            // Without the wait, later work would read elements that are not written yet.
+            waits.map_err(|fault| text(self.keep(fault)))
         })
     }
 }
 
-/// What a rank has of its device.
-fn pool(of: &Moment) -> Result<&Arc<Pool>, String> {
-    let carrier: &dyn Any = &*of.carrier;
-    let ranks = carrier.downcast_ref::<Ranks>();
-    ranks.map(|ranks| &ranks.0).ok_or_else(|| "the members' devices are of different kinds".to_owned())
+/// The memory and the streams of a member.
+fn pool(of: &Moment) -> Result<Arc<Pool>, String> {
+    let carrier: Arc<dyn Any + Send + Sync> = of.carrier.clone();
+    carrier.downcast().map_err(|_| "the members' devices are of different kinds".to_owned())
 }
 
 /// The kernel that reduces elements of several ranks.
@@ -66,11 +59,11 @@ fn text(error: impl ToString) -> String {
     error.to_string()
 }
 
-/// The streams for collectives of the members of an operation.
+/// The members' streams for collectives.
 struct Queues<'a> {
     work: &'a DeviceWork,
-    pools: Vec<&'a Arc<Pool>>,
-    /// Whose stream waits already for all members.
+    pools: &'a [Arc<Pool>],
+    /// Which members' streams wait already for all others.
     entered: Vec<bool>,
     /// Bytes of an element.
     size: usize,
@@ -83,7 +76,7 @@ impl<'a> Queues<'a> {
 
     /// The pool of a member, whose stream begins after all members have started the operation.
     fn enter(&mut self, member: usize) -> Result<&'a Arc<Pool>, DriverError> {
-        let pool = self.pools[member];
+        let pool = &self.pools[member];
         if !std::mem::replace(&mut self.entered[member], true) {
             for (other, of) in self.work.members.iter().enumerate() {
                 pool.driver.wait_for(pool.collectives, self.driver(other), Event(of.ready.number))?;
@@ -92,7 +85,7 @@ impl<'a> Queues<'a> {
         Ok(pool)
     }
 
-    /// Queues a piece in the stream of `by`, one of its targets: what the sources give comes to `by`, and goes from
+    /// Queues a piece in the stream of `by`, one of its targets: the sources' elements come to `by`, and go from
     /// there to the other targets.
     fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &Piece, by: usize) -> Result<(), String> {
         let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
@@ -115,7 +108,7 @@ impl<'a> Queues<'a> {
                 None
             }
         };
-        // A rank that keeps in place what it gives has it already.
+        // A rank that works in place has its own elements already.
         let others = piece.targets.clone().filter(|&member| member != by && Some(target(member)) != unreduced);
         others.into_iter().try_for_each(|member| self.copy(by, (by, own), (member, target(member)), bytes))
     }
@@ -159,7 +152,7 @@ impl<'a> Queues<'a> {
 
     /// When the streams are done.
     fn done(&self) -> Result<Vec<Moment>, DriverError> {
-        let entered = self.work.members.iter().zip(&self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
+        let entered = self.work.members.iter().zip(self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
         let done = entered.map(|((member, pool), _)| {
             let number = pool.driver.record(pool.collectives)?.0;
             Ok(Moment { carrier: member.ready.carrier.clone(), number })
@@ -171,46 +164,11 @@ impl<'a> Queues<'a> {
 /// Queues a reduction of the elements at `places`.
 fn reduce(pool: &Pool, kernel: &'static Kernel, places: Vec<u64>, out: Address, count: usize) -> Result<(), String> {
     let ranks = places.len();
-    let table = pool.tables.lock().unwrap_or_else(PoisonError::into_inner).place(pool, places).map_err(text)?;
+    let table = {
+        let mut tables = pool.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        tables.place(&*pool.driver, pool.collectives, places).map_err(text)?
+    };
     let args: [Argument; 4] = [table.into(), ranks.into(), out.into(), count.into()];
     let launch = kernel.geometry.launch(count as u64, 0).ok_or_else(|| format!("no grid has {count} elements"))?;
     pool.driver.launch(pool.collectives, kernel, launch, &args).map_err(text)
-}
-
-/// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in
-/// each step, because the allocator gives the same blocks.
-#[derive(Debug, Default)]
-pub(super) struct Tables {
-    known: HashMap<Vec<u64>, Address>,
-    /// Those of a length, the oldest first.
-    ages: HashMap<usize, VecDeque<Vec<u64>>>,
-}
-
-impl Tables {
-    /// Tables of one length that are kept. A program whose buffers never come again writes one of them anew for each
-    /// reduction.
-    const MOST: usize = 1024;
-
-    /// Where these addresses lie. A table that is given up is written again behind what reads it, in the same stream.
-    fn place(&mut self, pool: &Pool, places: Vec<u64>) -> Result<Address, DriverError> {
-        if let Some(known) = self.known.get(&places) {
-            return Ok(*known);
-        }
-        let bytes: Vec<u8> = places.iter().flat_map(|place| place.to_le_bytes()).collect();
-        let ages = self.ages.entry(places.len()).or_default();
-        let oldest = if ages.len() < Self::MOST { None } else { ages.pop_front() };
-        let at = match oldest.and_then(|oldest| self.known.remove(&oldest)) {
-            Some(at) => at,
-            None => pool.driver.alloc(bytes.len())?,
-        };
-        pool.driver.write(pool.collectives, at, &bytes)?;
-        ages.push_back(places.clone());
-        self.known.insert(places, at);
-        Ok(at)
-    }
-
-    /// All of them, when nobody needs them any more.
-    pub(super) fn take(&mut self) -> impl Iterator<Item = Address> + use<> {
-        std::mem::take(self).known.into_values()
-    }
 }

@@ -1,14 +1,12 @@
 //! The device's [`Compression`]: messages and feedback with the CPU's bytes.
-//!
-//! More than 400 lines: every format of the wire, packed and unpacked side by side.
 
 use super::{CudaDevice, checked::Checked, launch::launch};
 use crate::driver::Address;
 use meshwork_compress::feedback::Sender;
-use meshwork_compress::wire::{HEADER, header};
+use meshwork_compress::wire::HEADER;
 use meshwork_compress::{
     Choice, CompressError, Compressor, Draws, Feedback, Fold, Fp8Format, MessageError, Packed, PowerSgd, Rounding,
-    Scheme, Shape, Sparse, Values, wire_bytes,
+    Scheme, Shape, Sparse, Values, header, wire_bytes,
 };
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_tensor::kernel::{Compression, Layout, Optim, Pointwise};
@@ -16,7 +14,7 @@ use meshwork_tensor::{Device, Error, Result};
 
 const POWERSGD: &str = "powersgd";
 
-/// Bytes of what draws indices: the words of the key, and the first counter.
+/// Bytes from which indices are drawn: the words of the key, and the first counter.
 const DRAWS: usize = 16;
 
 fn failed(op: &'static str) -> impl Fn(CompressError) -> Error {
@@ -44,7 +42,7 @@ fn words(bytes: [u8; 16]) -> [u64; 2] {
     [0, 8].map(|first| u64::from_le_bytes(std::array::from_fn(|byte| bytes[first + byte])))
 }
 
-/// Elements that are read or written: where, and how many they are and in which parts.
+/// Elements that are read or written, with their shape.
 #[derive(Clone, Copy)]
 struct Elements {
     at: Address,

@@ -16,7 +16,7 @@ pub(super) struct Packed {
 }
 
 impl CudaDevice {
-    /// The documents of a call, whose positions a kernel checks; the next download sees what it finds.
+    /// The documents of a call, whose positions a kernel checks; the next download returns the fault.
     pub(super) fn packed(&self, shape: GroupedShape, masks: AttentionMasks<'_>) -> Result<Option<Packed>> {
         const OP: &str = "attention";
         let Some(documents) = masks.documents else { return Ok(None) };

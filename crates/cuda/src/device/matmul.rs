@@ -67,7 +67,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// What products in a precision read: in bf16 a rounded copy, unless the operand is one.
+    /// The operand that products in a precision read: in bf16 a rounded copy, unless it has bf16 already.
     pub(super) fn operand(&self, op: &'static str, x: &Buffer, precision: Precision) -> Result<Buffer> {
         match (precision, x.dtype()) {
             (Precision::F32, _) => self.f32s(op, &[x])?,

@@ -4,8 +4,8 @@
 //! That is no harm: the next owner's work is queued in the same stream behind it. A block that another stream wrote
 //! first keeps an event that this stream must wait for.
 
-use super::collectives::{Ranks, Tables};
-use super::pinned::Room;
+use super::address_tables::AddressTables;
+use super::room::Room;
 use crate::driver::{Address, Driver, DriverError, Event, Stream};
 use meshwork_core::comm::device::DevicePlace;
 use meshwork_core::{HostMemory, Memory};
@@ -34,15 +34,15 @@ pub(super) struct Pool {
     pub(super) compute: Stream,
     pub(super) copies: Stream,
     pub(super) collectives: Stream,
-    /// Copies of what is offloaded.
+    /// Copies for offload.
     pub(super) offload: Stream,
     pub(super) meter: Arc<Meter>,
     free: Mutex<[Free; 3]>,
     /// Addresses that kernels of collectives take.
-    pub(super) tables: Mutex<Tables>,
-    /// Where what is offloaded lies.
+    pub(super) tables: Mutex<AddressTables>,
+    /// The pinned memory of offload.
     pub(super) room: Room,
-    /// What the driver refused where nobody was there to hear it, as while a buffer was dropped.
+    /// The first error without a caller to return it to, as while a buffer was dropped.
     fault: OnceLock<DriverError>,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct DeviceMemory {
     at: Address,
     bytes: usize,
     origin: Origin,
-    /// What the meter counts it as, and how many bytes; none for what the device needs for itself.
+    /// The category and the bytes that the meter counts; none for memory that the device needs for itself.
     counted: Option<(Category, usize)>,
 }
 
@@ -114,7 +114,7 @@ impl Pool {
         }
     }
 
-    /// The error of a call that the driver refused; of one for which there is no memory, with what holds it.
+    /// The error of a call that the driver refused. If there is no memory for it, the error lists the memory in use.
     pub(super) fn refused(&self, op: &'static str, category: Category, fault: DriverError) -> Error {
         let device = self.driver.name().to_owned();
         match fault {
@@ -139,7 +139,7 @@ impl Pool {
         let new = |at| Block { at, bytes, done: None };
         match self.driver.alloc(bytes) {
             Err(DriverError::OutOfMemory { .. }) => {
-                // What lies unused in other sizes goes back.
+                // Unused blocks of other sizes are given back.
                 for block in
                     free.iter_mut().flat_map(|of| std::mem::take(of).into_values().flat_map(BTreeMap::into_values))
                 {
@@ -151,7 +151,7 @@ impl Pool {
         }
     }
 
-    /// Takes back memory whose last work is queued in the stream of computation, or for collectives in theirs.
+    /// Takes back memory whose last work is queued in the stream of computation, or of collectives.
     fn retire(&self, at: Address, bytes: usize, origin: Origin) -> Result<(), DriverError> {
         let last = if origin == Origin::Collectives { self.collectives } else { self.compute };
         self.driver.discard(last, at, bytes)?;
@@ -203,7 +203,7 @@ impl Memory for DeviceMemory {
     }
 
     fn on_device(&self) -> Option<DevicePlace> {
-        Some(DevicePlace { carrier: Arc::new(Ranks(self.pool.clone())), at: self.at.0 })
+        Some(DevicePlace { carrier: self.pool.clone(), at: self.at.0 })
     }
 }
 

@@ -1,11 +1,10 @@
 //! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
 //!
-//! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a
+//! Kernels run in one stream, copies from and to the host in another, collectives in a third, copies for offload in a
 //! fourth; events order them. Nothing blocks the host but [`download`](Device::download). Each kernel trait has a file
 //! here, as on the CPU; an operation without a kernel is an error that names it.
-//!
-//! More than 400 lines: the list of kernel traits that the device has, and what all of their files share.
 
+mod address_tables;
 mod attention;
 mod channel_norm;
 mod checked;
@@ -28,6 +27,7 @@ mod permutation;
 mod pinned;
 mod pointwise;
 mod reduction;
+mod room;
 mod rotary;
 mod routing;
 mod rows;
@@ -52,7 +52,7 @@ use std::sync::Arc;
 use tables::Tables;
 use whole::Codes;
 
-/// Whose order of sums matrix products have. Sums that are cut into blocks have the CPU's either way.
+/// The order of sums of matrix products. Sums that are cut into blocks have the CPU's order either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
     /// The CPU's: its bits, slowly.
@@ -75,7 +75,7 @@ pub struct CudaDevice {
     tables: Tables,
     angles: LastAngles,
     codes: Codes,
-    /// What kernels found in integers.
+    /// The faults that kernels found in integers.
     found: DeviceMemory,
 }
 
@@ -83,15 +83,15 @@ impl CudaDevice {
     /// A device that works through `driver`, with products in f32.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn new(driver: Arc<dyn Driver>, products: Products) -> Result<Self> {
         Self::with_precision(driver, products, Precision::F32)
     }
 
-    /// A device whose products, and those of attention, take operands in this precision.
+    /// A device whose products, those of attention too, take operands in this precision.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
@@ -121,7 +121,7 @@ impl CudaDevice {
     /// that is compiled in.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn with_tuning(&self, tuning: Tuning) -> Result<Self> {
         Self::over(self.pool.clone(), self.products, self.precision, tuning)
     }
@@ -131,7 +131,7 @@ impl CudaDevice {
         Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
     }
 
-    /// Memory that the meter does not count, for what the CPU keeps on its stack.
+    /// Memory that the meter does not count, in place of the CPU's stack.
     fn scratch(&self, dtype: DType, count: usize) -> Result<Buffer> {
         self.buffer(dtype, count, Origin::Compute, false)
     }
@@ -153,14 +153,14 @@ impl CudaDevice {
         let Pool { driver, compute, copies, .. } = &*self.pool;
         let bytes = host.as_bytes()?;
         let queue = || {
-            driver.wait(*copies, driver.record(*compute)?)?; // who wrote or read there before
+            driver.wait(*copies, driver.record(*compute)?)?; // earlier reads and writes of the same memory
             driver.write(*copies, to, bytes)?;
             driver.wait(*compute, driver.record(*copies)?)
         };
         queue().map_err(self.failed("upload"))
     }
 
-    /// A copy in host memory, once the device has written it; and what kernels found in integers until then.
+    /// A copy in host memory, once the device has written it; or the fault that kernels found in integers until then.
     pub(crate) fn fetch(&self, buffer: &Buffer) -> Result<Buffer> {
         let from = self.place("download", buffer)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
@@ -260,7 +260,7 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first
+    /// The form of a kernel for `[items, width]` of its geometry: the table's, or the usual one, or the first
     /// variant that has room on the device.
     fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
@@ -329,7 +329,7 @@ impl Device for CudaDevice {
 
     fn upload_later(&self, mut into: Buffer) -> Result<Upload> {
         let (pool, to) = (self.pool.clone(), self.place_mut("upload", &mut into)?);
-        // Who wrote or read there before.
+        // Earlier reads and writes of the same memory.
         let moment = pool.driver.record(pool.compute).map_err(self.failed("upload"))?;
         Ok(Upload::new(move |_, values| {
             check_copy(values, &(0..values.count()), &into, 0)?;

@@ -1,4 +1,4 @@
-//! Pinned host memory for what is offloaded: copies in a stream of their own, beside computation, batches and
+//! Pinned host memory for offload: copies in a stream of their own, beside computation, batches and
 //! collectives.
 //!
 //! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until
@@ -6,55 +6,12 @@
 
 use super::CudaDevice;
 use super::memory::{Origin, Pool};
-use crate::driver::{self, Address, DriverError, Event, Work};
+use crate::driver::{Address, Event, Work};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Error, Result};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const OP: &str = "offload";
-
-/// What a rank has of pinned memory: blocks, one behind the other. Room that grows gets one more.
-#[derive(Debug, Default)]
-pub(super) struct Room(Mutex<Vec<Block>>);
-
-#[derive(Clone, Copy, Debug)]
-struct Block {
-    /// The byte of the room that it begins with.
-    first: u64,
-    bytes: u64,
-    at: Address,
-}
-
-impl Room {
-    fn blocks(&self) -> MutexGuard<'_, Vec<Block>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The addresses of all blocks, when nobody needs them any more.
-    pub(super) fn take(&mut self) -> impl Iterator<Item = Address> + use<> {
-        std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)).into_iter().map(|block| block.at)
-    }
-
-    /// Where `bytes` bytes of the room from `at` on lie: for each part its first byte, counted from 0, its address and
-    /// length.
-    fn parts(&self, at: u64, bytes: usize) -> driver::Result<Vec<(usize, Address, usize)>> {
-        let (mut parts, end) = (Vec::new(), at + bytes as u64);
-        for block in &*self.blocks() {
-            let (from, to) = (at.max(block.first), end.min(block.first + block.bytes));
-            if from < to {
-                let address = block.at.offset((from - block.first) as usize);
-                parts.push(((from - at) as usize, address, (to - from) as usize));
-            }
-        }
-        let there: usize = parts.iter().map(|(_, _, bytes)| bytes).sum();
-        if there < bytes {
-            let why = format!("{bytes} bytes at {at} lie beyond the room that was reserved");
-            return Err(DriverError::Call { call: OP, why });
-        }
-        Ok(parts)
-    }
-}
 
 impl CudaDevice {
     /// Queues copies between the room and memory of the device, behind what computation has queued so far. `copy` makes
@@ -80,14 +37,8 @@ impl CudaDevice {
 
 impl Pinned for CudaDevice {
     fn reserve(&self, bytes: u64) -> Result<()> {
-        let mut blocks = self.pool.room.blocks();
-        let first = blocks.last().map_or(0, |last| last.first + last.bytes);
-        if bytes > first {
-            let bytes = bytes - first;
-            let at = self.pool.driver.alloc_host(bytes as usize).map_err(self.failed(OP))?;
-            blocks.push(Block { first, bytes, at });
-        }
-        Ok(())
+        let Pool { driver, room, .. } = &*self.pool;
+        room.reserve(bytes, |bytes| driver.alloc_host(bytes)).map_err(self.failed(OP))
     }
 
     fn save(&self, from: &Buffer, at: u64) -> Result<u64> {

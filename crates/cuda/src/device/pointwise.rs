@@ -5,7 +5,8 @@ use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Result};
 
 impl CudaDevice {
-    /// What a kernel over elements makes of `inputs`, in their type. It takes `rest` behind the number of elements.
+    /// The result of a kernel over the elements of `inputs`, in their type. The kernel takes `rest` behind the number
+    /// of elements.
     pub(super) fn elements(
         &self,
         op: &'static str,
@@ -18,8 +19,8 @@ impl CudaDevice {
         Ok(out)
     }
 
-    /// Of three kernels the one that reads and writes f32, that writes bf16 from f32, or that reads and writes 16 bits,
-    /// as `x` and `stored` say.
+    /// One of three kernels, by the types of `x` and of the result: from f32 to f32, from f32 to bf16, from 16 bits to
+    /// 16 bits.
     pub(super) fn storing(
         &self,
         op: &'static str,

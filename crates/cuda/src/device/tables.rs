@@ -1,5 +1,5 @@
 //! Tables of integers that kernels read and that come again in each step: uploaded once, and kept by their content. So
-//! a step does not wait for copies of what it had before, and its work is the same as that of the step before
+//! a step does not wait for copies that were made before, and its work is the same as in the step before
 //! ([`crate::replay`]).
 
 use super::CudaDevice;

@@ -1,8 +1,7 @@
 //! Update rules that read whole matrices, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
 //!
-//! Elements are numbered run by run; a table on the device says where each lies. What a rule measures of each element
-//! is written to scratch memory, and then added up for each set. More than 400 lines: four rules, each with all
-//! arguments of its kernels.
+//! Elements are numbered run by run; a table on the device says where each lies. A rule's measures of
+//! elements are written to scratch memory, and then added up for each set.
 
 use super::launch::{Operand, Operands, launch};
 use super::{CudaDevice, vectors::Vector};
@@ -86,7 +85,7 @@ impl CudaDevice {
         states.map(<[Buffer; N]>::each_mut).ok_or_else(|| self.no_rule(part.rule))
     }
 
-    /// Where measure `at` of those of a pass begins, in f64.
+    /// Where measure number `at` of a pass begins, in f64.
     fn total(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer], pass: usize, at: usize) -> Result<Address> {
         let Some(totals) = totals.get(pass) else {
             return Err(self.lacks("update before its passes", DType::F64));
@@ -96,7 +95,7 @@ impl CudaDevice {
         Ok(self.place(OP, totals)?.offset(8 * before))
     }
 
-    /// Adds what was measured, a vector for each of `over`, by the numbers of elements.
+    /// Adds the measures of elements, a vector for each of `over`.
     fn add_measures(
         &self,
         shape: &ParamShape,
@@ -327,13 +326,13 @@ impl CudaDevice {
     }
 }
 
-/// What makes the step of LAMB from the moments.
+/// The factors that make the step of LAMB from the moments.
 fn steps_of(rule: &Lamb, part: &WholePart<'_>) -> [f32; 4] {
     let LambFactors { mean_hat, root_hat, eps, decay, .. } = rule.factors(&part.update);
     [mean_hat, root_hat, eps, decay]
 }
 
-/// What makes the moments of 8-bit Adam.
+/// The factors of the moments of 8-bit Adam.
 fn moments_of(rule: &Adam8bit, part: &WholePart<'_>) -> [f32; 3] {
     let AdamWFactors { mean_new, square_old, square_new, .. } = rule.adamw.factors(part.update);
     [mean_new, square_old, square_new]

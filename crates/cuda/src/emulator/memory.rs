@@ -1,4 +1,4 @@
-//! The emulated memory of devices: host memory whose ends are watched, and whose devices are known.
+//! The emulated memory of devices: host memory that has a device, and fences at its ends.
 
 use crate::driver::{Address, DriverError, Result};
 use std::alloc::{Layout, alloc, dealloc};
@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, HashSet};
 const FENCE: usize = 256;
 const FENCE_BYTE: u8 = 0xa5;
 
-/// What memory holds that nobody wrote, or whose owner is gone: no number as a float, -1 as an integer.
+/// The bytes of memory that was not written, or whose owner is gone: NaN as a float, -1 as an integer.
 const POISON: u8 = 0xff;
 
-/// Whose memory pinned memory of the host is: no device's.
+/// The number that stands for the host, whose pinned memory is no device's.
 pub(super) const HOST: usize = usize::MAX;
 
 /// All allocations of all devices, and pinned ones, by the address of their first byte.
@@ -20,7 +20,7 @@ pub(super) struct Memory {
     blocks: BTreeMap<u64, Block>,
     /// Bytes by device.
     held: Vec<u64>,
-    /// Devices with access to the memory of another: whose work, and whose memory.
+    /// Pairs of devices of which the first has access to the memory of the second.
     open: HashSet<(usize, usize)>,
 }
 
@@ -164,7 +164,7 @@ impl Memory {
         Ok(block.part_mut(FENCE + (at.0 - start) as usize, bytes))
     }
 
-    /// Fills bytes with what is no number.
+    /// Fills bytes with NaN.
     pub(super) fn poison(&mut self, by: usize, at: Address, bytes: usize) -> Result<()> {
         self.write(by, at, bytes, "discard")?.fill(POISON);
         Ok(())

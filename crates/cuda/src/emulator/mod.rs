@@ -3,13 +3,13 @@
 //!
 //! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
 //! on is drawn from a seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers
-//! in some orders. Memory that nobody wrote, or whose owner is gone, holds what is no number; writes beyond an
+//! in some orders. Memory that was not written, or whose owner is gone, holds NaN; writes beyond an
 //! allocation and addresses in none are errors.
 //!
 //! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
 //! memory of another device is an error unless the two are peers and one asked for it ([`Driver::reach`]).
 //!
-//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one
+//! It does not show time, nor work that runs at the same time. Two pieces of work that no event orders run one
 //! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
 //! has read itself, ends the process.
 
@@ -36,13 +36,13 @@ pub struct Emulator {
     machine: Arc<Machine>,
 }
 
-/// What the devices of a machine share.
+/// The state that the devices of a machine share.
 #[derive(Debug)]
 struct Machine {
     state: Mutex<State>,
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
-    /// What was captured, by number.
+    /// Captured work, by number.
     graphs: Mutex<Vec<Vec<Work>>>,
 }
 
@@ -84,14 +84,14 @@ impl Emulator {
         same.ok_or(DriverError::Apart { call, one, other })
     }
 
-    /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
+    /// Leaves out the `nth` wait of a stream for an event, from 0, as if it had been forgotten. For tests.
     pub fn skip_wait(&self, nth: u64) {
-        self.lock().skip_wait(nth);
+        self.lock().skipped = Some(nth);
     }
 
     /// The waits of streams for events so far, on all devices of the machine.
     pub fn waits(&self) -> u64 {
-        self.lock().waits()
+        self.lock().waits
     }
 
     /// Bytes of its memory that are allocated.
@@ -106,17 +106,17 @@ impl Emulator {
 
     /// How often the host has waited for work of the machine: to read, to free, for an event.
     pub fn host_waits(&self) -> u64 {
-        self.lock().host_waits()
+        self.lock().host_waits
     }
 
     /// From now on notes which kernels and copies of pinned memory (`save`, `load`) ran, in which order. For tests.
     pub fn note_launches(&self) {
-        self.lock().note_launches();
+        self.lock().launches = Some(Vec::new());
     }
 
-    /// What ran since then, each with its stream.
+    /// The names of work that ran since then, each with its stream.
     pub fn launches(&self) -> Vec<(Stream, &'static str)> {
-        self.lock().launches()
+        self.lock().launches.clone().unwrap_or_default()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -150,7 +150,7 @@ impl Driver for Emulator {
 
     fn free(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish_device(self.ordinal())?;
         state.memory.free(self.ordinal(), at)
     }
@@ -161,7 +161,7 @@ impl Driver for Emulator {
 
     fn free_host(&self, at: Address) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish_device(self.ordinal())?;
         state.memory.free(HOST, at)
     }
@@ -212,7 +212,7 @@ impl Driver for Emulator {
 
     fn finish(&self, event: Event) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         state.finish(event)
     }
 
@@ -222,7 +222,7 @@ impl Driver for Emulator {
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
         let mut state = self.lock();
-        state.host_waits_now();
+        state.host_waits += 1;
         let event = state.record(self.ordinal(), stream)?;
         state.finish(event)?;
         into.copy_from_slice(state.memory.read(self.ordinal(), from, into.len(), "read")?);

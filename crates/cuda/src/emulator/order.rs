@@ -1,4 +1,4 @@
-//! In which order the emulator runs what is queued.
+//! The order in which the emulator runs queued work.
 
 /// The order of work that no stream and no event orders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! Queues of work, and what each piece of it does.
+//! Queues of work, and how each piece of work runs.
 
 use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
@@ -30,14 +30,15 @@ pub(super) enum Queued {
     Wait(Event),
 }
 
-/// A stream: whose it is, and what it has left to do.
+/// A stream: its device, and its remaining work.
 #[derive(Debug)]
 struct Queue {
     device: usize,
     work: VecDeque<Queued>,
 }
 
-/// What is queued on all devices of a machine, and what was done. Streams and events are numbered over all devices.
+/// The queued work of all devices of a machine, and a record of work that ran. Streams and events are numbered over all
+/// devices.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) memory: Memory,
@@ -50,11 +51,14 @@ pub(super) struct State {
     recorded: u64,
     draws: Option<Draws>,
     fault: Option<DriverError>,
-    waits: u64,
-    skipped: Option<u64>,
-    host_waits: u64,
-    /// Kernels and copies of pinned memory that ran, if somebody asked for them.
-    launches: Option<Vec<(Stream, &'static str)>>,
+    /// The waits of streams for events so far.
+    pub(super) waits: u64,
+    /// The wait that is left out.
+    pub(super) skipped: Option<u64>,
+    /// The waits of the host so far.
+    pub(super) host_waits: u64,
+    /// Kernels and copies of pinned memory that ran, once they are asked for.
+    pub(super) launches: Option<Vec<(Stream, &'static str)>>,
 }
 
 impl State {
@@ -75,33 +79,8 @@ impl State {
         }
     }
 
-    pub(super) fn skip_wait(&mut self, nth: u64) {
-        self.skipped = Some(nth);
-    }
-
-    pub(super) fn waits(&self) -> u64 {
-        self.waits
-    }
-
     pub(super) fn queued(&self) -> usize {
         self.queues.iter().map(|queue| queue.work.len()).sum()
-    }
-
-    pub(super) fn host_waits(&self) -> u64 {
-        self.host_waits
-    }
-
-    pub(super) fn note_launches(&mut self) {
-        self.launches = Some(Vec::new());
-    }
-
-    pub(super) fn launches(&self) -> Vec<(Stream, &'static str)> {
-        self.launches.clone().unwrap_or_default()
-    }
-
-    /// Counts that the host waits.
-    pub(super) fn host_waits_now(&mut self) {
-        self.host_waits += 1;
     }
 
     pub(super) fn stream(&mut self, device: usize) -> Stream {
@@ -109,7 +88,7 @@ impl State {
         Stream(self.queues.len() - 1)
     }
 
-    /// Queues work of a device, and runs as much of what is queued as the order has it.
+    /// Queues work of a device, and runs as much of all queued work as the order says.
     pub(super) fn push(&mut self, device: usize, stream: Stream, work: Queued) -> Result<()> {
         self.healthy()?;
         let queue = self.queues.get_mut(stream.0).filter(|queue| queue.device == device);
@@ -241,7 +220,7 @@ impl State {
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch
-        // answer for the sizes; what a kernel writes beyond an allocation meets its fence.
+        // answer for the sizes; writes of a kernel beyond an allocation change its fence.
         let run = unsafe { library(&self.kernels, &mut self.variants, kernel)?.launch(kernel, launch, &mut values, 0) };
         run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))
@@ -299,7 +278,7 @@ fn number(bytes: &[u8]) -> f32 {
     }
 }
 
-/// The library that has a kernel: that of all kernels, or of a variant one of its own, which is compiled at its first
+/// The library that has a kernel: one for all kernels, and one for each variant, which is compiled at its first
 /// use.
 fn library<'a>(
     all: &'a Host,

@@ -92,7 +92,7 @@ impl Drop for Program {
 type Size = unsafe fn(nvrtcProgram, *mut usize) -> nvrtcResult;
 type Get = unsafe fn(nvrtcProgram, *mut c_char) -> nvrtcResult;
 
-/// What `get` writes, of as many bytes as `size` says.
+/// The bytes that `get` writes, as many as `size` says.
 fn read(program: &Program, size: Size, get: Get) -> std::result::Result<Vec<u8>, nvrtcResult> {
     let mut bytes = 0;
     // SAFETY: the program exists; `size` writes one number.

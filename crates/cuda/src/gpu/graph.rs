@@ -21,7 +21,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 /// Held while a stream is captured, and by those who wait for a whole context, which the driver refuses meanwhile:
-/// contexts are those of the process, and so is this.
+/// contexts belong to the process, and so does this.
 static CAPTURE: Mutex<()> = Mutex::new(());
 
 /// Nothing is captured until the guard is dropped. To be taken before the state of a GPU.
@@ -36,7 +36,7 @@ const OLDEST: i32 = 12_030;
 #[derive(Debug, Default)]
 pub(super) struct Graphs(Vec<Captured>);
 
-/// A graph that can be launched, what it was made of, and for each captured piece of work its kernel, if it is one.
+/// A graph that can be launched, its source, and the kernel of each captured piece of work, if it is one.
 #[derive(Debug)]
 struct Captured {
     graph: CUgraph,
@@ -141,7 +141,7 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
     }
     let _captures = without_captures();
     let (mut state, queue) = gpu.queue_of("capture", stream)?;
-    // Calls of other threads, of other streams, stay what they are; those of this stream wait.
+    // Calls of other threads for other streams run as usual; calls for this stream wait.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream exists until the GPU is dropped.
     unsafe { calls::begin_capture(queue, mode) }.map_err(failed("cuStreamBeginCapture"))?;
@@ -170,7 +170,7 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
     })
 }
 
-/// What a stream that is captured has as its last piece of work.
+/// The last piece of work of a stream that is captured.
 fn last_node(queue: CUstream) -> Result<CUgraphNode> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut nodes, mut edges, mut count) = (null(), null(), 0);

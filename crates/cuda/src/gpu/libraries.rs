@@ -1,4 +1,4 @@
-//! What a GPU needs of the system, looked for before anything of it is called: a call of a library that is not there
+//! The libraries that a GPU needs, looked for before they are called: a call of a library that is not there
 //! would panic.
 
 use crate::driver::DriverError;
@@ -33,7 +33,7 @@ pub enum GpuError {
         /// The oldest that will do.
         needed: String,
     },
-    /// A driver that cannot load what the compiler makes.
+    /// A driver that cannot load the compiler's machine code.
     #[error(
         "the CUDA driver is too old: it is of CUDA {driver}, and NVRTC is {nvrtc}; update the driver or use an older NVRTC"
     )]
@@ -46,7 +46,7 @@ pub enum GpuError {
     /// A library that is not there.
     #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
     NoLibrary {
-        /// What it is.
+        /// Its name.
         name: &'static str,
         /// The names of files, and where.
         looked: String,
@@ -91,7 +91,7 @@ pub enum GpuError {
         /// The newest one.
         newest: i32,
     },
-    /// What the driver refuses.
+    /// An error of the driver.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
@@ -164,7 +164,7 @@ pub(super) struct Found {
     pub(super) device: CUdevice,
     /// Its name, as its maker has it.
     pub(super) name: String,
-    /// What kernels are compiled for, as `sm_90a`.
+    /// The architecture that kernels are compiled for, as `sm_90a`.
     pub(super) architecture: String,
     /// The version of NVRTC.
     pub(super) nvrtc: String,
@@ -200,7 +200,7 @@ pub(super) fn find(ordinal: usize) -> Result<Found, GpuError> {
     Ok(Found { device, name, architecture, nvrtc })
 }
 
-/// What a GPU says of itself.
+/// An attribute of a GPU.
 pub(super) fn attribute(device: CUdevice, of: Of) -> Result<i32, DriverError> {
     // SAFETY: the device is one of the driver's.
     unsafe { device::get_attribute(device, of) }.map_err(failed("cuDeviceGetAttribute"))

@@ -4,7 +4,7 @@
 //! Kernels are compiled by NVRTC for the GPU's own architecture at the first use of a file of kernels, and kept on
 //! disk. Bytes go to and from the GPU by way of pinned memory.
 //!
-//! What several open of one GPU is one context, in which they share the memory. Several GPUs are in `peers.rs`.
+//! All users of a GPU in a process share one context, and so its memory. Several GPUs are in `peers.rs`.
 //!
 //! More than 400 lines: one call of the driver after the other, each with the argument why it is sound.
 
@@ -45,7 +45,7 @@ pub use libraries::{GpuError, count};
 /// GPUs there are.
 ///
 /// # Errors
-/// What is missing or too old.
+/// Names the library or GPU that is missing or too old.
 pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, GpuError> {
     libraries::find(ordinal)?;
     if products == Products::OfTheLibrary {
@@ -54,11 +54,11 @@ pub fn check(ordinal: usize, products: Products) -> std::result::Result<usize, G
     count()
 }
 
-/// Events of a stream. The next one takes the place of the oldest: who waits for that waits for a later moment of the
-/// same stream, which is queued already, so that no wait ever waits for what only follows it.
+/// Events of a stream. The next one replaces the oldest. A wait for a replaced event waits for a later moment of the
+/// same stream, which is queued already, so that no wait is for work that follows it.
 const EVENTS: u64 = 256;
 
-/// An event's number is that of its moment in the stream, times this, plus the stream's.
+/// The number of an event is its moment in the stream, times this, plus the number of the stream.
 const STREAMS: u64 = 256;
 
 /// A GPU of one rank.
@@ -89,7 +89,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Makes it the one that calls of this thread are about.
+    /// Makes it the current context of this thread.
     fn enter(&self) -> Result<()> {
         // SAFETY: it is retained until this is dropped.
         unsafe { ctx::set_current(self.handle) }.map_err(failed("cuCtxSetCurrent"))
@@ -103,7 +103,7 @@ impl Drop for Context {
     }
 }
 
-/// What a rank has of a GPU.
+/// The objects of a rank on a GPU.
 #[derive(Debug, Default)]
 struct State {
     queues: Vec<Queue>,
@@ -269,7 +269,7 @@ impl Gpu {
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
             // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
             let function = unsafe { module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
-            // What has no room is refused when it is launched.
+            // A kernel without room is refused when it is launched.
             if (1..=self.properties.shared).contains(&kernel.geometry.shared()) {
                 let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 // SAFETY: the function was found just now.
@@ -282,7 +282,7 @@ impl Gpu {
         state.functions.get(&[kernel.source.name, kernel.name]).copied().ok_or_else(missing)
     }
 
-    /// Loads a file of kernels. What is on disk and does not load, because it was damaged, is compiled anew.
+    /// Loads a file of kernels. A damaged image on disk, which does not load, is compiled anew.
     fn load(&self, source: &'static Source) -> Result<CUmodule> {
         let load = |anew| -> Result<CUmodule> {
             let image = self.compiler.image(source, anew)?;
@@ -488,7 +488,7 @@ impl Driver for Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         let _captures = graph::without_captures();
-        // A GPU that failed keeps what it has until the process ends.
+        // A GPU that failed keeps its memory until the process ends.
         if self.context.enter().and_then(|()| ctx::synchronize().map_err(failed("cuCtxSynchronize"))).is_err() {
             return;
         }

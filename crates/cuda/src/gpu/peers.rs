@@ -1,8 +1,8 @@
-//! Several GPUs of one process: what one reaches of another's memory.
+//! Several GPUs of one process: how one reaches the memory of another.
 //!
-//! Memory of `cuMemAlloc` is open to a peer as soon as its context was told so, what is allocated later too. Where two
-//! GPUs cannot be peers, the driver copies between them by way of the host, in the order of the stream and without a
-//! wait of the program.
+//! Memory of `cuMemAlloc` is open to a peer as soon as its context was told so, and so is memory allocated later. Where
+//! two GPUs cannot be peers, the driver copies between them by way of the host, in the order of the stream and without
+//! a wait of the program.
 
 use super::{Gpu, libraries::failed};
 use crate::driver::{Driver, DriverError, Event, Reach, Remote, Result, Stream};

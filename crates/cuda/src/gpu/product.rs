@@ -20,7 +20,7 @@ use std::ffi::c_void;
 /// Bytes that a product may use beside its matrices.
 const WORKSPACE: usize = 32 << 20;
 
-/// Its alignment, and the most that is told of that of matrices.
+/// Its alignment, and the largest that is stated for matrices.
 const ALIGNED: u64 = 256;
 
 /// cuBLASLt on one GPU.
@@ -206,7 +206,7 @@ impl Drop for Description {
     }
 }
 
-/// What an algorithm may use and rely on.
+/// The memory that an algorithm may use, and the alignments on which it may rely.
 struct Wish(cublasLtMatmulPreference_t);
 
 impl Wish {

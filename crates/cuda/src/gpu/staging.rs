@@ -1,5 +1,5 @@
 //! Pinned host memory: only from there does a copy run beside the host's work. Bytes of the host go to and from a GPU
-//! by way of it, and what is offloaded lies there.
+//! by way of it, and offloaded memory is in it.
 
 use super::libraries::failed;
 use crate::driver::{Address, Result};
@@ -56,7 +56,7 @@ pub(super) fn load(queue: CUstream, from: Address, to: Address, bytes: usize) ->
 
 /// Frees memory of [`allocate`]. Its context must be current, and no copy under way.
 pub(super) fn free(at: Address) -> Result<()> {
-    // SAFETY: the driver refuses what it did not give out.
+    // SAFETY: the driver refuses an address that it did not give out.
     unsafe { free_host(at.0 as *mut c_void) }.map_err(failed("cuMemFreeHost"))
 }
 

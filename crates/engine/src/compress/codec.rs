@@ -1,8 +1,7 @@
-//! What travels over the cuts of a pipeline in place of a value: the value itself, or a message that its scheme makes
-//! of it.
+//! Values over the cuts of a pipeline: a sender makes a message of a value by its scheme, and the receiver restores it.
 //!
-//! A message is made of the whole value that a rank has; where that is the same on every tp rank, each of them makes
-//! the same message and sends its part of the bytes. So what is lost does not depend on tp. Rows are samples.
+//! A message is made of the whole value that a rank has. If all tp ranks have the same value, each of them makes the
+//! same message and sends its part of the bytes, so that the loss does not depend on tp. Rows are samples.
 //!
 //! At a virtual cut a value becomes a message and is restored on the same rank: see [`Codec::cross`].
 
@@ -26,7 +25,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// How one rank codes what crosses cuts.
+/// One rank's end of all cuts.
 #[derive(Debug)]
 pub struct Codec {
     compress: Compress,
@@ -37,10 +36,9 @@ pub struct Codec {
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
-    /// What this rank keeps of each message of a step, where there is feedback: its states as sender, or its estimate
-    /// as receiver.
+    /// With feedback, the states of each message of a step: those of its sender, or the estimate of its receiver.
     kept: BTreeMap<Site, Sender<Buffer>>,
-    /// In a pass that may have to be repeated: what was kept before it, where it has changed.
+    /// In a pass that may have to be repeated, the states before it that have changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
     /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and
     /// micro-batch.
@@ -126,7 +124,7 @@ impl Codec {
         Ok(self.device.zeros(DType::F32, count)?)
     }
 
-    /// Begins a step of these samples, those of one of the ranks of `data`.
+    /// Begins a step of the samples of one of the ranks of `data`.
     ///
     /// # Errors
     /// Samples without numbers, or with unknown ones, where their activations are kept.
@@ -160,7 +158,7 @@ impl Codec {
         }
     }
 
-    /// What is kept of a message, in a pass that trains, for changing it.
+    /// The states of a message, in a pass that trains, to be changed.
     fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
         let site = Site { micro: self.clock.step_of(site.micro).1, ..site };
         let Some(kept) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
@@ -220,7 +218,7 @@ impl Codec {
         Ok(self.packed_and_last(site, of, value, buffer, room)?.0)
     }
 
-    /// The same, with what the message is added to, where that is the activation of samples.
+    /// The message of a value, and with AQ-SGD the m that it is added to.
     fn packed_and_last(
         &mut self,
         site: Site,
@@ -247,7 +245,7 @@ impl Codec {
         let mut message = device.alloc(DType::U8, room)?;
         let begins = self.compress.begins_at(step);
         if let Some(cut) = self.history(site) {
-            // With m as the estimate, the difference is that of EF21.
+            // EF21 sends this difference too, with m as its estimate.
             let estimate = self.histories.read(cut, micro, &*device)?;
             let [residual, momentum] = [device.alloc(DType::F32, 0)?, device.alloc(DType::F32, 0)?];
             let mut sender = Sender { residual, estimate, momentum };
@@ -284,7 +282,7 @@ impl Codec {
         self.stored(value, dtype)
     }
 
-    /// What messages restore to is f32; values may have 16 bits.
+    /// A restored value, which is f32, in the type of the value.
     fn stored(&self, value: Buffer, dtype: DType) -> Result<Buffer, TrainError> {
         Ok(if value.dtype() == dtype { value } else { self.device.pointwise()?.cast(&value, dtype)? })
     }
@@ -315,7 +313,7 @@ impl Codec {
         Ok(device.layout()?.copy(estimate)?)
     }
 
-    /// What the other side of a cut has of a value that stays on this rank: what it would receive.
+    /// A value that stays on this rank, as the other side of a cut would receive it.
     pub fn cross(&mut self, site: Site, Message { tensor, types }: Message) -> Result<Message, TrainError> {
         let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
         let Some(packed) = self.packed(site, &value)? else { return Ok(Message { tensor, types }) };
@@ -329,7 +327,7 @@ impl Codec {
                 device.compression()?.unpack(&packed.scheme, packed.shape, &message, Fold::Add, &mut last, 0)?;
                 last
             }
-            // The sender's estimate is the receiver's: both add what was sent.
+            // The sender's estimate is the receiver's: both add the same message.
             (None, Some(estimate)) => device.layout()?.copy(estimate)?,
             (None, None) => restored(&*device, &packed, &part(&message, packed.bytes)?, keeps.as_ref())?,
         };

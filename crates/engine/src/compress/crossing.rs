@@ -40,7 +40,7 @@ impl Crossing {
         StateKey { parameter: self.name.clone(), state: Some(state.to_owned()) }
     }
 
-    /// The states that this rank keeps: of a sender those that the feedback names, of a receiver the estimate.
+    /// The states that this rank keeps: all of the feedback's as sender, its estimate as receiver.
     pub fn states(&self, plan: &Plan) -> impl Iterator<Item = &'static str> {
         let feedback = plan.compress.feedback;
         let kept = if self.sends { feedback.keeps() } else { [false, feedback.keeps_estimate(), false] };
@@ -107,7 +107,7 @@ pub fn crossings(staged: Staged<'_>, coords: Coords) -> Result<Vec<Crossing>, Tr
 /// [`Trainer`](crate::Trainer) does.
 ///
 /// # Errors
-/// What does not go together, and what would be valid.
+/// The settings that do not go together, and valid ones.
 pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<(), TrainError> {
     plan.compress.require_fit(plan)?;
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);

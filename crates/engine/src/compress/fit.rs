@@ -11,7 +11,7 @@ pub struct Around {
     pub canonical: bool,
     /// Whether there are virtual cuts.
     pub simulates: bool,
-    /// What data-parallel ranks share out.
+    /// The state that data-parallel ranks share out.
     pub zero: ZeroStage,
 }
 
@@ -22,7 +22,7 @@ pub struct Unfit {
     pub setting: Setting,
     /// Why it does not fit.
     pub problem: String,
-    /// What would be valid.
+    /// A valid setting.
     pub valid: String,
 }
 

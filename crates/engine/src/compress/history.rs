@@ -1,10 +1,10 @@
 //! AQ-SGD at the cuts (Wang et al. 2022, arXiv:2206.01299): sender and receiver keep the last activation m of every
-//! sample. The first time that samples cross, they cross as they are; after that the message is of a - m, and the
-//! receiver goes on with m and what the message restores to.
+//! sample. Samples cross uncompressed the first time. After that the message is of a - m, and the receiver adds it to
+//! m.
 //!
-//! A step crosses a cut in one way: as it is where any sample of the global batch is new there. m changes when the step
-//! is over, by all of its messages: where a sample comes twice in a step, by the last of them. So a step that begins
-//! anew begins with the same m.
+//! All samples of a step cross a cut in one way: uncompressed if any sample of the global batch is new there. m changes
+//! at the end of the step, by all of its messages; if a sample comes twice in a step, its last message counts. So a
+//! step that is repeated begins with the same m.
 //!
 //! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut
 //! gather each other's messages, and all have the same m
@@ -99,8 +99,7 @@ impl Side {
     }
 }
 
-/// The slices in which a rank saves the activations of `samples` samples, where it has this slice of those of a
-/// micro-batch.
+/// The slices in which a rank saves the activations of `samples` samples. `slice` is its slice of a micro-batch.
 pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = LocalSlice> {
     let each = slice.stored.count() / slice.stored[0].max(1);
     let together = (SAVED / each.max(1)).max(1);
@@ -168,7 +167,7 @@ impl Histories {
         Ok(histories)
     }
 
-    /// Begins a step of these samples, which are those of one of the ranks of `data`.
+    /// Begins a step of the samples of one of the ranks of `data`.
     ///
     /// # Errors
     /// Samples without numbers, or with unknown ones.
@@ -322,6 +321,6 @@ impl History {
             self.kept.write(&rows, &places)?;
         }
         written.into_iter().for_each(|number| self.seen[number] = 1.0);
-        self.kept.settle()
+        self.kept.flush()
     }
 }

@@ -1,6 +1,6 @@
-//! Everything that compresses what ranks send each other.
+//! Everything that compresses the messages of ranks.
 //!
-//! | what travels | compressed by | what is brought back |
+//! | value | compressed by | how its loss is brought back |
 //! |---|---|---|
 //! | activations and their gradients, over cuts between stages | [`codec`]: a message for each micro-batch | feedback of each message ([`crossing`]); AQ-SGD of each sample ([`history`]) |
 //! | gradients of weights, summed over data-parallel ranks | [`lossy_sum`], and [`factor_sum`] for PowerSGD: a sum for each bucket | feedback of each bucket ([`sum_plan`]) |

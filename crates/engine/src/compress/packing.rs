@@ -1,4 +1,4 @@
-//! How values at cuts become messages: their shape and size, what is refused, and what a message restores to.
+//! How values at cuts become messages: shape and size of messages, refused values, and how a message is restored.
 
 use super::settings::Compress;
 use crate::boundary::Boundary;

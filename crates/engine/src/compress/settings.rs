@@ -4,7 +4,7 @@ use meshwork_compress::{Feedback, Scheme, Values};
 use meshwork_pipeline::Direction;
 use meshwork_tensor::tape::RowSchemes;
 
-/// Lossy compression of what ranks send each other. By default nothing is compressed.
+/// Lossy compression of the values that ranks send each other. By default nothing is compressed.
 ///
 /// ```
 /// use meshwork_engine::{Compress, Plan};
@@ -25,8 +25,8 @@ pub struct Compress {
     pub activation_gradients: Scheme,
     /// Gradients of weights, summed over data-parallel ranks. Each bucket is one value, of one row.
     pub gradients: Scheme,
-    /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209): what a rank has of each parameter is
-    /// one value, of one row. All ranks use what messages restore to; the rank that updates a weight keeps it exactly.
+    /// Weights, where ranks gather them with ZeRO-3 (ZeRO++, arXiv:2306.10209). A rank's slice of each parameter is one
+    /// value, of one row. All ranks use the restored weights; the rank that updates a weight keeps it exactly.
     pub weights: Scheme,
     /// Tokens that ranks exchange to reach their experts, and the results of these. Each token is one value.
     pub dispatch: Scheme,
@@ -39,7 +39,7 @@ pub struct Compress {
     /// cut keep the last activation of each, and the scheme compresses the difference from it. Batches need the numbers
     /// of their samples, in the field [`SAMPLE`](meshwork_nn::SAMPLE).
     pub aqsgd: Option<usize>,
-    /// How what compression lost is brought back, wherever something is compressed.
+    /// How the loss of compression is brought back, wherever something is compressed.
     pub feedback: Feedback,
     /// The first step that compresses, from 1.
     pub start_step: u64,
@@ -66,7 +66,7 @@ impl Default for Compress {
 }
 
 impl Compress {
-    /// What is compressed, with its scheme.
+    /// The compressed values, with their schemes.
     pub fn schemes(&self) -> impl Iterator<Item = (Setting, Scheme)> {
         let all = [
             (Setting::Activations, self.activations),
@@ -94,7 +94,7 @@ impl Compress {
         step + 1 == self.start_step.max(1)
     }
 
-    /// The scheme of what crosses cuts in a direction, if it is compressed.
+    /// The scheme of values that cross cuts in a direction, if they are compressed.
     pub(crate) fn at_cuts(&self, direction: Direction) -> Option<Scheme> {
         let scheme = match direction {
             Direction::Activation => self.activations,

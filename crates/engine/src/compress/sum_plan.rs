@@ -12,11 +12,11 @@ use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{ParamSpec, Shape as Dims};
 use std::ops::Range;
 
-/// The names of the states of a sender, which lie beside those of the optimizer.
+/// The names of the states of a sender, saved beside the optimizer's.
 pub const STATES: [&str; 3] = ["gradient_residual", "gradient_estimate", "gradient_momentum"];
 /// The estimate of the sum.
 pub const SUM_ESTIMATE: &str = "gradient_sum_estimate";
-/// What the second compression, of a rank's shard of the sum, lost.
+/// The loss of the second compression, of a rank's shard of the sum.
 pub const SHARD_RESIDUAL: &str = "gradient_shard_residual";
 /// All Q of PowerSGD, one after the other.
 pub const FACTOR: &str = "gradient_factor";
@@ -78,7 +78,7 @@ pub struct Shard {
     /// Its elements in the bucket.
     pub range: Range<usize>,
     pub shape: Shape,
-    /// Where its message begins among those of all shards, one after the other.
+    /// Where its message begins among the messages of all shards.
     pub at: usize,
     /// Bytes of its message; 0 if it is empty.
     pub bytes: usize,

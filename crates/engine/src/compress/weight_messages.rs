@@ -1,12 +1,12 @@
 //! Compressed gathers of weights, as ZeRO++ has them (Wang et al. 2023, arXiv:2306.10209, section 3.1): ranks with
-//! ZeRO-3 send each other compressed slices, and all of them use what these restore to, the owner of a slice too. The
-//! owner updates its exact slice, so that what a gather loses does not add up.
+//! ZeRO-3 send each other compressed slices, and all of them, the owner of a slice too, use the restored slices. The
+//! owner updates its exact slice, so that losses of gathers do not add up.
 //!
 //! A message of a slice has one part for each parameter that the slice has elements of, compressed by itself: the scale
 //! of one parameter does not depend on others, and ranks of `tp` that hold the same parameter restore the same.
 //!
-//! What is drawn for an element depends on its parameter, its place there and the number of updates behind the weights:
-//! so every gather of one version of the weights restores to the same values, in each micro-batch, in backward, and
+//! A random number for an element depends on its parameter, its place there and the number of updates of the weights.
+//! So every gather of one version of the weights restores to the same values, in each micro-batch, in backward, and
 //! where a forward is recomputed.
 
 use crate::layout::Layout;
@@ -42,7 +42,7 @@ struct FlatMessages {
     elements: usize,
     /// Elements that no parameter has. They are zero, whatever the message restores to.
     padding: Vec<Range<usize>>,
-    /// Bytes of a message: those of the longest.
+    /// Bytes of the longest message, which all messages have.
     bytes: usize,
 }
 

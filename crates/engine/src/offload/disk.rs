@@ -64,17 +64,18 @@ enum Work {
     Read { at: u64, into: Buffer },
 }
 
-/// What is to come.
+/// How a read or write ends.
 #[derive(Debug)]
 enum Coming {
     Nothing,
-    /// What the thread answers.
+    /// With an answer of the thread.
     Answer(Receiver<io::Result<Buffer>>),
     /// A copy of the device, for which the device waits, and not the host.
     Copy(u64),
 }
 
-/// The end of a read or write. Dropping it waits: what it uses is freed by the rank, at a place of its program.
+/// A read or write under way. Dropping it waits, because its memory is freed by the rank, at a fixed place of its
+/// program.
 #[derive(Debug)]
 struct Answer {
     from: Coming,
@@ -149,7 +150,7 @@ pub struct Reading {
 /// Memory of a device.
 #[derive(Debug)]
 enum Destination {
-    /// To which the rank copies what the thread has read.
+    /// To which the rank copies the bytes that the thread has read.
     Upload(Upload),
     /// To which the device copies by itself; or there are no values.
     Memory(Buffer),
@@ -258,14 +259,15 @@ impl Disk {
         }
     }
 
-    /// A region of so many bytes. What it has is unspecified, but for regions that nothing had before: these are zero.
+    /// A region of so many bytes. A region of bytes that were never used is zero; the contents of others are
+    /// unspecified.
     pub fn region(self: &Rc<Self>, bytes: usize) -> Rc<Region> {
         Rc::new(Region::of(&self.space, bytes as u64))
     }
 
     /// Writes memory of the device to a region, `from` bytes behind its beginning.
     pub fn write(self: &Rc<Self>, region: &Region, from: u64, held: Buffer) -> Result<Writing, TrainError> {
-        // What was not foreseen: experts with uneven loads.
+        // More than was predicted, if experts have uneven loads.
         self.reserve(region.end())?;
         let (at, bytes) = (region.at() + from, held.bytes() as u64);
         let moved = self.moved.get();

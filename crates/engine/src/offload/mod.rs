@@ -1,20 +1,21 @@
-//! Offload: what a rank does not need at the moment leaves its memory and comes back before it is needed
-//! (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857). States of the optimizer go page by page through the
-//! update, gradients bucket by bucket from backward to the update, activations segment by segment from forward to
-//! backward, and the activations of samples that AQ-SGD keeps leave for good, but for those of a micro-batch.
+//! Offload: memory that a rank does not need at the moment is written to a store and read back before it is needed
+//! (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857). States of the optimizer are in memory page by page
+//! during the update. Gradients are in the store from backward to the update, bucket by bucket, and activations from
+//! forward to backward, segment by segment. Of the activations of samples that AQ-SGD keeps, one micro-batch is in
+//! memory.
 //!
-//! | module | what it does |
+//! | module | contents |
 //! |---|---|
 //! | `folder` | a file of a rank in a folder |
-//! | `disk` | reads and writes in the background, in the order in which they were asked for: by a thread, or by the device to its own host memory |
-//! | `space` | which bytes of a store are in use |
+//! | `disk` | reads and writes in the background, in the order of the calls: by a thread, or by the device to its own host memory |
+//! | `space` | the bytes of a store that are in use |
 //! | `pages` | the states of the optimizer, a few pages of them in memory |
 //! | `rows` | activations of samples, some rows of them in memory |
-//! | `saved` | what forward keeps for backward |
-//! | `parked` | gradients to which nothing is added at the moment |
+//! | `saved` | tensors that forward saves for backward |
+//! | `parked` | gradients between two uses |
 //!
-//! Which bytes leave and come back, and which memory is alive when, follows from the program alone: a rank waits for
-//! its file at fixed places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
+//! Which bytes are moved, and which memory is alive when, follows from the program alone: a rank waits for its file at
+//! fixed places, and frees memory there. So a dry run, which has no file, predicts a run to the byte.
 
 pub(crate) mod disk;
 mod folder;
@@ -31,14 +32,14 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What leaves the memory of a rank, in a [`Plan`](crate::Plan).
+/// The memory of a rank that is offloaded, in a [`Plan`](crate::Plan).
 #[derive(Clone, Debug)]
 pub struct Offload {
     /// The states of the optimizer.
     pub optimizer: bool,
     /// The gradients of weights.
     pub gradients: bool,
-    /// What forward keeps for backward.
+    /// The tensors that forward saves for backward.
     pub activations: bool,
     /// The activations of samples that [AQ-SGD](crate::Compress::aqsgd) keeps.
     pub samples: bool,
@@ -46,7 +47,7 @@ pub struct Offload {
     pub to: Option<Arc<dyn Backing>>,
 }
 
-/// Where memory goes that leaves a device: a [`Folder`], or a store of a user's own.
+/// The stores of offloaded memory: a [`Folder`], or a store of a user's own.
 pub trait Backing: Debug + Send + Sync {
     /// Opens the store of a rank. No other rank, of this run or of another, writes to it.
     ///
@@ -57,7 +58,7 @@ pub trait Backing: Debug + Send + Sync {
 
 /// Bytes outside of a device. One thread uses it.
 pub trait Store: Debug + Send {
-    /// What messages call it.
+    /// Its name in messages.
     fn name(&self) -> String;
 
     /// Makes room for `bytes` bytes in all. Later writes of bytes before this end do not fail for lack of room.
@@ -66,7 +67,7 @@ pub trait Store: Debug + Send {
     /// No room.
     fn reserve(&mut self, bytes: u64) -> io::Result<()>;
 
-    /// Reads bytes from `at` on. What was never written is zero.
+    /// Reads bytes from `at` on. Bytes that were never written are zero.
     ///
     /// # Errors
     /// Of the device below.
@@ -79,7 +80,7 @@ pub trait Store: Debug + Send {
     fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()>;
 }
 
-/// What went wrong with memory outside of the device. Weights in memory and checkpoints are not touched by it, but the
+/// An error of offload. Weights in memory and checkpoints are not touched by it, but the
 /// states of this run's optimizer are incomplete: start it again from a checkpoint.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
@@ -105,7 +106,7 @@ pub enum OffloadError {
         store: String,
         /// Bytes that this rank offloads in all.
         bytes: u64,
-        /// What the system or the device says.
+        /// The error of the system or of the device.
         source: io::Error,
     },
     /// Bytes that cannot be read or written.
@@ -119,7 +120,7 @@ pub enum OffloadError {
         bytes: u64,
         /// From where on.
         at: u64,
-        /// What the system says.
+        /// The error of the system.
         source: io::Error,
     },
 }
@@ -138,7 +139,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What was moved since an earlier time.
+    /// The bytes that were moved since an earlier time.
     pub fn since(self, before: Self) -> Self {
         Self { read: self.read - before.read, written: self.written - before.written, room: self.room }
     }

@@ -1,6 +1,6 @@
-//! The states of the elements of flat buffers, in pages. In memory a flat buffer is one page and all of them are there.
-//! Offloaded, an update goes over the pages in an order that is known before: while one is updated, the next is read
-//! and the one before is written back. So at most three are in memory, and none between steps.
+//! Optimizer states of the elements of flat buffers, in pages. Without offload a flat buffer is one page, in memory.
+//! With offload an update visits the pages in an order that is known before: while one is updated, the next is read and
+//! the one before is written back. So at most three are in memory, and none between steps.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -27,7 +27,7 @@ pub struct Page {
     pub range: Range<usize>,
 }
 
-/// What is in a flat buffer, for cutting it into pages.
+/// A flat buffer to be cut into pages.
 #[derive(Clone, Debug)]
 pub struct Flat {
     /// The types of its states.
@@ -78,7 +78,7 @@ fn cut(flats: &[Flat], most: usize) -> (Vec<Page>, Vec<Range<usize>>) {
         let (first, mut start) = (pages.len(), 0);
         while start < *elements {
             let wanted = start.saturating_add(most).min(*elements);
-            // Where that cuts what may not be cut, the page ends before it, or behind it if it begins there.
+            // A range that may not be cut begins or ends a page, or is one.
             let end = match whole.iter().find(|whole| whole.start < wanted && wanted < whole.end) {
                 Some(whole) if whole.start > start => whole.start,
                 Some(whole) => whole.end,
@@ -185,7 +185,7 @@ impl Elements {
         }
     }
 
-    /// Ends an update: what was changed is where it belongs.
+    /// Ends an update: all changes are written.
     pub fn finish(&mut self) -> Result<(), TrainError> {
         match &mut self.held {
             Held::Memory(_) => Ok(()),
@@ -239,7 +239,7 @@ impl Elements {
         }
     }
 
-    /// Replaces elements of a state of a flat buffer from `at` on by those of host memory.
+    /// Replaces elements of a state of a flat buffer from `at` on by `values`, in host memory.
     pub fn write(&mut self, flat: usize, state: usize, at: usize, values: &Buffer) -> Result<(), TrainError> {
         let (range, size) = (at..at + values.count(), values.dtype().size());
         for number in self.cover(flat, &range) {

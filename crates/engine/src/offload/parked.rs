@@ -1,5 +1,6 @@
-//! Gradients on a disk, bucket by bucket. With each that comes back the next one is read, in the direction in which the
-//! last two lay: backward and the update go over them in order, and the norm nearly so, from the other end.
+//! Gradients on a disk, bucket by bucket. While one bucket is used, the next one is read ahead: the one behind it if
+//! the last two were read upwards, else the one before it. Backward and the update read the buckets in order, and the
+//! norm reads them nearly in the reverse order.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -13,75 +14,78 @@ use std::rc::Rc;
 #[derive(Debug)]
 pub struct Parked {
     disk: Rc<Disk>,
-    places: BTreeMap<usize, Place>,
+    /// By bucket.
+    stored: BTreeMap<usize, Stored>,
     /// The write under way, which the next one waits for.
     writing: Option<Writing>,
+    /// The bucket that is read ahead.
     ahead: Option<(usize, Reading)>,
-    /// The place that was asked for last.
+    /// The bucket that was read last.
     last: usize,
 }
 
-/// Where a vector was written to, what it is made of, and whether that was in this step.
+/// A vector on the disk.
 #[derive(Debug)]
-struct Place {
+struct Stored {
     region: Rc<Region>,
     dtype: DType,
     count: usize,
+    /// Whether it was written in this step.
     fresh: bool,
 }
 
 impl Parked {
     /// Nothing is parked yet.
     pub fn on(disk: &Rc<Disk>) -> Self {
-        let (places, writing, ahead, last) = Default::default();
-        Self { disk: disk.clone(), places, writing, ahead, last }
+        let (stored, writing, ahead, last) = Default::default();
+        Self { disk: disk.clone(), stored, writing, ahead, last }
     }
 
-    fn place(&self, place: usize) -> Result<&Place, VectorError> {
-        Ok(self.places.get(&place).ok_or("these gradients were never parked")?)
+    fn stored(&self, bucket: usize) -> Result<&Stored, VectorError> {
+        Ok(self.stored.get(&bucket).ok_or("these gradients were never parked")?)
     }
 
-    fn read(&self, place: usize) -> Result<Reading, VectorError> {
+    fn read(&self, bucket: usize) -> Result<Reading, VectorError> {
         let _gradients = self.disk.device().meter().enter(Category::Gradients);
-        let Place { region, dtype, count, .. } = self.place(place)?;
+        let Stored { region, dtype, count, .. } = self.stored(bucket)?;
         Ok(self.disk.read(region, 0, *dtype, *count)?)
     }
 }
 
 impl Parking for Parked {
-    fn put(&mut self, place: usize, vector: Buffer) -> Result<(), VectorError> {
-        self.ahead.take_if(|(ahead, _)| *ahead == place);
+    fn put(&mut self, bucket: usize, vector: Buffer) -> Result<(), VectorError> {
+        self.ahead.take_if(|(ahead, _)| *ahead == bucket);
         if let Some(writing) = self.writing.take() {
             writing.wait()?;
         }
         let (dtype, count) = (vector.dtype(), vector.count());
-        let new = || Place { region: self.disk.region(vector.bytes()), dtype, count, fresh: true };
-        let place = self.places.entry(place).or_insert_with(new);
-        place.fresh = true;
-        self.writing = Some(self.disk.write(&place.region, 0, vector)?);
+        let new = || Stored { region: self.disk.region(vector.bytes()), dtype, count, fresh: true };
+        let stored = self.stored.entry(bucket).or_insert_with(new);
+        stored.fresh = true;
+        self.writing = Some(self.disk.write(&stored.region, 0, vector)?);
         Ok(())
     }
 
-    fn get(&mut self, place: usize) -> Result<Buffer, VectorError> {
+    fn get(&mut self, bucket: usize) -> Result<Buffer, VectorError> {
         let reading = match self.ahead.take() {
-            Some((ahead, reading)) if ahead == place => reading,
-            _ => self.read(place)?,
+            Some((ahead, reading)) if ahead == bucket => reading,
+            _ => self.read(bucket)?,
         };
         let vector = reading.wait()?;
-        let back = place < std::mem::replace(&mut self.last, place);
-        let (before, behind) = (self.places.range(..place).next_back(), self.places.range(place + 1..).next());
+        let back = bucket < std::mem::replace(&mut self.last, bucket);
+        let (before, behind) = (self.stored.range(..bucket).next_back(), self.stored.range(bucket + 1..).next());
         let next = if back { before } else { behind }.filter(|(_, next)| next.fresh).map(|(&next, _)| next);
         self.ahead = next.map(|next| self.read(next).map(|reading| (next, reading))).transpose()?;
         Ok(vector)
     }
 
-    fn peek(&self, place: usize) -> Result<Buffer, VectorError> {
-        let Place { region, dtype, count, .. } = self.place(place)?;
+    fn peek(&self, bucket: usize) -> Result<Buffer, VectorError> {
+        let Stored { region, dtype, count, .. } = self.stored(bucket)?;
         Ok(self.disk.read_now(region, 0, *dtype, *count)?)
     }
 
     fn begin(&mut self) {
         (self.writing, self.ahead, self.last) = (None, None, 0);
-        self.places.values_mut().for_each(|place| place.fresh = false);
+        self.stored.values_mut().for_each(|stored| stored.fresh = false);
     }
 }

@@ -1,5 +1,5 @@
 //! Rows of a matrix that are read and written by their numbers, in memory or on a disk. On a disk the rows that are
-//! needed next can be read ahead, and what is written is waited for before the next write. Reads see all writes before
+//! needed next can be read ahead, and the next write waits for the writes before it. Reads see all writes before
 //! them.
 
 use super::disk::{Disk, Reading, Writing};
@@ -103,7 +103,7 @@ impl Rows {
     /// A disk that fails.
     pub fn write(&mut self, from: &Buffer, places: &[(usize, usize)]) -> Result<(), TrainError> {
         let row = self.row;
-        self.settle()?;
+        self.flush()?;
         for &(number, at) in places {
             let source = at * row..(at + 1) * row;
             match &mut self.held {
@@ -117,11 +117,11 @@ impl Rows {
         Ok(())
     }
 
-    /// Waits for what is being written, and forgets what was read ahead.
+    /// Waits for all writes, and forgets rows that were read ahead.
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn settle(&mut self) -> Result<(), TrainError> {
+    pub fn flush(&mut self) -> Result<(), TrainError> {
         if let Held::Disk { ahead, behind, .. } = &mut self.held {
             *ahead = None;
             take(behind).into_iter().try_for_each(|writing| writing.wait().map(drop))?;

@@ -1,6 +1,6 @@
-//! What forward keeps for backward, on a disk meanwhile. What a segment has saved is written while the next one goes
-//! forward, and read while the segment behind it goes backward. What was saved last stays in memory until another
-//! segment goes forward: its backward may come next.
+//! Tensors that forward saves for backward, on a disk meanwhile. Those of a segment are written while the next segment
+//! runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until another
+//! segment runs forward, because its backward may come next.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -82,13 +82,13 @@ impl SavedTensor for Handle {
     }
 }
 
-/// What of the saved tensors of a segment may be away.
+/// The saved tensors of a segment that may be on disk.
 #[derive(Debug, Default)]
 pub struct Shelved(Vec<Weak<Slot>>);
 
 impl Shelved {
     fn slots(&self) -> impl Iterator<Item = Rc<Slot>> {
-        // Backward needs first what was saved last.
+        // Backward first needs the tensors that were saved last.
         self.0.iter().rev().filter_map(Weak::upgrade)
     }
 }
@@ -109,24 +109,23 @@ impl Shelf {
         Self { disk: disk.clone(), fresh: RefCell::default(), leaving: RefCell::default() }
     }
 
-    /// Before the forward of a segment: what the segment before it saved begins to leave, what the one before that
-    /// saved has left.
+    /// Before the forward of a segment: begins to write the tensors of the segment before it, after the write of
+    /// earlier ones is over.
     pub fn begin_forward(&self) -> Result<(), TrainError> {
-        self.settle()?;
+        self.flush()?;
         self.write_fresh()
     }
 
-    /// Before a walk back over a segment, in front of which lies `next`: what the segment needs comes back first, then
-    /// what that one needs.
+    /// Before a walk back over a segment: reads its tensors, and then those of `next`, the segment before it.
     pub fn begin_backward(&self, segment: &Shelved, next: Option<&Shelved>) -> Result<(), TrainError> {
         let wanted = || segment.slots().chain(next.into_iter().flat_map(Shelved::slots));
         wanted().for_each(|slot| slot.wanted.set(true));
-        self.settle()?;
+        self.flush()?;
         self.write_fresh()?;
         wanted().try_for_each(|slot| slot.fetch())
     }
 
-    /// After a walk back over a segment: what it still needs, for gradients of weights, may leave again.
+    /// After a walk back over a segment: the tensors that it still needs, for gradients of weights, may leave again.
     pub fn end_backward(&self, segment: &Shelved) {
         for slot in segment.slots() {
             slot.wanted.set(false);
@@ -137,14 +136,14 @@ impl Shelf {
         }
     }
 
-    /// Forgets what was to be written, after a failure.
+    /// Forgets all writes, after a failure.
     pub fn clear(&self) {
         self.fresh.take();
         self.leaving.take();
     }
 
-    /// Waits for what is being written.
-    fn settle(&self) -> Result<(), TrainError> {
+    /// Waits for all writes.
+    fn flush(&self) -> Result<(), TrainError> {
         for (slot, writing) in self.leaving.take() {
             writing.wait()?;
             if let Some(slot) = slot.upgrade() {
@@ -154,7 +153,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Begins to write what nothing is about to need.
+    /// Begins to write the tensors that nothing is about to need.
     fn write_fresh(&self) -> Result<(), TrainError> {
         for slot in self.fresh.take() {
             let Some(slot) = slot.upgrade().filter(|slot| !slot.wanted.get()) else { continue };
@@ -177,12 +176,12 @@ pub struct Shelving {
 }
 
 impl Shelving {
-    /// A policy for one segment, which recomputes what `policy` does.
+    /// A policy for one segment, which recomputes where `policy` does.
     pub fn new(shelf: &Rc<Shelf>, policy: &dyn SavedPolicy) -> Self {
         Self { shelf: shelf.clone(), recomputes: policy.recomputes(), slots: RefCell::default() }
     }
 
-    /// What was saved.
+    /// The tensors that were saved.
     pub fn take(&self) -> Shelved {
         Shelved(self.slots.take())
     }

@@ -54,8 +54,8 @@ impl Space {
     }
 }
 
-/// Bytes of the store that are in use while this lives. What is asked for later comes later, so they may be given to
-/// another use while they are still read or written.
+/// Bytes of the store that are in use while this lives. Reads and writes run in the order of their calls, so they may
+/// be given to another use while they are still read or written.
 #[derive(Debug)]
 pub struct Region {
     at: u64,
