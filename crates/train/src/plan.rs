@@ -3,7 +3,6 @@
 use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
-use crate::cost;
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
@@ -19,7 +18,6 @@ use std::collections::BTreeSet;
 /// together.
 pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
-    text += &cost::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;

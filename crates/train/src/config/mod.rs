@@ -13,6 +13,7 @@
 mod architecture;
 mod arguments;
 mod batch;
+mod cards;
 mod check;
 mod cli;
 mod compress;
@@ -40,6 +41,7 @@ mod words;
 mod zero;
 
 pub use arguments::{help, parse_all};
+pub use cards::{CARDS, Card, Shares, card};
 pub use cli::Args;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint};

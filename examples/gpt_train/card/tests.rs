@@ -1,7 +1,7 @@
 use super::*;
-use crate::config::Args;
-use meshwork_core::DType;
-use meshwork_core::profile::Meeting;
+use meshwork::core::DType;
+use meshwork::core::profile::Meeting;
+use meshwork::train::config::Args;
 use std::sync::Arc;
 
 fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
@@ -160,4 +160,12 @@ fn the_report_says_time_mfu_and_memory() {
     assert!(!text.contains("more than it has"));
     config.device = Device::Cpu;
     assert_eq!(report(&config).unwrap(), "");
+}
+
+#[test]
+fn peaks_bound_what_good_programs_reach() {
+    let config = Config::from_toml("[model]\npreset = 'small'").unwrap();
+    let h100 = card("h100").expect("a known card");
+    let on = |shares| predict(&config, h100, shares).unwrap().seconds;
+    assert!(on(Shares::PEAKS) < on(Shares::REACHED));
 }
