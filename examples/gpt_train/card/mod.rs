@@ -50,14 +50,6 @@ pub struct StepTime {
     pub host: f64,
 }
 
-/// Predicts a step of the configuration on a card.
-///
-/// # Errors
-/// As [`dry_run::predict`].
-pub fn predict(config: &Config, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
-    Recorded::of(config)?.on(card, shares)
-}
-
 /// The calls of a step, of a rank of each stage; a card's rates make times of them.
 struct Recorded {
     plan: Plan,

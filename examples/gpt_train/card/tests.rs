@@ -12,6 +12,11 @@ fn rates(shares: Shares) -> Rates<'static> {
     Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false, graphs: false }
 }
 
+/// A step of the configuration on a card.
+fn predict(config: &Config, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
+    Recorded::of(config)?.on(card, shares)
+}
+
 /// Every number by hand: a product of 8192³ in f32 takes 2·8192³ operations, and moves 3·8192²·4 bytes.
 #[test]
 fn one_product_takes_what_is_calculated_by_hand() {
