@@ -1,6 +1,7 @@
 //! Trains a GPT over any mesh, every rank a thread of this process:
 //! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
 
+mod card;
 mod compression;
 #[path = "../shared/output.rs"]
 mod output;
@@ -70,9 +71,9 @@ fn main() -> ExitCode {
     }
 }
 
-/// The cost of a step before it runs, and where compression would pay.
+/// The cost of a step before it runs, its time on a card that is not here, and where compression would pay.
 fn report(config: &Config) -> Result<String, Box<dyn std::error::Error>> {
-    Ok(plan::report(config)? + &compression::report(config)?)
+    Ok(plan::report(config)? + &card::report(config)? + &compression::report(config)?)
 }
 
 /// Prints where the time of a step went, and writes the pictures of the profile to files.

@@ -1,5 +1,8 @@
 //! The program `gpt_train` as a user runs it: flags and files in; standard output, metrics and exit codes out.
 
+#[path = "../../examples/gpt_train/card/mod.rs"]
+#[allow(dead_code)] // The program calls it.
+mod card;
 mod checkpoints;
 #[path = "../../examples/gpt_train/compression/mod.rs"]
 #[allow(dead_code)] // The program calls it.

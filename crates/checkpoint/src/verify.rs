@@ -1,8 +1,7 @@
 //! Checks that files are as they were written. The work is a list of units, which ranks can share.
 
 use crate::index::StoredTensor;
-use crate::{Checkpoint, Checksum, Damage, Slice, Unread, Unreadable, piece_file};
-use std::path::PathBuf;
+use crate::{Checkpoint, Damage, Slice, Unread, Unreadable, piece_file};
 
 /// Something that can be verified by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

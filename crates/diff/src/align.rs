@@ -9,7 +9,8 @@
 //! B   linear ──▶ all_gather ──▶ attention      gradient of kv on A  = gradient that all_gather returns
 //! ```
 
-use super::{Error, Place};
+use super::divergence::Place;
+use super::side::Error;
 use meshwork_core::{Axis, Ty};
 use meshwork_engine::program::{Op, Pairs, Program, Value};
 

@@ -3,12 +3,12 @@
 //! More than 400 lines: values, gradients, weights and states are compared in one order, and what cannot be compared is
 //! counted in each.
 
-use super::Error;
 use super::align::{At, Like, align};
 use super::divergence::{Between, Divergence, Place, Vector};
 use super::global::{Part, Piece, Replicas, Unit, assemble, replicas, unravel, whole};
 use super::program::Program;
 use super::report::Report;
+use super::side::Error;
 use super::ulps::{Float, Spread, Values};
 use super::world::{Held, Stepped};
 use meshwork_core::{Axis, Ty};

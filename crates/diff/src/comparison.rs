@@ -3,7 +3,9 @@
 use super::compare::Pair;
 use super::fault::Break;
 use super::program::Program;
-use super::{Error, Report, SIDES, Side, compare_pair};
+use super::report::Report;
+use super::side::{Error, Side};
+use super::{SIDES, compare_pair};
 use meshwork_train::Data;
 use meshwork_train::config::{Config, Fault};
 

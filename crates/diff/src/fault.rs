@@ -1,9 +1,10 @@
 //! A fault of one ulp, injected to show that a comparison finds it.
 
 use super::compare::Pair;
+use super::divergence::{Broken, Place};
 use super::program::Program;
+use super::side::{Hook, Key, Site};
 use super::ulps::Stored;
-use super::{Broken, Hook, Key, Place, Site};
 use meshwork_core::{Axis, DType, Element, Ty, Types, bf16, f16};
 use meshwork_engine::program::{Op, Value};
 use meshwork_tensor::tape::Seen;

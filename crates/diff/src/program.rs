@@ -1,7 +1,7 @@
 //! The program of a side: the operations of a step ([`engine::program`](meshwork_engine::program)), with its parameters
 //! and batch.
 
-use super::{Error, Key, Side};
+use super::side::{Error, Key, Side};
 use meshwork_core::{Axis, DType};
 use meshwork_engine::program::{self, Listing};
 use meshwork_engine::{ModelPlan, TrainError, dry_run};

@@ -1,7 +1,7 @@
 //! One of the two runs. Its ranks are threads that execute a step on request and return all values that they saw in it.
 
+use super::side::{Error, Hook, Key, Side, Site};
 use super::ulps::Values;
-use super::{Error, Hook, Key, Side, Site};
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
 use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};

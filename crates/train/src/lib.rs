@@ -3,7 +3,6 @@
 
 pub mod checkpoint;
 pub mod config;
-pub mod cost;
 pub mod data;
 mod devices;
 mod error;

@@ -3,7 +3,8 @@
 use meshwork_tensor::memory::Bytes;
 
 /// Ascending numbers as `0-3,8-11`.
-pub(crate) fn spans(numbers: &[usize]) -> String {
+#[must_use]
+pub fn spans(numbers: &[usize]) -> String {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
         match spans.last_mut() {
@@ -41,7 +42,8 @@ pub fn grouped(number: u64) -> String {
 }
 
 /// Bytes in binary units.
-pub(crate) fn size(bytes: f64) -> String {
+#[must_use]
+pub fn size(bytes: f64) -> String {
     Bytes(bytes.round() as u64).to_string()
 }
 

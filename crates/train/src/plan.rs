@@ -3,10 +3,9 @@
 use crate::checkpoint::room::Room;
 use crate::checkpoint::save_plan;
 use crate::config::{Config, Dtype};
-use crate::cost;
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
-pub use crate::predict::{EqualRanks, memory, predict, predict_all};
+pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
 use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::dry_run::bytes_on;
@@ -19,7 +18,6 @@ use std::collections::BTreeSet;
 /// together.
 pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
-    text += &cost::report(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
@@ -111,46 +109,5 @@ fn by_stage(layers: &[usize]) -> String {
     match layers {
         [_] => String::new(),
         _ => format!(", {} on the stages", layers.iter().map(usize::to_string).collect::<Vec<_>>().join(" + ")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_report_tells_ranks_apart_by_what_they_do() {
-        let config = Config::from_toml("[parallelism]\ndp = 2\npp = 2").unwrap();
-        let text = report(&config).unwrap();
-        assert!(text.starts_with("mesh tp=1,dp=2,pp=2: 4 ranks\n842,496 parameters\n"), "{text}");
-        assert!(text.contains("\n4 layers, 2 + 2 on the stages; products in f32\n"), "{text}");
-        assert!(text.contains("ranks 0-1 (pp rank 0), each") && text.contains("ranks 2-3 (pp rank 1), each"), "{text}");
-    }
-
-    #[test]
-    fn a_router_that_looks_ahead_is_told_of() {
-        let of = |router: &str| {
-            let toml = format!("[model]\nseq_len = 8\n[moe]\nnum_experts = 4\nrouter = '{router}'");
-            report(&Config::from_toml(&toml).unwrap()).unwrap()
-        };
-        assert!(
-            of("expert_choice").contains("\nwarning: moe.router = \"expert_choice\" compares a token with later ones")
-        );
-        assert!(!of("topk").contains("warning"));
-    }
-
-    #[test]
-    fn the_report_follows_the_partition() {
-        let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();
-        let text = report(&config).unwrap();
-        assert!(text.contains("\n4 layers, 4 + 0 on the stages; products in f32\n"), "{text}");
-        // The first has all of the 842,496 parameters but the last norm; the second has that norm and the tied table,
-        // 256 · 128.
-        assert!(text.contains("rank 0 (pp rank 0)\n  parameters     842,240\n"), "{text}");
-        assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
-        let one = Config::from_toml("[training]\nmatmul_dtype = 'bf16'").unwrap();
-        assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
-        let all = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
-        assert!(report(&all).unwrap().contains("\n4 layers; stored in bf16, products in bf16\n"));
     }
 }

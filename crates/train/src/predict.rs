@@ -59,28 +59,10 @@ pub fn memory(config: &Config) -> Result<Vec<MemoryUse>, TrainError> {
 }
 
 /// Most bytes alive at once on all ranks together.
-pub(crate) fn world_bytes(config: &Config) -> Result<u128, TrainError> {
+///
+/// # Errors
+/// As [`dry_run::predict`].
+pub fn world_bytes(config: &Config) -> Result<u128, TrainError> {
     let all = predict_all(config)?;
     Ok(all.iter().map(|equal| equal.ranks.len() as u128 * u128::from(equal.each.peak_bytes())).sum())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranks_that_differ_only_along_dp_do_the_same() {
-        // 250 words over 4 tp ranks: the last one holds padding.
-        let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
-        let config = Config::from_toml(toml).unwrap();
-        let mesh = config.mesh().unwrap();
-        let all = predict_all(&config).unwrap();
-        let equal = |rank: usize| all.iter().find(|equal| equal.ranks.contains(&rank)).unwrap();
-        for rank in 0..mesh.world_size() {
-            assert_eq!(equal(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
-        }
-        assert_eq!(all.iter().map(|equal| equal.ranks.len()).sum::<usize>(), 16);
-        let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
-        assert_eq!(world_bytes(&config).unwrap(), bytes);
-    }
 }

@@ -2,6 +2,8 @@
 //!
 //! More than 400 lines: one short test per section of the configuration.
 
+mod plan;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;

@@ -2,6 +2,8 @@
 //!
 //! More than 400 lines: one test a format or property, with the files that it needs.
 
+mod special_tokens;
+
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -300,3 +300,29 @@ fn layers_that_cannot_be_trained_are_refused() {
     let canonical = refused(Plan { numerics: Numerics::Canonical { blocks: 8 }, ..plan("dp=1") });
     assert!(canonical.contains("group_norm"), "{canonical}");
 }
+
+fn numbered(count: usize) -> Images {
+    let pixels = (0..2 * count).map(|i| i as f32).collect();
+    Images::new([1, 2], pixels, (0..count as i32).collect())
+}
+
+#[test]
+fn an_order_has_each_image_once_and_another_place_each_epoch() {
+    let images = numbered(50);
+    let (first, second) = (images.order(1, 1), images.order(1, 2));
+    assert_ne!(first, second);
+    assert_ne!(first, images.order(2, 1));
+    let mut sorted = first.clone();
+    sorted.sort_unstable();
+    assert!(sorted.into_iter().eq(0..50));
+}
+
+#[test]
+fn parts_cover_the_images_and_are_filled_up() {
+    let (train, held) = numbered(7).hold_out(3);
+    assert_eq!((train.labels(), held.labels()), (&[0, 1, 3, 4, 6][..], &[2, 5][..]));
+    let parts: Vec<Images> = train.parts(3).collect();
+    assert_eq!(parts[0].labels(), [0, 1, 3]);
+    assert_eq!(parts[1].labels(), [4, 6, Images::PADDING]);
+    assert_eq!(parts[1].pixels(), [8.0, 9.0, 12.0, 13.0, 0.0, 0.0]);
+}

@@ -1,5 +1,7 @@
 //! The profile of a step: it adds up, it counts what the device counts, and it changes nothing.
 
+mod slices;
+
 use meshwork_core::comm::thread::{self, Options};
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};

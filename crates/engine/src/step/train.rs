@@ -11,14 +11,14 @@ impl Trainer {
     /// at the end. Use [`start_step`](Self::start_step) to stop early, or to validate and save between steps.
     ///
     /// ```
-    /// # use meshwork_core::comm::thread::run_mesh;
+    /// # use meshwork_core::World;
     /// # use meshwork_engine::{Plan, TrainError, Trainer};
     /// # use meshwork_nn::{BatchSource, Model};
     /// # use meshwork_tensor::Device;
     /// # use std::sync::Arc;
     /// fn losses(model: &Arc<dyn Model>, device: &Arc<dyn Device>, data: &dyn BatchSource) -> Vec<Vec<f64>> {
     ///     let plan = Plan { mesh: "dp=2,pp=2".parse().unwrap(), ..Plan::default() };
-    ///     let ranks = run_mesh(&plan.mesh, |rank| {
+    ///     let ranks = World::Threads(4).run_mesh(&plan.mesh, |rank| {
     ///         let mut losses = Vec::new();
     ///         let mut trainer = Trainer::new(model.clone(), &plan, rank, device.clone())?;
     ///         trainer.train(data, 100, |report| losses.push(report.loss))?;

@@ -7,6 +7,7 @@
 //! Nothing here knows what a vector means or how it is cut: whatever the engine declares as state is saved and
 //! resharded.
 
+mod error;
 mod exchange;
 pub(crate) mod export;
 mod resume;
@@ -14,120 +15,18 @@ pub(crate) mod room;
 pub(crate) mod run;
 mod save;
 
+pub use error::CheckpointError;
 pub use exchange::exchange;
 pub use resume::{Leeway, Resumed, States, resume};
 pub(crate) use resume::{read_weights, resume_into};
 pub(crate) use save::save_plan_of;
 pub use save::{save, save_plan};
 
-use meshwork_checkpoint::{Dtype, LockError, PlanError, SaveError, Slice, SnapshotError, Unread};
-use meshwork_core::{CommError, DType};
-use meshwork_engine::{StateKey, TrainError};
-use meshwork_models::huggingface;
+use meshwork_checkpoint::{Dtype, Slice};
+use meshwork_core::DType;
+use meshwork_engine::StateKey;
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::LocalSlice;
-use std::path::PathBuf;
-
-/// Why a trainer cannot be saved or resumed.
-#[derive(thiserror::Error)]
-#[non_exhaustive]
-pub enum CheckpointError {
-    /// The trainer.
-    #[error(transparent)]
-    Train(#[from] TrainError),
-    /// A state that cannot be shared out among writers.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// A state that the plan of the checkpoint does not have.
-    #[error(transparent)]
-    Snapshot(#[from] SnapshotError),
-    /// A checkpoint that could not be written.
-    #[error(transparent)]
-    Save(#[from] SaveError),
-    /// A folder that cannot be written to, or that another run writes to.
-    #[error(transparent)]
-    Lock(#[from] LockError),
-    /// A run that differs from the saved run.
-    #[error(
-        "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, start anew in another folder, or permit them by checkpoint.permit = {:?}",
-        dir.display(), differences.join("\n  "), permit.join(",")
-    )]
-    Different {
-        /// The folder.
-        dir: PathBuf,
-        /// The differences.
-        differences: Vec<String>,
-        /// The words of `checkpoint.permit` that allow it.
-        permit: Vec<String>,
-    },
-    /// A folder that cannot be read.
-    #[error("the checkpoint folder {} cannot be read: {problem}", dir.display())]
-    Folder {
-        /// The folder.
-        dir: PathBuf,
-        /// The error of the system.
-        problem: String,
-    },
-    /// A state of another model or update rule.
-    #[error(
-        "{} does not fit this run:\n  {}\ncheckpoint.permit = \"optimizer\" drops states of the optimizer that do not fit",
-        path.display(), misfits.join("\n  ")
-    )]
-    Misfit {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The misfits.
-        misfits: Vec<String>,
-    },
-    /// A checkpoint without the counters of a trainer.
-    #[error("{} was not written by a trainer: its metadata has no number {key:?}", path.display())]
-    Foreign {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The missing key.
-        key: &'static str,
-    },
-    /// Not one checkpoint of the folder is whole.
-    #[error("every checkpoint in {} is damaged:\n  {}", dir.display(), damage.join("\n  "))]
-    AllDamaged {
-        /// The folder.
-        dir: PathBuf,
-        /// The damage of each, the newest first.
-        damage: Vec<String>,
-    },
-    /// A model that could not be written for Hugging Face.
-    #[error("checkpoint.export: {0}")]
-    Export(#[source] Box<huggingface::Error>),
-    /// This rank was asked to stop while it read.
-    #[error("stopped as asked, while a checkpoint was read")]
-    Stopped,
-    /// A checkpoint that some rank cannot read now. An older one is not used in its place: the run would write over the
-    /// newer.
-    #[error(
-        "rank {rank}: {problem}\nThis does not mean that {} is damaged, so the run does not go on from an older checkpoint. Make it readable, \
-         or move it away to go on from the one before",
-        path.display()
-    )]
-    Unreadable {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The first rank that cannot read it.
-        rank: usize,
-        /// Its error.
-        problem: String,
-    },
-    /// A file that is not as it was written, or that cannot be read now.
-    #[error(transparent)]
-    Unread(#[from] Unread),
-}
-
-meshwork_core::debug_as_display!(CheckpointError);
-
-impl From<CommError> for CheckpointError {
-    fn from(error: CommError) -> Self {
-        Self::Train(error.into())
-    }
-}
 
 /// The updates of the weights so far, in the metadata.
 const UPDATES: &str = "updates";

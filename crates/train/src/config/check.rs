@@ -10,7 +10,7 @@ use super::fault::Fault;
 use super::partition;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
-use super::{Config, architecture, effects};
+use super::{Config, architecture, permit};
 
 /// Adds the faults across keys to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
@@ -127,7 +127,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 
     let (key, checkpoint) = ("checkpoint.permit", &config.checkpoint);
-    for (word, valid) in effects::unknown(&checkpoint.permit) {
+    for (word, valid) in permit::unknown(&checkpoint.permit) {
         fail(Fault::new(key, word, "unknown", valid));
     }
     if settings.sound(&["checkpoint.dir", "checkpoint.resume"]) && checkpoint.resume && checkpoint.dir.is_none() {

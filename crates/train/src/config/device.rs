@@ -3,8 +3,8 @@
 use serde::{Serialize, Serializer};
 use std::fmt;
 
+use super::cards::{CARDS, card};
 use super::fault::{Fault, choose_from};
-use crate::cost::{CARDS, card};
 
 /// The device of each rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 use super::*;
-use crate::config::Args;
-use meshwork_core::DType;
-use meshwork_core::profile::Meeting;
+use meshwork::core::DType;
+use meshwork::core::profile::Meeting;
+use meshwork::train::config::Args;
 use std::sync::Arc;
 
 fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
@@ -10,6 +10,11 @@ fn span(class: Class, name: &'static str, flops: u64, bytes: u64) -> Span {
 
 fn rates(shares: Shares) -> Rates<'static> {
     Rates { card: card("h100").unwrap(), shares, tensor_cores: false, half: false, graphs: false }
+}
+
+/// A step of the configuration on a card.
+fn predict(config: &Config, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
+    Recorded::of(config)?.on(card, shares)
 }
 
 /// Every number by hand: a product of 8192³ in f32 takes 2·8192³ operations, and moves 3·8192²·4 bytes.
@@ -160,4 +165,12 @@ fn the_report_says_time_mfu_and_memory() {
     assert!(!text.contains("more than it has"));
     config.device = Device::Cpu;
     assert_eq!(report(&config).unwrap(), "");
+}
+
+#[test]
+fn peaks_bound_what_good_programs_reach() {
+    let config = Config::from_toml("[model]\npreset = 'small'").unwrap();
+    let h100 = card("h100").expect("a known card");
+    let on = |shares| predict(&config, h100, shares).unwrap().seconds;
+    assert!(on(Shares::PEAKS) < on(Shares::REACHED));
 }

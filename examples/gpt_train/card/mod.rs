@@ -8,22 +8,18 @@
 //! all [peaks](Shares::PEAKS), and with the shares of them that good programs [reach](Shares::REACHED). Neither is a
 //! measurement; `docs/gpu_performance.md` holds them against published ones.
 
-mod cards;
 mod walk;
 
-pub use cards::{CARDS, Card, Shares, card};
-pub use walk::Of;
-
-use crate::config::{Config, Device};
-use crate::numbers::{count, grouped, size, spans};
-use crate::predict::predict_all;
-use meshwork_core::Axis;
-use meshwork_core::profile::{Class, Detail, Recorder, Span};
-use meshwork_engine::{Plan, Recompute, TrainError, dry_run};
-use meshwork_pipeline::{ActionKind, Costs, Phase, simulate};
+use meshwork::core::Axis;
+use meshwork::core::profile::{Class, Detail, Recorder, Span};
+use meshwork::engine::{Plan, Recompute, TrainError, dry_run};
+use meshwork::pipeline::{ActionKind, Costs, Phase, simulate};
+use meshwork::train::config::{Card, Config, Device, Shares, card};
+use meshwork::train::numbers::{count, grouped, size, spans};
+use meshwork::train::plan::predict_all;
 use std::collections::BTreeMap;
 use std::time::Instant;
-use walk::{Rates, Walk};
+use walk::{Of, Rates, Walk};
 
 /// The name of the span that begins an action; the span that ends it is named after its kind.
 const BEGUN: &str = "begun";
@@ -54,25 +50,6 @@ pub struct StepTime {
     pub host: f64,
 }
 
-/// Predicts a step of the configuration on a card.
-///
-/// ```
-/// use meshwork_train::config::Config;
-/// use meshwork_train::cost::{self, Shares};
-///
-/// let config = Config::from_toml("[model]\npreset = 'small'")?;
-/// let h100 = cost::card("h100").expect("a known card");
-/// let (least, reached) = (cost::predict(&config, h100, Shares::PEAKS)?, cost::predict(&config, h100, Shares::REACHED)?);
-/// assert!(least.seconds < reached.seconds);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-///
-/// # Errors
-/// As [`dry_run::predict`].
-pub fn predict(config: &Config, card: &Card, shares: Shares) -> Result<StepTime, TrainError> {
-    Recorded::of(config)?.on(card, shares)
-}
-
 /// The calls of a step, of a rank of each stage; a card's rates make times of them.
 struct Recorded {
     plan: Plan,
@@ -100,7 +77,7 @@ impl Recorded {
                 .map(|step| step.offloaded.read.max(step.offloaded.written)),
         };
         let offloaded = ranks.iter().map(moved).collect::<Result<_, _>>()?;
-        let tensor_cores = plan.precision.operand_dtype(meshwork_core::DType::F32).is_half();
+        let tensor_cores = plan.precision.operand_dtype(meshwork::core::DType::F32).is_half();
         Ok(Self { plan, tensor_cores, graphs: config.cuda.graphs, ranks, offloaded })
     }
 
@@ -181,7 +158,7 @@ pub fn model_flops(config: &Config) -> Result<f64, TrainError> {
 ///
 /// # Errors
 /// As [`predict`].
-pub(crate) fn report(config: &Config) -> Result<String, TrainError> {
+pub fn report(config: &Config) -> Result<String, TrainError> {
     let Device::Card(name) = config.device else { return Ok(String::new()) };
     let Some(card) = card(name) else { return Ok(String::new()) };
     let recorded = Recorded::of(config)?;

@@ -1,0 +1,54 @@
+//! The report of `--steps 0`, and the predictions that it is made of.
+
+use meshwork_train::config::Config;
+use meshwork_train::plan::{predict, predict_all, report, world_bytes};
+
+#[test]
+fn the_report_tells_ranks_apart_by_what_they_do() {
+    let config = Config::from_toml("[parallelism]\ndp = 2\npp = 2").unwrap();
+    let text = report(&config).unwrap();
+    assert!(text.starts_with("mesh tp=1,dp=2,pp=2: 4 ranks\n842,496 parameters\n"), "{text}");
+    assert!(text.contains("\n4 layers, 2 + 2 on the stages; products in f32\n"), "{text}");
+    assert!(text.contains("ranks 0-1 (pp rank 0), each") && text.contains("ranks 2-3 (pp rank 1), each"), "{text}");
+}
+
+#[test]
+fn a_router_that_looks_ahead_is_told_of() {
+    let of = |router: &str| {
+        let toml = format!("[model]\nseq_len = 8\n[moe]\nnum_experts = 4\nrouter = '{router}'");
+        report(&Config::from_toml(&toml).unwrap()).unwrap()
+    };
+    assert!(of("expert_choice").contains("\nwarning: moe.router = \"expert_choice\" compares a token with later ones"));
+    assert!(!of("topk").contains("warning"));
+}
+
+#[test]
+fn the_report_follows_the_partition() {
+    let config = Config::from_toml("[parallelism]\npp = 2\n[pipeline]\npartition = [4, 0]").unwrap();
+    let text = report(&config).unwrap();
+    assert!(text.contains("\n4 layers, 4 + 0 on the stages; products in f32\n"), "{text}");
+    // The first has all of the 842,496 parameters but the last norm; the second has that norm and the tied table,
+    // 256 · 128.
+    assert!(text.contains("rank 0 (pp rank 0)\n  parameters     842,240\n"), "{text}");
+    assert!(text.contains("rank 1 (pp rank 1)\n  parameters     33,024\n"), "{text}");
+    let one = Config::from_toml("[training]\nmatmul_dtype = 'bf16'").unwrap();
+    assert!(report(&one).unwrap().contains("\n4 layers; products in bf16\n"));
+    let all = Config::from_toml("[training]\ndtype = 'bf16'").unwrap();
+    assert!(report(&all).unwrap().contains("\n4 layers; stored in bf16, products in bf16\n"));
+}
+
+#[test]
+fn ranks_that_differ_only_along_dp_do_the_same() {
+    // 250 words over 4 tp ranks: the last one holds padding.
+    let toml = "[model]\nvocab_size = 250\n[parallelism]\ndp = 2\ntp = 4\npp = 2\nsequence_parallel = true";
+    let config = Config::from_toml(toml).unwrap();
+    let mesh = config.mesh().unwrap();
+    let all = predict_all(&config).unwrap();
+    let equal = |rank: usize| all.iter().find(|equal| equal.ranks.contains(&rank)).unwrap();
+    for rank in 0..mesh.world_size() {
+        assert_eq!(equal(rank).each, predict(&config, rank).unwrap(), "rank {rank}");
+    }
+    assert_eq!(all.iter().map(|equal| equal.ranks.len()).sum::<usize>(), 16);
+    let bytes = (0..16).map(|rank| u128::from(predict(&config, rank).unwrap().peak_bytes())).sum::<u128>();
+    assert_eq!(world_bytes(&config).unwrap(), bytes);
+}
