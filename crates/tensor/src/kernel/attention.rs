@@ -19,7 +19,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
+    /// (query, key) pairs that the causal mask keeps, over all heads and sequences, if each sequence is one document.
     pub fn pairs(&self) -> u64 {
         let seq = self.seq as u64;
         (self.batch * self.heads) as u64 * (seq * (seq + 1) / 2)
@@ -42,24 +42,24 @@ impl AttentionShape {
 pub struct GroupedShape {
     /// Extents of the queries.
     pub queries: AttentionShape,
-    /// Heads of queries here to one of keys and values.
+    /// Query heads per head of keys and values.
     pub group: usize,
     /// Heads of keys and values in memory.
     pub kv_heads: usize,
-    /// The head of keys and values that the first heads of queries read; each following group reads the next one.
+    /// The head of keys and values for the first group of query heads; each following group reads the next one.
     pub first_kv_head: usize,
     /// The rotary embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
 }
 
 impl GroupedShape {
-    /// Every head with keys and values of its own.
+    /// Multi-head attention: every query head has its own keys and values.
     pub fn alone(queries: AttentionShape) -> Self {
         Self { queries, group: 1, kv_heads: queries.heads, first_kv_head: 0, rotary: None }
     }
 }
 
-/// Attention of new tokens to those in a cache, and to each other.
+/// Attention of new tokens to the tokens in a cache and to each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DecodeShape {
     /// Extents of the new tokens' queries, keys and values.
@@ -77,7 +77,7 @@ impl DecodeShape {
         queries.batch * self.capacity * 2 * kv_heads * queries.head_dim
     }
 
-    /// Two products of each new token with those before it and itself.
+    /// FLOPs of two products for each new token, over all tokens up to itself.
     pub fn flops(&self) -> u64 {
         let of = self.new.queries;
         let earlier = (of.batch * of.heads * of.seq * self.past) as u64;
@@ -100,17 +100,17 @@ pub struct AttentionDropout {
     pub global_heads: u64,
 }
 
-/// Documents that follow each other in a sequence.
+/// Several documents packed into a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct DocumentPositions<'a> {
     /// The position of each token in its document, `[batch, seq]` in i32: 0 begins a document, and each other position
-    /// is one more than the one before. A sequence may begin at any position below `seq`.
+    /// is its predecessor plus one. A sequence may begin at any position below `seq`.
     pub positions: &'a Buffer,
-    /// Whether tokens see only those of their own document. In any case rotations follow the positions.
+    /// Whether tokens attend only to their own document. Rotary embeddings follow the positions in either case.
     pub apart: bool,
 }
 
-/// What decides which pairs of tokens count, besides their order.
+/// Masks of attention, besides the causal mask.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionMasks<'a> {
     /// Dropout of attention probabilities.
@@ -148,13 +148,13 @@ kernels! {
         ) -> Result<(Buffer, Buffer)>
             | profile(Attention: q, kv), halves(alike q, kv -> q);
 
-        /// Appends the keys, rotated, and the values of the new tokens to the cache, and returns the output of their
-        /// queries. The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
+        /// Appends the rotated keys and the values of the new tokens to the cache, and returns the attention output of
+        /// the new tokens. The cache is `[batch, capacity, 2, kv_heads, head_dim]`.
         fn decode(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
             | profile(Attention: q, kv), halves(own);
 
         /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and zero
-        /// for heads of keys and values that no head here reads.
+        /// for heads of keys and values that no query head of this rank reads.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,
