@@ -1,16 +1,18 @@
 // Causal self attention, backward, with the probabilities recomputed from lse (as in Dao et al., arXiv:2205.14135).
 //
 //   P = e^(S scale - lse),  dP = (dO Vᵀ)∘M,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D) scale
-//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  of a group of heads the sum of their dK and of their dV
+//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  for groups, dK and dV are summed over the heads of a group
 //
-// Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries, rows dkv_row apart: in
-//           place without groups, else in [batch, seq, heads, head_dim], which rotary_backward turns back and attention_group_sum adds up.
-// Geometry dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head
-// and 16 keys, over the
-//           queries by 16. A thread has one pair of a tile, then features. Shared memory for tiles of Q, dO, K, V and of P and dS.
+// Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries,
+//           rows dkv_row apart: in place without groups, else in [batch, seq, heads, head_dim], which rotary_backward
+//           turns back and attention_group_sum adds up.
+// Geometry  dots: half a warp per row. dQ: one block per head and 16 queries, over the keys by 16; dK and dV: one block
+//           per head and 16 keys, over the queries by 16. A thread has one pair of a tile, then features. Shared memory
+//           for tiles of Q, dO, K, V and of P and dS.
 // Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
-// Bits      those of the CPU, as in attention_forward.cu, with dO, P∘M and dS rounded likewise in the precision bf16: S and dP are chains over the features, dQ is chained over the keys and dK and dV
-//           over the queries in blocks of 128; groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
+// Bits      as on the CPU, as in attention_forward.cu, with dO, P∘M and dS also rounded in the precision bf16: S and dP
+//           are chains over the features, dQ is chained over the keys and dK and dV over the queries in blocks of 128;
+//           groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
 #include "attention.cuh"
 #include "tree.cuh"
 
@@ -57,7 +59,7 @@ struct Scores {
     float p, ds;
 };
 
-// P∘M and dS of a pair of rows in the tiles, as products read them; zero where the mask hides it.
+// P∘M and dS of a pair of rows in the tiles, as products read them; zero where the pair is masked.
 template <class Tile>
 DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile& k, Tile& v, int key, i64 i, i64 j, RowDropout dropout) {
     if (j > i || i >= of.seq || j < of.documents.of(i)) return {0.0f, 0.0f};
@@ -84,10 +86,10 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
-    // The first key of this query's document, and the tile of the first of any query's of this block.
+    // The first key of this query's document, and the first key tile that any query of this block sees.
     i64 own = of.documents.of(i < of.seq ? i : first), begin = of.documents.of(first) / TILE * TILE;
     for (i64 keys = begin; keys < end; keys += TILE) {
-        __syncthreads();  // the keys and scores before these are read
+        __syncthreads();  // the previous keys and scores have been read
         load_rows<TILE>(k, STRIDE, of.k, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
         load_rows<TILE>(v, STRIDE, of.v, of.kv_row, keys, of.seq, of.head_dim, of.rounded);
         __syncthreads();
@@ -134,21 +136,22 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
     float k_sum[FEATURES], k_part[FEATURES], v_sum[FEATURES], v_part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) k_sum[f] = 0.0f, k_part[f] = 0.0f, v_sum[f] = 0.0f, v_part[f] = 0.0f;
-    // The first query of the block of the document that has this key on its diagonal.
+    // The first token of this key's document, and the first query of the block of the document with this key on its
+    // diagonal.
     i64 key = first + row, own = of.documents.of(key < of.seq ? key : first), diagonal = key - (key - own) % BACKWARD_BLOCK;
     bool several = false;
     for (i64 queries = first; queries < of.seq; queries += TILE) {
         if (of.documents.of(queries) >= first + TILE) break;  // no query from here on sees these keys
-        __syncthreads();  // the queries and scores before these are read
+        __syncthreads();  // the previous queries and scores have been read
         load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
         load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
         __syncthreads();
-        // As a thread of a pair: `row` is a query, `lane` a key.
+        // This thread as the owner of a pair: `row` is a query, `lane` a key.
         Scores scores = scores_of(of, q, dout, row * STRIDE, k, v, lane * STRIDE, queries + row, first + lane, dropout);
         p[row * (TILE + 1) + lane] = scores.p;
         ds[row * (TILE + 1) + lane] = scores.ds;
         __syncthreads();
-        // As a thread of features: `row` is a key.
+        // This thread as the owner of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
             i64 i = queries + query;
             if (i < key || i >= of.seq || of.documents.of(i) != own) continue;
@@ -216,8 +219,8 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 
-// The sums over the heads of each group, from [rows, heads, head_dim] to heads first .. of rows to_row apart, in the
-// tree.
+// Sums over the heads of each group, in the tree, from [rows, heads, head_dim] to the heads from `first` on of rows
+// to_row apart.
 KERNEL attention_group_sum(const float* from, float* to, i64 to_row, i64 rows, i64 heads, i64 group, i64 first, i64 head_dim) {
     i64 at = global_thread(), groups = heads / group;
     if (at >= rows * groups * head_dim) return;

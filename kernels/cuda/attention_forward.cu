@@ -3,19 +3,20 @@
 //
 //   S = Q Kᵀ for j <= i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
-// Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group; out [batch, seq, heads,
-//           head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu, or none: tokens see their own document alone, which
-//           has the bits of a sequence of its own. Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
-// Geometry a block a head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory for
-// tiles of queries and
-//           of keys or values, and two of probabilities.
-// Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
-//           from the L2 cache; and the output.
-// Bits      those of the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
-//           maximum of the whole row, which an online softmax does not know: so the scores are computed twice, first for their maximum. S is one
-//           chain over the features; the total is summed and O is chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V
-//           and P∘M are rounded before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126 are zero
-//           there and not here. Tensor cores are not used.
+// Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group;
+//           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
+//           or none: tokens see only their own document, whose bits are those of the document as a separate sequence.
+//           Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+// Geometry  one block per head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory
+//           for tiles of queries and of keys or values, and two of probabilities.
+// Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
+//           half of them masked, most of it from the L2 cache; and the output.
+// Bits      as on the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). The
+//           CPU subtracts the maximum of the whole row, which an online softmax does not know, so the scores are
+//           computed twice, first for the maximum. S is one chain over the features; the total is summed and O is
+//           chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V and P∘M are rounded
+//           before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126
+//           are zero there and not here. Tensor cores are not used.
 #include "attention.cuh"
 
 #define QUERIES 32
@@ -42,13 +43,13 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     const float* k_head = k + head.sample * seq * kv_row + head.kv_head * head_dim;
     const float* v_head = v + head.sample * seq * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
-    // The first key that this query sees, and the tile of the first that any query of this block does.
+    // The first key that this query sees, and the first key tile that any query of this block sees.
     Documents documents = documents_of(firsts, head, seq);
     i64 own = documents.of(i < seq ? i : first), begin = documents.of(first) / KEYS * KEYS;
 
     float max = -INFINITE;
     for (i64 keys = begin; keys < end; keys += KEYS) {
-        __syncthreads();  // the keys before these are read
+        __syncthreads();  // the previous keys have been read
         load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
@@ -68,7 +69,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
     for (i64 keys = begin; keys < end; keys += KEYS) {
-        __syncthreads();  // the values and probabilities before these are read
+        __syncthreads();  // the previous values and probabilities have been read
         load_rows<KEYS>(tile, STRIDE, k_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int j = 0; j < EACH; j++) {
@@ -81,7 +82,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
             plain[at] = p;
             dropped[at] = as_read(p * factor, rounded);
         }
-        __syncthreads();  // the keys are read
+        __syncthreads();  // the keys have been read
         load_rows<KEYS>(tile, STRIDE, v_head, kv_row, keys, seq, head_dim, rounded);
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
@@ -114,8 +115,8 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     if (lane == 0) lse[(head.sample * heads + head.head) * seq + i] = max * scale + ln_bits(total);
 }
 
-// Dropout: p = 0 for none; kept = 1 / (1 - p); the global numbers of sample 0 and head 0 of this call, and heads of all
-// ranks together.
+// Dropout: p = 0 for none; kept = 1 / (1 - p); the global indices of this call's first sample and first head, and the
+// number of heads over all ranks.
 #define ATTENTION_FORWARD(FEATURES) \
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
