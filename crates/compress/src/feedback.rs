@@ -1,8 +1,8 @@
-//! What compression lost, brought back later: feedback, as equations on slices.
+//! Feedback: compensates in later steps for the error of compression. Equations on slices.
 //!
-//! With x the value of a step, C the compressor and c what was sent:
+//! With x the value of a step, C the compressor and c the sent value:
 //!
-//! | feedback | compressed | after it | received |
+//! | feedback | compressed | sender's update | received |
 //! |---|---|---|---|
 //! | `none` | x | | c |
 //! | `ef` (Seide et al. 2014; Karimireddy et al. 2019) | x + e | e ← x + e - c | c |
@@ -16,16 +16,16 @@ use std::fmt;
 use std::ops::DerefMut;
 use std::str::FromStr;
 
-/// How what compression lost is brought back.
+/// How the error of compression is fed back.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Feedback {
-    /// It is not.
+    /// No feedback.
     None,
-    /// Error feedback: it is added to the next value.
+    /// Error feedback: the error is added to the next value.
     Ef,
-    /// The difference from an estimate is sent, which both sides keep.
+    /// EF21: sends the difference from an estimate that both sides keep.
     Ef21,
-    /// EF21 of a moving average.
+    /// EF21 on a moving average.
     Ef21Momentum {
         /// Weight of the new value, above 0 and at most 1.
         eta: f32,
@@ -60,7 +60,7 @@ impl FromStr for Feedback {
     }
 }
 
-/// The state of a sender, in vectors of `T`. Those that a feedback does not use are empty.
+/// The state of a sender, as vectors `T`. Vectors that a feedback does not use are empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sender<T = Vec<f32>> {
     /// e of error feedback.
@@ -93,7 +93,7 @@ impl Feedback {
         Sender { residual, estimate, momentum }
     }
 
-    /// Which of the states of a [`Sender`] it uses, in their order.
+    /// Whether it uses each state of a [`Sender`], in the order of [`Sender::all`].
     pub fn keeps(self) -> [bool; 3] {
         [self == Feedback::Ef, self.keeps_estimate(), matches!(self, Feedback::Ef21Momentum { .. })]
     }
@@ -103,7 +103,7 @@ impl Feedback {
         matches!(self, Feedback::Ef21 | Feedback::Ef21Momentum { .. })
     }
 
-    /// Refuses feedback where it amplifies errors instead of bringing them back.
+    /// Rejects feedback that would amplify errors instead of compensating for them.
     ///
     /// # Errors
     /// An unbiased scheme that is not known to contract.
@@ -123,7 +123,7 @@ impl Feedback {
         }
     }
 
-    /// What is compressed in place of `x`, in `out`. `first`: whether it is the first value of this sender.
+    /// Computes the value that is compressed instead of `x`. `first`: whether this is the first value of this sender.
     pub fn outgoing(self, x: &[f32], first: bool, state: &mut Sender<impl DerefMut<Target = [f32]>>, out: &mut [f32]) {
         let pairs = out.iter_mut().zip(x);
         match self {
@@ -139,7 +139,7 @@ impl Feedback {
         }
     }
 
-    /// Takes note of what was sent of `target`, which [`outgoing`](Self::outgoing) gave.
+    /// Updates the state with the value sent for `target`, the result of [`outgoing`](Self::outgoing).
     pub fn sent(self, target: &[f32], sent: &[f32], state: &mut Sender<impl DerefMut<Target = [f32]>>) {
         for ((e, target), sent) in state.residual.iter_mut().zip(target).zip(sent) {
             *e = target - sent;
@@ -147,7 +147,7 @@ impl Feedback {
         state.estimate.iter_mut().zip(sent).for_each(|(g, sent)| *g += sent);
     }
 
-    /// Turns what was received into the value. `estimate` is G, or empty.
+    /// Turns the received difference into the value. `estimate` is G, or empty.
     pub fn received(self, estimate: &mut [f32], value: &mut [f32]) {
         for (value, estimate) in value.iter_mut().zip(estimate) {
             *estimate += *value;
@@ -156,11 +156,11 @@ impl Feedback {
     }
 }
 
-/// States of the replicas of a group, for a group of `ranks` replicas: their sum, which is what training depends on,
-/// stays. Old replica i of n goes to new replica ⌊i · ranks / n⌋. Those that meet are added in order; the others start
-/// at zero.
+/// Reshards the states of a group's replicas to a group of `ranks` replicas, and keeps their sum, on which training
+/// depends. Old replica i of n goes to new replica ⌊i · ranks / n⌋. Old replicas with the same target are added in
+/// order; new replicas without a source start at zero.
 ///
-/// It serves residuals, estimates and momenta of [`Reduction`](crate::Reduction): the states of kind
+/// Use it for residuals, estimates and momenta of [`Reduction`](crate::Reduction): the states of kind
 /// [`PerReplica`](crate::StateKind::PerReplica).
 ///
 /// # Errors

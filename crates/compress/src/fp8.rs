@@ -1,10 +1,10 @@
-//! Floats of 8 bits (OCP 8-bit floating point specification, 2023), without a branch.
+//! Floats of 8 bits (OCP 8-bit floating point specification, 2023), branch-free.
 
-/// A format. Codes are a sign, an exponent and a mantissa; exponent 0 has the numbers below the normal ones.
+/// A format. Codes are a sign, an exponent and a mantissa; exponent 0 encodes the subnormal numbers.
 pub trait Fp8 {
-    /// Bits of mantissa.
+    /// Mantissa bits.
     const MANTISSA: u32;
-    /// What is added to an exponent.
+    /// Exponent bias.
     const BIAS: u32;
     /// The code of the largest number.
     const LAST: u8;
@@ -13,15 +13,16 @@ pub trait Fp8 {
     /// The smallest number above zero.
     const SMALLEST: f32 = power(1 - (Self::BIAS + Self::MANTISSA) as i32);
 
-    /// The smallest power of two, at least 2^-126, by which a number divided is in range; NaN for what is not finite.
-    /// `bits` are those of the number, without a sign.
+    /// The smallest power of two, at least 2^-126, that brings a number into range as a divisor; NaN if the number is
+    /// not finite. `bits` are the bits of the number without its sign.
     #[inline(always)]
     fn scale(bits: u32) -> f32 {
         if bits >= f32::INFINITY.to_bits() {
             return f32::NAN;
         }
         let largest = Self::MAX.to_bits();
-        // Exponents compare apart from mantissas: one more where the mantissa is above that of the largest number.
+        // Exponents and mantissas are compared separately: one more if the mantissa is above the mantissa of the
+        // largest number.
         let more = i32::from(bits & 0x7f_ffff > largest & 0x7f_ffff);
         power(((bits >> 23) as i32 - (largest >> 23) as i32 + more).max(-126))
     }
@@ -40,7 +41,7 @@ pub trait Fp8 {
         sign | (if is_small { small } else { normal }) as u8
     }
 
-    /// The number of a code. Codes above the last one, which are never written, are NaN.
+    /// The number of a code. Codes above the last one are never written, and are NaN.
     #[inline(always)]
     fn decode(code: u8) -> f32 {
         let magnitude = u32::from(code & 0x7f);
@@ -52,7 +53,7 @@ pub trait Fp8 {
     }
 }
 
-/// 2^exponent, of a normal number.
+/// 2^exponent, for exponents of normal numbers.
 const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }

@@ -8,13 +8,13 @@ use meshwork_core::simd::wide;
 use std::fmt;
 
 /// Rank-r factors of a matrix M, by one step of subspace iteration: `P = M Q`, `P̂ = orthogonalise(P)`, `Q = Mᵀ P̂`;
-/// restored is `P̂ Qᵀ`.
+/// the restored value is `P̂ Qᵀ`.
 ///
-/// Q is kept from one use to the next (warm start). A column of Q that is zero, as all are at first, is drawn: uniform
-/// in [-1, 1). What is not finite makes all that is restored NaN.
+/// Q is kept from one use to the next (warm start). Zero columns of Q (initially all) are filled with random numbers,
+/// uniform in [-1, 1). A value that is not finite makes the whole restored value NaN.
 ///
-/// The methods are its steps, on slices: M is row-major, P has a row of `rank` elements for each row of M, Q a run of
-/// columns for each rank. Slices of other lengths leave elements out.
+/// The methods are the steps of the algorithm, on slices: M is row-major, P has `rank` consecutive elements for each
+/// row of M, and Q is stored column by column. Slices that are too short leave elements out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
     /// Columns of the factors.
@@ -28,12 +28,12 @@ impl fmt::Display for PowerSgd {
 }
 
 impl PowerSgd {
-    /// Elements of P, and of Q.
+    /// Number of elements of P, then of Q.
     pub fn factors(self, shape: Shape) -> [usize; 2] {
         [shape.rows() * self.rank, shape.cols() * self.rank]
     }
 
-    /// Draws the columns of Q that are zero.
+    /// Fills the zero columns of Q with random numbers.
     pub fn start(self, q: &mut [f32], shape: Shape, draws: Draws) {
         for (column, q) in q.chunks_exact_mut(shape.cols().max(1)).enumerate() {
             if q.iter().all(|&q| q == 0.0) {
@@ -96,9 +96,10 @@ impl PowerSgd {
     }
 
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A
-    /// column that lies in the space of those before it, up to rounding, becomes zero.
+    /// column in the span of the previous columns, up to rounding, becomes zero.
     pub fn orthogonalise(self, p: &mut [f32]) {
-        /// Squared length of what is left, of the squared length at the start: the rounding of f32, with room.
+        /// Threshold for the squared length of the remainder, relative to the squared length at the start: the rounding
+        /// of f32, with a margin.
         const ROUNDING: f64 = 1e-10;
         let dot = |p: &[f32], a: usize, b: usize| -> f64 {
             p.chunks_exact(self.rank).map(|row| f64::from(row[a]) * f64::from(row[b])).sum()
@@ -106,7 +107,7 @@ impl PowerSgd {
         let lengths: Vec<f64> = (0..self.rank).map(|column| dot(p, column, column)).collect();
         for (column, before) in lengths.into_iter().enumerate() {
             let left = dot(p, column, column);
-            // Not a comparison that a NaN fails: it stays.
+            // This comparison is false for NaN, so a NaN stays.
             let factor = if left <= ROUNDING * before { 0.0 } else { 1.0 / left.sqrt() };
             p.chunks_exact_mut(self.rank).for_each(|row| row[column] = (f64::from(row[column]) * factor) as f32);
             for other in column + 1..self.rank {
@@ -154,7 +155,7 @@ impl Compressor for PowerSgd {
         if shape.is_empty() { 0 } else { self.factors(shape).into_iter().sum::<usize>() * 4 }
     }
 
-    /// A projection never adds to an error, but what it keeps depends on the matrix.
+    /// A projection never increases the error, but the part that it keeps depends on the matrix.
     fn guarantee(&self, shape: Shape) -> Guarantee {
         Guarantee { error: f64::from(u8::from(!shape.is_empty())), unbiased: shape.is_empty() }
     }

@@ -1,4 +1,4 @@
-//! Few of the elements are sent: the largest ones, or some that are drawn.
+//! Sparse methods: few elements are sent, the largest or randomly chosen ones.
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::indices::Packed;
@@ -14,12 +14,12 @@ use std::ops::Range;
 pub enum Keep {
     /// This fraction of each part, rounded to the nearest number, at least one. Above 0, at most 1.
     Fraction(f64),
-    /// So many of each part, at least one; all of a part that has fewer.
+    /// This many of each part, at least one; all of a smaller part.
     Count(usize),
 }
 
 impl Keep {
-    /// Elements kept of `len`.
+    /// Number of elements kept of `len`.
     pub fn of(self, len: usize) -> usize {
         match self {
             Keep::Fraction(fraction) => ((fraction * len as f64).round() as usize).max(1).min(len),
@@ -31,10 +31,10 @@ impl Keep {
 /// Which elements are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Choice {
-    /// The largest |x| of each part, of equal ones those with lower indices. What is not finite is larger than all
-    /// numbers, and a NaN larger than infinity.
+    /// The largest |x| of each part; ties go to lower indices. Infinity is larger than all numbers, and NaN larger than
+    /// infinity.
     Largest(Per),
-    /// Drawn uniformly without replacement (R. Floyd's algorithm). Values that are not drawn are lost, also those that
+    /// Chosen uniformly without replacement (R. Floyd's algorithm). Values that are not chosen are lost, even if they
     /// are not finite.
     Random {
         /// Whether values are multiplied by n/k, so that the mean over all draws is x.
@@ -42,14 +42,14 @@ pub enum Choice {
     },
 }
 
-/// Few elements are sent, all others are restored as zeros.
+/// Sends few elements; all others are restored as zeros.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sparse {
-    /// Which.
+    /// Which elements are sent.
     pub choice: Choice,
-    /// How many.
+    /// How many elements are sent.
     pub keep: Keep,
-    /// How their values are sent. These form a vector in the order of the indices.
+    /// How their values are sent. The values form a vector in the order of the indices.
     pub values: Values,
 }
 
@@ -57,7 +57,7 @@ impl fmt::Display for Sparse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if matches!(self.choice, Choice::Largest(_)) { "topk:" } else { "randk:" })?;
         match self.keep {
-            // With a point, also where it is a whole number: it tells a fraction from a count.
+            // Always with a point, even for whole numbers, to distinguish a fraction from a count.
             Keep::Fraction(fraction) => write!(f, "{fraction:?}")?,
             Keep::Count(count) => write!(f, "{count}")?,
         }
@@ -73,11 +73,11 @@ impl fmt::Display for Sparse {
     }
 }
 
-/// Bytes of the key and first counter that draw indices.
+/// Bytes of the key and the first counter from which indices are drawn.
 const DRAWS: usize = 16;
 
 impl Sparse {
-    /// Elements sent.
+    /// Number of elements sent.
     pub fn count(&self, shape: Shape) -> usize {
         match self.choice {
             Choice::Largest(per) => {
@@ -88,7 +88,7 @@ impl Sparse {
         }
     }
 
-    /// The smallest fraction sent of a part.
+    /// The smallest fraction of a part that is sent.
     fn fraction(&self, shape: Shape) -> f64 {
         let of = |len: usize| if len == 0 { 1.0 } else { self.keep.of(len) as f64 / len as f64 };
         match self.choice {
@@ -97,7 +97,7 @@ impl Sparse {
         }
     }
 
-    /// What values are multiplied by.
+    /// The factor of sent values.
     pub fn factor(&self, shape: Shape) -> f32 {
         match self.choice {
             Choice::Random { unbiased: true } if !shape.is_empty() => (1.0 / self.fraction(shape)) as f32,
@@ -118,8 +118,8 @@ impl Sparse {
         chosen
     }
 
-    /// Where a message of the largest elements has their indices; empty for elements that are drawn, as those of a
-    /// message are known by its draws.
+    /// The range of index bytes in a message of the largest elements; empty for randomly chosen elements, whose indices
+    /// follow from the message's key and counter.
     pub fn index_bytes(&self, shape: Shape) -> Range<usize> {
         let bytes = match self.choice {
             Choice::Largest(_) => indices::bytes(self.count(shape), shape.len()),
@@ -136,27 +136,27 @@ impl Sparse {
     /// The indices in [`index_bytes`](Self::index_bytes) of a message of this scheme and shape.
     ///
     /// # Errors
-    /// Bytes that no indices have, or too few of them.
+    /// Bytes that encode no valid indices, or too few bytes.
     pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>, CompressError> {
         crate::message::count("the indices", bytes.len(), self.index_bytes(shape).len())?;
         Ok(indices::read(bytes, self.count(shape), shape.len())?)
     }
 
-    /// The values of some elements, as a message of this scheme has them.
+    /// The values of some elements, as in a message of this scheme.
     pub fn take(&self, x: &[f32], shape: Shape, indices: &[u32]) -> Vec<f32> {
         let factor = self.factor(shape);
         indices.iter().map(|&index| x[index as usize] * factor).collect()
     }
 
-    /// The shape of the values that are sent.
+    /// The shape of the sent values.
     pub fn taken(&self, shape: Shape) -> Shape {
-        Shape::vector(self.count(shape)).unwrap_or(shape) // They are not more than the elements.
+        Shape::vector(self.count(shape)).unwrap_or(shape) // They are no more than the elements.
     }
 }
 
-/// `count` of the numbers below `below`, each set of them equally likely.
+/// `count` distinct numbers below `below`; every set is equally likely.
 fn drawn(count: usize, below: usize, draws: Draws) -> Vec<u32> {
-    // The values may draw from the same stream: another key.
+    // The values may draw from the same stream, so this uses another key.
     let [first, second] = draws.key.words();
     let key = Key::from_words([!first, second]);
     let mut taken = vec![0_u64; below.div_ceil(64)];
@@ -204,7 +204,7 @@ impl Compressor for Sparse {
     fn guarantee(&self, shape: Shape) -> Guarantee {
         let (kept, values) = (self.fraction(shape), self.values.guarantee(self.taken(shape)));
         let error = match self.choice {
-            // The share of |x|² that the largest have is at least `kept`, and may be all.
+            // The largest elements hold at least the fraction `kept` of |x|², and may hold all.
             Choice::Largest(_) => (1.0 - kept * (1.0 - values.error)).max(values.error),
             Choice::Random { unbiased: false } => 1.0 - kept * (1.0 - values.error),
             Choice::Random { unbiased: true } => {
