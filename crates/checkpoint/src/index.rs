@@ -1,4 +1,4 @@
-//! The index of a checkpoint: one JSON file that says what is in it, and where.
+//! The index of a checkpoint: one JSON file that lists its contents and their places.
 //!
 //! ```text
 //! {"checksum":"0f5e..","format":1,"step":10,"metadata":{..},
@@ -6,7 +6,7 @@
 //!  "tensors":[{"name":"wte.weight","kind":"weight","dtype":"F32","dims":[61,32],
 //!              "pieces":[{"slice":[[0,61],[0,32]],"file":0,"bytes":[512,8320],"checksum":".."},..]},..]}
 //! ```
-//! The checksum at its head is that of all bytes that follow its comma.
+//! The checksum at the head covers all bytes after its comma.
 
 use crate::piece_file::file_name;
 use crate::{Checksum, Damage, SavePlan, Slice, Tensor, Unread, Unreadable};
@@ -20,15 +20,15 @@ pub const FORMAT: u32 = 1;
 /// The name of the file.
 pub(crate) const FILE: &str = "index.json";
 
-/// What is in a checkpoint, and where.
+/// The contents of a checkpoint, and their places.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Index {
     /// The version of the format.
     pub format: u32,
-    /// The step after which it was taken.
+    /// The step after which it was saved.
     pub step: u64,
-    /// What the caller wants to keep beside the tensors.
+    /// The caller's own data, stored with the tensors.
     pub metadata: Value,
     /// The files.
     pub files: Vec<File>,
@@ -46,7 +46,7 @@ pub struct File {
     pub bytes: u64,
     /// The bytes of its header, length included.
     pub header_bytes: u64,
-    /// The checksum of these.
+    /// The checksum of the header.
     pub header_checksum: Checksum,
 }
 
@@ -56,7 +56,7 @@ pub struct StoredTensor {
     /// The tensor as a whole.
     #[serde(flatten)]
     pub tensor: Tensor,
-    /// Its slices: disjoint, and together all of it.
+    /// Its slices: disjoint, and together the whole tensor.
     pub pieces: Vec<Piece>,
 }
 
@@ -66,9 +66,9 @@ pub struct StoredTensor {
 pub struct Piece {
     /// The slice.
     pub slice: Slice,
-    /// The file, by its place in the index.
+    /// The index of its file in [`Index::files`].
     pub file: usize,
-    /// First byte in the file, and the byte behind the last.
+    /// First byte in the file, and the byte after the last.
     pub bytes: (u64, u64),
     /// The checksum of the bytes.
     pub checksum: Checksum,
@@ -78,12 +78,12 @@ const HEAD: &[u8] = b"{\"checksum\":\"";
 const NECK: &[u8] = b"\",";
 const DIGITS: usize = 16;
 
-/// What a rank tells the others when its file is on disk.
+/// A rank's message to the others when its file is on disk.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Written {
     pub header_bytes: u64,
     pub header_checksum: Checksum,
-    /// Of each piece, in the order of the file.
+    /// The checksum of each piece, in the order of the file.
     pub checksums: Vec<Checksum>,
 }
 
@@ -124,7 +124,7 @@ impl Index {
         }
     }
 
-    /// The index, or the version of another format. Says what is wrong with the bytes.
+    /// The index, or the version of an unknown format. The error describes what is wrong with the bytes.
     fn decode_sound(bytes: &[u8]) -> Result<Result<Self, u64>, String> {
         /// The one field that every version of the format has.
         #[derive(Deserialize)]
@@ -152,17 +152,17 @@ impl Index {
         Ok(Ok(index))
     }
 
-    /// The tensor of a name.
+    /// The tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&StoredTensor> {
         self.tensors.iter().find(|stored| stored.tensor.name == name)
     }
 
-    /// The bytes of all tensors.
+    /// The total bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().filter_map(|stored| stored.tensor.size()).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Checks that every element of every tensor, and every byte of every file, lies in one piece.
+    /// Checks that every element of every tensor, and every byte of every file, lies in exactly one piece.
     fn require_sound(&self) -> Result<(), String> {
         let mut names = BTreeSet::new();
         for File { name, bytes, header_bytes, .. } in &self.files {

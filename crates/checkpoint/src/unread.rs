@@ -1,7 +1,7 @@
-//! Why a checkpoint, or a part of one, was not read.
+//! Errors of reading a checkpoint or a part of one.
 //!
-//! Content that is not what was written, and a read that failed, are two types: only [`Damage`] permits to use an older
-//! checkpoint, and no error of the system becomes one by accident. [`failed`] is the only place that sorts them.
+//! Damaged content and failed reads have two different types: only [`Damage`] permits the use of an older checkpoint,
+//! and no system error becomes damage by accident. [`failed`] is the only place that distinguishes them.
 
 use crate::Damage;
 use crate::index::FORMAT;
@@ -9,20 +9,20 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-/// Why something of a checkpoint was not read.
+/// Failure to read a part of a checkpoint.
 #[derive(thiserror::Error)]
 pub enum Unread {
-    /// Its content is not what was written, and will not be at another time.
+    /// The content is damaged, permanently.
     #[error(transparent)]
     Damage(#[from] Damage),
-    /// It may be as it was written.
+    /// The read failed; the content may be intact.
     #[error(transparent)]
     Unreadable(#[from] Unreadable),
 }
 
 debug_as_display!(Unread);
 
-/// What cannot be read now or by this program, which says nothing about its content.
+/// A file that cannot be read now, or not by this program. Its content may be intact.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Unreadable {
@@ -31,7 +31,7 @@ pub enum Unreadable {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The error of the system.
+        /// The system error.
         source: io::Error,
     },
     /// A sound index of another version of the format.
@@ -51,7 +51,7 @@ pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {
     move |source| {
         let path = path.to_path_buf();
         match source.kind() {
-            // Of a link that leads nowhere, or in a folder that is one, the target may come back: a disk that is not
+            // The target of a dangling link (the file or its folder) may come back: it may be on a disk that is not
             // mounted.
             ErrorKind::NotFound if is_gone(&path) => Damage::Missing { path }.into(),
             ErrorKind::NotADirectory | ErrorKind::IsADirectory => Damage::Missing { path }.into(),
@@ -60,7 +60,7 @@ pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {
     }
 }
 
-/// Whether a folder that can be read lacks the name of a file.
+/// Whether the folder can be read and has no file of this name.
 fn is_gone(path: &Path) -> bool {
     let named = fs::symlink_metadata(path);
     let absent = named.is_err_and(|error| error.kind() == ErrorKind::NotFound);

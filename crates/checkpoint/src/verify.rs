@@ -1,14 +1,15 @@
-//! Checks that files are as they were written. The work is a list of units, which ranks can share.
+//! Verifies that files are as written. The work is a list of units, which ranks can share.
 
 use crate::index::StoredTensor;
 use crate::{Checkpoint, Checksum, Slice, Unread, Unreadable, piece_file};
 use std::path::PathBuf;
 
-/// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
+/// A file of a checkpoint that is not as written. A file that could not be read does not count as damage: see
+/// [`Unread`].
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Damage {
-    /// The folder has no such name, or the name is no file.
+    /// The folder has no file of this name.
     #[error("{}: there is no such file", path.display())]
     Missing {
         /// The file.
@@ -19,25 +20,25 @@ pub enum Damage {
     Index {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// A file that was cut, or is another one.
+    /// A file that was truncated or replaced.
     #[error("{}: has {found} bytes, and was written with {written}", path.display())]
     Size {
         /// The file.
         path: PathBuf,
-        /// Its bytes.
+        /// Its size.
         found: u64,
-        /// Its bytes by the index.
+        /// Its size in the index.
         written: u64,
     },
-    /// A header that was changed, or is that of another file.
+    /// A header that was changed, or belongs to another file.
     #[error("{}: its header is not the one that was written: {problem}", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What the header says.
+        /// A description of the header.
         problem: String,
     },
     /// A piece that was changed.
@@ -51,7 +52,7 @@ pub enum Damage {
         slice: Slice,
         /// The checksum of its bytes.
         found: Checksum,
-        /// The checksum by the index.
+        /// The checksum in the index.
         written: Checksum,
     },
     /// A checkpoint in the folder of another step.
@@ -59,39 +60,39 @@ pub enum Damage {
     Step {
         /// The folder.
         path: PathBuf,
-        /// The step by the index.
+        /// The step in the index.
         step: u64,
     },
 }
 
 debug_as_display!(Damage);
 
-/// Something that can be verified by itself.
+/// A unit of verification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Unit {
     /// The header of a file.
     Header {
-        /// The file, by its place in the index.
+        /// Its index in [`Index::files`].
         file: usize,
     },
     /// A piece.
     Piece {
-        /// The tensor, by its place in the index.
+        /// The index of the tensor.
         tensor: usize,
-        /// The piece, by its place in the tensor.
+        /// The index of the piece in its tensor.
         piece: usize,
     },
 }
 
 impl Checkpoint {
-    /// Everything that can be verified: all bytes of all files.
+    /// All units: together they cover all bytes of all files.
     pub fn units(&self) -> Vec<Unit> {
         let headers = (0..self.index().files.len()).map(|file| Unit::Header { file });
         headers.chain(self.piece_units(|_, _| true)).collect()
     }
 
-    /// What is left to verify where these slices are read, by whichever rank: the headers, and the pieces that no slice
-    /// holds whole. The reads verify the others.
+    /// The units that remain to be verified if these slices are read, by any rank: the headers, and the pieces that no
+    /// slice covers completely. The reads verify the others.
     pub fn units_not_read_whole<'a>(&self, slices: impl IntoIterator<Item = (&'a str, &'a Slice)>) -> Vec<Unit> {
         let mut read: std::collections::BTreeMap<&str, Vec<&Slice>> = std::collections::BTreeMap::new();
         for (name, slice) in slices {
@@ -114,7 +115,7 @@ impl Checkpoint {
             .collect()
     }
 
-    /// The damage among these units.
+    /// Verifies these units and returns the damage.
     ///
     /// # Errors
     /// A file that cannot be read now.
@@ -138,7 +139,7 @@ impl Checkpoint {
                     return Ok(());
                 }
                 let header = self.file_bytes(file, (0, of.header_bytes))?;
-                // A header of another length is read as far as the file goes, to say whose it is.
+                // A header of another length is read as far as the file goes, to describe whose it is.
                 let length = header.first_chunk::<8>().map_or(0, |length| u64::from_le_bytes(*length));
                 let end = length.saturating_add(8).min(of.bytes);
                 let problem = piece_file::describe(&self.file_bytes(file, (0, end))?);
@@ -164,14 +165,14 @@ impl Checkpoint {
     }
 }
 
-/// The units that one of `ranks` ranks verifies, where they share them by bytes.
+/// The units that one of `ranks` ranks verifies; the ranks share the units by bytes.
 pub fn share(checkpoint: &Checkpoint, units: &[Unit], rank: usize, ranks: usize) -> Vec<Unit> {
     let total: u64 = units.iter().map(|&unit| checkpoint.unit_bytes(unit)).sum();
     let mut before = 0;
     let mut taken = Vec::new();
     for &unit in units {
         let bytes = checkpoint.unit_bytes(unit);
-        // A unit goes to the rank in whose part of all bytes its middle lies.
+        // A unit goes to the rank whose part of all bytes contains the unit's middle.
         let middle = u128::from(before + bytes / 2);
         if middle * ranks as u128 / u128::from(total.max(1)) == rank as u128 {
             taken.push(unit);
