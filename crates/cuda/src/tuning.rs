@@ -72,7 +72,7 @@ pub enum TuningError {
         architecture: String,
         /// Its number, from 1.
         number: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
         /// What would be right.
         valid: String,

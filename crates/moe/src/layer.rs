@@ -7,11 +7,11 @@ use meshwork_tensor::{Result, Tape, Var};
 use std::sync::Arc;
 
 /// `y_t = Σ_e w_e(t) · E_e(x_t)` over the experts e that the router chose for token t (Switch, equation 2). A token
-/// that no expert takes gives zero, so that only the residual of the block passes it on.
+/// that no expert takes gives zero, so that only the residual connection of the block passes it on.
 ///
-/// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts'
-/// ranks and back ([`dispatch`](crate::dispatch)). Over tp the sequences are whole, and with sequence parallelism they
-/// are gathered first: an expert's capacity and the losses are those of sequences.
+/// Each rank of the experts' axis holds an equal run of the experts, and different sequences; rows are sent to the
+/// experts' ranks and back ([`dispatch`](crate::dispatch)). Sequences are not sharded over tp here; with sequence
+/// parallelism they are gathered first, because capacity and losses are defined per sequence.
 #[derive(Clone, Debug)]
 pub struct MoeLayer {
     router: Router,
@@ -20,7 +20,7 @@ pub struct MoeLayer {
 }
 
 impl MoeLayer {
-    /// A layer of experts that lie over `axis`.
+    /// A layer of experts that are distributed over `axis`.
     pub fn new(router: Router, experts: impl Experts + 'static, axis: Axis) -> Self {
         Self { router, experts: Arc::new(experts), axis }
     }
@@ -36,8 +36,7 @@ impl MoeLayer {
     }
 
     /// `normed [b, s, hidden]`, `Invariant` or `Shard(1)` on tp, → the same. It is read in the type of the weights, not
-    /// as a stored operand of products. The residual and shared experts, which are ordinary blocks beside these, are
-    /// the caller's to add.
+    /// as a stored operand of products. The caller adds the residual and shared experts, which are ordinary blocks.
     pub fn forward(&self, tape: &Tape, normed: &Var) -> Result<Var> {
         let sequence_parallel = normed.types().get(Axis::Tp) == Some(Ty::Shard(1));
         let x = match sequence_parallel {
