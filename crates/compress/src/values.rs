@@ -228,8 +228,8 @@ impl Compressor for Values {
                 let below_normal = f64::from(smallest) / f64::from(largest);
                 Guarantee { error: none * 4_f64.powi(-precision) + len * below_normal.powi(2), unbiased: false }
             }
-            // Half a step bounds each error (nearest) or its standard deviation (stochastic); and (max - min)² is at most
-            // twice the sum of squares.
+            // Half a step bounds each error (nearest) or its standard deviation (stochastic); and (max - min)² is at
+            // most twice the sum of squares.
             Values::Quantize { bits, rounding, .. } => {
                 let steps = f64::from((1_u32 << bits) - 1);
                 Guarantee { error: len / (2.0 * steps * steps), unbiased: rounding == Rounding::Stochastic }

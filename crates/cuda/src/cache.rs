@@ -1,9 +1,9 @@
-//! Where compiled kernels are kept.
+//! The cache folder of compiled kernels.
 
 use std::env;
 use std::path::PathBuf;
 
-/// The user's folder for what can be made again: `meshwork/kernels` in `XDG_CACHE_HOME`, or in `.cache` of the home
+/// The user's cache folder for reproducible files: `meshwork/kernels` in `XDG_CACHE_HOME`, or in `.cache` of the home
 /// folder, or, without a home, in the folder for temporary files.
 #[must_use]
 pub fn folder() -> PathBuf {

@@ -1,12 +1,12 @@
-//! A driver that does nothing: what runs on it shows whether the device has all that a program needs, before anything
-//! is computed.
+//! A driver that does nothing: a run on it shows, before any computation, whether the device supports all operations of
+//! a program.
 
 use crate::driver::{
     Address, Argument, Driver, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
 };
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// A device without memory or work. Whatever is read from it is zero.
+/// A device without memory or work. All reads from it return zeros.
 #[derive(Debug)]
 pub struct Idle {
     name: &'static str,
@@ -16,7 +16,7 @@ pub struct Idle {
 }
 
 impl Idle {
-    /// One that goes by the name of another driver, for errors.
+    /// An idle driver with the name of another driver, for error messages.
     #[must_use]
     pub fn new(name: &'static str) -> Self {
         let architecture = "none".to_owned();

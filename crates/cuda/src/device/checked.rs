@@ -1,11 +1,11 @@
-//! What kernels find wrong in integers, which the host hears of when it next waits.
+//! Invalid integers found by kernels, which the host learns at its next wait.
 
 use super::{CudaDevice, launch::launch};
 use crate::driver::Address;
 use meshwork_core::Buffer;
 use meshwork_tensor::{Error, Result};
 
-/// Who checks.
+/// The operations that check integers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Checked {
     Embedding,
@@ -31,7 +31,7 @@ impl Checked {
         }
     }
 
-    /// The CPU's error, from the first place that is wrong, what stands there, and the limit.
+    /// The same error as on the CPU, from the index of the first invalid integer, its value, and the limit.
     fn error(self, [_, at, found, limit]: Found) -> Error {
         let op = self.op();
         let problem = match self {
@@ -55,13 +55,13 @@ impl Checked {
     }
 }
 
-/// 1 if something was found, the first place, what stands there, and the limit: `kernels/cuda/checked.cuh`.
+/// 1 if an invalid integer was found, its index, its value, and the limit: `kernels/cuda/checked.cuh`.
 type Found = [i64; 4];
 
-/// Memory for what all of them find.
+/// Bytes of memory for the findings of all checks.
 pub(super) const BYTES: usize = Checked::ALL.len() * size_of::<Found>();
 
-/// The error of the first of them that found something.
+/// The error of the first check that found something.
 pub(super) fn fault(found: &[u8; BYTES]) -> Option<Error> {
     let number = |at: usize| i64::from_le_bytes(std::array::from_fn(|byte| found[8 * at + byte]));
     Checked::ALL.into_iter().enumerate().find_map(|(at, checked)| {
@@ -71,12 +71,12 @@ pub(super) fn fault(found: &[u8; BYTES]) -> Option<Error> {
 }
 
 impl CudaDevice {
-    /// Where a kernel says what it found.
+    /// The address where a kernel reports its finding.
     pub(super) fn fault_of(&self, checked: Checked) -> Address {
         self.found.at().offset(checked as usize * size_of::<Found>())
     }
 
-    /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless those are `masked`.
+    /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless `masked`.
     pub(super) fn check_ids(&self, checked: Checked, ids: &Buffer, limit: usize, masked: bool) -> Result<()> {
         let (found, count) = (self.fault_of(checked), ids.count());
         launch!(self, checked.op(), "check_ids", [usize::from(count > 0), 1]; ids, limit, masked, found, count)

@@ -1,12 +1,12 @@
 //! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by
 //! events.
 //!
-//! A rank's stream waits for the moments at which all members started the operation, does that rank's pieces of it,
-//! reading and writing the buffers of the others where they lie, and is waited for by the streams of computation of all
-//! members. No thread waits for a device.
+//! A rank's stream waits until all members have started the operation, then executes the rank's pieces of it, reading
+//! and writing the other ranks' buffers in place. The compute streams of all members wait for it. No thread waits for a
+//! device.
 //!
-//! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
-//! Where they do not, what a reduction reads is copied first, in the same stream.
+//! This works on one GPU and between several: [`Driver::reach`] tells whether kernels of one GPU can read the memory of
+//! another. If not, the inputs of a reduction are copied first, in the same stream.
 
 use super::memory::{DeviceMemory, Origin, Pool};
 use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
@@ -16,7 +16,7 @@ use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, PoisonError};
 
-/// A rank's end of its device, for collectives.
+/// A rank's access to its device, for collectives.
 #[derive(Debug)]
 pub(super) struct Ranks(pub(super) Arc<Pool>);
 
@@ -42,13 +42,13 @@ impl Carrier for Ranks {
         let Pool { driver, compute, .. } = &*self.0;
         done.iter().try_for_each(|moment| {
             let waits = driver.wait_for(*compute, &*pool(moment)?.driver, Event(moment.number));
-            // Without the wait, what follows would read what is not there yet.
+            // Without the wait, later work would read data that is not written yet.
             waits.map_err(|fault| text(self.0.keep(fault)))
         })
     }
 }
 
-/// What a rank has of its device.
+/// The pool of a rank's device.
 fn pool(of: &Moment) -> Result<&Arc<Pool>, String> {
     let carrier: &dyn Any = &*of.carrier;
     let ranks = carrier.downcast_ref::<Ranks>();
@@ -70,7 +70,7 @@ fn text(error: impl ToString) -> String {
 struct Queues<'a> {
     work: &'a DeviceWork,
     pools: Vec<&'a Arc<Pool>>,
-    /// Whose stream waits already for all members.
+    /// The members whose streams already wait for all members.
     entered: Vec<bool>,
     /// Bytes of an element.
     size: usize,
@@ -81,7 +81,7 @@ impl<'a> Queues<'a> {
         &*self.pools[member].driver
     }
 
-    /// The pool of a member, whose stream begins after all members have started the operation.
+    /// The pool of a member. Its stream first waits until all members have started the operation.
     fn enter(&mut self, member: usize) -> Result<&'a Arc<Pool>, DriverError> {
         let pool = self.pools[member];
         if !std::mem::replace(&mut self.entered[member], true) {
@@ -92,8 +92,8 @@ impl<'a> Queues<'a> {
         Ok(pool)
     }
 
-    /// Queues a piece in the stream of `by`, one of its targets: what the sources give comes to `by`, and goes from
-    /// there to the other targets.
+    /// Queues a piece in the stream of `by`, one of its targets: data of the sources goes to `by`, and from there to
+    /// the other targets.
     fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &Piece, by: usize) -> Result<(), String> {
         let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
         let bytes = piece.count * size;
@@ -115,13 +115,13 @@ impl<'a> Queues<'a> {
                 None
             }
         };
-        // A rank that keeps in place what it gives has it already.
+        // A rank that contributes its data in place already has it.
         let others = piece.targets.clone().filter(|&member| member != by && Some(target(member)) != unreduced);
         others.into_iter().try_for_each(|member| self.copy(by, (by, own), (member, target(member)), bytes))
     }
 
-    /// Bytes of a member where a kernel of `by` reads them: where they lie, or in a copy. Its memory is given up while
-    /// it is used, in the same stream.
+    /// Bytes of a member at an address that a kernel of `by` can read: in place, or in a copy. The copy's memory is
+    /// released before it is used, which is safe in the same stream.
     fn readable(
         &self,
         by: usize,
@@ -141,7 +141,7 @@ impl<'a> Queues<'a> {
         }
     }
 
-    /// Queues a copy in the stream of `by` between memory of members, unless it lies there already.
+    /// Queues a copy in the stream of `by` between memory of members, unless source and destination are the same.
     fn copy(&self, by: usize, from: (usize, Address), to: (usize, Address), bytes: usize) -> Result<(), String> {
         if from.1 == to.1 {
             return Ok(());
@@ -157,7 +157,7 @@ impl<'a> Queues<'a> {
         queued.map_err(text)
     }
 
-    /// When the streams are done.
+    /// The moments at which the streams are done.
     fn done(&self) -> Result<Vec<Moment>, DriverError> {
         let entered = self.work.members.iter().zip(&self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
         let done = entered.map(|((member, pool), _)| {
@@ -177,21 +177,20 @@ fn reduce(pool: &Pool, kernel: &'static Kernel, places: Vec<u64>, out: Address, 
     pool.driver.launch(pool.collectives, kernel, launch, &args).map_err(text)
 }
 
-/// Tables of addresses on the device, which reductions read: written once for each set of buffers, which come again in
-/// each step, because the allocator gives the same blocks.
+/// Tables of addresses on the device, which reductions read: written once for each set of buffers. The sets recur in
+/// each step, because the allocator returns the same blocks.
 #[derive(Debug, Default)]
 pub(super) struct Tables {
     known: HashMap<Vec<u64>, Address>,
-    /// Those of a length, the oldest first.
+    /// The tables of each length, the oldest first.
     ages: HashMap<usize, VecDeque<Vec<u64>>>,
 }
 
 impl Tables {
-    /// Tables of one length that are kept. A program whose buffers never come again writes one of them anew for each
-    /// reduction.
+    /// Number of cached tables per length. A program whose buffers never recur rewrites one of them for each reduction.
     const MOST: usize = 1024;
 
-    /// Where these addresses lie. A table that is given up is written again behind what reads it, in the same stream.
+    /// The table of these addresses. An evicted table is overwritten after its last reader, in the same stream.
     fn place(&mut self, pool: &Pool, places: Vec<u64>) -> Result<Address, DriverError> {
         if let Some(known) = self.known.get(&places) {
             return Ok(*known);
@@ -209,7 +208,7 @@ impl Tables {
         Ok(at)
     }
 
-    /// All of them, when nobody needs them any more.
+    /// Removes all tables, when they are no longer needed.
     pub(super) fn take(&mut self) -> impl Iterator<Item = Address> + use<> {
         std::mem::take(self).known.into_values()
     }

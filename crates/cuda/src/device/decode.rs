@@ -9,7 +9,7 @@ use meshwork_tensor::{Device, Error, Result, Work};
 const OP: &str = "attention";
 
 impl CudaDevice {
-    /// Appends the new tokens to the cache, and attends to all in it.
+    /// Appends the new tokens to the cache, and attends to the whole cache.
     pub(super) fn decoded(&self, shape: DecodeShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
         self.f32s(OP, &[q, kv, cache])?;
         let DecodeShape { new, past, capacity } = shape;
@@ -19,7 +19,7 @@ impl CudaDevice {
             let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, capacity, 2, kv_heads, head_dim]] });
         }
-        // Those of all tokens that may come, so that the table is written once.
+        // Angles for the whole capacity, so that the table is written once.
         let angles = rotary.map(|rotary| self.angles(rotary, capacity, head_dim)).transpose()?;
         let angles = angles.as_ref().map_or(Ok(Address::NULL), |angles| self.place(OP, angles))?;
         let at: Argument = self.place_mut(OP, cache)?.into();

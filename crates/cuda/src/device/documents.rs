@@ -1,4 +1,4 @@
-//! Documents that follow each other in a sequence.
+//! Documents packed into a sequence.
 
 use super::{CudaDevice, checked::Checked, launch::launch};
 use meshwork_core::{Buffer, DType};
@@ -9,12 +9,12 @@ use meshwork_tensor::{Error, Result};
 pub(super) struct Packed {
     /// The position of each token in its document, checked.
     pub(super) positions: Buffer,
-    /// The first token of each token's document, if tokens see only those of their own.
+    /// The first token of each token's document, if tokens see only their own document.
     pub(super) firsts: Option<Buffer>,
 }
 
 impl CudaDevice {
-    /// The documents of a call, whose positions a kernel checks; the next download sees what it finds.
+    /// The documents of a call, whose positions a kernel checks; the next download reports invalid ones.
     pub(super) fn packed(&self, shape: AttentionShape, masks: AttentionMasks<'_>) -> Result<Option<Packed>> {
         const OP: &str = "attention";
         let Some(documents) = masks.documents else { return Ok(None) };

@@ -1,10 +1,10 @@
-//! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
+//! [`Device`] over the [seam](crate::driver): device memory, and the kernels of `meshwork-kernels`.
 //!
-//! Kernels run in one stream, copies from and to the host in another, collectives in a third, what is offloaded in a
-//! fourth; events order them. Nothing blocks the host but [`download`](Device::download). Each kernel trait has a file
-//! here, as on the CPU; an operation without a kernel is an error that names it.
+//! Kernels run in one stream, copies from and to the host in another, collectives in a third, offloading in a fourth;
+//! events order them. Only [`download`](Device::download) blocks the host. Each kernel trait has a file here, as on the
+//! CPU; an operation without a kernel is an error that names it.
 //!
-//! More than 400 lines: the list of kernel traits that the device has, and what all of their files share.
+//! More than 400 lines: the kernel traits of the device, and the code that their files share.
 
 mod attention;
 mod channel_norm;
@@ -52,16 +52,16 @@ use std::sync::Arc;
 use tables::Tables;
 use whole::Codes;
 
-/// Whose order of sums matrix products have. Sums that are cut into blocks have the CPU's either way.
+/// The order of sums in matrix products. Sums that are cut into blocks always have the CPU's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
-    /// The CPU's: its bits, slowly.
+    /// The CPU's order: the same bits, but slow.
     OfTheCpu,
-    /// That of the library of the device.
+    /// The order of the device's library.
     OfTheLibrary,
 }
 
-/// Bytes that the largest loads of a thread take, and that epilogues of products read a bias by.
+/// Bytes of the largest loads of a thread, and of the chunks in which epilogues of products read a bias.
 const ALIGNED: u64 = BIAS_ALIGNED;
 
 /// A device of one rank.
@@ -75,7 +75,7 @@ pub struct CudaDevice {
     tables: Tables,
     angles: LastAngles,
     codes: Codes,
-    /// What kernels found in integers.
+    /// Invalid integers found by kernels.
     found: DeviceMemory,
 }
 
@@ -83,15 +83,15 @@ impl CudaDevice {
     /// A device that works through `driver`, with products in f32.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn new(driver: Arc<dyn Driver>, products: Products) -> Result<Self> {
         Self::with_precision(driver, products, Precision::F32)
     }
 
-    /// A device whose products, and those of attention, take operands in this precision.
+    /// A device whose products, including those in attention, round operands to this precision.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
@@ -117,11 +117,10 @@ impl CudaDevice {
         })
     }
 
-    /// The same device, with the same memory, which runs the forms of kernels that this table has, in place of the one
-    /// that is compiled in.
+    /// The same device and memory, but with kernel forms chosen by this table instead of the built-in one.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// An error of the driver.
     pub fn with_tuning(&self, tuning: Tuning) -> Result<Self> {
         Self::over(self.pool.clone(), self.products, self.precision, tuning)
     }
@@ -131,12 +130,12 @@ impl CudaDevice {
         Ok(Buffer::from_memory(Arc::new(memory), dtype, count)?)
     }
 
-    /// Memory that the meter does not count, for what the CPU keeps on its stack.
+    /// Memory that the meter does not count, for data that the CPU keeps on its stack.
     fn scratch(&self, dtype: DType, count: usize) -> Result<Buffer> {
         self.buffer(dtype, count, Origin::Compute, false)
     }
 
-    /// A copy of host memory, which the stream of computation waits for.
+    /// A copy of host memory, for which the compute stream waits.
     fn uploaded(&self, host: &Buffer, counted: bool) -> Result<Buffer> {
         let buffer = self.buffer(host.dtype(), host.count(), Origin::Copies, counted)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
@@ -153,14 +152,15 @@ impl CudaDevice {
         let Pool { driver, compute, copies, .. } = &*self.pool;
         let bytes = host.as_bytes()?;
         let queue = || {
-            driver.wait(*copies, driver.record(*compute)?)?; // who wrote or read there before
+            driver.wait(*copies, driver.record(*compute)?)?; // previous writers and readers
             driver.write(*copies, to, bytes)?;
             driver.wait(*compute, driver.record(*copies)?)
         };
         queue().map_err(self.failed("upload"))
     }
 
-    /// A copy in host memory, once the device has written it; and what kernels found in integers until then.
+    /// Waits for the device and copies the buffer to host memory. Reports invalid integers that kernels have found
+    /// until then.
     pub(crate) fn fetch(&self, buffer: &Buffer) -> Result<Buffer> {
         let from = self.place("download", buffer)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
@@ -176,7 +176,7 @@ impl CudaDevice {
         checked::fault(&found).map_or(Ok(host), Err)
     }
 
-    /// Where the elements of a buffer begin.
+    /// The address of a buffer's elements.
     fn place(&self, op: &'static str, buffer: &Buffer) -> Result<Address> {
         self.pool.sound().map_err(self.failed(op))?;
         let memory: &dyn Any = &**buffer.memory();
@@ -189,7 +189,7 @@ impl CudaDevice {
         }
     }
 
-    /// Where a buffer begins, or no place.
+    /// The address of a buffer, or the null address.
     fn place_or_none(&self, op: &'static str, buffer: Option<&Buffer>) -> Result<Argument> {
         Ok(buffer.map_or(Ok(Address::NULL), |buffer| self.place(op, buffer))?.into())
     }
@@ -202,7 +202,7 @@ impl CudaDevice {
         }
     }
 
-    /// Refuses operands of other types than f32.
+    /// Rejects operands of types other than f32.
     fn f32s(&self, op: &'static str, operands: &[&Buffer]) -> Result<()> {
         let other = operands.iter().find(|operand| operand.dtype() != DType::F32);
         other.map_or(Ok(()), |other| Err(self.no_f32(op, other.dtype())))
@@ -221,7 +221,8 @@ impl CudaDevice {
         Ok(dtype)
     }
 
-    /// An operand for a kernel that takes this type alone: where it has another, a copy that the meter does not count.
+    /// An operand for a kernel that takes only this type: converted if necessary, in memory that the meter does not
+    /// count.
     fn read_as(&self, x: &Buffer, dtype: DType) -> Result<Buffer> {
         let (from, halves) = (x.dtype(), x.dtype().is_half() && dtype.is_half());
         let x = if halves && from != dtype { self.read_as(x, DType::F32)? } else { x.clone() };
@@ -233,13 +234,13 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// Where such a kernel writes `count` numbers that become a result of type `dtype`: the result itself, or memory
-    /// that the meter does not count.
+    /// Memory where such a kernel writes `count` numbers of a result of type `dtype`: the result itself, or memory that
+    /// the meter does not count.
     fn room(&self, kernels: DType, dtype: DType, count: usize) -> Result<Buffer> {
         if kernels == dtype { self.alloc(dtype, count) } else { self.scratch(kernels, count) }
     }
 
-    /// The result of type `dtype`, from its [room](Self::room).
+    /// Converts the numbers in [`room`](Self::room) to the result of type `dtype`.
     fn settled(&self, room: Buffer, dtype: DType) -> Result<Buffer> {
         if room.dtype() == dtype {
             return Ok(room);
@@ -249,8 +250,8 @@ impl CudaDevice {
         self.cast(&room, dtype)
     }
 
-    /// An operand for work that reads it by 16 bytes without a look at its address: where it lies elsewhere, as a part
-    /// of a flat buffer may, a copy that the meter does not count.
+    /// An operand for work that reads 16 bytes at a time without an alignment check: an unaligned operand, such as a
+    /// part of a flat buffer, is copied to memory that the meter does not count.
     fn aligned(&self, op: &'static str, x: &Buffer) -> Result<Buffer> {
         if self.place(op, x)?.0.is_multiple_of(ALIGNED) {
             return Ok(x.clone());
@@ -260,13 +261,13 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// The form of a kernel for `[items, width]` of its geometry: that of the table, or the usual one, or the first
-    /// variant that has room on the device.
+    /// The form of a kernel for `[items, width]` of its geometry: from the table, or the usual form, or the first
+    /// variant that fits the device.
     fn form(&self, name: &str, sizes: [u64; 2]) -> Option<&'static Kernel> {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }
 
-    /// Queues a kernel for `[items, width]` of its geometry, with arguments that are made already.
+    /// Queues a kernel for `[items, width]` of its geometry, with finished arguments.
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
         launch::launch!(self, op, name, sizes; args)
     }
@@ -329,7 +330,7 @@ impl Device for CudaDevice {
 
     fn upload_later(&self, mut into: Buffer) -> Result<Upload> {
         let (pool, to) = (self.pool.clone(), self.place_mut("upload", &mut into)?);
-        // Who wrote or read there before.
+        // Previous writers and readers.
         let moment = pool.driver.record(pool.compute).map_err(self.failed("upload"))?;
         Ok(Upload::new(move |_, values| {
             check_copy(values, &(0..values.count()), &into, 0)?;

@@ -1,7 +1,7 @@
-//! Pinned host memory for what is offloaded: copies in a stream of their own, beside computation, batches and
+//! Pinned host memory for offloading: its copies have a separate stream, concurrent with computation, batches and
 //! collectives.
 //!
-//! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until
+//! A copy starts after the work queued so far in the compute stream. The compute stream continues concurrently until
 //! `wait` is called; the host never waits.
 
 use super::CudaDevice;
@@ -14,13 +14,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const OP: &str = "offload";
 
-/// What a rank has of pinned memory: blocks, one behind the other. Room that grows gets one more.
+/// A rank's pinned memory: consecutive blocks. Each growth adds a block.
 #[derive(Debug, Default)]
 pub(super) struct Room(Mutex<Vec<Block>>);
 
 #[derive(Clone, Copy, Debug)]
 struct Block {
-    /// The byte of the room that it begins with.
+    /// Its first byte in the room.
     first: u64,
     bytes: u64,
     at: Address,
@@ -31,12 +31,12 @@ impl Room {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The addresses of all blocks, when nobody needs them any more.
+    /// Removes the addresses of all blocks, when they are no longer needed.
     pub(super) fn take(&mut self) -> impl Iterator<Item = Address> + use<> {
         std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)).into_iter().map(|block| block.at)
     }
 
-    /// Where `bytes` bytes of the room from `at` on lie: for each part its first byte, counted from 0, its address and
+    /// The parts of the range of `bytes` bytes from `at` on: for each its offset in the range, its address and its
     /// length.
     fn parts(&self, at: u64, bytes: usize) -> driver::Result<Vec<(usize, Address, usize)>> {
         let (mut parts, end) = (Vec::new(), at + bytes as u64);
@@ -57,8 +57,8 @@ impl Room {
 }
 
 impl CudaDevice {
-    /// Queues copies between the room and memory of the device, behind what computation has queued so far. `copy` makes
-    /// one from its place in memory, its place in the room, and its length.
+    /// Queues copies between the room and memory of the device, after the work queued so far in the compute stream.
+    /// `copy` creates one copy from a device address, a room address and a length.
     fn parked(
         &self,
         room: u64,

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl CudaDevice {
-    /// The angles of at least `seq` positions, computed in f64 and rounded once, as on the CPU.
+    /// The angles for at least `seq` positions, computed in f64 and rounded once, as on the CPU.
     pub(super) fn angles(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Result<Buffer> {
         let mut last = self.angles.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| (of.0, of.1) == (rotary, head_dim) && of.2.count() >= seq * head_dim;
@@ -44,7 +44,7 @@ impl CudaDevice {
         self.turned_by(self.place("rotary", &angles)?, x, row, [seq, heads, head_dim], positions)
     }
 
-    /// The same by the angles from `angles` on.
+    /// The same, with the angles at `angles`.
     pub(super) fn turned_by(
         &self,
         angles: Address,
@@ -63,8 +63,7 @@ impl CudaDevice {
         Ok(to)
     }
 
-    /// Turns gradients of rotated heads back, in place: the first `heads` heads of `rows` rows of `row` elements, of
-    /// f32 or of bf16.
+    /// Rotates gradients back, in place: the first `heads` heads of `rows` rows of `row` elements, of f32 or of bf16.
     pub(super) fn turned_back(
         &self,
         rotary: Rotary,

@@ -1,6 +1,5 @@
-//! Tables of integers that kernels read and that come again in each step: uploaded once, and kept by their content. So
-//! a step does not wait for copies of what it had before, and its work is the same as that of the step before
-//! ([`crate::replay`]).
+//! Tables of integers for kernels that recur in each step: uploaded once, and cached by content. So a step does not
+//! wait for copies of known tables, and its work equals the previous step's ([`crate::replay`]).
 
 use super::CudaDevice;
 use meshwork_core::Buffer;
@@ -8,10 +7,10 @@ use meshwork_tensor::Result;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Tables that are kept. A program whose tables never come again uploads all of them anew when there are more.
+/// Number of cached tables. When there are more, the cache is cleared, and recurring tables are uploaded again.
 const MOST: usize = 4096;
 
-/// The tables so far.
+/// The cached tables.
 #[derive(Debug, Default)]
 pub(super) struct Tables(Mutex<HashMap<Vec<i64>, Buffer>>);
 

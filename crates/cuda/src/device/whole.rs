@@ -1,8 +1,8 @@
-//! Update rules that read whole matrices, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
+//! Update rules that read whole matrices, on local elements: LAMB, Adafactor, Muon, 8-bit Adam.
 //!
-//! Elements are numbered run by run; a table on the device says where each lies. What a rule measures of each element
-//! is written to scratch memory, and then added up for each set. More than 400 lines: four rules, each with all
-//! arguments of its kernels.
+//! Elements are numbered run by run; a table on the device has the place of each run. Measures of elements are written
+//! to scratch memory, and then summed for each set. More than 400 lines: four rules, each with all arguments of its
+//! kernels.
 
 use super::launch::{Operand, Operands, launch};
 use super::{CudaDevice, vectors::Vector};
@@ -20,11 +20,11 @@ const OP: &str = "update";
 #[derive(Debug, Default)]
 pub(super) struct Codes(Mutex<Option<Buffer>>);
 
-/// The elements of a part, on the device, counted matrix by matrix.
+/// The elements of a part, on the device, numbered matrix by matrix.
 struct Elements {
     table: Buffer,
     runs: usize,
-    /// How many lie in front of each matrix, and after the last how many there are.
+    /// The number of elements before each matrix, then the total number.
     ends: Vec<usize>,
 }
 
@@ -34,7 +34,7 @@ impl Elements {
     }
 }
 
-/// The table of elements, as every kernel takes it.
+/// The table of elements, as an argument of every kernel.
 impl Operand for &Elements {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         self.table.add_to(operands)?;
@@ -43,11 +43,11 @@ impl Operand for &Elements {
 }
 
 impl CudaDevice {
-    /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in none.
+    /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in no run.
     fn elements_of(&self, part: &WholePart<'_>) -> Result<Elements> {
         let (mut runs, shape) = (Vec::new(), &part.shape);
         part.for_each_run(|first, range| runs.push((first, range)));
-        runs.sort_unstable_by_key(|(first, _)| *first); // of matrices whose rows take turns
+        runs.sort_unstable_by_key(|(first, _)| *first); // for matrices with interleaved rows
         let (mut starts, mut ends, mut count) = (vec![], vec![0], 0);
         for (first, range) in &runs {
             starts.push(count as i64);
@@ -86,7 +86,7 @@ impl CudaDevice {
         states.map(<[Buffer; N]>::each_mut).ok_or_else(|| self.no_rule(part.rule))
     }
 
-    /// Where measure `at` of those of a pass begins, in f64.
+    /// The address of measure `at` of a pass, in f64.
     fn total(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer], pass: usize, at: usize) -> Result<Address> {
         let Some(totals) = totals.get(pass) else {
             return Err(self.lacks("update before its passes", DType::F64));
@@ -96,7 +96,7 @@ impl CudaDevice {
         Ok(self.place(OP, totals)?.offset(8 * before))
     }
 
-    /// Adds what was measured, a vector for each of `over`, by the numbers of elements.
+    /// Adds measures, a vector for each of `over`, indexed by element number.
     fn add_measures(
         &self,
         shape: &ParamShape,
@@ -153,7 +153,7 @@ impl CudaDevice {
             return Ok(());
         }
         let (count, sizes, scale) = (elements.count(), [elements.count(), 0], part.update.grad_scale);
-        // Two numbers of each element, or one twice.
+        // Two numbers per element, or one number twice.
         let scratch = self.scratch(DType::F32, 2 * count)?;
         let [first, second] = [self.place(OP, &scratch)?, self.place(OP, &scratch)?.offset(4 * count)];
         let rule = part.rule.of(shape);
@@ -327,19 +327,19 @@ impl CudaDevice {
     }
 }
 
-/// What makes the step of LAMB from the moments.
+/// The coefficients that turn moments into the step of LAMB.
 fn steps_of(rule: &Lamb, part: &WholePart<'_>) -> [f32; 4] {
     let LambFactors { mean_hat, root_hat, eps, decay, .. } = rule.factors(&part.update);
     [mean_hat, root_hat, eps, decay]
 }
 
-/// What makes the moments of 8-bit Adam.
+/// The coefficients of the moments of 8-bit Adam.
 fn moments_of(rule: &Adam8bit, part: &WholePart<'_>) -> [f32; 3] {
     let AdamWFactors { mean_new, square_old, square_new, .. } = rule.adamw.factors(part.update);
     [mean_new, square_old, square_new]
 }
 
-/// The share of a weight that a step keeps.
+/// The factor by which weight decay scales a weight.
 fn keep(part: &WholePart<'_>, weight_decay: f64) -> f32 {
     (1.0 - part.update.lr * (weight_decay * part.update.decay_factor)) as f32
 }

@@ -1,17 +1,17 @@
-//! A device in host memory, for machines without a GPU: it runs the kernels that g++ compiled
+//! A device in host memory, for machines without a GPU: it runs the kernels compiled by g++
 //! ([`meshwork_kernels::host`]).
 //!
-//! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
-//! on is drawn from a seed, within what streams and events permit: a host program that lacks a wait gets wrong numbers
-//! in some orders. Memory that nobody wrote, or whose owner is gone, holds what is no number; writes beyond an
-//! allocation and addresses in none are errors.
+//! Work is queued as on a GPU, and runs when it is waited for, or earlier at random. The next stream is chosen at
+//! random from a seed, within the order of streams and events: a host program that lacks a wait gets wrong numbers in
+//! some orders. Memory that was never written, or whose owner is gone, contains NaN; writes beyond an allocation and
+//! invalid addresses are errors.
 //!
 //! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
-//! memory of another device is an error unless the two are peers and one asked for it ([`Driver::reach`]).
+//! memory of another device is an error unless the two are peers and access was requested ([`Driver::reach`]).
 //!
-//! What it does not show: time, and work that runs at the same time. Two pieces of work that no event orders run one
-//! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
-//! has read itself, ends the process.
+//! It does not model time or concurrency: two pieces of work that no event orders run one after the other. A kernel
+//! that crashes like a host program, by a division by zero or a bad address that it has read from memory, ends the
+//! process.
 
 mod memory;
 mod order;
@@ -36,13 +36,13 @@ pub struct Emulator {
     machine: Arc<Machine>,
 }
 
-/// What the devices of a machine share.
+/// The shared state of the devices of a machine.
 #[derive(Debug)]
 struct Machine {
     state: Mutex<State>,
     /// Whether two devices can be peers.
     peers: fn(usize, usize) -> bool,
-    /// What was captured, by number.
+    /// Captured work, by number.
     graphs: Mutex<Vec<Vec<Work>>>,
 }
 
@@ -67,7 +67,7 @@ impl Emulator {
 
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
         let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
-        let shared = 227 << 10; // an H100's
+        let shared = 227 << 10; // as on an H100
         Self { properties: Properties { name, ordinal, memory, shared, architecture }, machine }
     }
 
@@ -84,7 +84,7 @@ impl Emulator {
         same.ok_or(DriverError::Apart { call, one, other })
     }
 
-    /// Lets the stream of the `nth` wait for an event, from 0, go on without it: what a forgotten wait does. For tests.
+    /// Skips the `nth` wait of a stream for an event, from 0, as if it had been forgotten. For tests.
     pub fn skip_wait(&self, nth: u64) {
         self.lock().skip_wait(nth);
     }
@@ -94,12 +94,12 @@ impl Emulator {
         self.lock().waits()
     }
 
-    /// Bytes of its memory that are allocated.
+    /// Allocated bytes of its memory.
     pub fn held(&self) -> u64 {
         self.lock().memory.held(self.ordinal())
     }
 
-    /// Pieces of work that are queued on the machine and have not run.
+    /// Pieces of work that are queued on the machine but have not run.
     pub fn queued(&self) -> usize {
         self.lock().queued()
     }
@@ -109,12 +109,12 @@ impl Emulator {
         self.lock().host_waits()
     }
 
-    /// From now on notes which kernels and copies of pinned memory (`save`, `load`) ran, in which order. For tests.
+    /// Records, from now on, the kernels and copies of pinned memory (`save`, `load`) that run, in order. For tests.
     pub fn note_launches(&self) {
         self.lock().note_launches();
     }
 
-    /// What ran since then, each with its stream.
+    /// The recorded work, each with its stream.
     pub fn launches(&self) -> Vec<(Stream, &'static str)> {
         self.lock().launches()
     }

@@ -1,4 +1,4 @@
-//! Queues of work, and what each piece of it does.
+//! Queues of work, and the execution of each piece.
 
 use super::memory::{HOST, Memory};
 use super::order::{Draws, Order};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(super) enum Queued {
     /// A piece of work of the device.
     Work(Work),
-    /// Bytes of the host.
+    /// A copy of bytes from the host.
     Write {
         to: Address,
         bytes: Vec<u8>,
@@ -30,22 +30,23 @@ pub(super) enum Queued {
     Wait(Event),
 }
 
-/// A stream: whose it is, and what it has left to do.
+/// A stream: its device, and its pending work.
 #[derive(Debug)]
 struct Queue {
     device: usize,
     work: VecDeque<Queued>,
 }
 
-/// What is queued on all devices of a machine, and what was done. Streams and events are numbered over all devices.
+/// The queued work of all devices of a machine, and the finished events. Streams and events are numbered over all
+/// devices.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) memory: Memory,
     kernels: Arc<Host>,
-    /// Files of variants that were compiled, by name.
+    /// Compiled files of variants, by name.
     variants: HashMap<&'static str, Host>,
     queues: Vec<Queue>,
-    /// Events that were recorded and are not passed yet.
+    /// Recorded events that have not been reached yet.
     ahead: HashSet<Event>,
     recorded: u64,
     draws: Option<Draws>,
@@ -53,7 +54,7 @@ pub(super) struct State {
     waits: u64,
     skipped: Option<u64>,
     host_waits: u64,
-    /// Kernels and copies of pinned memory that ran, if somebody asked for them.
+    /// Recorded kernels and copies of pinned memory, if requested.
     launches: Option<Vec<(Stream, &'static str)>>,
 }
 
@@ -99,7 +100,7 @@ impl State {
         self.launches.clone().unwrap_or_default()
     }
 
-    /// Counts that the host waits.
+    /// Counts a wait of the host.
     pub(super) fn host_waits_now(&mut self) {
         self.host_waits += 1;
     }
@@ -109,7 +110,7 @@ impl State {
         Stream(self.queues.len() - 1)
     }
 
-    /// Queues work of a device, and runs as much of what is queued as the order has it.
+    /// Queues work of a device, and runs as much queued work as the order demands.
     pub(super) fn push(&mut self, device: usize, stream: Stream, work: Queued) -> Result<()> {
         self.healthy()?;
         let queue = self.queues.get_mut(stream.0).filter(|queue| queue.device == device);
@@ -145,7 +146,7 @@ impl State {
         }
     }
 
-    /// Runs work until an event is passed.
+    /// Runs work until an event is reached.
     pub(super) fn finish(&mut self, event: Event) -> Result<()> {
         self.known(event)?;
         while self.ahead.contains(&event) && self.advance()? {}
@@ -172,8 +173,8 @@ impl State {
         self.fault.clone().map_or(Ok(()), Err)
     }
 
-    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before anybody can wait
-    /// for it, so some stream can always go on.
+    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before any wait for it,
+    /// so some stream can always continue.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
         let can = |queue: &Queue| match queue.work.front() {
@@ -240,8 +241,8 @@ impl State {
         places.extend(self.in_tables(by, kernel, args)?);
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
-        // SAFETY: the arguments have the types of the table, and each address lies in an allocation. Those who launch
-        // answer for the sizes; what a kernel writes beyond an allocation meets its fence.
+        // SAFETY: the arguments have the types of the table, and each address lies in an allocation. The caller
+        // guarantees the sizes; writes beyond an allocation hit its fence.
         let run = unsafe { library(&self.kernels, &mut self.variants, kernel)?.launch(kernel, launch, &mut values, 0) };
         run.map_err(|why| DriverError::Kernel { kernel: kernel.name, why })?;
         places.iter().try_for_each(|&at| self.memory.check(by, at, kernel.name))
@@ -291,7 +292,7 @@ impl State {
     }
 }
 
-/// A number of two bytes of bf16, or of four of f32.
+/// The number in two bytes of bf16, or in four bytes of f32.
 fn number(bytes: &[u8]) -> f32 {
     match *bytes {
         [low, high] => bf16::from_le_bytes([low, high]).to_f32(),
@@ -299,7 +300,7 @@ fn number(bytes: &[u8]) -> f32 {
     }
 }
 
-/// The library that has a kernel: that of all kernels, or of a variant one of its own, which is compiled at its first
+/// The library that contains a kernel: the common library, or for a variant its own library, which is compiled at first
 /// use.
 fn library<'a>(
     all: &'a Host,
