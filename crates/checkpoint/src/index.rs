@@ -66,7 +66,7 @@ pub struct StoredTensor {
 pub struct Piece {
     /// The slice.
     pub slice: Slice,
-    /// The index of its file in [`Index::files`].
+    /// The index of its file in `Index::files`.
     pub file: usize,
     /// First byte in the file, and the byte after the last.
     pub bytes: (u64, u64),

@@ -72,7 +72,7 @@ debug_as_display!(Damage);
 pub enum Unit {
     /// The header of a file.
     Header {
-        /// Its index in [`Index::files`].
+        /// Its index in `Index::files`.
         file: usize,
     },
     /// A piece.

@@ -93,7 +93,7 @@ impl Feedback {
         Sender { residual, estimate, momentum }
     }
 
-    /// Whether it uses each state of a [`Sender`], in the order of [`Sender::all`].
+    /// Whether it uses each state of a [`Sender`], in the order of `Sender::all`.
     pub fn keeps(self) -> [bool; 3] {
         [self == Feedback::Ef, self.keeps_estimate(), matches!(self, Feedback::Ef21Momentum { .. })]
     }

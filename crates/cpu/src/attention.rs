@@ -47,7 +47,7 @@ fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'
     Masks { dropout, packing }
 }
 
-/// The share of `flops` that documents leave.
+/// The part of `flops` that remains with documents.
 fn left(flops: u64, shape: AttentionShape, packing: Option<&Packing>) -> u64 {
     let pairs = packing.map_or(shape.pairs(), |packing| shape.heads as u64 * packing.pairs(shape.seq));
     flops / shape.pairs().max(1) * pairs
@@ -57,13 +57,12 @@ fn groups(shape: GroupedShape) -> Groups {
     Groups { size: shape.group, kv_heads: shape.kv_heads, first: shape.first_kv_head }
 }
 
-/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share
-/// them.
+/// The last angles that a device computed, `[positions, 2, head_dim / 2]`: all layers of a model share them.
 #[derive(Debug, Default)]
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl LastAngles {
-    /// The angles of at least `seq` positions.
+    /// The angles for at least `seq` positions.
     fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| {

@@ -144,7 +144,7 @@ impl Library {
     }
 }
 
-/// The largest power of two that divides an address, up to [`ALIGNED`].
+/// The largest power of two that divides an address, up to `ALIGNED`.
 fn alignment(at: Address) -> u32 {
     (1 << at.0.trailing_zeros().min(ALIGNED.trailing_zeros())) as u32
 }

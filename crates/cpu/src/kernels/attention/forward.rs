@@ -1,4 +1,4 @@
-//! The forward of a group of heads, on all rows of a sample or those of a document.
+//! The forward of a group of heads, on all rows of a sample or of a document.
 
 use super::ahead::{self, Ahead};
 use super::documents::Document;
@@ -10,7 +10,8 @@ use super::{FORWARD_KEYS, blocks, panels, scratch};
 use crate::kernels::matmul::Update;
 use std::ops::Range;
 
-/// A part's `out` and `lse`; `out`, `q`, `k` and `v` begin with its first row, `lse` with the group's.
+/// The `out` and `lse` of a part. `out`, `q`, `k` and `v` begin with the part's first row; `lse` begins with the
+/// group's first row.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
     place @ (_, rows): (Group, Document),
@@ -48,7 +49,7 @@ pub(super) fn part<T: Tiled>(
         let vs = tiles.pack([seq, head_dim], (v, (v_row, 1)), vs);
         for (head, lse) in lse.chunks_mut(in_sample.max(1)).enumerate() {
             let lse = &mut lse[rows.range()];
-            // The next head's rows: within the group, only those of its queries and outputs.
+            // The rows of the next head: within the group, only its queries and outputs.
             let last = head + 1 == size;
             let [next_q, next_k, next_v] = in_memory;
             let (next_head, to_next) = (head_dim * (head + 1), to_next.filter(|_| last && fetch));
@@ -110,8 +111,8 @@ pub(super) fn part<T: Tiled>(
     });
 }
 
-/// The products of all keys up to a panel of queries, a row each, with those queries: the pairs that the mask keeps,
-/// and more up to a tile's edges.
+/// The products of a panel of queries with all keys up to it, one row per key: the unmasked pairs, and more up to the
+/// edges of tiles.
 fn products<T: Tiled>(
     tiles: &Tiles<T>,
     keys: Left<'_, T>,
@@ -120,7 +121,7 @@ fn products<T: Tiled>(
     mut to: RowsMut<'_, T>,
     ahead: &mut Ahead<'_, T>,
 ) {
-    // From this key on, only the second vector of queries sees the keys.
+    // From this key on, only the second vector of queries attends to the keys.
     let second = queries.start + tiles.lanes;
     let middle = second.min(queries.end);
     for (seen, first) in [(0..middle, queries.start), (middle..queries.end, second)] {

@@ -9,7 +9,7 @@ use super::tiles::Tiles;
 use super::{Dims, Groups, Masks};
 use crate::kernels::dropout::Mask;
 
-/// Values that all heads of a call share.
+/// Values shared by all heads of a call.
 #[derive(Clone, Copy)]
 pub(super) struct Call<'a, T> {
     pub(super) tiles: Tiles<T>,
@@ -24,7 +24,7 @@ pub(super) struct Call<'a, T> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Group {
     pub(super) sample: usize,
-    /// Index among the groups held here.
+    /// Index among the local groups.
     pub(super) index: usize,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Group {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Heads {
     start: usize,
-    /// From one position to the next.
+    /// Stride between positions.
     pub(super) row: usize,
 }
 
@@ -46,11 +46,11 @@ pub(super) struct Layout {
     pub(super) out: Heads,
 }
 
-/// What a thread computes next, from what it computes now.
+/// The next work of a thread, relative to its current work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
-    /// Elements to it in the queries, in keys and values, and in the output; modulo the size of addresses, because it
-    /// may lie before.
+    /// Offsets to it in the queries, in keys and values, and in the output; modulo the size of addresses, because they
+    /// may be negative.
     pub(super) distance: [usize; 3],
     /// Its rows.
     pub(super) rows: usize,
@@ -67,7 +67,7 @@ impl Layout {
         Layout { q: part(0), k: part(1), v: part(2), out: Heads { start: 0, row: width } }
     }
 
-    /// The rows of one group without gaps.
+    /// The layout of one group's rows copied without gaps.
     pub(super) fn copied(dims: Dims, groups: Groups) -> Self {
         let rows = |heads: usize| Heads { start: 0, row: heads * dims.head_dim };
         Layout { q: rows(groups.size), k: rows(1), v: rows(1), out: rows(groups.size) }
@@ -109,7 +109,7 @@ impl<'a, T: Float> Call<'a, T> {
         self.dims.scale()
     }
 
-    /// The call on rows as [`read`](super::stored::read) gives them.
+    /// The call for rows in the layout of [`read`](super::stored::read).
     pub(super) fn as_read<S: StoredAs<T>>(&self) -> Self {
         let layout = if S::COPIED { Layout::copied(self.dims, self.groups) } else { self.layout };
         Self { layout, ..*self }
@@ -120,8 +120,8 @@ impl<'a, T: Float> Call<'a, T> {
         Document { first: 0, len: self.dims.seq, position: 0 }
     }
 
-    /// The parts of a group that are computed one after the other, each with what follows it: after the last one the
-    /// first part of the next group, if this thread computes that one `next`.
+    /// The parts of a group in order of computation, each with the part that follows it: after the last one, the first
+    /// part of the next group, if this thread computes that group `next`.
     pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Document, Option<Next>)> {
         let (whole, packing) = (self.whole(), self.masks.packing);
         let parts = documents::attending(packing, group.sample, &whole);
@@ -142,7 +142,7 @@ impl<'a, T: Float> Call<'a, T> {
         Next { distance: pairs.map(|(from, to)| to.wrapping_sub(from)), rows: rows.len }
     }
 
-    /// The group after this one, the next sample's first after the last.
+    /// The group after this one; after the last group, the first group of the next sample.
     fn after(&self, Group { sample, index }: Group) -> Group {
         match index + 1 == self.groups.used(self.dims) {
             true => Group { sample: sample + 1, index: 0 },
@@ -150,7 +150,7 @@ impl<'a, T: Float> Call<'a, T> {
         }
     }
 
-    /// Where a group's queries, keys and values start, from a part's first row on.
+    /// The starts of a group's queries, keys and values, at a part's first row.
     pub(super) fn starts(&self, group: Group, part: Document) -> [usize; 3] {
         let (Group { sample, index }, Layout { q, k, v, .. }) = (group, self.layout);
         let kv_head = self.groups.first + index;
@@ -158,13 +158,13 @@ impl<'a, T: Float> Call<'a, T> {
         starts.map(|(x, head)| x.at(self.dims, sample, head) + part.first * x.row)
     }
 
-    /// Where its output starts.
+    /// The start of its output.
     pub(super) fn out_start(&self, group: Group, part: Document) -> usize {
         let out = self.layout.out;
         out.at(self.dims, group.sample, group.first_head(self.groups)) + part.first * out.row
     }
 
-    /// Rotates the rows of a part of a head, `row` apart, by their positions; `to` gets them one after the other.
+    /// Rotates the rows of a part of a head, `row` apart, by their positions; `to` gets them contiguously.
     pub(super) fn turn(
         &self,
         angles: Angles<'_, T>,
@@ -189,7 +189,7 @@ impl<'a, T: Float> Call<'a, T> {
         }
     }
 
-    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by `seq`.
+    /// The dropout of a part of a head of a group: the factors of consecutive queries are `seq` apart.
     pub(super) fn head_dropout(&self, (group, part): (Group, Document), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
         let first = (part.first * (self.dims.seq + 1)) as u64;
