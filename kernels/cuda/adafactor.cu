@@ -1,12 +1,12 @@
-// Adafactor: squared gradients of matrices by rows and by columns alone (Shazeer and Stern, arXiv:1804.04235).
+// Adafactor: squared gradients of matrices, stored only by rows and by columns (Shazeer and Stern, arXiv:1804.04235).
 //
 //   matrices  R += share (mean over columns of g² + ε - R),  C likewise over rows,  u = g √(mean R / R) / √C
 //   others    v += share (g² + ε - v),  u = g / √v;  g = grad_scale grad
 //   size = step size / max(1, rms u / clip),  w = w keep - size u
 //
-// Shapes    weights, grads, variance: flat vectors, whose elements runs.cuh lists; numbers [count], by the numbers of
-//           elements. row and col_var f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of
-//           squares become the factors √(mean R / R) and 1 / √C; size f64 [matrices], of `each` elements.
+// Shapes    weights, grads, variance: flat vectors, whose elements runs.cuh lists; numbers [count], indexed by element
+//           number. row and col_var f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of squares
+//           become the factors √(mean R / R) and 1 / √C; size f64 [matrices], of `each` elements.
 // Geometry  one thread per element, row or column; for means of rows and the step size, one thread per matrix.
 // Bytes     8 read and 8 written per element, then 8 and 4.
 // Bits      as on the CPU: crates/optim/src/adafactor.rs.

@@ -4,8 +4,8 @@
 //   w = w keep - lr_hat m / (√v / root_hat + ε);  codes = the nearest to m, v / the new largest of their block
 //
 // Shapes    weights, grads (f32), means, squares (codes): flat vectors, whose elements runs.cuh lists; of_means,
-//           of_squares [count]; largest values f32 and, before the step, f64 [blocks of `block` elements of a matrix of
-//           `each`]. code: 256 numbers for means, their 255 middles, and the same for squares.
+//           of_squares [count]; largest values in f32 and, before the step, f64 [blocks of `block` elements of a matrix
+//           of `each`]. code: 256 numbers for means, their 255 middles, and the same for squares.
 // Geometry  one thread per element; in settle, one thread per block.
 // Bytes     6 read and 8 written per element, then 10 and 6; codes from the cache.
 // Bits      as on the CPU: crates/optim/src/adam8bit.rs.

@@ -5,12 +5,12 @@
 //
 // Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries,
 //           rows dkv_row apart: in place without groups, else in [batch, seq, heads, head_dim], which rotary_backward
-//           turns back and attention_group_sum adds up.
+//           rotates back and attention_group_sum adds up.
 // Geometry  dots: half a warp per row. dQ: one block per head and 16 queries, over the keys by 16; dK and dV: one block
 //           per head and 16 keys, over the queries by 16. A thread has one pair of a tile, then features. Shared memory
 //           for tiles of Q, dO, K, V and of P and dS.
-// Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
-// Bits      as on the CPU, as in attention_forward.cu, with dO, P∘M and dS also rounded in the precision bf16: S and dP
+// Bytes     dQ: 4 head_dim (3 + 2 seq / 32) per row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
+// Bits      as on the CPU; as in attention_forward.cu, with dO, P∘M and dS also rounded in the precision bf16: S and dP
 //           are chains over the features, dQ is chained over the keys and dK and dV over the queries in blocks of 128;
 //           groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
 #include "attention.cuh"

@@ -6,7 +6,7 @@
 //           with the first `past` tokens filled, their keys rotated; q, out [batch, seq, heads, head_dim], q rotated;
 //           scores [batch, seq, heads, past + seq]; angles [positions, 2, head_dim/2].
 // Geometry  append: one thread per element. Scores: half a warp per query, head and key. Weights: one warp per row.
-//           Values: one thread per element of out, which goes over the keys.
+//           Values: one thread per element of out, which loops over the keys.
 // Bytes     keys and values once per head (heads of a group share the GPU's cache); scores written once and read three
 //           times.
 // Bits      as on the CPU: crates/cpu/src/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals

@@ -5,10 +5,10 @@
 //
 // Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group;
 //           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
-//           or none: tokens see only their own document, whose bits are those of the document as a separate sequence.
-//           Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
-// Geometry  one block per head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory
-//           for tiles of queries and of keys or values, and two of probabilities.
+//           or null: tokens see only their own document, which has the same bits as a separate sequence. Rotated
+//           queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+// Geometry  one block per head and 32 queries, which loops over the keys by 32 twice; 8 threads per query. Shared
+//           memory for tiles of queries and of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
 //           half of them masked, most of it from the L2 cache; and the output.
 // Bits      as on the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). The

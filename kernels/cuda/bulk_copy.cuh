@@ -11,7 +11,7 @@
 //           (docs/decisions/0046-kernels-write-their-tensor-maps.md). Of an operand [samples, rows, heads, features]:
 //           heads are contiguous, rows as far apart as the caller says. Its address and the distance of its rows are
 //           multiples of 16 bytes.
-// Tiles     panels of warp_group.cuh, BOX_ROWS rows a copy, in the swizzle of 128 bytes, which the hardware writes;
+// Tiles     panels of warp_group.cuh, BOX_ROWS rows per copy, in the swizzle of 128 bytes, which the hardware writes;
 //           zeros beyond the features and the rows.
 // Barriers  BARRIER_SIZE places of a tile each, used in phases: the thread that starts copies first announces their
 //           bytes by expect_bytes, then starts them; wait_for_bytes waits for the end of a phase of that parity, 0 for

@@ -5,11 +5,11 @@
 //   dx = rstd (dy gamma - mean(g) - x̂ mean(g x̂)),  g = dy gamma,  x̂ = (x - mean) rstd;  dgamma = Σ dy x̂,  dbeta = Σ dy over the rows of a block
 //
 // Shapes    x, y, dy, dx [blocks, rows, n]; mean, variance, and the means of g and g x̂ [blocks, groups]; gamma, beta
-//           [n]; sums over rows [blocks, n], by way of parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu
+//           [n]; sums over rows [blocks, n], through parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu
 //           adds them up).
-// Geometry  parts: one thread per 16 bytes of the channels of a part; groups: a thread each; the rest: one thread per
-//           16 bytes of a row (neighbours.cuh).
-// Bytes     statistics 4 read an element twice; y 4 read and 4 written; backward 8 read twice and 4 written.
+// Geometry  parts: one thread per 16 bytes of the channels of a part; groups: one thread per group; the rest: one
+//           thread per 16 bytes of a row (neighbours.cuh).
+// Bytes     statistics 4 read per element, twice; y 4 read and 4 written; backward 8 read twice and 4 written.
 // Bits      as on the CPU: crates/cpu/src/channel_norm.rs. Channels of a group are added one after another.
 #include "halves.cuh"
 

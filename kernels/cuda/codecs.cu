@@ -5,7 +5,7 @@
 //
 // Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes per part, for quant a minimum and a step;
 //           codes [count] (u8) as bytes, or as `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
-// Geometry  scales: one block of threads per part, 16 bytes of f32 a thread at a time (neighbours.cuh), of sign 16
+// Geometry  scales: one block of threads per part, 16 bytes of f32 per thread at a time (neighbours.cuh), for sign 16
 //           threads; codes and values: one thread per 16 bytes of f32, or of bf16; planes: one thread per byte.
 // Bytes     4 read per element for its scale and 4 for its code; codes once more for planes.
 // Bits      as on the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.

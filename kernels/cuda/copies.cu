@@ -4,8 +4,7 @@
 //
 // Shapes    from, to [rows, n] of elements of 8, 16 or 32 bits, whose rows begin from_row and to_row elements apart;
 //           the two do not overlap.
-// Geometry  one thread per 16 bytes of a row (neighbours.cuh): where the rows do not lie at multiples of 16 bytes, by
-//           elements.
+// Geometry  one thread per 16 bytes of a row (neighbours.cuh): or per element, if the rows are not aligned to 16 bytes.
 // Bytes     twice the bytes of an element.
 // Bits      copied unchanged.
 #include "neighbours.cuh"

@@ -6,17 +6,17 @@
 //           word `first` on, then padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows
 //           / samples rows each. A negative target masks its row.
 // Geometry  statistics and gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh); for
-//           statistics of more than 16,384 words a block of 512 threads a row, of more than 32,768 of 1024. Rescaling
-//           and lse: one thread per row; the loss: one warp per sample.
+//           statistics of more than 16,384 words one block of 512 threads per row, of more than 32,768 one block of
+//           1024. Rescaling and lse: one thread per row; the loss: one warp per sample.
 // Bytes     statistics 4 valid read per element, gradient 4 read and 4 written; half where logits have 16 bits (_16).
 //           Exponentials need the maximum of the row first, so a row is kept in shared memory between the search for
 //           the maximum and the sum: its first 25,152 words, or 50,304 of 16 bits. The rest is read once more. Rows in
 //           work at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second
 //           half comes from the L2 cache.
-// Bits      as on the CPU (crates/cpu/src/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which
-//           the CPU takes from its C library and CUDA from its own: neither promises the last bit. lse is rounded to
-//           f32 afterwards, so it differs where the f64 lies within 1e-16 of the middle of two f32; the loss may differ
-//           by 1e-15 of itself. And if the maximum is zero, its sign may differ.
+// Bits      as on the CPU (crates/cpu/src/kernels/loss.rs), with two exceptions. lse and the loss need a logarithm in
+//           f64, which the CPU takes from its C library and CUDA from its own: neither promises the last bit. lse is
+//           rounded to f32 afterwards, so it differs where the f64 lies within 1e-16 of the middle of two f32; the loss
+//           may differ by a relative 1e-15. If the maximum is zero, its sign may differ.
 #include "halves.cuh"
 #include "rows.cuh"
 
@@ -103,7 +103,7 @@ KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
     if (i < rows) max[i] = max[i] > other[i] ? max[i] : other[i];
 }
 
-// A shard's sum, taken against the maximum of all shards instead of its own.
+// Rescales a shard's sum from its own maximum to the maximum of all shards.
 KERNEL cross_entropy_rescale(const float* local, const float* global, float* sum, i64 rows) {
     i64 i = global_thread();
     if (i < rows) sum[i] = sum[i] * exp_bits(local[i] - global[i]);

@@ -6,10 +6,10 @@
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
 // Geometry  lookups and additions of positions: one thread per 16 bytes (neighbours.cuh). Checks of ids: one block.
 //           Gradients of a table without atomics: the places of the ids are sorted by buckets of 64 ids (`group_ids`,
-//           `choice_parts` and `choice_places` of permutation.cu), in order within each. A block of threads for a row
+//           `choice_parts` and `choice_places` of permutation.cu), in order within each. One block of threads per row
 //           of the table and 256 vectors of columns finds the places of its own id in its bucket, and adds them in that
 //           order. Positions: one thread per four elements of dtable.
-// Launches  the gradient of a table four, with the sort.
+// Launches  four for the gradient of a table, including the sort.
 // Bytes     lookup 4 read and 4 written per element; gradient 4 read per element, 4 written per element of the table,
 //           or 4 read and 4 written per element of each row that occurs; an id is read twice by the sort, and a place
 //           with its id by each row of its bucket, from the caches. For x, out, dout and, in lookups, the table, half

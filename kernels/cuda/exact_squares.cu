@@ -2,14 +2,14 @@
 //
 //   digits += the digits of Σ x², of 32 bits each, the lowest first, as f64;  the last: how many x are infinite or NaN
 //
-// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all
-//           (vectors.cuh). parts [pieces, 20] (u64), one for each piece of 16384 elements of a vector, digits below
-//           2^32; digits [20].
-// Geometry  one warp per piece for the parts, 16 bytes a lane at a time (neighbours.cuh); one warp for their sum: each
-//           lane has a digit, and lane 0 carries.
+// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each, then the number of
+//           pieces (vectors.cuh). parts [pieces, 20] (u64), one for each piece of 16384 elements of a vector, digits
+//           below 2^32; digits [20].
+// Geometry  one warp per piece for the parts, 16 bytes per lane at a time (neighbours.cuh); one warp for their sum:
+//           each lane has a digit, and lane 0 carries.
 // Launches  two for all parameters.
 // Bytes     4 read per element, 160 written and read per piece.
-// Bits      as on the CPU: crates/core/src/exact.rs. Whole numbers add up to the same in any order.
+// Bits      as on the CPU: crates/core/src/exact.rs. Sums of integers do not depend on the order.
 #include "exact.cuh"
 #include "neighbours.cuh"
 #include "vectors.cuh"

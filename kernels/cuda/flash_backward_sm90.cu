@@ -3,20 +3,20 @@
 //
 // Shapes    as in flash_backward.cu, but q, k, v and dout are given by their maps (flash_maps.cu).
 // Geometry  as flash_forward_sm90.cu: one block per head and 128 rows, 64 for each of 2 groups of four warps, tiles
-//           copied one ahead by one thread. dQ: over the keys by STEP, 128 (_64) or 64 (_128). dK and dV: one block per
-//           head of keys and 128 keys, over the heads of its group and their queries by 64; they use Sᵀ = K Qᵀ, so that
-//           results of products serve directly as the operands Pᵀ and dSᵀ in registers, and only final results pass
-//           through shared memory. 64 threads read lse and D of the next 64 queries while a tile is multiplied, into
-//           two buffers in turn. Sums of dQ over blocks of keys would take atomics, whose order differs from run to
-//           run: 7 products where 5 would do. Shared memory: 2 head_dim (256 + 4 STEP) bytes of tiles, dQ 96 and 128
-//           KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
+//           copied one tile ahead by one thread. dQ: over the keys by STEP, 128 (_64) or 64 (_128). dK and dV: one
+//           block per head of keys and 128 keys, over the heads of its group and their queries by 64; they use Sᵀ = K
+//           Qᵀ, so that results of products serve directly as the operands Pᵀ and dSᵀ in registers, and only final
+//           results pass through shared memory. 64 threads read lse and D of the next 64 queries while a tile is
+//           multiplied, into two buffers in turn. Two kernels with 7 products instead of 5, because sums of dQ over
+//           blocks of keys would need atomics, whose order differs from run to run. Shared memory: 2 head_dim (256 + 4
+//           STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
 // Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32
 //           more: 160 and 224; then descriptors and numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one
 //           block on an SM, 8 warps, nothing spilled.
 // Banks     panels in the 128-byte swizzle, which the copies write, and 8 lanes read each number of a column: no
 //           conflicts.
-// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, a power of two for each pair in both. An
-//           SM does 4096 operations and 16 powers a clock: a pair of 64 features takes 14·64 / 4096 = 0.22 clocks of
+// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations per head, one power of two per pair in both. An SM
+//           does 4096 operations and 16 powers per clock: a pair of 64 features takes 14·64 / 4096 = 0.22 clocks of
 //           products and 2 / 16 of powers of two, of 128 twice the products. A product of 64 × 64 × 16 takes 32 clocks
 //           and reads 4 KiB, 32 clocks of shared memory; with the left operand in registers, or of 128 columns, less:
 //           only Sᵀ and dPᵀ of 64 queries are limited by shared memory.

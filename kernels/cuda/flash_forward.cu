@@ -9,20 +9,20 @@
 //           (_128), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Only
 //           attention_forward.cu has dropout.
 // Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128),
-//           from the first that a query sees to the diagonal. The last queries have the most keys and are launched
-//           first. Shared memory: a tile of queries and two of keys and of values, one of which is copied while the
-//           other is multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
+//           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
+//           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
+//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
 //           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 126 (kernels/report.md), so 16
 //           warps; _128 takes 210, 8 warps. Shared memory allows as many.
-// Banks     tiles lie so that ldmatrix, copies and the output, which passes through the queries' tile, have no
+// Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
 //           conflicts: tensor_core.cuh.
-// Work      2 seq² head_dim operations a head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
-//           does 4096 operations of bf16 and 16 powers of two a clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a
+// Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
+//           does 4096 operations of bf16 and 16 powers of two per clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a
 //           clock of products and as much of powers, a pair of _128 twice the products. One ldmatrix feeds two products
 //           of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
-// Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte an operation,
-//           which is not the limit.
+// Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte per
+//           operation, which is not the limit.
 // Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 

@@ -1,5 +1,5 @@
-// Numbers of 16 bits by integer arithmetic alone: no header of the toolkit is needed, and the bits are those of the
-// CPU.
+// Conversions of 16-bit numbers by integer arithmetic only: no header of the CUDA toolkit is needed, and the bits are
+// as on the CPU.
 #pragma once
 #include "meshwork.cuh"
 

@@ -2,10 +2,10 @@
 //
 //   *sum += Σ x², vector after vector;  x *= inverse scale, and whether any result is infinite or NaN
 //
-// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all
-//           (vectors.cuh). parts, an f64 for each piece of 32768 elements of a vector; totals [vectors] (f64).
-// Geometry  squares: one warp per piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale:
-//           one thread per 16 bytes (neighbours.cuh).
+// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each, then the number of
+//           pieces (vectors.cuh). parts, an f64 for each piece of 32768 elements of a vector; totals [vectors] (f64).
+// Geometry  squares: one warp per piece; the sum of parts: one block, in which each warp has every eighth vector.
+//           Unscale: one thread per 16 bytes (neighbours.cuh).
 // Launches  two for all parameters.
 // Bytes     squares 4 read per element, 8 written per piece; unscale 4 read and 4 written.
 // Bits      as on the CPU: crates/cpu/src/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes

@@ -6,9 +6,9 @@
 // Shapes    x [rows, k], y [rows, n], W [groups, n, k] (or k and n exchanged); b, db [groups, n]. Group g has the rows
 //           starts[g] .. starts[g + 1], and in gradients the blocks first[g] .. first[g + 1] - 1, of which block l has
 //           the rows bounds[l] .. bounds[l + 1].
-// Geometry  one launch for all groups, however uneven: one thread per element of y or dW; of biases' gradients a thread
-//           a column of a group.
-// Bytes     8 k read an element of y (8 rows of dW), of bf16 half, most of them from the caches, and 4 written: an
+// Geometry  one launch for all groups, however uneven: one thread per element of y or dW; for gradients of biases one
+//           thread per column of a group.
+// Bytes     8 k read per element of y (8 rows for dW), half for bf16, most of them from the caches, and 4 written: an
 //           oracle for library products; slow.
 // Bits      as on the CPU with fused multiply-adds: crates/cpu/src/grouped.rs; bf16 as in product.cu.
 #include "products.cuh"

@@ -4,30 +4,31 @@
 //   y[r] = x[r] W_gᵀ,  dx[r] = dy[r] W_g  for the rows r of group g;  dW_g = dY_gᵀ X_g, the sum over the rows of g
 //
 // Shapes    x, dx [rows, k], y, dy [rows, n], W, dW [groups, n, k]. Operands of 16 bits at multiples of 16 bytes, n and
-//           k multiples of 8; results in f32, of rows in bf16 too, rounded once, at multiples of 8 bytes. Group g has
-//           the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in grouped.cu.
-//           Groups may be empty: their dW is zero, or stays.
+//           k multiples of 8; results in f32, results for rows also in bf16, rounded once, at multiples of 8 bytes.
+//           Group g has the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in
+//           grouped.cu. Groups may be empty: then dW is zero, or unchanged if accumulated.
 // Geometry  one block per tile of one group's result, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not
-//           cross groups: of y there are Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉, of dW groups × ⌈n / 128⌉ × ⌈k / 256⌉; of 64
-//           experts with 4096 rows each and 2048 × 2048 features 16384 and 8192. Each warp finds the group of its block
-//           from the starts, 32 groups at a time; blocks beyond the last tile return at once, so that the launch need
-//           not know the rows. Tiles are in the order of groups, and in a group in bands of 8 tiles of rows, column
-//           after column of a band: the 108 or 132 blocks that run at a time cover 8 tiles of rows and 16 of columns,
-//           which share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache. A warp whose rows or
-//           columns are all beyond the group only copies. Sums run by 64 terms; STAGES = 3 tiles of both operands lie
-//           in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) = 144 KiB.
+//           cross groups: y has Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉ tiles, dW groups × ⌈n / 128⌉ × ⌈k / 256⌉; for 64 experts
+//           with 4096 rows each and 2048 × 2048 features, 16384 and 8192. Each warp finds the group of its block from
+//           the starts, 32 groups at a time; blocks beyond the last tile return at once, so that the launch need not
+//           know the rows. Tiles are in the order of groups, and in a group in bands of 8 tiles of rows, column after
+//           column of a band: the 108 or 132 blocks that run at a time cover 8 tiles of rows and 16 of columns, which
+//           share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache. A warp whose rows or
+//           columns are all beyond the group only copies. Sums run in steps of 64 terms; STAGES = 3 tiles of both
+//           operands are in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) =
+//           144 KiB.
 // Registers of a lane: sums 128, A 16, B 4 and more in flight, addresses and places: 215, 218 and 226
 //           (kernels/report.md). 256 threads of more than 128: one block on an SM, 8 warps.
-// Banks     tiles lie as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts. Results go
-//           from registers to memory, 4 lanes to each 32 bytes: whole sectors.
+// Banks     tiles are laid out as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts.
+//           Results go from registers to memory, 4 lanes to each 32 bytes: whole sectors.
 // Work      2 rows n k operations. 64 terms of a tile are 128 · 256 · 64 = 2 Mi multiplications: 2048 clocks of an SM
 //           of an A100 (1024 a clock), 1024 of one of an H100 at its peak, which the mma instructions of sm_80 do not
 //           reach there. Meanwhile ldmatrix, each of which feeds four products, reads 8 · 4 · (64 + 64) · 32 bytes =
 //           128 KiB, 1024 clocks of shared memory, and copies write 48 KiB, 384 clocks. There is no form with the
 //           products of sm_90a.
-// Bytes     of a tile 2 · 64 (128 + 256) = 48 KiB for 64 terms, from the L2 cache: 24 bytes a clock of an SM of an
-//           A100, 1/85 byte an operation. From memory at least both operands, 2 rows k + 2 groups n k of forward, and
-//           once 4 bytes, or 2, an element of the result: kernels/floors.md.
+// Bytes     of a tile 2 · 64 (128 + 256) = 48 KiB for 64 terms, from the L2 cache: 24 bytes per clock of an SM of an
+//           A100, 1/85 byte per operation. From memory at least both operands, 2 rows k + 2 groups n k in forward, and
+//           once 4 bytes, or 2, per element of the result: kernels/floors.md.
 // Bits      not the CPU's: the tensor cores decide the order of sums. Deterministic from run to run, and a row does not
 //           depend on the other rows. Tests hold 1e-5 of the norm against sums in f32 of the same operands.
 #include "halves.cuh"
@@ -80,7 +81,7 @@ DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
     int lane = lane_of_warp();
     for (i64 base = 0; base < groups; base += WARP) {
         i64 group = base + lane, first = group < groups ? starts[group] : 0, end = group < groups ? starts[group + 1] : 0;
-        i64 tiles = (end - first + GROUPED_ROWS - 1) / GROUPED_ROWS, until = before + tiles;  // of this group, and of those up to it
+        i64 tiles = (end - first + GROUPED_ROWS - 1) / GROUPED_ROWS, until = before + tiles;  // tiles of this group, and up to its end
         for (int width = 1; width < WARP; width *= 2) {
             i64 lower = __shfl_sync(FULL_WARP, until, (lane + WARP - width) % WARP) - before;
             if (lane >= width) until += lower;

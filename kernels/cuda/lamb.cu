@@ -4,7 +4,7 @@
 //   ratio = ‖w‖ / ‖u‖, 1 if either is zero;  w -= lr ratio u
 //
 // Shapes    weights, grads, mean, square: flat vectors, whose elements runs.cuh lists; of_weights (w) and of_steps (u)
-//           [count], by the numbers of elements; totals f64 [2, matrices]: ‖w‖² and ‖u‖², of which the first is
+//           [count], indexed by element number; totals f64 [2, matrices]: ‖w‖² and ‖u‖², of which the first is
 //           overwritten with the ratio; ratio [matrices], of `each` elements. Scalars are computed on the host in f64
 //           and rounded once.
 // Geometry  one thread per element; the ratio: one thread per matrix.

@@ -9,7 +9,7 @@
 //           thread per 16 bytes of the columns of a part.
 // Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more
 //           read to accumulate); all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are
-//           read more than once, from the cache but for backward (_wide), and once more for the parts.
+//           read more than once, from the cache except in backward (_wide), and once more for the parts.
 // Bits      as on the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which
 //           sum_parts (bias.cu) adds up.
 #include "norm.cuh"

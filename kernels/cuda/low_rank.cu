@@ -4,9 +4,9 @@
 //   P = M Q, its columns made orthonormal (Gram-Schmidt), Q = Mᵀ P;  M ≈ P Qᵀ
 //
 // Shapes    m, out [rows, cols]; p [rows, rank]; q [rank, cols], columns of Q one after the other.
-// Geometry  draws: one block of threads per column of Q; P: 16 threads an element; orthonormal columns: one warp, whose
-//           lane l has every 32nd row from l on; Q and out: one thread per element.
-// Bytes     M once for each column of Q.
+// Geometry  draws: one block of threads per column of Q; P: 16 threads per element; orthonormal columns: one warp,
+//           whose lane l has every 32nd row from l on; Q and out: one thread per element.
+// Bytes     M once per column of Q.
 // Bits      as on the CPU: P in 16 lanes that are added one after another, dots of columns in f64 in the order of the
 //           rows.
 #include "message.cuh"

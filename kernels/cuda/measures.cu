@@ -3,14 +3,14 @@
 //
 //   sums[s] += Σ x²  or  sums[s] = max(sums[s], |x|)  over the numbers x of the local elements of set s
 //
-// Shapes    x [numbers], by the numbers of elements (runs.cuh); sums f64 [sets], of exact sums `LIMBS` digits each
+// Shapes    x [numbers], indexed by element number (runs.cuh); sums f64 [sets], or `LIMBS` digits per exact sum
 //           (exact.cuh). A set is `length` consecutive elements of a matrix of `each` elements, whose last set is
 //           shorter; or with rows > 0 a column of a matrix [rows, length].
 // Geometry  one warp per set, whose lanes take every 32nd element; exact values of digits: one thread per sum;
 //           quotients: one thread per element.
-// Bytes     4 read per element; of columns, each in a line of its own.
-// Bits      exact sums and largest values are the CPU's (crates/cpu/src/whole.rs); sums in f64 are added in another
-//           order, and not exact. The value of digits and quotients are the CPU's.
+// Bytes     4 read per element; for columns, each from a separate cache line.
+// Bits      exact sums and largest values as on the CPU (crates/cpu/src/whole.rs); sums in f64 are added in another
+//           order, and not exact. Values of digits and quotients as on the CPU.
 #include "exact.cuh"
 #include "runs.cuh"
 #include "warp.cuh"

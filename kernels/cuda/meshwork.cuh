@@ -35,8 +35,8 @@ DEVICE i64 global_thread() { return static_cast<i64>(blockIdx.x) * THREADS + thr
 
 DEVICE i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// The one of `count` ranges that holds i: the last that starts at or before i. Among ranges with the same start, all
-// but the last are empty.
+// The index of the range, of `count` ranges, that holds i: the last that starts at or before i. Among ranges with the
+// same start, all but the last are empty.
 DEVICE i64 range_of(const i64* starts, i64 count, i64 i) {
     i64 low = 0, high = count;
     while (high - low > 1) {

@@ -1,4 +1,4 @@
-// Bytes     of messages at any alignment, and sums over the threads of a block.
+// Bytes of messages at any alignment, and sums over the threads of a block.
 #pragma once
 #include "float16.cuh"
 #include "neighbours.cuh"

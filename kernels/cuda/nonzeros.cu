@@ -5,9 +5,9 @@
 //
 // Shapes    x [count], bit patterns of 32 or 16 bits; bits [bytes = count / 8 rounded up]; counts [chunks], of
 //           CHUNK_BYTES bytes each; starts [chunks + 1].
-// Geometry  marks: one thread per byte; counts, values and elements: one block of threads per chunk, 8 bytes a thread;
-//           starts: one block.
-// Bytes     an element read twice, its value written; back: a value read, an element written.
+// Geometry  marks: one thread per byte; counts, values and elements: one block of threads per chunk, 8 bytes per
+//           thread; starts: one block.
+// Bytes     each element read twice, its value written; unpacking: each value read, each element written.
 // Bits      bit patterns, as on the CPU: crates/cpu/src/kernels/zeros.rs.
 #include "message.cuh"
 

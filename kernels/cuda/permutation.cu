@@ -12,10 +12,10 @@
 //           choices is kept. Sums over parts, inversion and groups: one thread per place. Moved rows, sums and their
 //           gradients: one thread per 16 bytes (neighbours.cuh); products of rows: one team of half warps per choice
 //           (rows.cuh).
-// Launches  a sort two, with its inverse; counting one if each sample is one part, else two.
-// Bytes     a sort reads the choices twice and writes order and slots once; of p parts it writes and reads 2 p numbers
-//           an id, and each part reads p of them from the L2 cache. Counts read the choices once. Rows are read and
-//           written once; a sum reads a row for each choice.
+// Launches  two for a sort with its inverse; for counting one if each sample is one part, else two.
+// Bytes     a sort reads the choices twice and writes order and slots once; with p parts it writes and reads 2 p
+//           numbers per id, and each part reads p of them from the L2 cache. Counts read the choices once. Rows are
+//           read and written once; a sum reads a row for each choice.
 // Bits      as on the CPU: crates/cpu/src/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
@@ -60,7 +60,7 @@ KERNEL choice_places(const int* choices, i64 count, i64 part, i64 parts, i64 fir
     i64 at = global_thread() / WARP;
     if (at >= parts) return;
     int lane = lane_of_warp(), *own = next + at * ids;
-    i64 before = 0;  // those with smaller ids
+    i64 before = 0;  // choices with smaller ids
     for (i64 begin = 0; begin < ids; begin += WARP) {
         i64 id = begin + lane, earlier = 0, all = 0;
         for (i64 p = 0; id < ids && p < parts; p++) {

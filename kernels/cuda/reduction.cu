@@ -3,7 +3,8 @@
 //   out[b, o, i] = scale Σ_e x[o, e, i], e in the b-th of `blocks` slices of the dim;  dx[o, e, i] = scale dy[o, i]
 //   softmax: y = e^(x - max x) / Σ e^(x - max x);  dx = y (dy - Σ dy y), along rows
 //
-// Shapes    x, dx [outer, extent, inner]; out [blocks, outer, inner]; dy [outer, inner]. Of softmax all are [rows, n].
+// Shapes    x, dx [outer, extent, inner]; out [blocks, outer, inner]; dy [outer, inner]. For softmax, all are [rows,
+//           n].
 // Geometry  one thread per sum, in order; one thread per four elements of dx, by 16 bytes where an inner row has them
 //           (neighbours.cuh); one team of half warps per row of softmax (rows.cuh). Neighbouring threads of a sum read
 //           neighbouring inner elements: with an inner extent of 1 and a long dim it is slow.

@@ -15,11 +15,11 @@
 //           counts the choices of each expert (warp.cuh), starting from the counts of earlier choices and parts. With
 //           rerouting one thread per sample, because each choice depends on all before it: slow. The rest: one thread
 //           per token, element or sum.
-// Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and of p parts a
-//           sample k p numbers an expert, of which each part reads k² p / 2 from the L2 cache.
-// Bits      as on the CPU (crates/cpu/src/kernels/routing.rs), where losses are summed in f64, but for two: z and its
-//           gradient need an exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and the
-//           host's C library round differently in the last bit; the gradient is rounded to f32 afterwards.
+// Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and with p parts per
+//           sample k p numbers per expert, of which each part reads k² p / 2 from the L2 cache.
+// Bits      as on the CPU (crates/cpu/src/kernels/routing.rs), where losses are summed in f64, with two exceptions: z
+//           and its gradient need an exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and
+//           the host's C library round differently in the last bit; the gradient is rounded to f32 afterwards.
 #include "random.cuh"
 #include "warp.cuh"
 

@@ -3,11 +3,11 @@
 //
 //   chosen = the `keep` largest |x| of each part, ties to the first;  out[i] = x[indices[i]] factor;  out[indices[i]] = values[i]
 //
-// Shapes    x [len] in parts of `unit`; indices [count] (u32), ascending, below `below`: as a bitmap, or the low
-//           `width` bits of each and the rests as the number of zeros before a one. taken: a bitmap of u64.
+// Shapes    x [len] in parts of `unit`; indices [count] (u32), ascending, below `below`: as a bitmap, or as the low
+//           `width` bits of each, and high parts encoded by the number of zeros before a one. taken: a bitmap of u64.
 // Geometry  choice: one block of threads per part, which finds the smallest kept key bit by bit; draws: one thread;
-//           decoding: one block; else one thread per byte or an element.
-// Bytes     choice 128 read per element, most from the caches, and slow for one part of millions.
+//           decoding: one block; else one thread per byte or element.
+// Bytes     choice 128 read per element, most from the caches; slow for one part of millions of elements.
 // Bits      integers, as on the CPU: crates/compress/src/select.rs, indices.rs, sparse.rs. Infinities and NaN count as
 //           larger than all numbers.
 #include "message.cuh"

@@ -6,7 +6,7 @@
 // Shapes    x, t, dx [samples, elements]; loss f64 [blocks, samples]; the elements are in segments, block b is the b-th
 //           of `blocks` slices of every segment, with boundaries rounded down. logits [rows, width]; targets [rows], a
 //           negative one masks its row; right f64 [samples].
-// Geometry  one thread per sum, and an element of dx; one warp per row of logits, and one warp per sample that counts
+// Geometry  one thread per sum, and per element of dx; one warp per row of logits, and one warp per sample that counts
 //           its rows.
 // Bytes     8 read per element, once for each sum; dx 8 read and 4 written; logits once.
 // Bits      as on the CPU, sums in f64 and in order: crates/cpu/src/kernels/reduction.rs, cpu/loss.rs.
