@@ -27,7 +27,7 @@ pub fn top(percent: u32) -> String {
     format!("top{percent}")
 }
 
-/// Every setting, for runs of this many steps on so many samples. `topk` works per sample, and `quant` between the
+/// Every setting, for runs with this many steps and samples. `topk` works per sample, and `quant` between the
 /// extremes of the batch, as in the study of Rudakov et al.
 pub fn all(steps: u64, samples: usize) -> Vec<Setting> {
     let setting = |name: String, compress| Setting { name, compress };

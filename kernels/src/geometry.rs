@@ -20,7 +20,8 @@ const ROUND_EACH: u64 = 8;
 const ROUND_THREADS: u64 = 1024;
 const ROUND_ROWS: u64 = 64;
 
-/// What a grid covers. Each kernel has one; [`launch`](Self::launch) computes the grid from the sizes of a call.
+/// The work that a grid covers. Each kernel has one; [`launch`](Self::launch) computes the grid from the sizes of a
+/// call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Geometry {
     /// One thread per `each` neighbouring elements of `items`; `width` is not used.

@@ -134,7 +134,7 @@ impl Host {
     }
 
     fn load(path: PathBuf) -> Result<Self, HostError> {
-        // SAFETY: the library's initialisers are only those of the C++ library and of a few empty containers.
+        // SAFETY: the library only runs initialisers of the C++ library and of a few empty containers.
         match unsafe { Library::new(&path) } {
             Ok(library) => Ok(Self { library, path }),
             Err(error) => Err(HostError::Load { path, error }),

@@ -15,7 +15,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-/// The version of the format that this crate writes, and the only one that it reads.
+/// The version of the format that this crate writes, and the only version that it reads.
 pub const FORMAT: u32 = 1;
 /// The name of the file.
 pub(crate) const FILE: &str = "index.json";

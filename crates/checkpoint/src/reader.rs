@@ -156,7 +156,7 @@ impl Checkpoint {
     }
 
     /// Reads a slice into a row-major array of `extents`, which may be larger than the slice: padding at the end of a
-    /// dim, which stays as it is.
+    /// dim, which is not changed.
     ///
     /// # Errors
     /// An unknown tensor, a slice that does not fit, a file that cannot be read, or a damaged piece. The array may then

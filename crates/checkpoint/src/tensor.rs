@@ -52,7 +52,7 @@ impl Kind {
     }
 }
 
-/// The type of an element, little-endian. The names are those of safetensors.
+/// The type of an element, little-endian. The names are as in safetensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 #[expect(missing_docs, reason = "the names say it")]

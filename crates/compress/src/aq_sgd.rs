@@ -80,7 +80,7 @@ impl FileStore {
     /// Opens the file, or creates it, with `samples` buffers of `len` elements each.
     ///
     /// # Errors
-    /// A file with another number or length of buffers, or of another format, or one that cannot be read or written.
+    /// A file with another number or length of buffers, a file in another format, or a failed read or write.
     pub fn open(path: impl AsRef<Path>, samples: usize, len: usize) -> Result<FileStore, CompressError> {
         let path = path.as_ref().to_path_buf();
         let fail = |problem: String| CompressError::File { path: path.display().to_string(), problem };
@@ -194,7 +194,7 @@ impl AqSgd {
         StateSpec { name: format!("{name}.activations"), dims, slice, kind: StateKind::Replicated }
     }
 
-    /// Sends the activation of a sample. Both sides' buffer is then what [`receive`](Self::receive) returns.
+    /// Sends the activation of a sample. Both sides' buffers then equal the result of [`receive`](Self::receive).
     ///
     /// # Errors
     /// An activation of another shape, or a failure of the store.

@@ -200,7 +200,7 @@ mod tests {
         assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
     }
 
-    /// An SM of compute capability 8.6, 8.9 and 12 has 99 KiB for a block. The forms for sm_90a alone are left out.
+    /// An SM of compute capability 8.6, 8.9 and 12 has 99 KiB for a block. The forms that only sm_90a has are left out.
     #[test]
     fn every_kernel_has_a_form_for_little_shared_memory() {
         for usual in KERNELS.iter().filter(|kernel| !kernel.name.contains("_sm90_")) {

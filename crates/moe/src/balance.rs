@@ -60,7 +60,7 @@ fn no_choices(choices: &Tensor) -> Error {
 }
 
 /// Switch's loss for each sequence, `[samples]` in f64, from the probabilities `[samples, seq, experts]` and the load:
-/// 1 if the load is even. Its SPMD type is that of the probabilities, as for
+/// 1 if the load is even. It has the SPMD type of the probabilities, as for
 /// [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
 pub fn switch_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     let experts = load.counts.shape()[1] as f64;

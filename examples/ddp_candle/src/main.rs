@@ -1,6 +1,6 @@
 //! Trains a language model written with candle over four ranks, each a thread, and compares the losses and weights with
-//! those of one rank. Then trains it asynchronously, with gradients that are one to eight steps old, to show the cost
-//! of staleness.
+//! the results of one rank. Then trains it asynchronously, with gradients that are one to eight steps old, to show the
+//! cost of staleness.
 //!
 //! ```sh
 //! cargo run --release --manifest-path examples/ddp_candle/Cargo.toml

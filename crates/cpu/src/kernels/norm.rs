@@ -213,7 +213,7 @@ mod tests {
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
-            // The gradients of the given rows, added to those of gamma and beta.
+            // The gradients of the given rows; the gradients of gamma and beta are added to the old values.
             let grads = |dx: &mut [f32], rows: std::ops::Range<usize>, dgamma: &mut [f32], dbeta: &mut [f32]| {
                 let all = rows.start * n..rows.end * n;
                 let (mean, rstd) = (&mean[rows.clone()], &rstd[rows]);

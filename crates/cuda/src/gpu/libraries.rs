@@ -138,7 +138,7 @@ pub(super) fn failed(call: &'static str) -> impl Fn(Code) -> DriverError {
 /// The number of GPUs.
 ///
 /// # Errors
-/// No driver, or one that is too old or does not start.
+/// A driver that is missing, too old, or does not start.
 pub fn count() -> Result<usize, GpuError> {
     // SAFETY: loads the library if it exists; its initialisers are the driver's own.
     if !unsafe { cuda::is_culib_present() } {

@@ -137,7 +137,7 @@ impl Gpu {
     /// if `products` asks for it.
     ///
     /// # Errors
-    /// No driver or library, or one that is too old; no GPU of this number.
+    /// A missing or too old driver or library, or no GPU with this number.
     pub fn open(ordinal: usize, kernels: &Path, products: Products) -> std::result::Result<Self, GpuError> {
         check(ordinal, products)?;
         let Found { device: number, name, architecture, nvrtc } = libraries::find(ordinal)?;
@@ -263,7 +263,7 @@ impl Gpu {
         }
         let module = self.load(kernel.source)?;
         state.modules.push(module);
-        // A variant is alone in its file.
+        // The file of a variant has only that kernel.
         for kernel in KERNELS.iter().filter(|other| other.source == kernel.source).chain([kernel]) {
             let name = CString::new(kernel.name);
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;

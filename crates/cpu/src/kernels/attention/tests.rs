@@ -30,7 +30,7 @@ fn dropout(p: f32) -> Dropout {
     Dropout { mask: Mask { key: key(5, "attention"), p }, first_sample: 3, first_head: 2, global_heads: 9 }
 }
 
-/// Dropout alone.
+/// Masks with only dropout.
 fn masks(dropout: Option<Dropout>) -> Masks<'static> {
     Masks { dropout, packing: None }
 }
@@ -181,7 +181,7 @@ proptest! {
         }
     }
 
-    /// A head of a sample alone, a range of both, and a shorter sequence give the bits of the whole.
+    /// One head of one sample, a range of both, and a shorter sequence are bitwise identical to the whole.
     #[test]
     fn bits_do_not_depend_on_other_heads_samples_or_later_positions(
         shape in (1..4_usize, 1..150_usize, 1..5_usize, 1..20_usize).prop_map(<[usize; 4]>::from),

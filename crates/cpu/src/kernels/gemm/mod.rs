@@ -25,9 +25,9 @@
 //! ```text
 //! for each block of N_BLOCK columns
 //!   for each block of K_BLOCK terms
-//!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, as it lies)
+//!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, in place)
 //!     for each panel of A, as high as a tile
-//!       pack the panel, stays in L1                                       (unless A lies well, as it lies)
+//!       pack the panel, stays in L1                                       (unless A is suited to reads in place)
 //!       for each panel of B: one tile of C, its sums in registers, while the next panel of A is fetched
 //! ```
 //!
