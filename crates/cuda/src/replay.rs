@@ -1,7 +1,7 @@
 //! Queues repeated work as one graph, which saves launches in a steady step.
 //!
 //! ```text
-//! the device's calls ─▶ pieces of each stream ─ cut at waits, or after 64          ─▶ new: call by call
+//! the device's calls ─▶ pieces of each stream ─ cut at waits, or after 64 ─────────────▶ new: call by call
 //!                                                                                      ├▶ seen before: captured, and queued
 //!                                                                                      └▶ captured: numbers that differ set anew, then one launch
 //! ```
