@@ -1,4 +1,4 @@
-//! Says what is in a checkpoint, verifies every byte of it, and compares it with another one:
+//! Lists the contents of a checkpoint, verifies every byte, and compares it with another checkpoint:
 //! `cargo run --release --example checkpoint_info -- DIR [--diff DIR2]`. docs/checkpoints.md describes the format.
 
 #[path = "../shared/output.rs"]
@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// A damaged checkpoint.
+/// Exit code for a damaged checkpoint.
 const DAMAGED: u8 = 1;
 
 /// Says what is in a checkpoint, and verifies every byte of it.
@@ -29,7 +29,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    // On --help this exits with code 0, and on an invalid command line with code 2.
     let options = Options::parse();
     let first = match open(&options.dir) {
         Ok(checkpoint) => checkpoint,
@@ -85,7 +85,7 @@ fn open(dir: &Path) -> Result<Checkpoint, ExitCode> {
     })
 }
 
-/// Ends with the code of damage, or with that of what cannot be read now.
+/// The exit code for damage, or for a file that cannot be read now.
 fn not_read(unread: &Unread) -> ExitCode {
     match unread {
         Unread::Damage(damage) => fail(DAMAGED, damage),

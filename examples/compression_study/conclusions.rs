@@ -1,8 +1,8 @@
-//! The published conclusions (Rudakov et al., arXiv:2401.07788), each asked of the results: it holds here, it does not,
-//! or that cannot be told.
+//! The published conclusions (Rudakov et al., arXiv:2401.07788), each checked against the results: it holds here, it
+//! does not, or the results cannot tell.
 //!
 //! Runs of one seed start from the same weights and see the same data, so settings are compared seed by seed. A
-//! difference counts where its mean over seeds is above [`SIGNIFICANT`] standard errors.
+//! difference counts if its mean over seeds is above [`SIGNIFICANT`] standard errors.
 
 use crate::results::Results;
 use crate::settings::{BITS, quantised, top};
@@ -17,7 +17,7 @@ const SIGNIFICANT: f64 = 2.13;
 pub enum Verdict {
     /// The published conclusion.
     Holds,
-    /// The opposite, or the difference is not there.
+    /// The opposite holds, or there is no difference.
     DoesNot,
     /// The seeds spread too much, or runs are missing.
     CannotBeTold,
@@ -36,17 +36,17 @@ impl fmt::Display for Verdict {
 /// A conclusion with its answer on a task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
-    /// What was published.
+    /// The published claim.
     pub claim: &'static str,
     /// The task.
     pub task: &'static str,
     /// The answer.
     pub verdict: Verdict,
-    /// The numbers that it is drawn from.
+    /// The numbers behind the answer.
     pub numbers: String,
 }
 
-/// A task as it is scored.
+/// A task and its score.
 #[derive(Clone, Copy, Debug)]
 pub struct Scored {
     /// Its name.
@@ -55,9 +55,9 @@ pub struct Scored {
     pub unit: &'static str,
     /// 1 if more is better, else -1.
     pub sign: f64,
-    /// A loss of quality from which harm is called severe.
+    /// The loss of quality from which harm counts as severe.
     pub severe: f64,
-    /// The score that a run which diverged counts as: that of guessing.
+    /// The score of a diverged run: the score of guessing.
     pub worst: f64,
 }
 
@@ -77,7 +77,7 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// Of some numbers; `None` of fewer than two.
+    /// The mean of some numbers; `None` for fewer than two.
     pub fn of(values: &[f64]) -> Option<Self> {
         let count = values.len() as f64;
         let mean = values.iter().sum::<f64>() / count;
@@ -100,7 +100,7 @@ impl fmt::Display for Mean {
     }
 }
 
-/// How a model is used.
+/// The use of a model: with or without compression at inference.
 type Use = fn(Scores) -> Option<f64>;
 const ON: Use = |scores| scores.on;
 const OFF: Use = |scores| scores.off;
@@ -116,7 +116,7 @@ impl Scored {
         Mean::of(&pairs.collect::<Vec<_>>())
     }
 
-    /// What a setting costs, with compression in use.
+    /// The loss of quality in a setting, with compression at inference.
     fn harm(&self, results: &Results, setting: &str) -> Option<Mean> {
         self.better(results, ("none", ON), (setting, ON))
     }

@@ -1,8 +1,8 @@
-//! How compression between four stages affects training: the study of Rudakov et al. (arXiv:2401.07788) on small
+//! The effect of compression between four stages on training: the study of Rudakov et al. (arXiv:2401.07788) on small
 //! models, which one rank simulates.
 //!
-//! `cargo run --release --features digits --example compression_study -- --results FILE` goes on where it was
-//! interrupted; with `--write` it renews the tables and the picture of `docs/compression.md`.
+//! `cargo run --release --features digits --example compression_study -- --results FILE` continues an interrupted
+//! study; with `--write` it renews the tables and the picture of `docs/compression.md`.
 
 mod conclusions;
 mod report;

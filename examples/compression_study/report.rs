@@ -6,10 +6,10 @@ use crate::settings::{self, PERCENT, top};
 use crate::tasks::Scores;
 use std::fmt::Write;
 
-/// Marks in the document between which the results are.
+/// Marks around the results in the document.
 const MARKS: [&str; 2] = ["<!-- results of compression_study -->", "<!-- end of results -->"];
 
-/// A document with these results between its marks.
+/// The document with these results between its marks.
 ///
 /// # Errors
 /// A document without marks.
@@ -20,7 +20,7 @@ pub fn renewed(document: &str, results: &Results) -> Result<String, String> {
     Ok(format!("{before}{}\n\n{}\n{}{after}", MARKS[0], markdown(results), MARKS[1]))
 }
 
-/// The mean and the spread of the scores of a setting, and how many of its runs diverged.
+/// The mean and the spread of the scores of a setting, and the number of diverged runs.
 fn score(results: &Results, task: &str, setting: &str, of: fn(Scores) -> Option<f64>) -> String {
     let all: Vec<_> = results.of(task, setting).map(|(_, scores)| of(scores)).collect();
     let finite: Vec<f64> = all.iter().flatten().copied().collect();
@@ -64,7 +64,7 @@ pub fn markdown(results: &Results) -> String {
 const WIDTH: f64 = 420.0;
 const HEIGHT: f64 = 260.0;
 
-/// The score over the share that TopK keeps, with compression at inference and without, a panel for each task.
+/// The score over the share that TopK keeps, with and without compression at inference, one panel per task.
 pub fn picture(results: &Results) -> String {
     let tasks: Vec<&Scored> = TASKS.iter().filter(|of| results.of(of.task, "none").next().is_some()).collect();
     let mut out = format!(

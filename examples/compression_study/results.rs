@@ -1,4 +1,4 @@
-//! The results of runs: a file with a line of JSON for each, which an interrupted study goes on with.
+//! The results of runs: a file with a line of JSON per run, from which an interrupted study continues.
 
 use crate::tasks::Scores;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
-/// Names a run: task, setting and seed.
+/// The key of a run: task, setting and seed.
 pub type Key = (String, String, u64);
 
 /// The scores of runs.
@@ -16,10 +16,10 @@ pub type Key = (String, String, u64);
 pub struct Results(pub BTreeMap<Key, Scores>);
 
 impl Results {
-    /// Reads a file of results. One that does not exist has none.
+    /// Reads a file of results. A missing file has no results.
     ///
     /// # Errors
-    /// A file that cannot be read, or a line that is no result; a last line without its end is left out.
+    /// A file that cannot be read, or a line that is not a result. An incomplete last line is ignored.
     pub fn read(path: &Path) -> Result<Self, Box<dyn Error>> {
         let text = match fs::read_to_string(path) {
             Ok(text) => text,
@@ -53,7 +53,7 @@ impl Results {
         runs.map(|((.., seed), scores)| (*seed, *scores))
     }
 
-    /// Appends a run to a file, cutting off what an interrupted study left of a line.
+    /// Appends a run to a file, and removes an incomplete line of an interrupted study.
     ///
     /// # Errors
     /// A file that cannot be written.

@@ -1,4 +1,4 @@
-//! The sweep of the study: what is compressed in each of its runs.
+//! The sweep of the study: the compression of each run.
 
 use meshwork::compress::{Feedback, Scheme};
 use meshwork::engine::Compress;
@@ -8,12 +8,12 @@ pub const BITS: [u8; 4] = [2, 4, 6, 8];
 /// Percent of each sample's elements that TopK keeps.
 pub const PERCENT: [u32; 6] = [50, 30, 20, 10, 5, 2];
 
-/// What is compressed in a run.
+/// The compression of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setting {
     /// Its name in results and tables.
     pub name: String,
-    /// What is compressed at the three cuts.
+    /// The compression at the three cuts.
     pub compress: Compress,
 }
 
@@ -27,8 +27,8 @@ pub fn top(percent: u32) -> String {
     format!("top{percent}")
 }
 
-/// Every setting, for runs of this many steps on so many samples. `topk` is by sample, and `quant` between the extremes
-/// of the batch, as in the study of Rudakov et al.
+/// Every setting, for runs with this many steps and samples. `topk` works per sample, and `quant` between the
+/// extremes of the batch, as in the study of Rudakov et al.
 pub fn all(steps: u64, samples: usize) -> Vec<Setting> {
     let setting = |name: String, compress| Setting { name, compress };
     let both = |forward: Scheme, backward: Scheme| Compress {

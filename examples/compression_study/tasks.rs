@@ -1,4 +1,4 @@
-//! What the study trains: a GPT-2 that has learned one text and goes on with another, and a ResNet on handwritten
+//! The tasks of the study: a GPT-2 that has learned one text and is fine-tuned on another, and a ResNet on handwritten
 //! digits. Both are cut into four stages, which one rank simulates.
 
 use meshwork::core::Rank;
@@ -16,7 +16,7 @@ use meshwork::train::data::Images;
 use std::error::Error;
 use std::sync::Arc;
 
-/// How long runs are. The study's own are [`FULL`](Length::FULL).
+/// The length of runs. The study uses [`FULL`](Length::FULL).
 #[derive(Clone, Copy, Debug)]
 pub struct Length {
     /// Steps on the first text.
@@ -28,22 +28,22 @@ pub struct Length {
 }
 
 impl Length {
-    /// Those of the published table.
+    /// The lengths of the published table.
     pub const FULL: Self = Self { pretrain: 300, finetune: 120, epochs: 5 };
-    /// Those of the part that tests run.
+    /// The lengths for tests.
     pub const QUICK: Self = Self { pretrain: 60, finetune: 60, epochs: 2 };
 }
 
-/// The scores of a trained model, with compression at its cuts and without; `None` where training diverged.
+/// The scores of a trained model, with and without compression at its cuts; `None` if training diverged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scores {
-    /// As it was trained.
+    /// With compression, as in training.
     pub on: Option<f64>,
-    /// With exact values at the cuts.
+    /// Without compression.
     pub off: Option<f64>,
 }
 
-/// Something to train, with a score of what is held out.
+/// A training task, scored on held-out data.
 pub trait Task {
     /// Its name in results.
     fn name(&self) -> &'static str;
@@ -51,13 +51,13 @@ pub trait Task {
     /// Steps of a run.
     fn steps(&self) -> u64;
 
-    /// Samples that it trains on.
+    /// Number of training samples.
     fn samples(&self) -> usize;
 
     /// Trains with `compress` at the cuts.
     ///
     /// # Errors
-    /// Training that fails otherwise than by a loss that is not finite.
+    /// A failure of training other than a loss that is not finite.
     fn run(&self, compress: Compress, seed: u64) -> Result<Scores, Box<dyn Error>>;
 }
 
@@ -86,7 +86,7 @@ fn train<E: Into<Box<dyn Error>>>(
     Ok(true)
 }
 
-/// Next bytes of Cicero, by a GPT-2 that has learned the decision records of this repository.
+/// Predicts bytes of Cicero, with a GPT-2 that has learned the decision records of this repository.
 pub struct Language {
     model: Arc<dyn Model>,
     length: Length,
@@ -96,10 +96,10 @@ pub struct Language {
 
 const SEQ_LEN: usize = 64;
 const SENTENCES: usize = 12;
-/// Bytes of the second text: so few that a run reads it four times.
+/// Bytes of the second text: few enough that a run reads it four times.
 const TEXT: usize = 24_000;
 
-/// The text of decision records: English.
+/// The first text: decision records, in English.
 const RECORDS: [&str; 10] = [
     include_str!("../../docs/decisions/0001-update-rules-are-data.md"),
     include_str!("../../docs/decisions/0003-the-engine-is-a-crate.md"),
@@ -226,7 +226,7 @@ impl Task for Digits {
             num_microbatches: Some(1),
             optimizer: Sgd { momentum: 0.9, weight_decay: 5e-4 }.into(),
             lr: lr(0.05, of_epoch, Decay::Cosine, self.steps()),
-            // Behind the first, the second and the third of four blocks.
+            // After the first, the second and the third of four blocks.
             virtual_cuts: vec![2, 3, 4],
             compress,
             seed,

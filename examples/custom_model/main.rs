@@ -1,4 +1,4 @@
-//! A model of your own over any mesh, on the public API alone: attention and a squared-ReLU network side by side, as in
+//! A custom model over any mesh, with only the public API: attention and a squared-ReLU network side by side, as in
 //! PaLM and Primer. `tests/custom_model/main.rs` tests it: its operations by `check_op`, its block by `check_layer`,
 //! whole meshes by `diff::compare`.
 
@@ -52,7 +52,7 @@ impl Block {
     }
 }
 
-/// Some of the blocks, with the tables in front on the first stage and norm and head behind on the last.
+/// Some of the blocks, preceded by the tables on the first stage, and followed by norm and head on the last.
 #[derive(Debug)]
 struct Part {
     tables: Option<(Table, Positions)>,

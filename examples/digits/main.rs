@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Does what the flags ask for; whether what they compare is as it should be.
+/// Runs the action of the flags; returns whether a comparison succeeded.
 fn run(options: &Options) -> Result<bool, Box<dyn Error>> {
     // Every fifth image is held out: 359 of 1797.
     let (images, held_out) = digits().hold_out(5);
@@ -68,7 +68,7 @@ fn digits() -> Images {
     Images::new([8, 8, 1], pixels, all.target.iter().map(|&class| class as i32).collect())
 }
 
-/// Writes to standard output. A reader that has seen enough and left (`| head`) is no failure.
+/// Writes to standard output. A reader that closes the pipe (`| head`) is not a failure.
 fn show(text: &dyn Display) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {

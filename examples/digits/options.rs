@@ -83,10 +83,10 @@ pub fn usage(program: &str) -> String {
 }
 
 impl Options {
-    /// Reads the arguments after the program's name. `None` if `--help` was given.
+    /// Parses the arguments after the program's name. `None` if `--help` was given.
     ///
     /// # Errors
-    /// All faults of the command line: unknown flags and values, and values that do not fit together.
+    /// All errors of the command line: unknown flags and values, and values that do not fit together.
     pub fn read<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Result<Option<Self>, ConfigError> {
         let (matches, mut faults) = config::parse_all(Self::command(), args);
         if faults.is_empty() && matches.get_flag("help") {
@@ -107,7 +107,7 @@ impl Options {
         }
     }
 
-    /// Refuses values that do not fit together, as the run would.
+    /// Rejects values that do not fit together, as the run would.
     fn require_fit(&self, faults: &mut Vec<Fault>) {
         let plan = match self.plan(self.batch) {
             Ok(plan) => plan,
@@ -144,7 +144,7 @@ impl Options {
         plan.build_schedule().map(drop)
     }
 
-    /// Refuses files that cannot be written, before any time is spent on what they are for.
+    /// Rejects files that cannot be written, before any time is spent on their contents.
     fn require_files(&self, faults: &mut Vec<Fault>) {
         let pictures = [(self.profile, TRACE), (self.profile && self.pp > 1, SCHEDULE)];
         let pictures = pictures.iter().filter(|(written, _)| *written).map(|(_, path)| ("--profile", Path::new(path)));
@@ -195,7 +195,7 @@ impl Options {
         })
     }
 
-    /// The plan to compare with, if any: the same over another mesh, and with the same micro-batches, because batch
+    /// The plan to compare with, if any: the same plan over another mesh, with the same micro-batches, because batch
     /// norm depends on them.
     pub fn other(&self, plan: &Plan) -> Option<Plan> {
         let mesh = self.compare.clone()?;
@@ -204,7 +204,7 @@ impl Options {
     }
 }
 
-/// How the network is trained, as the first line of the output has it.
+/// A summary of the training, for the first line of the output.
 impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { schedule, pp, dp, micros, max_norm, .. } = self;

@@ -1,4 +1,4 @@
-//! Trains on the images, and scores those that are held out.
+//! Trains on the images, and scores the held-out ones.
 
 use crate::show;
 use meshwork::core::{Axis, Rank, RunError, World};
@@ -11,12 +11,12 @@ use meshwork::train::profile::{Probe, Profile, Profiler};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Steps that a profile has.
+/// Steps of a profile.
 const PROFILED: u64 = 3;
 
 /// Trains for some epochs, every rank a thread, and prints a line after each: the loss, and the scores of the images
-/// held out. The last images of an epoch that fill no mini-batch are left out; each epoch has another order. Gives a
-/// profile of some steps if asked for.
+/// held out. The last images of an epoch that do not fill a mini-batch are left out; each epoch has another order.
+/// Returns a profile of some steps if requested.
 pub fn train(
     model: &Arc<dyn Model>,
     plan: &Plan,

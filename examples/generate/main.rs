@@ -1,4 +1,4 @@
-//! Continues a text by a trained model, on any mesh, with a cache of keys and values:
+//! Continues a text with a trained model, on any mesh, with a cache of keys and values:
 //! `cargo run --release --example generate -- --model DIR --prompt "..." --tokens 100 --mesh tp=2`. docs/generation.md
 //! says more.
 
@@ -34,7 +34,7 @@ fn main() -> ExitCode {
     };
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
-    // Without a handler Ctrl-C ends the program at once, which is no loss. The second one does.
+    // The second Ctrl-C ends the program. Without a handler, the first one ends it at once, which loses nothing.
     _ = ctrlc::set_handler(move || {
         if asked.swap(true, Ordering::Relaxed) {
             std::process::exit(INTERRUPTED);

@@ -1,4 +1,4 @@
-//! The command line: the model, the prompt, the mesh, and how tokens are drawn.
+//! The command line: the model, the prompt, the mesh, and the sampling of tokens.
 
 use clap::{Arg, ArgAction, Command};
 use meshwork::engine::AtCuts;
@@ -7,7 +7,7 @@ use meshwork::train::generate::{BY_DEFAULT, PromptTokens, Sampling};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// A command line, whose faults are reported together with those of the model.
+/// A command line, whose errors are reported together with the model's.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Whether `--help` was given.
@@ -16,17 +16,17 @@ pub struct Options {
     pub model: PathBuf,
     /// The text to continue.
     pub prompt: String,
-    /// The most tokens to draw.
+    /// The maximum number of tokens to generate.
     pub tokens: usize,
-    /// How they are drawn.
+    /// The sampling of tokens.
     pub sampling: Sampling,
-    /// A tokenizer other than that of the folder.
+    /// A tokenizer other than the folder's.
     pub tokenizer: Option<String>,
-    /// Which special tokens the prompt has.
+    /// The special tokens of the prompt.
     pub special_tokens: PromptTokens,
-    /// What happens where the model compressed activations in training.
+    /// The treatment of cuts at which the model compressed activations in training.
     pub compression: AtCuts,
-    /// Mesh and settings, as gpt_train takes them.
+    /// Mesh and settings, as in gpt_train.
     pub settings: Args,
 }
 
@@ -76,7 +76,7 @@ pub fn usage(program: &str) -> String {
 }
 
 impl Options {
-    /// Reads the arguments after the program's name.
+    /// Parses the arguments after the program's name.
     pub fn parse<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Self {
         let (matches, mut faults) = config::parse_all(command(), args);
         let text = |name: &str| matches.get_one::<String>(name).cloned();

@@ -49,7 +49,7 @@ fn main() -> ExitCode {
         tell(&format_args!("note: Ctrl-C will end the run at once, not after a step: {error}"));
     }
     if config.checkpoint.dir.is_some() && !config.checkpoint.on_sigterm {
-        // As if the signal had no handler.
+        // Acts as if the signal had no handler.
         let always = Arc::new(AtomicBool::new(true));
         if let Err(error) = signal_hook::flag::register_conditional_default(SIGTERM, always) {
             tell(&format_args!("note: SIGTERM will end the run after a step, not at once: {error}"));
@@ -90,8 +90,8 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
     }
 }
 
-/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step or the batch of a validation under way, the second
-/// one at once.
+/// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the current step or validation batch; the second one ends it
+/// at once.
 fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if stop.swap(true, Ordering::Relaxed) {

@@ -1,6 +1,6 @@
-//! Compares what two meshes compute, value by value:
-//! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md says how to read
-//! it.
+//! Compares the values that two meshes compute:
+//! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md explains the
+//! output.
 
 mod options;
 #[path = "../shared/output.rs"]

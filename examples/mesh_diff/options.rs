@@ -56,7 +56,7 @@ pub fn usage(program: &str) -> String {
 }
 
 impl Options {
-    /// Reads the arguments after the program's name. Faults are kept, to be reported with all others.
+    /// Parses the arguments after the program's name. Errors are kept, to be reported with all others.
     pub fn parse<T: Into<OsString>>(args: impl IntoIterator<Item = T>) -> Self {
         let (matches, mut faults) = config::parse_all(command(), args);
         let meshes: Vec<&str> = given(&matches, "mesh").collect();
@@ -88,7 +88,7 @@ impl Options {
     /// Sets up the comparison.
     ///
     /// # Errors
-    /// Every fault of the command line, the file and the data, of both sides; one that both have is reported once.
+    /// Every error of the command line, the file and the data, of both sides; common errors are reported once.
     pub fn load(self) -> Result<Comparison, ConfigError> {
         let meshes: Vec<&str> = given(&self.matches, "mesh").collect();
         let (mut sides, mut faults) = (Vec::new(), self.faults.clone());
@@ -122,7 +122,7 @@ impl Options {
     }
 }
 
-/// The values of a flag, in their order.
+/// The values of a flag, in order.
 fn given<'a>(matches: &'a ArgMatches, name: &str) -> impl Iterator<Item = &'a str> {
     matches.get_many::<String>(name).into_iter().flatten().map(String::as_str)
 }

@@ -13,7 +13,7 @@ use output::{BAD_INPUT, fail, show};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    // On --help this exits with code 0, and on an invalid command line with code 2.
     let options = Options::parse();
     let json = options.json;
     match options.load() {

@@ -81,7 +81,7 @@ fn ratio(text: &str) -> Result<f64, &'static str> {
     number.ok_or("use a number above 0, such as 1 for none")
 }
 
-/// The method of one of the two names that the parser accepts.
+/// The method with one of the two names that the parser accepts.
 fn method(name: String) -> Method {
     if name == "paper" { Method::Paper } else { Method::Code }
 }

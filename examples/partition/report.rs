@@ -20,7 +20,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// One object: states, stages of each level (the outermost first), and times of a mini-batch in seconds.
+    /// A JSON object: states, stages of each level (the outermost first), and times of a mini-batch in seconds.
     pub fn json(&self) -> Value {
         let stage = |stage: &PlannedStage| {
             let PlannedStage { start, end, replication, compute_s } = stage;
@@ -50,7 +50,7 @@ impl Report {
         }
     }
 
-    /// Bytes of weights of a stage, and of the activations that it sends on.
+    /// Bytes of a stage's weights, and of the activations that it sends.
     fn sizes(&self, stage: &PlannedStage) -> (f64, f64) {
         let state = |cut: usize| cut.checked_sub(1).map(|state| &self.states.all()[state]);
         let weights = |cut| state(cut).map_or(0.0, |state| state.parameter_bytes);

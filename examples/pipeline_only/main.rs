@@ -1,10 +1,10 @@
-//! The pipeline by itself, over stages of your own: a network of four layers on `Vec<f32>`, a thread per rank, channels
-//! between them, and no other part of meshwork. `cargo run --release --example pipeline_only`
+//! Only the pipeline, over custom stages: a network of four layers on `Vec<f32>`, a thread per rank, channels between
+//! them, without any other part of meshwork. `cargo run --release --example pipeline_only`
 
 use meshwork::pipeline::{Lowered, StageRunner, channels, interleaved_1f1b, lower, run, zb_h1};
 use std::{collections::HashMap, convert::Infallible, mem::take, thread};
 
-/// A layer, output = tanh(weights · input), as a stage. The last one ends in the loss, half the squared error.
+/// A layer as a stage: output = tanh(weights · input). The last layer ends with the loss, half the squared error.
 struct Layer {
     weights: Vec<f32>, // [outputs, inputs]
     gradient: Vec<f32>,
@@ -54,7 +54,7 @@ impl StageRunner for Layer {
 const MICROS: usize = 8;
 const SIZES: [usize; 5] = [3, 8, 8, 8, 1];
 
-/// Runs one step of a schedule over the layers: a thread for each rank, which gets the stages that it holds.
+/// Runs one step of a schedule over the layers: one thread per rank, with the stages of the rank.
 fn step(schedule: &Lowered, layers: &mut [Layer]) {
     let mut held: Vec<Vec<&mut Layer>> = (0..schedule.schedule().ranks).map(|_| Vec::new()).collect();
     for (layer, &rank) in layers.iter_mut().zip(&schedule.schedule().placement) {
@@ -75,7 +75,7 @@ fn main() -> Result<(), Infallible> {
         Layer { weights, gradient, inputs, is_first, is_last, in_flight: HashMap::new(), loss: 0.0 }
     };
     let [mut pipeline, mut serial] = [(); 2].map(|()| [0, 1, 2, 3].map(layer));
-    // The same four stages: one on each of four ranks, then two on each of two.
+    // The same four stages, on four ranks with one each, then on two ranks with two each.
     let schedules = [zb_h1(4, MICROS), interleaved_1f1b(2, 2, MICROS)].map(|schedule| lower(&schedule).expect("valid"));
     for number in 1..=20 {
         let schedule = &schedules[usize::from(number > 10)];

@@ -1,15 +1,15 @@
-//! Curves and bars as SVG. Colours come from the page: `stroke` and `fill` of the classes `s0` to `s5`, one for each
-//! run.
+//! Curves and bars as SVG. Colours come from the page: `stroke` and `fill` of the classes `s0` to `s5`, one per run.
 
 use std::fmt::Write;
 
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 260.0;
-/// Around the plot: right, top, bottom. At its left there is room for the numbers of the y axis.
+/// Around the plot: right, top, bottom. The left margin has room for the numbers of the y axis.
 const MARGIN: [f64; 3] = [30.0, 12.0, 30.0];
 /// Width of a character of these numbers on a narrow page, where they are largest.
 const CHARACTER: f64 = 11.0;
-/// Points of a curve that are drawn: more would not be seen. Of neighbouring ones the lowest and the highest stay.
+/// Number of points drawn per curve; more would not be visible. Of neighbouring points, the lowest and the highest are
+/// kept.
 const POINTS: usize = 800;
 
 /// A curve of one run.
@@ -19,11 +19,11 @@ pub(super) struct Curve {
     pub(super) run: usize,
     /// (step, value), by step.
     pub(super) points: Vec<(f64, f64)>,
-    /// Dots in place of a line.
+    /// Draws dots instead of a line.
     pub(super) dots: bool,
 }
 
-/// From values to places on the picture, and the ticks between.
+/// Maps values to places on the picture, with ticks.
 struct Scale {
     from: f64,
     to: f64,
@@ -32,7 +32,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// Over the finite ones among these values.
+    /// A scale over the finite values.
     fn over(values: impl Iterator<Item = f64> + Clone, start: f64, end: f64) -> Self {
         let finite = values.filter(|value| value.is_finite());
         let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
@@ -64,7 +64,7 @@ fn round_step(step: f64) -> f64 {
     [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|round| *round >= step * 0.999).unwrap_or(step)
 }
 
-/// A number as people read it: 1.2k, 3M, 2e-5.
+/// Formats a number for readers: 1.2k, 3M, 2e-5.
 pub(super) fn short(value: f64) -> String {
     let size = value.abs();
     let trim = |text: String| match text.contains('.') {
@@ -82,7 +82,7 @@ pub(super) fn short(value: f64) -> String {
     }
 }
 
-/// The curves over their steps. `title` is for readers who hear the page.
+/// The curves over their steps. `title` is for screen readers.
 pub(super) fn lines(title: &str, curves: &[Curve]) -> String {
     let [right, top, bottom] = MARGIN;
     let all = || curves.iter().flat_map(|curve| curve.points.iter());
@@ -141,7 +141,7 @@ pub(super) fn bars(title: &str, labels: &[String], runs: &[Vec<f64>], unit: impl
                 unit(*value)
             );
         }
-        // Every label where there is room, else some.
+        // Every label if there is room, else some.
         if at % labels.len().div_ceil(10) == 0 {
             let middle = start + slot * 0.4;
             _ = write!(svg, "<text class=tick text-anchor=middle x={middle:.1} y={:.1}>{label}</text>", HEIGHT - 10.0);
@@ -155,7 +155,7 @@ fn open(title: &str) -> String {
     format!("<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=img aria-label=\"{title}\">")
 }
 
-/// Lines and numbers of the y axis. Returns where the plot begins.
+/// Lines and numbers of the y axis. Returns the left edge of the plot.
 fn frame(svg: &mut String, y: &Scale, unit: &dyn Fn(f64) -> String) -> f64 {
     let [right, ..] = MARGIN;
     let ticks = y.ticks(4.0);
@@ -169,8 +169,7 @@ fn frame(svg: &mut String, y: &Scale, unit: &dyn Fn(f64) -> String) -> f64 {
     left
 }
 
-/// At most about [`POINTS`] of the points: of each group of neighbours the lowest and the highest, and every one that
-/// is not a number.
+/// At most about [`POINTS`] of the points: of each group of neighbours the lowest and the highest, and every NaN.
 fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let group = points.len().div_ceil(POINTS / 2);
     if group <= 2 {
@@ -210,7 +209,7 @@ mod tests {
         let svg = lines("loss", &[Curve { run: 0, points, dots: false }]);
         assert_eq!(svg.matches("<polyline").count(), 2);
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
-        // One point, and none, are no division by zero.
+        // One point, or none, must not divide by zero.
         for points in [vec![(3.0, 2.0)], vec![], vec![(1.0, f64::NAN)]] {
             let svg = lines("loss", &[Curve { run: 0, points, dots: true }]);
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");

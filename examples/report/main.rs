@@ -1,4 +1,4 @@
-//! A page about one run or several, from the files that `gpt_train --metrics` writes:
+//! A page about one or several runs, from the files that `gpt_train --metrics` writes:
 //! `cargo run --release --example report -- run.jsonl other.jsonl --out report.html`
 
 mod chart;

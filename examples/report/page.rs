@@ -51,7 +51,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Bytes as people read them.
+/// Formats bytes for readers.
 fn bytes(value: f64) -> String {
     match value {
         1073741824.0.. => format!("{:.2} GiB", value / 1073741824.0),
@@ -127,7 +127,7 @@ fn communication(html: &mut String, runs: &[Run]) {
     byte_bars(html, &format!("Communication of a rank in a step, by axis{}", on_last_mesh(runs)), &labels, all);
 }
 
-/// What is shown of runs of which one went on on another mesh.
+/// The note for runs of which one continued on another mesh.
 fn on_last_mesh(runs: &[Run]) -> &'static str {
     if runs.iter().any(Run::moved) { ", on its last mesh" } else { "" }
 }

@@ -1,23 +1,23 @@
-//! A run as its metrics file has it.
+//! A run, read from its metrics file.
 
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The metrics of a run, by step. A file to which a resumed run appended is one run: of a step that ran twice the last
-/// one counts.
+/// The metrics of a run, by step. A file with a resumed run counts as one run: if a step ran twice, the last one
+/// counts.
 #[derive(Clone, Debug, Default)]
 pub struct Run {
     /// Its name on the page.
     pub name: String,
-    /// Version of meshwork that wrote it.
+    /// Version of meshwork that wrote the file.
     pub version: String,
-    /// Degree of each axis of the mesh, of the last start.
+    /// Degree of each axis of the mesh, at the last start.
     pub mesh: Vec<(String, u64)>,
-    /// The first step behind the last start, and the meshes of starts before it that trained.
+    /// The first step after the last start.
     pub since: u64,
-    /// Those meshes, each with its first step.
+    /// The meshes of earlier starts that trained, each with its first step.
     pub before: Vec<(u64, String)>,
     /// Elements of all parameters.
     pub parameters: u64,
@@ -29,11 +29,11 @@ pub struct Run {
     pub steps: BTreeMap<u64, Step>,
     /// Validation loss after a step.
     pub validation: BTreeMap<u64, f64>,
-    /// Wall time in seconds, if the run ended by itself.
+    /// Wall time in seconds, if the run finished.
     pub seconds: Option<f64>,
 }
 
-/// The numbers of a step; one that JSON cannot hold is not a number.
+/// The numbers of a step; NaN if JSON cannot represent a number.
 #[derive(Clone, Debug, Default)]
 pub struct Step {
     /// Mean over the terms of the global batch.
@@ -56,12 +56,12 @@ pub struct Step {
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum RunFileError {
-    /// It cannot be opened.
+    /// The file cannot be opened.
     #[error("cannot read {}: {source}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// The error of the system.
+        /// The system error.
         source: std::io::Error,
     },
     /// A line that is not an event.
@@ -71,7 +71,7 @@ pub enum RunFileError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// A file without a start or without a step.
@@ -79,7 +79,7 @@ pub enum RunFileError {
     Empty {
         /// The file.
         path: PathBuf,
-        /// What it lacks.
+        /// The missing part.
         problem: &'static str,
     },
 }
@@ -87,10 +87,10 @@ pub enum RunFileError {
 meshwork::core::debug_as_display!(RunFileError);
 
 impl Run {
-    /// Reads a metrics file. The last line may be cut off, as a run that was killed leaves it.
+    /// Reads a metrics file. The last line may be cut off, if the run was killed.
     ///
     /// # Errors
-    /// A file that cannot be read, or whose lines are not those of a run.
+    /// A file that cannot be read, or is not the metrics of a run.
     pub fn read(path: &Path) -> Result<Self, RunFileError> {
         let text = fs::read_to_string(path).map_err(|source| RunFileError::Read { path: path.to_owned(), source })?;
         let name =
@@ -104,7 +104,7 @@ impl Run {
                 Ok(event) => event,
                 Err(_) if at + 1 == lines.len() && !text.ends_with('\n') => break,
                 Err(error) => {
-                    // The line is the one of the file.
+                    // The line number is the file's.
                     let told = error.to_string();
                     let problem = told.split(" at line ").next().unwrap_or(&told);
                     return Err(refuse(format!("{problem}, column {}", error.column())));
@@ -123,7 +123,7 @@ impl Run {
                     let step = whole("step")?;
                     if run.since == 0 {
                         run.since = step;
-                        // It goes on from there; what an earlier start trained behind it counts no longer.
+                        // The run continues from this step; later steps of earlier starts no longer count.
                         run.before.retain(|(first, _)| *first < step);
                         run.steps.retain(|trained, _| *trained < step);
                     }
@@ -131,7 +131,7 @@ impl Run {
                 }
                 Some("validation") => _ = run.validation.insert(whole("step")?, number(&event["loss"])),
                 Some("end") => run.seconds = Some(run.seconds.unwrap_or(0.0) + number(&event["seconds"])),
-                // A later version may have more of them.
+                // A later version may have more kinds of events.
                 Some(_) => {}
                 None => return Err(refuse("there is no \"event\"".to_owned())),
             }
@@ -167,13 +167,13 @@ impl Run {
         if text.is_empty() { "one rank".to_owned() } else { text }
     }
 
-    /// The steps of the last start, which are those of [`mesh`](Self::mesh).
+    /// The steps of the last start, on [`mesh`](Self::mesh).
     pub fn on_mesh(&self) -> impl Iterator<Item = &Step> {
         let since = if self.since > 0 { self.since } else { u64::MAX };
         self.steps.range(since..).map(|(_, step)| step)
     }
 
-    /// Whether it trained on another mesh before.
+    /// Whether it trained on another mesh earlier.
     pub fn moved(&self) -> bool {
         self.before.iter().any(|(_, mesh)| *mesh != self.mesh_text())
     }

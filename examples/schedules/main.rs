@@ -1,6 +1,5 @@
 //! Draws, prices and compares pipeline schedules:
-//! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows what it
-//! prints.
+//! `cargo run --release --example schedules -- --schedule zb_v --pp 4 --micro 8`. docs/schedules.md shows the output.
 
 mod options;
 #[path = "../shared/output.rs"]
@@ -12,11 +11,11 @@ use options::Options;
 use output::{BAD_INPUT, FAILED, fail, show};
 use std::process::ExitCode;
 
-/// Makes the content of a file.
+/// A function that produces the content of a file.
 type Content = fn(&[report::Row]) -> String;
 
 fn main() -> ExitCode {
-    // Ends the program itself on --help, with exit code 0, and on a command line that is wrong, with exit code 2.
+    // On --help this exits with code 0, and on an invalid command line with code 2.
     let options = Options::parse();
     let results = match options.results() {
         Ok(results) => results,

@@ -61,12 +61,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether one schedule is selected, and not a table of all.
+    /// Whether one schedule is selected, instead of a table of all.
     pub fn is_single(&self) -> bool {
         self.schedule.is_some() || self.load.is_some()
     }
 
-    /// The simulated schedules that are selected; in a table, also why one is missing.
+    /// The selected schedules, simulated; in a table, also the reasons for missing ones.
     pub fn results(&self) -> Result<Vec<Row>, String> {
         if let Some(path) = &self.load {
             let name = path.display();

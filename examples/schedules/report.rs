@@ -1,4 +1,4 @@
-//! The output about schedules, printed and in files.
+//! Output for schedules, printed and in files.
 
 use meshwork::pipeline::{Generator, Report, Schedule, Timeline, chrome_trace, svg, text_grid};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ pub struct Outcome {
     pub timeline: Timeline,
 }
 
-/// A simulated schedule, or why there is none of this shape.
+/// A simulated schedule, or the reason why there is none of this shape.
 pub type Row = Result<Outcome, (Generator, String)>;
 
 /// A grid with more columns than this is not printed.
@@ -143,7 +143,7 @@ fn table(rows: &[Row]) -> String {
     text
 }
 
-/// A number without the noise of its last bits.
+/// Formats a number without the noise of its last bits.
 fn number(value: f64) -> String {
     if value >= 1e15 {
         return format!("{value:.4e}");

@@ -1,4 +1,4 @@
-//! What the examples write to standard output and standard error, and the exit codes that they end with.
+//! Standard output, standard error and exit codes of the examples.
 
 use meshwork::train::terminal;
 use std::fmt::Display;
@@ -21,7 +21,7 @@ pub fn show(text: &dyn Display) -> ExitCode {
     }
 }
 
-/// The same for a table or a text whose lines may be longer than the terminal is wide.
+/// The same for a table or a text whose lines may be wider than the terminal.
 #[allow(dead_code, reason = "not every example has one")]
 pub fn show_fitted(text: &str) -> ExitCode {
     show(&terminal::fit(text, terminal::columns()))
@@ -32,7 +32,7 @@ pub fn tell(text: &dyn Display) {
     _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Reports an error, and gives the exit code.
+/// Reports an error, and returns the exit code.
 pub fn fail(code: u8, error: &dyn Display) -> ExitCode {
     tell(&format_args!("error: {error}"));
     ExitCode::from(code)

@@ -1,15 +1,15 @@
-// Adafactor: squared gradients of matrices by rows and by columns alone (Shazeer and Stern, arXiv:1804.04235).
+// Adafactor: squared gradients of matrices, stored only by rows and by columns (Shazeer and Stern, arXiv:1804.04235).
 //
 //   matrices  R += share (mean over columns of g² + ε - R),  C likewise over rows,  u = g √(mean R / R) / √C
 //   others    v += share (g² + ε - v),  u = g / √v;  g = grad_scale grad
 //   size = step size / max(1, rms u / clip),  w = w keep - size u
 //
-// Shapes    weights, grads, variance: flat vectors, of which runs.cuh has the elements; numbers [count], by the numbers of elements. row and col_var
-//           f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of squares become the factors √(mean R / R) and 1 / √C; size f64
-//           [matrices], of `each` elements.
-// Geometry  a thread an element, a row or a column; means of rows, and the size: a thread a matrix.
-// Bytes     8 read and 8 written an element, then 8 and 4.
-// Bits      those of the CPU: crates/optim/src/adafactor.rs.
+// Shapes    weights, grads, variance: flat vectors, whose elements runs.cuh lists; numbers [count], indexed by element
+//           number. row and col_var f32 and their totals f64 [matrices, rows] and [matrices, columns]: sums of squares
+//           become the factors √(mean R / R) and 1 / √C; size f64 [matrices], of `each` elements.
+// Geometry  one thread per element, row or column; for means of rows and the step size, one thread per matrix.
+// Bytes     8 read and 8 written per element, then 8 and 4.
+// Bits      as on the CPU: crates/optim/src/adafactor.rs.
 #include "runs.cuh"
 
 KERNEL adafactor_scaled(const i64* runs, i64 run_count, const float* grads, float grad_scale, float* numbers, i64 count) {
@@ -44,7 +44,7 @@ KERNEL adafactor_update(const i64* runs, i64 run_count, float* weights, const fl
     weights[spot.place] = weights[spot.place] * keep - static_cast<float>(size[spot.element / (rows * columns)]) * step;
 }
 
-// What is no matrix.
+// Parameters that are not matrices.
 KERNEL adafactor_vector_measure(const i64* runs, i64 run_count, const float* weights, const float* grads, float* variance,
                                 float grad_scale, float share, float eps, float* of_steps, float* of_weights, i64 count) {
     i64 at = global_thread();
@@ -67,7 +67,7 @@ KERNEL adafactor_vector_update(const i64* runs, i64 run_count, float* weights, c
     weights[place] = weights[place] * keep - static_cast<float>(size[spot.element / each]) * step;
 }
 
-// Running means of the squares of rows or columns, each of `terms` elements; they take the places of the sums too.
+// Running means of the squares of rows or columns, each of `terms` elements; the means also overwrite the sums.
 KERNEL adafactor_means(float* variance, double* totals, double terms, double share, double eps, i64 count) {
     i64 i = global_thread();
     if (i >= count) return;
@@ -96,9 +96,9 @@ KERNEL adafactor_column_factors(double* totals, i64 count) {
     if (i < count) totals[i] = 1.0 / sqrt(totals[i]);
 }
 
-// Sums of the squares of u and of w, each of `matrices` matrices or vectors of `elements` elements: the size of the
-// step takes the place of the first. `lr`: of relative steps the largest share of the root mean square of w, else the
-// size itself.
+// Reads the sums of the squares of u and of w for each of `matrices` matrices or vectors of `elements` elements, and
+// overwrites the sums for u with the step size. `lr`: for relative steps, the largest fraction of the root mean square
+// of w; else the step size.
 KERNEL adafactor_settle(double* totals, double elements, int relative, double lr, double eps_scale, double clip, i64 matrices) {
     i64 i = global_thread();
     if (i >= matrices) return;

@@ -1,14 +1,14 @@
-// Adam with states of 8 bits, in blocks with their largest values (Dettmers et al., arXiv:2110.02861).
+// Adam with 8-bit states, quantised in blocks by the largest value of each (Dettmers et al., arXiv:2110.02861).
 //
 //   m, v = codes × largest of their block;  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  g = grad_scale grad
 //   w = w keep - lr_hat m / (√v / root_hat + ε);  codes = the nearest to m, v / the new largest of their block
 //
-// Shapes    weights, grads (f32), means, squares (codes): flat vectors, of which runs.cuh has the elements; of_means, of_squares [count]; largest
-//           values f32 and, before the step, f64 [blocks of `block` elements of a matrix of `each`]. code: 256 numbers for means, their 255 middles,
-//           and the same for squares.
-// Geometry  a thread an element, or a block that settles.
-// Bytes     6 read and 8 written an element, then 10 and 6; codes from the cache.
-// Bits      those of the CPU: crates/optim/src/adam8bit.rs.
+// Shapes    weights, grads (f32), means, squares (codes): flat vectors, whose elements runs.cuh lists; of_means,
+//           of_squares [count]; largest values in f32 and, before the step, f64 [blocks of `block` elements of a matrix
+//           of `each`]. code: 256 numbers for means, their 255 middles, and the same for squares.
+// Geometry  one thread per element; in settle, one thread per block.
+// Bytes     6 read and 8 written per element, then 10 and 6; codes from the cache.
+// Bits      as on the CPU: crates/optim/src/adam8bit.rs.
 #include "runs.cuh"
 
 #define CODES 256
@@ -22,7 +22,7 @@ DEVICE Moments moments(float g, float mean, float square, float mean_new, float 
     return {mean + mean_new * (g - mean), square_old * square + square_new * (g * g)};
 }
 
-// The code nearest to x / largest: the number of middles below that; `zero` in a block of zeros.
+// The code nearest to x / largest: the number of middles below it; `zero` in a block of zeros.
 DEVICE u8 nearest(const float* middles, float x, float largest, int zero) {
     if (!(largest > 0.0f)) return static_cast<u8>(zero);
     float share = x / largest;
@@ -35,7 +35,7 @@ DEVICE u8 nearest(const float* middles, float x, float largest, int zero) {
     return static_cast<u8>(low);
 }
 
-// The block of an element: matrices of `each` elements have blocks of their own, the last of which is shorter.
+// The block of an element: each matrix of `each` elements is cut into blocks, the last of which may be shorter.
 DEVICE i64 block_of(i64 element, i64 block, i64 each) {
     return element / each * ((each + block - 1) / block) + element % each / block;
 }
@@ -54,7 +54,7 @@ KERNEL adam8bit_measure(const i64* runs, i64 run_count, const float* grads, cons
     of_squares[at] = now.square;
 }
 
-// The new largest values become the state, and the old ones stay until the update in the places of the totals.
+// Stores the new largest values in the state, and keeps the old ones in the places of the totals until the update.
 KERNEL adam8bit_settle(float* largest, double* totals, i64 count) {
     i64 i = global_thread();
     if (i >= count) return;

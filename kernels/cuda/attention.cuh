@@ -1,12 +1,11 @@
-// What the forward and the backward of attention share: places of heads, dropout of probabilities, and tiles of rows in
+// Shared by the forward and the backward of attention: places of heads, dropout of probabilities, and tiles of rows in
 // shared memory.
 #pragma once
 #include "float16.cuh"
 #include "math.cuh"
 #include "random.cuh"
 
-// The head of this block: sample and head from blockIdx.x, its heads of keys and values shared by `group` heads of
-// queries.
+// The head of this block: sample and head from blockIdx.x; `group` query heads share one head of keys and values.
 struct Head {
     i64 sample, head, kv_head;
 };
@@ -26,7 +25,7 @@ struct Documents {
 DEVICE Documents documents_of(const int* firsts, const Head& head, i64 keys) { return {firsts ? firsts + head.sample * keys : firsts}; }
 
 // Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq]
-// decides. Keys are asked for in order.
+// determines the random bits. Keys are visited in order.
 struct RowDropout {
     u64 start, block;
     Words words;
@@ -47,12 +46,12 @@ struct RowDropout {
     }
 };
 
-// What a product reads: as it is, or rounded to bf16.
+// The value that a product reads: x, or x rounded to bf16.
 DEVICE float as_read(float x, int rounded) { return rounded ? from_bf16(to_operand(x)) : x; }
 
 // Copies rows first .. first + ROWS of one head, `row` apart in memory, to a tile whose rows are `stride` apart; zeros
-// beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The caller's barriers are around
-// it.
+// beyond the last row. `from` is the head's first row; `rounded`: as operands of bf16. The caller places barriers
+// before and after.
 template <int ROWS, class Tile>
 DEVICE void load_rows(Tile& tile, int stride, const float* from, i64 row, i64 first, i64 seq, int head_dim, int rounded) {
     for (int at = static_cast<int>(threadIdx.x); at < ROWS * head_dim; at += THREADS) {

@@ -1,16 +1,18 @@
 // Causal self attention, backward, with the probabilities recomputed from lse (as in Dao et al., arXiv:2205.14135).
 //
 //   P = e^(S scale - lse),  dP = (dO Vᵀ)∘M,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D) scale
-//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  of a group of heads the sum of their dK and of their dV
+//   dQ = dS K,  dK = dSᵀ Q,  dV = (P∘M)ᵀ dO;  for groups, dK and dV are summed over the heads of a group
 //
-// Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries, rows dkv_row apart: in
-//           place without groups, else in [batch, seq, heads, head_dim], which rotary_backward turns back and attention_group_sum adds up.
-// Geometry dots: half a warp a row. dQ: a block a head and 16 queries, over the keys by 16; dK and dV: a block a head
-// and 16 keys, over the
-//           queries by 16. A thread has one pair of a tile, then features. Shared memory for tiles of Q, dO, K, V and of P and dS.
-// Bytes     dQ: 4 head_dim (3 + 2 seq / 32) a row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
-// Bits      those of the CPU, as in attention_forward.cu, with dO, P∘M and dS rounded likewise in the precision bf16: S and dP are chains over the features, dQ is chained over the keys and dK and dV
-//           over the queries in blocks of 128; groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
+// Shapes    as in attention_forward.cu; dots (D) like lse; dq rows dq_row apart; dk and dv of each head of queries,
+//           rows dkv_row apart: in place without groups, else in [batch, seq, heads, head_dim], which rotary_backward
+//           rotates back and attention_group_sum adds up.
+// Geometry  dots: half a warp per row. dQ: one block per head and 16 queries, over the keys by 16; dK and dV: one block
+//           per head and 16 keys, over the queries by 16. A thread has one pair of a tile, then features. Shared memory
+//           for tiles of Q, dO, K, V and of P and dS.
+// Bytes     dQ: 4 head_dim (3 + 2 seq / 32) per row; dK, dV: 4 head_dim (4 + 2 seq / 32), most of it from the L2 cache.
+// Bits      as on the CPU; as in attention_forward.cu, with dO, P∘M and dS also rounded in the precision bf16: S and dP
+//           are chains over the features, dQ is chained over the keys and dK and dV over the queries in blocks of 128;
+//           groups are summed in the balanced tree; D is summed in 16 lanes, not fused.
 #include "attention.cuh"
 #include "tree.cuh"
 
@@ -148,12 +150,12 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
         load_rows<TILE>(q, STRIDE, of.q, of.q_row, queries, of.seq, of.head_dim, of.rounded);
         load_rows<TILE>(dout, STRIDE, of.dout, of.out_row, queries, of.seq, of.head_dim, of.rounded);
         __syncthreads();
-        // As a thread of a pair: `row` is a query, `lane` a key.
+        // This thread as the owner of a pair: `row` is a query, `lane` a key.
         Scores scores = scores_of(of, q, dout, row * STRIDE, k, v, lane * STRIDE, queries + row, first + lane, dropout);
         p[row * (TILE + 1) + lane] = scores.p;
         ds[row * (TILE + 1) + lane] = scores.ds;
         __syncthreads();
-        // As a thread of features: `row` is a key.
+        // This thread as the owner of features: `row` is a key.
         for (int query = 0; query < TILE; query++) {
             i64 i = queries + query;
             if (of.past + i < key || i >= of.seq || of.documents.of(of.past + i) != own) continue;
@@ -226,8 +228,8 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 
-// The sums over the heads of each group, from [rows, heads, head_dim] to heads first .. of rows to_row apart, in the
-// tree.
+// Sums over the heads of each group, in the tree, from [rows, heads, head_dim] to the heads from `first` on of rows
+// to_row apart.
 KERNEL attention_group_sum(const float* from, float* to, i64 to_row, i64 rows, i64 heads, i64 group, i64 first, i64 head_dim) {
     i64 at = global_thread(), groups = heads / group;
     if (at >= rows * groups * head_dim) return;

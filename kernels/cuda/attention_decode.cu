@@ -1,22 +1,22 @@
-// Attention of new tokens to those in a cache and to each other, a row at a time, for generation.
+// Attention of new tokens to the tokens in a cache and to each other, row by row, for generation.
 //
 //   S = (q · k) scale for the keys up to the query's own,  P = e^(S - max S),  out = Σ P v / Σ P
 //
-// Shapes    kv [batch, seq, 2, kv_heads, head_dim] of the new tokens; cache [batch, capacity, 2, kv_heads, head_dim], of which the first `past` tokens
-//           are there, their keys rotated; q, out [batch, seq, heads, head_dim], q rotated; scores [batch, seq, heads, past + seq]; angles
-//           [positions, 2, head_dim/2].
-// Geometry append: a thread an element. Scores: half a warp a query, head and key. Weights: a warp a row. Values: a
-// thread an element of out,
-//           which goes over the keys.
-// Bytes     keys and values once for each head, of a group from the cache of the GPU; scores written, and read three times.
-// Bits      those of the CPU: crates/cpu/src/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals and outputs over the
-//           keys in order, the outputs fused. Heads have at most 1024 features.
+// Shapes    kv [batch, seq, 2, kv_heads, head_dim] of the new tokens; cache [batch, capacity, 2, kv_heads, head_dim],
+//           with the first `past` tokens filled, their keys rotated; q, out [batch, seq, heads, head_dim], q rotated;
+//           scores [batch, seq, heads, past + seq]; angles [positions, 2, head_dim/2].
+// Geometry  append: one thread per element. Scores: half a warp per query, head and key. Weights: one warp per row.
+//           Values: one thread per element of out, which loops over the keys.
+// Bytes     keys and values once per head (heads of a group share the GPU's cache); scores written once and read three
+//           times.
+// Bits      as on the CPU: crates/cpu/src/kernels/attention/decode.rs. A score is summed in 16 lanes, not fused; totals
+//           and outputs over the keys in order, the outputs fused. Heads have at most 1024 features.
 #include "math.cuh"
 #include "warp.cuh"
 
 #define HALF 16
 
-// Without angles keys are copied.
+// Without angles, keys are copied unrotated.
 KERNEL decode_append(const float* kv, const float* angles, float* cache, i64 count, i64 seq, i64 past, i64 capacity, i64 kv_heads,
                      i64 head_dim) {
     i64 at = global_thread();
@@ -50,7 +50,7 @@ KERNEL decode_scores(const float* q, const float* cache, float* scores, i64 rows
     if (live && lane == 0) scores[at] = (sum + 0.0f) * scale;
 }
 
-// Scores become weights, before they are divided by their sum.
+// Turns scores into weights that are not yet divided by their sum.
 KERNEL decode_weights(float* scores, i64 rows, i64 seq, i64 past, i64 heads) {
     i64 row = global_thread() / WARP;
     if (row >= rows) return;

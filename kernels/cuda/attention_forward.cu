@@ -3,19 +3,20 @@
 //
 //   S = Q Kᵀ for j <= first_query + i,  P = e^((S - max) scale),  O = ((P∘M) V) / Σ P,  lse = max scale + ln Σ P,  M the factors of dropout
 //
-// Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group; out [batch, seq, heads,
-//           head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu, or none: tokens see their own document alone, which
-//           has the bits of a sequence of its own. Rotated queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
-// Geometry a block a head and 32 queries, which goes over the keys by 32 twice; 8 threads a query. Shared memory for
-// tiles of queries and
-//           of keys or values, and two of probabilities.
-// Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries, half of them masked, most of it
-//           from the L2 cache; and the output.
-// Bits      those of the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). It subtracts the
-//           maximum of the whole row, which an online softmax does not know: so the scores are computed twice, first for their maximum. S is one
-//           chain over the features; the total is summed and O is chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V
-//           and P∘M are rounded before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126 are zero
-//           there and not here. Tensor cores are not used.
+// Shapes    q: rows q_row apart, in each `heads` heads of head_dim; k, v: rows kv_row apart, head first_kv + h / group;
+//           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
+//           or null: tokens see only their own document, which has the same bits as a separate sequence. Rotated
+//           queries and keys come from rotary.cu. _64 is for head_dim up to 64, _128 up to 128.
+// Geometry  one block per head and 32 queries, which loops over the keys by 32 twice; 8 threads per query. Shared
+//           memory for tiles of queries and of keys or values, and two of probabilities.
+// Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
+//           half of them masked, most of it from the L2 cache; and the output.
+// Bits      as on the CPU (crates/cpu/src/kernels/attention.rs) where it has fused multiply-adds (AVX2 or AVX-512). The
+//           CPU subtracts the maximum of the whole row, which an online softmax does not know, so the scores are
+//           computed twice, first for the maximum. S is one chain over the features; the total is summed and O is
+//           chained over the keys in blocks of 256. In the precision bf16 (`rounded`) Q, K, V and P∘M are rounded
+//           before they are multiplied; where the CPU has an instruction for pairs of bf16, partial sums below 2^-126
+//           are zero there and not here. Tensor cores are not used.
 #include "attention.cuh"
 
 #define QUERIES 32
@@ -116,8 +117,8 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     if (lane == 0) lse[(head.sample * heads + head.head) * seq + i] = max * scale + ln_bits(total);
 }
 
-// Dropout: p = 0 for none; kept = 1 / (1 - p); the global numbers of sample 0 and head 0 of this call, and heads of all
-// ranks together.
+// Dropout: p = 0 for none; kept = 1 / (1 - p); the global indices of this call's first sample and first head, and the
+// number of heads over all ranks.
 #define ATTENTION_FORWARD(FEATURES) \
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \

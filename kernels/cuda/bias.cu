@@ -3,10 +3,12 @@
 //   out = a + b;  a += b;  out = x + bias;  out = (x + bias) + residual;  dbias = Σ_rows dy
 //
 // Shapes    a, b, out, x, residual, dy [rows, n]; bias, dbias [n]; parts [parts, n]; sums [blocks, n].
-// Geometry a thread 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits; for sums
-// over rows a thread 16 bytes of the columns of a part (of up to 64 rows), then of those of a block of parts.
-// Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); of parts, 4 parts n more written and read.
-// Bits      those of the CPU: crates/cpu/src/kernels/pointwise.rs, RowSums in crates/cpu/src/lib.rs.
+// Geometry  one thread per 16 bytes of each tensor (neighbours.cuh): four elements, two of f64, or eight of 16 bits;
+//           for sums over rows one thread per 16 bytes of the columns of a part (of up to 64 rows), then of the parts
+//           of a block.
+// Bytes     4 for each element of each tensor named, 2 in 16 bits (_16); for sums by parts, 4 parts n more written and
+//           read.
+// Bits      as on the CPU: crates/cpu/src/kernels/pointwise.rs, RowSums in crates/cpu/src/lib.rs.
 #include "halves.cuh"
 
 struct Plus {
@@ -23,7 +25,7 @@ KERNEL add_16(const u16* a, const u16* b, u16* out, i64 count, int f16) {
 
 KERNEL add_assign(float* a, const float* b, i64 count) { join_vectors<FOUR>(a, b, a, count, Plus()); }
 
-// The losses of samples.
+// For the losses of samples.
 KERNEL add_assign_f64(double* a, const double* b, i64 count) { join_vectors<2>(a, b, a, count, Plus()); }
 
 KERNEL add_assign_16(u16* a, const u16* b, i64 count, int f16) {
@@ -53,8 +55,8 @@ KERNEL bias_residual_16(const u16* x, const u16* bias, const u16* residual, u16*
     bias_residual_of<EIGHT>(halves(x, f16), halves(bias, f16), halves(residual, f16), halves(out, f16), count, n);
 }
 
-// Sums of the rows starts[i] .. starts[i + 1], one after another, from zero. First of the rows of each part, then of
-// the parts of each block.
+// Sums of the rows starts[i] .. starts[i + 1], one after another, from zero: first the rows of each part, then the
+// parts of each block.
 template <int N, class In> DEVICE void parts_of(In x, const i64* starts, float* sums, i64 parts, i64 n) {
     RowPlace at = row_place<N>(parts, n);
     if (!at.there) return;

@@ -1,19 +1,22 @@
-// Copies of tiles by the instructions that came with sm_90 (TMA): one thread begins a copy of thousands of bytes, which
-// costs no registers and no addresses of the others, and a barrier in shared memory (mbarrier) counts the bytes that
-// have come.
+// Copies of tiles by TMA, the instructions of sm_90: one thread starts a copy of thousands of bytes, which costs the
+// other threads no registers and no addresses, and a barrier in shared memory (mbarrier) counts the bytes that have
+// arrived.
 //
-// Each function has a device form and a host twin in ../host/bulk_copy_host.h, which finds reads without a wait, a
-// wrong number of bytes, and tiles that are filled again while somebody reads them. No header of the toolkit is needed.
+// Each function has a device form and a host twin in ../host/bulk_copy_host.h, which detects reads without a wait,
+// wrong byte counts, and tiles that are refilled while they are read. No header of the CUDA toolkit is needed.
 //
-// Maps      what copies are told of an operand in memory (PTX ISA, "Tensor-map"): MAP_WORDS words at a multiple of 64 bytes. A kernel writes them by
-//           write_map, launched before those that use them, so that a launch needs no call of the driver and no argument of its own kind
-//           (docs/decisions/0046-kernels-write-their-tensor-maps.md). Of an operand [samples, rows, heads, features]: heads lie behind each other,
-//           rows as far apart as the caller says. Its address and the distance of its rows are multiples of 16 bytes.
-// Tiles     panels of warp_group.cuh, BOX_ROWS rows a copy, in the swizzle of 128 bytes, which the hardware writes; zeros beyond the features and the rows.
-// Barriers each BARRIER_SIZE places of a tile, and filled by phases: the thread that begins copies says by expect_bytes
-// how many bytes its copies will bring, and then
-//           begins them; wait_for_bytes waits for the end of a phase of that parity, 0 for the first. Who waited may read. Between the last read of a
-//           tile and the next copy to it is a barrier of the block.
+// Maps      describe an operand in memory to the copies (PTX ISA, "Tensor-map"): MAP_WORDS words at a multiple of 64
+//           bytes. A kernel writes them by write_map, launched before the kernels that use them, so that a launch needs
+//           no call of the driver and no argument of a special kind
+//           (docs/decisions/0046-kernels-write-their-tensor-maps.md). Of an operand [samples, rows, heads, features]:
+//           heads are contiguous, rows as far apart as the caller says. Its address and the distance of its rows are
+//           multiples of 16 bytes.
+// Tiles     panels of warp_group.cuh, BOX_ROWS rows per copy, in the swizzle of 128 bytes, which the hardware writes;
+//           zeros beyond the features and the rows.
+// Barriers  BARRIER_SIZE places of a tile each, used in phases: the thread that starts copies first announces their
+//           bytes by expect_bytes, then starts them; wait_for_bytes waits for the end of a phase of that parity, 0 for
+//           the first. Threads that have waited may read. A barrier of the block separates the last read of a tile from
+//           the next copy to it.
 #pragma once
 #include "warp_group.cuh"
 
@@ -36,7 +39,7 @@
 #define REPLACE_BY(field, constant) \
     asm volatile("tensormap.replace.tile." field ".global.b1024.b32 [%0], " constant ";" ::"l"(__cvta_generic_to_global(map)) : "memory")
 
-// Writes the map of an operand; `row` elements from one row to the next.
+// Writes the map of an operand whose rows are `row` elements apart.
 DEVICE void write_map(u64* map, const u16* from, i64 samples, i64 rows, i64 heads, int features, i64 row) {
     for (int i = 0; i < MAP_WORDS; i++) map[i] = 0;
     REPLACE("global_address.global.b1024.b64 [%0],", "l", from);
@@ -63,10 +66,11 @@ DEVICE void write_map(u64* map, const u16* from, i64 samples, i64 rows, i64 head
     asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
 }
 
-// Before the first copy by a map that a kernel before this one wrote.
+// Call this before the first copy by a map that an earlier kernel wrote.
 DEVICE void map_is_written(const u64* map) { asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory"); }
 
-// A barrier that expects the bytes of one thread. A barrier of the block shows it to the others.
+// Initialises a barrier that expects bytes from one thread. A barrier of the block makes it visible to the other
+// threads.
 DEVICE void barrier_begin(Tiles tiles, int barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(tiles + barrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -86,8 +90,7 @@ DEVICE void wait_for_bytes(Tiles tiles, int barrier, int parity) {
     }
 }
 
-// Begins to copy BOX_ROWS rows from `row` on, of PANEL features of a head from `feature` on, to the place `to` of
-// tiles.
+// Starts to copy BOX_ROWS rows from `row` on, PANEL features of a head from `feature` on, to place `to` of tiles.
 DEVICE void copy_box(Tiles tiles, int to, const u64* map, int feature, int head, int row, int sample, int barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
@@ -98,7 +101,7 @@ DEVICE void copy_box(Tiles tiles, int to, const u64* map, int feature, int head,
 
 #else
 
-// Other targets compile the kernels, and nobody launches them there.
+// Other targets compile these kernels but never launch them.
 DEVICE void write_map(u64*, const u16*, i64, i64, i64, int, i64) { asm volatile("trap;"); }
 DEVICE void map_is_written(const u64*) {}
 DEVICE void barrier_begin(Tiles, int) {}
@@ -112,7 +115,7 @@ DEVICE void copy_box(Tiles, int, const u64*, int, int, int, int, int) {}
 // Bytes of a tile.
 template <int ROWS, int WIDTH> DEVICE constexpr int bytes_of_tile() { return 2 * ROWS * WIDTH; }
 
-// Begins to copy ROWS rows of a head into panels of ROWS rows, one behind the other.
+// Starts to copy ROWS rows of a head into consecutive panels of ROWS rows.
 template <int ROWS, int WIDTH> DEVICE void copy_tile(Tiles tiles, int tile, const u64* map, int head, int row, int sample, int barrier) {
 #pragma unroll
     for (int panel = 0; panel < WIDTH / PANEL; panel++) {

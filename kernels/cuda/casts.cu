@@ -1,12 +1,14 @@
-// Casts between numbers of 32 and 16 bits, and copies between tensors and a bucket of many.
+// Casts between numbers of 32 and 16 bits, and copies between tensors and a bucket of many tensors.
 //
 //   to = round(from), to nearest, ties to even
 //
-// Shapes    from, to [count]. A bucket holds tensor t at starts[t] .. starts[t + 1]; tensors [tensors] are their addresses.
-// Geometry  a thread eight elements, of buckets four: by 16 bytes (neighbours.cuh).
-// Bytes     6 an element; of buckets 4 read, 4 written.
-// Bits      exact where nothing is rounded. f32 to bf16: half's bf16::from_f32, as the communicator rounds; to operands of products,
-//           where subnormals become zeros: crates/cpu/src/kernels/round.rs. f32 to f16: half's f16::from_f32.
+// Shapes    from, to [count]. A bucket holds tensor t at starts[t] .. starts[t + 1]; tensors [tensors] are their
+//           addresses.
+// Geometry  one thread per eight elements, for buckets four, by 16 bytes (neighbours.cuh).
+// Bytes     6 per element; for buckets 4 read and 4 written.
+// Bits      exact where nothing is rounded. f32 to bf16: as the communicator rounds (bf16::from_f32 of crate half); to
+//           operands of products, where subnormals become zeros: crates/cpu/src/kernels/round.rs. f32 to f16: half's
+//           f16::from_f32.
 #include "float16.cuh"
 #include "neighbours.cuh"
 

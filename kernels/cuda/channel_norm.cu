@@ -4,20 +4,21 @@
 //   y = (x - mean) rstd gamma + beta,  rstd = 1/√(variance + eps),  mean and variance of all rows and channels of a group in a block
 //   dx = rstd (dy gamma - mean(g) - x̂ mean(g x̂)),  g = dy gamma,  x̂ = (x - mean) rstd;  dgamma = Σ dy x̂,  dbeta = Σ dy over the rows of a block
 //
-// Shapes    x, y, dy, dx [blocks, rows, n]; mean, variance, and the means of g and g x̂ [blocks, groups]; gamma, beta [n]; sums over rows
-//           [blocks, n], by way of parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu adds them up).
-// Geometry parts: a thread 16 bytes of the channels of a part; groups: a thread each; the rest: a thread 16 bytes of a
-// row (neighbours.cuh).
-// Bytes     statistics 4 read an element twice; y 4 read and 4 written; backward 8 read twice and 4 written.
-// Bits      those of the CPU: crates/cpu/src/channel_norm.rs. Channels of a group are added one after another.
+// Shapes    x, y, dy, dx [blocks, rows, n]; mean, variance, and the means of g and g x̂ [blocks, groups]; gamma, beta
+//           [n]; sums over rows [blocks, n], through parts of 64 rows, from starts[part] on (`sum_parts` of bias.cu
+//           adds them up).
+// Geometry  parts: one thread per 16 bytes of the channels of a part; groups: one thread per group; the rest: one
+//           thread per 16 bytes of a row (neighbours.cuh).
+// Bytes     statistics 4 read per element, twice; y 4 read and 4 written; backward 8 read twice and 4 written.
+// Bits      as on the CPU: crates/cpu/src/channel_norm.rs. Channels of a group are added one after another.
 #include "halves.cuh"
 
-// The number of the statistics of a row's channel.
+// The index of the statistics for a row's channel.
 DEVICE i64 group_at(i64 row, i64 rows, i64 channel, i64 n, i64 groups) { return row / rows * groups + channel / (n / groups); }
 
 DEVICE float rstd_of(float variance, float eps) { return 1.0f / sqrtf(variance + eps); }
 
-// The numbers that a table has for the groups of neighbouring channels of a row.
+// Loads from a table the numbers of the groups of neighbouring channels of a row.
 DEVICE Vector<float, FOUR> of_groups(const float* table, i64 row, i64 rows, i64 channel, i64 n, i64 groups) {
     Vector<float, FOUR> four = {};
 #pragma unroll
@@ -43,7 +44,7 @@ KERNEL channel_squares_parts(const float* x, const float* mean, const i64* start
     store_vector(sums + at.row * n, at.column, n, sum);
 }
 
-// Of each group of channels of each block the sum of `sums`, divided by `members`.
+// For each group of channels of each block, the sum of `sums` divided by `members`.
 KERNEL channel_means(const float* sums, float members, float* means, i64 count, i64 groups, i64 n) {
     i64 at = global_thread();
     if (at >= count) return;
@@ -85,7 +86,7 @@ KERNEL channel_norm_backward_parts(const float* dy, const float* x, const float*
     store_vector(dbeta + at.row * n, at.column, n, sum);
 }
 
-// Of each group of channels of each block `scale` Σ sums gamma.
+// For each group of channels of each block, `scale` Σ sums gamma.
 KERNEL channel_gradient_means(const float* sums, const float* gamma, float scale, float* means, i64 count, i64 groups, i64 n) {
     i64 at = global_thread();
     if (at >= count) return;

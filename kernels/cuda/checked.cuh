@@ -1,7 +1,7 @@
-// Integers that a block of threads checks, and what it says of the first one that is wrong.
+// Checks of integers by a block of threads, and the report of the first invalid one.
 //
-// `found` are four numbers: 1 if something was found, else 0; the first place; what stands there; and the limit that it
-// breaks. What is found is not overwritten: launches of one stream run in order, so the first fault stays.
+// `found` has four numbers: 1 if an invalid integer was found, else 0; its index; its value; and the limit that it
+// breaks. A report is not overwritten: launches of one stream run in order, so the first fault stays.
 #pragma once
 #include "warp.cuh"
 

@@ -1,19 +1,19 @@
-// Messages of values in fewer bits each: crates/compress/src/wire.rs has the format, values.rs the methods.
+// Messages of values with fewer bits each: see crates/compress/src/wire.rs for the format and values.rs for the
+// methods.
 //
 //   fp8: code = round(x / scale), scale the least power of two that fits;  quant: code = round((x - min) / step);  sign: scale = mean |x|
 //
-// Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes a part, of quant a minimum and a step; codes [count] (u8) as bytes, or as
-//           `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
-// Geometry scales: a block of threads a part, 16 bytes of f32 a thread at a time (neighbours.cuh), of sign 16 threads;
-// codes and values: a thread 16 bytes of f32, or of bf16;
-//           planes: a thread a byte.
-// Bytes     4 read an element for its scale and 4 for its code; codes once more for planes.
-// Bits      those of the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.
+// Shapes    x, out [count], in parts of `unit` elements; a scale of 4 bytes per part, for quant a minimum and a step;
+//           codes [count] (u8) as bytes, or as `bits` bit planes in tiles of 512 elements. Messages begin at any byte.
+// Geometry  scales: one block of threads per part, 16 bytes of f32 per thread at a time (neighbours.cuh), for sign 16
+//           threads; codes and values: one thread per 16 bytes of f32, or of bf16; planes: one thread per byte.
+// Bytes     4 read per element for its scale and 4 for its code; codes once more for planes.
+// Bits      as on the CPU: crates/compress/src/values.rs, fp8.rs, planes.rs.
 #include "message.cuh"
 #include "random.cuh"
 
 #define TILE_CODES 512
-#define INTEGERS 8388608.0f  // 2^23: what is added to it is rounded to integers
+#define INTEGERS 8388608.0f  // 2^23: numbers added to it are rounded to integers
 #define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
 #define INFINITE_BITS 0x7f800000u
 
@@ -22,7 +22,7 @@ KERNEL message_words(u8* to, u64 first, u64 second) {
     if (at < 16) to[at] = static_cast<u8>((at < 8 ? first : second) >> (8 * (at % 8)));
 }
 
-// Finds a header that is not these 16 bytes.
+// Reports a header that differs from these 16 bytes.
 KERNEL message_check(const u8* header, u64 first, u64 second, i64* found) {
     i64 at = global_thread();
     if (at < 16 && header[at] != static_cast<u8>((at < 8 ? first : second) >> (8 * (at % 8)))) *found = 1;
@@ -85,7 +85,7 @@ DEVICE u32 larger_bits(u32 bits, float x) {
     return of_x > bits ? of_x : bits;
 }
 
-// Of a block of threads: the largest bits of |x| of part blockIdx.x.
+// The largest bits of |x| in part blockIdx.x, over a block of threads.
 template <class Parts> DEVICE u32 largest_bits(const float* x, i64 count, i64 unit, Parts& parts) {
     i64 begin = static_cast<i64>(blockIdx.x) * unit, end = smaller(count, begin + unit);
     u32 largest = 0;
@@ -105,7 +105,8 @@ KERNEL fp8_scales(const float* x, i64 count, i64 unit, int e5m2, u8* scales) {
     if (threadIdx.x > 0) return;
     float scale = NOT_A_NUMBER;
     if (bits < INFINITE_BITS) {
-        // Exponents compare apart from mantissas: one more where the mantissa is above that of the largest number.
+        // Exponents and mantissas are compared separately: one more if the mantissa is above the mantissa of the
+        // largest number.
         int more = (bits & 0x7fffffu) > (largest & 0x7fffffu) ? 1 : 0;
         int exponent = static_cast<int>(bits >> 23) - static_cast<int>(largest >> 23) + more;
         scale = power_of_two(exponent > -126 ? exponent : -126);
@@ -180,7 +181,7 @@ KERNEL quant_pairs(const float* x, i64 count, i64 unit, float levels, u8* pairs)
     float range = most - least;
     bool finite = bits < INFINITE_BITS && (__float_as_uint(range) & 0x7fffffffu) < INFINITE_BITS;
     u8* to = pairs + 8 * static_cast<i64>(blockIdx.x);
-    // A sum with zero: of equal numbers the sign of a zero must not depend on their order.
+    // Adds zero, because the sign of a zero must not depend on the order of equal numbers.
     put_float(to, finite ? least + 0.0f : NOT_A_NUMBER);
     put_float(to + 4, finite ? range / levels : NOT_A_NUMBER);
 }
@@ -190,8 +191,8 @@ struct Range {
     float least, step;
 };
 
-// `draws` is not 0: rounded up with the probability of what is above the integer below, by the draw of element start +
-// i.
+// If `draws` is not 0, a number is rounded up with a probability equal to its fractional part, by the draw of element
+// start + i.
 KERNEL quant_codes(const float* x, const u8* pairs, i64 unit, float levels, int draws, u32 key0, u32 key1, u64 start, u8* codes,
                    i64 count) {
     i64 at = global_thread() * FOUR;
@@ -212,7 +213,7 @@ KERNEL quant_codes(const float* x, const u8* pairs, i64 unit, float levels, int 
     store_vector(codes, at, count, to);
 }
 
-// The mean of |x| of each part: lane l has every 16th element from l on, and the lanes are added one after another.
+// The mean of |x| of each part: lane l sums every 16th element from l on, and the lanes are added one after another.
 KERNEL sign_scales(const float* x, i64 count, i64 unit, u8* scales, i64 parts) {
     i64 part = global_thread() / 16, lane = global_thread() % 16;
     bool live = part < parts;
@@ -229,7 +230,7 @@ KERNEL sign_codes(const float* x, u8* codes, i64 count) {
     map_vectors<FOUR>(x, codes, count, [](float number) { return static_cast<u8>(__float_as_uint(number) >> 31); });
 }
 
-// The tile of an element or a byte: where it begins, its elements, and the bytes of one of its planes.
+// The tile of an element or a byte: its start, its number of elements, and the bytes of one of its planes.
 struct Tile {
     i64 first, stride;
 };

@@ -1,12 +1,12 @@
-// Rows copied from one place to another, whatever lies between them: parts of tensors, and blocks that change places.
+// Copies of strided rows: parts of tensors, and swaps of blocks.
 //
 //   to[i, j] = from[i, j]
 //
-// Shapes    from, to [rows, n] of elements of 8, 16 or 32 bits, whose rows begin from_row and to_row elements apart; the two do not overlap.
-// Geometry a thread 16 bytes of a row (neighbours.cuh): where the rows do not lie at multiples of 16 bytes, by
-// elements.
-// Bytes     twice those of an element.
-// Bits      those that were there.
+// Shapes    from, to [rows, n] of elements of 8, 16 or 32 bits, whose rows begin from_row and to_row elements apart;
+//           the two do not overlap.
+// Geometry  one thread per 16 bytes of a row (neighbours.cuh): or per element, if the rows are not aligned to 16 bytes.
+// Bytes     twice the bytes of an element.
+// Bits      copied unchanged.
 #include "neighbours.cuh"
 
 template <int N, class T> DEVICE void copy_rows_of(const T* from, i64 from_row, T* to, i64 to_row, i64 rows, i64 n) {

@@ -1,32 +1,34 @@
-// Softmax cross entropy, whole or with the vocabulary cut over ranks, in steps between which the ranks reduce.
+// Softmax cross entropy, whole or with the vocabulary sharded over ranks, in steps between which the ranks reduce.
 //
 //   max = max_j x_j,  sum = Σ_j e^(x_j - max),  lse = max + ln sum,  loss = Σ_rows (lse - x_target),  dx = (e^(x - lse) - onehot) scale
 //
-// Shapes    logits [rows, pitch], of which columns skipped .. skipped + width are this shard's, the first `valid` of them words, from word `first`
-//           on, the rest padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows / samples rows each. A
-//           negative target masks its row.
-// Geometry statistics and gradient: a team of half warps a row (rows.cuh), by 16 bytes (neighbours.cuh); for statistics
-// of more than 16,384 words a block of 512 threads a row, of more than 32,768 of 1024.
-//           Rescaling and lse: a thread a row; the loss: a warp a sample.
-// Bytes     statistics 4 valid read an element, gradient 4 read and 4 written; half where logits have 16 bits (_16). Exponentials are of the differences from the largest of
-//           all, so a row is kept in shared memory from the search for that to the sum: its first 25,152 words, or 50,304 of 16 bits. What is beyond is read once more. Rows that
-//           are worked on at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second half comes from the L2 cache.
-// Bits      those of the CPU (crates/cpu/src/kernels/loss.rs) but for two. lse and the loss need a logarithm in f64, which the CPU takes
-//           from its C library and CUDA from its own: neither promises the last bit. lse is rounded to f32 afterwards, so it differs where
-//           the f64 lies within 1e-16 of the middle of two f32; the loss may differ by 1e-15 of itself. And if the maximum is zero, its
-//           sign may differ.
+// Shapes    logits [rows, pitch], whose columns skipped .. skipped + width are this shard: first `valid` words, from
+//           word `first` on, then padding; targets, max, sum, target, lse [rows]; loss and scale f64 [samples], of rows
+//           / samples rows each. A negative target masks its row.
+// Geometry  statistics and gradient: one team of half warps per row (rows.cuh), by 16 bytes (neighbours.cuh); for
+//           statistics of more than 16,384 words one block of 512 threads per row, of more than 32,768 one block of
+//           1024. Rescaling and lse: one thread per row; the loss: one warp per sample.
+// Bytes     statistics 4 valid read per element, gradient 4 read and 4 written; half where logits have 16 bits (_16).
+//           Exponentials need the maximum of the row first, so a row is kept in shared memory between the search for
+//           the maximum and the sum: its first 25,152 words, or 50,304 of 16 bits. The rest is read once more. Rows in
+//           work at the same time, two on each of 132 SMs, are then 53 MB of f32 at 50,304 words, of which the second
+//           half comes from the L2 cache.
+// Bits      as on the CPU (crates/cpu/src/kernels/loss.rs), with two exceptions. lse and the loss need a logarithm in
+//           f64, which the CPU takes from its C library and CUDA from its own: neither promises the last bit. lse is
+//           rounded to f32 afterwards, so it differs where the f64 lies within 1e-16 of the middle of two f32; the loss
+//           may differ by a relative 1e-15. If the maximum is zero, its sign may differ.
 #include "halves.cuh"
 #include "rows.cuh"
 
 #define WARP 32
 
-// Bytes of shared memory for rows, at most: with what the source takes there is room on every GPU that has 99 KiB;
-// src/geometry.rs has the same.
+// Largest number of bytes of shared memory for rows: together with the static shared memory it fits every GPU with
+// 99 KiB. src/geometry.rs has the same number.
 #define HELD_BYTES 100608
 #define HELD_THREADS 1024
 #define HELD_HALVES (HELD_THREADS / ROW_LANES)
 
-// 16 bytes of numbers as words, and one out of its word.
+// 16 bytes of numbers as words, and a number from its word.
 DEVICE u32 word_of(const Vector<float, FOUR>& bits, int word) { return __float_as_uint(bits.of[word]); }
 DEVICE u32 word_of(const Vector<u16, EIGHT>& bits, int word) { return bits.of[2 * word] | static_cast<u32>(bits.of[2 * word + 1]) << 16; }
 
@@ -49,8 +51,8 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
     SHARED(float, partial, HELD_HALVES);
     Team team = team_of(rows, valid);
     In row = logits + (team.live ? team.row * pitch + skipped : 0);
-    // Elements that are kept, and where the 16 bytes around one are: in odd blocks of 1024, what half a warp reads
-    // changes places with its neighbour, so that the two halves of a warp meet in no bank.
+    // The kept elements, and the place of the 16 bytes around an element: in odd blocks of 1024, the parts that two
+    // half warps read are swapped, so that the halves of a warp have no bank conflicts.
     i64 kept = smaller((valid + 31) / 32 * 32, HELD_BYTES / 16 * N), before = team.first / team.halves * (kept / N);
     auto place = [=](i64 i) { return 4 * (before + (i / N ^ (i / ROW_BLOCK % 2 * (ROW_LANES / N)))); };
     float largest = row_max_of<N>(team, valid, partial, [&](i64 i) {
@@ -65,7 +67,7 @@ DEVICE void cross_entropy_stats_of(In logits, const int* targets, i64 pitch, i64
         for (int j = 0; j < N; j++) of.of[j] = number_of(row, word_of(bits, j * 4 / N), j);
         return of;
     });
-    __syncthreads();  // the rows are held
+    __syncthreads();  // the rows are in shared memory
     // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
     float from = largest > -INFINITE ? largest : 0.0f;
     float total[1];
@@ -101,7 +103,7 @@ KERNEL cross_entropy_larger(float* max, const float* other, i64 rows) {
     if (i < rows) max[i] = max[i] > other[i] ? max[i] : other[i];
 }
 
-// A shard's sum, taken against the maximum of all shards instead of its own.
+// Rescales a shard's sum from its own maximum to the maximum of all shards.
 KERNEL cross_entropy_rescale(const float* local, const float* global, float* sum, i64 rows) {
     i64 i = global_thread();
     if (i < rows) sum[i] = sum[i] * exp_bits(local[i] - global[i]);
@@ -112,8 +114,8 @@ KERNEL cross_entropy_lse(const float* max, const float* sum, float* lse, i64 row
     if (i < rows) lse[i] = static_cast<float>(static_cast<double>(max[i]) + log(static_cast<double>(sum[i])));
 }
 
-// For each sample the sum over its unmasked rows, in order: each lane has a row's term, and they are added one after
-// another.
+// For each sample the sum over its unmasked rows, in order: each lane computes the term of a row, and the terms are
+// added one after another.
 KERNEL cross_entropy_loss(const int* targets, const float* max, const float* sum, const float* target, double* loss, i64 samples,
                           i64 rows) {
     i64 sample = global_thread() / WARP, each = rows / samples;

@@ -1,17 +1,17 @@
-// Documents that follow each other in a sequence: where each token's document begins.
+// Documents packed into a sequence: the first token of each token's document.
 //
-//   first[t] = max(0, t - positions[t]);  positions are those in the document: 0 begins one, and each other is one more than the one before
+//   first[t] = max(0, t - positions[t]);  positions are relative to the document: 0 begins one, and each other position is its predecessor plus one
 //
-// Shapes    positions, checked, first [batch, seq] in i32. A sequence may begin at any position below seq. `checked` are the positions, 0 in the
-//           place of one that is not below seq.
-// Geometry  a thread a token; the check: one block.
-// Bytes     8 read and 8 written a token.
+// Shapes    positions, checked, first [batch, seq] in i32. A sequence may begin at any position below seq. `checked`
+//           are the positions, with 0 in place of a position that is not below seq.
+// Geometry  one thread per token; the check: one block.
+// Bytes     8 read and 8 written per token.
 // Bits      integers.
 #include "checked.cuh"
 
 DEVICE bool fits(i64 position, i64 seq) { return position >= 0 && position < seq; }
 
-// Finds the first position that does not follow the one before. One block.
+// Reports the first position that is neither 0 nor its predecessor plus one. One block.
 KERNEL check_positions(const int* positions, i64* found, i64 count, i64 seq) {
     SHARED(i64, firsts, CHECK_WARPS);
     find_first(positions, count, seq, found, firsts, [&](i64 at) {

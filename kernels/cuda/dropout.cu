@@ -1,17 +1,17 @@
 // Dropout whose mask does not depend on the mesh: the counter-based random bits of crates/tensor/src/random.rs.
 //
 //   y = x factor(i),  factor(i) = 0 if uniform(key, i) < p else 1 / (1 - p),  i the row-major index in the global tensor
-//   jitter, of the input of a router: factor(i) = low + step uniform(key, i)
+//   jitter (of a router's input): factor(i) = low + step uniform(key, i)
 //
 // Shapes    x, y [count]: a part of the global tensor. The backward is the same call with dy and dx.
-// Geometry a thread four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); where they are neighbours in a block
-// of Philox it is computed once.
-// Bytes     4 read and 4 written an element, half in 16 bits (_16).
-// Bits      those of the CPU: crates/cpu/src/kernels/dropout.rs.
+// Geometry  one thread per four elements, eight of 16 bits, by 16 bytes (neighbours.cuh); a block of Philox that
+//           several of them share is computed once.
+// Bytes     4 read and 4 written per element, half in 16 bits (_16).
+// Bits      as on the CPU: crates/cpu/src/kernels/dropout.rs.
 #include "halves.cuh"
 #include "random.cuh"
 
-// src/variants.rs changes it.
+// src/variants.rs overrides it.
 #ifndef EACH
 #define EACH 4
 #endif
@@ -28,7 +28,7 @@ DEVICE u64 global_index(const i64* sizes, int dims, i64 local) {
     return index;
 }
 
-// y = x times the factor that `factor` makes of each global element's random words.
+// y = x times `factor` of the random words of each global element.
 template <int N, class In, class Out, class Factor>
 DEVICE void times_drawn(In x, const i64* sizes, int dims, u32 key0, u32 key1, Out y, i64 count, Factor factor) {
     i64 at = global_thread() * N;

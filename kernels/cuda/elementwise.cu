@@ -4,10 +4,10 @@
 //   relu: out = max(x, 0), NaN stays NaN; bit i % 8 of above[i / 8] says x > 0;  dx = dy where the bit is set, else 0
 //
 // Shapes    x, out, dy, dx [rows, n]; y [n]; above [(count + 7) / 8].
-// Geometry a thread 16 bytes of each tensor (neighbours.cuh); of the rectifier a thread 8 neighbouring elements, so
-// that no two write one byte.
-// Bytes     4 read and 4 written an element, 4 more read where there is dy or a y as long as x; the rectifier's bits 1/8.
-// Bits      those of the CPU: crates/cpu/src/kernels/elementwise.rs and relu.rs.
+// Geometry  one thread per 16 bytes of each tensor (neighbours.cuh); for relu one thread per 8 neighbouring elements,
+//           so that no two threads write one byte.
+// Bytes     4 read and 4 written per element, 4 more read with dy, or with a y as long as x; the bits of relu 1/8.
+// Bits      as on the CPU: crates/cpu/src/kernels/elementwise.rs and relu.rs.
 #include "math.cuh"
 #include "neighbours.cuh"
 
@@ -86,7 +86,7 @@ KERNEL silu_forward(const float* x, float* out, i64 count) {
 
 KERNEL silu_backward(const float* dy, const float* x, float* dx, i64 count) {
     join_vectors<FOUR>(dy, x, dx, count, [](float dy, float x) {
-        // Beyond, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
+        // Below -200, σ(x) σ(-x) is zero and x may be infinite. NaN passes.
         float near = -200.0f > x ? -200.0f : x;
         near = 200.0f < near ? 200.0f : near;
         Sides of = sigmoid(x);

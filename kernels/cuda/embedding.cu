@@ -1,19 +1,21 @@
-// Token and position embeddings; a table may be a shard, the rows from first_row on.
+// Token and position embeddings; a table may be a shard with the rows from first_row on.
 //
 //   out[i] = table[ids[i] - first_row], zeros for ids outside;  dtable[ids[i] - first_row] += dout[i], in the order of i
 //   out[b, s] = x[b, s] + table[first + s];                     dtable[first + s] += Σ_b dout[b, s]
 //
 // Shapes    ids [count] (i32); table, dtable [rows, h]; out, dout [count, h]; positions: x, out, dout [batch, seq, h].
-// Geometry lookups, and what is added to positions: a thread 16 bytes (neighbours.cuh). Checks of ids: one block.
-// Gradients of a table without atomics: the places of the ids are
-//           sorted by buckets of 64 ids (`group_ids`, `choice_parts` and `choice_places` of permutation.cu), in order within each. A block of threads for a row of the table and 256
-//           vectors of columns finds those of its own id in its bucket, and adds them in that order. Positions: a thread four elements of dtable.
-// Launches  the gradient of a table four, with the sort.
-// Bytes     lookup 4 read and 4 written an element; gradient 4 read an element, 4 written for each of the table, or 4 read and 4 written for each of a row that occurs; an id is read twice by
-//           the sort, and a place with its id by each row of its bucket, from the caches.
-//           Half of what is read and written of x, out, dout and, in lookups, the table, where they have 16 bits (_16); gradients of tables are f32.
-// Bits      those of the CPU: crates/cpu/src/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each summed from zero and
-//           added in the balanced tree.
+// Geometry  lookups and additions of positions: one thread per 16 bytes (neighbours.cuh). Checks of ids: one block.
+//           Gradients of a table without atomics: the places of the ids are sorted by buckets of 64 ids (`group_ids`,
+//           `choice_parts` and `choice_places` of permutation.cu), in order within each. One block of threads per row
+//           of the table and 256 vectors of columns finds the places of its own id in its bucket, and adds them in that
+//           order. Positions: one thread per four elements of dtable.
+// Launches  four for the gradient of a table, including the sort.
+// Bytes     lookup 4 read and 4 written per element; gradient 4 read per element, 4 written per element of the table,
+//           or 4 read and 4 written per element of each row that occurs; an id is read twice by the sort, and a place
+//           with its id by each row of its bucket, from the caches. For x, out, dout and, in lookups, the table, half
+//           of that where they have 16 bits (_16); gradients of tables are f32.
+// Bits      as on the CPU: crates/cpu/src/kernels/embedding.rs. Several blocks of ids (canonical numerics) are each
+//           summed from zero and added in the balanced tree.
 #include "checked.cuh"
 #include "halves.cuh"
 #include "tree.cuh"
@@ -40,14 +42,14 @@ KERNEL embedding_forward_16(const int* ids, const u16* table, i64 first_row, i64
     embedding_forward_of<EIGHT>(ids, halves(table, f16), first_row, rows, halves(out, f16), count, h);
 }
 
-// Finds the first id that is not below `vocab`, or is negative and `masked` is 0. One block.
+// Reports the first id that is not below `vocab`, or is negative although `masked` is 0. One block.
 KERNEL check_ids(const int* ids, i64 vocab, int masked, i64* found, i64 count) {
     SHARED(i64, firsts, CHECK_WARPS);
     find_first(ids, count, vocab, found, firsts, [&](i64 i) { return ids[i] >= vocab || (ids[i] < 0 && !masked); });
 }
 
-// Calls add(i, bits) for the places i at which `ids` has `id`, in order, with what dout has there from `column` on.
-// `order` has the places of the id's bucket from begin to end.
+// Calls add(i, bits), in order, for the places i at which `ids` has `id`, with the elements of dout at i from `column`
+// on. `order` has the places of the id's bucket from begin to end.
 template <int N, class In, class Add>
 DEVICE void for_places(const int* ids, i64 id, const int* order, i64 begin, i64 end, const In& dout, i64 column, i64 h, Add add) {
     SHARED(u32, masks, THREADS / WARP);
@@ -74,7 +76,7 @@ DEVICE void for_places(const int* ids, i64 id, const int* order, i64 begin, i64 
     }
 }
 
-// The range of the bucket of row `row` in the order of all: `ends` has the end of each bucket.
+// The range of the bucket of row `row` in `order`: `ends` has the end of each bucket.
 struct Bucket {
     i64 begin, end;
 };
@@ -110,8 +112,8 @@ KERNEL embedding_backward_16(const int* ids, const int* order, const int* ends, 
     embedding_backward_of<EIGHT>(ids, order, ends, halves(dout, f16), first_row, dtable, accumulate, h);
 }
 
-// The same with the ids cut into `runs` runs of `run`, each summed from zero, which are added up in the tree, and the
-// sum to dtable.
+// The same with the ids cut into `runs` runs of `run`: each run is summed from zero, the runs are added up in the tree,
+// and the sum is added to dtable.
 template <class In>
 DEVICE void embedding_tree_of(const int* ids, const int* order, const int* ends, In dout, i64 first_row, float* dtable, int accumulate, i64 runs, i64 run,
                               i64 h) {
@@ -122,7 +124,7 @@ DEVICE void embedding_tree_of(const int* ids, const int* order, const int* ends,
     Vector<float, FOUR> sum = {};
     i64 at = 0;  // the run that is being summed
     bool any = false;
-    // A run without the word adds zeros, which changes no bits: no such sum is a negative zero.
+    // Runs without the word would add zeros and change no bits, because no such sum is a negative zero.
     auto up_to = [&](i64 next) {
         for (; at < next; at++) {
 #pragma unroll
@@ -173,7 +175,7 @@ KERNEL positions_forward_16(const u16* x, const u16* table, i64 first, i64 seq, 
 }
 
 // Rows `first` .. `first + seq` of dtable, which are overwritten, or added to if `accumulate` is not 0. The samples are
-// cut into runs of `run`, each summed in order from zero, which are added up in the tree.
+// cut into runs of `run`: each run is summed in order from zero, and the runs are added up in the tree.
 template <class In>
 DEVICE void positions_backward_of(In dout, i64 first, i64 seq, float* dtable, int accumulate, i64 batch, i64 run, i64 h) {
     i64 at = global_thread() * FOUR, count = seq * h;

@@ -6,7 +6,7 @@
 #define DIGITS 19
 #define LOW_BITS 0xffffffffull
 
-// 19 digits of 32 bits, the lowest first, that grow beyond them until `carry`; and a count of terms that were not
+// 19 digits of 32 bits, the lowest first, which may exceed 32 bits until `carry`; and a count of terms that were not
 // finite.
 struct Digits {
     u64 of[LIMBS];
@@ -23,7 +23,8 @@ struct Digits {
         // The square shifted, in three digits: 48 bits and up to 31 more.
         u64 low = square << shift, high = shift > 0 ? square >> (64 - shift) : 0;
         u64 first = low & LOW_BITS, second = low >> 32, third = high & LOW_BITS;
-        // Every digit takes its share, mostly zero: an index known only now would put the digits into memory.
+        // Every digit gets an addition, mostly of zero: a runtime index would move the digits from registers to local
+        // memory.
 #pragma unroll
         for (int d = 0; d < DIGITS; d++) {
             int part = d - static_cast<int>(digit);
@@ -33,7 +34,7 @@ struct Digits {
         if (exponent == 255) of[DIGITS]++;
     }
 
-    // Makes digits below 2^32 of those above; the count of what is not finite stays.
+    // Carries, so that digits are below 2^32; the count of terms that were not finite stays.
     DEVICE void carry() {
 #pragma unroll
         for (int i = 0; i < DIGITS - 1; i++) {
@@ -42,7 +43,7 @@ struct Digits {
         }
     }
 
-    // Adds them to digits that ranks may add up.
+    // Adds the digits to `digits`, which may be summed over ranks.
     DEVICE void add_to(double* digits) const {
 #pragma unroll
         for (int i = 0; i < LIMBS; i++) digits[i] += static_cast<double>(of[i]);

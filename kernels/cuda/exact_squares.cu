@@ -2,12 +2,14 @@
 //
 //   digits += the digits of Σ x², of 32 bits each, the lowest first, as f64;  the last: how many x are infinite or NaN
 //
-// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts [pieces, 20] (u64),
-//           one for each piece of 16384 elements of a vector, digits below 2^32; digits [20].
-// Geometry a warp a piece for the parts, 16 bytes a lane at a time (neighbours.cuh); one warp for their sum, of which a
-// lane has a digit, and lane 0 carries. Launches two for all parameters.
-// Bytes     4 read an element, 160 written and read a piece.
-// Bits      those of the CPU: crates/core/src/exact.rs. Whole numbers add up to the same in any order.
+// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each, then the number of
+//           pieces (vectors.cuh). parts [pieces, 20] (u64), one for each piece of 16384 elements of a vector, digits
+//           below 2^32; digits [20].
+// Geometry  one warp per piece for the parts, 16 bytes per lane at a time (neighbours.cuh); one warp for their sum:
+//           each lane has a digit, and lane 0 carries.
+// Launches  two for all parameters.
+// Bytes     4 read per element, 160 written and read per piece.
+// Bits      as on the CPU: crates/core/src/exact.rs. Sums of integers do not depend on the order.
 #include "exact.cuh"
 #include "neighbours.cuh"
 #include "vectors.cuh"
@@ -29,7 +31,7 @@ KERNEL exact_squares(const float* const* x, const i64* starts, const i64* counts
 #pragma unroll
         for (int j = 0; j < FOUR; j++) own.add_square(four.of[j]);
     }
-    // One width after another: all of them at once would take all registers.
+    // One width after another: unrolling all widths would take all registers.
 #pragma unroll 1
     for (int width = WARP / 2; width > 0; width /= 2) {
 #pragma unroll

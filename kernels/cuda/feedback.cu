@@ -1,11 +1,12 @@
-// What feedback compresses in place of a value, and what it keeps of it: crates/compress/src/feedback.rs.
+// Error feedback: the values to compress instead of the inputs, and the sender's state:
+// crates/compress/src/feedback.rs.
 //
 //   ef: out = x + e, e = target - sent;  ef21: out = x - g, g += sent;  ef21m: v = (1-η) v + η x, at first x; out = v - g
 //
 // Shapes    all [count]; e, g and v are the sender's residual, estimate and momentum.
-// Geometry  a thread four elements, by 16 bytes (neighbours.cuh).
-// Bytes     8 to 12 read and 4 or 8 written an element.
-// Bits      those of the CPU.
+// Geometry  one thread per four elements, by 16 bytes (neighbours.cuh).
+// Bytes     8 to 12 read and 4 or 8 written per element.
+// Bits      as on the CPU.
 #include "neighbours.cuh"
 
 struct Minus {

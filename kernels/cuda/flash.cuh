@@ -1,12 +1,12 @@
-// What the forms of flash attention share: sizes of tiles, the rows of a lane, the mask, the online softmax, products
-// of a warp.
+// Shared by the forms of flash attention: sizes of tiles, the rows of a lane, the mask, the online softmax, products of
+// a warp.
 #pragma once
 #include "attention.cuh"
 #include "tensor_core.cuh"
 
 #define FLASH_ROWS 128  // queries or keys of a block: 16 for each warp
 #ifndef FLASH_KEYS
-#define FLASH_KEYS 64  // keys that meet the queries of a block at a time, in backward; src/variants.rs changes it
+#define FLASH_KEYS 64  // keys in a tile, in backward; src/variants.rs overrides it
 #endif
 
 // c [16, 8 N] += A Bᵀ of rows `row` of tile a and rows 0 .. 8 N of tile b.
@@ -64,12 +64,12 @@ template <int N> DEVICE void mask(float (&scores)[N][4], const QueryPair& of, in
     }
 }
 
-// Of a lane's two rows: the maximum of the scores so far, and the lane's part of the sum of their powers.
+// For a lane's two rows: the maximum of the scores so far, and the lane's part of the sum of their powers.
 struct OnlineSoftmax {
     float max0, max1, total0, total1;
 };
 
-// Takes more scores in, which become their powers, and scales what was added up of the outputs (Milakov and Gimelshein,
+// Adds more scores, which are replaced by their powers, and rescales the outputs summed so far (Milakov and Gimelshein,
 // arXiv:1805.02867). `scale_2` is the scale of the scores times log₂e.
 template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)[N][4], float (&o)[M][4], float scale_2) {
     float max0 = of.max0, max1 = of.max1;
@@ -79,7 +79,7 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
         max1 = fmaxf(max1, fmaxf(s[j][2], s[j][3]));
     }
     max0 = largest_of_row(max0), max1 = largest_of_row(max1);
-    // Of a row that has seen no key yet the maximum counts as 0: its powers are all 0.
+    // For a row that has seen no key yet, the maximum counts as 0, so its powers are all 0.
     float shift0 = max0 == -INFINITE ? 0.0f : -(max0 * scale_2), shift1 = max1 == -INFINITE ? 0.0f : -(max1 * scale_2);
     float less0 = exp2_fast(fmaf(of.max0, scale_2, shift0)), less1 = exp2_fast(fmaf(of.max1, scale_2, shift1));
     of = {max0, max1, of.total0 * less0, of.total1 * less1};
@@ -93,8 +93,7 @@ template <int N, int M> DEVICE void online_softmax(OnlineSoftmax& of, float (&s)
     }
 }
 
-// Divides the outputs by the sums and writes them, and lse, of the rows of a block; the outputs pass through the first
-// tile.
+// Divides the outputs of a block's rows by their sums, and writes the outputs (through the first tile) and lse.
 template <int DIM>
 DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 8][4], const Head& head, const QueryPair& rows, u16* out, float* lse,
                           i64 heads, int first, int tokens, int head_dim, float scale) {
@@ -107,7 +106,7 @@ DEVICE void store_outputs(OnlineSoftmax of, Tiles tiles, const float (&o)[DIM / 
     if (rows.query + 8 < tokens) lse_head[rows.query + 8] = of.max1 * scale + ln_bits(of.total1);
 }
 
-// Of a lane's two rows, in backward: lse in powers of two, and D.
+// lse in powers of two, and D, of a lane's two rows, in backward.
 struct RowNumbers {
     float lse0, lse1, dot0, dot1;
 };
@@ -129,8 +128,8 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// The queries that see a key of FLASH_ROWS keys from `first` on: from these to the end, or to the end of the document
-// of the last key, in steps.
+// End of the queries that see one of the FLASH_ROWS keys from `first` on: the end of the sequence, or of the last key's
+// document, found in steps of STEP.
 template <int STEP> DEVICE int end_of_queries(const Documents& documents, int first, int tokens) {
     int end = first;
     while (end < tokens && documents.of(end) < first + FLASH_ROWS) end += STEP;

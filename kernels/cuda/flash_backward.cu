@@ -4,21 +4,25 @@
 //   P = 2^(S scale log₂e - lse log₂e),  dP = dO Vᵀ,  D_i = Σ_e dO_ie O_ie,  dS = P∘(dP - D)
 //   dQ = scale dS K,  dK = scale dSᵀ Q,  dV = Pᵀ dO,  dK and dV over all queries of a group's heads
 //
-// Shapes    as in flash_forward.cu and attention_backward.cu; all of 16 bits but lse and dots; dq rows dq_row apart, dk and dv rows dkv_row apart, of
-//           heads first_kv on: groups are summed here, and nothing is left to add.
-// Geometry dots: head_dim / 8 lanes a row, rounded up to a power of two. dQ: a block a head and 128 queries, over the
-// keys by 64; dK and dV: a block a
-//           head of keys and 128 keys, over the heads of its group and their queries by 32 (_64) or 16 (_128). Each of 8 warps has 16 rows. dK and dV
-//           work on Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands as they come out of the products. Two kernels, because sums of dQ over blocks of
-//           keys would take atomics, whose order differs from run to run: 7 products where 5 would do. Shared memory: two tiles of the block's own
-//           rows and two pairs of the others: dQ 2 head_dim (256 + 4·64), 64 and 128 KiB; dK and dV 48 and 80 KiB.
+// Shapes    as in flash_forward.cu and attention_backward.cu; all of 16 bits except lse and dots; dq rows dq_row apart,
+//           dk and dv rows dkv_row apart, heads from first_kv on: groups are summed in this kernel, without a further
+//           sum.
+// Geometry  dots: head_dim / 8 lanes per row, rounded up to a power of two. dQ: one block per head and 128 queries,
+//           over the keys by 64; dK and dV: one block per head of keys and 128 keys, over the heads of its group and
+//           their queries by 32 (_64) or 16 (_128). Each of 8 warps has 16 rows. dK and dV use Sᵀ = K Qᵀ, so that
+//           results of products serve directly as the operands Pᵀ and dSᵀ. Two kernels, with 7 products instead of 5,
+//           because sums of dQ over blocks of keys would need atomics, whose order differs from run to run. Shared
+//           memory: two tiles of the block's own rows and two pairs of the others: dQ 2 head_dim (256 + 4·64), 64 and
+//           128 KiB; dK and dV 48 and 80 KiB.
 // Registers of a lane: dQ head_dim / 2, S and dP 64; dK and dV head_dim, Sᵀ and dPᵀ 32 or 16; operands of products 12
-// and more in flight. Q, dO, K and V come from
-//           shared memory for each product. 204 and 236, 199 and 243 (kernels/report.md): one block on an SM, 8 warps.
+//           and more in flight. Q, dO, K and V come from shared memory for each product. 204 and 236, 199 and 243
+//           (kernels/report.md): one block on an SM, 8 warps.
 // Banks     as in flash_forward.cu: no conflicts.
-// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, and a power of two for each pair in both: 3.5 times that of forward.
-// Bytes     a head: dQ 2 head_dim (3 seq + seq² / 128), dK and dV 2 head_dim (4 seq + seq² / 128), what is squared from the L2 cache.
-// Bits      none are promised, but the same run to run. Tests hold 1e-2 of the norm against f32.
+// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations per head, and one power of two per pair in both:
+//           3.5 times the forward.
+// Bytes     a head: dQ 2 head_dim (3 seq + seq² / 128), dK and dV 2 head_dim (4 seq + seq² / 128), the quadratic part
+//           from the L2 cache.
+// Bits      not the CPU's, but deterministic from run to run. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
 
@@ -77,7 +81,7 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
     int stage = 0;
     for (int keys = begin; keys < end; keys += FLASH_KEYS) {
         copy_wait<0>();
-        __syncthreads();  // these keys are here, and those before them are read
+        __syncthreads();  // these keys have arrived, and the previous keys have been read
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + FLASH_KEYS < end) {
@@ -85,7 +89,7 @@ template <int DIM> DEVICE void flash_backward_q(const FlashOperands& of, u16* dq
             copy_rows<FLASH_KEYS, DIM>(tiles, PAIR + stage * PAIRS + VALUES, of.v + kv_at, of.kv_row, keys + FLASH_KEYS, tokens, of.head_dim);
             copy_commit();
         }
-        if (keys > first + warp_row + 15) continue;  // the last query of this warp is before them
+        if (keys > first + warp_row + 15) continue;  // the last query of this warp precedes them
         float s[FLASH_KEYS / 8][4], dp[FLASH_KEYS / 8][4];
         clear(s), clear(dp);
         add_product<DIM>(s, tiles, 0, warp_row, pair);
@@ -125,7 +129,7 @@ template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& 
     int stage = 0;
     while (head < past) {
         copy_wait<0>();
-        __syncthreads();  // these queries are here, and those before them are read
+        __syncthreads();  // these queries have arrived, and the previous queries have been read
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         int from = queries;
@@ -138,7 +142,7 @@ template <int DIM, int STEP> DEVICE void flash_backward_kv(const FlashOperands& 
             copy_rows<STEP, DIM>(tiles, next + DOUT, dout_sample + head * of.head_dim, out_row, queries, tokens, of.head_dim);
             copy_commit();
         }
-        if (from + STEP <= first + warp_row) continue;  // they are all before the first key of this warp
+        if (from + STEP <= first + warp_row) continue;  // they all precede the first key of this warp
         float p[STEP / 8][4], dp[STEP / 8][4];
         clear(p), clear(dp);
         add_product<DIM>(p, tiles, 0, warp_row, pair);

@@ -1,24 +1,27 @@
 // Causal self attention on tensor cores, backward, by the products of sm_90a: the equations of flash_backward.cu, whose
 // `flash_dots` gives D.
 //
-// Shapes    those of flash_backward.cu, but for q, k, v and dout, which come by their maps (flash_maps.cu).
-// Geometry as flash_forward_sm90.cu: a block a head and 128 rows, 64 for each of 2 groups of four warps, tiles copied
-// one ahead by one thread. dQ: over the
-//           keys by STEP, 128 (_64) or 64 (_128). dK and dV: a block a head of keys and 128 keys, over the heads of its group and their queries by 64; on
-//           Sᵀ = K Qᵀ, so that Pᵀ and dSᵀ are operands in registers as they come out of the products, and nothing but results passes through shared
-//           memory. lse and D of the next 64 queries are read by 64 threads while a tile is multiplied, and lie in two places in turn. Sums of dQ over blocks
-//           of keys would take atomics, whose order differs from run to run: 7 products where 5 would do.
-//           Shared memory: 2 head_dim (256 + 4 STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
+// Shapes    as in flash_backward.cu, but q, k, v and dout are given by their maps (flash_maps.cu).
+// Geometry  as flash_forward_sm90.cu: one block per head and 128 rows, 64 for each of 2 groups of four warps, tiles
+//           copied one tile ahead by one thread. dQ: over the keys by STEP, 128 (_64) or 64 (_128). dK and dV: one
+//           block per head of keys and 128 keys, over the heads of its group and their queries by 64; they use Sᵀ = K
+//           Qᵀ, so that results of products serve directly as the operands Pᵀ and dSᵀ in registers, and only final
+//           results pass through shared memory. 64 threads read lse and D of the next 64 queries while a tile is
+//           multiplied, into two buffers in turn. Two kernels with 7 products instead of 5, because sums of dQ over
+//           blocks of keys would need atomics, whose order differs from run to run. Shared memory: 2 head_dim (256 + 4
+//           STEP) bytes of tiles, dQ 96 and 128 KiB, dK and dV 64 and 128 KiB; 1 KiB of numbers; barriers.
 // Registers of a lane: dQ head_dim / 2, S and dP STEP: 160 and 128; dK and dV head_dim, Sᵀ and dPᵀ 64, as operands 32
-// more: 160 and 224; then descriptors and
-//           numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one block on an SM, 8 warps, nothing spilled.
-// Banks     panels in the 128-byte swizzle, which the copies write, and numbers of columns of which 8 lanes read each: no conflicts.
-// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations a head, a power of two for each pair in both. An SM does 4096 operations and 16 powers
-//           a clock: a pair of 64 features takes 14·64 / 4096 = 0.22 clocks of products and 2 / 16 of powers of two, of 128 twice the products. A product
-//           of 64 × 64 × 16 takes 32 clocks and reads 4 KiB, 32 clocks of shared memory; with the left operand in registers, or of 128 columns, less: Sᵀ and
-//           dPᵀ of 64 queries are as fast as shared memory is, the others are not held up by it.
-// Bytes     those of flash_backward.cu.
-// Bits      none are promised, but the same run to run. Tests hold 1e-2 of the norm against f32.
+//           more: 160 and 224; then descriptors and numbers of rows. 206 and 188, 213 and 255 (kernels/report.md): one
+//           block on an SM, 8 warps, nothing spilled.
+// Banks     panels in the 128-byte swizzle, which the copies write, and 8 lanes read each number of a column: no
+//           conflicts.
+// Work      dQ 3 seq² head_dim, dK and dV 4 seq² head_dim operations per head, one power of two per pair in both. An SM
+//           does 4096 operations and 16 powers per clock: a pair of 64 features takes 14·64 / 4096 = 0.22 clocks of
+//           products and 2 / 16 of powers of two, of 128 twice the products. A product of 64 × 64 × 16 takes 32 clocks
+//           and reads 4 KiB, 32 clocks of shared memory; with the left operand in registers, or of 128 columns, less:
+//           only Sᵀ and dPᵀ of 64 queries are limited by shared memory.
+// Bytes     as in flash_backward.cu.
+// Bits      not the CPU's, but deterministic from run to run. Tests hold 1e-2 of the norm against f32.
 #include "flash_sm90.cuh"
 
 template <int DIM, int STEP, int STAGES>
@@ -45,16 +48,16 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
         ring.begin(tiles, {maps.q, maps.dout}, {static_cast<int>(head.head), sample}, first);
         for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, of, begin + n * STEP);
     }
-    __syncthreads();  // the barriers are shown
+    __syncthreads();  // the barriers are visible to all threads
     wait_for_bytes(tiles, ring.own_barrier(), 0);
     float sum[DIM / 8][4];
     clear(sum);
     for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
-        __syncthreads();  // the keys before these are read
+        __syncthreads();  // the previous keys have been read
         int ahead = keys + (STAGES - 1) * STEP;
         if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
+        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
 
         float s[STEP / 8][4], dp[STEP / 8][4];
         warp_group_begin();
@@ -75,11 +78,11 @@ DEVICE void flash_backward_q_of_groups(const FlashMaps& maps, const float* lse, 
     store_rows<DIM>(tiles, 0, sum, scale, scale, to, dq_row, first, tokens, head_dim);
 }
 
-// The numbers of STEP queries, which all groups of a block read: lse in powers of two, and behind them D.
+// The numbers of STEP queries, which all groups of a block read: lse in powers of two, then D.
 template <int STEP> struct ColumnNumbers {
     float lse, dot;
 
-    // Those of this thread's query, from memory. Of a query beyond the last the probabilities are to be 0.
+    // The numbers of this thread's query, from memory. For a query beyond the last, the probabilities must be 0.
     static DEVICE ColumnNumbers of(const float* lse, const float* dots, int from, int tokens) {
         int query = from + static_cast<int>(threadIdx.x);
         if (threadIdx.x >= STEP || query >= tokens) return {INFINITE, 0.0f};
@@ -95,7 +98,7 @@ template <int STEP> struct ColumnNumbers {
 
 DEVICE float number(Tiles tiles, int at, int column) { return __uint_as_float(read_word(tiles, at + 2 * column)); }
 
-// Writes zeros where a query, of columns from `from` on, does not see one of a lane's keys, `key` and `key + 8`.
+// Writes zeros where a query (columns from `from` on) does not see a lane's keys, `key` and `key + 8`.
 template <int N> DEVICE void mask_of_keys(float (&p)[N][4], const Documents& documents, int from, int key, int tokens) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
@@ -121,7 +124,7 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
     int key = first + static_cast<int>(threadIdx.x) / WARP * 16 + lane_of_warp() / 4;
     Documents documents = {firsts ? firsts + sample * seq : firsts};
     float scale_2 = scale * static_cast<float>(LOG2_E);
-    // Tile n of queries: those of head n / each of the group, from `first` on.
+    // Tile n of queries belongs to head n / each of the group; queries start at `first`.
     int each = (end_of_queries<STEP>(documents, first, tokens) - first + STEP - 1) / STEP, count = static_cast<int>(group) * each;
     int head = static_cast<int>(own_head * group), kv_head = static_cast<int>(first_kv + own_head);
     bool leads = threadIdx.x == 0;
@@ -136,17 +139,17 @@ DEVICE void flash_backward_kv_of_groups(const FlashMaps& maps, const float* lse,
         return ColumnNumbers<STEP>::of(lse + at, dots + at, first + n % each * STEP, tokens);
     };
     numbers_of(0).write(tiles, NUMBERS);
-    __syncthreads();  // the barriers are shown
+    __syncthreads();  // the barriers are visible to all threads
     wait_for_bytes(tiles, ring.own_barrier(), 0);
     float k_sum[DIM / 8][4], v_sum[DIM / 8][4];
     clear(k_sum), clear(v_sum);
     for (int n = 0; n < count; n++) {
-        __syncthreads();  // the queries before these are read, and the numbers of these are written
+        __syncthreads();  // the previous queries have been read, and the numbers of these are written
         int ahead = n + STAGES - 1, from = first + n % each * STEP, numbers = NUMBERS + n % 2 * OF_STAGE;
         if (leads && ahead < count) ring.copy(tiles, ahead, {head + ahead / each, sample}, first + ahead % each * STEP);
-        ColumnNumbers<STEP> next = numbers_of(smaller(n + 1, count - 1));  // on their way while this tile is multiplied
+        ColumnNumbers<STEP> next = numbers_of(smaller(n + 1, count - 1));  // loaded while this tile is multiplied
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (from + STEP > first + group_row) {  // else they are all before the first key of this group
+        if (from + STEP > first + group_row) {  // else they all precede the first key of this group
             int queries = ring.place(n);
             float p[STEP / 8][4], dp[STEP / 8][4];
             warp_group_begin();

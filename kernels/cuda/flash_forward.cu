@@ -5,21 +5,25 @@
 //   S = Q Kᵀ for j <= i,  m = max of the keys so far,  P = 2^((S - m) scale log₂e),  Σ P and O scaled by 2^((m_old - m) scale log₂e) as m grows,
 //   O = P V / Σ P,  lse = m scale + ln Σ P
 //
-// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128 (_128), q_row and kv_row
-//           multiples of 8, q, k, v and out at multiples of 16 bytes. Dropout is attention_forward.cu's alone.
-// Geometry a block a head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128), from the
-// first that a query sees to the
-//           diagonal. The last queries have most keys and are launched first. Shared memory: a tile of queries and two of keys and of values, one
-//           of which is copied while the other is multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
+// Shapes    as in attention_forward.cu, with q, k, v and out of 16 bits: head_dim a multiple of 8 up to 64 (_64) or 128
+//           (_128), q_row and kv_row multiples of 8, q, k, v and out at multiples of 16 bytes. Only
+//           attention_forward.cu has dropout.
+// Geometry  one block per head and 128 queries, 16 for each of its 8 warps, over the keys by 32 (_64) or 64 (_128),
+//           from the first visible key to the diagonal. The last queries have the most keys and are launched first.
+//           Shared memory: a tile of queries and two of keys and of values, one of which is copied while the other is
+//           multiplied: 2 head_dim (128 + 4·32) = 32 KiB, and of 128 features 2·128 (128 + 4·64) = 96 KiB.
 // Registers of a lane: O head_dim / 2, S 16 or 32, operands of products 8 and more in flight, then maxima, sums and
-// addresses. 128 are left for 2 blocks on an SM
-//           of 64 K registers: _64 takes 126 (kernels/report.md), so 16 warps; _128 takes 210, 8 warps. Shared memory allows as many.
-// Banks     tiles lie so that ldmatrix, copies and the output, which passes through the queries' tile, have no conflicts: tensor_core.cuh.
-// Work      2 seq² head_dim operations a head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100 does 4096 operations of bf16 and 16
-//           powers of two a clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a clock of products and as much of powers, a pair of _128
-//           twice the products. One ldmatrix feeds two products of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
-// Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte an operation, which is not the limit.
-// Bits      none are promised: the order of sums is that of the tensor cores. Tests hold 1e-2 of the norm against f32.
+//           addresses. 128 are left for 2 blocks on an SM of 64 K registers: _64 takes 126 (kernels/report.md), so 16
+//           warps; _128 takes 210, 8 warps. Shared memory allows as many.
+// Banks     tiles are laid out so that ldmatrix, copies and the output, which passes through the queries' tile, have no
+//           conflicts: tensor_core.cuh.
+// Work      2 seq² head_dim operations per head, half of 4 seq² head_dim, and seq² / 2 powers of two. An SM of an H100
+//           does 4096 operations of bf16 and 16 powers of two per clock: a pair of _64 takes 4·64 / 4096 = 1/16 of a
+//           clock of products and as much of powers, a pair of _128 twice the products. One ldmatrix feeds two products
+//           of 16 × 8 × 16. An H100 (132 SMs, 1.755 GHz): 2.2 µs for each head of 4096 tokens of 64 features.
+// Bytes     a head 2 head_dim (2 seq + seq² / 128) + 4 seq, keys and values from the L2 cache: 1/128 byte per
+//           operation, which is not the limit.
+// Bits      not the CPU's: the tensor cores decide the order of sums. Tests hold 1e-2 of the norm against f32.
 #include "flash.cuh"
 
 template <int DIM, int STEP>
@@ -47,7 +51,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
     int stage = 0;
     for (int keys = begin; keys < end; keys += STEP) {
         copy_wait<0>();
-        __syncthreads();  // these keys are here, and those before them are read
+        __syncthreads();  // these keys have arrived, and the previous keys have been read
         int pair = PAIR + stage * PAIRS;
         stage = 1 - stage;
         if (keys + STEP < end) {
@@ -55,7 +59,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
             copy_rows<STEP, DIM>(tiles, PAIR + stage * PAIRS + VALUES, v_head, kv_row, keys + STEP, tokens, head_dim);
             copy_commit();
         }
-        if (keys > first + warp_row + 15) continue;  // the last query of this warp is before them
+        if (keys > first + warp_row + 15) continue;  // the last query of this warp precedes them
 
         float s[STEP / 8][4];
         clear(s);
@@ -70,7 +74,7 @@ DEVICE void flash_forward(const u16* q, i64 q_row, const u16* k, const u16* v, i
 #define FLASH_FORWARD(DIM, STEP) \
     flash_forward<DIM, STEP>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts)
 
-// What src/variants.rs changes.
+// Overridden by src/variants.rs.
 #ifndef FORWARD_64_KEYS
 #define FORWARD_64_KEYS 32
 #endif

@@ -1,23 +1,23 @@
 // Causal self attention on tensor cores, forward, by the products of sm_90a, in which four warps multiply from shared
 // memory: the equations of flash_forward.cu.
 //
-// Shapes    those of flash_forward.cu, but for q, k and v, which come by their maps (flash_maps.cu).
-// Geometry a block a head and 128 queries, 64 for each of 2 groups of four warps, over the keys by STEP = 128, from the
-// first that a query sees to the
-//           diagonal. While one group computes powers of two, the tensor cores have the other's products. One thread copies tiles (bulk_copy.cuh), keys and
-//           values STAGES - 1 = 1 tile ahead: a tile of 32 KiB of keys and values a head of 64 takes an SM's share of an H100's L2 (some 5.5 TB/s, 24 bytes
-//           a clock) 1400 clocks, its products 2 · 2 · 128 · 128 · 64 / 4096 = 1024 and its powers of two 128 · 128 / 16 = 1024; of 128 features all
-//           but the powers double. Shared memory: a tile of queries and STAGES of keys and of values, and barriers:
-//           2 head_dim (128 + 2·2·128) + 24 bytes, 80 KiB for 64 and 160 KiB for 128, of 227.
+// Shapes    as in flash_forward.cu, but q, k and v are given by their maps (flash_maps.cu).
+// Geometry  one block per head and 128 queries, 64 for each of 2 groups of four warps, over the keys by STEP = 128,
+//           from the first visible key to the diagonal. While one group computes powers of two, the tensor cores run
+//           the products of the other. One thread copies tiles (bulk_copy.cuh), keys and values STAGES - 1 = 1 tile
+//           ahead: for a head of 64, copying a tile of 32 KiB of keys and values takes 1400 clocks at an SM's share of
+//           an H100's L2 (some 5.5 TB/s, 24 bytes per clock), its products 2 · 2 · 128 · 128 · 64 / 4096 = 1024 and its
+//           powers of two 128 · 128 / 16 = 1024; of 128 features all but the powers double. Shared memory: a tile of
+//           queries and STAGES of keys and of values, and barriers: 2 head_dim (128 + 2·2·128) + 24 bytes, 80 KiB for
+//           64 and 160 KiB for 128, of 227.
 // Registers of a lane: O head_dim / 2, S 64, which the 32 of P replace: 96 and 128, then maxima, sums and descriptors;
-// 168 and 214 (kernels/report.md).
-//           256 threads of more than 128 registers: one block on an SM.
+//           168 and 214 (kernels/report.md). 256 threads of more than 128 registers: one block on an SM.
 // Banks     panels in the 128-byte swizzle, which the copies write: no conflicts.
-// Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and neither ldmatrix nor copies take
-//           instructions. On an SM 2048 multiplications a clock: 64 × 128 × 16 of them take 64 clocks, in which the other group has time for 1024 powers
-//           of two, 8 for each lane.
-// Bytes     those of flash_forward.cu.
-// Bits      none are promised. Tests hold 1e-2 of the norm against f32.
+// Work      as flash_forward.cu; products read Q, K and V from shared memory once for 64 rows instead of 16, and
+//           without instructions for ldmatrix or copies. An SM does 2048 multiplications per clock: 64 × 128 × 16 of
+//           them take 64 clocks, in which the other group has time for 1024 powers of two, 8 for each lane.
+// Bytes     as in flash_forward.cu.
+// Bits      not the CPU's. Tests hold 1e-2 of the norm against f32.
 #include "flash_sm90.cuh"
 
 template <int DIM, int STEP, int STAGES>
@@ -40,17 +40,17 @@ DEVICE void flash_forward_of_groups(const FlashMaps& maps, u16* out, float* lse,
         ring.begin(tiles, {maps.q}, {static_cast<int>(head.head), sample}, first);
         for (int n = 0; n < STAGES - 1 && begin + n * STEP < end; n++) ring.copy(tiles, n, of, begin + n * STEP);
     }
-    __syncthreads();  // the barriers are shown
+    __syncthreads();  // the barriers are visible to all threads
     wait_for_bytes(tiles, ring.own_barrier(), 0);
     OnlineSoftmax softmax = {-INFINITE, -INFINITE, 0.0f, 0.0f};
     float o[DIM / 8][4];
     clear(o);
     for (int n = 0, keys = begin; keys < end; n++, keys += STEP) {
-        __syncthreads();  // the keys before these are read
+        __syncthreads();  // the previous keys have been read
         int ahead = keys + (STAGES - 1) * STEP;
         if (leads && ahead < end) ring.copy(tiles, n + STAGES - 1, of, ahead);
         wait_for_bytes(tiles, ring.barrier(n), ring.parity(n));
-        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group is before them
+        if (keys > first + group_row + GROUP_ROWS - 1) continue;  // the last query of this group precedes them
 
         float s[STEP / 8][4];
         warp_group_begin();

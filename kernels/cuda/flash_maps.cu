@@ -1,10 +1,11 @@
 // The maps of the operands of flash attention for sm_90a (bulk_copy.cuh), written before the kernels that copy by them.
 //
-// Shapes    q [batch, seq, heads, head_dim], its tokens q_row apart; k and v [batch, seq, kv_heads, head_dim], theirs kv_row apart; dout as q, whole, or none;
-//           maps [4, 16] words at a multiple of 64 bytes: of q, k, v and dout. Addresses at multiples of 16 bytes, rows of multiples of 8 elements.
-// Geometry  one warp, a lane for each operand.
+// Shapes    q [batch, seq, heads, head_dim], tokens q_row apart; k and v [batch, seq, kv_heads, head_dim], tokens
+//           kv_row apart; dout like q, contiguous, or null; maps [4, 16] words at a multiple of 64 bytes: of q, k, v
+//           and dout. Addresses at multiples of 16 bytes, rows of multiples of 8 elements.
+// Geometry  one warp, one lane per operand.
 // Bytes     128 for each operand.
-// Bits      those of the hardware's maps, which nobody else reads.
+// Bits      the hardware's format for maps, which only TMA reads.
 #include "bulk_copy.cuh"
 
 KERNEL flash_maps(const u16* q, i64 q_row, const u16* k, const u16* v, i64 kv_row, const u16* dout, u64* maps, i64 batch, i64 seq, i64 heads,

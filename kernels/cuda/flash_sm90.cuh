@@ -1,4 +1,4 @@
-// What the forms of flash attention for sm_90a share: the maps of their operands, tiles that come in a ring, sizes.
+// Shared by the forms of flash attention for sm_90a: the maps of their operands, the ring of tiles, sizes.
 #pragma once
 #include "bulk_copy.cuh"
 #include "flash.cuh"
@@ -17,8 +17,8 @@ struct TileOf {
     int head, sample;
 };
 
-// STAGES pairs of tiles of ROWS rows by two maps from place `pairs` on, each with a barrier; behind those one for the
-// block's own tiles. Pair n takes the places of pair n - STAGES.
+// STAGES pairs of tiles of ROWS rows, copied by two maps to place `pairs` on, each with a barrier, followed by one
+// barrier for the block's own tiles. Pair n overwrites pair n - STAGES.
 template <int ROWS, int DIM, int STAGES> struct Ring {
     static constexpr int SECOND = ROWS * DIM, PAIR = 2 * SECOND, BARRIERS = (STAGES + 1) * BARRIER_SIZE;
     int pairs, barriers;
@@ -29,7 +29,8 @@ template <int ROWS, int DIM, int STAGES> struct Ring {
     DEVICE int parity(int n) const { return n / STAGES & 1; }
     DEVICE int own_barrier() const { return barriers + STAGES * BARRIER_SIZE; }
 
-    // Begins all barriers, and to copy the block's own tiles, from place 0 on, by one thread and before any pair.
+    // Initialises all barriers and starts to copy the block's own tiles, from place 0 on. Called by one thread, before
+    // any pair.
     template <int OWN> DEVICE void begin(Tiles tiles, const u64* const (&own)[OWN], TileOf of, int row) const {
         map_is_written(first), map_is_written(second);
         for (int i = 0; i <= STAGES; i++) barrier_begin(tiles, barriers + i * BARRIER_SIZE);
@@ -41,7 +42,7 @@ template <int ROWS, int DIM, int STAGES> struct Ring {
         }
     }
 
-    // Begins to copy pair n, by one thread.
+    // Starts to copy pair n. Called by one thread.
     DEVICE void copy(Tiles tiles, int n, TileOf of, int row) const {
         expect_bytes(tiles, barrier(n), 2 * bytes_of_tile<ROWS, DIM>());
         copy_tile<ROWS, DIM>(tiles, place(n), first, of.head, row, of.sample, barrier(n));

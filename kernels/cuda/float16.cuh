@@ -1,16 +1,17 @@
-// Numbers of 16 bits by integer arithmetic alone: no header of the toolkit is needed, and the bits are those of the
-// CPU.
+// Conversions of 16-bit numbers by integer arithmetic only: no header of the CUDA toolkit is needed, and the bits are
+// as on the CPU.
 #pragma once
 #include "meshwork.cuh"
 
-// bf16, to nearest, ties to even; NaN stays NaN. As bf16::from_f32: what is sent between ranks.
+// bf16, to nearest, ties to even; NaN stays NaN. As bf16::from_f32, for values sent between ranks.
 DEVICE u16 to_bf16(float x) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<u16>((bits >> 16) | 0x40u);
     return static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// The same with subnormals as zeros of their sign, as products round their operands: crates/cpu/src/kernels/round.rs.
+// The same with subnormals flushed to zeros of their sign, as products round their operands:
+// crates/cpu/src/kernels/round.rs.
 DEVICE u16 to_operand(float x) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) < 0x00800000u) return static_cast<u16>(bits >> 16 & 0x8000u);
@@ -30,7 +31,7 @@ DEVICE u16 to_f16(float x) {
         return static_cast<u16>(sign | ((rounded - 0x38000000u) >> 13));
     }
     if (size <= 0x33000000u) return static_cast<u16>(sign);  // up to half of the smallest
-    // Subnormal: the mantissa with its leading one, shifted, rounded by what falls out.
+    // Subnormal: the mantissa with its leading one, shifted, rounded by the bits shifted out.
     u32 shift = 126u - (size >> 23), mantissa = (size & 0x007fffffu) | 0x00800000u;
     u32 kept = mantissa >> shift, rest = mantissa & ((1u << shift) - 1u), half = 1u << (shift - 1u);
     kept += rest > half || (rest == half && (kept & 1u)) ? 1u : 0u;

@@ -4,10 +4,10 @@
 //   out = gelu(x + bias);  dx = dy gelu'(x + bias) in place of dy;  without a bias: bias null
 //
 // Shapes    x, out, dy [rows, n]; bias [n]. The gradient of the bias is the sum over the rows of dx (bias.cu).
-// Geometry a thread four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the gradient of
-// the bias (_parts_16) a thread eight columns of a part.
-// Bytes     4 read and 4 written an element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits (_16).
-// Bits      those of the CPU: crates/cpu/src/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
+// Geometry  one thread per four elements, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh); with the
+//           gradient of the bias (_parts_16) one thread per eight columns of a part.
+// Bytes     4 read and 4 written per element (2 if out is bf16); backward 8 read, 4 written; all half in 16 bits (_16).
+// Bits      as on the CPU: crates/cpu/src/kernels/gelu.rs, which has the polynomial (float.rs) and its error.
 #include "math.cuh"
 #include "halves.cuh"
 
@@ -28,7 +28,7 @@ DEVICE Gate gelu_gate(float x) {
 DEVICE float gelu_value(float x) { return x * gelu_gate(x).sigma; }
 
 DEVICE float gelu_derivative(float x) {
-    // Beyond ±30 σ is 0 or 1, and its slope of zero is not multiplied by infinity. NaN passes.
+    // Beyond ±30, σ is 0 or 1; clamping avoids its slope of zero times infinity. NaN passes.
     x = -30.0f > x ? -30.0f : x;
     x = 30.0f < x ? 30.0f : x;
     Gate gate = gelu_gate(x);
@@ -84,8 +84,8 @@ KERNEL gelu_backward_16(const u16* x, const u16* bias, u16* dy, i64 count, i64 n
     gelu_backward_of<EIGHT>(halves(x, f16), halves(bias, f16), bias != nullptr, halves(dy, f16), count, n);
 }
 
-// The same, and for each part, of the rows starts[part] .. starts[part + 1], the sum of dx before it is rounded, one
-// row after another: the gradient of the bias, whose parts sum_parts adds up.
+// The same; and for each part the sum of unrounded dx over the rows starts[part] .. starts[part + 1], one row after
+// another. sum_parts adds up the parts to the gradient of the bias.
 KERNEL gelu_backward_parts_16(const u16* x, const u16* bias, u16* dy, const i64* starts, float* sums, i64 parts, i64 n, int f16) {
     RowPlace at = row_place<EIGHT>(parts, n);
     if (!at.there) return;

@@ -1,21 +1,23 @@
-// The sum of squares of gradients, for their norm, and the check of gradients that were scaled.
+// The sum of squares of gradients, for their norm, and unscaling with an overflow check.
 //
-//   *sum += Σ x², vector after vector;  x *= inverse scale, and whether any of them is infinite or NaN
+//   *sum += Σ x², vector after vector;  x *= inverse scale, and whether any result is infinite or NaN
 //
-// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each and the number of all (vectors.cuh). parts, an f64 for
-//           each piece of 32768 elements of a vector; totals [vectors] (f64).
-// Geometry squares: a warp a piece; the sum of parts: one block, of which a warp has every eighth vector. Unscale: a
-// thread 16 bytes (neighbours.cuh). Launches two for all parameters.
-// Bytes     squares 4 read an element, 8 written a piece; unscale 4 read and 4 written.
-// Bits      those of the CPU: crates/cpu/src/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes one
-//           after another, then the pieces one after another, then the vectors. The CPU has no unscale: each element is one product.
+// Shapes    x: [vectors] addresses of f32; counts their elements, starts the first piece of each, then the number of
+//           pieces (vectors.cuh). parts, an f64 for each piece of 32768 elements of a vector; totals [vectors] (f64).
+// Geometry  squares: one warp per piece; the sum of parts: one block, in which each warp has every eighth vector.
+//           Unscale: one thread per 16 bytes (neighbours.cuh).
+// Launches  two for all parameters.
+// Bytes     squares 4 read per element, 8 written per piece; unscale 4 read and 4 written.
+// Bits      as on the CPU: crates/cpu/src/optim.rs. Element i of a piece is added to lane i % 32 in f64, then the lanes
+//           one after another, then the pieces one after another, then the vectors. The CPU has no unscale: each
+//           element is one product.
 #include "neighbours.cuh"
 #include "vectors.cuh"
 
 #define PIECE 32768
 #define WARP 32
 
-// The lanes one after another, from lane 0, the same in all lanes.
+// Sums the lanes one after another, from lane 0; all lanes get the sum.
 DEVICE double in_order(double lane) {
     double sum = 0.0;
     for (int l = 0; l < WARP; l++) sum += __shfl_sync(FULL_WARP, lane, l);
@@ -40,7 +42,7 @@ KERNEL sum_of_squares(const float* const* x, const i64* starts, const i64* count
     if (live && lane == 0) parts[part] = sum;
 }
 
-// sum + the numbers in order, of one warp, which loads 32 at a time.
+// sum + the numbers in order, by one warp, which loads 32 at a time.
 DEVICE double sum_in_order(double sum, const double* numbers, i64 count) {
     int lane = static_cast<int>(threadIdx.x) % WARP;
     for (i64 first = 0; first < count; first += WARP) {
@@ -67,8 +69,8 @@ KERNEL sum_of_parts(const double* parts, const i64* starts, i64 vectors, double*
     if (thread == 0) *sum = all;
 }
 
-// x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is left alone otherwise. All who write it
-// write the same.
+// x[i] *= inverse; *overflow becomes 1 if a product is infinite or NaN, and is unchanged otherwise. All threads that
+// write it write the same value.
 KERNEL unscale(float* x, float inverse, int* overflow, i64 count) {
     i64 at = global_thread() * FOUR;
     if (at >= count) return;

@@ -1,14 +1,16 @@
-// Products of groups of rows, each with a matrix of its own, in the CPU's order of sums: the linear layers of experts.
+// Products of groups of rows, each group with its own matrix, in the CPU's order of sums: the linear layers of experts.
 //
 //   y[r] = x[r] W_gᵀ, or x[r] W_g, for the rows r of group g;  dW_g = dY_gᵀ X_g in the balanced tree over the blocks of its rows
 //   y[r] = x[r] + b_g;  db_g = Σ dy over its rows, likewise
 //
-// Shapes    x [rows, k], y [rows, n], W [groups, n, k] (or k and n exchanged); b, db [groups, n]. Group g has the rows starts[g] .. starts[g + 1], and
-//           in gradients the blocks first[g] .. first[g + 1] - 1, of which block l has the rows bounds[l] .. bounds[l + 1].
-// Geometry one launch for all groups, however uneven: a thread an element of y or dW; of biases' gradients a thread a
-// column of a group.
-// Bytes     8 k read an element of y (8 rows of dW), of bf16 half, most of them from the caches, and 4 written: an oracle for a library's products, and slow.
-// Bits      those of the CPU with fused multiply-adds: crates/cpu/src/grouped.rs; bf16 as in product.cu.
+// Shapes    x [rows, k], y [rows, n], W [groups, n, k] (or k and n exchanged); b, db [groups, n]. Group g has the rows
+//           starts[g] .. starts[g + 1], and in gradients the blocks first[g] .. first[g + 1] - 1, of which block l has
+//           the rows bounds[l] .. bounds[l + 1].
+// Geometry  one launch for all groups, however uneven: one thread per element of y or dW; for gradients of biases one
+//           thread per column of a group.
+// Bytes     8 k read per element of y (8 rows for dW), half for bf16, most of them from the caches, and 4 written: an
+//           oracle for library products; slow.
+// Bits      as on the CPU with fused multiply-adds: crates/cpu/src/grouped.rs; bf16 as in product.cu.
 #include "products.cuh"
 
 template <class T>
@@ -28,7 +30,7 @@ DEVICE void grouped(const T* x, const T* w, i64 w_term, i64 w_column, const i64*
     y[at] = tree.finish();
 }
 
-// The strides of W are those from a term to the next, and from a column of the result to the next.
+// The strides of W go from one term to the next, and from one column of the result to the next.
 KERNEL grouped_product_f32(const float* x, const float* w, i64 w_term, i64 w_column, const i64* starts, i64 groups, float* y, i64 k,
                            i64 segments, i64 blocks, i64 count, i64 n) {
     grouped(x, w, w_term, w_column, starts, groups, y, k, segments, blocks, count, n);
@@ -53,7 +55,7 @@ DEVICE void grouped_backward(const T* dy, const T* x, const i64* first, const i6
     dw[at] = tree.finish();
 }
 
-// dw is overwritten, or added to if `accumulate` is not 0, which only sums of one block are.
+// dw is overwritten, or added to if `accumulate` is not 0, which requires sums of one block.
 KERNEL grouped_product_backward_f32(const float* dy, const float* x, const i64* first, const i64* bounds, float* dw, int accumulate, i64 n,
                                     i64 k, i64 count) {
     grouped_backward(dy, x, first, bounds, dw, accumulate, n, k, count);

@@ -3,33 +3,39 @@
 //
 //   y[r] = x[r] W_gᵀ,  dx[r] = dy[r] W_g  for the rows r of group g;  dW_g = dY_gᵀ X_g, the sum over the rows of g
 //
-// Shapes    x, dx [rows, k], y, dy [rows, n], W, dW [groups, n, k]. Operands of 16 bits at multiples of 16 bytes, n and k multiples of 8; results in f32, of
-//           rows in bf16 too, rounded once, at multiples of 8 bytes. Group g has the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in grouped.cu. Groups may be
-//           empty: their dW is zero, or stays.
-// Geometry a block a tile of one group's result, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not cross
-// groups: of y there are Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉, of dW
-//           groups × ⌈n / 128⌉ × ⌈k / 256⌉; of 64 experts with 4096 rows each and 2048 × 2048 features 16384 and 8192. Each warp finds the group of its block from the
-//           starts, 32 groups at a time; blocks behind the last tile end at once, so that the launch need not know the rows. Tiles are in the order of groups, and in a
-//           group in bands of 8 tiles of rows, each column of a band behind the other: the 108 or 132 blocks that run at a time are 8 tiles of rows and 16 of columns, which
-//           share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache. A warp whose rows or columns are all beyond the group's has copies alone to do.
-//           Sums run by 64 terms; STAGES = 3 tiles of both operands lie in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) = 144 KiB.
+// Shapes    x, dx [rows, k], y, dy [rows, n], W, dW [groups, n, k]. Operands of 16 bits at multiples of 16 bytes, n and
+//           k multiples of 8; results in f32, results for rows also in bf16, rounded once, at multiples of 8 bytes.
+//           Group g has the rows starts[g] .. starts[g + 1]; in dW bounds[first[g]] .. bounds[first[g + 1] - 1], as in
+//           grouped.cu. Groups may be empty: then dW is zero, or unchanged if accumulated.
+// Geometry  one block per tile of one group's result, 128 × COLUMNS = 256, 64 × 64 for each of 8 warps. Tiles do not
+//           cross groups: y has Σ ⌈rows_g / 128⌉ × ⌈n / 256⌉ tiles, dW groups × ⌈n / 128⌉ × ⌈k / 256⌉; for 64 experts
+//           with 4096 rows each and 2048 × 2048 features, 16384 and 8192. Each warp finds the group of its block from
+//           the starts, 32 groups at a time; blocks beyond the last tile return at once, so that the launch need not
+//           know the rows. Tiles are in the order of groups, and in a group in bands of 8 tiles of rows, column after
+//           column of a band: the 108 or 132 blocks that run at a time cover 8 tiles of rows and 16 of columns, which
+//           share 8 · 128 rows of x and all of a W_g of up to 4096 columns in the L2 cache. A warp whose rows or
+//           columns are all beyond the group only copies. Sums run in steps of 64 terms; STAGES = 3 tiles of both
+//           operands are in shared memory, two of which are copied while one is multiplied: 3 · 2 · 64 (128 + 256) =
+//           144 KiB.
 // Registers of a lane: sums 128, A 16, B 4 and more in flight, addresses and places: 215, 218 and 226
-// (kernels/report.md). 256 threads of more than 128: one block on
-//           an SM, 8 warps.
-// Banks     tiles lie as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts. Results go from registers to memory, 4 lanes to each
-//           32 bytes: whole sectors.
-// Work      2 rows n k operations. 64 terms of a tile are 128 · 256 · 64 = 2 Mi multiplications: 2048 clocks of an SM of an A100 (1024 a clock), 1024 of one of an H100 at its
-//           peak, which the products of sm_80 do not reach there. Meanwhile ldmatrix, each of which feeds four products, reads 8 · 4 · (64 + 64) · 32 bytes = 128 KiB, 1024
-//           clocks of shared memory, and copies write 48 KiB, 384. There is no form with the products of sm_90a.
-// Bytes     of a tile 2 · 64 (128 + 256) = 48 KiB for 64 terms, from the L2 cache: 24 bytes a clock of an SM of an A100, 1/85 byte an operation. From memory at least
-//           both operands, 2 rows k + 2 groups n k of forward, and once 4 bytes, or 2, an element of the result: kernels/floors.md.
-// Bits      none are promised: the order of sums is that of the tensor cores. The same run to run, and a row's do not depend on the rows beside it. Tests hold 1e-5 of the norm
-//           against sums in f32 of the same operands.
+//           (kernels/report.md). 256 threads of more than 128: one block on an SM, 8 warps.
+// Banks     tiles are laid out as in tensor_core.cuh: neither copies nor ldmatrix, transposed or not, have conflicts.
+//           Results go from registers to memory, 4 lanes to each 32 bytes: whole sectors.
+// Work      2 rows n k operations. 64 terms of a tile are 128 · 256 · 64 = 2 Mi multiplications: 2048 clocks of an SM
+//           of an A100 (1024 a clock), 1024 of one of an H100 at its peak, which the mma instructions of sm_80 do not
+//           reach there. Meanwhile ldmatrix, each of which feeds four products, reads 8 · 4 · (64 + 64) · 32 bytes =
+//           128 KiB, 1024 clocks of shared memory, and copies write 48 KiB, 384 clocks. There is no form with the
+//           products of sm_90a.
+// Bytes     of a tile 2 · 64 (128 + 256) = 48 KiB for 64 terms, from the L2 cache: 24 bytes per clock of an SM of an
+//           A100, 1/85 byte per operation. From memory at least both operands, 2 rows k + 2 groups n k in forward, and
+//           once 4 bytes, or 2, per element of the result: kernels/floors.md.
+// Bits      not the CPU's: the tensor cores decide the order of sums. Deterministic from run to run, and a row does not
+//           depend on the other rows. Tests hold 1e-5 of the norm against sums in f32 of the same operands.
 #include "halves.cuh"
 #include "products.cuh"
 #include "tensor_core.cuh"
 
-// What src/variants.rs changes: columns of a tile, tiles of each operand in shared memory, and blocks on an SM.
+// Overridden by src/variants.rs: columns of a tile, tiles of each operand in shared memory, and blocks on an SM.
 #ifndef GROUPED_COLUMNS
 #define GROUPED_COLUMNS 256
 #endif
@@ -43,13 +49,13 @@
 #define GROUPED_ROWS 128
 #define TERMS 64  // of a sum in a tile
 #define BAND 8    // tiles of rows that follow each other
-// Of each of the 2 × 4 warps.
+// Rows and columns of each of the 2 × 4 warps.
 #define WARP_ROWS 64
 #define WARP_COLUMNS (GROUPED_COLUMNS / 4)
 
 using Sums = float[WARP_ROWS / 16][WARP_COLUMNS / 8][4];
 
-// Where this warp's part of a tile begins.
+// First row and column of this warp's part of a tile.
 DEVICE int warp_row() { return static_cast<int>(threadIdx.x) / WARP / 4 * WARP_ROWS; }
 DEVICE int warp_column() { return static_cast<int>(threadIdx.x) / WARP % 4 * WARP_COLUMNS; }
 
@@ -64,8 +70,7 @@ DEVICE Place place_of(i64 number, i64 rows, i64 columns) {
     return {band * BAND + in_band % height, in_band / height};
 }
 
-// A group's rows, and the tile of this block among those of their results. Of a block behind the last tile there are
-// none.
+// A group's rows, and this block's tile among the tiles of the results. A block beyond the last tile has no rows.
 struct GroupRows {
     i64 group, first, end;
     Place tile;
@@ -76,7 +81,7 @@ DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
     int lane = lane_of_warp();
     for (i64 base = 0; base < groups; base += WARP) {
         i64 group = base + lane, first = group < groups ? starts[group] : 0, end = group < groups ? starts[group + 1] : 0;
-        i64 tiles = (end - first + GROUPED_ROWS - 1) / GROUPED_ROWS, until = before + tiles;  // of this group, and of those up to it
+        i64 tiles = (end - first + GROUPED_ROWS - 1) / GROUPED_ROWS, until = before + tiles;  // tiles of this group, and up to its end
         for (int width = 1; width < WARP; width *= 2) {
             i64 lower = __shfl_sync(FULL_WARP, until, (lane + WARP - width) % WARP) - before;
             if (lane >= width) until += lower;
@@ -92,21 +97,21 @@ DEVICE GroupRows rows_of_block(const i64* starts, i64 groups) {
     return {0, 0, 0, {0, 0}};
 }
 
-// An operand of a tile: where its first row or column begins, the elements from a stored row to the next, and the rows
-// or columns that are left from there on.
+// An operand of a tile: the start of its first row or column, the distance between stored rows, and the number of rows
+// or columns left from there on.
 struct Side {
     const u16* at;
     i64 row;
     int left;
 };
 
-// Of rows of `of`, `row` elements apart, those from `first` to `end`.
+// Rows `first` to `end` of `of`, whose rows are `row` elements apart.
 DEVICE Side side_of_rows(const u16* of, i64 row, i64 first, i64 end) { return {of + first * row, row, static_cast<int>(end - first)}; }
 
-// Its columns from `first` to `end`: stored rows are the terms of the sum.
+// Columns `first` to `end` of `of`: its stored rows are the terms of the sum.
 DEVICE Side side_of_columns(const u16* of, i64 row, i64 first, i64 end) { return {of + first, row, static_cast<int>(smaller(row, end) - first)}; }
 
-// Begins to copy the terms from `term` on of COUNT rows or columns.
+// Starts to copy the terms from `term` on of COUNT rows or columns.
 template <bool OF_COLUMNS, int COUNT> DEVICE void copy_side(Tiles tiles, int tile, const Side& side, int term, int terms) {
     if (OF_COLUMNS) copy_rows<TERMS, COUNT>(tiles, tile, side.at, side.row, term, terms, side.left);
     else copy_rows<COUNT, TERMS>(tiles, tile, side.at + term, side.row, 0, side.left, terms - term);
@@ -123,7 +128,7 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
     for (int step = 1 - GROUPED_STAGES; step < steps; step++) {
         if (step >= 0) {
             copy_wait<GROUPED_STAGES - 2>();
-            __syncthreads();  // this step's tiles are here, and those before them are read
+            __syncthreads();  // this step's tiles have arrived, and the previous tiles have been read
         }
         int ahead = step + GROUPED_STAGES - 1;
         if (ahead < steps) {
@@ -158,8 +163,7 @@ template <bool A_OF_COLUMNS, bool B_OF_COLUMNS> DEVICE void add_up(Sums& c, cons
     }
 }
 
-// Writes two neighbouring elements of a result, rounded once to the type that it is stored in, or adds to what is
-// there.
+// Writes two neighbouring elements of a result, rounded once to the stored type, or adds them to the old contents.
 template <class T> DEVICE void store_two(T* to, float left, float right, bool accumulate) {
     Vector<T, 2>* two = reinterpret_cast<Vector<T, 2>*>(to);
     if (accumulate) left += term_of(two->of, 0), right += term_of(two->of, 1);
@@ -168,7 +172,7 @@ template <class T> DEVICE void store_two(T* to, float left, float right, bool ac
     *two = sums;
 }
 
-// The sums, to rows that are `row` elements long: `rows` and `columns` of them are the group's.
+// Stores the sums to rows of `row` elements; the group has `rows` rows and `columns` columns from here on.
 template <class T> DEVICE void store_sums(const Sums& c, T* to, i64 row, int rows, int columns, bool accumulate) {
     int first_row = warp_row() + lane_of_warp() / 4, first_column = warp_column() + lane_of_warp() % 4 * 2;
 #pragma unroll
@@ -184,7 +188,7 @@ template <class T> DEVICE void store_sums(const Sums& c, T* to, i64 row, int row
     }
 }
 
-// Rows of x times the matrix of their group: [to, from] as it is stored, or [from, to].
+// Rows of x times the matrix of their group, stored as [to, from] or [from, to].
 template <bool OF_COLUMNS, class T>
 DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 groups, T* y, i64 from, i64 to) {
     GroupRows of = rows_of_block(starts, groups);
@@ -201,7 +205,7 @@ DEVICE void grouped_rows(const u16* x, const u16* w, const i64* starts, i64 grou
 #undef RESIDENT
 #define RESIDENT GROUPED_RESIDENT
 
-// Launched for the tiles of rows of all groups, or more, and n columns.
+// Launched for at least the row tiles of all groups, and n columns.
 KERNEL grouped_tensor_forward(const u16* x, const u16* w, const i64* starts, i64 groups, float* y, i64 n, i64 k) {
     grouped_rows<false>(x, w, starts, groups, y, k, n);
 }
@@ -210,7 +214,7 @@ KERNEL grouped_tensor_forward_bf16(const u16* x, const u16* w, const i64* starts
     grouped_rows<false>(x, w, starts, groups, y, k, n);
 }
 
-// The same, and k columns.
+// The same, with k columns.
 KERNEL grouped_tensor_backward_x(const u16* dy, const u16* w, const i64* starts, i64 groups, float* dx, i64 n, i64 k) {
     grouped_rows<true>(dy, w, starts, groups, dx, n, k);
 }

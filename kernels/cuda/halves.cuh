@@ -1,12 +1,13 @@
-// Tensors of 16 bits that a kernel reads and writes as they are, and computes on in f32: bf16, or f16 if `f16` is not
+// Tensors of 16 bits that a kernel reads and writes directly, and computes on in f32: bf16, or f16 if `f16` is not
 // 0. A result is rounded once.
 //
-// Bits      those of a copy in f32, the kernel for f32, and the result rounded: bf16 as operands of products are, with subnormals as zeros.
+// Bits      as with a copy in f32, the kernel for f32, and rounding of the result: bf16 like operands of products, with
+//           subnormals flushed to zero.
 #pragma once
 #include "float16.cuh"
 #include "neighbours.cuh"
 
-// Indexed as a pointer is.
+// Indexed like a pointer.
 struct Halves {
     u16* at;
     int f16;
@@ -24,7 +25,7 @@ DEVICE void store(float* to, i64 i, float x) { to[i] = x; }
 DEVICE void store(u16* to, i64 i, float x) { to[i] = to_operand(x); }
 DEVICE void store(const Halves& to, i64 i, float x) { to.at[i] = narrow(x, to.f16); }
 
-// A tensor as it is in memory, and the numbers that neighbours in it are (neighbours.cuh).
+// A tensor as stored, and the values of stored neighbours (neighbours.cuh).
 DEVICE const float* bits_of(const float* x) { return x; }
 DEVICE const u16* bits_of(const Halves& x) { return x.at; }
 
@@ -37,10 +38,10 @@ template <int N> DEVICE Vector<float, N> numbers_of(const Halves& x, const Vecto
     return vector;
 }
 
-// Neighbours, in f32 whatever they are in memory.
+// Neighbours, in f32 whatever their stored type.
 template <int N> DEVICE Vector<float, N> load_vector(const Halves& x, i64 at, i64 count) { return numbers_of(x, load_vector<N>(x.at, at, count)); }
 
-// Neighbours of two tensors of one type, as they are in memory: what a step of in_order loads.
+// Neighbours of two tensors of one type, as stored: the loads of one step of in_order.
 template <class Bits> struct TwoOf {
     Bits first, second;
 };

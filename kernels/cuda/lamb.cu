@@ -3,11 +3,13 @@
 //   g = grad_scale grad,  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  u = m mean_hat / (√v / root_hat + ε) + decay w
 //   ratio = ‖w‖ / ‖u‖, 1 if either is zero;  w -= lr ratio u
 //
-// Shapes    weights, grads, mean, square: flat vectors, of which runs.cuh has the elements; of_weights (w) and of_steps (u) [count], by the numbers of
-//           elements; totals f64 [2, matrices]: ‖w‖² and ‖u‖² become the ratio in the place of the first; ratio [matrices], of `each` elements. Scalars are computed on the host in f64 and rounded once.
-// Geometry  a thread an element; the ratio: a thread a matrix.
-// Bytes     16 read and 16 written an element, then 12 and 4.
-// Bits      those of the CPU: crates/optim/src/lamb.rs.
+// Shapes    weights, grads, mean, square: flat vectors, whose elements runs.cuh lists; of_weights (w) and of_steps (u)
+//           [count], indexed by element number; totals f64 [2, matrices]: ‖w‖² and ‖u‖², of which the first is
+//           overwritten with the ratio; ratio [matrices], of `each` elements. Scalars are computed on the host in f64
+//           and rounded once.
+// Geometry  one thread per element; the ratio: one thread per matrix.
+// Bytes     16 read and 16 written per element, then 12 and 4.
+// Bits      as on the CPU: crates/optim/src/lamb.rs.
 #include "runs.cuh"
 
 DEVICE float direction(float w, float m, float v, float mean_hat, float root_hat, float eps, float decay) {

@@ -4,13 +4,14 @@
 //   x̂ = (x - mean) rstd,  g = dy gamma,  dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n),  dgamma = Σ_rows dy x̂,  dbeta = Σ_rows dy
 //
 // Shapes    x, y, dy, dx [rows, n]; gamma, beta [n]; mean, rstd [rows]; the parts of dgamma and dbeta [parts, n].
-// Geometry forward a block of threads for as many rows as it holds, backward, with the parts, for a part of up to 64
-// rows (norm.cuh). Rows of more than 8192: a team of half
-//           warps a row (rows.cuh), and for the parts a thread 16 bytes of the columns of a part.
-// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
-//           16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are read more than once, from the cache but for backward (_wide), and once more for the parts.
-// Bits      those of the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which sum_parts
-//           (bias.cu) adds up.
+// Geometry  forward: a block of threads for as many rows as it holds; backward, with the parts: for a part of up to 64
+//           rows (norm.cuh). Rows of more than 8192: one team of half warps per row (rows.cuh), and for the parts one
+//           thread per 16 bytes of the columns of a part.
+// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more
+//           read to accumulate); all half where tensors have 16 bits (_16): x, gamma, beta, y, dy and dx. Wide rows are
+//           read more than once, from the cache except in backward (_wide), and once more for the parts.
+// Bits      as on the CPU: crates/cpu/src/kernels/norm.rs, and RowSums in crates/cpu/src/lib.rs for the parts, which
+//           sum_parts (bias.cu) adds up.
 #include "norm.cuh"
 
 template <int N, class In, class Out>
@@ -55,7 +56,7 @@ KERNEL layer_norm_forward_16(const u16* x, const u16* gamma, const u16* beta, fl
     layer_norm_forward_of<EIGHT>(halves(x, f16), halves(gamma, f16), halves(beta, f16), eps, halves(y, f16), mean, rstd, rows, n);
 }
 
-// dx, which is overwritten, or added to if `accumulate` is not 0.
+// dx is overwritten, or added to if `accumulate` is not 0.
 KERNEL layer_norm_backward(const float* dy, const float* x, const float* gamma, const float* mean, const float* rstd, const i64* starts, float* dx,
                            int accumulate, float* dgamma, float* dbeta, i64 n) {
     norm_backward<true>(dy, x, gamma, mean, rstd, starts, dx, accumulate, dgamma, dbeta, static_cast<int>(n));
@@ -107,7 +108,7 @@ KERNEL layer_norm_backward_wide_16(const u16* dy, const u16* x, const u16* gamma
     layer_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(gamma, f16), mean, rstd, halves(dx, f16), accumulate, rows, n);
 }
 
-// For each part, of the rows starts[part] .. starts[part + 1], the sums of dy x̂ and of dy, one row after another.
+// For each part, the sums of dy x̂ and of dy over the rows starts[part] .. starts[part + 1], one row after another.
 template <int N, class In>
 DEVICE void layer_norm_parts(In dy, In x, const float* mean, const float* rstd, const i64* starts, float* dgamma, float* dbeta, i64 parts, i64 n) {
     RowPlace at = row_place<N>(parts, n);

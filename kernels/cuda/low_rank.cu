@@ -4,17 +4,17 @@
 //   P = M Q, its columns made orthonormal (Gram-Schmidt), Q = Mᵀ P;  M ≈ P Qᵀ
 //
 // Shapes    m, out [rows, cols]; p [rows, rank]; q [rank, cols], columns of Q one after the other.
-// Geometry draws: a block of threads a column of Q; P: 16 threads an element; orthonormal columns: one warp, whose lane
-// l has every 32nd row from l on;
-//           Q and out: a thread an element.
-// Bytes     M once for each column of Q.
-// Bits      those of the CPU: P in 16 lanes that are added one after another, dots of columns in f64 in the order of the rows.
+// Geometry  draws: one block of threads per column of Q; P: 16 threads per element; orthonormal columns: one warp,
+//           whose lane l has every 32nd row from l on; Q and out: one thread per element.
+// Bytes     M once per column of Q.
+// Bits      as on the CPU: P in 16 lanes that are added one after another, dots of columns in f64 in the order of the
+//           rows.
 #include "message.cuh"
 #include "random.cuh"
 
 #define HALF_LANES 16
 
-// Draws the columns of q that are zero, from -1 to 1.
+// Fills the columns of q that are zero with random values from -1 to 1.
 KERNEL low_rank_start(float* q, i64 cols, u32 key0, u32 key1, u64 start) {
     SHARED(i64, parts, BLOCK_WARPS);
     float* column = q + static_cast<i64>(blockIdx.x) * cols;
@@ -38,7 +38,7 @@ KERNEL low_rank_times(const float* m, const float* q, float* p, i64 cols, i64 ra
     if (live && lane == 0) p[at] = sum;
 }
 
-// The dot of two columns, in all lanes.
+// The dot product of two columns; all lanes get it.
 DEVICE double dot_of_columns(const float* p, i64 rows, i64 rank, i64 a, i64 b) {
     double sum = -0.0;
     for (i64 first = 0; first < rows; first += WARP) {
@@ -55,11 +55,11 @@ DEVICE double dot_of_columns(const float* p, i64 rows, i64 rank, i64 a, i64 b) {
 // `lengths` [rank] is scratch.
 KERNEL low_rank_orthonormal(float* p, i64 rows, i64 rank, double* lengths) {
     int lane = lane_of_warp();
-    // A lane reads again what it wrote: all lanes write the same.
+    // A lane reads only its own writes: all lanes write the same values.
     for (i64 column = 0; column < rank; column++) lengths[column] = dot_of_columns(p, rows, rank, column, column);
     for (i64 column = 0; column < rank; column++) {
         double left = dot_of_columns(p, rows, rank, column, column);
-        // What is left of a column that the others span is rounding.
+        // A column in the span of the others leaves only rounding errors.
         double factor = left <= 1e-10 * lengths[column] ? 0.0 : 1.0 / sqrt(left);
         for (i64 row = lane; row < rows; row += WARP) {
             p[row * rank + column] = static_cast<float>(static_cast<double>(p[row * rank + column]) * factor);

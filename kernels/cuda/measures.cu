@@ -1,15 +1,16 @@
-// What update rules measure of whole parameters: for each of some sets of elements the sum of squares, or the largest
-// absolute value.
+// Measures of whole parameters for update rules: the sum of squares, or the largest absolute value, of each set of
+// elements.
 //
-//   sums[s] += Σ x²  or  sums[s] = max(sums[s], |x|)  over the numbers x of the elements of set s that lie here
+//   sums[s] += Σ x²  or  sums[s] = max(sums[s], |x|)  over the numbers x of the local elements of set s
 //
-// Shapes    x [numbers], by the numbers of elements (runs.cuh); sums f64 [sets], of exact sums `LIMBS` digits each (exact.cuh). A set is `length`
-//           consecutive elements of a matrix of `each` elements, whose last set is shorter; or with rows > 0 a column of a matrix [rows, length].
-// Geometry a warp a set, whose lanes take every 32nd element; exact values of digits: a thread a sum; quotients: a
-// thread an element.
-// Bytes     4 read an element; of columns, each in a line of its own.
-// Bits      exact sums and largest values are the CPU's (crates/cpu/src/whole.rs); sums in f64 are added in another order, and not exact.
-//           The value of digits and quotients are the CPU's.
+// Shapes    x [numbers], indexed by element number (runs.cuh); sums f64 [sets], or `LIMBS` digits per exact sum
+//           (exact.cuh). A set is `length` consecutive elements of a matrix of `each` elements, whose last set is
+//           shorter; or with rows > 0 a column of a matrix [rows, length].
+// Geometry  one warp per set, whose lanes take every 32nd element; exact values of digits: one thread per sum;
+//           quotients: one thread per element.
+// Bytes     4 read per element; for columns, each from a separate cache line.
+// Bits      exact sums and largest values as on the CPU (crates/cpu/src/whole.rs); sums in f64 are added in another
+//           order, and not exact. Values of digits and quotients as on the CPU.
 #include "exact.cuh"
 #include "runs.cuh"
 #include "warp.cuh"
@@ -59,7 +60,7 @@ KERNEL set_squares_exact(const float* x, const i64* runs, i64 run_count, i64 len
     if (lane_of_warp() == 0) own.add_to(digits + set * LIMBS);
 }
 
-// The larger of two, NaN if one is.
+// The larger of two; NaN if either is NaN.
 DEVICE double larger(double most, double x) { return x > most || x != x ? x : most; }
 
 KERNEL set_largest(const float* x, const i64* runs, i64 run_count, i64 length, i64 rows, i64 each, double* sums, i64 sets) {
@@ -71,7 +72,7 @@ KERNEL set_largest(const float* x, const i64* runs, i64 run_count, i64 length, i
     if (lane_of_warp() == 0) sums[set] = larger(sums[set], most);
 }
 
-// The sums whose digits these are, rounded; NaN if a term was not finite.
+// The values of sums given by their digits, rounded; NaN if a term was not finite.
 KERNEL exact_values(const double* digits, double* sums, i64 count) {
     i64 at = global_thread();
     if (at >= count) return;
@@ -79,7 +80,7 @@ KERNEL exact_values(const double* digits, double* sums, i64 count) {
 #pragma unroll
     for (int i = 0; i < LIMBS; i++) all.of[i] = static_cast<u64>(digits[at * LIMBS + i]);
     all.carry();
-    // The highest digit that is not zero, and the two below it.
+    // The highest nonzero digit, and the two digits below it.
     u64 highest = 0, middle = 0, lowest = 0;
     int first = 0;
     bool found = false;
@@ -88,7 +89,7 @@ KERNEL exact_values(const double* digits, double* sums, i64 count) {
         if (found || (all.of[i] == 0 && i > 2)) continue;
         found = true, first = i - 2, highest = all.of[i], middle = all.of[i - 1], lowest = all.of[i - 2];
     }
-    // 64 bits from the highest one on; what is below them counts in the last.
+    // 64 bits from the highest one bit on; lower bits are folded into the last bit.
     u64 high = highest << 32 | middle, low = lowest << 32;
     int shift = 0;
     if (high == 0) high = low, low = 0, shift = 64;
@@ -98,7 +99,7 @@ KERNEL exact_values(const double* digits, double* sums, i64 count) {
     sums[at] = all.of[DIGITS] > 0 ? static_cast<double>(__uint_as_float(0x7fc00000u)) : value;
 }
 
-// x divided by the root of *square, or by `least` if that is larger.
+// x divided by the square root of *square, or by `least` if that is larger.
 KERNEL divide_by_root(float* x, const double* square, double least, i64 count) {
     i64 i = global_thread();
     if (i < count) x[i] = x[i] / static_cast<float>(fmax(sqrt(*square), least));

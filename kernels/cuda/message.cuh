@@ -1,4 +1,4 @@
-// Bytes of messages, which begin anywhere, and sums over the threads of a block.
+// Bytes of messages at any alignment, and sums over the threads of a block.
 #pragma once
 #include "float16.cuh"
 #include "neighbours.cuh"
@@ -29,8 +29,8 @@ template <int N> DEVICE void fold_vector(float* to, i64 at, i64 count, Vector<fl
     store_vector(to, at, count, x);
 }
 
-// Calls of(j, number) for the neighbours at + j of a thread that are below `count`, with number_of(part) of the part of
-// `unit` elements that each lies in.
+// Calls of(j, number) for each of a thread's neighbours at + j below `count`, where `number` is number_of(part) for its
+// part of `unit` elements.
 template <int N, class Number, class Of> DEVICE void in_parts(i64 at, i64 count, i64 unit, Number number_of, Of of) {
     i64 part = at / unit, within = at % unit;
     auto number = number_of(part);
@@ -43,10 +43,11 @@ template <int N, class Number, class Of> DEVICE void in_parts(i64 at, i64 count,
     }
 }
 
-// op over all threads of the block, in all of them. `parts` is shared memory of BLOCK_WARPS.
+// Reduces x by `op` over all threads of the block; all threads get the result. `parts` is shared memory of BLOCK_WARPS
+// elements.
 template <class T, class Parts, class Op> DEVICE T over_block(T x, Parts& parts, Op op) {
     for (int width = WARP / 2; width > 0; width /= 2) x = op(x, __shfl_xor_sync(FULL_WARP, x, width));
-    __syncthreads();  // what was here before is read
+    __syncthreads();  // the previous contents have been read
     if (lane_of_warp() == 0) parts[threadIdx.x / WARP] = x;
     __syncthreads();
     x = parts[0];
@@ -54,7 +55,7 @@ template <class T, class Parts, class Op> DEVICE T over_block(T x, Parts& parts,
     return x;
 }
 
-// The sum over the threads before this one, and over all.
+// The sum over the threads before this one, and over all threads.
 struct Prefix {
     i64 before, all;
 };
@@ -66,7 +67,7 @@ template <class Parts> DEVICE Prefix prefix_of_block(i64 x, Parts& parts) {
         i64 other = __shfl_sync(FULL_WARP, sum, lane >= step ? lane - step : lane);
         if (lane >= step) sum += other;
     }
-    __syncthreads();  // what was here before is read
+    __syncthreads();  // the previous contents have been read
     if (lane == WARP - 1) parts[warp] = sum;
     __syncthreads();
     Prefix prefix = {sum - x, 0};

@@ -1,16 +1,16 @@
-// Muon: momentum whose matrices are made orthogonal (Jordan et al., 2024); the matrices themselves are made so by
+// Muon: momentum with orthogonalised matrices (Jordan et al., 2024); the orthogonalisation itself runs as matrix
 // products.
 //
 //   g = grad_scale grad,  m += (1 - μ)(g - m),  u = g + μ (m - g);  w = w keep - size X, X the orthogonal matrix near u
 //
-// Shapes    weights, grads, mean: flat vectors, of which runs.cuh has the elements; values and matrices: whole matrices, one
+// Shapes    weights, grads, mean: flat vectors, whose elements runs.cuh lists; values and matrices: whole matrices, one
 //           after the other.
-// Geometry  a thread an element.
-// Bytes     8 read and 8 written an element, then 8 and 4.
-// Bits      those of the CPU: crates/optim/src/muon.rs.
+// Geometry  one thread per element.
+// Bytes     8 read and 8 written per element, then 8 and 4.
+// Bits      as on the CPU: crates/optim/src/muon.rs.
 #include "runs.cuh"
 
-// `values` may be none.
+// `values` may be null.
 KERNEL muon_measure(const i64* runs, i64 run_count, const float* grads, float* mean, float grad_scale, float old, float now,
                     float* values, i64 count) {
     i64 at = global_thread();

@@ -1,10 +1,10 @@
-// Neighbours in memory that a thread reads and writes by 16 bytes, of any type. Where they lie at a multiple of 16
-// bytes (or of their size, if that is less) and all of them are there, it takes as few accesses as that; at the end of
-// a tensor, or in a part of one that begins elsewhere, one for each of them.
+// Vectorised access to neighbours in memory, 16 bytes per thread, of any type. A full vector that is aligned to 16
+// bytes (or to its size, if that is less) takes accesses of 16 bytes; at the end of a tensor, or in an unaligned part
+// of a tensor, each element takes its own access.
 #pragma once
 #include "meshwork.cuh"
 
-// As many as 16 bytes hold: of f32, of 16 bits, and of a type.
+// Number of elements in 16 bytes: of f32, of 16-bit types, and of a given type.
 #define FOUR 4
 #define EIGHT 8
 #define SIXTEEN_BYTES(T) (16 / static_cast<int>(sizeof(T)))
@@ -37,7 +37,7 @@ template <class T, int N> DEVICE void store_vector(T* x, i64 at, i64 count, cons
     }
 }
 
-// The elements of a row of n from `column` on, which begins again where it ends.
+// The elements of a row of n from `column` on; after its end the row repeats from its start.
 template <int N, class Row> DEVICE auto load_around(const Row& row, i64 column, i64 n) {
     if (column + N <= n) return load_vector<N>(row, column, n);
     decltype(load_vector<N>(row, column, n)) vector;
@@ -49,7 +49,7 @@ template <int N, class Row> DEVICE auto load_around(const Row& row, i64 column, 
     return vector;
 }
 
-// A row of n elements beside all rows of a tensor: its element at % n beside the tensor's element `at`.
+// A row of n elements broadcast over the rows of a tensor: element at % n goes with the tensor's element `at`.
 template <class Row> struct Beside {
     Row row;
     i64 n;
@@ -59,8 +59,8 @@ template <class Row> DEVICE Beside<Row> beside(Row row, i64 n) { return {row, n}
 
 template <int N, class Row> DEVICE auto load_vector(const Beside<Row>& x, i64 at, i64) { return load_around<N>(x.row, at % x.n, x.n); }
 
-// The N neighbours of a thread in a row of n elements, of `rows` rows: none goes on in the next row, and the last of a
-// row may be fewer.
+// The N neighbours of a thread in one of `rows` rows of n elements: they never cross into the next row, and the last
+// group of a row may be smaller.
 struct RowPlace {
     i64 row, column;
     bool there;
@@ -71,8 +71,8 @@ template <int N> DEVICE RowPlace row_place(i64 rows, i64 n) {
     return {at / each, at % each * N, at < rows * each};
 }
 
-// Calls use(i, load(i)) for the numbers begin .. end in order. AHEAD are loaded before the first of them is used:
-// `load` gives what is in memory, and leaves to `use` what waits for it.
+// Calls use(i, load(i)) for the numbers begin .. end in order. AHEAD numbers are loaded before the first is used:
+// `load` only loads, and `use` does all that depends on the loaded values.
 template <int AHEAD = 4, class Load, class Use> DEVICE void in_order(i64 begin, i64 end, Load load, Use use) {
     i64 next = begin;
     for (; next + AHEAD <= end; next += AHEAD) {
@@ -85,8 +85,8 @@ template <int AHEAD = 4, class Load, class Use> DEVICE void in_order(i64 begin, 
     for (; next < end; next++) use(next, load(next));
 }
 
-// Rows of n elements, of which row i is row source(i) of x: zeros where that is negative. The elements from `at` on of
-// `count`.
+// Rows of n elements, where row i is row source(i) of x, or zeros if that is negative. Loads the elements from `at` on,
+// of `count`.
 template <int N, class X, class Source> DEVICE auto load_rows(const X& x, i64 at, i64 count, i64 n, Source source) {
     i64 row = at / n, column = at % n, from = source(row);
     decltype(load_vector<N>(x, column, n)) vector = {};

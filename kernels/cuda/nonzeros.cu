@@ -1,13 +1,14 @@
-// Vectors without their zeros (Gist, Jain et al. 2018): a bit of each element, and the elements whose bit is set, in
-// order.
+// Vectors packed without their zeros (Gist, Jain et al. 2018): one bit per element, and the elements whose bit is set,
+// in order.
 //
 //   bits[i / 8] has bit i % 8 set if x[i] is not +0;  values = the x[i] whose bit is set;  back: x[i] = the next value, or +0
 //
-// Shapes    x [count], bit patterns of 32 or 16 bits; bits [bytes = count / 8 rounded up]; counts [chunks], of CHUNK_BYTES bytes each; starts [chunks + 1].
-// Geometry marks: a thread a byte; counts, values and elements: a block of threads a chunk, 8 bytes a thread; starts:
-// one block.
-// Bytes     an element read twice, its value written; back: a value read, an element written.
-// Bits      bit patterns; those of the CPU: crates/cpu/src/kernels/zeros.rs.
+// Shapes    x [count], bit patterns of 32 or 16 bits; bits [bytes = count / 8 rounded up]; counts [chunks], of
+//           CHUNK_BYTES bytes each; starts [chunks + 1].
+// Geometry  marks: one thread per byte; counts, values and elements: one block of threads per chunk, 8 bytes per
+//           thread; starts: one block.
+// Bytes     each element read twice, its value written; unpacking: each value read, each element written.
+// Bits      bit patterns, as on the CPU: crates/cpu/src/kernels/zeros.rs.
 #include "message.cuh"
 
 #define EACH_BYTES 8
@@ -25,7 +26,7 @@ KERNEL nonzeros_mark_32(const u32* x, u8* bits, i64 count) { mark(x, bits, count
 
 KERNEL nonzeros_mark_16(const u16* x, u8* bits, i64 count) { mark(x, bits, count); }
 
-// The first byte of this thread, and the set bits of its bytes.
+// The first byte of this thread, and the number of set bits in its bytes.
 DEVICE i64 first_byte() { return static_cast<i64>(blockIdx.x) * CHUNK_BYTES + static_cast<i64>(threadIdx.x) * EACH_BYTES; }
 
 DEVICE i64 set_bits(const u8* bits, i64 bytes) {
@@ -83,7 +84,7 @@ KERNEL nonzeros_gather_16(const u16* x, const u8* bits, i64 bytes, const i64* st
     gather(x, bits, bytes, starts, values, count, parts);
 }
 
-// `held` values; one that is missing is +0.
+// `held` values; a missing value is +0.
 template <class T, class Parts>
 DEVICE void scatter(const u8* bits, i64 bytes, const i64* starts, const T* values, i64 held, T* x, i64 count, Parts& parts) {
     for_elements(bits, bytes, starts, count, parts, [&](i64 element, i64 number, bool set) {

@@ -8,39 +8,41 @@
 // the order of RowSums in crates/cpu/src/lib.rs.
 //
 // Occupancy Forward: 256 threads, 512 for rows of more than 2048, 1024 for more than 4096, with 8 to 33 KiB of shared
-// memory. An SM has 1024 threads at least, whose loads of
-//           32 KiB are twice what keeps memory busy. Backward: 512 threads of 64 registers with 33 KiB, two blocks on an SM; for rows of more than 4096, 1024 threads with
-//           66 KiB, one block.
-// Time      On paper, backward on an H100. A round of 4096 elements reads 32 KiB and writes 16 KiB in f32, which takes 3400 cycles at an SM's share of 3.35 TB/s. A block waits
-//           800 cycles for the first bytes and 700 for sums (64 dependent additions, three barriers); the other block uses the memory meanwhile. The number of blocks can be
-//           too small: 132 parts (8448 rows) give each SM one block. With fewer parts the time stays that of one part: 64 rounds of about 1 µs at 4096 and 8192 columns, 32 at
-//           2048, 13 at 768.
-//           Two passes, as for wider rows, read dy and x twice more, from memory where they outgrow the L2 cache: twice the bytes in all. At 64 parts of 4096 columns they
-//           move 400 MB in 120 µs, and one pass takes 64 µs. At 16 parts of 2048 columns they move 50 MB in 15 µs and three launches, and one pass takes 32 µs. One pass
-//           wins where a step takes long, and loses microseconds elsewhere, so nothing but a width of more than 8192 chooses two.
+//           memory. An SM runs at least 1024 threads; their 32 KiB of loads are twice the amount that keeps memory
+//           busy. Backward: 512 threads of 64 registers with 33 KiB, two blocks on an SM; for rows of more than 4096,
+//           1024 threads with 66 KiB, one block.
+// Time      On paper, backward on an H100. A round of 4096 elements reads 32 KiB and writes 16 KiB in f32, which takes
+//           3400 cycles at an SM's share of 3.35 TB/s. A block waits 800 cycles for the first bytes and 700 for sums
+//           (64 dependent additions, three barriers); the other block uses the memory meanwhile. The number of blocks
+//           can be too small: 132 parts (8448 rows) give each SM one block. With fewer parts the time stays that of one
+//           part: 64 rounds of about 1 µs at 4096 and 8192 columns, 32 at 2048, 13 at 768. Two passes, as for wider
+//           rows, read dy and x twice more, from memory where they outgrow the L2 cache: twice the bytes in all. At 64
+//           parts of 4096 columns they move 400 MB in 120 µs, and one pass takes 64 µs. At 16 parts of 2048 columns
+//           they move 50 MB in 15 µs and three launches, and one pass takes 32 µs. One pass wins where a step takes
+//           long, and loses microseconds elsewhere, so only widths above 8192 use two passes.
 #pragma once
 #include "halves.cuh"
 #include "rows.cuh"
 
-#define NORM_WIDTH 8192    // of rows, at most; src/families.rs has the same
+#define NORM_WIDTH 8192    // largest width of rows; the same as in src/families.rs
 #define NORM_EACH 8        // elements of a thread at a time, and columns that it sums
-#define NORM_THREADS 1024  // at most: src/geometry.rs says how many
-#define NORM_ROWS 64       // of a round, at most, and so blocks of 1024 elements in them
+#define NORM_THREADS 1024  // at most; src/geometry.rs chooses the number
+#define NORM_ROWS 64       // rows of a round, at most, and hence blocks of 1024 elements
 #define NORM_ROOM (NORM_EACH * NORM_THREADS)
 #define NORM_HELD (NORM_ROOM + NORM_ROOM / 32)
 
-// Where an element of a round stands in shared memory: a gap behind each 32, so that threads that write 8 neighbours
-// each meet in no bank.
+// Place of a round's element in shared memory: a gap after every 32 elements, so that threads that each write 8
+// neighbours have no bank conflicts.
 DEVICE int spread(int at) { return at + at / 32; }
 
-// What a block of threads holds at a time.
+// The rows that a block of threads holds at a time.
 struct Round {
     int threads, thread;
     int room;      // elements
     int together;  // rows, at most
-    int blocks;    // of 1024 elements, of a row
+    int blocks;    // blocks of 1024 elements in a row
     int at;        // this thread's first element
-    int place;     // where it stands; no gap among the elements of a thread
+    int place;     // its place; the elements of a thread have no gap between them
 };
 
 DEVICE Round round_of(int n) {
@@ -48,8 +50,8 @@ DEVICE Round round_of(int n) {
     return {threads, thread, room, room / n < NORM_ROWS ? room / n : NORM_ROWS, (n + ROW_BLOCK - 1) / ROW_BLOCK, at, spread(at)};
 }
 
-// partial[k * NORM_ROWS + task] of each block of each of `rows` rows: the sum of the terms that term(row, i, place,
-// terms) gives for element i of the row, which stands at `place`. All threads call it, and may read the sums then.
+// Writes partial[k * NORM_ROWS + task] for each block of each of `rows` rows: the sum of the terms of term(row, i,
+// place, terms), where element i of the row is at `place`. All threads must call it, and may then read the sums.
 template <int K, class Partial, class Term>
 DEVICE void sum_held(const Round& round, int rows, int n, Partial& partial, Term term) {
     int tasks = rows * round.blocks, lane = round.thread % ROW_LANES;
@@ -83,7 +85,7 @@ template <bool CENTERED, class In, class Out>
 DEVICE void norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean, float* rstd, i64 all, int n) {
     GIVEN(float, held, NORM_HELD);
     SHARED(float, partial, NORM_ROWS);
-    SHARED(float, stats, 2 * NORM_ROWS);  // means, and behind them rstd
+    SHARED(float, stats, 2 * NORM_ROWS);  // means, then rstd
     Round round = round_of(n);
     i64 first = static_cast<i64>(blockIdx.x) * round.together;
     int rows = static_cast<int>(smaller(round.together, all - first)), count = rows * n;
@@ -94,7 +96,7 @@ DEVICE void norm_forward(In x, In gamma, In beta, float eps, Out y, float* mean,
             if (round.at + j < count) held[round.place + j] = value.of[j];
         }
     }
-    __syncthreads();  // the rows are held
+    __syncthreads();  // the rows are in shared memory
     if (CENTERED) {
         sum_held<1>(round, rows, n, partial, [&](int, int, int place, float(&term)[1]) { term[0] = held[place]; });
         if (round.thread < rows) stats[round.thread] = mean_of_held(round, partial, 0, round.thread, n);
@@ -137,7 +139,7 @@ template <bool CENTERED, class In, class Out>
 DEVICE void norm_backward(In dy, In x, In gamma, const float* mean, const float* rstd, const i64* starts, Out dx, int accumulate, float* dgamma,
                           float* dbeta, int n) {
     constexpr int G = 0, GX = CENTERED ? 1 : 0, SUMS = GX + 1;  // of g, if there is a mean, and of g x̂
-    GIVEN(float, held, 2 * NORM_HELD);  // dy, and behind it x̂
+    GIVEN(float, held, 2 * NORM_HELD);  // dy, then x̂
     SHARED(float, partial, SUMS * NORM_ROWS);
     SHARED(float, means, SUMS * NORM_ROWS);
     Round round = round_of(n);
@@ -165,7 +167,7 @@ DEVICE void norm_backward(In dy, In x, In gamma, const float* mean, const float*
                 if (++column == n) column = 0, row++;
             }
         }
-        __syncthreads();  // the rows are held
+        __syncthreads();  // the rows are in shared memory
         sum_held<SUMS>(round, rows, n, partial, [&](int, int i, int place, float(&terms)[SUMS]) {
             float g = held[place] * gamma[i];
             terms[G] = g;
@@ -207,7 +209,7 @@ DEVICE void norm_backward(In dy, In x, In gamma, const float* mean, const float*
                 if (CENTERED) beta_sums[c] += g;
             }
         }
-        __syncthreads();  // the rows are read
+        __syncthreads();  // the rows have been read
     }
 #pragma unroll
     for (int c = 0; c < NORM_EACH; c++) {

@@ -4,19 +4,21 @@
 //   AdamW  g = grad_scale grad,  m += (1 - β₁)(g - m),  v = β₂ v + (1 - β₂) g²,  w = w (1 - lr decay) - lr/(1 - β₁ᵗ) m / (√v / √(1 - β₂ᵗ) + ε)
 //   SGD    b = momentum b + (grad_scale grad + decay w),  w -= lr b
 //
-// Shapes    weights, grads, states: [vectors] addresses of f32; counts their elements, starts the first block of each and the number of all (vectors.cuh).
-//           Scalars are the same for all vectors, computed on the host in f64 and rounded once (crates/optim/src/adamw.rs, sgd.rs).
-// Geometry a block 1024 neighbours of one vector, a thread four of them, by 16 bytes (neighbours.cuh). `items` are 1024
-// for each block. Launches one for all parameters with the same rule and factors: of GPT-2 two, those that decay and
-// those that do not.
-// Bytes     AdamW 16 read, 12 written an element; SGD 8 and 4; with momentum 12 and 8; for a block some words of the table, from the cache.
-// Bits      those of the CPU: crates/optim/src/adamw.rs, crates/optim/src/sgd.rs.
+// Shapes    weights, grads, states: [vectors] addresses of f32; counts their elements, starts the first block of each,
+//           then the number of blocks (vectors.cuh). Scalars are the same for all vectors, computed on the host in f64
+//           and rounded once (crates/optim/src/adamw.rs, sgd.rs).
+// Geometry  one block per 1024 neighbours of one vector, one thread per four of them, by 16 bytes (neighbours.cuh).
+//           `items` are 1024 for each block.
+// Launches  one for all parameters with the same rule and factors: two for GPT-2, with and without weight decay.
+// Bytes     AdamW 16 read, 12 written per element; SGD 8 and 4; with momentum 12 and 8; and a few words of the table
+//           per block, from the cache.
+// Bits      as on the CPU: crates/optim/src/adamw.rs, crates/optim/src/sgd.rs.
 #include "neighbours.cuh"
 #include "vectors.cuh"
 
 using Four = Vector<float, FOUR>;
 
-// The elements of a thread: of which vector, from which on.
+// The elements of a thread: their vector, and the first of them.
 struct Own {
     i64 vector, at, count;
 };

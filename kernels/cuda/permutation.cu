@@ -5,23 +5,25 @@
 //   out[i] = x[index[i] / per];  y[t] = Σ_j w[t, j] rows[slots[t, j]] in the balanced tree over the ids of the choices that have a slot
 //   drows[i] = w[order[i]] dy[order[i] / k];  dw[t, j] = dy[t] · rows[slots[t, j]], 0 without a slot
 //
-// Shapes    choices, slots, w, dw [tokens, k] (i32 and f32), ids ascending along a token, -1 where a place is not in use; order [rows of them];
-//           x, rows, drows [rows, width]; y, dy [tokens, width].
-// Geometry counting and sorting: a warp a part of the choices, 32 at a time; those with the same id find each other by
-// ballots, one a bit of the ids, and
-//           the first of them counts: no atomics, and the order is that of the choices. Sums over parts, inversion and groups: a thread a place. Moved
-//           rows, sums and their gradients: a thread 16 bytes (neighbours.cuh); products of rows: a team of half warps a choice (rows.cuh).
-// Launches  a sort two, with its inverse; counts one where samples are a part each, and two otherwise.
-// Bytes     a sort reads the choices twice and writes order and slots once; of p parts it writes and reads 2 p numbers an id, and each part reads p of them
-//           from the L2 cache. Counts read the choices once. Rows are read and written once; a sum reads a row for each choice.
-// Bits      those of the CPU: crates/cpu/src/kernels/permutation.rs. Ids are below 2^16.
+// Shapes    choices, slots, w, dw [tokens, k] (i32 and f32), ids ascending along a token, -1 in unused places; order
+//           [choices in range]; x, rows, drows [rows, width]; y, dy [tokens, width].
+// Geometry  counting and sorting: one warp per part of the choices, 32 at a time; lanes with the same id find each
+//           other by ballots, one per bit of the ids, and the first of them counts: no atomics, and the order of the
+//           choices is kept. Sums over parts, inversion and groups: one thread per place. Moved rows, sums and their
+//           gradients: one thread per 16 bytes (neighbours.cuh); products of rows: one team of half warps per choice
+//           (rows.cuh).
+// Launches  two for a sort with its inverse; for counting one if each sample is one part, else two.
+// Bytes     a sort reads the choices twice and writes order and slots once; with p parts it writes and reads 2 p
+//           numbers per id, and each part reads p of them from the L2 cache. Counts read the choices once. Rows are
+//           read and written once; a sum reads a row for each choice.
+// Bits      as on the CPU: crates/cpu/src/kernels/permutation.rs. Ids are below 2^16.
 #include "rows.cuh"
 #include "tree.cuh"
 #include "neighbours.cuh"
 #include "warp.cuh"
 
-// How often a warp's choices have each id. A part has `part` choices of a sample of `each`, the last of it fewer.
-// counts [samples, parts, ids].
+// Counts each id among a warp's choices. A part has `part` of the `each` choices of a sample; the last part may be
+// smaller. counts [samples, parts, ids].
 KERNEL choice_parts(const int* choices, i64 each, i64 part, i64 parts, i64 first, i64 ids, int* counts, i64 samples) {
     i64 at = global_thread() / WARP;
     if (at >= samples * parts) return;
@@ -50,15 +52,15 @@ KERNEL choice_loads(const int* parts_counts, i64 parts, float* loads, i64 ids) {
     if (id < ids) loads[id] = static_cast<float>(sum_over_parts(parts_counts, 0, id, parts, ids));
 }
 
-// Both the order and its inverse. A warp has a part: it begins each id behind those with smaller ids and those of the
-// parts before, by the counts of all parts, and writes where it is into `next` [parts, ids]. `total` choices have these
-// ids, or found[0] becomes 1; then what is missing in `order` is 0.
+// Writes both the order and its inverse. Each warp has a part. From the counts of all parts it starts each id after all
+// smaller ids and after the same id in earlier parts, and keeps the next place of each id in `next` [parts, ids]. If
+// the choices with these ids are not `total`, found[0] becomes 1 and missing entries of `order` are 0.
 KERNEL choice_places(const int* choices, i64 count, i64 part, i64 parts, i64 first, i64 ids, const int* counts, int* next, int* order, i64 total,
                      int* slots, i64* found) {
     i64 at = global_thread() / WARP;
     if (at >= parts) return;
     int lane = lane_of_warp(), *own = next + at * ids;
-    i64 before = 0;  // those with smaller ids
+    i64 before = 0;  // choices with smaller ids
     for (i64 begin = 0; begin < ids; begin += WARP) {
         i64 id = begin + lane, earlier = 0, all = 0;
         for (i64 p = 0; id < ids && p < parts; p++) {
@@ -108,7 +110,7 @@ KERNEL group_ids(const int* choices, i64 k, i64 size, int once, int* groups, i64
     }
 }
 
-// Rows of `width` words of a size, zeros for an index that x, of `rows` rows, does not have.
+// Gathers rows of `width` words of one size; an index outside the `rows` rows of x gives zeros.
 template <class T> DEVICE void gather(const T* x, const int* index, i64 rows, i64 per, i64 width, T* out, i64 count) {
     constexpr int N = SIXTEEN_BYTES(T);
     i64 at = global_thread() * N;
@@ -129,15 +131,15 @@ KERNEL gather_32(const u32* x, const int* index, i64 rows, i64 per, i64 width, u
     gather(x, index, rows, per, width, out, count);
 }
 
-// The bits from the highest one on.
+// The index of the highest one bit.
 DEVICE int level_of(u32 bits) {
     int level = 0;
     for (; bits > 1; bits >>= 1) level++;
     return level;
 }
 
-// The sum in the tree over the ids, of which only some are there. Two neighbours part where the highest bit differs;
-// left sides wait at that level until all that lies right of them below it is summed.
+// The sum in the tree over the ids, of which only some are present. Two neighbours separate at the highest bit that
+// differs; a left sum waits at that level until everything to its right below that level is summed.
 template <int N>
 DEVICE Vector<float, N> combine(const float* rows, const int* ids, const int* slots, const float* weights, i64 k, i64 width, i64 token, i64 column) {
     Vector<float, N> waiting[TREE_LEVELS], sum = {};

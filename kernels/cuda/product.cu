@@ -2,15 +2,17 @@
 //
 //   s = fma(a[i, last], b[last, j], .. fma(a[i, first], b[first, j], 0) ..)  over 256 terms,  run = s₀ + s₁ + ..
 //   c[i, j] = the sum in the balanced tree over the blocks, each the sum of its runs of terms;  or c[i, j] + s₀ + s₁ + ..
-//   the sum of two products: block l has the runs of block l of the first, then those of the second
+//   the sum of two products: block l has the runs of block l of the first, then of the second
 //
-// Shapes    a [m, k], b [k, n] with any strides between rows and columns, so that transposes need no copy; c [m, n]. The k terms are in segments;
-//           block l is the l-th of `blocks` slices of every segment, with boundaries rounded down.
-// Geometry  a thread an element of c, neighbours in a row.
-// Bytes     8 k read an element of c (4 k of bf16), most of them from the caches, and 4 written: an oracle for cuBLAS, and slow.
-// Bits      those of the CPU with fused multiply-adds: crates/cpu/src/kernels/gemm/mod.rs, matmul/reduction_blocks.rs. Operands of bf16 are
-//           rounded as float16.cuh's to_operand does; where the CPU has an instruction for pairs of them, partial sums below 2^-126 are zero
-//           there and not here.
+// Shapes    a [m, k], b [k, n] with any strides between rows and columns, so that transposes need no copy; c [m, n].
+//           The k terms are in segments; block l is the l-th of `blocks` slices of every segment, with boundaries
+//           rounded down.
+// Geometry  one thread per element of c, neighbours in a row.
+// Bytes     8 k read per element of c (4 k for bf16), most of them from the caches, and 4 written: an oracle for
+//           cuBLAS; slow.
+// Bits      as on the CPU with fused multiply-adds: crates/cpu/src/kernels/gemm/mod.rs, matmul/reduction_blocks.rs.
+//           Operands of bf16 are rounded as float16.cuh's to_operand does; where the CPU has an instruction for pairs
+//           of them, partial sums below 2^-126 are zero there and not here.
 #include "products.cuh"
 
 template <class T>
@@ -28,7 +30,7 @@ DEVICE void product(const T* a, i64 a_row, i64 a_term, const T* b, i64 b_term, i
     c[at] = tree.finish();
 }
 
-// c is overwritten, or added to if `accumulate` is not 0, which only sums of one block are.
+// c is overwritten, or added to if `accumulate` is not 0, which requires sums of one block.
 KERNEL product_f32(const float* a, i64 a_row, i64 a_term, const float* b, i64 b_term, i64 b_column, float* c, int accumulate, i64 k,
                    i64 segments, i64 blocks, i64 count, i64 n) {
     product(a, a_row, a_term, b, b_term, b_column, c, accumulate, k, segments, blocks, count, n);

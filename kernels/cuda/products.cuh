@@ -8,7 +8,7 @@
 DEVICE float term_of(const float* x, i64 i) { return x[i]; }
 DEVICE float term_of(const u16* x, i64 i) { return from_bf16(x[i]); }
 
-// What is summed so far, if anything: the first run is not added to a zero, which could change the sign of a zero.
+// The sum so far, if any: the first run is not added to a zero, which could change the sign of a zero.
 struct Runs {
     float sum;
     bool any;
@@ -29,7 +29,8 @@ struct Runs {
     }
 };
 
-// An element of a product: where its row of a and its column of b begin, their strides, and how the k terms are cut.
+// An element of a product: the starts of its row of a and its column of b, their strides, and how the k terms are cut
+// into blocks.
 template <class T> struct Terms {
     const T* a;
     i64 a_term;

@@ -19,7 +19,7 @@ DEVICE Words philox(u64 block, u32 k0, u32 k1) {
     return {{w0, w1, w2, w3}};
 }
 
-// In [0, 1), a multiple of 2^-24.
+// Uniform in [0, 1), a multiple of 2^-24.
 DEVICE float uniform(const Words& words, u64 index) {
     u32 at = static_cast<u32>(index & 3u);
     u32 word = at == 0 ? words.word[0] : at == 1 ? words.word[1] : at == 2 ? words.word[2] : words.word[3];

@@ -3,17 +3,17 @@
 //   out[i] = Σ_ranks inputs[rank][i];  or their maximum or minimum
 //
 // Shapes    inputs [ranks], the addresses of buffers [count]; out [count], which may be one of them.
-// Geometry a thread 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16 ranks,
-// else one after another; the sums that wait are in
-//           registers. Sums of vectors that follow each other, in the place of ranks: the same.
-// Bytes     an element of each rank read and one written.
-// Bits      those of the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32 and rounded once,
-//           integers wrap around. A maximum or minimum is NaN if any is.
+// Geometry  one thread per 16 bytes of each rank's buffer (neighbours.cuh), its elements side by side for fewer than 16
+//           ranks, else one after another; pending sums are in registers. The same for sums of consecutive vectors in
+//           place of ranks.
+// Bytes     reads an element per rank and writes one.
+// Bits      as in the communicator of threads, crates/core/src/comm/thread/reduce.rs: 16-bit numbers are added in f32
+//           and rounded once, integers wrap around. A maximum or minimum is NaN if any is.
 #include "float16.cuh"
 #include "tree.cuh"
 #include "neighbours.cuh"
 
-// A type of elements: how it is stored, and as what it is reduced.
+// A type of elements: its stored type, and its type in reductions.
 template <class T> struct Exact {
     using Stored = T;
     using Wide = T;
@@ -41,10 +41,10 @@ struct F16 {
     DEVICE static u16 store(float x) { return to_f16(x); }
 };
 
-// Levels of the tree of fewer than 16 ranks.
+// Levels of the tree for fewer than 16 ranks.
 #define FEW_LEVELS 4
 
-// `input_of(rank)` is where a rank's buffer begins.
+// `input_of(rank)` is the start of a rank's buffer.
 template <class Join, class Of, class Inputs>
 DEVICE void reduce_inputs(Inputs input_of, i64 ranks, typename Of::Stored* out, i64 count) {
     using Stored = typename Of::Stored;

@@ -1,14 +1,16 @@
-// Sums over a dim, what spreads a gradient over it, and softmax along rows (crates/tensor/src/kernel/reduction.rs).
+// Sums over a dim, the spread of a gradient over it, and softmax along rows (crates/tensor/src/kernel/reduction.rs).
 //
 //   out[b, o, i] = scale Σ_e x[o, e, i], e in the b-th of `blocks` slices of the dim;  dx[o, e, i] = scale dy[o, i]
 //   softmax: y = e^(x - max x) / Σ e^(x - max x);  dx = y (dy - Σ dy y), along rows
 //
-// Shapes    x, dx [outer, extent, inner]; out [blocks, outer, inner]; dy [outer, inner]. Of softmax all are [rows, n].
-// Geometry a thread a sum, in order; a thread four elements of dx, by 16 bytes where an inner row has them
-// (neighbours.cuh); a team of half warps a row of softmax (rows.cuh). Neighbouring threads
-//           of a sum read neighbouring inner elements: with an inner extent of 1 and a long dim it is slow.
-// Bytes     x once, out once; dy extent times, dx once. Softmax reads x three times and writes y once; backward reads both twice.
-// Bits      those of the CPU: sums over a dim in f64, rounded once (crates/cpu/src/kernels/reduction.rs, reduce.rs).
+// Shapes    x, dx [outer, extent, inner]; out [blocks, outer, inner]; dy [outer, inner]. For softmax, all are [rows,
+//           n].
+// Geometry  one thread per sum, in order; one thread per four elements of dx, by 16 bytes where an inner row has them
+//           (neighbours.cuh); one team of half warps per row of softmax (rows.cuh). Neighbouring threads of a sum read
+//           neighbouring inner elements: with an inner extent of 1 and a long dim it is slow.
+// Bytes     x once, out once; dy extent times, dx once. Softmax reads x three times and writes y once; backward reads
+//           both twice.
+// Bits      as on the CPU: sums over a dim in f64, rounded once (crates/cpu/src/kernels/reduction.rs, reduce.rs).
 #include "rows.cuh"
 #include "neighbours.cuh"
 

@@ -5,9 +5,10 @@
 //
 // Shapes    x, y, dy, dx [rows, n]; weight [n]; rstd [rows]; the parts of dweight [parts, n].
 // Geometry  as in layer_norm.cu.
-// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more read to accumulate); all half where tensors have
-//           16 bits (_16): x, weight, y, dy and dx. Wide rows as in layer_norm.cu.
-// Bits      those of the CPU: crates/cpu/src/kernels/rms_norm.rs; parts as in layer_norm.cu.
+// Bytes     forward 4 rows n read, and as many written, half if y is bf16; backward 8 rows n read, 4 written (4 more
+//           read to accumulate); all half where tensors have 16 bits (_16): x, weight, y, dy and dx. Wide rows as in
+//           layer_norm.cu.
+// Bits      as on the CPU: crates/cpu/src/kernels/rms_norm.rs; parts as in layer_norm.cu.
 #include "norm.cuh"
 
 template <int N, class In, class Out>
@@ -47,7 +48,7 @@ KERNEL rms_norm_forward_16(const u16* x, const u16* weight, float eps, u16* y, f
     rms_norm_forward_of<EIGHT>(halves(x, f16), halves(weight, f16), eps, halves(y, f16), rstd, rows, n);
 }
 
-// dx, which is overwritten, or added to if `accumulate` is not 0.
+// dx is overwritten, or added to if `accumulate` is not 0.
 KERNEL rms_norm_backward(const float* dy, const float* x, const float* weight, const float* rstd, const i64* starts, float* dx, int accumulate,
                          float* dweight, i64 n) {
     norm_backward<false>(dy, x, weight, nullptr, rstd, starts, dx, accumulate, dweight, nullptr, static_cast<int>(n));
@@ -95,7 +96,7 @@ KERNEL rms_norm_backward_wide_16(const u16* dy, const u16* x, const u16* weight,
     rms_norm_backward_wide_of<EIGHT>(halves(dy, f16), halves(x, f16), halves(weight, f16), rstd, halves(dx, f16), accumulate, rows, n);
 }
 
-// For each part, of the rows starts[part] .. starts[part + 1], the sum of dy x̂, one row after another.
+// For each part, the sum of dy x̂ over the rows starts[part] .. starts[part + 1], one row after another.
 template <int N, class In>
 DEVICE void rms_norm_parts(In dy, In x, const float* rstd, const i64* starts, float* dweight, i64 parts, i64 n) {
     RowPlace at = row_place<N>(parts, n);

@@ -2,14 +2,16 @@
 //
 //   (x, y) = features (i, i + head_dim/2);  (x, y) -> (x cos - y sin, y cos + x sin);  backward: by the angle's negative
 //
-// Shapes    from, to: `rows` rows `from_row` and `to_row` elements apart, each of `heads` heads of head_dim; angles [positions, 2, head_dim/2]:
-//           cosines, then sines; row r is at positions[r], or without positions at r % seq. Backward: from may be to.
-// Geometry  a thread 16 bytes of the first features of a head's pairs, and of the second ones (neighbours.cuh).
-// Bytes     16 read (half of them angles, which the heads of a row share in the cache) and 8 written a pair; in 16 bits (_16) 12 and 4.
-// Bits      those of the CPU: crates/cpu/src/kernels/attention/rotary.rs.
+// Shapes    from, to: `rows` rows `from_row` and `to_row` elements apart, each of `heads` heads of head_dim; angles
+//           [positions, 2, head_dim/2]: cosines, then sines; row r is at positions[r], or without positions at r % seq.
+//           Backward: from may be to.
+// Geometry  one thread per 16 bytes of the first features of a head's pairs, and of the second ones (neighbours.cuh).
+// Bytes     16 read (half of them angles, which the heads of a row share in the cache) and 8 written per pair; in 16
+//           bits (_16) 12 and 4.
+// Bits      as on the CPU: crates/cpu/src/kernels/attention/rotary.rs.
 #include "halves.cuh"
 
-// Where the pairs of a thread are, and the angles of N of them.
+// The places of a thread's pairs, and the angles of N of them.
 template <int N> struct Pairs {
     i64 from, to, first, half;
     Vector<float, N> cos, sin;
@@ -49,7 +51,7 @@ KERNEL rotary_forward_16(const u16* from, i64 from_row, const float* angles, con
     rotary_forward_of<EIGHT>(halves(from, f16), from_row, angles, positions, halves(to, f16), to_row, rows, seq, heads, head_dim);
 }
 
-// In place: the gradient before the rotation from that after it.
+// Computes, in place, the gradient before the rotation from the gradient after it.
 template <int N, class X>
 DEVICE void rotary_backward_of(X x, i64 row, const float* angles, const int* positions, i64 rows, i64 seq, i64 heads, i64 head_dim) {
     RowPlace at = row_place<N>(rows * heads, head_dim / 2);

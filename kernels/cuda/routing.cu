@@ -1,29 +1,31 @@
 // Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly
 // (crates/tensor/src/kernel/routing.rs).
 //
-//   ranked[t] = the experts by score + bias, of equal ones the lower first;  kept: a choice that finds room, first choices before second ones
+//   ranked[t] = the experts by score + bias, ties to the lower;  kept: choices within capacity, first choices before second ones
 //   w[t, j] = scale s[t, e_j] / (1e-20 + Σ_i s[t, e_i]), or scale s[t, e_j];  ds[t, e_j] = (dw[t, j] - Σ_i s_i dw_i / sum) scale / sum
 //   balance = scale Σ_e counts[e] Σ_t s[t, e];  z = mean_t ln(Σ_e e^x)²;  entropy = mean_t -Σ_e p ln p, p the scores over their sum
 //
-// Shapes    scores, logits [tokens, experts], the tokens of a sample one after another; ranked [tokens, width]; choices, kept, weights
-//           [tokens, k]; counts [samples, experts], or [experts] for all samples; losses and measures f64 [samples].
-// Launches a choice with its weights: without capacity and draws one, with a capacity three, where choices may go to
-// other experts five with a fill. Geometry the choice: a warp a token, which takes the largest of what is free `width`
-// times; a lane has every 32nd expert, so there are at most
-//           2048. Capacity: a warp a part of the tokens of a sample, which counts the choices of each expert (warp.cuh), and begins each behind those of the choices and parts
-//           before. Where a choice may go to another expert one thread has a sample, because each choice depends on all before it: slow. The rest: a thread a token, an
-//           element or a sum.
-// Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and of p parts a sample k p numbers an expert, of which each part reads
-//           k² p / 2 from the L2 cache.
-// Bits      those of the CPU (crates/cpu/src/kernels/routing.rs), where losses are summed in f64, but for two: z and its gradient need an
-//           exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and the host's C library round differently in the last
-//           bit; the gradient is rounded to f32 afterwards.
+// Shapes    scores, logits [tokens, experts], the tokens of a sample one after another; ranked [tokens, width];
+//           choices, kept, weights [tokens, k]; counts [samples, experts], or [experts] for all samples; losses and
+//           measures f64 [samples].
+// Launches  selection with weights: one without capacity and draws, three with a capacity, five (with a fill) if
+//           choices may be rerouted.
+// Geometry  selection: one warp per token, which takes the largest free score `width` times; a lane has every 32nd
+//           expert, so there are at most 2048 experts. Capacity: one warp per part of the tokens of a sample, which
+//           counts the choices of each expert (warp.cuh), starting from the counts of earlier choices and parts. With
+//           rerouting one thread per sample, because each choice depends on all before it: slow. The rest: one thread
+//           per token, element or sum.
+// Bytes     scores once, from the cache `width` times; with a capacity ranked twice and kept once, and with p parts per
+//           sample k p numbers per expert, of which each part reads k² p / 2 from the L2 cache.
+// Bits      as on the CPU (crates/cpu/src/kernels/routing.rs), where losses are summed in f64, with two exceptions: z
+//           and its gradient need an exponential and a logarithm in f64, and the entropy a logarithm, which CUDA's and
+//           the host's C library round differently in the last bit; the gradient is rounded to f32 afterwards.
 #include "random.cuh"
 #include "warp.cuh"
 
 #define NOWHERE 0x7fffffff
 
-// Of the numbers from 0 on that belong to a lane (lane, lane + 32, ..) those below n, a bit each.
+// One bit for each of the lane's numbers (lane, lane + 32, ..) that is below n.
 DEVICE u64 below(i64 n) {
     i64 lane = lane_of_warp(), count = n > lane ? (n - lane + WARP - 1) / WARP : 0;
     return count >= 64 ? ~0ull : (1ull << count) - 1;
@@ -36,8 +38,8 @@ struct Largest {
     float value;
 };
 
-// The first of the largest values that are free in the warp; NaN if that is the first of all, and passed over
-// otherwise.
+// The largest free value in the warp; ties go to the first. NaN wins only if it is the first of all free values, and is
+// skipped otherwise.
 template <class Value> DEVICE Largest largest(u64 free, Value value) {
     int first = NOWHERE, best = NOWHERE;
     float first_value = 0.0f, most = 0.0f;
@@ -76,7 +78,7 @@ DEVICE int smallest(u64 numbers) {
 // The expert of a place; without choices a token has all experts.
 DEVICE i64 chosen_at(const int* choices, i64 token, i64 place, i64 k) { return choices ? choices[token * k + place] : place; }
 
-// What the weights of a token are divided by.
+// The divisor of a token's weights.
 DEVICE float divisor_of(const float* row, const int* choices, i64 token, i64 k, int normalise) {
     if (!normalise) return 1.0f;
     float sum = 1e-20f;
@@ -87,7 +89,7 @@ DEVICE float divisor_of(const float* row, const int* choices, i64 token, i64 k, 
     return sum;
 }
 
-// The weights of a token's places begin, begin + step, ..
+// Writes the weights of a token's places begin, begin + step, ..
 DEVICE void weigh(const float* row, const int* choices, i64 token, i64 k, int normalise, float scale, float* out, i64 begin, i64 step) {
     float factor = scale / divisor_of(row, choices, token, k, normalise);
     for (i64 place = begin; place < k; place += step) {
@@ -96,9 +98,9 @@ DEVICE void weigh(const float* row, const int* choices, i64 token, i64 k, int no
     }
 }
 
-// `bias` may be none. `group_scores` [tokens, groups] is scratch, used where groups limit the choice. With `kept` all
-// choices are used, and come in ascending order, in both of the results, and with their weights; without, they come as
-// the token prefers them.
+// `bias` may be null. `group_scores` [tokens, groups] is scratch, used if groups limit the choice. With `kept`, all
+// choices are used: both results have them in ascending order, with weights. Without `kept`, choices are in the token's
+// order of preference.
 KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 groups, i64 top_groups, i64 group_best, i64 width,
                   float* group_scores, int* ranked, int* kept, int normalise, float scale, float* weights, i64 tokens) {
     i64 token = global_thread() / WARP;
@@ -110,7 +112,7 @@ KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 group
     if (top_groups < groups) {
         i64 size = experts / groups;
         auto members = [&](i64 group) { return below((group + 1) * size) & ~below(group * size); };
-        // A lane reads the scores that it wrote: those of every 32nd group.
+        // A lane reads only the scores that it wrote, of every 32nd group.
         float* of_groups = group_scores + token * groups;
         for (i64 group = 0; group < groups; group++) {
             u64 left = members(group);
@@ -147,14 +149,14 @@ KERNEL route_rank(const float* scores, const float* bias, i64 experts, i64 group
     weigh(row, ranked, token, width, normalise, scale, weights, lane, WARP);
 }
 
-// Whether GShard uses the second choice of a token: with twice its share of both.
+// Whether GShard uses the second choice of a token: with probability twice its share of the two scores.
 DEVICE bool second_is_used(const float* scores, const int* ranked, u32 key0, u32 key1, u64 index) {
     float first = scores[ranked[0]], second = scores[ranked[1]];
     float share = second / (first + second);
     return !(uniform(philox(index / 4, key0, key1), index) >= share + share);
 }
 
-// Brings the choices of a token into ascending order of experts, by insertion: there are few.
+// Brings the choices of a token into ascending order of experts, by insertion sort, because there are few.
 DEVICE void sort_choices(int* routed, int* kept, i64 k, i64 token) {
     i64 begin = token * k;
     for (i64 end = begin + 1; end < begin + k; end++) {
@@ -169,8 +171,8 @@ DEVICE void sort_choices(int* routed, int* kept, i64 k, i64 token) {
     }
 }
 
-// The choices with this number of the tokens of a sample, of which a warp has a part: token i has its expert, or -1 if
-// the draw passes over it. `draws`: whether second choices are drawn, by the token's index from `first_token` on.
+// The choices with this rank of a warp's part of the tokens of a sample: the expert of token i, or -1 if it is not
+// drawn. `draws`: whether second choices are drawn, by the token's index from `first_token` on.
 struct Drawn {
     const float* scores;
     const int* ranked;
@@ -186,8 +188,8 @@ struct Drawn {
     }
 };
 
-// How many choices with each number have each expert, by parts of `part` tokens of a sample of `each`, the last of it
-// fewer: counts [samples, k, parts, experts].
+// Counts the choices of each expert by the rank of the choice, in parts of `part` of the `each` tokens of a sample; the
+// last part may be smaller: counts [samples, k, parts, experts].
 KERNEL route_parts(const float* scores, const int* ranked, i64 experts, i64 k, int draws, u32 key0, u32 key1, i64 first_token, i64 part, i64 parts,
                    int* counts, i64 samples, i64 each) {
     i64 at = global_thread() / WARP;
@@ -200,9 +202,9 @@ KERNEL route_parts(const float* scores, const int* ranked, i64 experts, i64 k, i
     count_numbers(own, begin, smaller(begin + part, (sample + 1) * each), experts, drawn, [](i64, i64) {});
 }
 
-// Choices beyond the capacity are not used. Leaves the choices of a token in ascending order of experts, with their
-// weights. A warp has a part and counts into `taken` [samples, parts, experts], for each number of choices from the
-// counts of those before it.
+// Drops choices beyond the capacity, and leaves the choices of a token in ascending order of experts, with their
+// weights. Each warp has a part and counts into `taken` [samples, parts, experts]; for each rank of choices it starts
+// from the counts of the choices before.
 KERNEL route_limit(const float* scores, int* ranked, i64 experts, i64 k, i64 capacity, int draws, u32 key0, u32 key1, i64 first_token, i64 part,
                    i64 parts, const int* counts, int* taken, int* kept, int normalise, float scale, float* weights, i64 samples, i64 each) {
     i64 at = global_thread() / WARP;
@@ -256,8 +258,8 @@ KERNEL route_reroute(const float* scores, const int* ranked, i64 experts, i64 k,
     }
 }
 
-// The first k of a token's `width` experts: chosen, in ascending order; and routed, with those that are used in the
-// place of those chosen.
+// The first k of a token's `width` experts: chosen, in ascending order; and routed, with rerouted experts in place of
+// the chosen ones.
 KERNEL route_first(const int* ranked, const int* kept, i64 width, i64 k, int* chosen, int* routed, i64 tokens) {
     i64 token = global_thread();
     if (token >= tokens) return;
@@ -278,8 +280,8 @@ KERNEL route_sort(const float* scores, i64 experts, int* routed, int* kept, i64 
     weigh(scores + token * experts, routed, token, k, normalise, scale, weights, 0, 1);
 }
 
-// Expert choice: an expert takes a token if fewer than `capacity` tokens of the sample have larger scores, or equal
-// ones and come before it.
+// Expert choice: an expert takes a token if fewer than `capacity` tokens of the sample precede it, with larger scores,
+// or equal scores and a smaller index.
 KERNEL route_tokens(const float* scores, i64 experts, i64 capacity, int* kept, i64 count, i64 each) {
     i64 at = global_thread();
     if (at >= count) return;
@@ -389,7 +391,7 @@ KERNEL sample_means(const double* terms, double* out, i64 samples, i64 each) {
     out[sample] = sum / static_cast<double>(each);
 }
 
-// The share of a sample's `each` choices that are not used.
+// The fraction of a sample's `each` choices that are dropped.
 KERNEL route_unused(const int* kept, double* out, i64 samples, i64 each) {
     i64 sample = global_thread() / WARP;
     if (sample >= samples) return;

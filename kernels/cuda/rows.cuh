@@ -1,12 +1,12 @@
 // Sums and maxima along rows, in the order of crates/cpu/src/kernels/reduce.rs.
 //
 // The CPU cuts a row into blocks of 1024 elements, adds element i of a block to lane i % 16, the lanes as a balanced
-// tree (8, 4, 2, 1 apart), and the blocks one after another in f64. Here half a warp is those 16 lanes: it reads 64
+// tree (8, 4, 2, 1 apart), and the blocks one after another in f64. Here half a warp plays the 16 lanes: it reads 64
 // bytes at a time, and shuffles are the tree. A team of `halves` half warps has a row, a power of two that grows with
 // the row's blocks, so that a block of 256 threads has 16 rows of up to 1024 elements or one of more than 8192. Each
 // half warp takes every halves-th block of the row, and all threads of the team add the sums of the blocks in order.
 //
-// The maximum is taken in another order, which can only be seen if it is zero: whether it is -0 or 0.
+// The maximum is taken in another order, which matters only if the maximum is zero: it may be -0 or 0.
 #pragma once
 #include "math.cuh"
 #include "neighbours.cuh"
@@ -17,10 +17,10 @@
 
 struct Team {
     i64 row;      // its row
-    bool live;    // whether there is one
+    bool live;    // whether the row exists
     int halves;   // half warps of the team
-    int half;     // the one that this thread belongs to
-    int lane;     // the thread in it
+    int half;     // this thread's half warp
+    int lane;     // this thread's lane in its half warp
     int first;    // the team's first half warp, in the block of threads
 };
 
@@ -49,9 +49,9 @@ DEVICE Team team_of(i64 rows, i64 n) {
 DEVICE i64 first_of(const Team& team) { return static_cast<i64>(team.half) * ROW_LANES + team.lane; }
 DEVICE i64 stride_of(const Team& team) { return static_cast<i64>(team.halves) * ROW_LANES; }
 
-// sums[k] of the terms that term(i, terms) gives for each element of the row, the same in all threads of the team.
-// `partial` is shared memory of K * ROW_HALVES floats; of one for each half warp for K = 1. All threads of the block
-// call it, also those without a row.
+// sums[k] of the terms of term(i, terms) over the elements of the row; all threads of the team get the same sums.
+// `partial` is shared memory of K * ROW_HALVES floats; for K = 1, one float per half warp. All threads of the block
+// must call it, also threads without a row.
 template <int K, class Partial, class Term>
 DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K], Term term) {
     i64 blocks = (n + ROW_BLOCK - 1) / ROW_BLOCK;
@@ -82,13 +82,13 @@ DEVICE void row_sums(const Team& team, i64 n, Partial& partial, float (&sums)[K]
         for (int half = 0; half < team.halves && round + half < blocks; half++) {
             for (int k = 0; k < K; k++) total[k] += static_cast<double>(partial[k * ROW_HALVES + team.first + half]);
         }
-        __syncthreads();  // they are read: the next round, or the next call, may write
+        __syncthreads();  // they have been read: the next round, or the next call, may write
     }
     for (int k = 0; k < K; k++) sums[k] = static_cast<float>(total[k]);
 }
 
-// The largest element of the row, minus infinity if it is empty; NaN is passed over. A thread takes the N neighbours
-// that load(i) gives. Called as row_sums.
+// The largest element of the row, minus infinity if it is empty; NaN is skipped. A thread takes the N neighbours of
+// load(i). To be called like row_sums.
 template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& team, i64 n, Partial& partial, Load load) {
     float max = -INFINITE;
     if (team.live) {
@@ -109,11 +109,11 @@ template <int N, class Partial, class Load> DEVICE float row_max_of(const Team& 
         float other = partial[team.first + half];
         max = max > other ? max : other;
     }
-    __syncthreads();  // they are read
+    __syncthreads();  // they have been read
     return max;
 }
 
-// That of a row in memory.
+// The maximum of a row in memory.
 template <int N, class Partial, class Row> DEVICE float row_max(const Team& team, i64 n, Partial& partial, Row row) {
     return row_max_of<N>(team, n, partial, [=](i64 i) { return load_vector<N>(row, i, n); });
 }

@@ -1,13 +1,13 @@
-// The elements of a parameter that lie in flat vectors: runs, each consecutive in the whole parameter, which counts
-// matrix by matrix, and in the vectors.
+// The elements of a parameter in flat vectors, as runs: each run is consecutive in the vectors and in the whole
+// parameter, which is numbered matrix by matrix.
 //
-// They are numbered one after the other, 0 .. their number. `table` has for each run the number of its first element,
-// and after the last the number of all; then for each run that element's index in the whole parameter; then its place
-// in the vectors. Runs ascend in the whole parameter.
+// The elements are numbered 0, 1, .. over all runs. `table` has, for each run, the number of its first element, then
+// the total number of elements; then, for each run, that element's index in the whole parameter; then its place in the
+// vectors. Runs are sorted by index in the whole parameter.
 #pragma once
 #include "meshwork.cuh"
 
-// Where an element lies.
+// The place of an element.
 struct Spot {
     i64 element, place;
 };
@@ -21,7 +21,7 @@ struct LocalRuns {
     DEVICE i64 place(i64 run) const { return table[2 * count + 1 + run]; }
     DEVICE i64 length(i64 run) const { return table[run + 1] - table[run]; }
 
-    // The last of the runs whose number, as `of` gives it, is not above `x`; 0 if there is none.
+    // The last run whose number of(run) is not above `x`; 0 if there is none.
     template <class Of> DEVICE i64 last_up_to(i64 x, Of of) const {
         i64 low = 0, high = count;
         while (high - low > 1) {

@@ -1,15 +1,15 @@
-// Messages of few elements, the largest or drawn ones: their indices, and what moves by them.
+// Messages of few elements, the largest or randomly drawn: their indices, and gathers and scatters by them.
 // crates/compress/src/wire.rs has the format.
 //
-//   chosen = the `keep` largest |x| of each part, of equal ones the first;  out[i] = x[indices[i]] factor;  out[indices[i]] = values[i]
+//   chosen = the `keep` largest |x| of each part, ties to the first;  out[i] = x[indices[i]] factor;  out[indices[i]] = values[i]
 //
-// Shapes    x [len] in parts of `unit`; indices [count] (u32), ascending, below `below`: as a bitmap, or the low `width` bits of each and the rests as
-//           the number of zeros before a one. taken: a bitmap of u64.
-// Geometry choice: a block of threads a part, which finds the least key bit by bit; draws: one thread; decoding: one
-// block; else a thread a byte
-//           or an element.
-// Bytes     choice 128 read an element, most from the caches, and slow for one part of millions.
-// Bits      integers; those of the CPU: crates/compress/src/select.rs, indices.rs, sparse.rs. Infinities and NaN are larger than all numbers.
+// Shapes    x [len] in parts of `unit`; indices [count] (u32), ascending, below `below`: as a bitmap, or as the low
+//           `width` bits of each, and high parts encoded by the number of zeros before a one. taken: a bitmap of u64.
+// Geometry  choice: one block of threads per part, which finds the smallest kept key bit by bit; draws: one thread;
+//           decoding: one block; else one thread per byte or element.
+// Bytes     choice 128 read per element, most from the caches; slow for one part of millions of elements.
+// Bits      integers, as on the CPU: crates/compress/src/select.rs, indices.rs, sparse.rs. Infinities and NaN count as
+//           larger than all numbers.
 #include "message.cuh"
 #include "random.cuh"
 
@@ -21,7 +21,7 @@ DEVICE i64 plus(i64 a, i64 b) { return a + b; }
 KERNEL topk_choose(const float* x, i64 len, i64 unit, i64 keep, i64 last_keep, u32* indices) {
     SHARED(i64, parts, BLOCK_WARPS);
     i64 part = blockIdx.x, begin = part * unit, n = smaller(unit, len - begin), count = n == unit ? keep : last_keep;
-    // The largest key that `count` elements reach.
+    // The largest key that at least `count` elements reach.
     u32 threshold = 0;
     for (int bit = 30; bit >= 0; bit--) {
         u32 trial = threshold | 1u << bit;
@@ -49,7 +49,7 @@ KERNEL topk_choose(const float* x, i64 len, i64 unit, i64 keep, i64 last_keep, u
 // before.
 KERNEL draw_indices(const u8* draws, i64 count, i64 below, u64* taken) {
     if (global_thread() > 0) return;
-    // The values may draw from the same stream: another key.
+    // The values may draw from the same stream, so this uses another key.
     u32 key0 = ~get_u32(draws), key1 = get_u32(draws + 4);
     u64 start = static_cast<u64>(get_u32(draws + 12)) << 32 | get_u32(draws + 8);
     for (i64 i = 0; i < count; i++) {
@@ -63,7 +63,7 @@ KERNEL draw_indices(const u8* draws, i64 count, i64 below, u64* taken) {
     }
 }
 
-// The first of the ascending numbers that is at least x, as `of` gives them.
+// The first index whose number of(index) is at least x; the numbers ascend.
 template <class Of> DEVICE i64 first_from(i64 count, i64 x, Of of) {
     i64 low = 0, high = count;
     while (low < high) {
@@ -74,8 +74,8 @@ template <class Of> DEVICE i64 first_from(i64 count, i64 x, Of of) {
     return low;
 }
 
-// Sets a bit for each index shifted to the right by `width`, plus its number if `spread`: a bitmap, or the rests of
-// packed differences.
+// Sets bit (index >> `width`) for each index, plus the position of the index if `spread`: a bitmap, or the high parts
+// of packed differences.
 KERNEL indices_bits(const u32* indices, i64 count, int width, int spread, u8* to, i64 bytes) {
     i64 at = global_thread();
     if (at >= bytes) return;
@@ -85,7 +85,7 @@ KERNEL indices_bits(const u32* indices, i64 count, int width, int spread, u8* to
     to[at] = static_cast<u8>(byte);
 }
 
-// The low `width` bits of each index, one after the other.
+// Packs the low `width` bits of each index, one after the other.
 KERNEL indices_low(const u32* indices, i64 count, i64 width, u8* to, i64 bytes) {
     i64 at = global_thread();
     if (at >= bytes) return;
@@ -97,7 +97,8 @@ KERNEL indices_low(const u32* indices, i64 count, i64 width, u8* to, i64 bytes) 
     to[at] = static_cast<u8>(byte);
 }
 
-// What the above wrote. Finds another number of indices, and one that is not below `below`; they become 0.
+// Reads the indices written by the kernels above. Reports a wrong number of indices, and indices that are not below
+// `below`; these become 0.
 KERNEL indices_read(const u8* low, const u8* high, i64 high_bytes, i64 count, i64 below, int width, int spread, u32* indices,
                     i64* found) {
     SHARED(i64, parts, BLOCK_WARPS);

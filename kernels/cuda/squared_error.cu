@@ -1,13 +1,15 @@
-// Squared errors of samples, and how many rows have their target right.
+// Squared errors of samples, and the number of rows with a correct prediction.
 //
 //   loss[b, s] = scale Σ (x - t)² over block b of the elements of sample s;  dx = 2 scale dloss[s] (x - t)
-//   right[s] = the rows of sample s whose target has the largest logit, of equal ones the first
+//   right[s] = the rows of sample s whose target has the largest logit, ties to the first
 //
-// Shapes    x, t, dx [samples, elements]; loss f64 [blocks, samples]; the elements are in segments, block b is the b-th of `blocks` slices of every
-//           segment, with boundaries rounded down. logits [rows, width]; targets [rows], a negative one masks its row; right f64 [samples].
-// Geometry  a thread a sum, and an element of dx; a warp a row of logits, and a warp a sample that counts its rows.
-// Bytes     8 read an element, once for each sum; dx 8 read and 4 written; logits once.
-// Bits      those of the CPU, sums in f64 and in order: crates/cpu/src/kernels/reduction.rs, cpu/loss.rs.
+// Shapes    x, t, dx [samples, elements]; loss f64 [blocks, samples]; the elements are in segments, block b is the b-th
+//           of `blocks` slices of every segment, with boundaries rounded down. logits [rows, width]; targets [rows], a
+//           negative one masks its row; right f64 [samples].
+// Geometry  one thread per sum, and per element of dx; one warp per row of logits, and one warp per sample that counts
+//           its rows.
+// Bytes     8 read per element, once for each sum; dx 8 read and 4 written; logits once.
+// Bits      as on the CPU, sums in f64 and in order: crates/cpu/src/kernels/reduction.rs, cpu/loss.rs.
 #include "warp.cuh"
 
 KERNEL squared_error(const float* x, const float* targets, double* loss, double scale, i64 samples, i64 elements, i64 segments, i64 blocks) {
@@ -30,7 +32,7 @@ KERNEL squared_error_backward(const float* x, const float* targets, const double
     if (at < count) dx[at] = static_cast<float>(2.0 * scale * dloss[at / elements]) * (x[at] - targets[at]);
 }
 
-// 1 for each row that is right, 0 for the others. NaN is never right.
+// 1 for each correct row, else 0. A row with NaN as the target's logit is never correct.
 KERNEL correct_rows(const float* logits, const int* targets, i64 width, int* right, i64 rows) {
     i64 row = global_thread() / WARP;
     if (row >= rows) return;

@@ -4,9 +4,9 @@
 //   dgate = dy up σ (1 + gate (1 - σ)),  dup = dy silu(gate), in place of gate and up
 //
 // Shapes    x [count, 2]; out, dy [count].
-// Geometry  a thread four pairs, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh).
-// Bytes     8 read, 4 written a pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits (_16).
-// Bits      those of the CPU: crates/cpu/src/kernels/swiglu.rs.
+// Geometry  one thread per four pairs, eight where tensors have 16 bits, by 16 bytes (neighbours.cuh).
+// Bytes     8 read, 4 written per pair (2 if out is bf16); backward 12 read, 8 written; all half in 16 bits (_16).
+// Bits      as on the CPU: crates/cpu/src/kernels/swiglu.rs.
 #include "math.cuh"
 #include "halves.cuh"
 
@@ -19,7 +19,7 @@ DEVICE Logistic logistic(float x) {
 
 DEVICE float swiglu_of(float gate, float up) { return gate * logistic(gate).near * up; }
 
-// The gradients of a pair, in place of it.
+// The gradients of a pair, in place.
 DEVICE void swiglu_gradient(float g, float& gate, float& up) {
     Logistic sides = logistic(gate);
     float dgate = g * up * (sides.near * (gate * sides.far + 1.0f));

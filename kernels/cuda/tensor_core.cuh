@@ -1,18 +1,18 @@
-// What tensor cores need of PTX: products of 16 × 8 × 16, how their operands come from shared memory, and copies that
-// run behind the computation.
+// PTX instructions for tensor cores: products of 16 × 8 × 16, loads of their operands from shared memory, and copies
+// that overlap with computation.
 //
 // Each function has a device form, instructions of sm_80 and newer, and a host twin in ../host/tensor_core_host.h with
-// the same places of elements in lanes, so that a kernel runs on the host as it is. There a chunk that is touched
-// between the begin of its copy and the wait for it is a fault.
+// the same places of elements in lanes, so that a kernel runs unchanged on the host. The host reports a chunk that is
+// accessed between the start of its copy and the wait for it.
 //
 // Places    (PTX ISA, "Matrix Fragments for mma.m16n8k16") of lane = 4 g + t, two neighbouring elements to a word:
 //           A [16, 16]  word 0: row g, k = 2t; 1: row g + 8, k = 2t; 2: row g, k = 2t + 8; 3: row g + 8, k = 2t + 8
 //           B [16, 8]   word 0: k = 2t, column g; 1: k = 2t + 8, column g
 //           C [16, 8]   0, 1: row g, columns 2t, 2t + 1; 2, 3: row g + 8
 //           So two neighbouring tiles of C, rounded, are one A: a product feeds the next without shared memory.
-// Tiles     rows of WIDTH elements of 16 bits, a multiple of 64, in chunks of 8 (16 bytes). Chunk c of row r lies at c ^ (r & 7): the 8 rows of
-//           one matrix that ldmatrix reads, and the 8 chunks that 8 lanes of a copy write, are in 8 different groups of 4 banks, so that
-//           neither has a conflict of banks.
+// Tiles     rows of WIDTH elements of 16 bits, a multiple of 64, in chunks of 8 (16 bytes). Chunk c of row r lies at c
+//           ^ (r & 7): the 8 rows of one matrix that ldmatrix reads, and the 8 chunks that 8 lanes of a copy write, are
+//           in 8 different groups of 4 banks, so that neither has a conflict of banks.
 #pragma once
 #include "float16.cuh"
 #include "warp.cuh"
@@ -25,22 +25,22 @@ struct alignas(16) Chunk {
 
 #ifndef TENSOR_CORE_TWINS
 
-// A tile in the shared memory that the launch gives: TILES takes all of it, once in a kernel.
+// A tile in dynamic shared memory: TILES takes all of it, once in a kernel.
 #define TILES(name, count) extern __shared__ __align__(1024) u16 name[]
 
 using Tiles = u16*;
 
 DEVICE u32 shared_address(const u16* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// d += a b, added up in f32.
+// d += a b, summed in f32.
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 × 8, lane l giving the place of row l % 8 of matrix l / 8. Word m of lane 4 g + t: row g, columns
-// 2t and 2t + 1 of matrix m.
+// Four matrices of 8 × 8, where lane l gives the place of row l % 8 of matrix l / 8. Word m of lane 4 g + t: row g,
+// columns 2t and 2t + 1 of matrix m.
 DEVICE void load_matrices(u32 (&words)[4], Tiles tiles, int at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -56,8 +56,8 @@ DEVICE void load_matrices_transposed(u32 (&words)[4], Tiles tiles, int at) {
                  : "memory");
 }
 
-// Begins to copy a chunk to shared memory; zeros if it is not `inside`. `from` is a multiple of 16 bytes, and an
-// address that may be read.
+// Starts to copy a chunk to shared memory; zeros if it is not `inside`. `from` must be a readable address at a multiple
+// of 16 bytes.
 DEVICE void copy_begin(Tiles tiles, int at, const u16* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tiles + at)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
@@ -65,10 +65,10 @@ DEVICE void copy_begin(Tiles tiles, int at, const u16* from, bool inside) {
 // Ends a group of copies of this thread.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits for all groups of this thread but the last PENDING. A barrier then shows them to the others.
+// Waits for all groups of this thread but the last PENDING. A barrier then makes them visible to the other threads.
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// Two results to two operands, the first one in the lower half.
+// Packs two results into two operands, the first in the lower half.
 DEVICE u32 pack(float low, float high) {
     u32 word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -91,11 +91,11 @@ DEVICE Chunk read_chunk(Tiles tiles, int at) { return *reinterpret_cast<const Ch
 DEVICE Chunk load_chunk(const u16* from) { return *reinterpret_cast<const Chunk*>(from); }
 DEVICE void store_chunk(u16* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>(to) = chunk; }
 
-// Where chunk `chunk` of row `row` of a tile begins.
+// The start of chunk `chunk` of row `row` of a tile.
 template <int WIDTH> DEVICE int place(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) * CHUNK); }
 
 // The place of chunk `half` of row `row`, of this lane, in a piece of a tile that begins at a row that is a multiple of
-// 8. Of column 16 e it is that with 16 e added without carry: one instruction for each load, and one register for all.
+// 8. For column 16 e, XOR the place with 16 e: one instruction for each load, and one register for all.
 template <int WIDTH> DEVICE int lane_place(int row, int half, int column) { return place<WIDTH>(row, half) ^ column; }
 
 // A of rows row .. row + 16 and columns column .. column + 16 of a tile. Rows are multiples of 8, columns of 16, here
@@ -111,39 +111,39 @@ template <int WIDTH> DEVICE void load_a_transposed(u32 (&a)[4], Tiles tiles, int
     load_matrices_transposed(a, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
 }
 
-// Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the 8 behind them. k =
-// column .. column + 16.
+// Two B from a tile whose rows are columns of B: words 0, 1 of columns row .. row + 8; 2, 3 of the next 8. k = column
+// .. column + 16.
 template <int WIDTH> DEVICE void load_b(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane / 16 * 8 + lane % 8, lane / 8 % 2, column));
 }
 
-// Two B from a tile whose rows are k: words 0, 1 of columns column .. column + 8; 2, 3 of the 8 behind them. k = row ..
-// row + 16.
+// Two B from a tile whose rows are k: words 0, 1 of columns column .. column + 8; 2, 3 of the next 8. k = row .. row +
+// 16.
 template <int WIDTH> DEVICE void load_b_transposed(u32 (&b)[4], Tiles tiles, int tile, int row, int column) {
     int lane = lane_of_warp();
     load_matrices_transposed(b, tiles, tile + row * WIDTH + lane_place<WIDTH>(lane % 16, lane / 16, column));
 }
 
-// Zeros.
+// Sets all sums to zero.
 template <int N> DEVICE void clear(float (&c)[N][4]) {
 #pragma unroll
     for (int j = 0; j < N; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.0f;
 }
 
-// A of two neighbouring tiles of C.
+// A from two neighbouring tiles of C.
 DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack(left[0], left[1]), a[1] = pack(left[2], left[3]);
     a[2] = pack(right[0], right[1]), a[3] = pack(right[2], right[3]);
 }
 
-// All of them.
+// A from all pairs of neighbouring tiles of C.
 template <int K> DEVICE void as_operands(u32 (&a)[K][4], const float (&c)[2 * K][4]) {
 #pragma unroll
     for (int k = 0; k < K; k++) as_operand(a[k], c[2 * k], c[2 * k + 1]);
 }
 
-// Sum and maximum over the four lanes that have a row of C.
+// Sum and maximum over the four lanes that share a row of C.
 DEVICE float sum_of_row(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
@@ -154,9 +154,9 @@ DEVICE float largest_of_row(float x) {
     return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
 }
 
-// Begins to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column
-// `width`. A thread has the same chunk of every THREADS * CHUNK / WIDTH-th row, a multiple of 8 rows, whose place is
-// always as far from the last.
+// Starts to copy ROWS rows, `row` apart in memory from `from` on, into a tile; zeros beyond row `end` and beyond column
+// `width`. A thread copies the same chunk of every THREADS * CHUNK / WIDTH-th row; this is a multiple of 8 rows, so
+// that consecutive places have a constant distance.
 template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, const u16* from, i64 row, int first, int end, int width) {
     constexpr int STEP = THREADS * CHUNK / WIDTH;
     int r = static_cast<int>(threadIdx.x) / (WIDTH / CHUNK), chunk = static_cast<int>(threadIdx.x) % (WIDTH / CHUNK);
@@ -170,13 +170,13 @@ template <int ROWS, int WIDTH> DEVICE void copy_rows(Tiles tiles, int tile, cons
     }
 }
 
-// Writes the tiles of C that each warp has of its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane,
-// through a tile to memory: whole chunks, where 4 lanes of a row would write 16 bytes in 4 pieces. Barriers of the
-// block are inside.
+// Writes each warp's tiles of C for its 16 rows, times `upper` (rows g) and `lower` (rows g + 8) of the lane, through a
+// tile to memory: in whole chunks, where 4 lanes of a row would otherwise write 16 bytes in 4 pieces. Contains barriers
+// of the block.
 template <int WIDTH>
 DEVICE void store_rows(Tiles tiles, int tile, const float (&c)[WIDTH / 8][4], float upper, float lower, u16* to, i64 row, int first, int end, int width) {
     int lane = lane_of_warp(), g = static_cast<int>(threadIdx.x) / WARP * 16 + lane / 4, t = lane % 4;
-    __syncthreads();  // what was in the tile is read
+    __syncthreads();  // the old contents of the tile have been read
 #pragma unroll
     for (int j = 0; j < WIDTH / 8; j++) {
         write_word(tiles, tile + place<WIDTH>(g, j) + 2 * t, pack(c[j][0] * upper, c[j][1] * upper));

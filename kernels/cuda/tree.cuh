@@ -1,8 +1,8 @@
-// The balanced tree of crates/core/src/tree.rs: values that arrive in order, joined as a binary counter carries.
+// The balanced tree of crates/core/src/tree.rs: values that arrive in order are combined as a binary counter carries.
 #pragma once
 #include "meshwork.cuh"
 
-// Up to 2^LEVELS - 1 leaves: more than ranks of a group, samples of a batch, or heads of a group.
+// Up to 2^LEVELS - 1 leaves: more than the ranks of a group, the samples of a batch, or the heads of a group.
 #define TREE_LEVELS 16
 
 // Integers wrap around.
@@ -22,7 +22,7 @@ struct Min {
     template <class T> DEVICE static T join(T a, T b) { return a < b || a != a ? a : b; }
 };
 
-// Slots are in registers: every index is known when it is compiled.
+// Slots are in registers: every index is known at compile time.
 template <class Join, class T, int LEVELS = TREE_LEVELS> struct TreeOf {
     T slot[LEVELS];
     u32 count;
@@ -45,7 +45,7 @@ template <class Join, class T, int LEVELS = TREE_LEVELS> struct TreeOf {
         count++;
     }
 
-    // All leaves joined; 0 if there are none.
+    // The result over all leaves; 0 if there are none.
     __device__ __forceinline__ T finish() const {
         T x = T(0);
         bool any = false;

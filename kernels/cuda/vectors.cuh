@@ -1,6 +1,6 @@
-// Many vectors in one launch: a table has the addresses of each, its count, and its first piece among the pieces of
-// all. A block, a warp or a thread has a piece. The table does not change from step to step, and the numbers of the
-// step are arguments (crates/cuda/src/device/vectors.rs).
+// Many vectors in one launch: a table has, for each vector, its addresses, its count, and the number of its first
+// piece. A block, a warp or a thread processes a piece. The table does not change from step to step; the step's scalars
+// are arguments (crates/cuda/src/device/vectors.rs).
 #pragma once
 #include "meshwork.cuh"
 
@@ -8,8 +8,8 @@ struct Piece {
     i64 vector, number;
 };
 
-// The piece with this number of all: which vector's, and which of its own. `starts` has the first piece of each vector;
-// an empty one has none.
+// The piece with this number: its vector, and its number in that vector. `starts` has the first piece of each vector;
+// an empty vector has none.
 DEVICE Piece piece_of(const i64* starts, i64 vectors, i64 piece) {
     i64 vector = range_of(starts, vectors, piece);
     return Piece{vector, piece - starts[vector]};

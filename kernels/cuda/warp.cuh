@@ -1,4 +1,4 @@
-// Warps that count.
+// Counting within warps.
 #pragma once
 #include "meshwork.cuh"
 
@@ -8,17 +8,17 @@
 
 DEVICE int lane_of_warp() { return static_cast<int>(threadIdx.x) % WARP; }
 
-// The bits of the lanes before this one.
+// A mask of the lanes before this one.
 DEVICE u32 lanes_below(int lane) { return (1u << lane) - 1u; }
 
-// The same in all lanes.
+// The sum over the warp; all lanes get it.
 DEVICE i64 sum_of_warp(i64 x) {
     for (int width = WARP / 2; width > 0; width /= 2) x += __shfl_xor_sync(FULL_WARP, x, width);
     return x;
 }
 
-// The lanes that are `there` with the same number as this one, of numbers from 0 to end - 1. All lanes of a warp come
-// here.
+// A mask of the lanes with `there` and the same number as this lane; numbers are from 0 to end - 1. All lanes of a warp
+// must call it.
 DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
     u32 lanes = __ballot_sync(FULL_WARP, there);
     for (i64 bit = 1; bit < end; bit *= 2) {
@@ -28,9 +28,9 @@ DEVICE u32 lanes_with(bool there, i64 number, i64 end) {
     return lanes;
 }
 
-// Counts the numbers of begin .. end in the warp's counts [numbers], which the warp has written: number_of(i) is one
-// below `numbers`, or none. In the order of i, 32 at a time. Calls of(i, count) with how many had the number of i
-// before it, -1 if it has none. All lanes of a warp come here.
+// Adds the numbers of begin .. end to the warp's counts [numbers], which the warp has initialised. number_of(i) is a
+// number below `numbers`, or none. Goes in the order of i, 32 at a time, and calls of(i, count) with the count of i's
+// number before i, or -1 if i has none. All lanes of a warp must call it.
 template <class Number, class Of> DEVICE void count_numbers(int* counts, i64 begin, i64 end, i64 numbers, Number number_of, Of of) {
     int lane = lane_of_warp();
     for (i64 next = begin; next < end; next += WARP) {

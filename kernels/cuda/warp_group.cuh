@@ -1,16 +1,17 @@
-// Products of four warps by the instructions that sm_90a alone has (wgmma): 64 rows at a time, both operands or the
+// Products of four warps by wgmma, instructions that only sm_90a has: 64 rows at a time, with both operands or only the
 // right one from shared memory.
 //
-// Each function has a device form and a host twin in ../host/tensor_core_host.h, which takes descriptors apart as the
-// PTX ISA says ("Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions") and computes when it is waited
-// for. No header of the toolkit is needed.
+// Each function has a device form and a host twin in ../host/tensor_core_host.h, which decodes descriptors as in the
+// PTX ISA ("Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions") and computes at the wait. No header
+// of the CUDA toolkit is needed.
 //
 // Places    accumulators: warp w of the four has rows 16 w .. 16 w + 16, in each the places of C in tensor_core.cuh; A in registers likewise.
-// Panels    operands in shared memory: panels of 64 columns, rows of 128 bytes, chunks where place<64> of tensor_core.cuh has them, which is the 128-byte
-//           swizzle of the hardware if the panel begins at a multiple of 1024 bytes. Rows follow each other by 128 bytes, groups of 8 by 1024.
-// Order     warp_group_begin() before the first product that reads registers which other instructions wrote; commit and wait before anybody reads the
-//           accumulators or writes what is read. Tiles are filled by bulk_copy.cuh: what other instructions write would need a fence
-//           (fence.proxy.async) before these read it.
+// Panels    operands in shared memory: panels of 64 columns, rows of 128 bytes, chunks at place<64> of tensor_core.cuh,
+//           which is the 128-byte swizzle of the hardware if the panel begins at a multiple of 1024 bytes. Rows are 128
+//           bytes apart, groups of 8 rows 1024.
+// Order     warp_group_begin() before the first product that reads registers written by other instructions; commit and
+//           wait before any thread reads the accumulators or overwrites operands. Tiles are filled by bulk_copy.cuh:
+//           writes by other instructions would need a fence (fence.proxy.async) before products read them.
 #pragma once
 #include "tensor_core.cuh"
 
@@ -18,7 +19,7 @@
 
 #ifndef TENSOR_CORE_TWINS
 
-// The low bits of an address in shared memory, as descriptors have them.
+// The low bits of an address in shared memory, as in descriptors.
 DEVICE u64 descriptor_address(Tiles tiles, int at) { return (shared_address(tiles + at) & 0x3ffffu) >> 4; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -103,7 +104,7 @@ DEVICE void warp_group_product_of(float (&d)[16][4], Tiles, const u32 (&a)[4], u
 
 #else
 
-// Other targets compile the kernels, and nobody launches them there.
+// Other targets compile these kernels but never launch them.
 DEVICE void warp_group_begin() { asm volatile("trap;"); }
 DEVICE void warp_group_commit() {}
 template <int PENDING> DEVICE void warp_group_wait() {}
@@ -113,9 +114,9 @@ template <int N> DEVICE void warp_group_product_of(float (&)[N][4], Tiles, const
 #endif
 #endif
 
-// What products are told of an operand in shared memory: `at` is where its first row begins, plus 16 for each step over
-// columns in a panel; `next_panel` how many elements lie between panels, which only an operand needs whose rows are
-// summed over (tensor_core.cuh calls that transposed).
+// The descriptor of an operand in shared memory for products: `at` is the start of its first row, plus 16 for each step
+// over columns in a panel; `next_panel` is the distance between panels in elements, needed only for an operand whose
+// rows are summed over (transposed, in tensor_core.cuh).
 DEVICE u64 descriptor(Tiles tiles, int at, int next_panel) {
     u64 swizzle = 1ull << 62, group_of_rows = static_cast<u64>(8 * 2 * PANEL / 16) << 32;
     return descriptor_address(tiles, at) | static_cast<u64>(2 * next_panel / 16) << 16 | group_of_rows | swizzle;

@@ -1,25 +1,26 @@
 // Windows that slide over images, channels last: patches of convolutions, and pools
 // (crates/tensor/src/kernel/windows.rs).
 //
-//   patches[w, e] = the pixel under element e of window w, 0 beyond the edges;  dx = for each pixel Σ over the windows that hold it
-//   max pool: the largest pixel of each window, NaN above all, of equal ones the first; its place counts pixels of the window, padding included
+//   patches[w, e] = the pixel under element e of window w, 0 beyond the edges;  dx = for each pixel Σ over the windows that contain it
+//   max pool: the largest pixel of each window, NaN above all, ties to the first; its place counts pixels of the window, padding included
 //   average pool: Σ over the window / (down · across), padding counted
 //
-// Shapes    x, dx [samples, height, width, channels]; windows [samples, rows, columns]; patches [windows, down, across, channels];
-//           pools and places [windows, channels], places in bytes or i32.
-// Geometry a thread an element of what is written. A thread of dx gathers from its windows in their order, so nothing
-// is added twice at once.
-// Bytes     of patches 4 read and 4 written an element; of dx what the windows hold read, 4 written; of pools the window read, 4 + place written.
-// Bits      those of the CPU: crates/cpu/src/kernels/windows.rs.
+// Shapes    x, dx [samples, height, width, channels]; windows [samples, rows, columns]; patches [windows, down, across,
+//           channels]; pools and places [windows, channels], places in bytes or i32.
+// Geometry  one thread per element of the output. A thread of dx gathers from its windows in order, so no two threads
+//           add to one element.
+// Bytes     patches 4 read and 4 written per element; dx reads its elements of the windows and writes 4; pools read the
+//           window and write 4 + place.
+// Bits      as on the CPU: crates/cpu/src/kernels/windows.rs.
 #include "math.cuh"
 
-// What all kernels take of the windows; in padded coordinates the image begins at `padding`.
+// The windows, as arguments of all kernels; in padded coordinates the image begins at `padding`.
 struct Windows {
     i64 height, width, channels, rows, columns, down, across, stride, padding;
 };
 
-// The window and the channel of an element of [samples, rows, columns, channels]: the sample, and where the window
-// begins.
+// The window and the channel of an element of [samples, rows, columns, channels]: the sample, and the start of the
+// window.
 struct Corner {
     i64 sample, top, left, channel;
 };
@@ -36,7 +37,7 @@ DEVICE i64 pixel(const Windows& w, i64 sample, i64 row, i64 column, i64 channel)
     return ((sample * w.height + row) * w.width + column) * w.channels + channel;
 }
 
-// Calls each(window, place) for the windows that hold an element of an image, in their order.
+// Calls each(window, place) for the windows that contain an element of an image, in order.
 template <class Each> DEVICE void for_holders(const Windows& w, i64 at, Each each) {
     i64 column = at / w.channels % w.width + w.padding, row = at / w.channels / w.width % w.height + w.padding;
     i64 sample = at / w.channels / w.width / w.height;
@@ -77,7 +78,7 @@ template <class Place> DEVICE void max_pool(const Windows& w, const float* x, fl
         i64 row = from.top + place / w.across, column = from.left + place % w.across;
         if (!inside(w, row, column)) continue;
         float value = x[pixel(w, from.sample, row, column, from.channel)];
-        // NaN replaces what is none, and is not replaced. What nothing beats, -∞ alone, is at the first pixel.
+        // NaN replaces any number and is never replaced. If no pixel beats -∞, the first pixel is the place.
         bool beats = value > best || (value != value && best == best);
         if (beats || best_place < 0) best_place = place;
         if (beats) best = value;

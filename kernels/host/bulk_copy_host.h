@@ -1,22 +1,22 @@
 // The twins of ../cuda/bulk_copy.cuh: copies of boxes and the barriers that count their bytes, on the host.
 // `cuda_host.h` includes this.
 //
-// A copy comes when somebody waits for the phase it belongs to. Until then its places must not be touched; after that
-// each thread may read them that has waited for the phase itself, or for a barrier of the block behind such a wait.
+// A copy completes when a thread waits for its phase. Until then its places must not be accessed; afterwards a thread
+// may read them once it has waited for the phase, or for a barrier of the block after such a wait.
 #pragma once
 #include <map>
 
 namespace host {
 
-// A map of an operand, in the 128 bytes of the hardware's.
+// A map of an operand, in the 128 bytes of a hardware map.
 struct OperandMap {
-    uint64_t written;  // so that a map which nobody wrote is found
+    uint64_t written;  // detects a map that was never written
     uint64_t from, samples, rows, heads, features, row;
 };
 constexpr uint64_t WRITTEN = 0x70616d206c6c6177;
 constexpr int BOX = 64;  // rows and features of a copy
 
-// A box on its way.
+// A box in flight.
 struct Box {
     Shared<uint16_t>* tiles;
     int to;
@@ -29,21 +29,21 @@ struct ByteBarrier : Phases {
     bool arrived = false;
     std::deque<Box> boxes;
 
-    // Ends the phase if all bytes that it expects have come.
+    // Ends the phase if all expected bytes have arrived.
     void settle() {
         if (!arrived || come != expected) return;
         completed++, expected = come = 0, arrived = false;
     }
 };
 
-// The barrier at a place of tiles, in this block; null before it begins.
+// The barrier at a place of tiles, in this block; null before it is initialised.
 inline std::map<std::pair<const void*, int>, ByteBarrier>& byte_barriers() {
     static std::map<std::pair<const void*, int>, ByteBarrier> all;
     return all;
 }
 
 inline ByteBarrier& byte_barrier(Shared<uint16_t>& tiles, int at) {
-    static_cast<void>(static_cast<uint16_t>(tiles[at]));  // a read, which a race with its begin is found by
+    static_cast<void>(static_cast<uint16_t>(tiles[at]));  // a read, to detect a race with the barrier's initialisation
     auto found = byte_barriers().find({&tiles, at});
     if (found == byte_barriers().end() || found->second.block != block_epoch) fail("no mbarrier begins at this place");
     return found->second;

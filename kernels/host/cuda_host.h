@@ -1,19 +1,19 @@
-// CUDA C++ on the host: what the kernels of ../cuda use of it, for g++ on x86-64, with checks.
+// CUDA C++ on the host: the subset that the kernels of ../cuda use, for g++ on x86-64, with checks.
 //
-// Every thread of a block is a fiber with a stack of its own. A fiber runs until it waits (for its block at
-// __syncthreads, or for its warp at a shuffle) or ends; the next one then runs. Their order, and that of the blocks,
-// follows from a seed: a kernel whose results depend on it has a race. A launch fails, with a message that names the
-// thread, if
+// Every thread of a block is a fiber with its own stack. A fiber runs until it waits (for its block at __syncthreads,
+// or for its warp at a shuffle) or ends; the next one then runs. A seed determines their order and the order of the
+// blocks: a kernel whose results depend on the seed has a race. A launch fails, with a message that names the thread,
+// if
 //
-// - two threads touch a word of shared memory, at least one writes it, and no barrier of the block is between them:
-//   this is found whatever the order in which they ran, because each word knows who read and wrote it since the last
-//   barrier;
-// - a thread reads a word of shared memory that nobody in its block has written, or touches one beyond the array;
-// - threads wait at a barrier or shuffle that others of their block or warp never reach, or for bytes that never come.
+// - two threads touch a word of shared memory, at least one writes it, and no barrier of the block separates them. This
+//   is detected in any order of execution, because each word records its readers and writers since the last barrier;
+// - a thread reads a word of shared memory that no thread of its block has written, or accesses one beyond the array;
+// - threads wait at a barrier or shuffle that other threads of their block or warp never reach, or for bytes that never
+//   arrive.
 //
-// Not here: memory shared by blocks that run at the same time (blocks run one after the other), order between the
-// threads of a warp without a barrier of the block, atomics, and the time anything takes. Instructions that only PTX
-// has are in tensor_core_host.h and bulk_copy_host.h.
+// Not modelled: memory shared by concurrent blocks (blocks run one after the other), order between the threads of a
+// warp without a barrier of the block, atomics, and time. Instructions that only PTX has are in tensor_core_host.h and
+// bulk_copy_host.h.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -40,7 +40,7 @@ struct Dim3 {
 
 enum class State { runnable, at_block, at_warp, at_phase, done };
 
-// A barrier that counts phases of its own: how many are over, and how many were when each thread last waited.
+// A barrier that counts its phases: how many have completed, and how many had completed when each thread last waited.
 struct Phases {
     uint64_t block = 0;
     uint32_t completed = 0;
@@ -55,11 +55,11 @@ struct Fiber {
     Dim3 thread;
     unsigned index;
     State state;
-    uint64_t slot[2];   // what it gave to a shuffle, and to the one before
-    unsigned shuffles;  // how many it has passed
-    char given[2][32];  // what it gave to an instruction of the whole warp, and to the one before
-    unsigned gathers;   // how many of these it has passed
-    const Phases* waits_for;  // at_phase: until a phase of this parity is over
+    uint64_t slot[2];   // its values in the last two shuffles
+    unsigned shuffles;  // shuffles passed
+    char given[2][32];  // its operands of the last two warp-wide instructions
+    unsigned gathers;   // warp-wide instructions passed
+    const Phases* waits_for;  // in state at_phase: waits until a phase of this parity completes
     unsigned parity;
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack;
@@ -73,9 +73,9 @@ inline Fiber* current;
 inline std::vector<Fiber> fibers;
 inline unsigned live;  // fibers of this block
 inline Dim3 block_index, block_dim, grid_dim;
-inline uint64_t epoch;        // barriers so far, over all blocks: no two stretches between barriers have the same
-inline uint64_t block_epoch;  // the first of this block
-inline size_t given_bytes;    // of shared memory, by the launch
+inline uint64_t epoch;        // barriers so far, over all blocks: unique for each interval between barriers
+inline uint64_t block_epoch;  // the first epoch of this block
+inline size_t given_bytes;    // dynamic shared memory of the launch
 inline std::string message;   // why the launch failed
 inline bool abandoned;        // whether any launch has failed, with fibers that never ended
 inline std::function<void()> body;
@@ -111,7 +111,7 @@ meshwork_switch:
 .size meshwork_switch, . - meshwork_switch
 )");
 
-// Back to the scheduler; returns when it resumes this fiber, which it never does after `State::done` or a failure.
+// Switches to the scheduler, and returns when it resumes this fiber; never after `State::done` or a failure.
 inline void leave(State state) {
     Fiber* self = current;
     self->state = state;
@@ -129,7 +129,7 @@ inline void leave(State state) {
     message = what + " (thread " + std::to_string(current->thread.x) + " of block " + std::to_string(block_index.x) + ", " +
               std::to_string(block_index.y) + ")";
     leave(State::done);
-    abort();  // nobody resumes it
+    abort();  // never resumed
 }
 
 [[noreturn]] inline void entry() {
@@ -160,13 +160,13 @@ inline void start(Fiber& fiber, unsigned index) {
         fiber.stack = static_cast<char*>(memory);
     }
 #if defined(__SANITIZE_ADDRESS__)
-    // What ran here before left its outermost frames poisoned; all its frames if its launch failed.
+    // The previous fiber on this stack left its outermost frames poisoned, or all frames if its launch failed.
     size_t left = abandoned ? STACK : STACK / 64;
     __asan_unpoison_memory_region(fiber.stack + STACK - left, left);
     fiber.fake_stack = nullptr;
 #endif
     auto top = reinterpret_cast<void**>(fiber.stack + STACK);
-    *--top = nullptr;  // where entry would return to: keeps the stack aligned as after a call
+    *--top = nullptr;  // return address of entry: keeps the stack aligned as after a call
     *--top = reinterpret_cast<void*>(&entry);
     for (int i = 0; i < 6; i++) *--top = nullptr;
     fiber.stack_pointer = top;
@@ -188,7 +188,7 @@ inline std::vector<unsigned> order(unsigned count, uint64_t& seed) {
     return order;
 }
 
-// Lets waiting threads go on whose partners all wait too. False if there are none: all are done, or some wait for ever.
+// Resumes waiting threads whose partners all wait too. False if there are none: all are done, or some wait forever.
 inline bool release() {
     bool any = false;
     for (unsigned first = 0; first < live; first += WARP) {
@@ -260,8 +260,7 @@ inline const char* launch(std::function<void()> kernel, Dim3 grid, Dim3 block, s
     return nullptr;
 }
 
-// A barrier of the source that threads pass without waiting, for tests of the checks: the end of a file's name, and a
-// line.
+// A barrier of the source that threads skip, for tests of the checks: the end of a file name, and a line.
 inline std::string skipped_file;
 inline int skipped_line;
 
@@ -294,22 +293,22 @@ inline unsigned ballot(bool value) {
     return bits;
 }
 
-// An array in shared memory, whose words know who touched them since the last barrier.
+// An array in shared memory, whose words record the threads that accessed them since the last barrier.
 template <class T> class Shared {
     struct Word {
         T value;
-        uint64_t written, read;  // the epochs
+        uint64_t written, read;  // epochs of the last write and read
         unsigned writer, reader;
-        bool pending;       // a copy to it has begun, and its thread has not waited for it
-        const Phases* by;   // the barrier whose phase `phase` brought it, or null
+        bool pending;       // a copy to it has started, and its thread has not waited for it
+        const Phases* by;   // the barrier whose phase `phase` delivered it, or null
         uint32_t phase;
 
         bool has_come() const { return current->index < by->seen.size() && by->seen[current->index] > phase; }
     };
-    static constexpr unsigned SEVERAL = ~0u, BULK = ~1u;  // no thread: several, or a copy that threads wait for by a barrier of its own
+    static constexpr unsigned SEVERAL = ~0u, BULK = ~1u;  // not thread ids: several threads, or a bulk copy with its own barrier
     std::vector<Word> words;
     const char* name;
-    bool given;  // of the size that the launch says
+    bool given;  // dynamic: the launch sets its size
 
     [[noreturn]] void fault(const char* what, int i, unsigned other) const {
         fail(std::string(what) + " " + name + "[" + std::to_string(i) + "]" +
@@ -338,7 +337,7 @@ template <class T> class Shared {
         word.written = epoch, word.writer = current->index, word.value = value, word.pending = false;
     }
 
-    // A store that begins: from now on until `end` the word must not be touched.
+    // Starts a store: the word must not be accessed until `end`.
     void begin(int i) { store(i, T()), words[i].pending = true; }
 
     void end(int i, T value) {
@@ -346,7 +345,7 @@ template <class T> class Shared {
         word.written = epoch, word.writer = current->index, word.value = value, word.pending = false;
     }
 
-    // The end of a store whose reader waits for a phase.
+    // Ends a store whose reader waits for a phase.
     void come(int i, T value, const Phases* by, uint32_t phase) {
         Word& word = words[i];
         word.written = epoch, word.writer = BULK, word.value = value, word.pending = false, word.by = by, word.phase = phase;

@@ -1,4 +1,4 @@
-// All kernels as a shared library for the host: tests compile it, with `kernels.inc` generated from the crate's table.
+// All kernels as a shared library for the host, compiled by tests. `kernels.inc` is generated from the crate's table.
 #include "cuda_host.h"
 
 #include <type_traits>
@@ -18,8 +18,8 @@ template <class... A> struct Call {
     }
 };
 
-// A kernel of any type. Plain pointers, and a function for each list of types: a `std::function` for each kernel would
-// take the compiler longer than the kernels do.
+// A kernel of any type. Uses plain pointers and one function for each list of types, because a `std::function` per
+// kernel would take longer to compile than the kernels.
 struct Entry {
     const char* name;
     void (*kernel)();
@@ -31,13 +31,13 @@ struct Entry {
 
 }  // namespace
 
-// The table's types are those of the source, to the letter: `const` is part of them.
+// The types in the table must equal the types in the source exactly, including `const`.
 #define ENTRY(name, ...) \
     static_assert(std::is_same_v<decltype(&name), void (*)(__VA_ARGS__)>, #name ": the table has other arguments");
 #include "kernels.inc"
 #undef ENTRY
 
-// Runs a kernel in the order of threads that follows from the seed. Null, or why it failed.
+// Runs a kernel with threads in the order of the seed. Returns null, or the reason of the failure.
 extern "C" const char* meshwork_launch(const char* name, void** args, const unsigned* grid, const unsigned* block, unsigned shared,
                                        uint64_t seed) {
 #define ENTRY(kernel, ...) {#kernel, &kernel},
@@ -53,5 +53,5 @@ extern "C" const char* meshwork_launch(const char* name, void** args, const unsi
     return "no kernel of that name";
 }
 
-// Makes the barrier on this line of a file none; line 0 for none of them.
+// Disables the barrier on this line of a file; line 0 enables all barriers.
 extern "C" void meshwork_skip(const char* file, int line) { host::skipped_file = file, host::skipped_line = line; }

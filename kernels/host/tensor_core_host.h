@@ -1,4 +1,4 @@
-// The twins of ../cuda/tensor_core.cuh: what its instructions do with the elements of a warp's lanes, on the host.
+// Host twins of ../cuda/tensor_core.cuh: the effects of its instructions on the elements of a warp's lanes.
 // `cuda_host.h` includes this.
 #pragma once
 #include <deque>
@@ -7,7 +7,7 @@
 
 namespace host {
 
-// Chunks that a thread copies behind its computation: where to, what, and how many groups had ended before.
+// A chunk that a thread copies asynchronously: destination, contents, and the number of groups that had ended before.
 struct Copy {
     Shared<uint16_t>* tiles;
     int at;
@@ -15,7 +15,7 @@ struct Copy {
     unsigned group;
 };
 
-// Those of a thread in a block.
+// The pending copies of a thread of a block.
 struct Copies {
     uint64_t block;
     std::deque<Copy> begun;
@@ -30,7 +30,7 @@ inline Copies& copies_of_thread() {
     return mine;
 }
 
-// Gives `mine` to the other lanes of the warp, and returns theirs.
+// Exchanges `mine` with the other lanes of the warp, and returns the values of all lanes.
 template <class T> struct Lanes {
     const unsigned parity = current->gathers++ & 1;
     const unsigned first = current->index / WARP * WARP;
@@ -85,7 +85,7 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     }
 }
 
-// The row of a matrix that this lane names, given to the others.
+// Shares the matrix row that this lane addresses with the other lanes.
 inline host::Lanes<host::Halves> matrix_rows(Tiles tiles, int at) {
     if (at % 8) host::fail("ldmatrix at a place that is no multiple of 16 bytes");
     host::Halves row;
@@ -107,7 +107,7 @@ inline void load_matrices_transposed(uint32_t (&words)[4], Tiles tiles, int at) 
     }
 }
 
-// The chunk must not be touched until its thread has waited for it, nor by other threads until a barrier behind that.
+// The chunk must not be accessed until its thread has waited for it, nor by other threads until a barrier after that.
 inline void copy_begin(Tiles tiles, int at, const uint16_t* from, bool inside) {
     if (at % 8 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("cp.async with an address that is no multiple of 16 bytes");
     host::Copies& mine = host::copies_of_thread();
@@ -156,11 +156,11 @@ template <class Chunk> Chunk chunk_of(Tiles tiles, int at) {
 }
 #define read_chunk(tiles, at) chunk_of<Chunk>(tiles, at)
 
-// Products of four warps: ../cuda/warp_group.cuh. They are computed when they are waited for.
+// Products of four warps: ../cuda/warp_group.cuh. They are computed at the wait.
 
 namespace host {
 
-// An element of an operand in shared memory. `summed`: whether columns of the panel are summed over, else its rows are.
+// An element of an operand in shared memory. `summed`: whether the sum runs over columns of the panel, else over rows.
 inline float operand(Tiles tiles, uint64_t descriptor, unsigned row, unsigned column, bool summed) {
     auto bytes = [&](int bit) { return unsigned(descriptor >> bit & 0x3fff) << 4; };
     if (descriptor >> 62 != 1) fail("a descriptor without the swizzle of 128 bytes");
@@ -171,12 +171,12 @@ inline float operand(Tiles tiles, uint64_t descriptor, unsigned row, unsigned co
     return of_bf16(tiles[at / 2]);
 }
 
-// A product that has begun: rows of this lane's warp.
+// A started product: rows of this lane's warp.
 struct WarpGroupProduct {
     Shared<uint16_t>* tiles;
     float (*d)[4];
     unsigned columns;
-    const uint32_t* a_words;  // in registers, or null
+    const uint32_t* a_words;  // A in registers, or null
     uint32_t a_copy[4];
     uint64_t a, b;
     bool add;

@@ -1,4 +1,4 @@
-//! The sources, and the kernels that they define. The host library that the tests compile asserts each list of
+//! The sources, and the kernels that they define. The host library compiled by the tests asserts each list of
 //! arguments.
 //!
 //! More than 400 lines: every kernel with all its arguments.
@@ -31,7 +31,7 @@ sources! {
     low_rank nonzeros
 }
 
-/// The file of kernels of this name.
+/// The source file with this name.
 const fn source(name: &str) -> &'static Source {
     let mut at = 0;
     while !same(SOURCES[at].name, name) {
@@ -40,7 +40,7 @@ const fn source(name: &str) -> &'static Source {
     SOURCES[at]
 }
 
-/// Whether two texts are the same, where a constant is made.
+/// Whether two texts are equal, in a const context.
 pub(crate) const fn same(a: &str, b: &str) -> bool {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     let mut at = 0;
@@ -50,8 +50,8 @@ pub(crate) const fn same(a: &str, b: &str) -> bool {
     at == a.len() && at == b.len()
 }
 
-/// `name(pass Type name, ..) in file, Geometry;` for each kernel. One that has a form of 16 bits names it with its
-/// geometry behind: there `T` is numbers of 16 bits instead of f32, and a last argument says whether they are of f16.
+/// `name(pass Type name, ..) in file, Geometry;` for each kernel. A kernel with a 16-bit form names it last, with its
+/// geometry: in that form `T` is 16 bits instead of f32, and an extra last argument says whether the type is f16.
 macro_rules! kernels {
     ($($name:ident $args:tt in $file:ident, $geometry:expr $(, $half:ident = $half_geometry:expr)?;)*) => {
         /// All kernels.
@@ -93,41 +93,41 @@ macro_rules! element {
     };
 }
 
-/// Ids of a bucket, by which `embedding_backward` has its ids sorted. `items` of its geometry are rows of the table,
-/// `width` is the vectors of a row: of four elements, eight for `embedding_backward_16`.
+/// Ids per bucket; `embedding_backward` expects its ids sorted by bucket. In its geometry `items` are rows of the table
+/// and `width` is the number of vectors in a row: of four elements, eight for `embedding_backward_16`.
 pub const TABLE_ROWS: u64 = 64;
 
-/// Elements that a block of an update rule has: `items` of its geometry are those of each vector, rounded up to a
+/// Elements per block of an update rule: `items` of its geometry are the elements of each vector, rounded up to a
 /// multiple of this.
 pub const UPDATE_PIECE: u64 = 4 * THREADS as u64;
 
-/// Elements that a warp of `exact_squares` sums: `items` of its geometry are those of each vector divided by this,
-/// rounded up.
+/// Elements that a warp of `exact_squares` sums: `items` of its geometry are the elements of each vector divided by
+/// this, rounded up.
 pub const EXACT_PIECE: u64 = 16_384;
 
-/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are those of each vector divided by this,
-/// rounded up.
+/// Elements that a warp of `sum_of_squares` sums: `items` of its geometry are the elements of each vector divided by
+/// this, rounded up.
 pub const SQUARES_PIECE: u64 = 32_768;
 
 /// Rows of a result's tile in `grouped_tensor_*`: `items` of their geometry are the tiles of rows of all groups.
 pub const GROUPED_ROWS: u64 = 128;
 
-/// The longest rows of norms that are read once; backward, `Geometry::Parts`, longer ones have the kernels
-/// `*_backward_wide` and `*_backward_parts`.
+/// The longest rows that norms read only once. Backward of longer rows uses the kernels `*_backward_wide` and
+/// `*_backward_parts` instead of `Geometry::Parts`.
 pub const NORM_WIDTH: u64 = 8192;
 
-/// Bytes of bits that a block of `nonzeros_*` has: `items` of their geometry are the bytes divided by this, rounded up.
+/// Bytes of bits per block of `nonzeros_*`: `items` of their geometry are the bytes divided by this, rounded up.
 pub const NONZERO_CHUNK: u64 = 2048;
 
 const ELEMENTS: Geometry = Geometry::Elements { each: 1 };
 
-/// A thread for 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/neighbours.cuh`.
+/// One thread per 16 bytes of neighbours, of f64, f32, 16 bits or bytes: `cuda/neighbours.cuh`.
 const TWOS: Geometry = Geometry::Elements { each: 2 };
 const FOURS_OF_F32: Geometry = Geometry::Elements { each: 4 };
 const EIGHT: Geometry = Geometry::Elements { each: 8 };
 const SIXTEEN: Geometry = Geometry::Elements { each: 16 };
 
-/// A thread for four, eight or sixteen neighbours in a row; no thread takes elements of two rows.
+/// One thread per four, eight or sixteen neighbours in a row; no thread takes elements of two rows.
 const ROWS_BY_FOUR: Geometry = Geometry::RowVectors { each: 4 };
 const ROWS_BY_EIGHT: Geometry = Geometry::RowVectors { each: 8 };
 const ROWS_BY_SIXTEEN: Geometry = Geometry::RowVectors { each: 16 };
@@ -138,7 +138,7 @@ const fn flash(head_dim: u32, tiles: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles }
 }
 
-/// The same for the forms for sm_90a: beside tiles, barriers for their copies, and numbers of the columns:
+/// The same for the forms for sm_90a; shared memory also holds barriers for the copies, and numbers of the columns:
 /// `cuda/flash_sm90.cuh`.
 const fn flash_sm90(head_dim: u32, tiles: u32, stages: u32, numbers: u32) -> Geometry {
     Geometry::TensorTiles { rows: 128, shared: 2 * head_dim * tiles + 4 * numbers + 8 * (stages + 1) }
@@ -150,7 +150,7 @@ pub(crate) const fn grouped(columns: u32, stages: u32) -> Geometry {
     Geometry::TensorTiles { rows: columns, shared: 2 * 64 * (GROUPED_ROWS as u32 + columns) * stages }
 }
 
-/// A thread for the elements whose bits are one byte.
+/// One thread per eight elements, whose bits fill one byte.
 const BYTES: Geometry = Geometry::Elements { each: 8 };
 
 kernels! {

@@ -1,5 +1,5 @@
-//! The least that a launch of a kernel can take: bytes that it must move, operations that it must do, and the time of
-//! both on a card. `kernels/floors.md` is the table, which [`report`] makes of this and of the arguments' types.
+//! Lower bounds for a launch of each kernel: bytes to move, operations to compute, and the time of both on a card.
+//! [`report`] generates the table `kernels/floors.md` from these and from the types of the arguments.
 //!
 //! Every kernel is in [`FLOORS`], at the sizes of a model of 1.3 billion parameters, at which
 //! `crates/cuda/benches/ops.rs` times operations, or of a network for images, or in [`WITHOUT`], with the reason.
@@ -14,7 +14,7 @@ pub struct Floor {
     pub kernels: &'static [&'static str],
     /// The sizes of the launch.
     pub sizes: &'static str,
-    /// Elements that each argument with an address must have moved: those that are read and written twice.
+    /// Elements that must be moved for each pointer argument; elements that are read and written count twice.
     pub moved: &'static [(&'static str, u64)],
     /// Operations of tensor cores on bf16.
     pub operations: u64,
@@ -30,7 +30,7 @@ struct Card {
     powers: f64,
 }
 
-/// An H100 and an H200, as `crates/train/src/cost/cards.rs` has them.
+/// An H100 and an H200, with the numbers of `crates/train/src/cost/cards.rs`.
 const CARDS: [Card; 2] = [
     Card { bytes: 3.35e12, operations: 989.4e12, powers: 16.0 * 132.0 * 1.755e9 },
     Card { bytes: 4.8e12, operations: 989.4e12, powers: 16.0 * 132.0 * 1.755e9 },
@@ -38,7 +38,7 @@ const CARDS: [Card; 2] = [
 
 macro_rules! floors {
     ($($($kernel:ident)+, $sizes:literal; $($arg:ident $count:expr),+; $operations:expr, $powers:expr;)*) => {
-        /// Of kernels that wait for bytes or operations, the least that a launch can take.
+        /// Lower bounds for kernels limited by bytes or operations.
         pub static FLOORS: &[Floor] = &[$(Floor {
             kernels: &[$(stringify!($kernel)),+],
             sizes: $sizes,
@@ -49,7 +49,7 @@ macro_rules! floors {
     };
 }
 
-/// Tokens, features, elements of both, and parts of 64 tokens.
+/// Tokens, features, elements of tokens × features, and parts of 64 tokens.
 const T: u64 = 32_768;
 const H: u64 = 2048;
 const X: u64 = T * H;
@@ -64,8 +64,8 @@ const EXPERTS: u64 = 64;
 const IMAGES: u64 = 256 * 56 * 56 * 64;
 /// Elements of a flat vector.
 const FLAT: u64 = 1 << 28;
-/// Elements of an operand of attention, numbers of its rows, and pairs of a query and a key that it sees: 32 × 1024
-/// tokens of 12 heads of 64, 4 × 4096 of 16 of 128.
+/// Elements of an operand of attention, number of its rows, and number of (query, visible key) pairs: 32 × 1024 tokens
+/// of 12 heads of 64, 4 × 4096 of 16 of 128.
 const A64: u64 = 32 * 1024 * 12 * 64;
 const R64: u64 = 32 * 1024 * 12;
 const P64: u64 = 32 * 12 * 1024 * 1025 / 2;
@@ -73,7 +73,7 @@ const A128: u64 = 4 * 4096 * 16 * 128;
 const R128: u64 = 4 * 4096 * 16;
 const P128: u64 = 4 * 16 * 4096 * 4097 / 2;
 
-#[rustfmt::skip] // A table: one launch, one line. `maps` stands for what is copied by them, in words of 8 bytes. Scattered elements count as the 32 bytes around them.
+#[rustfmt::skip] // A table: one launch, one line. `maps` stands for the data copied by them, in words of 8 bytes. Scattered elements count as the 32 bytes around them.
 floors! {
     layer_norm_forward_f32 layer_norm_forward_bf16 layer_norm_forward_16, "32768 × 2048"; x X, gamma H, beta H, y X, mean T, rstd T; 0, 0;
     layer_norm_backward layer_norm_backward_16, "32768 × 2048"; dy X, x X, gamma H, mean T, rstd T, starts PARTS, dx X, dgamma PARTS * H, dbeta PARTS * H; 0, 0;
@@ -200,7 +200,7 @@ floors! {
     nonzeros_scatter_32 nonzeros_scatter_16, "2²⁵ of 2²⁶"; bits X / 8, starts X / 16384, values X / 2, x X; 0, 0;
 }
 
-/// Kernels whose time is no matter of bytes or of operations of tensor cores, and why.
+/// Kernels whose time is not bounded by bytes or by operations of tensor cores, with the reason.
 #[rustfmt::skip] // A table: one reason, one line.
 pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["product_f32", "product_bf16", "product_sum_f32", "product_sum_bf16", "grouped_product_f32", "grouped_product_bf16", "grouped_product_backward_f32", "grouped_product_backward_bf16"], "canonical numerics: an element is chains of 256 multiply-adds that wait for each other"),
@@ -218,7 +218,7 @@ pub const WITHOUT: &[(&[&str], &str)] = &[
 ];
 
 impl Floor {
-    /// Bytes that one of the kernels must move: by the types that its arguments have.
+    /// Bytes that one of the kernels must move, given the types of its arguments.
     pub fn bytes(&self, kernel: &str) -> u64 {
         let args = crate::kernel(kernel).map_or(&[][..], |kernel| kernel.args);
         let of = |name: &str| args.iter().find(|arg| arg.name == name).map_or(0, |arg: &Arg| arg.of.size());
@@ -274,7 +274,7 @@ pub fn report() -> String {
 mod tests {
     use super::*;
 
-    /// Every argument with an address is named once, but for `firsts`, which a launch may leave out.
+    /// Every pointer argument is named once, except `firsts`, which a launch may leave out.
     #[test]
     fn every_address_is_counted() {
         for (floor, name) in FLOORS.iter().flat_map(|floor| floor.kernels.iter().map(move |name| (floor, name))) {
@@ -286,7 +286,7 @@ mod tests {
         }
     }
 
-    /// Every kernel has a floor or a reason why it has none, and not both.
+    /// Every kernel has a floor or a reason for having none, and not both.
     #[test]
     fn every_kernel_is_here() {
         let floors = FLOORS.iter().flat_map(|floor| floor.kernels);

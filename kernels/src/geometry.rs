@@ -1,4 +1,4 @@
-//! How many blocks of threads a kernel is launched with.
+//! Launch geometry: the number of blocks of threads for a kernel.
 
 /// Threads of every block: `THREADS` in `cuda/meshwork.cuh`.
 pub const THREADS: u32 = 256;
@@ -6,11 +6,11 @@ pub const THREADS: u32 = 256;
 /// Threads of a warp.
 const WARP: u64 = 32;
 
-/// Threads that sum one block of a row in the CPU's order, and elements of that block: `cuda/rows.cuh`.
+/// Threads that sum one block of a row in the CPU's order, and elements of such a block: `cuda/rows.cuh`.
 const ROW_LANES: u64 = 16;
 const ROW_BLOCK: u64 = 1024;
 
-/// For `HeldRows`: bytes of shared memory, and half warps of a block, at most: `cuda/cross_entropy.cu`.
+/// For `HeldRows`: most bytes of shared memory, and most half warps of a block: `cuda/cross_entropy.cu`.
 const HELD_BYTES: u64 = 100_608;
 const HELD_HALVES: u64 = 64;
 
@@ -23,47 +23,47 @@ const ROUND_ROWS: u64 = 64;
 /// How a grid covers elements. Each kernel has one; [`launch`](Self::launch) makes the grid from the sizes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Geometry {
-    /// A thread for `each` neighbouring elements of `items`; `width` is not used.
+    /// One thread per `each` neighbouring elements of `items`; `width` is not used.
     Elements {
-        /// Elements of a thread.
+        /// Elements per thread.
         each: u32,
     },
-    /// A thread for `each` neighbouring elements of `items` rows of `width`: none goes on in the next row.
+    /// One thread per `each` neighbouring elements of `items` rows of `width`; no thread crosses into the next row.
     RowVectors {
-        /// Elements of a thread.
+        /// Elements per thread.
         each: u32,
     },
-    /// `items` rows of `width` elements, each for a team of half warps, one for each block of a row.
+    /// `items` rows of `width` elements, one team of half warps per row, one half warp for each block of a row.
     Rows,
-    /// As `Rows`, but that rows of more than 16,384 elements have a block of 512 threads each, and of more than 32,768
-    /// of 1024; and with shared memory for the rows of a block, at most 100,608 bytes: `cuda/cross_entropy.cu`.
+    /// As `Rows`, but rows of more than 16,384 elements have a block of 512 threads each, and rows of more than 32,768
+    /// a block of 1024; a block has shared memory for its rows, at most 100,608 bytes: `cuda/cross_entropy.cu`.
     HeldRows {
         /// Bytes of an element.
         bytes: u32,
     },
-    /// `items` rows of `width` elements. A block of threads takes as many rows as make eight elements a thread, at most
-    /// 64, and the launch gives it shared memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements go
-    /// as in `Rows`.
+    /// `items` rows of `width` elements. A block takes as many rows as give each thread eight elements, at most 64, and
+    /// the launch allocates shared memory for all of them: `cuda/norm.cuh`. Rows of more than 8192 elements are
+    /// launched as in `Rows`.
     Rounds,
-    /// A block of threads for each of `items` and each 256 of `width` columns.
+    /// One block of threads for each of `items` and each 256 of `width` columns.
     Columns,
-    /// `items` parts of up to 64 rows of `width` elements, a block of threads each. The block takes its rows in rounds,
-    /// each as in `Rounds`, and has shared memory for two numbers an element. Rows have at most 8192 elements.
+    /// `items` parts of up to 64 rows of `width` elements, one block of threads each. The block takes its rows in
+    /// rounds, each as in `Rounds`, and has shared memory for two numbers an element. Rows have at most 8192 elements.
     Parts,
-    /// A warp for each of `items`; `width` is not used.
+    /// One warp for each of `items`; `width` is not used.
     Warps,
     /// One warp, whatever the sizes.
     OneWarp,
-    /// A block of threads for each of `items` heads, or tiles, and each `rows` of `width` positions, or columns.
+    /// One block of threads for each of `items` heads (or tiles) and each `rows` of `width` positions (or columns).
     Tiles {
-        /// Positions of a block.
+        /// Positions per block.
         rows: u32,
     },
-    /// As `Tiles`, with shared memory that the launch gives: more than the 48 KiB that a source can take by itself.
+    /// As `Tiles`, with dynamic shared memory, because more than the 48 KiB of static shared memory are needed.
     TensorTiles {
-        /// Positions of a block.
+        /// Positions per block.
         rows: u32,
-        /// Bytes of shared memory of a block.
+        /// Bytes of dynamic shared memory of a block.
         shared: u32,
     },
 }
@@ -75,13 +75,13 @@ pub struct Launch {
     pub grid: [u32; 3],
     /// Threads of a block in x, y and z.
     pub block: [u32; 3],
-    /// Bytes of shared memory of a block, beside those that the source takes by itself.
+    /// Bytes of dynamic shared memory of a block, besides the static shared memory of the source.
     pub shared: u32,
 }
 
 impl Geometry {
-    /// The grid for sizes of a call, each as the variant says. `None` if there is nothing to do, or if it is more than
-    /// a grid can have: 2^31 - 1 blocks in x, 65,535 in y.
+    /// The grid for the sizes of a call, whose meaning depends on the variant. `None` if there is nothing to do, or if
+    /// the grid would be too large: 2^31 - 1 blocks in x, 65,535 in y.
     ///
     /// ```
     /// use meshwork_kernels::{Geometry, Launch};
@@ -125,7 +125,7 @@ impl Geometry {
         fits.then_some(Launch { grid: [x as u32, y as u32, 1], block: [block, 1, 1], shared })
     }
 
-    /// Bytes of shared memory that a launch gives a block, at most.
+    /// Most bytes of dynamic shared memory of a launch.
     pub fn shared(self) -> u32 {
         match self {
             Self::TensorTiles { shared, .. } => shared,
@@ -137,18 +137,18 @@ impl Geometry {
     }
 }
 
-/// Threads of a block that holds at least one row with eight elements a thread: a power of two, at least `least`.
+/// Threads of a block that holds at least one row with eight elements per thread: a power of two, at least `least`.
 fn round_threads(width: u64, least: u64) -> u32 {
     width.div_ceil(ROUND_EACH).clamp(least, ROUND_THREADS).next_power_of_two() as u32
 }
 
-/// An f32 for each element of a round, with a gap behind each 32.
+/// An f32 for each element of a round, with a gap after every 32.
 const fn round_bytes(threads: u32) -> u32 {
     let elements = ROUND_EACH as u32 * threads;
     4 * (elements + elements / 32)
 }
 
-/// Rows of a block of threads, each with the power of two of half warps that `team_halves` gives it.
+/// Rows per block of threads; each row has a power of two of half warps, as in `team_halves`.
 fn rows_per_block(n: u64) -> u64 {
     let halves = u64::from(THREADS) / ROW_LANES;
     halves / n.div_ceil(ROW_BLOCK).clamp(1, halves).next_power_of_two()
@@ -158,14 +158,14 @@ fn rows_per_block(n: u64) -> u64 {
 /// end in `parts` sum the rows of each part; `sum_parts` then sums the parts of each block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowParts {
-    /// The first row of each part, and the number of rows.
+    /// The first row of each part, then the number of rows.
     pub rows: Vec<i64>,
-    /// The first part of each block, and the number of parts.
+    /// The first part of each block, then the number of parts.
     pub parts: Vec<i64>,
 }
 
 impl RowParts {
-    /// The parts of blocks of this many rows each.
+    /// The parts for blocks with these numbers of rows.
     ///
     /// ```
     /// let cut = meshwork_kernels::RowParts::new([100, 10]);

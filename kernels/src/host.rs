@@ -1,4 +1,4 @@
-//! The kernels compiled for the host, by g++, and run there thread by thread: feature `host`.
+//! Compiles the kernels for the host with g++, and runs them there thread by thread: feature `host`.
 //!
 //! `host/cuda_host.h` gives blocks, warps, barriers, shuffles and shared memory, and checks how a kernel uses
 //! them. A library is compiled at its first use and kept in a folder, by a hash of its sources and options.
@@ -13,14 +13,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why kernels could not be compiled for the host.
+/// Failure to compile or load kernels for the host.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum HostError {
     /// The fibers switch stacks by instructions of x86-64.
     #[error("the host runner of kernels needs x86-64, and this is {0}")]
     Processor(&'static str),
-    /// There is no g++.
+    /// g++ is not installed.
     #[error("there is no g++ to compile the kernels with: install it, or put it on the path")]
     NoCompiler,
     /// A message of g++ about a source.
@@ -31,7 +31,7 @@ pub enum HostError {
     File {
         /// The file.
         path: PathBuf,
-        /// The fault.
+        /// The error.
         error: IoError,
     },
     /// A library that could not be loaded.
@@ -39,7 +39,7 @@ pub enum HostError {
     Load {
         /// The library.
         path: PathBuf,
-        /// The fault.
+        /// The error.
         error: libloading::Error,
     },
 }
@@ -50,7 +50,7 @@ impl std::fmt::Debug for HostError {
     }
 }
 
-/// Kernels in a library for the host.
+/// Kernels in a shared library for the host.
 #[derive(Debug)]
 pub struct Host {
     library: Library,
@@ -81,20 +81,20 @@ type Entry = unsafe extern "C" fn(*const c_char, *mut *mut c_void, *const u32, *
 type Skip = unsafe extern "C" fn(*const c_char, i32);
 
 impl Host {
-    /// All kernels of this crate, from the library in `folder` or compiled into it.
+    /// All kernels of this crate, loaded from the library in `folder`, or compiled into it first.
     ///
     /// # Errors
-    /// Without g++ or on another processor than x86-64, and if the folder cannot be written.
+    /// If there is no g++, the processor is not x86-64, or the folder cannot be written.
     pub fn new(folder: &Path) -> Result<Self, HostError> {
         let files: Vec<_> = HEADERS.iter().chain(SOURCES).map(|source| (source.name, source.text)).collect();
         Self::compile(folder, &files, KERNELS, false)
     }
 
-    /// Kernels of these files, the `.cu` among them included in order; `sanitized`: with the address and
+    /// Kernels of these files, with the `.cu` files included in order; `sanitized`: with the address and
     /// undefined-behaviour sanitizers, which must be in the process from its start.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if g++ finds a fault.
+    /// As [`new`](Self::new), and if g++ reports an error.
     pub fn compile(
         folder: &Path,
         files: &[(&str, &str)],
@@ -121,7 +121,7 @@ impl Host {
         options.extend(SANITIZERS.iter().filter(|_| sanitized));
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("fma") {
-            options.push("-mfma"); // otherwise fmaf is a call: the same bits, slowly
+            options.push("-mfma"); // otherwise fmaf is a function call: the same bits, but slow
         }
         let mut hash = DefaultHasher::new();
         (&sources, &options).hash(&mut hash);
@@ -134,19 +134,19 @@ impl Host {
     }
 
     fn load(path: PathBuf) -> Result<Self, HostError> {
-        // SAFETY: its initialisers are those of the C++ library and of a few empty containers.
+        // SAFETY: the library only runs initialisers of the C++ library and of a few empty containers.
         match unsafe { Library::new(&path) } {
             Ok(library) => Ok(Self { library, path }),
             Err(error) => Err(HostError::Load { path, error }),
         }
     }
 
-    /// The file of the library, which has an entry `meshwork_launch` for programs other than this.
+    /// The file of the library, whose entry `meshwork_launch` serves other programs.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The library once more, with a state of its own.
+    /// Another copy of the library, with its own state.
     ///
     /// # Errors
     /// If the copy cannot be written or loaded.
@@ -154,12 +154,12 @@ impl Host {
         let copy = scratch(&self.path);
         fs::copy(&self.path, &copy).map_err(|error| HostError::File { path: copy.clone(), error })?;
         let loaded = Self::load(copy.clone());
-        _ = fs::remove_file(copy); // it stays mapped
+        _ = fs::remove_file(copy); // the file stays mapped
         loaded
     }
 
-    /// Runs a kernel to its end, in the order of threads and blocks that follows from a seed: 0 is as numbered, 1
-    /// reversed, the others random. `args` has each argument's bits: a number, or an address.
+    /// Runs a kernel to its end. The seed determines the order of threads and blocks: 0 is ascending, 1 descending,
+    /// others random. `args` has each argument's bits: a number, or an address.
     ///
     /// # Errors
     /// The first fault of the checks, in the order of the run: a race, a read of memory that was not written, a barrier
@@ -171,8 +171,8 @@ impl Host {
         assert_eq!(args.len(), kernel.args.len(), "arguments of {}", kernel.name);
         let name = CString::new(kernel.name).map_err(|error| error.to_string())?;
         let mut addresses: Vec<*mut c_void> = args.iter_mut().map(|value| (&raw mut *value).cast()).collect();
-        // SAFETY: the library's function of this type; the caller answers for the arguments, whose types the library
-        // asserts.
+        // SAFETY: the function has this type in the library; the caller guarantees the arguments, whose types the
+        // library asserts.
         let failure = unsafe {
             let entry = self.library.get::<Entry>(b"meshwork_launch").map_err(|error| error.to_string())?;
             let failure = entry(
@@ -188,14 +188,14 @@ impl Host {
         failure.map_or(Ok(()), Err)
     }
 
-    /// Makes the barrier on this line of a file none, for tests of the checks; line 0 for none of them.
+    /// Disables the barrier on this line of a file, for tests of the checks; line 0 enables all barriers.
     ///
     /// # Errors
-    /// A name with a zero in it, or a library without the entry.
+    /// A name that contains a zero byte, or a library without the entry.
     pub fn skip_barrier(&self, file: &str, line: usize) -> Result<(), String> {
         let file = CString::new(file).map_err(|error| error.to_string())?;
         let line = i32::try_from(line).map_err(|error| error.to_string())?;
-        // SAFETY: the library's function of this type, which copies the name.
+        // SAFETY: the function has this type in the library, and it copies the name.
         unsafe {
             let skip = self.library.get::<Skip>(b"meshwork_skip").map_err(|error| error.to_string())?;
             skip(file.as_ptr(), line);
@@ -204,13 +204,13 @@ impl Host {
     }
 }
 
-/// A name beside `path` that nobody else has.
+/// A unique file name beside `path`.
 fn scratch(path: &Path) -> PathBuf {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     path.with_extension(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Compiles the library under a name of its own and renames it, so that another process never loads half of it.
+/// Compiles the library under a temporary name and renames it, so that no other process loads an incomplete file.
 fn build(folder: &Path, sources: &[(&str, &str)], options: &[&str], path: &Path) -> Result<(), HostError> {
     let file = |path: &Path| {
         let path = path.to_owned();

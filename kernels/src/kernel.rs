@@ -5,7 +5,7 @@ use crate::geometry::Geometry;
 /// A file of CUDA C++.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Its name, by which other files include it.
+    /// Its name in `#include` lines.
     pub name: &'static str,
     /// Its text.
     pub text: &'static str,
@@ -20,7 +20,7 @@ pub enum Type {
     F64,
     /// `unsigned char`: places in windows, bits of eight elements.
     U8,
-    /// Numbers of 16 bits, `unsigned short`: bf16 or f16, as the kernel's name says.
+    /// 16-bit numbers, `unsigned short`: bf16 or f16, according to the kernel's name.
     Bits16,
     /// `int`.
     I32,
@@ -37,19 +37,21 @@ pub enum Type {
 pub enum Pass {
     /// By value.
     Value,
-    /// By value, and the kernel divides by it, so that it is never zero.
+    /// By value; never zero, because the kernel divides by it.
     Divisor,
-    /// By value, a distance or an extent of elements of 16 bits that the kernel reads by 16 bytes: a multiple of eight.
+    /// By value: a stride or extent in 16-bit elements that the kernel reads 16 bytes at a time, so a multiple of
+    /// eight.
     Eights,
     /// The address of elements that are read.
     In,
     /// The address of elements that are written, or read and written.
     Out,
-    /// As `In`, by 16 bytes without a look at the address, which is a multiple of 16.
+    /// As `In`, read 16 bytes at a time without an alignment check; the address must be a multiple of 16.
     InChunks,
-    /// As `Out`, by 16 bytes without a look at the address, which is a multiple of 16.
+    /// As `Out`, written 16 bytes at a time without an alignment check; the address must be a multiple of 16.
     OutChunks,
-    /// As `Out`, two neighbours at a time without a look at the address, which is a multiple of the size of two.
+    /// As `Out`, written two neighbours at a time without an alignment check; the address must be a multiple of the
+    /// size of two elements.
     OutPairs,
     /// The address of addresses of elements that are read.
     Ins,
@@ -71,11 +73,11 @@ pub struct Arg {
 /// A kernel.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kernel {
-    /// Its name, without mangling.
+    /// Its unmangled name.
     pub name: &'static str,
-    /// The file that it is compiled from.
+    /// Its source file.
     pub source: &'static Source,
-    /// How it is launched.
+    /// Its launch geometry.
     pub geometry: Geometry,
     /// Its arguments, in order.
     pub args: &'static [Arg],
@@ -96,7 +98,7 @@ impl Type {
         }
     }
 
-    /// Its bytes.
+    /// Its size in bytes.
     pub fn size(self) -> u64 {
         match self {
             Type::U8 => 1,
@@ -108,7 +110,7 @@ impl Type {
 }
 
 impl Pass {
-    /// Whether it is a number, and no address.
+    /// Whether it is passed as a number, not an address.
     pub fn is_number(self) -> bool {
         matches!(self, Pass::Value | Pass::Divisor | Pass::Eights)
     }

@@ -23,7 +23,7 @@ pub use variants::{VARIANTS, Variant, variants};
 /// has them, which is the default.
 pub const OPTIONS: [&str; 5] = ["-std=c++17", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"];
 
-/// The kernel of this name.
+/// The kernel with this name.
 pub fn kernel(name: &str) -> Option<&'static Kernel> {
     KERNELS.iter().find(|kernel| kernel.name == name)
 }
@@ -32,7 +32,7 @@ pub fn kernel(name: &str) -> Option<&'static Kernel> {
 mod tests {
     use super::*;
 
-    /// Every kernel of a source is declared, and the other way round; every name is declared once.
+    /// Every kernel in a source is declared, and every declared kernel is in its source; every name is declared once.
     #[test]
     fn the_table_has_the_kernels_of_the_sources() {
         let mut declared: Vec<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
@@ -50,7 +50,7 @@ mod tests {
         assert!(declared.windows(2).all(|two| two[0] != two[1]));
     }
 
-    /// The table says of each number by which a kernel's own text divides that it is a divisor.
+    /// The table declares each number by which a kernel divides as a divisor.
     #[test]
     fn divisors_are_declared() {
         let mut seen = 0;
@@ -74,9 +74,9 @@ mod tests {
         assert!(seen > 50, "{seen} divisions");
     }
 
-    /// What a kernel of tensor cores reads or writes by whole chunks, the table demands at multiples of 16 bytes, and
-    /// the distances of their rows in eights. What it writes two at a time lies at multiples of two. Other kernels look
-    /// at each address (`neighbours.cuh`).
+    /// For tensor-core kernels, the table requires operands accessed in whole chunks to be aligned to 16 bytes, with
+    /// row strides in eights, and results written two at a time to be aligned to two elements. Other kernels check each
+    /// address (`neighbours.cuh`).
     #[test]
     fn addresses_that_no_kernel_looks_at_are_declared() {
         let mut seen = 0;
@@ -93,7 +93,7 @@ mod tests {
         }
         assert!(seen > 30, "{seen} addresses");
         for source in SOURCES.iter().chain(HEADERS) {
-            // Three places cast an address to one of more bytes: after a look, by chunks, and by twos.
+            // Three places cast an address to a wider type: after an alignment check, for chunks, and for pairs.
             let casts = source.text.matches("reinterpret_cast<").count();
             let known = match source.name {
                 "neighbours.cuh" => 3,
@@ -105,9 +105,9 @@ mod tests {
         }
     }
 
-    /// A GPU counts what a launch gives and what the source takes by itself together: where the former has room, so has
-    /// the sum. 99, 163 and 227 KiB are what a block may have on cards of the architectures 8.6, 8.9 and 12, on an
-    /// A100, and on an H100.
+    /// A GPU limits the sum of dynamic and static shared memory: where the dynamic memory fits, the sum must fit too.
+    /// The limits per block are 99 KiB for compute capability 8.6, 8.9 and 12, 163 KiB for an A100, and 227 KiB for an
+    /// H100.
     #[test]
     fn shared_memory_of_launch_and_source_fits_together() {
         let report = include_str!("../report.md");
@@ -129,7 +129,7 @@ mod tests {
         assert!(seen > 200, "{seen} kernels");
     }
 
-    /// Each file says what it computes before its first line of code, and includes nothing but our headers.
+    /// Each file describes its computation before its first line of code, and includes only the project's headers.
     #[test]
     fn sources_open_with_what_they_are() {
         for source in SOURCES {

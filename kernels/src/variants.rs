@@ -1,7 +1,7 @@
-//! Forms of kernels with other sizes of tiles or stages, or more elements a thread: the same results within rounding,
-//! and another speed. Which is the fastest depends on the GPU and on the sizes of a call; a device chooses by a table.
+//! Forms of kernels with other sizes of tiles or stages, or more elements per thread: the same results within rounding,
+//! at another speed. The fastest form depends on the GPU and on the sizes of a call; a device chooses by a table.
 //!
-//! A variant is the kernel's file with macros defined before its text, and so a file of its own for a compiler.
+//! A variant is the kernel's file with macros defined before its text, and thus a separate file for the compiler.
 
 use crate::families::{KERNELS, grouped, same};
 use crate::geometry::Geometry;
@@ -12,14 +12,14 @@ use crate::kernel::{Arg, Kernel, Source};
 pub struct Variant {
     /// The difference, as `keys=64`.
     pub name: &'static str,
-    /// The kernel: the name and arguments of the usual form, with a source and a geometry of its own.
+    /// The kernel: the name and arguments of the usual form, with its own source and geometry.
     pub kernel: Kernel,
 }
 
 /// `kernel in file, "name", Geometry; MACRO = value, ..` for each variant. `kernels/check.py` reads these lines.
 macro_rules! variants {
     ($($kernel:ident in $file:ident, $name:literal, $geometry:expr; $($macro:ident = $value:literal),+;)*) => {
-        /// All variants. The usual form of a kernel is not among them.
+        /// All variants, without the usual forms.
         pub static VARIANTS: &[Variant] = &[$(Variant {
             name: $name,
             kernel: Kernel {
@@ -91,8 +91,8 @@ pub fn variants(kernel: &str) -> impl Iterator<Item = &'static Variant> {
 mod tests {
     use super::*;
 
-    /// A variant has a name of its own among those of its kernel, a file of its own, and every macro that it defines
-    /// stands in that file or in a header.
+    /// The name of a variant is unique for its kernel, its file is unique, and every macro that it defines is used in
+    /// that file or in a header.
     #[test]
     fn variants_differ_in_what_they_say() {
         for (at, variant) in VARIANTS.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! The checksum of a piece: XXH3 with 64 bits.
 //!
-//! It finds what disks, cables and copies do by accident: a change passes with a chance of 2^-64. It is faster than
-//! memory, so a save costs no more for it, and other languages have it (`xxhash.xxh3_64` in Python). A cryptographic
-//! hash would also find what somebody forged; CRC-32C would let one change in 2^32 pass, and a checkpoint of some
+//! It detects accidental changes by disks, cables and copies: a change stays undetected with probability 2^-64. It runs
+//! faster than memory, so it adds no cost to a save, and other languages have it (`xxhash.xxh3_64` in Python). A
+//! cryptographic hash would also detect forgery. CRC-32C would miss one change in 2^32, and a checkpoint of some
 //! terabytes has a million pieces.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -27,7 +27,7 @@ impl Checksum {
     }
 }
 
-/// A checksum of bytes that come one part after the other.
+/// An incremental checksum.
 #[derive(Default)]
 pub(crate) struct Summing(XxHash3_64);
 

@@ -1,4 +1,4 @@
-//! What two checkpoints differ in.
+//! Differences between two checkpoints.
 
 use crate::{Checkpoint, Dtype, ReadError};
 use half::{bf16, f16};
@@ -10,49 +10,49 @@ use std::fmt;
 pub struct TensorDifference {
     /// The tensor.
     pub name: String,
-    /// How.
+    /// The difference.
     pub difference: Difference,
 }
 
 /// How a tensor differs between two checkpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Difference {
-    /// Only the first has it.
+    /// Only the first checkpoint has it.
     OnlyFirst,
-    /// Only the second has it.
+    /// Only the second checkpoint has it.
     OnlySecond,
-    /// They have other extents, or other types of elements.
+    /// The extents or the types of elements differ.
     Shape {
-        /// The first.
+        /// In the first checkpoint.
         first: (Vec<u64>, Dtype),
-        /// The second.
+        /// In the second checkpoint.
         second: (Vec<u64>, Dtype),
     },
     /// Some elements differ.
     Values {
-        /// Elements with other bits.
+        /// Number of elements with different bits.
         differing: u64,
-        /// All elements.
+        /// Number of all elements.
         elements: u64,
         /// The largest difference of an element.
         largest: f64,
-        /// The norm of the difference over the norm of the first; infinite where the first is zero.
+        /// The norm of the difference divided by the norm of the first; infinite if the first is zero.
         relative: f64,
     },
 }
 
-/// Why two checkpoints cannot be compared.
+/// Failure to compare two checkpoints.
 #[derive(thiserror::Error)]
 #[error(transparent)]
 pub struct DiffError(
-    /// Why one of them cannot be read.
+    /// One of them cannot be read.
     #[from]
     pub ReadError,
 );
 
 debug_as_display!(DiffError);
 
-/// The tensors that differ, in the order of the first checkpoint. It reads both, piece by piece.
+/// The tensors that differ, in the order of the first checkpoint. Reads both, piece by piece.
 ///
 /// # Errors
 /// Files that cannot be read or are damaged.
@@ -106,7 +106,7 @@ impl Sums {
             if a != b {
                 let difference = (x - y).abs();
                 self.differing += 1;
-                // A NaN on one side is the largest of differences.
+                // A NaN on one side counts as an infinite difference.
                 self.largest = if difference.is_nan() { f64::INFINITY } else { self.largest.max(difference) };
                 self.squares_of_difference += difference * difference;
             }
@@ -114,7 +114,7 @@ impl Sums {
     }
 }
 
-/// The value of an element; 0 for bytes that are none.
+/// The value of an element; 0 for bytes that are not a number.
 fn number(dtype: Dtype, bytes: &[u8]) -> f64 {
     fn read<const N: usize>(bytes: &[u8]) -> [u8; N] {
         bytes.first_chunk().copied().unwrap_or([0; N])
@@ -154,7 +154,7 @@ impl fmt::Display for TensorDifference {
 /// A value that differs between two JSON documents.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JsonDifference {
-    /// Where it is: `config.model.num_layers`.
+    /// Its path: `config.model.num_layers`.
     pub key: String,
     /// The first, if it has the key.
     pub first: Option<Value>,

@@ -1,17 +1,17 @@
-//! How the writers of a checkpoint tell each other that they are done.
+//! Communication between the writers of a checkpoint: they report when they are done.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// One rank's end of a line between the writers of all ranks. Writers run beside training, on threads of their own, so
-/// this must not be a communicator that training uses.
+/// One rank's endpoint of a channel between the writers of all ranks. Writers run concurrently with training, on their
+/// own threads, so this must not be a communicator that training uses.
 ///
-/// [`threads`] connects the threads of one process. An adapter of MPI is one `Allgatherv` on a communicator of its own.
+/// [`threads`] connects the threads of one process. An adapter for MPI is one `Allgatherv` on a separate communicator.
 pub trait Exchange: Send + 'static {
-    /// Gives the message of every rank to every rank, in the order of the ranks. Waits for all of them; ranks call it
-    /// equally often.
+    /// Gathers the messages of all ranks, in the order of the ranks, on every rank. Waits for all ranks; every rank
+    /// must call it equally often.
     ///
     /// # Errors
-    /// A rank that will not come any more.
+    /// A rank that is gone.
     fn all_gather(&mut self, message: Vec<u8>) -> Result<Arc<[Vec<u8>]>, ExchangeError>;
 }
 
@@ -58,12 +58,12 @@ struct Shared {
 struct Round {
     number: u64,
     messages: Vec<Option<Vec<u8>>>,
-    /// The messages of the round before. A rank that has not seen them has not given its message of this round.
+    /// The messages of the previous round. A rank that has not seen them has not sent its message of this round.
     last: Arc<[Vec<u8>]>,
     left: Vec<bool>,
 }
 
-/// An end for each of `world` ranks. A rank that drops its end makes the others' waits an error.
+/// One endpoint for each of `world` ranks. If a rank drops its endpoint, the other ranks' waits return an error.
 pub fn threads(world: usize) -> Vec<ThreadExchange> {
     let round = Round { number: 0, messages: vec![None; world], last: Arc::default(), left: vec![false; world] };
     let shared = Arc::new(Shared { round: Mutex::new(round), changed: Condvar::new() });

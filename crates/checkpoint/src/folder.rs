@@ -1,10 +1,10 @@
-//! The folder of checkpoints: names, what is complete, what was left over, and how a checkpoint becomes complete.
+//! The folder of checkpoints: names, complete checkpoints, leftovers, and the commit of a checkpoint.
 //!
 //! ```text
 //! DIR/lock                     held by the run that writes here
 //! DIR/step-00000010/           complete
 //! DIR/step-00000020.partial/   being written
-//! DIR/step-00000020.old/       complete, and being replaced by another one of that step
+//! DIR/step-00000020.old/       complete, being replaced by another checkpoint of that step
 //! DIR/step-00000010.removed/   being removed
 //! ```
 
@@ -35,13 +35,13 @@ pub fn steps(dir: &Path) -> io::Result<Vec<u64>> {
 
 fn names(dir: &Path) -> io::Result<Vec<String>> {
     match fs::read_dir(dir) {
-        // A link that leads nowhere has what it leads to when that is mounted.
+        // A dangling link may become valid when its target is mounted.
         Err(error) if error.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(dir).is_err() => Ok(Vec::new()),
         entries => entries?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect(),
     }
 }
 
-/// What happens to a folder of a step that is not complete under its name.
+/// Suffixes of folders that are not complete checkpoints.
 const PARTIAL: &str = "partial";
 const OLD: &str = "old";
 const REMOVED: &str = "removed";
@@ -57,12 +57,12 @@ fn marked(dir: &Path, step: u64, mark: &str) -> PathBuf {
 
 /// Makes a folder's list of files durable.
 pub(crate) fn sync(dir: &Path) -> io::Result<()> {
-    // Windows cannot open folders, and needs no such call.
+    // Windows cannot open folders, and does not need this call.
     if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
 }
 
-/// Turns what was written for a step into the checkpoint of that step, in one go. An older one of the same step is kept
-/// until then.
+/// Commits the partial folder of a step as the checkpoint of that step, atomically. An older checkpoint of the same
+/// step is kept until then.
 pub(crate) fn commit(dir: &Path, step: u64) -> io::Result<PathBuf> {
     let (written, complete, old) = (partial(dir, step), dir.join(folder_name(step)), marked(dir, step, OLD));
     sync(&written)?;
@@ -84,7 +84,7 @@ pub(crate) fn prune(dir: &Path, step: u64, keep: usize) -> io::Result<Vec<PathBu
     older.map(|step| remove(dir, step)).collect()
 }
 
-/// Removes a complete checkpoint: under another name first, so that half of one is never taken for one.
+/// Removes a complete checkpoint: it is renamed first, so that a partly removed checkpoint never counts as complete.
 pub(crate) fn remove(dir: &Path, step: u64) -> io::Result<PathBuf> {
     let (complete, going) = (dir.join(folder_name(step)), marked(dir, step, REMOVED));
     fs::rename(&complete, &going)?;
@@ -92,8 +92,7 @@ pub(crate) fn remove(dir: &Path, step: u64) -> io::Result<PathBuf> {
     Ok(complete)
 }
 
-/// Removes what a run that was killed left over. A complete checkpoint that was about to be replaced gets its name
-/// back.
+/// Removes the leftovers of killed runs. A complete checkpoint that was about to be replaced gets its name back.
 pub(crate) fn remove_leftovers(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let mut removed = Vec::new();
     for name in names(dir)? {
@@ -148,7 +147,7 @@ mod tests {
         let removed = prune(dir.path(), 40, 2).unwrap();
         assert_eq!(removed, [dir.path().join("step-00000020"), dir.path().join("step-00000010")]);
         assert_eq!(left(dir.path()), ["step-00000030", "step-00000040", "step-00000090"]);
-        prune(dir.path(), 40, 0).unwrap(); // keeps the one just written
+        prune(dir.path(), 40, 0).unwrap(); // keeps the checkpoint just written
         assert_eq!(left(dir.path()), ["step-00000040", "step-00000090"]);
     }
 

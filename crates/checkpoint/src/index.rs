@@ -24,7 +24,7 @@ pub(crate) const FILE: &str = "index.json";
 pub struct Index {
     /// The version of the format.
     pub format: u32,
-    /// The step after which it was taken.
+    /// The step after which it was saved.
     pub step: u64,
     /// The caller's notes beside the tensors.
     pub metadata: Value,
@@ -44,7 +44,7 @@ pub struct File {
     pub bytes: u64,
     /// The bytes of its header, length included.
     pub header_bytes: u64,
-    /// The checksum of these.
+    /// The checksum of the header.
     pub header_checksum: Checksum,
 }
 
@@ -54,7 +54,7 @@ pub struct StoredTensor {
     /// The tensor as a whole.
     #[serde(flatten)]
     pub tensor: Tensor,
-    /// Its slices: disjoint, and together all of it.
+    /// Its slices: disjoint, and together the whole tensor.
     pub pieces: Vec<Piece>,
 }
 
@@ -64,9 +64,9 @@ pub struct StoredTensor {
 pub struct Piece {
     /// The slice.
     pub slice: Slice,
-    /// The file, by its place in the index.
+    /// The index of its file in `Index::files`.
     pub file: usize,
-    /// First byte in the file, and the byte behind the last.
+    /// First byte in the file, and the byte after the last.
     pub bytes: (u64, u64),
     /// The checksum of the bytes.
     pub checksum: Checksum,
@@ -81,7 +81,7 @@ const DIGITS: usize = 16;
 pub(crate) struct Written {
     pub header_bytes: u64,
     pub header_checksum: Checksum,
-    /// Of each piece, in the order of the file.
+    /// The checksum of each piece, in the order of the file.
     pub checksums: Vec<Checksum>,
 }
 
@@ -137,7 +137,7 @@ impl Index {
         }
     }
 
-    /// The index, or the version of another format. Says what is wrong with the bytes.
+    /// The index, or the version of an unknown format. The error describes what is wrong with the bytes.
     fn decode_sound(bytes: &[u8]) -> Result<Result<Self, u64>, String> {
         /// The one field that every version of the format has.
         #[derive(Deserialize)]
@@ -165,17 +165,17 @@ impl Index {
         Ok(Ok(index))
     }
 
-    /// The tensor of a name.
+    /// The tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&StoredTensor> {
         self.tensors.iter().find(|stored| stored.tensor.name == name)
     }
 
-    /// The bytes of all tensors.
+    /// The total bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().filter_map(|stored| stored.tensor.size()).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Checks that every element of every tensor, and every byte of every file, lies in one piece.
+    /// Checks that every element of every tensor, and every byte of every file, lies in exactly one piece.
     fn require_sound(&self) -> Result<(), String> {
         let mut names = BTreeSet::new();
         for File { name, bytes, header_bytes, .. } in &self.files {

@@ -1,14 +1,14 @@
-//! Finds the newest checkpoint that is whole.
+//! Finds the newest intact checkpoint.
 
 use crate::{Checkpoint, Damage, Unread, Unreadable, folder_name, steps};
 use std::path::{Path, PathBuf};
 
-/// The newest checkpoint of a folder that is whole.
+/// The newest intact checkpoint of a folder.
 #[derive(Debug)]
 pub struct Latest {
-    /// It, if there is one.
+    /// The checkpoint, if there is one.
     pub checkpoint: Option<Checkpoint>,
-    /// Newer ones that are damaged.
+    /// Newer checkpoints that are damaged.
     pub passed_over: Vec<PassedOver>,
 }
 
@@ -21,11 +21,11 @@ pub struct PassedOver {
     pub damage: Vec<Damage>,
 }
 
-/// The newest checkpoint of a folder all of whose bytes are as they were written, with the damaged ones before it. A
-/// folder that is not there has none.
+/// Finds the newest checkpoint of a folder whose bytes are all as written, and lists the newer, damaged ones. A missing
+/// folder has none.
 ///
 /// # Errors
-/// A folder or a checkpoint that cannot be read now: an older one is not taken for the newest.
+/// A folder or a checkpoint that cannot be read now. An older checkpoint is never returned instead.
 pub fn latest_complete(dir: &Path) -> Result<Latest, Unreadable> {
     let mut passed_over = Vec::new();
     for step in steps(dir).map_err(|source| Unreadable::Io { path: dir.to_path_buf(), source })? {

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
-/// `Debug` of errors is their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`.
+/// `Debug` of errors prints their text, for `unwrap` and for a `main` that returns a `Box<dyn Error>`.
 macro_rules! debug_as_display {
     ($error:ty) => {
         impl std::fmt::Debug for $error {

@@ -1,4 +1,4 @@
-//! The lock of a folder of checkpoints: one run at a time writes there.
+//! The lock of a folder of checkpoints: only one run at a time writes there.
 
 use crate::folder::remove_leftovers;
 use serde::{Deserialize, Serialize};
@@ -6,7 +6,8 @@ use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// The right to write to a folder, until it is dropped or the process ends, however it ends: the system holds the lock.
+/// The exclusive right to write to a folder. The operating system releases the lock when this is dropped or the process
+/// ends, even by a crash.
 #[derive(Debug)]
 pub struct Lock {
     dir: PathBuf,
@@ -14,16 +15,16 @@ pub struct Lock {
     _file: File,
 }
 
-/// Why a folder cannot be written to.
+/// Failure to lock a folder.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum LockError {
-    /// Another run writes there.
+    /// Another run holds the lock.
     #[error("{} is the checkpoint folder of another run, {holder}: wait for it, end it, or use another folder", dir.display())]
     Held {
         /// The folder.
         dir: PathBuf,
-        /// The process and host that hold it, as they wrote them down.
+        /// The process and host of the holder, as recorded in the lock file.
         holder: String,
     },
     /// The folder cannot be used.
@@ -46,14 +47,14 @@ struct Holder {
 
 /// The name of the file.
 const FILE: &str = "lock";
-/// A file of more bytes was not written here.
+/// A larger file was not written by this crate.
 const MOST_BYTES: u64 = 4096;
 
 impl Lock {
-    /// Takes the lock of a folder, which is made if it is not there, and removes what runs that were killed left over.
+    /// Takes the lock of a folder, creates the folder if necessary, and removes the leftovers of killed runs.
     ///
     /// # Errors
-    /// A folder that another run holds, in this process or in another one; a folder that cannot be made or written to.
+    /// A folder that another run holds, in this process or another; a folder that cannot be created or written to.
     pub fn take(dir: &Path) -> Result<Self, LockError> {
         let failed = |source| LockError::Io { dir: dir.to_path_buf(), source };
         fs::create_dir_all(dir).map_err(failed)?;

@@ -4,12 +4,12 @@
 //! length of the JSON, 8 bytes little-endian │ JSON, padded with spaces to a multiple of 8 │ pieces
 //! ```
 //! The crate `safetensors` reads these files (a test does). It does not write them, because it puts `__metadata__` in
-//! random order and needs the bytes of all tensors beside each other in memory.
+//! random order and needs the bytes of all tensors in memory at the same time.
 
 use crate::{SavePlan, Slice, Tensor};
 use serde_json::{Map, Value, json};
 
-/// The file that a rank writes.
+/// The name of the file that a rank writes.
 pub(crate) fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
@@ -41,7 +41,7 @@ pub(crate) fn header(plan: &SavePlan, rank: usize, step: u64) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Whose file this is, in words, from its first bytes.
+/// Describes, from its first bytes, which rank and step a file belongs to.
 pub(crate) fn describe(start: &[u8]) -> String {
     let origin = || {
         let (length, text) = start.split_first_chunk::<8>()?;

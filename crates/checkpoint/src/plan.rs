@@ -1,36 +1,36 @@
-//! Who writes what. A pure function of what every rank holds, so that all ranks compute the same plan and need not
-//! talk.
+//! The plan of a save: which rank writes which slices. It is a pure function of the slices on every rank, so all ranks
+//! compute the same plan without communication.
 //!
 //! Ranks that hold the same elements share the work of writing them: large slices are cut, and each part goes to the
-//! holder with the fewest bytes so far. Slices with few holders come first, because they leave no choice; then the
-//! largest.
+//! holder with the fewest bytes so far. Slices with few holders come first, because they leave little choice; then
+//! larger slices.
 
 use crate::{Dtype, Slice, Tensor};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// A slice of a tensor, and ranks that hold it.
+/// A slice of a tensor, and the ranks that hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// The tensor, by its place among the tensors of the plan.
+    /// The index of the tensor in the plan.
     pub tensor: usize,
     /// The slice.
     pub slice: Slice,
-    /// The ranks that hold all of it.
+    /// The ranks that hold the whole slice.
     pub ranks: Vec<usize>,
 }
 
-/// A slice with its only writer.
+/// A slice with its unique writer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedPiece {
-    /// The tensor, by its place among the tensors of the plan.
+    /// The index of the tensor in the plan.
     pub tensor: usize,
     /// The slice.
     pub slice: Slice,
     /// The rank that writes it.
     pub writer: usize,
-    /// Where its bytes lie in the writer's data.
+    /// The range of its bytes in the writer's data.
     pub bytes: Range<u64>,
 }
 
@@ -41,15 +41,15 @@ pub struct SavePlan {
     names: BTreeMap<String, usize>,
     /// By writer, in the order of the writer's file.
     pieces: Vec<Vec<PlannedPiece>>,
-    /// Of each tensor.
+    /// The writers of each tensor.
     writers: Vec<BTreeSet<usize>>,
 }
 
-/// Why a state cannot be saved.
+/// A state that cannot be saved.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// Two tensors of one name.
+    /// Two tensors with the same name.
     #[error("two tensors are called {name}: give each a name of its own")]
     Name {
         /// The name.
@@ -63,7 +63,7 @@ pub enum PlanError {
         /// Its extents.
         dims: Vec<u64>,
     },
-    /// A slice of another tensor, or of none.
+    /// A slice outside its tensor.
     #[error("slice {slice} of {name} does not lie in its extents {dims:?}")]
     Slice {
         /// The tensor.
@@ -73,10 +73,10 @@ pub enum PlanError {
         /// The extents of the tensor.
         dims: Vec<u64>,
     },
-    /// A tensor or a rank that is not there.
+    /// An unknown tensor or rank.
     #[error("slice {slice} is of tensor {tensor} on ranks {ranks:?}; there are {tensors} tensors and {world} ranks")]
     Holder {
-        /// The place of the tensor.
+        /// The index of the tensor.
         tensor: usize,
         /// The slice.
         slice: Slice,
@@ -103,17 +103,17 @@ pub enum PlanError {
 
 debug_as_display!(PlanError);
 
-/// A rank writes about this many pieces or more, so that the last one that is given out changes the balance by little.
+/// Each rank writes at least about this many pieces, so that the last assigned piece changes the balance only a little.
 const PIECES_PER_WRITER: u64 = 32;
-/// Pieces of fewer bytes are not cut: each costs a line of the index.
+/// Smaller pieces are not cut, because each piece costs a line of the index.
 const SMALLEST_CUT: u64 = 4096;
 
 impl SavePlan {
-    /// The plan of `world` ranks that hold these slices. Slices of one tensor may overlap; together they must be all of
-    /// it.
+    /// The plan for `world` ranks that hold these slices. Slices of one tensor may overlap; together they must cover
+    /// the tensor.
     ///
     /// # Errors
-    /// Names that are not unique, slices outside of their tensor, elements that no rank holds.
+    /// Duplicate names, slices outside their tensor, elements that no rank holds.
     pub fn new(world: usize, tensors: Vec<Tensor>, held: &[Held]) -> Result<Self, PlanError> {
         let mut names = BTreeMap::new();
         for (at, Tensor { name, dims, .. }) in tensors.iter().enumerate() {
@@ -160,7 +160,7 @@ impl SavePlan {
         &self.tensors
     }
 
-    /// The place of a tensor among the tensors.
+    /// The index of a tensor in the plan.
     pub fn tensor(&self, name: &str) -> Option<usize> {
         self.names.get(name).copied()
     }
@@ -186,7 +186,7 @@ impl SavePlan {
     }
 }
 
-/// The elements that are held, each in one slice, with the ranks that hold that slice.
+/// Disjoint slices that cover all held elements, each with the ranks that hold it.
 fn disjoint(held: &BTreeMap<&Slice, BTreeSet<usize>>) -> Vec<(Slice, BTreeSet<usize>)> {
     let mut regions: Vec<(Slice, BTreeSet<usize>)> = Vec::new();
     let mut seen: Vec<&Slice> = Vec::new();
@@ -206,7 +206,7 @@ fn disjoint(held: &BTreeMap<&Slice, BTreeSet<usize>>) -> Vec<(Slice, BTreeSet<us
     regions
 }
 
-/// Gives each region a writer, cut where it is large, and each writer the order of its file.
+/// Assigns a writer to each region (cutting large ones), and orders the file of each writer.
 fn shared_out(
     world: usize,
     tensors: &[Tensor],
@@ -273,7 +273,7 @@ mod tests {
         assert!(plan(&huge, &[]).contains("more bytes than can be counted"));
     }
 
-    /// A vocabulary table that is one large matrix, narrow rows, and many small vectors, all on every rank.
+    /// One large matrix (a vocabulary table), narrow rows, and many small vectors, all on every rank.
     #[test]
     fn replicas_share_the_bytes_evenly() {
         for world in [1, 2, 3, 4, 7, 8, 16] {

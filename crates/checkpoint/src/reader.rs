@@ -1,8 +1,8 @@
 //! Reads a checkpoint, slice by slice.
 //!
 //! A read takes only the bytes of the slice from the files. It verifies the checksum of each piece that the slice
-//! covers whole. A piece that is covered in part must be verified before the read: [`Checkpoint::units_not_read_whole`]
-//! lists these.
+//! covers completely. Partly covered pieces must be verified before the read: [`Checkpoint::units_not_read_whole`]
+//! lists them.
 
 use crate::checksum::Summing;
 use crate::index;
@@ -15,10 +15,10 @@ use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that are read and added to a checksum at once: they are still in the cache.
+/// Bytes per read; they are still in the cache when they are added to the checksum.
 const BLOCK: usize = 256 << 10;
 
-/// A checkpoint whose index is sound and whose files have the sizes that it states.
+/// A checkpoint with a sound index and files of the stated sizes.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -27,11 +27,11 @@ pub struct Checkpoint {
     bytes_read: AtomicU64,
 }
 
-/// Why a slice cannot be read.
+/// Failure to read a slice.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// A tensor that is not there.
+    /// An unknown tensor.
     #[error("{} has no tensor {name}", path.display())]
     Unknown {
         /// The checkpoint.
@@ -39,7 +39,7 @@ pub enum ReadError {
         /// The name.
         name: String,
     },
-    /// A slice that does not lie in its tensor.
+    /// A slice outside its tensor.
     #[error("{} cannot give slice {slice} of {name}: {}", path.display(), out_of_range(name, slice, dims))]
     OutOfRange {
         /// The checkpoint.
@@ -65,14 +65,14 @@ pub enum ReadError {
         /// The bytes of the memory.
         given: usize,
     },
-    /// A file that is not as it was written, or that cannot be read now.
+    /// A file that is damaged, or cannot be read now.
     #[error(transparent)]
     Unread(#[from] Unread),
 }
 
 debug_as_display!(ReadError);
 
-/// Why a slice does not lie in a tensor, and what would.
+/// Explains why a slice is outside its tensor, and which slices are valid.
 fn out_of_range(name: &str, slice: &Slice, dims: &[u64]) -> String {
     let (ranges, ndim) = (slice.ranges(), dims.len());
     if ranges.len() != ndim {
@@ -95,12 +95,12 @@ fn out_of_range(name: &str, slice: &Slice, dims: &[u64]) -> String {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in a folder: reads its index, and compares the sizes of its files. Takes no more memory
-    /// than the index has bytes, times a small factor.
+    /// Opens the checkpoint in a folder: reads its index, and compares the sizes of its files. Needs memory of a small
+    /// multiple of the index's size.
     ///
     /// # Errors
-    /// [`Damage`]: an index that is missing, damaged or contradicts itself; files that are missing or have another
-    /// size. Else what cannot be read now, or has another format.
+    /// [`Damage`]: an index that is missing, damaged or inconsistent; files that are missing or have the wrong size.
+    /// Otherwise files that cannot be read now, or have another format.
     pub fn open(path: &Path) -> Result<Self, Unread> {
         let file = path.join(index::FILE);
         let bytes = fs::read(&file).map_err(failed(&file))?;
@@ -127,7 +127,7 @@ impl Checkpoint {
         &self.index
     }
 
-    /// The tensor of a name.
+    /// The tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.names.get(name).map(|&at| &self.index.tensors[at].tensor)
     }
@@ -137,7 +137,7 @@ impl Checkpoint {
         self.names.get(name).map_or(&[], |&at| &self.index.tensors[at].pieces)
     }
 
-    /// Bytes of tensors that reads took from the files so far. Those that were only verified do not count.
+    /// Bytes of tensors read from the files so far. Bytes that were only verified do not count.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
@@ -149,18 +149,18 @@ impl Checkpoint {
     pub fn read(&self, name: &str, slice: &Slice) -> Result<Vec<u8>, ReadError> {
         let size = self.tensor(name).map_or(0, |tensor| tensor.dtype.size());
         let fits = self.tensor(name).is_some_and(|tensor| slice.fits(&tensor.dims));
-        // A slice that does not fit is refused below; its size must not be believed.
+        // A slice that does not fit is rejected below, so its size must not be used here.
         let mut bytes = vec![0; if fits { (slice.elements() * size) as usize } else { 0 }];
         self.read_into(name, slice, &slice.extents(), &mut bytes)?;
         Ok(bytes)
     }
 
     /// Reads a slice into a row-major array of `extents`, which may be larger than the slice: padding at the end of a
-    /// dim, which stays as it is.
+    /// dim, which is not changed.
     ///
     /// # Errors
-    /// A tensor that is not there, a slice that does not fit, a file that cannot be read, a piece that is not as it was
-    /// written. The array may then hold bytes of the damaged piece.
+    /// An unknown tensor, a slice that does not fit, a file that cannot be read, or a damaged piece. The array may then
+    /// contain bytes of the damaged piece.
     pub fn read_into(&self, name: &str, slice: &Slice, extents: &[u64], into: &mut [u8]) -> Result<(), ReadError> {
         let Some(tensor) = self.tensor(name) else {
             return Err(ReadError::Unknown { path: self.path.clone(), name: name.to_owned() });
@@ -190,9 +190,9 @@ impl Checkpoint {
                 let failed = |source| self.failed(piece.file, source);
                 let mut file = File::open(self.file_path(piece.file)).map_err(failed)?;
                 file.seek(SeekFrom::Start(piece.bytes.0)).map_err(failed)?;
-                // Runs may be short; blocks go past the buffer.
+                // Buffered, because runs may be short; reads of whole blocks bypass the buffer.
                 let mut file = BufReader::with_capacity(length.min(BLOCK as u64) as usize, file.take(length));
-                // The runs follow each other in the file, because the slice is all of the piece.
+                // The runs are consecutive in the file, because the slice covers the whole piece.
                 for_each_run(&both, &stored, &wanted, |_, to, run| {
                     for block in into[bytes(to, run)].chunks_mut(BLOCK) {
                         file.read_exact(block).map_err(failed)?;
@@ -224,7 +224,7 @@ impl Checkpoint {
         Err(Damage::Piece { path, tensor, slice, found, written: piece.checksum })
     }
 
-    /// The error of a read of a file, which had the right size when the checkpoint was opened.
+    /// The error of a read from a file that had the right size when the checkpoint was opened.
     fn failed(&self, file: usize, source: io::Error) -> Unread {
         let path = self.file_path(file);
         match source.kind() {
@@ -240,7 +240,7 @@ impl Checkpoint {
         self.path.join(&self.index.files[file].name)
     }
 
-    /// The checksum of some bytes of a file.
+    /// The checksum of a range of a file.
     pub(crate) fn file_checksum(&self, file: usize, (start, end): (u64, u64)) -> Result<Checksum, Unread> {
         let path = self.file_path(file);
         let sum = || -> io::Result<Checksum> {
@@ -259,7 +259,7 @@ impl Checkpoint {
         sum().map_err(|source| self.failed(file, source))
     }
 
-    /// Some bytes of a file. The index is sound, so there are no more of them than the file had when it was opened.
+    /// A range of a file. The index is sound, so the range was inside the file when the checkpoint was opened.
     pub(crate) fn file_bytes(&self, file: usize, (start, end): (u64, u64)) -> Result<Vec<u8>, Unread> {
         let path = self.file_path(file);
         let mut bytes = vec![0; (end - start) as usize];

@@ -1,4 +1,4 @@
-//! Room on a disk: what is free, and which old checkpoints may go before the next one is written.
+//! Disk space: free bytes, and the old checkpoints that may be removed before the next one is written.
 
 use crate::folder::{folder_name, steps};
 use std::fs;
@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 
 /// Bytes that this process may still write to the file system of a folder, or of its nearest parent that exists. `None`
-/// where the system does not say; quotas do not count.
+/// if the system does not report it; quotas are not considered.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let mut parents = dir.ancestors().map(|at| if at.as_os_str().is_empty() { Path::new(".") } else { at });
@@ -32,9 +32,9 @@ pub fn stored_bytes(dir: &Path, step: u64) -> io::Result<u64> {
     fs::read_dir(dir.join(folder_name(step)))?.map(|entry| Ok(entry?.metadata()?.len())).sum()
 }
 
-/// The checkpoints that may go before the next one is written, in this order: all but the newest whole one. Later ones
-/// than that are damaged, or the run would have gone on from them, and go first; then the oldest. Where no checkpoint
-/// is known to be whole, none may go.
+/// The checkpoints that may be removed before the next one is written, in this order: all but the newest intact one.
+/// Later checkpoints are removed first, because they must be damaged (else the run would have resumed from them); then
+/// the oldest. If no checkpoint is known to be intact, none may be removed.
 pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
     let Some(whole) = whole else { return Ok(Vec::new()) };
     let mut steps: Vec<u64> = steps(dir)?.into_iter().filter(|&step| step != whole).collect();
@@ -42,7 +42,7 @@ pub(crate) fn spare(dir: &Path, whole: Option<u64>) -> io::Result<Vec<u64>> {
     Ok(steps)
 }
 
-/// Whether a write failed because there was no room.
+/// Whether a write failed because the disk was full.
 pub(crate) fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

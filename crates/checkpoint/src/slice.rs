@@ -1,4 +1,4 @@
-//! Slices of tensors: a range per dim. What is cut, shared out, written and read is a slice.
+//! Slices of tensors: a range per dim. Slices are the unit of cutting, assignment, writing and reading.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -46,7 +46,7 @@ impl Slice {
         other.elements() == 0 || self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(inside)
     }
 
-    /// What both hold; `None` if that is nothing.
+    /// The intersection; `None` if it is empty.
     pub fn overlap(&self, other: &Self) -> Option<Self> {
         if self.0.len() != other.0.len() {
             return None;
@@ -56,7 +56,7 @@ impl Slice {
         both.iter().all(|(start, end)| start < end).then_some(Self(both))
     }
 
-    /// What it holds and `other` does not, in disjoint slices.
+    /// The elements outside `other`, as disjoint slices.
     pub fn minus(&self, other: &Self) -> Vec<Self> {
         let Some(both) = self.overlap(other) else {
             return if self.elements() == 0 { Vec::new() } else { vec![self.clone()] };
@@ -74,7 +74,7 @@ impl Slice {
         rest
     }
 
-    /// Cuts it into slices of at most `most` elements, as equal as they can be, along the outermost dims.
+    /// Cuts it into slices of at most `most` elements, as equal as possible, along the outermost dims.
     pub fn cut(&self, most: u64) -> Vec<Self> {
         let elements = self.elements();
         let wide = self.0.iter().position(|&(start, end)| end.saturating_sub(start) > 1);
@@ -93,7 +93,7 @@ impl Slice {
     }
 }
 
-/// As Python writes it: `[0:32, 0:768]`.
+/// In Python notation: `[0:32, 0:768]`.
 impl fmt::Display for Slice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("[")?;
@@ -105,7 +105,7 @@ impl fmt::Display for Slice {
 }
 
 /// A row-major array in memory or in a file that holds a slice from its first element on. Its extents may be larger
-/// than those of the slice: padding at the end of a dim.
+/// than the slice's: padding at the end of a dim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     origin: Vec<u64>,
@@ -113,12 +113,12 @@ pub struct Block {
 }
 
 impl Block {
-    /// The array that holds a slice and nothing else.
+    /// The array that holds exactly a slice.
     pub fn of(slice: &Slice) -> Self {
         Self::padded(slice, slice.extents())
     }
 
-    /// The array of `extents` that holds a slice; `extents` are at least those of the slice.
+    /// The array of `extents` that holds a slice; `extents` are at least the slice's.
     pub fn padded(slice: &Slice, extents: Vec<u64>) -> Self {
         Self { origin: slice.ranges().map(|range| range.start).collect(), extents }
     }
@@ -141,7 +141,7 @@ pub(crate) fn for_each_run<E>(
         return Ok(());
     }
     let extents = slice.extents();
-    // The innermost dims that both arrays hold whole are part of the run of the dim before them.
+    // Innermost dims that are complete in both arrays merge with the run of the dim before them.
     let whole = |&dim: &usize| extents[dim] == from.extents[dim] && extents[dim] == to.extents[dim];
     let inner = (0..extents.len()).rev().take_while(whole).count();
     let outer = (extents.len() - inner).saturating_sub(1);
@@ -175,7 +175,7 @@ pub(crate) fn for_each_run<E>(
     }
 }
 
-/// The distance of neighbours along each dim.
+/// The stride of each dim.
 fn strides(extents: &[u64]) -> Vec<u64> {
     let mut strides = vec![1; extents.len()];
     for dim in (1..extents.len()).rev() {
@@ -189,7 +189,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every element of a slice, by its place in the whole tensor.
+    /// The index of every element of a slice in the whole tensor.
     fn places(slice: &Slice) -> Vec<Vec<u64>> {
         slice.ranges().fold(vec![Vec::new()], |all, range| {
             all.iter().flat_map(|place| range.clone().map(move |at| [&place[..], &[at]].concat())).collect()
@@ -212,7 +212,7 @@ mod tests {
             parts.extend(a.overlap(&b));
             let mut found: Vec<_> = parts.iter().flat_map(places).collect();
             found.sort();
-            prop_assert_eq!(found, places(&a)); // each place once
+            prop_assert_eq!(found, places(&a)); // each index once
             prop_assert!(a.minus(&b).iter().all(|part| part.overlap(&b).is_none() && part.elements() > 0));
             prop_assert_eq!(a.contains(&b), places(&b).iter().all(|place| places(&a).contains(place)));
         }

@@ -5,24 +5,24 @@ use crate::{Block, SavePlan, Slice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A copy of what one rank writes, in the order of its file: [`SavePlan::bytes`] of memory, whatever else the rank
-/// holds.
+/// A copy of the data that one rank writes, in the order of its file. It takes [`SavePlan::bytes`] of memory, however
+/// much the rank holds.
 #[derive(Debug)]
 pub struct Snapshot {
     plan: Arc<SavePlan>,
     rank: usize,
     data: Vec<u8>,
-    /// Elements of each piece that are not there yet.
+    /// Number of missing elements of each piece.
     missing: Vec<u64>,
     /// The pieces of each tensor.
     of_tensor: BTreeMap<usize, Vec<usize>>,
 }
 
-/// Why a tensor cannot go into a snapshot, or a snapshot cannot be written.
+/// A tensor that cannot go into a snapshot, or a snapshot that cannot be written.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// A tensor that the plan does not have.
+    /// A tensor that is not in the plan.
     #[error("the plan of the checkpoint has no tensor {name}")]
     Unknown {
         /// Its name.
@@ -39,10 +39,10 @@ pub enum SnapshotError {
         slice: Slice,
         /// The extents of the memory.
         extents: Vec<u64>,
-        /// Bytes that were given.
+        /// The given bytes.
         given: usize,
     },
-    /// The system has no memory for the copy.
+    /// No memory for the copy.
     #[error("rank {rank} has no memory for the {bytes} bytes that it writes")]
     Memory {
         /// The rank.
@@ -50,7 +50,7 @@ pub enum SnapshotError {
         /// The bytes of the copy.
         bytes: u64,
     },
-    /// Elements that this rank is to write and was not given.
+    /// Elements that this rank must write but was not given.
     #[error("rank {rank} was not given {missing} elements of slice {slice} of {name}, which it writes")]
     Missing {
         /// The rank.
@@ -67,8 +67,8 @@ pub enum SnapshotError {
 debug_as_display!(SnapshotError);
 
 impl Snapshot {
-    /// An empty snapshot in the memory of an older one. Without memory it takes nothing, and the save fails on every
-    /// rank.
+    /// An empty snapshot that reuses the memory of an older one. If memory cannot be allocated, it accepts no tensors,
+    /// and the save fails on every rank.
     pub(crate) fn new(plan: Arc<SavePlan>, rank: usize, mut memory: Vec<u8>) -> Self {
         let bytes = plan.bytes(rank) as usize;
         if memory.try_reserve_exact(bytes.saturating_sub(memory.len())).is_ok() {
@@ -84,11 +84,12 @@ impl Snapshot {
         Self { plan, rank, data: memory, missing, of_tensor }
     }
 
-    /// Copies what this rank writes of a tensor from the slice that it holds. `bytes` are the elements of that slice as
-    /// a row-major array of `extents`, which may be larger than the slice: padding at the end of each dim.
+    /// Copies the part of a tensor that this rank writes, from the slice that it holds. `bytes` are the elements of the
+    /// held slice as a row-major array of `extents`, which may be larger than the slice: padding at the end of each
+    /// dim.
     ///
     /// # Errors
-    /// A tensor that the plan does not have, or a slice that does not fit.
+    /// A tensor that is not in the plan, or a slice that does not fit.
     pub fn put(&mut self, name: &str, slice: &Slice, extents: &[u64], bytes: &[u8]) -> Result<(), SnapshotError> {
         let Some(tensor) = self.plan.tensor(name) else {
             return Err(SnapshotError::Unknown { name: name.to_owned() });

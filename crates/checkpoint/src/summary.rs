@@ -1,21 +1,21 @@
-//! A checkpoint in words.
+//! A text summary of a checkpoint.
 
 use crate::index::StoredTensor;
 use crate::{Checkpoint, Damage, Unreadable};
 use std::fmt;
 
-/// What is in a checkpoint, and whether it is as it was written. Displays as a page of text.
+/// The contents of a checkpoint, and whether they are intact. Displays as a page of text.
 #[derive(Debug)]
 pub struct Summary<'a> {
     checkpoint: &'a Checkpoint,
     /// The number of pieces and headers that were verified.
     pub verified: usize,
-    /// Those that are damaged.
+    /// The damage that was found.
     pub damage: Vec<Damage>,
 }
 
 impl<'a> Summary<'a> {
-    /// Reads all of a checkpoint.
+    /// Reads and verifies a whole checkpoint.
     ///
     /// # Errors
     /// A file that cannot be read now.

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A tensor as a whole, whatever the mesh that holds it.
+/// A whole tensor, independent of the mesh that holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tensor {
     /// Its global name, unique in the checkpoint.
@@ -16,7 +16,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// The number of elements, and of bytes; `None` if there are more than a file can hold.
+    /// The numbers of elements and of bytes; `None` if they exceed the size of a file.
     pub fn size(&self) -> Option<(u64, u64)> {
         let elements = self.dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim))?;
         Some((elements, elements.checked_mul(self.dtype.size())?))
@@ -29,18 +29,18 @@ impl Tensor {
 pub enum Kind {
     /// A weight.
     Weight,
-    /// A state of the optimizer that goes with a weight.
+    /// An optimizer state of a weight.
     OptimizerState,
-    /// Neither trained nor a state of the optimizer: a running mean.
+    /// Neither trained nor optimizer state, such as a running mean.
     Buffer,
     /// A counter of the run.
     Counter,
-    /// What lossy compression lost. A run may go on without it.
+    /// The error of lossy compression. A run can continue without it.
     Feedback,
 }
 
 impl Kind {
-    /// The kind in words.
+    /// The kind as text.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Weight => "weight",

@@ -1,7 +1,7 @@
-//! Why a checkpoint, or a part of one, was not read.
+//! Errors of reading a checkpoint or a part of one.
 //!
-//! Content that is not what was written, and a read that failed, are two types: only [`Damage`] permits to use an older
-//! checkpoint, and no error of the system becomes one by accident. [`failed`] is the only place that sorts them.
+//! Damaged content and failed reads have two different types: only [`Damage`] permits the use of an older checkpoint,
+//! and no system error becomes damage by accident. [`failed`] is the only place that distinguishes them.
 
 use crate::{Checksum, Slice};
 use std::fs;
@@ -14,10 +14,10 @@ pub const FORMAT: u32 = 1;
 /// Why something of a checkpoint was not read.
 #[derive(thiserror::Error)]
 pub enum Unread {
-    /// Its content is not what was written, and will not be at another time.
+    /// The content is damaged, permanently.
     #[error(transparent)]
     Damage(#[from] Damage),
-    /// It may be as it was written.
+    /// The read failed; the content may be intact.
     #[error(transparent)]
     Unreadable(#[from] Unreadable),
 }
@@ -95,7 +95,7 @@ pub enum Unreadable {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The error of the system.
+        /// The system error.
         source: io::Error,
     },
     /// A sound index of another version of the format.
@@ -115,7 +115,7 @@ pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {
     move |source| {
         let path = path.to_path_buf();
         match source.kind() {
-            // Of a link that leads nowhere, or in a folder that is one, the target may come back: a disk that is not
+            // The target of a dangling link (the file or its folder) may come back: it may be on a disk that is not
             // mounted.
             ErrorKind::NotFound if is_gone(&path) => Damage::Missing { path }.into(),
             ErrorKind::NotADirectory | ErrorKind::IsADirectory => Damage::Missing { path }.into(),
@@ -124,7 +124,7 @@ pub(crate) fn failed(path: &Path) -> impl Fn(io::Error) -> Unread + '_ {
     }
 }
 
-/// Whether a folder that can be read lacks the name of a file.
+/// Whether the folder can be read and has no file of this name.
 fn is_gone(path: &Path) -> bool {
     let named = fs::symlink_metadata(path);
     let absent = named.is_err_and(|error| error.kind() == ErrorKind::NotFound);

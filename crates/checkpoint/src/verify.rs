@@ -1,34 +1,34 @@
-//! Checks that files are as they were written. The work is a list of units, which ranks can share.
+//! Verifies that files are as written. The work is a list of units, which ranks can share.
 
 use crate::index::StoredTensor;
 use crate::{Checkpoint, Damage, Slice, Unread, Unreadable, piece_file};
 
-/// Something that can be verified by itself.
+/// A unit of verification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Unit {
     /// The header of a file.
     Header {
-        /// The file, by its place in the index.
+        /// Its index in `Index::files`.
         file: usize,
     },
     /// A piece.
     Piece {
-        /// The tensor, by its place in the index.
+        /// The index of the tensor.
         tensor: usize,
-        /// The piece, by its place in the tensor.
+        /// The index of the piece in its tensor.
         piece: usize,
     },
 }
 
 impl Checkpoint {
-    /// Everything that can be verified: all bytes of all files.
+    /// All units: together they cover all bytes of all files.
     pub fn units(&self) -> Vec<Unit> {
         let headers = (0..self.index().files.len()).map(|file| Unit::Header { file });
         headers.chain(self.piece_units(|_, _| true)).collect()
     }
 
-    /// What is left to verify where these slices are read, by whichever rank: the headers, and the pieces that no slice
-    /// holds whole. The reads verify the others.
+    /// The units that remain to be verified if these slices are read, by any rank: the headers, and the pieces that no
+    /// slice covers completely. The reads verify the others.
     pub fn units_not_read_whole<'a>(&self, slices: impl IntoIterator<Item = (&'a str, &'a Slice)>) -> Vec<Unit> {
         let mut read: std::collections::BTreeMap<&str, Vec<&Slice>> = std::collections::BTreeMap::new();
         for (name, slice) in slices {
@@ -51,7 +51,7 @@ impl Checkpoint {
             .collect()
     }
 
-    /// The damage among these units.
+    /// Verifies these units and returns the damage.
     ///
     /// # Errors
     /// A file that cannot be read now.
@@ -75,7 +75,7 @@ impl Checkpoint {
                     return Ok(());
                 }
                 let header = self.file_bytes(file, (0, of.header_bytes))?;
-                // A header of another length is read as far as the file goes, to say whose it is.
+                // A header of another length is read as far as the file goes, to describe whose it is.
                 let length = header.first_chunk::<8>().map_or(0, |length| u64::from_le_bytes(*length));
                 let end = length.saturating_add(8).min(of.bytes);
                 let problem = piece_file::describe(&self.file_bytes(file, (0, end))?);
@@ -101,14 +101,14 @@ impl Checkpoint {
     }
 }
 
-/// The units that one of `ranks` ranks verifies, where they share them by bytes.
+/// The units that one of `ranks` ranks verifies; the ranks share the units by bytes.
 pub fn share(checkpoint: &Checkpoint, units: &[Unit], rank: usize, ranks: usize) -> Vec<Unit> {
     let total: u64 = units.iter().map(|&unit| checkpoint.unit_bytes(unit)).sum();
     let mut before = 0;
     let mut taken = Vec::new();
     for &unit in units {
         let bytes = checkpoint.unit_bytes(unit);
-        // A unit goes to the rank in whose part of all bytes its middle lies.
+        // A unit goes to the rank whose part of all bytes contains the unit's middle.
         let middle = u128::from(before + bytes / 2);
         if middle * ranks as u128 / u128::from(total.max(1)) == rank as u128 {
             taken.push(unit);

@@ -4,11 +4,11 @@
 //! training thread   snapshot ─┐ step, step, step ...            ┌─ outcome
 //! writer's thread             └ write, sync ─ all done? ─ commit ┘
 //! ```
-//! Each rank writes one file. When all are on disk, the leader adds the index and renames the folder. Nothing of an
-//! older checkpoint is touched before, unless the disk lacks room: then older ones go first, but never the newest whole
-//! one.
+//! Each rank writes one file. When all files are on disk, the leader adds the index and renames the folder. Older
+//! checkpoints are not touched before that, unless the disk is full: then older ones are removed first, but never the
+//! newest intact one.
 //!
-//! More than 400 lines: one protocol between two threads of each rank, and all of its ends.
+//! More than 400 lines: one protocol between two threads of each rank, with all its outcomes.
 
 use crate::checksum::Summing;
 use crate::exchange::{Exchange, ExchangeError};
@@ -26,25 +26,25 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-/// Bytes that are added to a checksum and written at once.
+/// Bytes per write, added to the checksum just before.
 const BLOCK: usize = 256 << 10;
 
-/// Writes one rank's part of each checkpoint, on a thread of its own. One checkpoint is under way at a time.
+/// Writes one rank's part of each checkpoint, on a separate thread. At most one checkpoint is in progress.
 #[derive(Debug)]
 pub struct Writer {
     plan: Arc<SavePlan>,
     rank: usize,
-    /// The memory of the last snapshot, for the next one.
+    /// The memory of the last snapshot, to be reused.
     memory: Vec<u8>,
     saving: bool,
-    /// The newest checkpoint that is known to be whole.
+    /// The newest checkpoint that is known to be intact.
     whole: Option<u64>,
     jobs: Option<SyncSender<Job>>,
     results: Receiver<(Vec<u8>, Result<Saved, SaveError>)>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A checkpoint that is complete. The same on every rank, but for `bytes` and `seconds`.
+/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Saved {
     /// Its step.
@@ -57,13 +57,13 @@ pub struct Saved {
     pub seconds: f64,
     /// Older checkpoints that were removed.
     pub removed: Vec<PathBuf>,
-    /// Those that were removed before this one was written, because there was no room for one more.
+    /// Older checkpoints that were removed before this one was written, because the disk was full.
     pub made_room: Vec<PathBuf>,
-    /// Why older ones could not be removed.
+    /// The reason why older checkpoints could not be removed.
     pub not_removed: Option<String>,
 }
 
-/// Why there is no checkpoint of a step. Those before are as they were, and the next one may succeed.
+/// A failed save. Earlier checkpoints are unchanged, and the next save may succeed.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
@@ -77,7 +77,7 @@ pub enum SaveError {
         /// The reason.
         problem: String,
     },
-    /// A rank had no room to write, and no older checkpoint could go but the newest whole one.
+    /// A rank had no disk space, and no older checkpoint but the newest intact one was left to remove.
     #[error(
         "no checkpoint of step {step}: rank {rank} failed: {problem}; it takes {bytes} bytes, and the newest whole checkpoint stays: make \
          room, or use a larger disk"
@@ -92,7 +92,7 @@ pub enum SaveError {
         /// The bytes of the checkpoint.
         bytes: u64,
     },
-    /// The ranks lost each other.
+    /// The exchange between the ranks failed.
     #[error("no checkpoint of step {step}: {source}")]
     Exchange {
         /// The step.
@@ -100,7 +100,7 @@ pub enum SaveError {
         /// The reason.
         source: ExchangeError,
     },
-    /// The thread of the writer ended, or could not be started.
+    /// The writer's thread ended, or could not be started.
     #[error("the thread that writes checkpoints has ended, or could not be started")]
     Ended,
 }
@@ -115,17 +115,17 @@ struct Job {
     began: Instant,
 }
 
-/// What only the leader does.
+/// The duties of the leader alone.
 struct Leader {
-    /// Held while the run may write.
+    /// Held as long as the run may write.
     _lock: Lock,
     keep: usize,
 }
 
-/// Why a rank could not do its part.
+/// The failure of a rank.
 #[derive(Serialize, Deserialize)]
 struct Failure {
-    /// Whether there was no room.
+    /// Whether the disk was full.
     full: bool,
     problem: String,
 }
@@ -152,7 +152,7 @@ impl Writer {
         Self::start(dir, 0, Some(Leader { _lock: lock, keep }), plan, exchange)
     }
 
-    /// The writer of another rank, into the folder whose lock rank 0 has.
+    /// The writer of another rank. Rank 0 holds the lock of the folder.
     pub fn follow(dir: &Path, rank: usize, plan: Arc<SavePlan>, exchange: impl Exchange) -> Self {
         Self::start(dir.to_path_buf(), rank, None, plan, exchange)
     }
@@ -167,7 +167,7 @@ impl Writer {
         let (jobs, todo) = sync_channel::<Job>(1);
         let (done, results) = sync_channel(1);
         let task = Task { dir, rank, leader, plan: plan.clone() };
-        // Without the thread each save ends with an error, here and on the ranks that would wait for this one.
+        // Without the thread, each save ends with an error, on this rank and on the ranks that wait for it.
         let work = move || {
             for job in todo {
                 let result = task.save(&job, &mut exchange);
@@ -181,42 +181,41 @@ impl Writer {
         Self { plan, rank, memory, saving, whole: None, jobs, results, thread }
     }
 
-    /// Says that the checkpoint of a step is whole, because the run goes on from it: where room is short, all others
-    /// may go before the first one of this writer is complete.
+    /// Declares the checkpoint of a step intact, because the run resumes from it: if disk space is short, all others
+    /// may be removed before the first checkpoint of this writer is complete.
     pub fn goes_on_from(&mut self, step: u64) {
         self.whole = Some(step);
     }
 
-    /// The plan of who writes what.
+    /// The plan of the save.
     pub fn plan(&self) -> &Arc<SavePlan> {
         &self.plan
     }
 
-    /// An empty snapshot to fill. Waits for the save under way, if there is one, and also returns its outcome: a run
-    /// that saves more often than its disk can write is slowed down here, and holds no more than one snapshot.
+    /// An empty snapshot to fill. Waits for the save in progress, if any, and returns its outcome. A run that saves
+    /// faster than its disk can write is slowed down here, and never holds more than one snapshot.
     pub fn snapshot(&mut self) -> (Snapshot, Option<Result<Saved, SaveError>>) {
         let before = self.wait();
         (Snapshot::new(self.plan.clone(), self.rank, std::mem::take(&mut self.memory)), before)
     }
 
-    /// Starts to save a snapshot, and returns. All ranks save the same steps; of their `metadata`, that of rank 0 is
-    /// kept. Where a snapshot lacks elements that its rank writes, all ranks are told, and there is no checkpoint of
-    /// that step.
+    /// Starts to save a snapshot, and returns. All ranks must save the same steps; the `metadata` of rank 0 is stored.
+    /// If a snapshot lacks elements that its rank writes, the save of that step fails on all ranks.
     pub fn save(&mut self, step: u64, metadata: Value, snapshot: Snapshot) {
         let job = Job { step, metadata, snapshot: snapshot.into_data(), whole: self.whole, began: Instant::now() };
         if let Some(jobs) = &self.jobs {
-            // A thread that ended takes no job and gives no result, which is what the caller is told.
+            // If the thread has ended, there is no result, and the caller gets that error.
             _ = jobs.send(job);
         }
         self.saving = true;
     }
 
-    /// Whether a save is under way whose outcome was not returned yet.
+    /// Whether a save is in progress, or its outcome was not returned yet.
     pub fn is_saving(&self) -> bool {
         self.saving
     }
 
-    /// The outcome of the save under way, if it is known by now. Does not wait.
+    /// The outcome of the save in progress, if it is known. Does not wait.
     pub fn poll(&mut self) -> Option<Result<Saved, SaveError>> {
         match self.results.try_recv() {
             Err(TryRecvError::Empty) => None,
@@ -224,7 +223,7 @@ impl Writer {
         }
     }
 
-    /// The outcome of the save under way, if there is one. Waits for it.
+    /// Waits for the save in progress, if any, and returns its outcome.
     pub fn wait(&mut self) -> Option<Result<Saved, SaveError>> {
         self.saving.then(|| {
             let received = self.results.recv().ok();
@@ -241,7 +240,7 @@ impl Writer {
     }
 }
 
-/// Waits for the save under way.
+/// Waits for the save in progress.
 impl Drop for Writer {
     fn drop(&mut self) {
         self.wait();
@@ -252,7 +251,7 @@ impl Drop for Writer {
     }
 }
 
-/// The part of a rank, on the writer's thread.
+/// A rank's part, on the writer's thread.
 struct Task {
     dir: PathBuf,
     rank: usize,
@@ -261,18 +260,18 @@ struct Task {
 }
 
 impl Task {
-    /// Saves, and where there is no room once more after each older checkpoint that can go.
+    /// Saves. While the disk is full, removes an older checkpoint and tries again.
     fn save(&self, job: &Job, exchange: &mut impl Exchange) -> Result<Saved, SaveError> {
         let (step, mut made_room) = (job.step, Vec::new());
         if self.leader.is_some() {
             self.make_room(job, &mut made_room);
         }
         loop {
-            // Until all are here, rank 0 may still be removing what a killed run left over, or what makes room.
+            // Until all ranks arrive, rank 0 may still be removing leftovers of a killed run, or older checkpoints.
             exchange.all_gather(Vec::new()).map_err(|source| SaveError::Exchange { step, source })?;
             let result = self.write_and_commit(job, &made_room, exchange);
             if self.leader.is_some() && matches!(result, Err(SaveError::Write { .. } | SaveError::Full { .. })) {
-                // All ranks have said how far they came, so none is writing any more. What cannot be removed now is at
+                // All ranks have reported, so none is still writing. Files that cannot be removed now are removed at
                 // the next start.
                 _ = fs::remove_dir_all(folder::partial(&self.dir, step));
             }
@@ -288,7 +287,7 @@ impl Task {
         }
     }
 
-    /// Removes what can go until the checkpoint fits, as far as the system says how much is free.
+    /// Removes removable checkpoints until the new one fits, if the system reports free space.
     fn make_room(&self, job: &Job, removed: &mut Vec<PathBuf>) {
         let needed = self.plan.file_bytes(&job.metadata);
         while free_bytes(&self.dir).is_some_and(|free| free < needed) {
@@ -299,7 +298,7 @@ impl Task {
         }
     }
 
-    /// Removes the next checkpoint that can go, if there is one.
+    /// Removes the next removable checkpoint, if there is one.
     fn remove_one(&self, job: &Job) -> Option<PathBuf> {
         let step = *room::spare(&self.dir, job.whole).ok()?.first()?;
         folder::remove(&self.dir, step).ok()
@@ -328,7 +327,7 @@ impl Task {
         Ok(Saved { step, path, bytes, seconds, removed, made_room, not_removed })
     }
 
-    /// Writes this rank's file, through to the disk.
+    /// Writes this rank's file and syncs it to disk.
     fn write(&self, job: &Job) -> Result<Written, Failure> {
         let data = job.snapshot.as_ref().map_err(SnapshotError::to_string)?;
         let header = header(&self.plan, self.rank, job.step);
@@ -344,7 +343,7 @@ impl Task {
             file.write_all(&header)?;
             for piece in self.plan.pieces(self.rank) {
                 let mut checksum = Summing::default();
-                // Blocks that are still in the cache when they are written.
+                // In blocks that are still in the cache when they are written.
                 for block in data[piece.bytes.start as usize..piece.bytes.end as usize].chunks(BLOCK) {
                     checksum.add(block);
                     file.write_all(block)?;
@@ -358,7 +357,7 @@ impl Task {
         Ok(Written { header_bytes: header.len() as u64, header_checksum: Checksum::of(&header), checksums })
     }
 
-    /// Writes the index, and makes the folder a checkpoint.
+    /// Writes the index and renames the folder, which completes the checkpoint.
     fn commit(
         &self,
         job: &Job,
@@ -392,12 +391,12 @@ impl Task {
     }
 }
 
-/// The error of the system, with the file.
+/// Converts a system error, adding the file.
 fn told(path: &Path) -> impl Fn(io::Error) -> Failure + '_ {
     move |error| Failure { full: is_full(&error), problem: format!("{}: {error}", path.display()) }
 }
 
-/// What each rank has done, if all could; else the failure of the first that could not.
+/// The results of all ranks if all succeeded; else the first failure.
 fn agree<T: Serialize + for<'de> Deserialize<'de>>(
     step: u64,
     bytes: impl Fn() -> u64,

@@ -1,7 +1,7 @@
-//! Activations of the same samples, epoch after epoch (AQ-SGD; Wang et al. 2022).
+//! Compression of the activations of the same samples over epochs (AQ-SGD; Wang et al. 2022).
 //!
-//! Sender and receiver keep a buffer m of each sample's activation. The first time, the sender sends the activation a
-//! as it is; after that C(a - m). Both add what was sent to m, and the receiver goes on with m.
+//! Sender and receiver keep a buffer m of each sample's activation. In the first epoch the sender sends the activation
+//! a uncompressed; later it sends C(a - m). Both add the sent value to m, and the receiver continues with m.
 
 use crate::compressor::Draws;
 use crate::{CompressError, Compressor, Fold, Message, Shape, StateKind, StateSpec, Values, wire_bytes};
@@ -10,22 +10,22 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// Where the buffers of samples are.
+/// Storage of the buffers of samples.
 pub trait Store: Send + Debug {
-    /// Fills `values` with those of a sample; false if it has none yet.
+    /// Fills `values` with the values of a sample; false if it has none yet.
     ///
     /// # Errors
-    /// A sample that there is no room for, or a failed read.
+    /// A sample without room, or a failed read.
     fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool, CompressError>;
 
-    /// Keeps the values of a sample.
+    /// Stores the values of a sample.
     ///
     /// # Errors
-    /// A sample that there is no room for, or a failed write.
+    /// A sample without room, or a failed write.
     fn write(&mut self, sample: usize, values: &[f32]) -> Result<(), CompressError>;
 }
 
-/// Buffers in memory: 4 bytes for each element of each sample that was seen.
+/// Buffers in memory: 4 bytes for each element of each sample seen so far.
 #[derive(Debug, Default)]
 pub struct MemoryStore(Vec<Vec<f32>>);
 
@@ -57,8 +57,8 @@ impl Store for MemoryStore {
     }
 }
 
-/// Buffers in a file, which another run can go on with: the eight bytes `MWAQSGD1`, numbers of samples and elements
-/// (u64), a bit for each sample that was seen, then the f32s of each sample; all little-endian.
+/// Buffers in a file, which another run can reuse: the eight bytes `MWAQSGD1`, the numbers of samples and elements
+/// (u64), one bit per sample (whether it was seen), then the f32s of each sample; all little-endian.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
@@ -80,7 +80,7 @@ impl FileStore {
     /// Opens the file, or creates it, with `samples` buffers of `len` elements each.
     ///
     /// # Errors
-    /// A file with another number or length of buffers, or of another format, or one that cannot be read or written.
+    /// A file with another number or length of buffers, a file in another format, or a failed read or write.
     pub fn open(path: impl AsRef<Path>, samples: usize, len: usize) -> Result<FileStore, CompressError> {
         let path = path.as_ref().to_path_buf();
         let fail = |problem: String| CompressError::File { path: path.display().to_string(), problem };
@@ -106,7 +106,7 @@ impl FileStore {
         Ok(FileStore { file, samples, len, seen, path })
     }
 
-    /// Moves to the values of a sample.
+    /// Seeks to the values of a sample.
     fn seek(&mut self, sample: usize, count: usize) -> Result<(), CompressError> {
         crate::error::require_count("the activation of a sample", count, self.len)?;
         if sample >= self.samples {
@@ -147,7 +147,7 @@ impl Store for FileStore {
     }
 }
 
-/// One side of a link over which the activations of samples go, sender or receiver.
+/// One side, sender or receiver, of a link that transfers the activations of samples.
 #[derive(Debug)]
 pub struct AqSgd {
     compressor: Box<dyn Compressor>,
@@ -174,7 +174,7 @@ impl AqSgd {
         }
     }
 
-    /// Bytes of the buffers once `samples` were seen, on each side.
+    /// Bytes of the buffers on each side after `samples` samples were seen.
     pub fn buffer_bytes(samples: usize, shape: Shape) -> u64 {
         4 * samples as u64 * shape.len() as u64
     }
@@ -182,19 +182,19 @@ impl AqSgd {
     /// Bytes of the message of a sample: the first one, and each later one.
     ///
     /// # Errors
-    /// None for a link that was made.
+    /// Never for a link that was constructed.
     pub fn wire_bytes(&self) -> Result<[usize; 2], CompressError> {
         Ok([wire_bytes(&Values::F32, self.shape)?, wire_bytes(&*self.compressor, self.shape)?])
     }
 
-    /// The buffers as a state to save.
+    /// The buffers as a state for checkpoints.
     pub fn state(&self, name: &str, samples: usize) -> StateSpec {
         let dims = vec![samples, self.shape.rows(), self.shape.cols()];
         let slice = dims.iter().map(|&dim| 0..dim).collect();
         StateSpec { name: format!("{name}.activations"), dims, slice, kind: StateKind::Replicated }
     }
 
-    /// Sends the activation of a sample. Both sides' buffer is then what [`receive`](Self::receive) returns.
+    /// Sends the activation of a sample. Both sides' buffers then equal the result of [`receive`](Self::receive).
     ///
     /// # Errors
     /// An activation of another shape, or a failure of the store.

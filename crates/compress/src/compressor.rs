@@ -8,21 +8,21 @@ use std::fmt::Debug;
 /// of normal numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guarantee {
-    /// The bound. 0: nothing is lost. 1: nothing is known to be kept.
+    /// The bound. 0: lossless. 1: no guarantee.
     pub error: f64,
     /// Whether the mean of C(x) over all draws is x.
     pub unbiased: bool,
 }
 
 impl Guarantee {
-    /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which error feedback needs above 0; `None` if it is not
-    /// known to be.
+    /// The contraction factor δ of E|C(x) - x|² ≤ (1 - δ) |x|², which must be above 0 for error feedback; `None` if
+    /// that is not known.
     pub fn contraction(self) -> Option<f64> {
         (self.error < 1.0).then_some(1.0 - self.error)
     }
 }
 
-/// The random numbers of one use: element i draws number `start + i` of a stream.
+/// The random numbers of one compression: element i draws number `start + i` of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draws {
     /// The stream.
@@ -43,27 +43,27 @@ impl Draws {
     }
 }
 
-/// Whether restored values replace what is there or are added to it.
+/// Whether restored values replace the old contents or are added to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fold {
-    /// They replace it.
+    /// Replaces the old contents.
     Replace,
-    /// They are added to it.
+    /// Adds to the old contents.
     Add,
 }
 
-/// How a group sums values when each rank compresses its own: see [`sum`](crate::sum()).
+/// How a group sums values when each rank compresses its own value: see [`sum`](crate::sum()).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum SumMethod {
-    /// Messages are gathered and added in the order of the ranks. Right for every method.
+    /// Messages are gathered and added in the order of the ranks. Correct for every method.
     Gather,
-    /// Each rank gets the messages of its shard from all, adds them, compresses the sum again, and all gather these
-    /// (1-bit Adam). Shards are whole numbers of these parts, as long as there are several.
+    /// Each rank receives the messages of its shard from all ranks, adds them and compresses the sum again; then all
+    /// ranks gather the sums (1-bit Adam). Shards are multiples of these parts, if there are several parts.
     ScatterGather(Per),
-    /// The method loses nothing: an all-reduce in f32.
+    /// The method is lossless: an all-reduce in f32.
     AllReduce,
-    /// An all-reduce in bf16, added in f32 and rounded once.
+    /// An all-reduce in bf16, summed in f32 and rounded once.
     AllReduceBf16,
     /// All ranks draw the same indices, whose values are all-reduced.
     SharedIndices(Sparse),
@@ -71,12 +71,12 @@ pub enum SumMethod {
     Factors(PowerSgd),
 }
 
-/// A method of lossy compression, of f32s on slices. Implement it for a method of your own; use it through
+/// A method of lossy compression of f32 slices. Implement it for your own method; use it through
 /// [`Message`](crate::Message) and [`sum`](crate::sum()), which check shapes and messages.
 ///
 /// The same input and draws give the same bytes on every machine.
 pub trait Compressor: Send + Sync + Debug {
-    /// The scheme as text, with all that the reader of a message must know.
+    /// The scheme as text, with all parameters needed to decode a message.
     fn name(&self) -> String;
 
     /// Its number in the header of messages.
@@ -87,7 +87,7 @@ pub trait Compressor: Send + Sync + Debug {
     /// Whether values of this shape can be compressed; by default all can.
     ///
     /// # Errors
-    /// What is wrong with the shape.
+    /// A shape that cannot be compressed.
     fn check(&self, _shape: Shape) -> Result<(), CompressError> {
         Ok(())
     }
@@ -98,22 +98,22 @@ pub trait Compressor: Send + Sync + Debug {
     /// How accurate it is.
     fn guarantee(&self, shape: Shape) -> Guarantee;
 
-    /// Elements that the sender keeps from one use to the next, zeros at first.
+    /// Elements of state that the sender keeps between uses, initially zero.
     fn warm_len(&self, _shape: Shape) -> usize {
         0
     }
 
-    /// How ranks sum.
+    /// How ranks sum values.
     fn sum(&self) -> SumMethod {
         SumMethod::Gather
     }
 
-    /// Compresses `x` into `body`. The lengths are those of the shape, `body_bytes` and `warm_len`.
+    /// Compresses `x` into `body`. The lengths match the shape, `body_bytes` and `warm_len`.
     fn write(&self, x: &[f32], shape: Shape, draws: Draws, warm: &mut [f32], body: &mut [u8]);
 
-    /// Restores into `out`. The lengths are those of the shape and `body_bytes`; the bytes may be any.
+    /// Decodes `body` into `out`. The lengths match the shape and `body_bytes`; the bytes may be arbitrary.
     ///
     /// # Errors
-    /// Bytes that no value has.
+    /// Bytes that encode no value.
     fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError>;
 }

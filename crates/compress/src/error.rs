@@ -3,11 +3,11 @@
 use crate::{Method, Shape};
 use meshwork_core::{BufferError, CommError};
 
-/// The grammar of schemes, for messages.
+/// The grammar of schemes, for error messages.
 pub(crate) const VALID: &str = "none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to 8), sign, topk:FRACTION or topk:COUNT, \
      randk:FRACTION or randk:COUNT, topk or randk with + and one of the first six, powersgd:RANK";
 
-/// Why something could not be compressed, restored or summed.
+/// Failure to compress, restore or sum.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CompressError {
@@ -16,10 +16,10 @@ pub enum CompressError {
     Scheme {
         /// The text.
         text: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// A shape of more elements than an index of 32 bits reaches.
+    /// A shape with more elements than a 32-bit index can address.
     #[error("a value of {rows} x {cols} has more than 4294967295 elements: compress it in parts")]
     TooLong {
         /// Rows.
@@ -27,7 +27,7 @@ pub enum CompressError {
         /// Columns.
         cols: usize,
     },
-    /// A rank that the matrix does not have.
+    /// A rank that is not valid for the matrix.
     #[error("powersgd:{rank} of a {shape} matrix: the rank must be 1 to {}; use \"none\" for vectors", shape.rows().min(shape.cols()))]
     Rank {
         /// The rank of the factors.
@@ -38,14 +38,14 @@ pub enum CompressError {
     /// A slice of the wrong length.
     #[error("{what} has {count} elements, it must have {wanted}")]
     Count {
-        /// Which slice.
+        /// The slice.
         what: &'static str,
-        /// Its elements.
+        /// Its number of elements.
         count: usize,
-        /// What it must have.
+        /// The required number of elements.
         wanted: usize,
     },
-    /// A message that is not one of this scheme and shape.
+    /// A message that does not match the scheme and shape.
     #[error("the message cannot be read: {0}")]
     Message(#[from] MessageError),
     /// A second use of a state in one step.
@@ -53,19 +53,19 @@ pub enum CompressError {
         "{name}: step {step} after step {last}: feedback is applied once a step, in increasing steps; a second time would add the residual twice"
     )]
     Twice {
-        /// What is reduced or sent.
+        /// The value that is reduced or sent.
         name: String,
-        /// The step asked for.
+        /// The requested step.
         step: u64,
         /// The last step that the state has seen.
         last: u64,
     },
-    /// The group is not the one that a reduction was planned for.
+    /// The group differs from the planned group of a reduction.
     #[error(
         "{name} was planned for rank {rank} of {ranks}, the group has this as rank {group_rank} of {group_ranks}: reshard its states and plan it again"
     )]
     Group {
-        /// What is reduced.
+        /// The value that is reduced.
         name: String,
         /// Planned rank.
         rank: usize,
@@ -76,17 +76,17 @@ pub enum CompressError {
         /// Ranks of the group.
         group_ranks: usize,
     },
-    /// Feedback that a scheme cannot have.
+    /// Feedback that a scheme does not support.
     #[error("{feedback} with {scheme}: {problem}")]
     Feedback {
         /// The feedback.
         feedback: String,
         /// The scheme.
         scheme: String,
-        /// Why not, and what would be valid.
+        /// The problem, and the valid alternatives.
         problem: String,
     },
-    /// A sample that a buffer does not have.
+    /// A sample outside the buffer.
     #[error("sample {sample} of a buffer of {samples}")]
     Sample {
         /// The sample.
@@ -99,7 +99,7 @@ pub enum CompressError {
     File {
         /// Its path.
         path: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A collective failed.
@@ -119,23 +119,23 @@ impl From<BufferError> for CompressError {
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// Another number of bytes than the scheme and shape give.
+    /// A number of bytes that does not match the scheme and shape.
     #[error("it has {bytes} bytes, {wanted} were expected")]
     Bytes {
-        /// Its bytes.
+        /// Bytes of the message.
         bytes: usize,
-        /// The bytes of a message of this scheme and shape.
+        /// Bytes of a message with this scheme and shape.
         wanted: usize,
     },
-    /// A version of the format that this crate does not read.
+    /// A format version that this crate cannot read.
     #[error("it is of version {0} of the format, this is version {version}", version = crate::wire::VERSION)]
     Version(u8),
     /// Another method, or no method at all.
     #[error("it was made by method number {found}, {wanted:?} (number {}) was expected", *wanted as u8)]
     Method {
-        /// The number that it has.
+        /// The method number in the message.
         found: u8,
-        /// The method that was expected.
+        /// The expected method.
         wanted: Method,
     },
     /// Another scheme of this method, or another shape.
@@ -146,15 +146,15 @@ pub enum MessageError {
         /// The expected shape.
         shape: Shape,
     },
-    /// Bits that every message has as zeros.
+    /// Padding bits that are not zero.
     #[error("bits that must be zero are set")]
     Padding,
-    /// Indices that are not increasing, too few, too many or too large.
+    /// Indices that are not increasing, too large, or of the wrong number.
     #[error("its indices are not {count} increasing numbers below {below}")]
     Indices {
-        /// How many there must be.
+        /// The required number of indices.
         count: usize,
-        /// What all are below.
+        /// Upper bound of the indices, exclusive.
         below: usize,
     },
 }

@@ -2,7 +2,7 @@
 //!
 //! With x the value of a step, C the compressor and c the value that was sent:
 //!
-//! | feedback | compressed | after it | received |
+//! | feedback | compressed | sender's update | received |
 //! |---|---|---|---|
 //! | `none` | x | | c |
 //! | `ef` (Seide et al. 2014; Karimireddy et al. 2019) | x + e | e ← x + e - c | c |
@@ -19,13 +19,13 @@ use std::str::FromStr;
 /// How the loss of compression is brought back.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Feedback {
-    /// It is not.
+    /// No feedback.
     None,
-    /// Error feedback: it is added to the next value.
+    /// Error feedback: the error is added to the next value.
     Ef,
-    /// The difference from an estimate is sent, which both sides keep.
+    /// EF21: sends the difference from an estimate that both sides keep.
     Ef21,
-    /// EF21 of a moving average.
+    /// EF21 on a moving average.
     Ef21Momentum {
         /// Weight of the new value, above 0 and at most 1.
         eta: f32,
@@ -60,7 +60,7 @@ impl FromStr for Feedback {
     }
 }
 
-/// The state of a sender, in vectors of `T`. Those that a feedback does not use are empty.
+/// The state of a sender, as vectors `T`. Vectors that a feedback does not use are empty.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sender<T = Vec<f32>> {
     /// e of error feedback.
@@ -93,7 +93,7 @@ impl Feedback {
         Sender { residual, estimate, momentum }
     }
 
-    /// Which of the states of a [`Sender`] it uses, in their order.
+    /// Whether it uses each state of a [`Sender`], in the order of `Sender::all`.
     pub fn keeps(self) -> [bool; 3] {
         [self == Feedback::Ef, self.keeps_estimate(), matches!(self, Feedback::Ef21Momentum { .. })]
     }
@@ -103,7 +103,7 @@ impl Feedback {
         matches!(self, Feedback::Ef21 | Feedback::Ef21Momentum { .. })
     }
 
-    /// Refuses feedback where it amplifies errors instead of bringing them back.
+    /// Rejects feedback that would amplify errors instead of compensating for them.
     ///
     /// # Errors
     /// An unbiased scheme that is not known to contract.
@@ -160,7 +160,7 @@ impl Feedback {
 /// stays. Old replica i of n goes to new replica ⌊i · ranks / n⌋. Those that meet are added in order; the others start
 /// at zero.
 ///
-/// It serves residuals, estimates and momenta of [`Reduction`](crate::Reduction): the states of kind
+/// Use it for residuals, estimates and momenta of [`Reduction`](crate::Reduction): the states of kind
 /// [`PerReplica`](crate::StateKind::PerReplica).
 ///
 /// # Errors

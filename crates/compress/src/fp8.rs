@@ -1,8 +1,8 @@
-//! Floats of 8 bits (OCP 8-bit floating point specification, 2023), without a branch.
+//! Floats of 8 bits (OCP 8-bit floating point specification, 2023), branch-free.
 
-/// A format. Codes are a sign, an exponent and a mantissa; exponent 0 has the numbers below the normal ones.
+/// A format. Codes are a sign, an exponent and a mantissa; exponent 0 encodes the subnormal numbers.
 pub trait Fp8 {
-    /// Bits of mantissa.
+    /// Mantissa bits.
     const MANTISSA: u32;
     /// The number that is added to an exponent.
     const BIAS: u32;
@@ -21,7 +21,8 @@ pub trait Fp8 {
             return f32::NAN;
         }
         let largest = Self::MAX.to_bits();
-        // Exponents compare apart from mantissas: one more where the mantissa is above that of the largest number.
+        // Exponents and mantissas are compared separately: one more if the mantissa is above the mantissa of the
+        // largest number.
         let more = i32::from(bits & 0x7f_ffff > largest & 0x7f_ffff);
         power(((bits >> 23) as i32 - (largest >> 23) as i32 + more).max(-126))
     }
@@ -40,7 +41,7 @@ pub trait Fp8 {
         sign | (if is_small { small } else { normal }) as u8
     }
 
-    /// The number of a code. Codes above the last one, which are never written, are NaN.
+    /// The number of a code. Codes above the last one are never written, and are NaN.
     #[inline(always)]
     fn decode(code: u8) -> f32 {
         let magnitude = u32::from(code & 0x7f);
@@ -52,7 +53,7 @@ pub trait Fp8 {
     }
 }
 
-/// 2^exponent, of a normal number.
+/// 2^exponent, for exponents of normal numbers.
 const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }

@@ -2,12 +2,12 @@
 
 use crate::MessageError;
 
-/// Packed differences: the low bits of each index, then its rest.
+/// Packed differences: the low bits of all indices, then the differences of their high parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Packed {
     /// Low bits of an index.
     pub width: u32,
-    /// Bytes of the low bits of all.
+    /// Bytes of the low bits of all indices.
     pub low_bytes: usize,
 }
 
@@ -19,7 +19,7 @@ impl Packed {
     }
 }
 
-/// Bytes of `count` of the numbers below `below`.
+/// Bytes of `count` indices below `below`.
 pub fn bytes(count: usize, below: usize) -> usize {
     below.div_ceil(8).min(packed_bytes(count, below))
 }
@@ -68,7 +68,7 @@ pub fn write(indices: &[u32], below: usize, out: &mut [u8]) {
     }
 }
 
-/// Reads `count` indices below `below` from as many bytes as [`bytes`] says.
+/// Reads `count` indices below `below` from [`bytes`] bytes.
 pub fn read(bytes: &[u8], count: usize, below: usize) -> Result<Vec<u32>, MessageError> {
     let wrong = MessageError::Indices { count, below };
     let bitmap = is_bitmap(count, below);
@@ -83,7 +83,7 @@ pub fn read(bytes: &[u8], count: usize, below: usize) -> Result<Vec<u32>, Messag
         while rest != 0 {
             let position = 8 * at + rest.trailing_zeros() as usize;
             rest &= rest - 1;
-            // A position is at least the number of ones before it.
+            // Does not underflow, because a position is at least the number of ones before it.
             let index = match bitmap {
                 true => position,
                 false => ((position - indices.len()) << width) + low.next(width) as usize,
@@ -106,7 +106,7 @@ fn mask(width: u32) -> u32 {
 
 struct LowBits<'a> {
     bytes: std::slice::Iter<'a, u8>,
-    /// Bits that were read and not yet used.
+    /// Bits that were read but not yet used.
     word: u64,
     filled: u32,
 }

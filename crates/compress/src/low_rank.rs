@@ -7,12 +7,12 @@ use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
 
 impl PowerSgd {
-    /// Elements of P, and of Q.
+    /// Number of elements of P, then of Q.
     pub fn factors(self, shape: Shape) -> [usize; 2] {
         [shape.rows() * self.rank, shape.cols() * self.rank]
     }
 
-    /// Draws the columns of Q that are zero.
+    /// Fills the zero columns of Q with random numbers.
     pub fn start(self, q: &mut [f32], shape: Shape, draws: Draws) {
         for (column, q) in q.chunks_exact_mut(shape.cols().max(1)).enumerate() {
             if q.iter().all(|&q| q == 0.0) {
@@ -75,7 +75,7 @@ impl PowerSgd {
     }
 
     /// Makes the columns of P orthonormal, from the first to the last (modified Gram-Schmidt, dot products in f64). A
-    /// column that lies in the space of those before it, up to rounding, becomes zero.
+    /// column in the span of the previous columns, up to rounding, becomes zero.
     pub fn orthogonalise(self, p: &mut [f32]) {
         /// The part of a squared length that may be left by the rounding of f32, with a margin.
         const ROUNDING: f64 = 1e-10;
@@ -85,7 +85,7 @@ impl PowerSgd {
         let lengths: Vec<f64> = (0..self.rank).map(|column| dot(p, column, column)).collect();
         for (column, before) in lengths.into_iter().enumerate() {
             let left = dot(p, column, column);
-            // Not a comparison that a NaN fails: it stays.
+            // This comparison is false for NaN, so a NaN stays.
             let factor = if left <= ROUNDING * before { 0.0 } else { 1.0 / left.sqrt() };
             p.chunks_exact_mut(self.rank).for_each(|row| row[column] = (f64::from(row[column]) * factor) as f32);
             for other in column + 1..self.rank {

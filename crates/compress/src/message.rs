@@ -5,18 +5,19 @@ use crate::wire::{HEADER, VERSION};
 use crate::{CompressError, Compressor, Draws, Fold, MessageError, Shape};
 use meshwork_core::hash::hash;
 
-/// Bytes of a message, header included. It depends on the scheme and shape alone.
+/// Bytes of a message, header included. They depend only on the scheme and shape.
 ///
 /// # Errors
-/// A shape that the scheme does not compress.
+/// A shape that the scheme does not support.
 pub fn wire_bytes(compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<usize, CompressError> {
     compressor.check(shape)?;
     Ok(HEADER + compressor.body_bytes(shape))
 }
 
-/// A compressed value, as it is sent.
+/// A compressed value, as sent.
 ///
-/// Messages cannot be added, as the bytes of most methods are no numbers: restore them, or use [`sum`](crate::sum()).
+/// Messages cannot be added, because the bytes of most methods are not numbers: restore them, or use
+/// [`sum`](crate::sum()).
 ///
 /// ```compile_fail,E0369
 /// fn sum(a: meshwork_compress::Message, b: meshwork_compress::Message) {
@@ -30,7 +31,7 @@ impl Message {
     /// Compresses `x`. `warm` is the state of [`Compressor::warm_len`] elements, empty for most methods.
     ///
     /// # Errors
-    /// A shape that the scheme does not compress, or slices of other lengths.
+    /// A shape that the scheme does not support, or slices of the wrong length.
     pub fn compress(
         compressor: &(impl Compressor + ?Sized),
         x: &[f32],
@@ -43,7 +44,7 @@ impl Message {
         Ok(Message(bytes))
     }
 
-    /// A message that was received. Its bytes are checked when it is restored.
+    /// Wraps a received message. Its bytes are checked when it is restored.
     pub fn received(bytes: Vec<u8>) -> Message {
         Message(bytes)
     }
@@ -58,10 +59,10 @@ impl Message {
         self.0
     }
 
-    /// Restores the value into `out`, or adds it to what is there.
+    /// Restores the value into `out`, or adds it to the old contents.
     ///
     /// # Errors
-    /// A message of another scheme or shape, or one that is malformed. `out` may have changed then.
+    /// A malformed message, or a message of another scheme or shape. In that case `out` may be partly overwritten.
     pub fn restore(
         &self,
         compressor: &(impl Compressor + ?Sized),
@@ -73,10 +74,10 @@ impl Message {
     }
 }
 
-/// As [`Message::compress`], into memory of the caller: [`wire_bytes`] of them.
+/// As [`Message::compress`], into the caller's memory of [`wire_bytes`] bytes.
 ///
 /// # Errors
-/// A shape that the scheme does not compress, or slices of other lengths.
+/// A shape that the scheme does not support, or slices of the wrong length.
 pub fn compress_into(
     compressor: &(impl Compressor + ?Sized),
     x: &[f32],
@@ -96,10 +97,10 @@ pub fn compress_into(
     Ok(())
 }
 
-/// As [`Message::restore`], of borrowed bytes.
+/// As [`Message::restore`], from borrowed bytes.
 ///
 /// # Errors
-/// A message of another scheme or shape, or one that is malformed. `out` may have changed then.
+/// A malformed message, or a message of another scheme or shape. In that case `out` may be partly overwritten.
 pub fn restore(
     bytes: &[u8],
     compressor: &(impl Compressor + ?Sized),

@@ -36,7 +36,7 @@ fn pack_strided(codes: &[u8; TILE], stride: usize, bits: usize, out: &mut [u8]) 
     }
 }
 
-/// Restores the codes of one tile of `count`. Returns whether all bits beyond them are zero.
+/// Unpacks the `count` codes of one tile. Returns whether all padding bits are zero.
 pub fn unpack(planes: &[u8], count: usize, bits: usize, codes: &mut [u8; TILE]) -> bool {
     match count {
         TILE => wide(
@@ -63,8 +63,8 @@ fn unpack_strided(planes: &[u8], stride: usize, bits: usize, codes: &mut [u8; TI
     }
 }
 
-/// As [`pack_strided`], with lengths that the compiler knows. A comparison and a mask are vector instructions, a shift
-/// of bytes is not.
+/// As [`pack_strided`], with lengths known at compile time. Uses a comparison and a mask, which are vector
+/// instructions; a shift of bytes is not.
 #[inline(always)]
 fn pack_tile(codes: &[u8; TILE], bits: usize, out: &mut [u8]) {
     let (rows, _) = codes.as_chunks::<{ TILE / 8 }>();

@@ -1,4 +1,4 @@
-//! The sum of one value over a group, step after step, with feedback.
+//! The sum of one value over a group in every step, with feedback.
 
 use crate::compressor::{Draws, SumMethod};
 use crate::feedback::Sender;
@@ -7,12 +7,11 @@ use crate::{CompressError, Compressor, Feedback, Shape};
 use meshwork_core::{Group, Record};
 use std::ops::{Deref, Range};
 
-/// One rank's part of a value: the value is the sum over the ranks, not yet taken.
+/// One rank's part of a value: the value is the sum over the ranks, which is still to be computed.
 #[derive(Clone, Copy, Debug)]
 pub struct Partial<'a>(pub &'a [f32]);
 
-/// A value that is the same on every rank. It is no [`Partial`]: to sum it again, with feedback or not, would count it
-/// once for each rank.
+/// A value that is the same on every rank. It is not a [`Partial`]: summing it again would count it once for each rank.
 ///
 /// ```compile_fail,E0308
 /// use meshwork_compress::{CompressError, Partial, Reduction};
@@ -38,9 +37,9 @@ impl Deref for Replicated<'_> {
 /// How a state is held by the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
-    /// Each replica has its own; only their sum matters. For another number of replicas: [`reshard`](crate::reshard).
+    /// Each replica has its own; only their sum matters. To change the number of replicas: [`reshard`](crate::reshard).
     PerReplica,
-    /// Every rank holds the same.
+    /// Every rank holds the same values.
     Replicated,
     /// Each rank holds a slice of one vector.
     Slice,
@@ -51,7 +50,7 @@ pub enum StateKind {
 pub struct StateSpec {
     /// `NAME.residual`, `NAME.estimate`, `NAME.momentum`, `NAME.sum_estimate`, `NAME.warm`, `NAME.shard_residual`.
     pub name: String,
-    /// The whole, over all ranks.
+    /// Dims of the whole state, over all ranks.
     pub dims: Vec<usize>,
     /// This rank's range of each dim.
     pub slice: Vec<Range<usize>>,
@@ -84,7 +83,7 @@ impl Reduction {
     /// feedback, shape and seed.
     ///
     /// # Errors
-    /// A shape that the scheme does not compress, or feedback that it cannot have.
+    /// A shape or a feedback that the scheme does not support.
     pub fn new(
         name: &str,
         compressor: Box<dyn Compressor>,
@@ -123,11 +122,11 @@ impl Reduction {
         })
     }
 
-    /// The sum over the group, the same bits on every rank. Steps must increase.
+    /// Computes the sum over the group, bitwise identical on every rank. Steps must increase.
     ///
     /// # Errors
-    /// A second use in one step, another group than the planned one, a part of another length, or a failed collective.
-    /// After a failed collective the states are those of no step: load them again.
+    /// A second use in one step, a group other than the planned one, a part of the wrong length, or a failed
+    /// collective. After a failed collective the states are inconsistent: load them again.
     pub fn all_reduce(&mut self, group: &Group, step: u64, part: Partial<'_>) -> Result<Replicated<'_>, CompressError> {
         if [group.rank(), group.size()] != [self.rank, self.ranks] {
             return Err(CompressError::Group {
@@ -154,10 +153,10 @@ impl Reduction {
         Ok(Replicated(out))
     }
 
-    /// The communication of a step on this rank, call by call, as the group's log will have it.
+    /// The communication of a step on this rank, call by call, as in the group's log.
     ///
     /// # Errors
-    /// None for a reduction that was made.
+    /// Never for a reduction that was constructed.
     pub fn traffic(&self, group: &str) -> Result<Vec<Record>, CompressError> {
         traffic(&*self.compressor, self.shape, group, self.rank, self.ranks)
     }
@@ -167,7 +166,7 @@ impl Reduction {
         self.states().into_iter().map(|(_, values)| 4 * values.len()).sum()
     }
 
-    /// The last step that was summed; `None` before the first. It belongs to the states.
+    /// The last step that was summed; `None` before the first. It is part of the state.
     pub fn last_step(&self) -> Option<u64> {
         self.last
     }
@@ -189,7 +188,7 @@ impl Reduction {
     /// Replaces each state by the values that `read` gives for its declaration.
     ///
     /// # Errors
-    /// Those of `read`, and values of another length. The states are then partly replaced.
+    /// Errors of `read`, and values of the wrong length. Some states may then already be replaced.
     pub fn load<E: From<CompressError>>(
         &mut self,
         last: Option<u64>,

@@ -9,17 +9,17 @@ use crate::{
 use std::fmt;
 use std::str::FromStr;
 
-/// One of the methods of this crate, with its parameters. It is read from and written as text:
+/// One of the methods of this crate, with its parameters. Its text form:
 ///
 /// | text | method |
 /// |---|---|
-/// | `none` | values as they are |
+/// | `none` | uncompressed values |
 /// | `bf16` | bfloat16 |
 /// | `fp8:e4m3`, `fp8:e5m2` | 8-bit floats with a scale; `/row` and `/block256` give each row, or each 256 elements, its own |
 /// | `quant:4` | 1 to 8 bits between the smallest and the largest value; `/row`, `/block256`; then `/stochastic` for unbiased rounding |
 /// | `sign` | signs and their mean absolute value; `/row`, `/block256` |
 /// | `topk:0.1`, `topk:100` | the largest tenth, or hundred (a fraction has a point, a count has none); `/row`, `/block256` |
-/// | `randk:0.1`, `randk:100` | as many, drawn; `/unbiased` multiplies them by n/k |
+/// | `randk:0.1`, `randk:100` | as many, chosen at random; `/unbiased` multiplies them by n/k |
 /// | `topk:0.1+quant:8` | the values of `topk` or `randk`, by any of the methods above them |
 /// | `powersgd:4` | factors of rank 4 |
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,12 +85,12 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// Takes `option` away if it is the last one.
+    /// Removes `option` if it is the last one.
     fn take(&mut self, option: &str) -> bool {
         self.options.pop_if(|last| *last == option).is_some()
     }
 
-    /// Takes away `row` or `block256`.
+    /// Removes `row` or `block256` if it is the last option.
     fn per(&mut self) -> Result<Per, String> {
         let Some(&option) = self.options.first() else { return Ok(Per::Tensor) };
         let per = match option.strip_prefix("block") {
@@ -102,7 +102,7 @@ impl<'a> Words<'a> {
         Ok(per)
     }
 
-    /// All options were taken.
+    /// Checks that no options are left.
     fn done(&self, valid: &str) -> Result<(), String> {
         match self.options.first() {
             None => Ok(()),
@@ -111,10 +111,10 @@ impl<'a> Words<'a> {
     }
 }
 
-/// A positive number that an index of 32 bits reaches.
+/// A positive number that fits a 32-bit index.
 fn positive(text: &str, what: &str) -> Result<usize, String> {
     match text.parse::<u32>() {
-        // A number has one text only: no sign, no leading zeros.
+        // Each number has exactly one text form: no sign, no leading zeros.
         Ok(number) if number > 0 && text == number.to_string() => Ok(number as usize),
         _ => Err(format!("{what} is {text:?}, it must be a whole number from 1 to {}", u32::MAX)),
     }
@@ -192,8 +192,8 @@ fn values(mut words: Words<'_>) -> Result<Values, String> {
 }
 
 impl Scheme {
-    /// The same scheme, which quantises with stochastic rounding if `rounding` is stochastic. One that says so already,
-    /// or does not quantise, stays as it is.
+    /// The same scheme, with stochastic rounding if `rounding` is stochastic. A scheme that already rounds
+    /// stochastically, or does not quantise, is unchanged.
     pub fn rounding_at_least(mut self, rounding: Rounding) -> Scheme {
         let values = match &mut self {
             Scheme::Values(values) => values,
@@ -206,7 +206,7 @@ impl Scheme {
         self
     }
 
-    /// The same of each row of `cols` elements by itself, where it is one of the whole value.
+    /// The same scheme applied to each row of `cols` elements separately, if it is a scheme for the whole value.
     ///
     /// ```
     /// use meshwork_compress::Scheme;
@@ -225,7 +225,7 @@ impl Scheme {
                 if let Choice::Largest(per @ Per::Tensor) = choice {
                     *per = Per::Row;
                 }
-                // The values of all rows are one vector.
+                // The chosen values of all rows form one vector.
                 values.narrow(Per::Block(keep.of(cols)));
             }
             Scheme::PowerSgd(_) => {}
@@ -244,7 +244,7 @@ impl Scheme {
         match self {
             Scheme::Values(values) => within(values.per(), shape.cols()),
             Scheme::Sparse(Sparse { choice: Choice::Largest(Per::Row), keep, values }) => {
-                // Their draws are counted by value, and not by element.
+                // Random numbers of values are indexed by value, not by element.
                 !values.draws() && within(values.per(), keep.of(shape.cols()))
             }
             Scheme::Sparse(_) | Scheme::PowerSgd(_) => false,
@@ -255,7 +255,7 @@ impl Scheme {
     pub const VALID: &str = VALID;
 }
 
-/// As its method.
+/// Delegates to its method.
 impl Compressor for Scheme {
     fn name(&self) -> String {
         self.inner().name()

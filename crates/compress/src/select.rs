@@ -5,7 +5,7 @@
 
 use meshwork_core::simd::wide;
 
-/// Below so many elements, one selection among all is faster than a histogram.
+/// Below this number of elements, one selection over all is faster than a histogram.
 const SMALL: usize = 4096;
 
 /// Appends the indices of the `count` largest elements to `out`, increasing, numbered from `base`.
@@ -27,13 +27,13 @@ fn key(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff
 }
 
-/// The key of the `count`-th largest element, and how many of the elements with this key are among the `count` largest.
+/// The key of the `count`-th largest element, and the number of elements with this key among the `count` largest.
 fn threshold(x: &[f32], count: usize) -> (u32, usize) {
     if x.len() < SMALL {
         return kth(&mut x.iter().map(|&x| key(x)).collect::<Vec<_>>(), count);
     }
-    // Sign, exponent and three bits of the mantissa; four histograms, so that equal neighbours do not wait for each
-    // other.
+    // Sign, exponent and three bits of the mantissa; four histograms, so that updates for equal neighbours do not stall
+    // each other.
     const SHIFT: u32 = 20;
     let mut tables = vec![[0_u32; 4]; 1 << (31 - SHIFT)];
     let (fours, rest) = x.as_chunks::<4>();
@@ -60,13 +60,13 @@ fn threshold(x: &[f32], count: usize) -> (u32, usize) {
     (0, 0) // Unreachable: the histograms count all elements, and `count` is fewer.
 }
 
-/// The `count`-th largest of the keys, and how many of its equals are among the `count` largest.
+/// The `count`-th largest of the keys, and the number of equal keys among the `count` largest.
 fn kth(keys: &mut [u32], count: usize) -> (u32, usize) {
     let (above, &mut kth, _) = keys.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
     (kth, count - above.iter().filter(|&&key| key > kth).count())
 }
 
-/// Writes the indices of all elements above the threshold and of the first `ties` that are equal to it.
+/// Writes the indices of all elements above the threshold and of the first `ties` elements equal to it.
 fn emit(x: &[f32], threshold: u32, mut ties: usize, base: usize, out: &mut [u32]) {
     let mut at = 0;
     for (chunk, x) in x.chunks(64).enumerate() {
@@ -84,7 +84,7 @@ fn emit(x: &[f32], threshold: u32, mut ties: usize, base: usize, out: &mut [u32]
     }
 }
 
-/// A bit for each of at most 64 elements: whether its key is among `low..=high`.
+/// One bit for each of at most 64 elements: whether its key is in `low..=high`.
 #[inline(always)]
 fn mask(x: &[f32], low: u32, high: u32) -> u64 {
     let mut flags = [0_u8; 64];
@@ -105,7 +105,7 @@ fn mask(x: &[f32], low: u32, high: u32) -> u64 {
     eights.iter().enumerate().fold(0, |mask, (i, flags)| mask | byte(flags) << (8 * i))
 }
 
-/// Calls `f` with the place of each bit that is set.
+/// Calls `f` with the position of each set bit.
 #[inline(always)]
 fn each_one(mut mask: u64, mut f: impl FnMut(usize)) {
     while mask != 0 {

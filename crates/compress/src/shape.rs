@@ -58,14 +58,14 @@ impl fmt::Display for Shape {
     }
 }
 
-/// The parts of a value that are compressed by themselves: each has its own scale, or its own k largest elements.
+/// The parts of a value that are compressed independently: each has its own scale, or its own k largest elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Per {
     /// The whole value.
     Tensor,
     /// Each row.
     Row,
-    /// Each so many elements that follow one another, across rows; the last block may be shorter. At least one.
+    /// Blocks of this many consecutive elements (at least one), across rows; the last block may be shorter.
     Block(usize),
 }
 

@@ -1,4 +1,4 @@
-//! Few of the elements are sent: the largest ones, or some that are drawn.
+//! Sparse methods: few elements are sent, the largest or randomly chosen ones.
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::indices::Packed;
@@ -12,7 +12,7 @@ use std::ops::Range;
 const DRAWS: usize = 16;
 
 impl Sparse {
-    /// Elements sent.
+    /// Number of elements sent.
     pub fn count(&self, shape: Shape) -> usize {
         match self.choice {
             Choice::Largest(per) => {
@@ -23,7 +23,7 @@ impl Sparse {
         }
     }
 
-    /// The smallest fraction sent of a part.
+    /// The smallest fraction of a part that is sent.
     fn fraction(&self, shape: Shape) -> f64 {
         let of = |len: usize| if len == 0 { 1.0 } else { self.keep.of(len) as f64 / len as f64 };
         match self.choice {
@@ -71,27 +71,27 @@ impl Sparse {
     /// The indices in [`index_bytes`](Self::index_bytes) of a message of this scheme and shape.
     ///
     /// # Errors
-    /// Bytes that no indices have, or too few of them.
+    /// Bytes that encode no valid indices, or too few bytes.
     pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>, CompressError> {
         crate::error::require_count("the indices", bytes.len(), self.index_bytes(shape).len())?;
         Ok(indices::read(bytes, self.count(shape), shape.len())?)
     }
 
-    /// The values of some elements, as a message of this scheme has them.
+    /// The values of some elements, as in a message of this scheme.
     pub fn take(&self, x: &[f32], shape: Shape, indices: &[u32]) -> Vec<f32> {
         let factor = self.factor(shape);
         indices.iter().map(|&index| x[index as usize] * factor).collect()
     }
 
-    /// The shape of the values that are sent.
+    /// The shape of the sent values.
     pub fn taken(&self, shape: Shape) -> Shape {
-        Shape::vector(self.count(shape)).unwrap_or(shape) // They are not more than the elements.
+        Shape::vector(self.count(shape)).unwrap_or(shape) // They are no more than the elements.
     }
 }
 
-/// `count` of the numbers below `below`, each set of them equally likely.
+/// `count` distinct numbers below `below`; every set is equally likely.
 fn drawn(count: usize, below: usize, draws: Draws) -> Vec<u32> {
-    // The values may draw from the same stream: another key.
+    // The values may draw from the same stream, so this uses another key.
     let [first, second] = draws.key.words();
     let key = Key::from_words([!first, second]);
     let mut taken = vec![0_u64; below.div_ceil(64)];
@@ -139,7 +139,7 @@ impl Compressor for Sparse {
     fn guarantee(&self, shape: Shape) -> Guarantee {
         let (kept, values) = (self.fraction(shape), self.values.guarantee(self.taken(shape)));
         let error = match self.choice {
-            // The share of |x|² that the largest have is at least `kept`, and may be all.
+            // The largest elements hold at least the fraction `kept` of |x|², and may hold all.
             Choice::Largest(_) => (1.0 - kept * (1.0 - values.error)).max(values.error),
             Choice::Random { unbiased: false } => 1.0 - kept * (1.0 - values.error),
             Choice::Random { unbiased: true } => {

@@ -11,7 +11,7 @@ use std::ops::Range;
 /// The results of a sum, and the states of a rank between sums.
 #[derive(Debug)]
 pub struct SumBuffers<'a> {
-    /// The sum, as long as the value. Overwritten.
+    /// The sum, of the value's length. Overwritten.
     pub sum: &'a mut [f32],
     /// This rank's part of the sum, as long as the value: the part of `x` that it sent where ranks send messages, or an
     /// equal share of the sum of PowerSGD, as its authors' feedback has it. Overwritten.
@@ -23,7 +23,7 @@ pub struct SumBuffers<'a> {
     pub shard: &'a mut [f32],
 }
 
-/// Elements of `range` as a shape: rows stay rows.
+/// The shape of the elements in `range`: rows stay rows.
 fn shape_of(range: &Range<usize>, per: Per, shape: Shape) -> Result<Shape, CompressError> {
     match per {
         Per::Row if range.len().is_multiple_of(shape.cols()) => Shape::matrix(range.len() / shape.cols(), shape.cols()),
@@ -31,15 +31,15 @@ fn shape_of(range: &Range<usize>, per: Per, shape: Shape) -> Result<Shape, Compr
     }
 }
 
-/// The elements of each rank's shard in a sum of the method [`SumMethod::ScatterGather`]: equal numbers of parts, fewer
-/// or none for the last ranks. A value of one part is cut between any elements.
+/// The range of each rank's shard in a sum by [`SumMethod::ScatterGather`]: equal numbers of parts, fewer or none for
+/// the last ranks. A value of one part is cut between any elements.
 pub fn shards(per: Per, shape: Shape, ranks: usize) -> Vec<Range<usize>> {
     let unit = if per.parts(shape) > 1 { per.unit(shape) } else { 1 };
     let (len, each) = (shape.len(), shape.len().div_ceil(unit).div_ceil(ranks) * unit);
     (0..ranks).map(|rank| (rank * each).min(len)..((rank + 1) * each).min(len)).collect()
 }
 
-/// The shard of each rank, its shape and the bytes of its message; none if it is empty.
+/// The shard of each rank, its shape and the bytes of its message; no bytes if the shard is empty.
 fn shard_messages(
     compressor: &(impl Compressor + ?Sized),
     per: Per,
@@ -61,10 +61,10 @@ pub fn shard_len(compressor: &(impl Compressor + ?Sized), shape: Shape, rank: us
     }
 }
 
-/// The communication of one [`sum`] on one rank, call by call, as the log of the group will have it.
+/// The communication of one [`sum`] on one rank, call by call, as in the log of the group.
 ///
 /// # Errors
-/// A shape that the scheme does not compress.
+/// A shape that the scheme does not support.
 pub fn traffic(
     compressor: &(impl Compressor + ?Sized),
     shape: Shape,
@@ -98,11 +98,11 @@ pub fn traffic(
 /// The sum over the ranks of a group of each rank's compressed `x`, in `sum`: the same bits on every
 /// rank. All ranks call it with the same compressor, shape and draws.
 ///
-/// Rank r of a group draws from element r·n on where ranks draw apart; their second compression draws from element
+/// If ranks draw independently, rank r of a group draws from element r·n on; the second compression draws from element
 /// `ranks`·n on.
 ///
 /// # Errors
-/// A shape that the scheme does not compress, slices of other lengths, or a failed collective.
+/// A shape that the scheme does not support, slices of the wrong length, or a failed collective.
 pub fn sum(
     group: &Group,
     compressor: &(impl Compressor + ?Sized),
@@ -196,7 +196,7 @@ fn scatter_gather(
         debug_assert_eq!(message.as_bytes().len(), *bytes);
         messages.extend_from_slice(message.as_bytes());
     }
-    // Of each rank: its message for this rank's shard.
+    // The message of each rank for this rank's shard.
     let (mine, part, bytes) = &shards[rank];
     let mut received = vec![0; ranks * bytes];
     let send_counts: Vec<usize> = shards.iter().map(|shard| shard.2).collect();

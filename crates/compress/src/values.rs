@@ -1,7 +1,7 @@
-//! Values that are all sent, in fewer bits each.
+//! Dense methods: all values are sent, with fewer bits each.
 //!
-//! A part ([`Per`]) that holds a NaN or an infinity has a NaN as its scale, so that all of it is restored as NaN;
-//! `none` and `bf16` keep each such value as it is.
+//! A part ([`Per`]) with a NaN or an infinity gets NaN as its scale, so that the whole part is restored as NaN; `none`
+//! and `bf16` keep each such value.
 //!
 //! More than 400 lines: each of the five casts has its size, bound, writer and reader side by side with the others'.
 
@@ -132,7 +132,7 @@ impl Compressor for Values {
             // Half of the distance between two numbers of 8 bits of precision.
             Values::Bf16 => Guarantee { error: none * 2_f64.powi(-16), unbiased: false },
             Values::Fp8 { format, .. } => {
-                // The largest of a part is above half of the format's range.
+                // The scaled largest value of a part is above half of the format's range.
                 let (precision, largest, smallest) = match format {
                     Fp8Format::E4M3 => (4, E4M3::MAX, E4M3::SMALLEST),
                     Fp8Format::E5M2 => (3, E5M2::MAX, E5M2::SMALLEST),
@@ -140,8 +140,8 @@ impl Compressor for Values {
                 let below_normal = f64::from(smallest) / f64::from(largest);
                 Guarantee { error: none * 4_f64.powi(-precision) + len * below_normal.powi(2), unbiased: false }
             }
-            // Each error is at most half a step, or has at most that variance; and (max - min)² is at most twice the
-            // sum of squares.
+            // Half a step bounds each error (nearest) or its standard deviation (stochastic); and (max - min)² is at
+            // most twice the sum of squares.
             Values::Quantize { bits, rounding, .. } => {
                 let steps = f64::from((1_u32 << bits) - 1);
                 Guarantee { error: len / (2.0 * steps * steps), unbiased: rounding == Rounding::Stochastic }
@@ -188,8 +188,7 @@ impl Compressor for Values {
             Values::Quantize { bits, per, rounding } => {
                 let levels = ((1_u32 << bits) - 1) as f32;
                 let (head, packed) = body.split_at_mut(8 * parts);
-                // A part is read from memory once, where it fits into a cache: its step is found before its first
-                // codes.
+                // A part that fits into a cache is read from memory once: its step is computed right before its codes.
                 let mut pairs = head.as_chunks_mut::<8>().0.iter_mut().zip(per.ranges(shape));
                 let (mut of, mut pair) = (usize::MAX, [0.0; 2]);
                 let mut noise = [0.5; TILE];
@@ -243,7 +242,8 @@ impl Compressor for Values {
     }
 }
 
-/// Calls `f` with each part that the elements `start..start + len` touch, and with its elements, counted from `start`.
+/// Calls `f` with each part that overlaps the elements `start..start + len`, and with its elements, counted from
+/// `start`.
 #[inline(always)]
 fn each_part(unit: usize, start: usize, len: usize, mut f: impl FnMut(usize, std::ops::Range<usize>)) {
     let mut at = 0;
@@ -281,7 +281,7 @@ fn codes(packed: &[u8], len: usize, bits: usize, mut f: impl FnMut(usize, &[u8])
     Ok(())
 }
 
-/// The nearest bfloat16, ties to even, without a branch; a NaN stays one.
+/// The nearest bfloat16, ties to even, branch-free; NaN stays NaN.
 #[inline(always)]
 fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -290,7 +290,7 @@ fn to_bf16(x: f32) -> u16 {
     (if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded }) as u16
 }
 
-/// As the values of a message are: `x` as bfloat16, for a sum of these.
+/// `x` as bfloat16, like the values of a message, for a sum in bfloat16.
 pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
     wide(
         #[inline(always)]
@@ -304,8 +304,7 @@ fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))
 }
 
-/// 2^23 and the numbers above it have no fraction: adding it rounds to the nearest integer, which is then in the low
-/// bits.
+/// Numbers from 2^23 on have no fraction: adding 2^23 rounds to the nearest integer, which is then in the low bits.
 const INTEGERS: f32 = 8_388_608.0;
 
 fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {
@@ -320,7 +319,7 @@ fn nearest(x: &[f32], min: f32, step: f32, levels: f32, codes: &mut [u8]) {
     clear_without_step(step, codes);
 }
 
-/// Where a value lies between the codes, at most at the last one.
+/// The position of a value in units of codes, at most the last code.
 #[inline(always)]
 fn place(x: f32, min: f32, step: f32, levels: f32) -> f32 {
     let place = (x - min) / step;
@@ -344,7 +343,7 @@ fn stochastic(x: &[f32], min: f32, step: f32, levels: f32, noise: &[f32], codes:
     clear_without_step(step, codes);
 }
 
-/// Where all values are equal, or something is not finite, all codes are zero.
+/// If all values are equal, or a value is not finite, all codes are zero.
 #[inline(always)]
 fn clear_without_step(step: f32, codes: &mut [u8]) {
     if step.is_nan() || step <= 0.0 {
@@ -352,7 +351,7 @@ fn clear_without_step(step: f32, codes: &mut [u8]) {
     }
 }
 
-/// Smallest value and step of a part; NaNs if it holds a value that is not finite, or if the range is not.
+/// Smallest value and step of a part; both NaN if a value or the range is not finite.
 fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
     wide(
         #[inline(always)]
@@ -378,7 +377,7 @@ fn min_and_step(x: &[f32], levels: f32) -> [f32; 2] {
                 most = if x > most { x } else { most };
             }
             match largest < f32::INFINITY.to_bits() && (most - least).is_finite() {
-                // A sum with zero: of equal numbers the sign of a zero must not depend on their order.
+                // Adds zero, because the sign of a zero must not depend on the order of equal numbers.
                 true => [least + 0.0, (most - least) / levels],
                 false => [f32::NAN; 2],
             }

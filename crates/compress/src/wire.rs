@@ -1,4 +1,4 @@
-//! The wire format, version 1. Everything is little-endian, and every size follows from the scheme and the shape.
+//! The wire format, version 1. Everything is little-endian, and every size is determined by the scheme and the shape.
 //!
 //! A message is a header of 16 bytes and a body:
 //!
@@ -19,20 +19,20 @@
 //! | `fp8` | G scales (f32, powers of two), n bytes |
 //! | `quant:b` | G pairs of f32, minimum and step; codes of b bits: b·⌈n/8⌉ bytes |
 //! | `sign` | G scales (f32); codes of 1 bit (1: negative): ⌈n/8⌉ bytes |
-//! | `topk` | indices of k elements below n; then the k values, as a vector by the scheme behind the `+` (none: f32) |
+//! | `topk` | indices of k elements below n; then the k values, as a vector, by the scheme after the `+` (none: f32) |
 //! | `randk` | the two words of the key (u32) and the first counter (u64) that draw the indices; then the k values, likewise |
 //! | `powersgd:r` | the factors P (rows·r), row by row, and Q (cols·r), column by column, f32; nothing of an empty matrix |
 //!
-//! **Codes** of b bits are stored as bit planes, in tiles of 512 elements. A tile of m elements has for each of its b
-//! bits, the lowest first, a plane of s = ⌈m/8⌉ bytes, and bit j of byte i of a plane belongs to element j·s + i. Bits
-//! of elements beyond m are zero.
+//! **Codes** of b bits are stored as bit planes, in tiles of 512 elements. A tile of m elements has a plane of s =
+//! ⌈m/8⌉ bytes for each of the b bits, the lowest first; bit j of byte i of a plane belongs to element j·s + i. Bits of
+//! elements beyond m are zero.
 //!
-//! **Indices** are k increasing numbers below n, in the smaller of two codings, the first if they are equal. A bitmap
-//! has ⌈n/8⌉ bytes, and bit i % 8 of byte i / 8 is set for index i. Packed differences (Elias 1974, Fano 1971) cut each
-//! index into its low w bits and the rest, w = ⌊log2(n/k)⌋: first come the low bits of each index, one after the other,
-//! in ⌈k·w/8⌉ bytes; then a bit vector in which each index sets one bit, and the zeros between two ones count the
-//! difference of their rests: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Bits that are left over are zero. Either size depends on n and k
-//! alone.
+//! **Indices** are k increasing numbers below n, in the smaller of two codings (the first if they are equal). A bitmap
+//! has ⌈n/8⌉ bytes, and bit i % 8 of byte i / 8 is set for index i. Packed differences (Elias 1974, Fano 1971) split
+//! each index into its low w bits and its high part, w = ⌊log2(n/k)⌋: first come the low bits of each index, one after
+//! the other, in ⌈k·w/8⌉ bytes; then a bit vector in which each index sets one bit, and the number of zeros between two
+//! ones is the difference of their high parts: ⌈(k + ⌊n/2^w⌋)/8⌉ bytes. Padding bits are zero. Both sizes depend only
+//! on n and k.
 
 /// The version of the format that this crate writes and reads.
 pub const VERSION: u8 = 1;
@@ -40,7 +40,7 @@ pub const VERSION: u8 = 1;
 /// Bytes of the header.
 pub const HEADER: usize = 16;
 
-/// The number of a method in the header. Numbers are never used again.
+/// The number of a method in the header. Numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Method {
@@ -60,7 +60,7 @@ pub enum Method {
     RandomK = 6,
     /// `powersgd`
     PowerSgd = 7,
-    /// A compressor of another crate.
+    /// A compressor from another crate.
     Custom = 255,
 }
 

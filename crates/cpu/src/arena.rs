@@ -20,8 +20,8 @@ impl Arena {
         self.system_allocations.load(Ordering::Relaxed)
     }
 
-    /// A block of at least `bytes`, and whether it is known to be zero; `None` if the system has no memory, also after
-    /// the free blocks of other sizes went back to it. Takes the smallest free block that fits and is not more than a
+    /// A block of at least `bytes`, and whether it is known to be zero. `None` if the system has no memory, even after
+    /// all free blocks of other sizes were returned to it. Takes the smallest free block that fits and is at most a
     /// quarter too large; larger ones are left for larger requests.
     fn take(&self, bytes: usize) -> Option<(Block, bool)> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,7 +47,7 @@ impl Recycle for Arena {
     }
 }
 
-/// Memory of an arena that the device's meter counts while it lives, by its requested bytes.
+/// Memory of an arena. The device's meter counts its requested bytes as long as it lives.
 #[derive(Debug)]
 pub(super) struct Metered {
     memory: HostMemory,
@@ -95,7 +95,7 @@ impl Drop for Metered {
 mod tests {
     use super::*;
 
-    /// The error says what the memory was for and what holds it, and nothing is counted for what was not given.
+    /// The error states the purpose of the memory and its current holders, and a failed allocation is not counted.
     #[test]
     fn memory_that_the_system_lacks_is_an_error_that_says_what_holds_it() {
         let (arena, meter) = (Arc::new(Arena::default()), Arc::<Meter>::default());

@@ -55,13 +55,12 @@ fn groups(shape: GroupedShape) -> Groups {
     Groups { size: shape.group, kv_heads: shape.kv_heads, first: shape.first_kv_head }
 }
 
-/// The angles of the heads that a device last computed, `[positions, 2, head_dim / 2]`: all layers of a model share
-/// them.
+/// The last angles that a device computed, `[positions, 2, head_dim / 2]`: all layers of a model share them.
 #[derive(Debug, Default)]
 pub(super) struct LastAngles(Mutex<Option<(Rotary, usize, Buffer)>>);
 
 impl LastAngles {
-    /// The angles of at least `seq` positions.
+    /// The angles for at least `seq` positions.
     fn of<T: Float + Element>(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Buffer {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| {

@@ -18,7 +18,7 @@ fn group_sums<T: Float>(groups: &Groups, channels: impl Iterator<Item = T>) -> V
     sums
 }
 
-/// One value of each group, from values that are repeated for its channels.
+/// One value per group, from values that are repeated for its channels.
 fn once<'a, T>(groups: &Groups, channels: &'a [T]) -> impl Iterator<Item = &'a T> {
     channels.iter().step_by(groups.channels / groups.groups)
 }
@@ -30,14 +30,14 @@ fn spread<T: Float>(groups: &Groups, values: &[T], f: impl Fn(T) -> T) -> Vec<T>
 }
 
 impl RowSums {
-    /// The vector `[blocks, n]` that each part's rows belong to.
+    /// For each part, the vector of `[blocks, n]` to which its rows belong.
     fn vectors<'a, T>(&'a self, all: &'a [T], n: usize) -> impl Iterator<Item = &'a [T]> {
         let parts = self.blocks.iter().zip(all.chunks(n.max(1)));
         parts.flat_map(|(&parts, vector)| std::iter::repeat_n(vector, parts))
     }
 }
 
-/// Shares work on parts of rows of `n` elements, several parts at a time where a row is short.
+/// Shares work on parts of rows of `n` elements, several parts at a time if rows are short.
 fn share_parts<I: Send>(parts: impl Iterator<Item = I>, n: usize, work: impl Fn(&mut I) + Sync) {
     let mut parts: Vec<I> = parts.collect();
     let at_once = (PIECE / (PART * n.max(1))).max(1);

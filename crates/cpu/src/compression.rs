@@ -8,14 +8,14 @@ use meshwork_tensor::device::Device;
 use meshwork_tensor::kernel::Compression;
 use meshwork_tensor::{Error, Result};
 
-/// Elements `at..at + count` of memory that is written.
+/// Elements `at..at + count` of memory to be written.
 fn part<T>(all: &mut [T], at: usize, count: usize) -> Result<&mut [T]> {
     let held = all.len();
     let (start, end) = (at, at.saturating_add(count));
     all.get_mut(start..end).ok_or_else(|| BufferError::Range { start, end, count: held }.into())
 }
 
-/// Refuses memory of another length than a value has.
+/// Rejects memory whose length differs from the value's.
 fn require_count(count: usize, wanted: usize) -> Result<()> {
     match count == wanted {
         true => Ok(()),
@@ -23,7 +23,7 @@ fn require_count(count: usize, wanted: usize) -> Result<()> {
     }
 }
 
-/// Refuses a matrix or factors of other lengths than the shape gives them.
+/// Rejects a matrix or factors whose lengths do not match the shape.
 fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
     of.check(shape).map_err(failed("powersgd"))?;
     let [of_p, of_q] = of.factors(shape);

@@ -5,7 +5,7 @@ use meshwork_core::pool::share;
 use meshwork_tensor::Result;
 use meshwork_tensor::kernel::{Elementwise, HostFn, Map, Zip};
 
-/// Number of elements that a function of the host gets at a time.
+/// Number of elements that a function of the host processes at a time.
 const HOST_PIECE: usize = 1 << 12;
 
 impl Elementwise for Cpu {

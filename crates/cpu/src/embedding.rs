@@ -44,8 +44,8 @@ impl Embedding for Cpu {
             if !accumulate {
                 padding.fill(0.0);
             }
-            // Each piece of the table searches all ids for its own. There are few pieces, because frequent words are
-            // close together.
+            // Each piece of the table searches all ids for its own. There are few pieces, because frequent words have
+            // neighbouring ids.
             let part = rows.len().div_ceil(GRAD_PIECES).max(1);
             share(held.chunks_mut(part * width).enumerate(), |(i, dtable)| {
                 if !accumulate {
@@ -97,7 +97,7 @@ impl Embedding for Cpu {
                 before.fill(0.0);
                 after.fill(0.0);
             }
-            // The number of elements of all samples that stay in the cache while they are added up.
+            // The samples are added up in pieces that stay in the cache.
             let samples = dout.len() / (seq * width).max(1);
             let piece = (row_piece(width) / samples.max(1)).max(64);
             share(used.chunks_mut(piece).enumerate(), |(i, dtable)| {

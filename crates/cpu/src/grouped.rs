@@ -10,11 +10,11 @@ use meshwork_tensor::device::{Device, Work};
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
 use meshwork_tensor::tape::Terms;
 
-/// A product with fewer multiplications is computed by one thread, beside others.
+/// A product with fewer multiplications is computed by one thread, concurrently with others.
 const SMALL: usize = 1 << 22;
 
-/// Runs `product(group, first row, out)` for every group, of which `outs` has the destination. Small products are
-/// shared out among the threads; a large one is computed by all of them at once, so that no thread waits for the
+/// Runs `product(group, first row, out)` for every group, with its destination from `outs`. Small products are
+/// distributed over the threads; a large one is computed by all threads together, so that no thread waits for the
 /// largest group.
 fn each_group<Out: Send>(
     rows: &[usize],
@@ -33,12 +33,12 @@ fn each_group<Out: Send>(
     share(small, |(group, first, out)| product(group, first, out));
 }
 
-/// One destination of `size` elements for each of `groups` groups, one after the other.
+/// Splits memory into one destination of `size(group)` elements for each of `groups` groups.
 fn parts<T>(mut out: &mut [T], groups: usize, size: impl Fn(usize) -> usize) -> impl Iterator<Item = &mut [T]> {
     (0..groups).map(move |group| out.split_off_mut(..size(group)).unwrap_or_default())
 }
 
-/// The same of these sizes, in memory of any type.
+/// The same for memory of any type.
 fn stored_parts<'a, T>(
     mut out: Stored<'a, T>,
     sizes: impl Iterator<Item = usize>,
@@ -51,7 +51,7 @@ fn stored_parts<'a, T>(
 }
 
 impl Cpu {
-    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
+    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with its transpose.
     fn of_groups<T: Float + Element>(
         &self,
         spec: GroupedGemm<'_>,
@@ -71,7 +71,7 @@ impl Cpu {
                 outs,
                 |group| rows[group] * n * k,
                 |group, first, y| {
-                    // A matrix begins `n · k` elements after the one before it: `n` rows or columns of it.
+                    // Matrices are `n · k` elements apart: `n` rows or columns.
                     let (x, w) = (x.part(first * from), w.part(group * n * k));
                     in_blocks([rows[group], to], false, y, |[rows, columns], y| {
                         let (dims, x, w) =
@@ -250,7 +250,7 @@ mod tests {
         }
     }
 
-    /// The activation in the same pass has the bits of one behind the product, in each type that it may be stored in.
+    /// A fused activation is bitwise identical to one after the product, in each type in which it may be stored.
     #[test]
     fn the_swiglu_of_groups_has_the_bits_of_both_operations() {
         use meshwork_tensor::kernel::Pointwise;
@@ -319,7 +319,7 @@ mod tests {
                     assert_eq!(Some(db[g * n + j]), tree::sum(&terms, |a, b| a + b), "group {g}, bias {j}");
                 }
             }
-            // One block each, added to what is there.
+            // One block each, added to the old contents.
             let whole = [[0, 7], [7, 7], [7, 11]].map(|[from, to]| {
                 let all = from * scale..to * scale;
                 vec![all]
@@ -332,7 +332,7 @@ mod tests {
         }
     }
 
-    /// Rounding operands is the business of the device.
+    /// The device rounds operands.
     #[test]
     fn stored_operands_give_the_same_bits() {
         let cpu = Cpu::new(Precision::Bf16);
@@ -351,8 +351,8 @@ mod tests {
         );
     }
 
-    /// Operands of 16 bits are read as they are, and each result is rounded once: of small groups and of one that
-    /// threads share in blocks, of whole sums and of cut ones.
+    /// Operands of 16 bits are read directly, and each result is rounded once: for small groups and for one that
+    /// threads share in blocks, for whole sums and for cut ones.
     #[test]
     fn results_have_the_16_bits_of_both_operands() {
         use meshwork_tensor::kernel::Pointwise;

@@ -21,7 +21,7 @@ fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&
 }
 
 impl Cpu {
-    /// [`Layout::pack_nonzeros`] of bit patterns.
+    /// [`Layout::pack_nonzeros`], on bit patterns.
     fn pack_patterns<P: Pattern + Pod + Send + Sync>(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
         let from = bytemuck::cast_slice::<u8, P>(x.as_bytes()?);
         let mut bits = self.alloc(DType::U8, from.len().div_ceil(PER_BYTE))?;
@@ -38,7 +38,7 @@ impl Cpu {
         Ok(Some([bits, values]))
     }
 
-    /// [`Layout::unpack_nonzeros`] of bit patterns.
+    /// [`Layout::unpack_nonzeros`], on bit patterns.
     fn unpack_patterns<P: Pattern + Pod + Send + Sync>(
         &self,
         bits: &Buffer,

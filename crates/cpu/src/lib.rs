@@ -83,7 +83,7 @@ impl Device for Cpu {
         kernel::Layout::copy_into(self, host, 0..host.count(), dst, at)
     }
 
-    /// The memory itself, shared, because it is host memory.
+    /// Returns the memory itself, shared, because it is host memory.
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.meter.add_download(buffer.bytes());
         Ok(buffer.clone())
@@ -105,29 +105,29 @@ impl Device for Cpu {
 /// Number of elements in a piece of shared work: enough for tens of microseconds, few enough for a core's cache.
 const PIECE: usize = 1 << 15;
 
-/// Elements of a piece that is whole rows of `n`.
+/// Elements of a piece of whole rows of `n`.
 fn row_piece(n: usize) -> usize {
     row_piece_of(DType::F32, n)
 }
 
-/// Elements of a piece that is whole rows of `n`, of a type: in 16 bits half as many, because copies in f32 of all
-/// operands of a piece stay in the cache too.
+/// Elements of a piece of whole rows of `n`, for a type: half as many in 16 bits, because f32 copies of all operands of
+/// a piece must stay in the cache too.
 fn row_piece_of(dtype: DType, n: usize) -> usize {
     let (piece, n) = (if dtype.is_half() { PIECE / 2 } else { PIECE }, n.max(1));
     (piece / n).max(1) * n
 }
 
-/// Rows of `n` elements of a part of a sum over rows that are widened at once, and then added.
+/// In a sum over rows, the number of rows of `n` elements that are widened at once, and then added.
 fn rows_at_once(n: usize) -> usize {
     (PIECE / 4 / n.max(1)).max(1)
 }
 
-/// Rows of a part of a sum over rows.
+/// In a sum over rows, the rows of a part.
 const PART: usize = RowBlocks::PART_ROWS;
 
-/// How rows are summed, for the gradients of biases and gains: each block in [parts](RowBlocks::PART_ROWS) of up to 64
-/// rows, one row after another, from zero, and then the parts one after another. The order depends only on the number
-/// of rows of a block, and different threads can sum the parts.
+/// The order of sums over rows, for the gradients of biases and gains: each block in [parts](RowBlocks::PART_ROWS) of
+/// up to 64 rows, one row after another, from zero, and then the parts one after another. The order depends only on the
+/// number of rows of a block, and different threads can sum the parts.
 struct RowSums {
     /// Rows of each part.
     parts: Vec<usize>,
@@ -178,7 +178,7 @@ impl Cpu {
         Ok(out)
     }
 
-    /// An output of `count` results in `T` written by `fill`, in the type `of` or in that of its operands.
+    /// An output of `count` results in `T` written by `fill`, in the type `of` or its operand type.
     fn stored<T: Element>(
         &self,
         op: &'static str,
@@ -206,7 +206,7 @@ impl Cpu {
     }
 }
 
-/// Elements that are computed in `T`.
+/// The elements of a buffer, to be computed in `T`.
 fn loaded<T: Element>(x: &Buffer) -> Result<Loaded<'_, T>> {
     Ok(match x.dtype() {
         DType::Bf16 => Loaded::Bf16(x.as_slice()?),
@@ -232,8 +232,8 @@ macro_rules! for_float {
 }
 use for_float;
 
-/// Runs `$body` with `$T` standing for the type in which operations on the floats of `$buffer` compute: f32 for those
-/// of 16 bits, which [`loaded`] reads and [`stored`] writes.
+/// Runs `$body` with `$T` standing for the compute type of the floats in `$buffer`: f32 for 16 bits, which [`loaded`]
+/// reads and [`stored`] writes.
 macro_rules! for_widened {
     ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
         super::for_dtype!($cpu, $op, $buffer.dtype().widened(), $T => $body)
@@ -241,7 +241,7 @@ macro_rules! for_widened {
 }
 use for_widened;
 
-/// The same with `$S` standing for the type of the elements in memory, for kernels that are generic over it.
+/// The same with `$S` standing for the stored type of the elements, for kernels that are generic over it.
 macro_rules! for_stored {
     ($cpu:expr, $op:literal, $buffer:expr, $S:ident, $T:ident => $body:expr) => {
         match $buffer.dtype() {

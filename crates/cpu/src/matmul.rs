@@ -11,20 +11,21 @@ use meshwork_tensor::kernel::{Gemm, Matmul};
 use meshwork_tensor::tape::Terms;
 use std::ops::Range;
 
-/// Elements of a block of a result of 16 bits that are computed in f32 before they are rounded: 8 MiB, which stay in
-/// the last-level cache.
+/// Elements of a block of a 16-bit result that are computed in f32 before rounding: 8 MiB, which stays in the
+/// last-level cache.
 const ROUNDED: usize = 1 << 21;
 
-/// Rows of such a block: enough that packing the right operand once more for each block is 1% of the product.
+/// Rows of such a block: enough that packing the right operand again for each block takes 1% of the product.
 const ROUNDED_ROWS: usize = 2048;
 
-/// Columns of such a block are a multiple of this: those that a product packs at a time.
+/// Columns of such a block are a multiple of this, the number that a product packs at a time.
 const ROUNDED_COLUMNS: usize = 768;
 
 /// Rows and columns of a block of a result.
 type Block = [Range<usize>; 2];
 
-/// Has `compute` write a row-major C of `[m, n]`, or add to it: whole, or in 16 bits by blocks that are rounded once.
+/// Lets `compute` write a row-major C of `[m, n]`, or add to it: at once, or for 16 bits in blocks that are rounded
+/// once.
 pub(super) fn in_blocks<T: Float + Element>(
     [m, n]: [usize; 2],
     accumulate: bool,
@@ -160,7 +161,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// A product of sums of one block in its own type, and what follows it in the same pass.
+    /// A product with one reduction block, in its own type, with a fused epilogue.
     fn finished<T: Float + Element>(
         &self,
         spec: Gemm,

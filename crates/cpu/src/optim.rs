@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 
 impl Optim for Cpu {
     fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()> {
-        // Pieces in bytes: the dtype does not matter.
+        // In bytes, because the dtype does not matter.
         let size = x.dtype().size();
         let bytes = &mut x.as_bytes_mut()?[range.start * size..range.end * size];
         share(bytes.chunks_mut(8 * PIECE), |piece| piece.fill(0));
@@ -37,7 +37,7 @@ impl Optim for Cpu {
         share(pieces.into_iter().zip(&mut parts), |(x, part)| exact::add_squares(part, x));
         let mut sum = [0; LIMBS];
         for mut part in parts {
-            exact::carry(&mut part); // below 2^32 each, so that no sum overflows
+            exact::carry(&mut part); // digits below 2^32, so that no sum overflows
             sum.iter_mut().zip(part).for_each(|(sum, digit)| *sum += digit);
         }
         let all = &mut digits.as_mut_slice::<f64>()?[at..at + LIMBS];
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// However a vector is cut, the digits of its sum are the same, and its value is near the sum in f64.
+    /// The digits of a sum are the same for every cut of the vector, and its value is near the sum in f64.
     #[test]
     fn exact_sums_do_not_depend_on_how_they_are_cut() {
         let mut x = vec![0.0_f32; 100_000];
@@ -206,7 +206,7 @@ mod tests {
         let grads: Vec<f32> = (0..count).map(|i| (i % 1000) as f32).collect();
         let (mut weights, mut states) =
             (buffer(&vec![0.5; count]), [buffer(&vec![1.0; count]), buffer(&vec![2.0; count])]);
-        // The second begins where the first ends.
+        // The second range begins at the end of the first.
         let ranges = [5..2 * PIECE, 2 * PIECE..2 * PIECE + 9, 3 * PIECE - 1..3 * PIECE];
         let cpu = Cpu::default();
         let (rule, update) = (Rule::custom(Add), Update { step: 3, lr: 1.0, grad_scale: 1.0, decay_factor: 0.0 });

@@ -195,7 +195,7 @@ impl Routing for Cpu {
     }
 }
 
-/// The counts of a sample, or those of all samples.
+/// The counts of a sample, or the common counts of all samples.
 fn counts_of(counts: &[i32], sample: usize, experts: usize) -> &[i32] {
     if counts.len() == experts { counts } else { &counts[sample * experts..][..experts] }
 }

@@ -1,6 +1,6 @@
-//! Update rules that read whole matrices, on the elements that lie here. Elements are given to a rule in runs that lie
-//! one after the other in their matrix too; runs are put together to jobs that threads share. Jobs depend on extents
-//! alone, so that results do not depend on threads; the measures of jobs are added up in their order.
+//! Update rules that read whole matrices, on local elements. A rule gets elements in runs that are consecutive in their
+//! matrix too; runs are grouped into jobs that threads share. Jobs depend only on extents, so that results do not
+//! depend on threads; the measures of jobs are added up in job order.
 
 use super::PIECE;
 use super::kernels::reduce::sum_of_squares;
@@ -15,13 +15,13 @@ use std::sync::{Mutex, PoisonError};
 
 /// The longest run.
 const RUN: usize = 4096;
-/// The most jobs whose measures are kept until they are added up.
+/// Most jobs, because the measures of all jobs are kept until they are added up.
 const JOBS: usize = 16;
 
-/// Some runs, and the range of the flat vectors that they lie in.
+/// Some runs, and their range in the flat vectors.
 struct Job {
     range: Range<usize>,
-    /// The first element of each, counted matrix by matrix, and its range in the flat vectors.
+    /// The first element of each run, numbered matrix by matrix, and its range in the flat vectors.
     runs: Vec<(usize, Range<usize>)>,
 }
 
@@ -100,14 +100,14 @@ enum Measures {
     Nothing,
     /// Sums of squares.
     Sums(Vec<f64>),
-    /// Their digits.
+    /// Digits of exact sums of squares.
     Digits(Vec<[u64; LIMBS]>),
     /// Largest values.
     Largest(Vec<f64>),
 }
 
 impl Measures {
-    /// Adds the numbers of a run, one for each set of `over`, whose numbers begin at `base`.
+    /// Adds the measures of a run, one for each set of `over`; their indices begin at `base`.
     fn add(&mut self, over: Over, shape: &ParamShape, base: usize, first: usize, x: &[f32]) {
         for SetPart { range, set, each } in over.sets(shape, first, x.len()) {
             let (x, at) = (&x[range], base + set);
@@ -129,7 +129,7 @@ impl Measures {
 }
 
 impl Measures {
-    /// Adds these to those of other jobs.
+    /// Adds these to the measures of other jobs.
     fn add_to(self, all: &mut [f64]) {
         match self {
             Self::Nothing => {}
@@ -146,7 +146,7 @@ impl Measures {
     }
 }
 
-/// The larger absolute value; NaN if there is one.
+/// The larger absolute value; NaN if either is NaN.
 fn larger(most: f64, x: f32) -> f64 {
     let x = f64::from(x.abs());
     if x > most || x.is_nan() { x } else { most }
@@ -187,7 +187,7 @@ pub(super) fn measure(
     let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
     let over = passes.get(pass).map_or(&[][..], Pass::over);
     let sets: usize = over.iter().map(|over| over.count(&shape)).sum();
-    let measures = over.len().max(1); // one where matrices are gathered
+    let measures = over.len().max(1); // one if matrices are gathered
     let fewest = part.part.len().div_ceil(JOBS);
     let jobs = jobs(part, fewest.max(PIECE));
     let (weights, grads) = (weights.as_slice::<f32>()?, vectors.grads.as_slice::<f32>()?);
@@ -206,9 +206,9 @@ pub(super) fn measure(
         Some(Pass::Squares(_)) if digits => Measures::Digits(vec![[0; LIMBS]; sets]),
         Some(Pass::Squares(_)) => Measures::Sums(vec![0.0; sets]),
     };
-    // Sums of jobs, which are added up in their order; where the order does not matter, each job adds its own at once.
+    // Sums of jobs, which are added up in job order; if the order does not matter, each job adds its own at once.
     let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
-    // The numbers of each job, which go to their places in the matrices once all are there.
+    // The numbers of each job, which are written to their places in the matrices when all are complete.
     let written: Vec<Mutex<Vec<f32>>> = jobs.iter().map(|_| Mutex::default()).collect();
     let writes = values.is_some();
     let extra = ordered.iter().zip(&written);

@@ -41,7 +41,7 @@ impl Cpu {
     }
 }
 
-/// Of a max pool: elements of an image, of its windows, and images of a piece.
+/// For a max pool: elements of an image, elements of its windows, and images of a piece.
 fn pieces(windows: Windows) -> [usize; 3] {
     let (pixels, of) = (windows.pixels().max(1), (windows.over(1).rows() * windows.channels).max(1));
     [pixels, of, (PIECE / pixels).max(1)]

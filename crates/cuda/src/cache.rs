@@ -1,4 +1,4 @@
-//! Where compiled kernels are kept.
+//! The cache folder of compiled kernels.
 
 use std::env;
 use std::path::PathBuf;

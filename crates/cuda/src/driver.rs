@@ -1,11 +1,10 @@
-//! The seam: all that a device asks of CUDA.
+//! The seam: all CUDA functions that a device needs.
 //!
 //! Everything above it is the same on a GPU and on the [emulator](crate::emulator). Calls that take a [`Stream`] queue
 //! work and return; the work of a stream runs in order, work of two streams in any order that
 //! [`record`](Driver::record) and [`wait`](Driver::wait) permit.
 //!
-//! More than 400 lines: the seam is one trait, its types and its errors, documented, and a reader wants all of it at
-//! once.
+//! More than 400 lines: the seam is one trait with its types and errors, which belong together.
 
 use meshwork_kernels::{Kernel, Launch, Pass, Type};
 use meshwork_tensor::Launches;
@@ -13,12 +12,12 @@ use std::any::Any;
 use std::fmt::{self, Debug};
 use std::hash::{Hash, Hasher};
 
-/// A place in the memory of a device, in bytes; 0 is no place.
+/// An address in the memory of a device, in bytes; 0 is null.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address(pub u64);
 
 impl Address {
-    /// No place, where a kernel takes that for "none".
+    /// The null address, for optional arguments of kernels.
     pub const NULL: Address = Address(0);
 
     /// This address plus `bytes`.
@@ -31,14 +30,14 @@ impl Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream(pub usize);
 
-/// A moment in the work of a stream: all that was queued in it before.
+/// An event in a stream: the moment when all work queued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Event(pub u64);
 
 /// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Properties {
-    /// Its name, as its maker has it.
+    /// Its name, as given by the vendor.
     pub name: String,
     /// Its number among the devices of its driver.
     pub ordinal: usize,
@@ -50,7 +49,7 @@ pub struct Properties {
     pub architecture: String,
 }
 
-/// Work that was captured, to be queued again.
+/// Captured work that can be queued again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Graph(pub u64);
 
@@ -75,7 +74,7 @@ macro_rules! numbers {
 numbers!(f32 => F32, f64 => F64, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
 
 impl From<usize> for Argument {
-    /// A size or an index, which kernels take as `long long`.
+    /// A size or an index, passed as `long long`.
     fn from(value: usize) -> Self {
         Self::from(value as i64)
     }
@@ -98,30 +97,30 @@ pub struct Product {
     pub operands: [Operand; 2],
     /// C.
     pub c: Address,
-    /// C and the bias are of bf16 instead of f32, which operands of bf16 permit.
+    /// C and the bias are of bf16 instead of f32; allowed if the operands are of bf16.
     pub rounded: bool,
     /// Add to C instead of overwriting it.
     pub accumulate: bool,
-    /// `[n]`, of C's type, which is added to each row of what overwrites C: with `accumulate`, and for sums of nothing,
-    /// there is none. At a multiple of [`BIAS_ALIGNED`] bytes.
+    /// `[n]`, of C's type, which is added to each row of C. Not allowed with `accumulate` or with empty sums. Aligned
+    /// to [`BIAS_ALIGNED`] bytes.
     pub bias: Option<Address>,
 }
 
 /// Alignment of a bias in bytes. The epilogue of cuBLASLt reads the bias in chunks of 16 bytes, and no preference of
-/// the library lowers this.
+/// the library lowers this alignment.
 pub const BIAS_ALIGNED: u64 = 16;
 
 impl Product {
-    /// Bytes of a number of C.
+    /// Bytes of an element of C.
     pub fn size(&self) -> usize {
         if self.rounded { 2 } else { 4 }
     }
 
-    /// That a library takes it: matrices at multiples of their elements, a bias at one of [`BIAS_ALIGNED`], and types
-    /// and a bias as its fields say.
+    /// Checks that a library accepts the product: the alignment of matrices to their elements and of the bias to
+    /// [`BIAS_ALIGNED`], and the conditions on types and bias stated at the fields.
     ///
     /// # Errors
-    /// The first that does not hold.
+    /// The first violated condition.
     pub fn check(&self) -> Result<()> {
         const CALL: &str = "product";
         let Product { mnk: [.., k], operands: [a, b], c, rounded, accumulate, bias } = *self;
@@ -149,7 +148,7 @@ impl Product {
 /// An operand of a [`Product`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Operand {
-    /// Where it begins.
+    /// Its address.
     pub at: Address,
     /// Stored as [k, m] instead of [m, k], or as [n, k] instead of [k, n].
     pub transposed: bool,
@@ -157,12 +156,12 @@ pub struct Operand {
     pub bf16: bool,
 }
 
-/// How the work of a device gets at the memory of another one.
+/// How work on one device can access the memory of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// Its kernels use it as its own: the same device, or a peer.
+    /// Kernels access it directly: the same device, or a peer.
     Direct,
-    /// Copies between the two alone ([`Driver::copy_between`]).
+    /// Only by copies between the two ([`Driver::copy_between`]).
     Copies,
 }
 
@@ -171,7 +170,7 @@ pub enum Reach {
 pub struct Remote<'a> {
     /// The device.
     pub driver: &'a dyn Driver,
-    /// The place.
+    /// The address.
     pub at: Address,
 }
 
@@ -179,27 +178,27 @@ pub struct Remote<'a> {
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// The device has not as much memory.
+    /// Out of memory.
     #[error("the device has no memory for {bytes} bytes more: {held} of its {memory} are in use by all ranks")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
         /// Bytes in use.
         held: u64,
-        /// Bytes of the device.
+        /// Bytes of the device's memory.
         memory: u64,
     },
-    /// An address or range that no allocation has.
+    /// An address or range outside all allocations.
     #[error("{call}: {bytes} bytes at {at:#x} lie in no allocation of the device")]
     Place {
         /// The call, or the kernel.
         call: &'static str,
         /// The first byte.
         at: u64,
-        /// Their number.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// Memory of another device, which this one does not reach.
+    /// Memory of another device that this device cannot access.
     #[error("{call}: device {by} has no access to the memory of device {of}, where {at:#x} lies")]
     NoAccess {
         /// The call, or the kernel.
@@ -208,10 +207,10 @@ pub enum DriverError {
         by: usize,
         /// The device whose memory it is.
         of: usize,
-        /// The place.
+        /// The address.
         at: u64,
     },
-    /// Two devices that have nothing to do with each other.
+    /// Two unrelated devices.
     #[error("{call}: no work of {one} reaches {other}: they are devices of different machines or drivers")]
     Apart {
         /// The call.
@@ -221,7 +220,7 @@ pub enum DriverError {
         /// The other one.
         other: String,
     },
-    /// A stream or event that the driver did not give out.
+    /// A stream or event that does not belong to the driver.
     #[error("{call}: {what} is not one of this device")]
     Unknown {
         /// The call.
@@ -243,8 +242,7 @@ pub enum DriverError {
         /// The type in the table.
         expected: String,
     },
-    /// An address at which a GPU faults, because the work reads or writes there by pieces that must not lie across such
-    /// a multiple.
+    /// A misaligned address, at which a GPU would fault.
     #[error("{call}: {name} lies at {at:#x}, which is no multiple of {multiple} bytes, as this work needs it")]
     Misaligned {
         /// The kernel or call.
@@ -268,7 +266,7 @@ pub enum DriverError {
         /// Its name.
         name: &'static str,
     },
-    /// Fewer or more arguments than the kernel takes.
+    /// A wrong number of arguments.
     #[error("kernel {kernel} takes {expected} arguments and was given {given}")]
     Arguments {
         /// The kernel.
@@ -284,9 +282,9 @@ pub enum DriverError {
         "found at {at}: {why}; it is of that or of work that was queued before, and cuda.launch_blocking=true names whose"
     )]
     Found {
-        /// The call at which it came out.
+        /// The call that reported it.
         at: String,
-        /// The code that the driver gave, with its meaning.
+        /// The driver's error code, with its meaning.
         why: String,
     },
     /// Work that failed on a GPU that waits after each call ([`Driver`]), so that the fault is known to be of this
@@ -295,7 +293,7 @@ pub enum DriverError {
     Culprit {
         /// The kernel or call.
         work: String,
-        /// The code that the driver gave, with its meaning.
+        /// The driver's error code, with its meaning.
         why: String,
     },
     /// A kernel that failed while it ran. The device does no more work.
@@ -319,10 +317,10 @@ pub enum DriverError {
     Call {
         /// The function.
         call: &'static str,
-        /// The code that it returned, with its meaning.
+        /// The returned error code, with its meaning.
         why: String,
     },
-    /// Bytes beside an allocation that were written.
+    /// A write beyond an allocation.
     #[error("{call} wrote beyond the {bytes} bytes at {at:#x}")]
     Beyond {
         /// The call, or the kernel.
@@ -339,10 +337,10 @@ meshwork_core::debug_as_display!(DriverError);
 /// The result of a call of a driver.
 pub type Result<T> = std::result::Result<T, DriverError>;
 
-/// One device and its queues of work. The host's copies of data are those of the call: `write` has copied its bytes
-/// when it returns.
+/// One device and its queues of work. Host data is used only during a call: `write` has copied its bytes when it
+/// returns.
 ///
-/// An error of queued work comes out of a later call, and stays: the device does no more work, as with CUDA.
+/// An error of queued work is returned by a later call, and is permanent: the device does no more work, as with CUDA.
 pub trait Driver: Any + Send + Sync + Debug {
     /// `cuda` or `cuda-emulated`.
     fn name(&self) -> &str;
@@ -356,35 +354,37 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Memory of at least `bytes` bytes at a multiple of 256, whose contents are unspecified.
     fn alloc(&self, bytes: usize) -> Result<Address>;
 
-    /// Gives memory back, once all queued work is done.
+    /// Frees memory, once all queued work is done.
     fn free(&self, at: Address) -> Result<()>;
 
-    /// Pinned host memory of `bytes` bytes, all zero: copies run from and to it beside all other work, and only
-    /// [`Work::Save`] and [`Work::Load`] use it.
+    /// Pinned host memory of `bytes` bytes, all zero: copies from and to it run concurrently with all other work, and
+    /// only [`Work::Save`] and [`Work::Load`] use it.
     fn alloc_host(&self, bytes: usize) -> Result<Address>;
 
-    /// Gives pinned memory back, once all queued work is done.
+    /// Frees pinned memory, once all queued work is done.
     fn free_host(&self, at: Address) -> Result<()>;
 
     /// Queues a piece of work.
     fn queue(&self, stream: Stream, work: Work) -> Result<()>;
 
-    /// A moment after all that `stream` has queued so far.
+    /// An event after all work queued so far in `stream`.
     fn record(&self, stream: Stream) -> Result<Event>;
 
     /// Queues that later work of `stream` begins after `event`.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
 
-    /// How work of this device gets at the memory of `other`. Asked before any of it does; from then on it may.
+    /// How work of this device can access the memory of `other`. Must be called before the first access, which it
+    /// enables.
     fn reach(&self, other: &dyn Driver) -> Result<Reach>;
 
     /// Queues that later work of `stream` begins after an event of `other`, which may be this device.
     fn wait_for(&self, stream: Stream, other: &dyn Driver, event: Event) -> Result<()>;
 
-    /// Queues a copy of `bytes` bytes, from or to the memory of another device, whatever [`reach`](Self::reach) says.
+    /// Queues a copy of `bytes` bytes, from or to the memory of another device, whatever the result of
+    /// [`reach`](Self::reach).
     fn copy_between(&self, stream: Stream, from: Remote<'_>, to: Remote<'_>, bytes: usize) -> Result<()>;
 
-    /// Lets the host wait for an event.
+    /// Makes the host wait for an event.
     fn finish(&self, event: Event) -> Result<()>;
 
     /// Queues a copy from the host.
@@ -393,15 +393,15 @@ pub trait Driver: Any + Send + Sync + Debug {
     /// Copies bytes to the host after all that `stream` has queued, and waits for the copy.
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()>;
 
-    /// Queues pieces of work, one after the other, and keeps them as one, if it can; `None`: they were queued, and not
-    /// kept.
+    /// Queues pieces of work in order, and captures them as one graph if possible; `None`: they were queued, but not
+    /// captured.
     fn capture(&self, stream: Stream, work: &[Work]) -> Result<Option<Graph>>;
 
     /// Queues captured work once more. `changed` has new arguments of some of its kernels, by their places in the
     /// captured work; they hold until they are changed again.
     fn replay(&self, stream: Stream, graph: Graph, changed: &[(usize, &[Argument])]) -> Result<()>;
 
-    /// How the work of some streams was queued so far, where repeated work is queued as [graphs](crate::replay).
+    /// Statistics of how the work of some streams was queued, if repeated work is queued as [graphs](crate::replay).
     fn launches(&self, streams: &[Stream]) -> Option<Launches> {
         _ = streams;
         None
@@ -422,12 +422,12 @@ pub trait Driver: Any + Send + Sync + Debug {
         self.queue(stream, Work::Copy { from, to, bytes })
     }
 
-    /// Queues zeros.
+    /// Queues a fill with zeros.
     fn zero(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
         self.queue(stream, Work::Zero { at, bytes })
     }
 
-    /// Queues that nobody needs some bytes any more.
+    /// Queues a note that some bytes are no longer needed.
     fn discard(&self, stream: Stream, at: Address, bytes: usize) -> Result<()> {
         self.queue(stream, Work::Discard { at, bytes })
     }
@@ -447,8 +447,8 @@ pub enum Work {
     },
     /// A matrix product.
     Product(Product),
-    /// A copy within the device, between places that do not overlap. Rows at a distance are copied by a kernel: the
-    /// driver promises its own copies of those only for distances that it chose itself.
+    /// A copy within the device, between ranges that do not overlap. Strided rows are copied by a kernel: the driver
+    /// guarantees its strided copies only for strides that it chose itself.
     Copy {
         /// Source.
         from: Address,
@@ -475,7 +475,7 @@ pub enum Work {
         /// Number of bytes.
         bytes: usize,
     },
-    /// Bytes that become zero.
+    /// A fill with zeros.
     Zero {
         /// The first byte.
         at: Address,
@@ -510,7 +510,7 @@ impl Hash for Known {
 }
 
 impl Work {
-    /// Whether a GPU does anything for it.
+    /// Whether it causes work on a GPU.
     pub fn is_launch(&self) -> bool {
         !matches!(self, Self::Discard { .. })
     }
@@ -541,10 +541,10 @@ impl Work {
     }
 }
 
-/// Holds arguments against the table of a kernel.
+/// Checks arguments against the table of a kernel.
 ///
 /// # Errors
-/// The first that does not fit.
+/// The first argument that does not fit.
 pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()> {
     if args.len() != kernel.args.len() {
         return Err(DriverError::Arguments { kernel: kernel.name, given: args.len(), expected: kernel.args.len() });
@@ -575,7 +575,7 @@ pub fn check_arguments(kernel: &'static Kernel, args: &[Argument]) -> Result<()>
 }
 
 impl Argument {
-    /// The address, unless this is a number or no place.
+    /// The address, unless this is a number or null.
     pub fn place(&self) -> Option<Address> {
         match self {
             Self::Place(at) if *at != Address::NULL => Some(*at),
@@ -583,7 +583,7 @@ impl Argument {
         }
     }
 
-    /// The bits of the number or of the address, as a kernel gets them.
+    /// The bits of the number or of the address, as passed to a kernel.
     pub fn bits(&self) -> u64 {
         match self {
             Self::Number(_, bits) => *bits,

@@ -6,7 +6,7 @@ use crate::driver::{
 };
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// A device without memory or work. Whatever is read from it is zero.
+/// A device without memory or work. All reads from it return zeros.
 #[derive(Debug)]
 pub struct Idle {
     name: &'static str,
@@ -16,7 +16,7 @@ pub struct Idle {
 }
 
 impl Idle {
-    /// One that goes by the name of another driver, for errors.
+    /// An idle driver with the name of another driver, for error messages.
     #[must_use]
     pub fn new(name: &'static str) -> Self {
         let architecture = "none".to_owned();

@@ -1,7 +1,7 @@
-//! Work that comes again is queued as one graph: fewer launches in a steady step.
+//! Queues repeated work as one graph, which saves launches in a steady step.
 //!
 //! ```text
-//! the device's calls ─▶ pieces of each stream ─ cut where somebody waits, or after 64 ─▶ new: call by call
+//! the device's calls ─▶ pieces of each stream ─ cut at waits, or after 64 ─────────────▶ new: call by call
 //!                                                                                      ├▶ seen before: captured, and queued
 //!                                                                                      └▶ captured: numbers that differ set anew, then one launch
 //! ```
@@ -10,7 +10,7 @@
 //! optimizer, the key of a dropout. A graph gets those that changed before it is launched. Work that differs otherwise
 //! is queued call by call, as without graphs, and [counted](Launches) with the reason.
 //!
-//! Several ranks may use it, each with its own streams. A piece of work is held back until it is cut, so a later call
+//! Several ranks may use it, each with its own streams. Work is held back until a piece is complete, so a later call
 //! reports the error of an earlier one, as with all queued work.
 
 use crate::driver::{
@@ -22,11 +22,11 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The most pieces of a graph: while the host collects them, the device has the graph before.
+/// Most pieces of a graph: while the host collects them, the device runs the previous graph.
 const MOST: usize = 64;
-/// The fewest: a graph costs as much as some launches.
+/// Fewest pieces of a graph, because a graph costs as much as several launches.
 const FEWEST: usize = 4;
-/// Graphs that are kept, and pieces of work that are remembered as seen once.
+/// Number of cached graphs, and of remembered pieces of work that were seen once.
 const GRAPHS: usize = 2048;
 const SEEN: usize = 1 << 14;
 
@@ -40,19 +40,19 @@ pub struct Replaying {
 #[derive(Debug, Default)]
 struct State {
     pending: HashMap<Stream, Vec<Work>>,
-    /// Hashes of work that was queued once. One that is wrong costs a graph that is not used again.
+    /// Hashes of work that was queued once. A collision costs only a graph that is not used again.
     seen: HashSet<u64>,
     graphs: HashMap<(Stream, Repeated), Captured>,
     counts: HashMap<Stream, Launches>,
-    /// Why work that was held back could not be queued. It is lost, so this comes out of every later call.
+    /// The error of held-back work that could not be queued. The work is lost, so every later call returns this error.
     fault: Option<DriverError>,
 }
 
-/// Pieces of work, the same as others if they differ in numbers alone.
+/// Pieces of work, equal to others if they differ only in numbers.
 #[derive(Debug)]
 struct Repeated(Vec<Work>);
 
-/// A graph, with the arguments that its kernels have now.
+/// A graph, with the current arguments of its kernels.
 #[derive(Debug)]
 struct Captured {
     graph: Graph,
@@ -67,7 +67,7 @@ fn outline(of: &Argument) -> Argument {
     }
 }
 
-/// The arguments of a kernel; none of other work.
+/// The arguments of a kernel; none for other work.
 fn args(of: &Work) -> &[Argument] {
     if let Work::Launch { args, .. } = of { args } else { &[] }
 }
@@ -111,9 +111,9 @@ impl Replaying {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues the calls that were held back for a stream, and returns the locked state. A caller that queues calls of
-    /// its own keeps the guard meanwhile: a buffer that is dropped by another thread queues a wait, which must not come
-    /// into a stream that is captured.
+    /// Queues the held-back calls of a stream, and returns the locked state. A caller that queues its own calls keeps
+    /// the guard meanwhile: a buffer dropped by another thread queues a wait, which must not get into a stream that is
+    /// being captured.
     fn flushed(&self, stream: Stream) -> Result<MutexGuard<'_, State>> {
         let mut state = self.lock();
         state.flush(&*self.inner, stream)?;
@@ -188,7 +188,7 @@ fn device(driver: &dyn Driver) -> &dyn Driver {
 }
 
 impl Captured {
-    /// Queues the graph with the numbers of `work`; adds to `count` how many kernels have others than before.
+    /// Queues the graph with the numbers of `work`; adds to `count` the number of kernels whose numbers changed.
     fn replay(&mut self, driver: &dyn Driver, stream: Stream, work: &[Work], count: &mut u64) -> Result<()> {
         let differs = |&(at, new): &(usize, &[Argument])| self.args[at] != new;
         let changed: Vec<_> = work.iter().map(args).enumerate().filter(differs).collect();
@@ -221,7 +221,7 @@ impl Driver for Replaying {
     }
 
     fn free(&self, at: Address) -> Result<()> {
-        // Under the lock: a GPU must not be waited for while another thread captures.
+        // Under the lock, because nobody may wait for a GPU while another thread captures.
         let mut state = self.lock();
         state.flush_all(&*self.inner)?;
         self.inner.free(at)
@@ -286,7 +286,7 @@ impl Driver for Replaying {
     }
 
     fn read(&self, stream: Stream, from: Address, into: &mut [u8]) -> Result<()> {
-        drop(self.flushed(stream)?); // other threads go on while this one waits
+        drop(self.flushed(stream)?); // other threads continue while this one waits
         self.inner.read(stream, from, into)
     }
 

@@ -1,4 +1,4 @@
-//! Which form of a kernel a device runs: tables by architecture, written by the benchmark `tune` on a device
+//! The form of a kernel that a device runs: tables by architecture, written by the benchmark `tune` on a device
 //! (`scripts/gpu-check.sh tune`).
 //!
 //! ```toml
@@ -7,13 +7,13 @@
 //! variant = "keys=64"    # of `meshwork_kernels::VARIANTS`, or "usual"; of products of groups, or "library": a product of the library for each group
 //! up_to = 2048           # the longest rows or sequences of this row, without a width elements; without it: all
 //! ```
-//! The first row of a kernel that a call fits decides. Kernels without a row have their usual form.
+//! The first row of a kernel that matches a call decides. Kernels without a row use their usual form.
 
 use meshwork_kernels::{Kernel, VARIANTS, kernel, variants};
 use std::path::Path;
 use toml::{Table, Value};
 
-/// The table that is compiled in.
+/// The built-in table.
 const COMPILED_IN: &str = include_str!("tuning.toml");
 
 /// The variant of a row that chooses a kernel's usual form.
@@ -22,12 +22,12 @@ pub const USUAL: &str = "usual";
 /// The variant of a row that chooses a product of the library for each group, in place of a kernel.
 pub const LIBRARY: &str = "library";
 
-/// Whether a kernel is for products that the library has too.
+/// Whether the library can compute the products of a kernel too.
 pub fn has_library(kernel: &str) -> bool {
     kernel.starts_with("grouped_tensor_")
 }
 
-/// A kernel's usual form, or its first variant that has room in so many bytes of shared memory; if none has, the usual
+/// A kernel's usual form, or its first variant that fits this many bytes of shared memory; if none fits, the usual
 /// form.
 pub(crate) fn fitting(name: &str, shared: u32) -> Option<&'static Kernel> {
     let usual = kernel(name)?;
@@ -54,18 +54,18 @@ pub enum TuningError {
     /// A file that cannot be read.
     #[error("cannot be read: {0}")]
     File(#[from] std::io::Error),
-    /// Text that is no TOML.
+    /// Text that is not TOML.
     #[error("is no TOML: {0}")]
     Toml(#[from] toml::de::Error),
-    /// A table of other devices alone.
+    /// A table only for other devices.
     #[error("has rows for {known}, and this device is {architecture}")]
     Foreign {
         /// The architecture of the device.
         architecture: String,
-        /// Those of the table.
+        /// The architectures of the table.
         known: String,
     },
-    /// A row that says nothing, or something unknown.
+    /// A row that is empty or has unknown entries.
     #[error("row {number} of {architecture}: {problem}; {valid}")]
     Row {
         /// The architecture of the row.
@@ -82,21 +82,21 @@ pub enum TuningError {
 meshwork_core::debug_as_display!(TuningError);
 
 impl Tuning {
-    /// The rows that are compiled in for an architecture, none where it was never tuned.
+    /// The built-in rows for an architecture; none if it was never tuned.
     pub fn of(architecture: &str) -> Self {
-        // A test reads the whole table.
+        // A test parses the whole table, so this does not fail.
         Self::parse(COMPILED_IN, architecture).unwrap_or_default()
     }
 
     /// The rows of a file for an architecture.
     ///
     /// # Errors
-    /// A file that cannot be read, is no such table, or has no row for it.
+    /// A file that cannot be read, is not a valid table, or has no row for the architecture.
     pub fn read(path: &Path, architecture: &str) -> Result<Self, TuningError> {
         Self::parse(&std::fs::read_to_string(path)?, architecture)
     }
 
-    /// The rows of a text for an architecture. All others are checked too.
+    /// The rows of a text for an architecture. The rows of other architectures are checked too.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -127,7 +127,7 @@ impl Tuning {
         })
     }
 
-    /// One form of a kernel, whatever the sizes.
+    /// A table with one form of a kernel for all sizes.
     ///
     /// # Errors
     /// A kernel without variants, or a form that it does not have.
@@ -141,7 +141,7 @@ impl Tuning {
         self.row(name, sizes)?.form
     }
 
-    /// Whether the library's product takes the place of a kernel for such a call.
+    /// Whether library products replace a kernel for such a call.
     pub(crate) fn is_of_library(&self, name: &str, sizes: [u64; 2]) -> bool {
         self.row(name, sizes).is_some_and(|row| row.form.is_none())
     }
@@ -200,8 +200,7 @@ mod tests {
         assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
     }
 
-    /// 99 KiB is what an SM of the architectures 8.6, 8.9 and 12 has for a block. The forms for sm_90a alone are left
-    /// out.
+    /// An SM of compute capability 8.6, 8.9 and 12 has 99 KiB for a block. The forms that only sm_90a has are left out.
     #[test]
     fn every_kernel_has_a_form_for_little_shared_memory() {
         for usual in KERNELS.iter().filter(|kernel| !kernel.name.contains("_sm90_")) {
@@ -227,11 +226,11 @@ mod tests {
         assert_eq!(form("dropout", [100, 0]), Some("dropout.cu"));
         assert_eq!(form("dropout", [101, 0]), Some("dropout.dropout.each=16.cu"));
         assert_eq!(form("dropout", [1001, 0]), None);
-        // Of sequences the width counts.
+        // For sequences, the width counts.
         assert!(form("flash_forward_64", [1 << 20, 2048]).is_some());
         assert_eq!(form("flash_forward_64", [1, 2049]), None);
         assert_eq!(form("adamw", [1, 0]), None);
-        // A product of the library is no form of a kernel.
+        // A library product is not a form of a kernel.
         assert_eq!(form("grouped_tensor_forward_bf16", [9, 512]), None);
         assert_eq!([512, 513].map(|n| tuning.is_of_library("grouped_tensor_forward_bf16", [9, n])), [true, false]);
         assert!(form("grouped_tensor_forward_bf16", [9, 513]).is_some_and(|form| form.contains("columns=128")));

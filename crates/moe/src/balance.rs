@@ -2,17 +2,17 @@
 //! training minimises coefficients times their means over the sequences of the batch
 //! ([`add_loss`](meshwork_tensor::Tape::add_loss)).
 //!
-//! For a sequence of T tokens, N experts, k experts of each token, `c_i` tokens that chose expert i, and the
-//! probabilities `p_i(t)` of the router:
+//! For a sequence of T tokens, N experts, k experts per token, `c_i` tokens that chose expert i, and router
+//! probabilities `p_i(t)`:
 //!
-//! - Switch (equations 4 to 6): `N · Σ_i f_i · P_i` with `f_i = c_i / T` and `P_i = 1/T Σ_t p_i(t)`; 1 where all are
-//!   even. With k experts of a token, `f_i = c_i / (k T)`, as DeepSeek-V3 (equations 17 to 20) and Megatron-LM have it.
-//!   (The loss of `transformers` for Mixtral does not divide by k, and counts all tokens of a batch as one sequence.)
-//! - GShard (section 2.2, algorithm 1): `1/N · Σ_i c_i/T · P_i`, where `c_i` counts first choices alone.
-//! - z-loss (ST-MoE, equation 5): `1/T Σ_t ln(Σ_i e^{x_i(t)})²` of the logits x.
+//! - Switch (equations 4 to 6): `N · Σ_i f_i · P_i` with `f_i = c_i / T` and `P_i = 1/T Σ_t p_i(t)`; 1 if the load is
+//!   even. With k experts per token, `f_i = c_i / (k T)`, as in DeepSeek-V3 (equations 17 to 20) and Megatron-LM. (The
+//!   loss of `transformers` for Mixtral does not divide by k, and counts all tokens of a batch as one sequence.)
+//! - GShard (section 2.2, algorithm 1): `1/N · Σ_i c_i/T · P_i`, where `c_i` counts only first choices.
+//! - z-loss (ST-MoE, equation 5): `1/T Σ_t ln(Σ_i e^{x_i(t)})²` for the logits x.
 //!
-//! DeepSeek-V3 balances by a bias instead ([`BiasUpdate`]): after each step the bias of an expert that had more tokens
-//! than the mean falls by γ, and that of one that had fewer rises by γ.
+//! DeepSeek-V3 balances by a bias instead ([`BiasUpdate`]): after each step, the bias of each expert with more tokens
+//! than the mean falls by γ, and the bias of each expert with fewer rises by γ.
 
 use meshwork_core::rules::{Operand, per_axis};
 use meshwork_core::{DType, ReduceOp, SpmdError, Ty, Types};
@@ -20,18 +20,19 @@ use meshwork_tensor::param::StatisticRule;
 use meshwork_tensor::tape::{Backward, Forward, Op};
 use meshwork_tensor::{Error, Result, Shape, Tensor, Var};
 
-/// The number of choices of each expert: by sequence, or in all sequences that ranks compute at once.
+/// The load: how many choices each expert got, per sequence, or over all sequences that the ranks compute at the same
+/// time.
 #[derive(Clone, Debug)]
 pub struct Load {
     counts: Tensor,
     /// Tokens that were counted together.
     tokens: usize,
-    /// Choices of a token.
+    /// Choices per token.
     k: usize,
 }
 
 impl Load {
-    /// The choices `[samples, seq, k]` of each sequence.
+    /// Counts the choices `[samples, seq, k]` of each sequence.
     pub fn of_sequences(choices: &Tensor, experts: usize) -> Result<Self> {
         let &[samples, seq, k] = &choices.shape()[..] else { return Err(no_choices(choices)) };
         let device = choices.device();
@@ -39,7 +40,8 @@ impl Load {
         Ok(Self { counts: Tensor::from_buffer(device, counts, [samples, experts])?, tokens: seq, k })
     }
 
-    /// The choices of all sequences on ranks that hold different ones, those along whose axes `scores` are `Shard(0)`.
+    /// Counts the choices of all sequences, over the ranks with different sequences: the axes on which `scores` are
+    /// `Shard(0)`.
     pub fn of_all(choices: &Tensor, experts: usize, scores: &Var) -> Result<Self> {
         let &[samples, seq, k] = &choices.shape()[..] else { return Err(no_choices(choices)) };
         let (device, rank) = (choices.device(), scores.tape().rank());
@@ -58,13 +60,14 @@ fn no_choices(choices: &Tensor) -> Error {
 }
 
 /// Switch's loss for each sequence, `[samples]` in f64, from the probabilities `[samples, seq, experts]` and the load:
-/// 1 where all are even. It is typed as the probabilities are, for [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
+/// 1 if the load is even. It has the SPMD type of the probabilities, as for
+/// [`Tape::add_loss`](meshwork_tensor::Tape::add_loss).
 pub fn switch_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     let experts = load.counts.shape()[1] as f64;
     balance(probabilities, load, experts / load.k as f64)
 }
 
-/// GShard's loss for each sequence, likewise; the load is that of first choices.
+/// GShard's loss for each sequence, likewise; the load must count first choices.
 pub fn gshard_loss(probabilities: &Var, load: &Load) -> Result<Var> {
     balance(probabilities, load, 1.0 / load.counts.shape()[1] as f64)
 }
@@ -76,26 +79,28 @@ fn balance(probabilities: &Var, load: &Load, factor: f64) -> Result<Var> {
     OfSequences::apply(Kind::Balance { load: load.counts.clone(), scale }, probabilities)
 }
 
-/// The z-loss of the logits `[samples, seq, experts]` for each sequence, `[samples]` in f64, typed as the logits are.
+/// The z-loss of the logits `[samples, seq, experts]` for each sequence, `[samples]` in f64, with the SPMD type of the
+/// logits.
 pub fn z_loss(logits: &Var) -> Result<Var> {
     OfSequences::apply(Kind::Z, logits)
 }
 
 /// The mean entropy of the router's choice for each sequence, `[samples]` in f64, from probabilities
-/// `[samples, seq, experts]`: ln N where all experts are as likely, 0 where it is sure. A metric, without a gradient.
+/// `[samples, seq, experts]`: ln N if all experts are equally likely, 0 if the choice is certain. A metric, without a
+/// gradient.
 pub fn entropy(scores: &Var) -> Result<Var> {
     let detached = scores.tape().constant(scores.tensor().clone(), scores.types());
     OfSequences::apply(Kind::Entropy, &detached)
 }
 
-/// The share of the choices `[samples, seq, k]` of each sequence that are not used, `[samples]` in f64, of tokens that
-/// lie like `scores`. A metric.
+/// The fraction of the choices `[samples, seq, k]` of each sequence that are dropped, `[samples]` in f64, for tokens
+/// distributed like `scores`. A metric.
 pub fn unused(kept: &Tensor, scores: &Var) -> Result<Var> {
     let kept = scores.tape().constant(kept.clone(), scores.types());
     OfSequences::apply(Kind::Unused, &kept)
 }
 
-/// `max / mean` of the tokens of experts: 1 where they are even.
+/// `max / mean` of the tokens per expert: 1 if the load is even.
 ///
 /// ```
 /// assert_eq!(meshwork_moe::balance::imbalance(&[3.0, 1.0, 0.0, 0.0]), 3.0);
@@ -189,7 +194,7 @@ impl Op for OfSequences {
     }
 }
 
-/// A function of the sequences of x: refuses a value of which a rank has parts of sequences or of experts.
+/// Types of a function of whole sequences: rejects an x that is sharded along sequences or experts.
 pub(crate) fn whole_sequences(op: &str, x: Operand<'_>) -> std::result::Result<Types, SpmdError> {
     per_axis(op, &[x], |axis, types| match types[0] {
         Ty::Shard(dim @ 1..) => Err((
@@ -204,17 +209,17 @@ pub(crate) fn whole_sequences(op: &str, x: Operand<'_>) -> std::result::Result<T
     })
 }
 
-/// The name under which the report of a step has the tokens of each expert, for every layer.
+/// The name, in the report of a step, of the tokens of each expert, for every layer.
 pub const TOKENS: &str = "moe_tokens";
 
-/// The update of the tokens of experts, and of their bias, from the counts of a step's whole batch.
+/// Updates the tokens of experts, and their bias, from the counts of a step's whole batch.
 ///
 /// A statistic of a layer: each micro-batch notes the counts of its choices, and the sums over all micro-batches and
-/// ranks update the buffers at the end of the step. No rank can update a bias from its own counts, because a buffer
-/// changes in no other way.
+/// ranks update the buffers at the end of the step. So no rank can update a bias from only its own counts, because
+/// buffers change only this way.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasUpdate {
-    /// γ: what the bias of an expert with fewer tokens than the mean rises by.
+    /// γ: the increase of the bias of an expert with fewer tokens than the mean.
     pub rate: f32,
 }
 
@@ -227,7 +232,7 @@ impl StatisticRule for BiasUpdate {
         Some(TOKENS)
     }
 
-    /// Buffers: the tokens of the step, then the bias if the router has one.
+    /// `buffers` are the tokens of the step, then the bias if the router has one.
     fn update(&self, sums: &[f64], buffers: &mut [Vec<f32>]) {
         let mean = sums.iter().sum::<f64>() / sums.len().max(1) as f64;
         if let Some(tokens) = buffers.first_mut() {

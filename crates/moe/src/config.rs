@@ -1,10 +1,10 @@
-//! What a mixture of experts is: plain data, checked before anything is declared.
+//! The configuration of a mixture of experts: plain data, checked before anything is declared.
 
 use meshwork_tensor::Error;
 pub use meshwork_tensor::kernel::Overflow;
 use std::fmt;
 
-/// How tokens and experts find each other.
+/// The router: how tokens and experts are matched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterKind {
     /// The `top_k` largest of a softmax (Shazeer et al., 2017; Mixtral).
@@ -13,8 +13,8 @@ pub enum RouterKind {
     Switch,
     /// The two largest of a softmax, the second used in proportion to its weight (Lepikhin et al., 2020).
     Gshard,
-    /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares the tokens of a sequence
-    /// with later ones: a causal model trained with it looks ahead, and cannot generate as it was trained.
+    /// Each expert takes the tokens with the largest scores (Zhou et al., 2022). It compares tokens with later tokens
+    /// of the sequence: a causal model trained with it looks ahead, and cannot generate the same way.
     ExpertChoice,
     /// The `top_k` largest of sigmoids plus a bias that balances the load (DeepSeek-V3).
     Bias,
@@ -45,23 +45,23 @@ impl fmt::Display for RouterKind {
 /// The tokens whose experts are counted for the auxiliary loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum AuxLossScope {
-    /// Those of each sequence: the same on any mesh.
+    /// The tokens of each sequence: the same on any mesh.
     #[default]
     Sequence,
-    /// Those of the micro-batches that all ranks compute at once. It depends on how the batch is cut, and canonical
-    /// numerics refuse it.
+    /// The tokens of the micro-batches that all ranks compute at the same time. The result depends on how the batch is
+    /// cut, so canonical numerics reject it.
     GlobalBatch,
 }
 
-/// Groups of consecutive experts that limit the choice: a token chooses among the experts of its best groups. With a
-/// group for each rank this limits the ranks that a token is sent to (device-limited routing).
+/// Groups of consecutive experts that limit the choice: a token chooses among the experts of its best groups. With one
+/// group per rank, this limits the ranks to which a token is sent (device-limited routing).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroups {
     /// Groups.
     pub groups: usize,
-    /// Groups among which a token chooses.
+    /// Groups among which a token chooses its experts.
     pub top_groups: usize,
-    /// A group's score is the sum of so many of its largest ones: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+    /// The score of a group is the sum of this many of its largest scores: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
     pub best: usize,
 }
 
@@ -75,21 +75,21 @@ impl ExpertGroups {
 pub struct MoeConfig {
     /// Experts of a layer.
     pub num_experts: usize,
-    /// Experts of a token: 1 with `switch`, 2 with `gshard`.
+    /// Experts per token: 1 with `switch`, 2 with `gshard`.
     pub top_k: usize,
     /// The router.
     pub router: RouterKind,
-    /// Tokens of a sequence that an expert takes, over their even share. 0: all that come (dropless).
+    /// Capacity of an expert per sequence, relative to an even share of the tokens. 0: no limit (dropless).
     pub capacity_factor: f64,
-    /// What becomes of a token that finds its expert full.
+    /// The fate of a token whose expert is full.
     pub overflow: Overflow,
-    /// Factor of the auxiliary loss in the loss.
+    /// Coefficient of the auxiliary loss.
     pub aux_loss_coeff: f64,
-    /// Factor of the z-loss in the loss.
+    /// Coefficient of the z-loss.
     pub z_loss_coeff: f64,
-    /// What the auxiliary loss counts.
+    /// The tokens over which the auxiliary loss counts.
     pub aux_loss_scope: AuxLossScope,
-    /// What a step adds to or takes from the bias of an expert.
+    /// The amount by which a step changes the bias of an expert.
     pub bias_update_rate: f64,
     /// The input of the router is multiplied by numbers from `[1 - jitter, 1 + jitter)`.
     pub jitter: f64,
@@ -100,7 +100,7 @@ pub struct MoeConfig {
     pub routed_scaling: f64,
     /// Groups that limit the choice.
     pub groups: ExpertGroups,
-    /// Layers with experts in the model: a metric of the model is the mean over them.
+    /// Layers with experts in the model: metrics of the model are means over these layers.
     pub layers: usize,
 }
 
@@ -126,14 +126,14 @@ impl Default for MoeConfig {
     }
 }
 
-/// A mixture of experts that cannot be.
+/// An invalid configuration of a mixture of experts.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MoeError {
     /// No experts at all.
     #[error("num_experts is 0: a layer has at least one expert")]
     NoExperts,
-    /// Ranks that would hold different numbers of experts.
+    /// Experts that cannot be distributed evenly over ranks.
     #[error("{num_experts} experts cannot be spread over ep={ep}: each rank holds the same number; degrees that divide them are {}", divisors(*num_experts))]
     Indivisible {
         /// Experts.
@@ -141,24 +141,24 @@ pub enum MoeError {
         /// Ranks.
         ep: usize,
     },
-    /// A number of experts for each token that there are not, or that the router does not give.
+    /// An invalid number of experts per token.
     #[error("top_k is {top_k}: with router {router}{} it is {valid}", of(*num_experts))]
     TopK {
-        /// Experts of a token.
+        /// Experts per token.
         top_k: usize,
         /// The router.
         router: RouterKind,
         /// Experts.
         num_experts: usize,
-        /// What would be valid.
+        /// The valid values.
         valid: String,
     },
-    /// Groups of experts that cannot be.
+    /// Invalid groups of experts.
     #[error("expert groups: {problem}; {valid}")]
     Groups {
-        /// What is wrong.
+        /// The problem.
         problem: String,
-        /// What would be valid.
+        /// The valid values.
         valid: String,
     },
     /// A number out of its range.
@@ -171,7 +171,7 @@ pub enum MoeError {
         /// The range.
         valid: &'static str,
     },
-    /// A setting that the router does not read.
+    /// A setting that the router does not use.
     #[error("{key} is {value}, and router {router} has none: {valid}")]
     Unread {
         /// The key.
@@ -180,15 +180,15 @@ pub enum MoeError {
         value: f64,
         /// The router.
         router: RouterKind,
-        /// What would be valid.
+        /// The valid values.
         valid: &'static str,
     },
-    /// Experts that choose have no tokens over their capacity.
+    /// Overflow with expert choice, where no expert exceeds its capacity.
     #[error(
         "overflow is reroute, and router expert_choice leaves nothing over: each expert takes as many tokens as it has room for"
     )]
     NothingOver,
-    /// Features that ranks of tp cannot share.
+    /// Features that are not divisible by tp.
     #[error(
         "{features} inner features of an expert cannot be cut over tp={tp}: each rank holds the same number; or leave experts whole"
     )]
@@ -198,13 +198,13 @@ pub enum MoeError {
         /// Ranks.
         tp: usize,
     },
-    /// A router that compares a token with later ones, which are not there yet.
+    /// Decoding with a router that needs later tokens, which do not exist yet.
     #[error(
         "router expert_choice cannot continue a text: an expert chooses among all tokens of a sequence, and the later ones are not there \
          yet; use a model with another router"
     )]
     LooksAhead,
-    /// A setting whose sums depend on how the batch is cut.
+    /// A setting without canonical numerics, because its sums depend on how the batch is cut.
     #[error("{0} has no canonical numerics: its numbers depend on how the batch is cut; use aux_loss_scope sequence")]
     NotCanonical(&'static str),
 }
@@ -231,7 +231,7 @@ impl From<MoeError> for Error {
 }
 
 impl MoeConfig {
-    /// Everything that is wrong with it where `ep` ranks share the experts.
+    /// Checks the configuration for `ep` ranks that share the experts, and returns all errors.
     pub fn check(&self, ep: usize) -> Result<(), Vec<MoeError>> {
         let mut wrong = Vec::new();
         let Self { num_experts, top_k, router, groups, .. } = *self;
@@ -317,7 +317,7 @@ impl MoeConfig {
         None
     }
 
-    /// Places of a token for its choices: `top_k`, or all experts where experts choose.
+    /// Places for the choices of a token: `top_k`, or all experts with expert choice.
     pub fn places(&self) -> usize {
         if self.router == RouterKind::ExpertChoice { self.num_experts } else { self.top_k }
     }

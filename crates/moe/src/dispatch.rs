@@ -1,4 +1,4 @@
-//! Tokens to their experts and back.
+//! Dispatch of tokens to their experts and back.
 //!
 //! ```text
 //! x [b, s, h] ──gather──▶ one row per (token, rank) ══all-to-all══▶ ──gather──▶ one row per (token, expert), by expert
@@ -6,13 +6,13 @@
 //! y [b, s, h] ◀──combine── one row per (token, expert) ◀══all-to-all══ ◀──gather── their results
 //! ```
 //!
-//! A token goes to a rank once, also if several of its experts are there. The results come back one by one, and are
-//! weighted and added up where the token is ([`combine`](Dispatch::combine)). Integers say which rows these are; they
-//! are made on the device, and the host reads counts alone: of tokens and rows for each sample and expert. Nothing has
-//! the size tokens × experts × capacity.
+//! A token is sent to a rank once, even if several of its experts are there. Each expert's result is sent back
+//! separately; the results are weighted and summed on the token's rank ([`combine`](Dispatch::combine)). Index tensors
+//! on the device select the rows. The host reads only counts: of tokens and rows for each sample and expert. No tensor
+//! has the size tokens × experts × capacity.
 //!
-//! Where ranks share the experts, the samples of a rank are cut in two chunks, and the rows of one travel while the
-//! experts compute the other:
+//! If ranks share the experts, the samples of a rank are cut into two chunks, and the rows of one chunk are exchanged
+//! while the experts compute the other:
 //!
 //! ```text
 //! forward                                              backward
@@ -20,21 +20,22 @@
 //! experts               ─── 0 ─── ─── 1 ───                      ─── 1 ─── ─── 0 ───
 //! ```
 //!
-//! An operation that starts an exchange leaves it with its chunk, and gives a value without elements; the operation
-//! that waits for it takes this value. In backward each starts what it waited for, and waits for what it started. So
-//! the order in which the tape runs operations is all that makes exchange and computation overlap.
+//! An operation that starts an exchange stores it in its chunk and returns a value without elements, which is the input
+//! of the operation that waits for the exchange. In backward the roles are swapped: each operation starts the exchange
+//! for which it waited, and waits for the exchange that it started. So the overlap of exchange and computation follows
+//! only from the order of operations on the tape.
 //!
-//! Each exchange may be [compressed](Tape::compress_rows), row by row: what goes to a rank is one message, also what a
-//! rank keeps for its own experts, so that what is lost of a token does not depend on where its experts are. The
-//! numbers of rows are exchanged before, so both sides know how long a message is.
+//! Each exchange may be [compressed](Tape::compress_rows), row by row, with one message to each rank. Rows for a rank's
+//! own experts are compressed too, so that the error of a token does not depend on the place of its experts. The
+//! numbers of rows are exchanged first, so both sides know the length of each message.
 //!
-//! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first those of a rank, a
-//! subtree if it holds a power of two of them, then the ranks'. So its bits do not depend on how many ranks there are.
-//! Chunks are whole samples, and [parts](Tape::for_parts) of one use of the experts' weights: nor do the bits depend on
-//! them.
+//! The gradient of x sums the rows of a token's experts in the balanced tree over the experts: first over the experts
+//! of a rank (a subtree if their number is a power of two), then over ranks. So its bits do not depend on the number of
+//! ranks. They do not depend on the chunks either, which are whole samples and [parts](Tape::for_parts) of one use of
+//! the experts' weights.
 //!
-//! On a device without values the counts are those of an even choice: the tokens of every sample are spread evenly over
-//! the experts, and the number of tokens that a rank is sent is the mean over all choices of k experts.
+//! On a device without values, the counts assume an even load: the tokens of every sample are spread evenly over the
+//! experts, and the number of tokens sent to a rank is the mean over all choices of k experts.
 
 mod chunk;
 mod counts;
@@ -50,28 +51,28 @@ use ops::{Arrive, Combine, Return, Send};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The chunks of samples where ranks exchange rows: the fewest with which an exchange and the experts have something to
-/// do at a time. More would make the products of each smaller.
+/// Number of chunks when ranks exchange rows: the smallest number that overlaps exchange and computation. More chunks
+/// would make the products smaller.
 const CHUNKS: usize = 2;
 
-/// Where the choices of a micro-batch go.
+/// The dispatch of the choices of a micro-batch.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
     plan: Rc<Plan>,
 }
 
-/// The choices of tokens: which experts take them.
+/// The choices of tokens: the experts that take them.
 #[derive(Clone, Debug)]
 pub struct Chosen {
-    /// Experts in ascending order, -1 in places that are not used: `[samples, seq, places]` in i32.
+    /// Experts in ascending order, -1 in unused places: `[samples, seq, places]` in i32.
     pub experts: Tensor,
     /// Experts in total.
     pub num_experts: usize,
-    /// Types of the tokens.
+    /// SPMD types of the tokens.
     pub types: Types,
-    /// On a device without values: tokens of a sample that each expert takes at most.
+    /// On a device without values: the capacity of each expert, in tokens per sample.
     pub capacity: Option<usize>,
-    /// On a device without values: experts of a token.
+    /// On a device without values: experts per token.
     pub top_k: usize,
 }
 
@@ -84,19 +85,19 @@ struct Plan {
     group: Group,
     /// `[samples, seq]`
     tokens: [usize; 2],
-    /// Places of a token.
+    /// Places for choices per token.
     places: usize,
     chunks: Vec<Chunk>,
-    /// Compresses what is exchanged, if the tape says so.
+    /// Compresses the exchanged rows, if the tape asks for it.
     codec: RowCodec,
 }
 
 impl Dispatch {
-    /// The way of the chosen tokens to the experts, of which each rank of `axis` holds an equal run.
+    /// Plans the dispatch of the chosen tokens to the experts; each rank of `axis` holds an equal run of experts.
     ///
     /// # Errors
-    /// Experts that the ranks cannot share; tokens that are the same on several ranks of `axis`; in canonical numerics
-    /// ranks that hold no whole subtree of the experts.
+    /// Experts that cannot be divided evenly among the ranks; tokens replicated over `axis`; with canonical numerics,
+    /// ranks whose experts are not a whole subtree.
     pub fn new(tape: &Tape, chosen: &Chosen, axis: Axis) -> Result<Self> {
         let (device, group) = (tape.device().clone(), tape.rank().group(axis).clone());
         let (ranks, num_experts) = (group.size(), chosen.num_experts);
@@ -140,7 +141,7 @@ impl Dispatch {
                 let (of_run, here, choices) = (counts.of(&run), announced.of(&run), [of(experts)?, of(&once)?]);
                 Ok((Leaving::new(&*device, &group, run, choices, places, &of_run, &here)?, here))
             };
-            // The choices of all chunks travel at once.
+            // The choices of all chunks are exchanged at the same time.
             let leaving: Vec<_> = (0..chunks).map(leave).collect::<Result<_>>()?;
             let arrive = |(leaving, here): (Leaving, Announced)| leaving.arrive(&*device, &group, &here, axis);
             leaving.into_iter().map(arrive).collect::<Result<_>>()?
@@ -150,10 +151,10 @@ impl Dispatch {
         Ok(Self { plan: Rc::new(plan) })
     }
 
-    /// Sends `x [b, s, h]`, its samples cut over the axis of the experts, to the experts: `experts` takes rows
-    /// `[rows, h]` by expert, `Varying` on that axis, and gives their results in the same places and of the same types.
-    /// It is called for each chunk of the samples. The results are on their way back then, and the value returned, to
-    /// [`combine`](Self::combine) once, has no elements.
+    /// Sends `x [b, s, h]`, whose samples are sharded over the axis of the experts, to the experts. `experts` is called
+    /// for each chunk of the samples: it takes rows `[rows, h]` sorted by expert, `Varying` on that axis, and returns
+    /// their results in the same places and with the same types. The returned value has no elements, because the
+    /// results are still in flight; pass it to [`combine`](Self::combine) once.
     pub fn through(&self, x: &Var, mut experts: impl FnMut(&Var, &Rc<RowGroups>) -> Result<Var>) -> Result<Var> {
         let (tape, plan) = (x.tape(), &self.plan);
         let width = x.shape().last().copied().unwrap_or(1);
@@ -177,7 +178,8 @@ impl Dispatch {
     }
 
     /// `y_t = Σ_j weights[t, j] · results[t, j]`, `[b, s, h]`, over the experts that took the token, in the balanced
-    /// tree over the experts. Zero for a token that none took. `results` is what [`through`](Self::through) returned.
+    /// tree over the experts. Zero for a token that no expert took. `results` is the value returned by
+    /// [`through`](Self::through).
     pub fn combine(&self, results: &Var, weights: &Var) -> Result<Var> {
         results.tape().apply(Combine { plan: Rc::clone(&self.plan) }, &[results, weights])
     }

@@ -1,10 +1,10 @@
-//! Networks of experts: each is a feed-forward block, and all that a rank holds are computed together, on rows grouped
+//! Networks of experts: each is a feed-forward block, and all experts of a rank are computed together, on rows grouped
 //! by expert.
 //!
-//! The weights of E experts are `[E, out, in]`, cut along E over the axis of the experts, so their gradients are sums
-//! over the other data-parallel ranks alone. They may be cut over tp too, as in a tensor-parallel block: `copy` before
-//! the first product and `all_reduce` after the last, of rows; or experts are whole, and the ranks of tp do the same
-//! work.
+//! The weights of E experts are `[E, out, in]`, sharded along E over the axis of the experts, so their gradients are
+//! summed only over the other data-parallel ranks. They may also be sharded over tp, as in a tensor-parallel block:
+//! `copy` before the first product and `all_reduce` after the last, on rows. Otherwise experts are whole, and the ranks
+//! of tp do the same work.
 
 use crate::MoeError;
 use meshwork_core::{Axis, Mesh};
@@ -16,14 +16,15 @@ use std::rc::Rc;
 
 /// The experts of a layer: a network for each group of rows.
 pub trait Experts: Debug + Send + Sync {
-    /// `rows [rows, hidden]` by expert → the results, `[rows, hidden]` in the same places and of the same types.
+    /// `rows [rows, hidden]` sorted by expert → the results, `[rows, hidden]` in the same places and with the same
+    /// types.
     fn forward(&self, tape: &Tape, rows: &Var, groups: &Rc<RowGroups>) -> Result<Var>;
 }
 
-/// The shape of a layer's experts, and where they lie.
+/// The shape of a layer's experts, and their placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertShape {
-    /// Experts on all ranks.
+    /// Experts over all ranks.
     pub experts: usize,
     /// Features of a token.
     pub hidden: usize,
@@ -31,7 +32,7 @@ pub struct ExpertShape {
     pub ffn: usize,
     /// The axis whose ranks hold different experts.
     pub axis: Axis,
-    /// Whether the inner features are cut over tp.
+    /// Whether the inner features are sharded over tp.
     pub over_tp: bool,
 }
 
@@ -50,12 +51,12 @@ impl ExpertShape {
         Ok(())
     }
 
-    /// Cut along the experts, and along this dim if the inner features are cut.
+    /// Sharded along the experts, and along this dim if the inner features are sharded.
     fn placement(&self, dim: Option<usize>) -> Placement {
         let experts = Placement::replicated().shard(self.axis, 0);
         match dim {
             Some(dim) if self.over_tp => experts.shard(Axis::Tp, dim),
-            // Sums over inner features have the bits of those that are cut.
+            // Sums over inner features have the same bits whether they are sharded or not.
             Some(dim) => experts.summed_in_blocks(dim),
             None => experts,
         }
@@ -129,7 +130,7 @@ impl Experts for GroupedMlp {
     }
 }
 
-/// `(silu(x · Wgateᵀ) · (x · Wupᵀ)) · Wdownᵀ` of each expert: Llama's and Mixtral's.
+/// `(silu(x · Wgateᵀ) · (x · Wupᵀ)) · Wdownᵀ` of each expert: the MLP of Llama and Mixtral.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedSwiGlu {
     shape: ExpertShape,

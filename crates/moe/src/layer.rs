@@ -7,7 +7,7 @@ use meshwork_tensor::{Result, Tape, Var};
 use std::sync::Arc;
 
 /// `y_t = Σ_e w_e(t) · E_e(x_t)` over the experts e that the router chose for token t (Switch, equation 2). A token
-/// that no expert takes gives zero, so that only the residual of the block passes it on.
+/// that no expert takes gives zero, so that only the residual connection of the block passes it on.
 ///
 /// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts'
 /// ranks and back ([`dispatch`](crate::dispatch)). Sequences that axes cut, as tp with sequence parallelism, are
@@ -20,7 +20,7 @@ pub struct MoeLayer {
 }
 
 impl MoeLayer {
-    /// A layer of experts that lie over `axis`.
+    /// A layer of experts that are distributed over `axis`.
     pub fn new(router: Router, experts: impl Experts + 'static, axis: Axis) -> Self {
         Self { router, experts: Arc::new(experts), axis }
     }

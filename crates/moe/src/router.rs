@@ -2,17 +2,17 @@
 //!
 //! | router | scores s | experts | weights |
 //! |---|---|---|---|
-//! | `topk` | softmax | the k largest | s, or s over the sum of those chosen |
+//! | `topk` | softmax | the k largest | s, or s divided by the sum of the chosen s |
 //! | `switch` (equations 1 and 2) | softmax | the largest | s |
-//! | `gshard` | softmax | the two largest, the second with probability 2 g₂ | s over the sum of both |
+//! | `gshard` | softmax | the two largest, the second with probability 2 g₂ | s divided by the sum of both |
 //! | `expert_choice` | softmax | each expert takes the tokens with the largest s | s |
-//! | `bias` (DeepSeek-V3, equations 12 to 16) | sigmoid | the k largest s + b | s over the sum of those chosen, scaled |
+//! | `bias` (DeepSeek-V3, equations 12 to 16) | sigmoid | the k largest s + b | s divided by the sum of the chosen s, scaled |
 //!
-//! Of equal scores the lower expert's counts as larger, so that the choice is a function of the scores. What is dropped
-//! for want of capacity does not change the weights of the rest; a choice that is re-routed has the score of the expert
-//! that takes it. The load, of which losses and biases are made, counts choices before either. The decision is made
-//! once, in the first forward: the tape keeps it as integers, and a forward that runs again to recompute its
-//! activations [repeats](meshwork_tensor::tape::Decisions) it.
+//! Ties go to the lower expert, so that the choice is a function of the scores. A choice that is dropped for lack of
+//! capacity does not change the other weights; a rerouted choice has the score of the expert that takes it. The load,
+//! from which losses and biases are computed, counts choices before dropping and rerouting. The decision is made once,
+//! in the first forward: the tape stores it as integers, and a recomputed forward
+//! [repeats](meshwork_tensor::tape::Decisions) it.
 
 use crate::balance::{self, BiasUpdate, Load, whole_sequences};
 use crate::dispatch::Chosen;
@@ -24,8 +24,8 @@ use meshwork_tensor::param::StatisticId;
 use meshwork_tensor::tape::{Backward, Forward, Mode, Op};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Shape, Tape, Tensor, Var};
 
-/// The names under which routers report, and which a model declares: the sums over its layers of both losses, before
-/// their coefficients, and the means over its layers of the entropy and of the share of choices that are not used.
+/// The names of the metrics that routers report, and that a model declares: the sums over layers of both losses,
+/// without coefficients, and the means over layers of the entropy and of the fraction of dropped choices.
 pub const METRICS: [&str; 4] = ["moe_aux_loss", "moe_z_loss", "moe_router_entropy", "moe_dropped"];
 
 /// Chooses experts for tokens.
@@ -39,7 +39,7 @@ pub struct Router {
     load: StatisticId,
 }
 
-/// What a router decides.
+/// The decision of a router.
 #[derive(Clone, Debug)]
 pub struct Routed {
     /// The choices that are used.
@@ -49,11 +49,11 @@ pub struct Routed {
 }
 
 impl Router {
-    /// Declares `{name}.weight` `[experts, hidden]`, the buffer `{name}.tokens` `[experts]`, in which each step leaves
-    /// the choices of its whole batch, and for `bias` the buffer `{name}.bias` `[experts]`. All are replicated.
+    /// Declares `{name}.weight` `[experts, hidden]`, the buffer `{name}.tokens` `[experts]`, where each step stores the
+    /// number of choices of its whole batch, and for `bias` the buffer `{name}.bias` `[experts]`. All are replicated.
     ///
     /// # Errors
-    /// A configuration that cannot be.
+    /// An invalid configuration.
     pub fn new(params: &mut Declarations, name: &str, hidden: usize, config: MoeConfig, init: Init) -> Result<Self> {
         config.check(1).map_err(|mut wrong| wrong.remove(0))?;
         if params.reduction_blocks().is_some() && config.aux_loss_scope == AuxLossScope::GlobalBatch {
@@ -66,7 +66,7 @@ impl Router {
             |part: &str| params.declare(format!("{name}.{part}"), &[experts], whole(), Role::Buffer, Init::Zeros);
         let tokens = buffer("tokens")?;
         let bias = if config.router == RouterKind::Bias { Some(buffer("bias")?) } else { None };
-        // The bias of a frozen router stays, whatever the load.
+        // The bias of a frozen router never changes.
         let rate = if params.is_freezing() { 0.0 } else { config.bias_update_rate as f32 };
         let rule = BiasUpdate { rate };
         let load = params.declare_statistic(std::iter::once(tokens).chain(bias).collect(), rule);
@@ -83,13 +83,13 @@ impl Router {
         self.bias
     }
 
-    /// What it was made of.
+    /// Its configuration.
     pub fn config(&self) -> &MoeConfig {
         &self.config
     }
 
-    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences are whole on this rank. Adds the losses, reports
-    /// the metrics of [`METRICS`], and notes the load.
+    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences must be whole on this rank. Adds the losses,
+    /// reports the metrics of [`METRICS`], and notes the load.
     pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
@@ -128,14 +128,14 @@ impl Router {
         Ok(Routed { chosen, weights })
     }
 
-    /// The tokens of a sequence that an expert takes. In decoding it takes all that come: how many tokens a pass has is
-    /// no property of the sequence, and a token must not be dropped in one pass and not in another.
+    /// The tokens of a sequence that an expert takes. In decoding there is no limit: the number of tokens in a pass is
+    /// not a property of the sequence, and dropping must not differ between passes.
     fn capacity(&self, tape: &Tape, seq: usize) -> Option<usize> {
         if tape.decodes() { None } else { capacity(&self.config, seq) }
     }
 
-    /// Choices, where they are routed, and those that are used; and the weights where the device makes them with the
-    /// choice: all `[samples, seq, places]`.
+    /// The chosen experts, the experts after rerouting, and the used choices; and the weights if the device computes
+    /// them with the choice. All are `[samples, seq, places]`.
     fn choose(&self, tape: &Tape, scores: &Var, pick: Pick) -> Result<([Tensor; 3], Option<Tensor>)> {
         let (config, device) = (&self.config, tape.device());
         let &[samples, seq, experts] = &scores.shape()[..] else {
@@ -182,7 +182,7 @@ impl Router {
         Ok(([tensor(chosen)?, tensor(routed)?, tensor(kept)?], Some(tensor(weights)?)))
     }
 
-    /// How weights are made of scores.
+    /// How weights are computed from scores.
     fn pick(&self) -> Pick {
         let config = &self.config;
         let normalise = match config.router {
@@ -222,7 +222,7 @@ impl Router {
     }
 }
 
-/// The expert with the largest score of each token.
+/// The expert with the largest score, for each token.
 fn first_choices(scores: &Var) -> Result<Tensor> {
     let (shape, device) = (scores.shape(), scores.tape().device());
     let [samples, seq, experts] = [shape[0], shape[1], shape[2]];
@@ -242,14 +242,14 @@ fn first_choices(scores: &Var) -> Result<Tensor> {
     Tensor::from_buffer(device, first.chosen, [samples, seq, 1])
 }
 
-/// Scores over their sum.
+/// Scores divided by their sum.
 fn normalised(scores: &Var) -> Result<Var> {
     let (shape, experts) = (scores.shape(), scores.shape()[2]);
     let pick = Pick { experts, k: experts, normalise: true, scale: 1.0 };
     scores.tape().apply(Weights { choices: None, pick, shape, made: None }, &[scores])
 }
 
-/// The weights of choices, or of all experts, a function of the scores.
+/// The weights of choices, or of all experts, as a function of the scores.
 #[derive(Debug)]
 struct Weights {
     choices: Option<Tensor>,

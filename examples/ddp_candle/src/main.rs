@@ -1,6 +1,6 @@
-//! Trains a language model written with candle over four ranks, each a thread, and holds the losses and weights to
-//! those of one rank. Then trains it asynchronously, with gradients of one to eight steps before, to show what that
-//! costs.
+//! Trains a language model written with candle over four ranks, each a thread, and compares the losses and weights with
+//! the results of one rank. Then trains it asynchronously, with gradients that are one to eight steps old, to show the
+//! cost of staleness.
 //!
 //! ```sh
 //! cargo run --release --manifest-path examples/ddp_candle/Cargo.toml
@@ -23,7 +23,7 @@ const MICRO_BATCHES: usize = 2;
 const BATCH: usize = 16;
 const LENGTH: usize = 32;
 
-/// Rows of a batch: tokens and the next ones.
+/// Rows of a batch: tokens and the next tokens.
 fn rows(step: usize, rows: std::ops::Range<usize>) -> candle_core::Result<(Tensor, Tensor)> {
     let row = |row: usize, shift: usize| {
         let start = (step * BATCH + row) * LENGTH % (TEXT.len() - LENGTH - 1) + shift;
@@ -38,8 +38,8 @@ fn floats(tensor: &Tensor) -> candle_core::Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// One rank's training from the given weights, by gradients of `staleness` steps before: the mean losses of the steps,
-/// and the weights after them.
+/// One rank's training from the given weights, with gradients that are `staleness` steps old: the mean losses of the
+/// steps, and the weights after them.
 fn train(world: Group, start: &[Vec<f32>], staleness: usize) -> Result<(Vec<f64>, Vec<Vec<f32>>)> {
     let (model, parameters) = Model::new()?;
     for (parameter, values) in parameters.iter().zip(start) {
@@ -54,7 +54,7 @@ fn train(world: Group, start: &[Vec<f32>], staleness: usize) -> Result<(Vec<f64>
     let mut losses = Vec::new();
     for step in 0..STEPS {
         let mut loss_sum = [0.0];
-        // The sum over a micro-batch, and its gradients.
+        // The summed loss of a micro-batch, and its gradients.
         let mut micro_batch = |ddp: &mut Ddp, micro: usize| {
             let first = (world.rank() * MICRO_BATCHES + micro) * per_micro;
             let (tokens, next) = rows(step, first..first + per_micro)?;

@@ -1,4 +1,4 @@
-//! A small transformer, as one writes it with candle.
+//! A small transformer, in plain candle.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
@@ -50,7 +50,7 @@ impl Model {
             norm: layer_norm(HIDDEN, 1e-5, vb.pp("d_norm"))?,
             head: linear_no_bias(HIDDEN, VOCAB, vb.pp("e_head"))?,
         };
-        // A map has no order: names have the one of forward.
+        // A map has no order, but sorted names are in the order of forward.
         let mut named: Vec<(String, Var)> =
             variables.data().lock().unwrap().iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));

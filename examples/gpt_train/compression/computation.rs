@@ -2,7 +2,7 @@
 
 use meshwork::pipeline::{CheckError, Costs, Schedule, simulate};
 
-/// Bandwidths between which a limit is looked for, in bytes a second.
+/// Range of bandwidths for the search of a limit, in bytes per second.
 const SLOWEST: f64 = 1e3;
 const FASTEST: f64 = 1e13;
 
@@ -15,17 +15,17 @@ pub(super) struct Traffic {
     pub(super) codec: [[f64; 2]; 2],
     /// Bytes that sums of gradients send: in a first communication, which runs during backward, and after backward.
     pub(super) sums: [f64; 2],
-    /// Seconds to compress and restore these.
+    /// Seconds to compress and restore the sums.
     pub(super) sum_codec: f64,
     /// Bytes that a rank sends to gather weights in the forward of a micro-batch through all of its stages. Its
     /// backward sends as many.
     pub(super) weights: f64,
-    /// Seconds to compress and restore these.
+    /// Seconds to compress and restore the weights.
     pub(super) weights_codec: f64,
     /// Bytes of tokens that a rank sends to experts and gets back from them, in the forward of a micro-batch and in its
     /// backward.
     pub(super) tokens: [f64; 2],
-    /// Seconds to compress and restore these.
+    /// Seconds to compress and restore the tokens.
     pub(super) tokens_codec: [f64; 2],
 }
 
@@ -39,7 +39,7 @@ pub(super) struct Computation {
 }
 
 impl Computation {
-    /// Seconds of a step with this traffic, where a rank sends so many bytes a second.
+    /// Seconds of a step with this traffic, if a rank sends `bandwidth` bytes per second.
     ///
     /// # Errors
     /// As [`simulate()`].
@@ -49,13 +49,14 @@ impl Computation {
         // Each stage of a rank has an equal part of its gathers and dispatches.
         let share = self.schedule.ranks as f64 / self.seconds.len().max(1) as f64;
         let inside = |seconds: f64, direction: usize| {
-            // The next weights come while a layer computes.
+            // The next weights arrive while a layer computes.
             let gathered = seconds.max(share * traffic.weights / bandwidth) + share * traffic.weights_codec;
             // Half of the samples are exchanged while experts work on the other half.
             let exchange = share * traffic.tokens[direction] / bandwidth;
             (gathered + exchange / 2.0).max(gathered / 2.0 + exchange) + share * traffic.tokens_codec[direction]
         };
-        // Forward compresses what it sends on, and restores what comes; the gradient of the input goes the other way.
+        // Forward compresses the activations that it sends, and restores those that it receives; gradients go the other
+        // way.
         let [activation, gradient] = traffic.codec;
         let cuts = |stage: usize, at_start: f64, at_end: f64| {
             let start = if stage > 0 && is_sent(stage - 1) { at_start } else { 0.0 };
@@ -79,7 +80,7 @@ impl Computation {
         Ok(simulate(&self.schedule, &costs)?.span() + (first - hidden).max(0.0) + then + traffic.sum_codec)
     }
 
-    /// The bandwidth below which a step takes less time with `compressed` than with `plain`; `None`: it never does.
+    /// The bandwidth below which a step takes less time with `compressed` than with `plain`; `None`: never.
     ///
     /// # Errors
     /// As [`simulate()`].
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
     use meshwork::pipeline::gpipe;
 
-    /// Two stages of 3 s a micro-batch each.
+    /// Two stages of 3 s per micro-batch.
     fn computation(micros: usize) -> Computation {
         Computation { schedule: gpipe(2, micros), seconds: vec![3.0; 2] }
     }
@@ -120,7 +121,7 @@ mod tests {
         // Fill and drain: m + 1 forwards and backwards, and a message each way.
         close(computation(4).step(&plain, 100e6).unwrap(), 5.0 * 3.0 + 1.0 + 0.5);
         let compressed = Traffic { messages: [10e6, 50e6], codec: [[0.2, 0.1], [0.0; 2]], ..plain.clone() };
-        // Forwards of the first stage take 1.2 s and set the pace, the last one of the second takes 1.1.
+        // Forwards of the first stage take 1.2 s and set the pace; the last forward of the second takes 1.1 s.
         close(computation(4).step(&compressed, 100e6).unwrap(), 4.0 * 1.2 + 1.1 + 0.1 + 5.0 * 2.0 + 0.5);
         // It saves 90 MB and costs 0.9 s.
         close(computation(4).pays_below(&plain, &compressed).unwrap().unwrap(), 100e6);
@@ -134,7 +135,7 @@ mod tests {
         close(of(25e6), 6.0 + 2.0);
         let compressed = Traffic { sums: [10e6, 10e6], sum_codec: 0.1, ..Traffic::default() };
         close(computation(1).step(&compressed, 10e6).unwrap(), 6.0 + 1.0 + 0.1);
-        // With b MB/s, 100/b - 2 = 10/b + 0.1 where only the sums as they are stick out.
+        // With b MB/s, 100/b - 2 = 10/b + 0.1 if only the uncompressed sums are not hidden.
         close(computation(1).pays_below(&plain, &compressed).unwrap().unwrap(), 90e6 / 2.1);
     }
 
@@ -150,7 +151,7 @@ mod tests {
 
     #[test]
     fn weights_come_while_layers_compute_and_half_of_the_tokens_do() {
-        // A forward takes 1 s, a backward 2.
+        // A forward takes 1 s, a backward 2 s.
         let of = |traffic: &Traffic, bandwidth| computation(1).step(traffic, bandwidth).unwrap();
         let gathers = Traffic { weights: 100e6, ..Traffic::default() };
         close(of(&gathers, 100e6), 6.0);

@@ -1,4 +1,4 @@
-//! How long compression takes, measured on this machine.
+//! The time of compression, measured on this machine.
 
 use meshwork::compress::{CompressError, Compressor, Draws, Fold, PowerSgd, Scheme, Shape, wire_bytes};
 use meshwork::core::random;
@@ -7,9 +7,9 @@ use meshwork::tensor::{Device, Error};
 use meshwork::train::profile::best;
 use std::time::Duration;
 
-/// Most elements that are compressed to measure a scheme; the time of more is in proportion.
+/// Most elements that are compressed to measure a scheme; the time is scaled for more elements.
 const MEASURED: usize = 1 << 20;
-/// Runs of which the fastest counts, and the time after which no further one starts.
+/// Number of runs, of which the fastest counts, and the time after which no further run starts.
 const TRIES: usize = 5;
 const ENOUGH: Duration = Duration::from_millis(20);
 
@@ -18,7 +18,7 @@ pub(super) fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Re
     if *scheme == Scheme::Values(meshwork::compress::Values::F32) || shape.is_empty() {
         return Ok([0.0; 2]);
     }
-    // As many whole rows as there is time for.
+    // As many whole rows as the limit allows.
     let rows = (MEASURED / shape.cols().max(1)).clamp(1, shape.rows());
     let part = Shape::matrix(rows, shape.cols().min(MEASURED)).map_err(failed)?;
     let share = shape.len() as f64 / part.len() as f64;
@@ -35,7 +35,7 @@ pub(super) fn measured(device: &dyn Device, scheme: &Scheme, shape: Shape) -> Re
     Ok([packed * share, restored * share])
 }
 
-/// Seconds in which PowerSGD makes the factors of each element of matrices with these columns, and joins them.
+/// Seconds per element in which PowerSGD computes and multiplies the factors of matrices with these columns.
 pub(super) fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Result<f64, Error> {
     let rows = (MEASURED / cols.max(1)).clamp(1, cols.max(1));
     let shape = Shape::matrix(rows, cols.max(1)).map_err(failed)?;
@@ -55,7 +55,7 @@ pub(super) fn factoring(device: &dyn Device, of: PowerSgd, cols: usize) -> Resul
     Ok(seconds / shape.len() as f64)
 }
 
-/// The error of a scheme that does not compress a value.
+/// The error of a scheme that cannot compress a value.
 pub(super) fn failed(source: CompressError) -> Error {
     Error::Compress { op: "compression", source: Box::new(source) }
 }

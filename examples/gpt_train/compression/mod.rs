@@ -1,10 +1,10 @@
 //! Where compression pays: the reports of `--steps 0` and of a profile for the rate `comm.bandwidth`.
 //!
-//! - Bytes come from dry runs, times from this machine: of matrix products, and of each scheme on values as large as
-//!   those of the run.
+//! - Bytes come from dry runs, times are measured on this machine: for matrix products, and for each scheme on values
+//!   as large as in the run.
 //! - The schedule is simulated with these times and messages (`computation.rs`). Sums of gradients come after it,
 //!   except for the part of their first communication that the last backward hides.
-//! - Other communication is left out: it is the same with compression and without.
+//! - Other communication is left out: it is the same with and without compression.
 
 mod computation;
 mod measured;
@@ -24,7 +24,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use weighing::{Weighing, computation};
 
-/// The report of `--steps 0` on each payload and scheme. Empty without a bandwidth, or where ranks send no payload.
+/// The report of `--steps 0` on each payload and scheme. Empty without a bandwidth, or if ranks send no payload.
 ///
 /// # Errors
 /// As [`dry_run::predict`](meshwork::engine::dry_run::predict).
@@ -39,7 +39,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     let computation = computation(&exact, &*weighing.device)?;
     let mut plain = Traffic::default();
     for payload in Payload::ALL {
-        // A payload that may not be compressed counts as nothing; its rows say so.
+        // A payload that must not be compressed counts as zero; its rows say so.
         weighing.weigh(payload, &only(config, payload, "bf16"), &mut plain, &mut Traffic::default()).ok();
     }
     let before = computation.step(&plain, bandwidth)?;
@@ -126,7 +126,7 @@ fn bytes_text(bytes: f64) -> Bytes {
     Bytes(bytes.round() as u64)
 }
 
-/// Bytes a second.
+/// Formats bytes per second.
 fn rate(bytes: f64) -> String {
     let (unit, name) =
         [(1e9, "GB/s"), (1e6, "MB/s")].into_iter().find(|(unit, _)| bytes >= *unit).unwrap_or((1e3, "kB/s"));
@@ -139,7 +139,7 @@ fn time(seconds: f64) -> String {
     format!("{} {name}", three(seconds / unit))
 }
 
-/// A number with about three digits.
+/// Formats a number with about three digits.
 fn three(number: f64) -> String {
     let digits = if number >= 100.0 {
         0
@@ -214,7 +214,7 @@ mod tests {
         assert!(plain.sums[0] > 1e6 && share > 0.25 && share < 0.26, "{plain:?} {compressed:?}");
     }
 
-    /// PowerSGD sums factors twice: what a run sends of them, in its two communications, and the time that they take.
+    /// PowerSGD sums factors twice: the bytes of its two communications in a run, and their time.
     #[test]
     fn the_sums_of_factors_are_those_of_the_run() {
         let config = config("[parallelism]\ndp = 2\n[compress]\ngradients = 'powersgd:4'");
@@ -224,8 +224,8 @@ mod tests {
         weighing.sums(&config, &mut plain, &mut compressed).unwrap();
         let total = |sums: [f64; 2]| sums.iter().sum::<f64>();
         close(total(plain.sums) - total(compressed.sums), sent(&exact) - sent(&config));
-        // P of r columns beside the vectors, then Q of as many rows: of weights that are wider than high, both are of
-        // one order.
+        // First P with r columns together with the vectors, then Q with r rows: for weights wider than high, both have
+        // the same order of magnitude.
         let [first, then] = compressed.sums;
         assert!(then > 0.0 && first > 0.3 * then && first < 3.0 * then, "{compressed:?}");
         assert!(compressed.sum_codec > 0.0 && total(compressed.sums) < 0.2 * total(plain.sums), "{compressed:?}");
@@ -260,7 +260,7 @@ mod tests {
         assert!(!text[1].contains("  weights,") && !text.concat().contains("refused"), "{}", text.concat());
     }
 
-    /// The run to compare with sends everything as it is.
+    /// The reference run sends everything uncompressed.
     #[test]
     fn nothing_is_compressed_in_the_run_to_compare_with() {
         let config = config("[parallelism]\ndp = 2\nzero_stage = 3\n[compress]\nweights = 'quant:8'");

@@ -4,14 +4,14 @@ use super::computation::Traffic;
 use meshwork::train::config::Config;
 use meshwork::train::config::sections::Compress;
 
-/// The schemes that are tried on each payload, besides the one in the configuration.
+/// The schemes to try on each payload, besides the configured one.
 const SCHEMES: [&str; 6] = ["bf16", "fp8:e4m3", "quant:8/block256", "quant:4/block256", "topk:0.1", "topk:0.01"];
-/// The schemes that are tried on gradients too: a message between stages has no factors to start from.
+/// Additional schemes to try on gradients; messages between stages have no factors to start from.
 const FACTORS: [&str; 2] = ["powersgd:4", "powersgd:16"];
-/// The scheme of what is not compressed.
+/// The scheme without compression.
 pub(super) const NOTHING: &str = "none";
 
-/// What ranks send each other, each with a key of `[compress]`.
+/// The data that ranks send each other, each with a key in `[compress]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Payload {
     Activations,
@@ -44,7 +44,7 @@ impl Payload {
         }
     }
 
-    /// The scheme that a configuration compresses it by.
+    /// Its scheme in a configuration.
     pub(super) fn scheme(self, config: &Config) -> &str {
         let compress = &config.compress;
         match self {
@@ -57,7 +57,7 @@ impl Payload {
         }
     }
 
-    /// The unit in which its bytes and seconds are counted.
+    /// The unit of its bytes and seconds.
     pub(super) fn unit(self) -> &'static str {
         match self {
             Self::Activations | Self::ActivationGradients => "each message",
@@ -68,7 +68,7 @@ impl Payload {
         }
     }
 
-    /// The schemes that are tried on it.
+    /// The schemes to try on it.
     pub(super) fn tried(self) -> Vec<&'static str> {
         let schemes = SCHEMES.into_iter().filter_map(|scheme| match self {
             // TopK would set the weights that it leaves out to zero.

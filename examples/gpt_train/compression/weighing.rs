@@ -1,4 +1,4 @@
-//! The bytes that a step sends of each payload with compression and without, and the time to compress and restore them.
+//! The bytes of each payload in a step, with and without compression, and the time to compress and restore them.
 
 use super::computation::{Computation, Traffic};
 use super::measured::{factoring, failed, measured};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 const NO_COSTS: &str = "a model has a beginning and an end";
 
-/// How often a rank compresses each element of a sum over `ranks`, and how often it restores it.
+/// How often a rank compresses, and restores, each element of a sum over `ranks`.
 fn sum_work(scheme: &Scheme, scatters: bool, ranks: usize) -> [f64; 2] {
     let ranks = ranks as f64;
     match scheme.sum() {
@@ -25,18 +25,18 @@ fn sum_work(scheme: &Scheme, scatters: bool, ranks: usize) -> [f64; 2] {
     }
 }
 
-/// Compares what the ranks of a configuration send with compression and without.
+/// Compares the bytes that the ranks of a configuration send with and without compression.
 pub(super) struct Weighing<'a> {
     pub(super) config: &'a Config,
-    /// Schemes are timed on it.
+    /// The device on which schemes are timed.
     pub(super) device: Arc<dyn Device>,
     /// Predictions without compression.
     pub(super) exact: Vec<EqualRanks>,
 }
 
 impl Weighing<'_> {
-    /// The longest message between stages without compression: its bytes, and of the whole value the shape and the part
-    /// that the message carries.
+    /// The longest message between stages without compression: its bytes, the shape of the whole value, and the part of
+    /// it in the message.
     fn message(&self) -> (f64, Option<(Shape, f64)>) {
         let Config { parallelism, pipeline, training, .. } = self.config;
         let sends = self.exact.iter().flat_map(|ranks| &ranks.each.records).filter(|record| record.op == OpKind::Send);
@@ -60,7 +60,7 @@ impl Weighing<'_> {
         }
     }
 
-    /// Sets the traffic of a payload: as it is in `plain`, as `config` compresses it in `compressed`.
+    /// Sets the traffic of a payload: uncompressed in `plain`, and compressed by `config` in `compressed`.
     pub(super) fn weigh(
         &self,
         payload: Payload,
@@ -85,7 +85,7 @@ impl Weighing<'_> {
                     let Some(longest) = old.iter().max_by_key(|record| record.elements) else { return Ok(0.0) };
                     let shape = Shape::vector(longest.elements).map_err(failed)?;
                     let [pack, restore] = measured(&*self.device, &scheme, shape)?;
-                    // Each rank compresses its own part, and restores all of them.
+                    // Each rank compresses its own part, and restores all parts.
                     let elements: usize = old.iter().map(|record| record.elements).sum();
                     Ok((pack / longest.ranks as f64 + restore) * elements as f64 / longest.elements as f64)
                 })?;
@@ -112,7 +112,7 @@ impl Weighing<'_> {
     }
 
     /// For the rank with the most bytes in calls that `config` changes: the bytes of these calls in a step, the bytes
-    /// of the calls that take their place, and the seconds to compress and restore them.
+    /// of the calls that replace them, and the seconds to compress and restore them.
     fn replaced(
         &self,
         config: &Config,
@@ -144,7 +144,7 @@ impl Weighing<'_> {
         Ok(traffic)
     }
 
-    /// Adds the gradient sums of the rank that sends most for them: to `plain` as they are, to `compressed` with the
+    /// Adds the gradient sums of the rank that sends most for them: to `plain` uncompressed, to `compressed` with the
     /// scheme of `config`.
     pub(super) fn sums(
         &self,
@@ -208,8 +208,8 @@ fn beyond(all: &[Record], others: &[Record]) -> Vec<Record> {
     all.iter().filter(is_new).cloned().collect()
 }
 
-/// The computation of a configuration: operations are counted by a dry run, and take the time of a matrix product on
-/// this machine.
+/// The computation of a configuration: operations are counted by a dry run, and timed by a matrix product on this
+/// machine.
 pub(super) fn computation(config: &Config, device: &dyn Device) -> Result<Computation, TrainError> {
     let plan = config.plan()?;
     let rate = Ceilings::measure(device).flops.unwrap_or(f64::INFINITY);

@@ -11,7 +11,7 @@
 //! them. The queries may be [some of the tokens](Keys) that the keys are of. Queries and keys may be [rotated](Angles)
 //! by their positions first.
 //!
-//! Sequences may be [packed](Packing) with documents, each of which is then computed as a sequence of its own.
+//! Sequences may be [packed](Packing) with documents, each of which is then computed as a separate sequence.
 //!
 //! # The order of sums
 //!
@@ -25,8 +25,8 @@
 //!   then over the heads of a group, in the [tree](meshwork_core::tree).
 //!
 //! Masked elements are skipped or exactly zero, and a zero changes no sum. So the bits of a row of `O` or `dQ` depend
-//! on its own query and the keys before it, those of `dK` and `dV` on the queries after it: not on later positions,
-//! other heads, other samples, or the thread that computed them.
+//! only on its own query and the keys before it, and the bits of a row of `dK` or `dV` only on the queries after it:
+//! not on later positions, other heads, other samples, or the thread.
 //!
 //! # The precision
 //!
@@ -35,21 +35,22 @@
 //! `dK`. Sums stay `f32`, and so does everything between the products: softmax with its totals and `lse`, `D`, dropout,
 //! and the rotation before them. `f64` stays `f64`.
 //!
-//! Heads may lie in memory in 16 bits ([`StoredAs`]): the rows of a group are copied in f32 before they are computed
-//! on, and rounded once afterwards, with the bits of the same on copies of the whole tensors.
+//! Heads may be stored in 16 bits ([`StoredAs`]): the rows of a group are copied to f32 before the computation, and
+//! rounded once afterwards, bitwise identical to copies of the whole tensors.
 //!
 //! # The work
 //!
-//! Groups of heads (without groups: heads) are distributed over threads. One thread computes all of a group, and packs
+//! Groups of heads (without groups: heads) are distributed over threads. One thread computes a whole group, and packs
 //! its keys and values once. Forward: panels of queries, as wide as a tile, are multiplied with all keys, with a row of
 //! scores for each key. A vector holds one key's scores of many queries, so that maxima, totals and exponentials need
-//! no sums within a vector. Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that memory
-//! that is written often stays in the L2 cache, however long the sequence is. On the diagonal both stop at a tile's
-//! edge.
+//! no sums within a vector. Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that
+//! frequently written memory stays in the L2 cache, however long the sequence is. On the diagonal, both stop at a
+//! tile's edge.
 //!
 //! A head's rows are short and far apart, so no CPU prefetches them; loading them from memory would take a third of the
-//! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one fetch the rows of the
-//! next into the L2 cache, its gradients' too (see `ahead`), unless the sequence is too long for them to stay there.
+//! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one head prefetch the
+//! rows of the next, including its gradients, into the L2 cache (see `ahead`), unless the sequence is too long for the
+//! cache.
 
 mod ahead;
 mod backward;
@@ -82,7 +83,7 @@ pub use tiles::{Tiled, Tiles};
 /// Keys in a block of the forward's sums: an even number, for whole words of `bf16`.
 const FORWARD_KEYS: usize = 256;
 
-/// Queries and keys in a block of the backward, an even number: two squares of them are a quarter of a common L2 cache.
+/// Queries and keys in a block of the backward, an even number: two such squares take a quarter of a common L2 cache.
 const BLOCK: usize = 128;
 
 /// Distance between rows of the backward's squares of scores: one vector longer than a row, so that rows do not all map
@@ -96,7 +97,7 @@ pub struct Dims {
     pub batch: usize,
     /// Queries of each sample.
     pub seq: usize,
-    /// Heads of queries held here.
+    /// Query heads on this rank.
     pub heads: usize,
     /// Elements of a head's query, key and value.
     pub head_dim: usize,
@@ -126,18 +127,19 @@ impl Dims {
     }
 }
 
-/// Which heads of keys and values the heads of queries share.
+/// Groups of query heads that share heads of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// Heads of queries to one of keys and values; they divide those held here.
+    /// Query heads per head of keys and values; divides the number of local query heads.
     pub size: usize,
     /// Heads of keys and values in memory.
     pub kv_heads: usize,
-    /// The head of keys and values that the first heads of queries share; each following group has the next one.
+    /// The head of keys and values of the first group of query heads; each following group has the next one.
     pub first: usize,
 }
 
-/// Dropout of the probabilities. Element `(sample, head, i, j)` of the global `[samples, heads, seq, seq]` decides.
+/// Dropout of the probabilities. Element `(sample, head, i, j)` of the global `[samples, heads, seq, seq]` determines
+/// the random bits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
     /// Stream and probability.
@@ -150,7 +152,7 @@ pub struct Dropout {
     pub global_heads: u64,
 }
 
-/// What decides which pairs count, besides their order in the sequence.
+/// Masks of attention, besides the causal mask.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Masks<'a> {
     /// Dropout of probabilities.
@@ -225,7 +227,7 @@ pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     forward_of(&call, [q, kv], out, lse);
 }
 
-/// The forward of all heads; queries lie in the first slice, keys and values in the second one.
+/// The forward of all heads; queries are in the first slice, keys and values in the second.
 fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], out: &mut [S], lse: &mut [T]) {
     let Call { dims, groups, layout, .. } = *call;
     call.check();
@@ -298,7 +300,7 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     backward_of(&call, saved, dout, gradients);
 }
 
-/// The backward of all heads, whose gradients come group by group.
+/// The backward of all heads, whose gradients are given group by group.
 fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call: &Call<'_, T>,
     saved: SavedGrouped<'_, S, T>,
@@ -334,12 +336,12 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     });
 }
 
-/// A range in pieces of `len`, the last one shorter.
+/// A range cut into pieces of `len`; the last one may be shorter.
 fn blocks(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(len).map(move |start| start..range.end.min(start + len))
 }
 
-/// A range in the smallest number of pieces of at most `height`, all of about the same length.
+/// A range cut into the smallest number of pieces of at most `height`, all of about the same length.
 fn panels(range: Range<usize>, height: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = range.len().div_ceil(height);
     let edge = move |piece: usize| range.start + piece * range.len() / pieces;

@@ -2,10 +2,10 @@
 //!
 //! With `x̂ = (x - mean) rstd` and `g = dy gamma`, and means over all elements that share a mean:
 //! `dx = rstd (g - mean(g) - x̂ mean(g x̂))`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`. Both means follow from the
-//! two sums over rows: `Σ g` is the sum over the group's channels of `gamma dbeta`, `Σ g x̂` that of `gamma dgamma`. So
-//! one pass sums rows, a few operations on vectors of channels follow, and another pass writes dx.
+//! two sums over rows: `Σ g` is the sum over the group's channels of `gamma dbeta`, and `Σ g x̂` is the sum of
+//! `gamma dgamma`. So one pass sums rows, a few operations on vectors of channels follow, and another pass writes dx.
 //!
-//! All rows given to one call are of one block; `mean` and `rstd` are those of each channel. Sums *add* to the output.
+//! All rows of one call belong to one block; `mean` and `rstd` are per channel. Sums *add* to the output.
 
 use super::Float;
 use super::pointwise::assert_rows;
@@ -16,7 +16,7 @@ use meshwork_core::simd::wide;
 pub struct Channels<'a, T> {
     /// Mean of the channel's group.
     pub mean: &'a [T],
-    /// Its `1/√(variance + eps)`.
+    /// `1/√(variance + eps)` of the channel's group.
     pub rstd: &'a [T],
 }
 
@@ -80,9 +80,9 @@ pub fn affine_backward<T: Float>(dy: &[T], x: &[T], stats: Channels<'_, T>, dgam
 /// The means of `g` and of `g x̂`, per channel; zero if the statistics are given.
 #[derive(Clone, Copy, Debug)]
 pub struct Means<'a, T> {
-    /// Of `g`.
+    /// Mean of `g`.
     pub g: &'a [T],
-    /// Of `g x̂`.
+    /// Mean of `g x̂`.
     pub gx: &'a [T],
 }
 

@@ -8,21 +8,21 @@ use meshwork_tensor::random::{Key, fill_uniform};
 /// The mask of one global tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mask {
-    /// The stream that the mask is drawn from. Each step, layer and use has its own key.
+    /// The random stream of the mask. Each step, layer and use has its own key.
     pub key: Key,
     /// Probability of dropping an element, in [0, 1).
     pub p: f32,
 }
 
 /// The place of a local tensor in its global tensor; one entry per dim in each field. Elements beyond the global
-/// extents are the zeros of a padded shard, whatever their factor.
+/// extents are zeros of a padded shard, so their factors do not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {
-    /// Elements held here.
+    /// Local extents.
     pub shape: &'a [usize],
-    /// First global index held here.
+    /// First local index, globally.
     pub offset: &'a [u64],
-    /// Elements of the global tensor.
+    /// Global extents.
     pub global: &'a [u64],
 }
 
@@ -44,7 +44,7 @@ pub fn jitter<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y
     });
 }
 
-/// `y = x · factor`; `factors(start, out)` gives those of consecutive global elements.
+/// `y = x · factor`; `factors(start, out)` writes the factors of consecutive global elements.
 fn scaled<T: Float>(region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [T], factors: impl Fn(u64, &mut [T])) {
     assert_eq!(x.len(), y.len(), "elements of x against y");
     assert!(first + x.len() <= region.len(), "elements {first} .. {} of {region:?}", first + x.len());
@@ -92,8 +92,8 @@ impl Region<'_> {
         shape.iter().product()
     }
 
-    /// Number of local elements that are also neighbours in the global tensor: the trailing dims held whole, and one
-    /// more.
+    /// Number of local elements that are also neighbours in the global tensor: the trailing complete dims, and one more
+    /// dim.
     fn run_len(&self) -> usize {
         let whole = |d: &usize| self.shape[*d] as u64 == self.global[*d];
         let trailing = (0..self.shape.len()).rev().take_while(whole).count();
@@ -131,7 +131,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every region of a tensor gets what the definition says of its global elements.
+        /// Every region of a tensor gets the factors that the definition gives its global elements.
         #[test]
         fn regions_see_the_global_mask(
             dims in prop::collection::vec((1..7_u64, 0.0..1.0, 0.0..1.0), 0..5), p in 0.0..0.9_f32, cut in 0.0..1.0,

@@ -1,7 +1,8 @@
-//! Functions of one and of two numbers, element by element, and the derivatives of the former.
+//! Functions of one and of two numbers, element by element, and derivatives of functions of one number.
 //!
-//! The sigmoid comes from `e^-|x| <= 1`, so that nothing overflows: within 1.5e-7 in f32, as its derivative σ(x) σ(-x)
-//! is. `tanh` has a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within `2e-7 max(1, |x|)`.
+//! The sigmoid is computed from `e^-|x| <= 1`, so that nothing overflows; it and its derivative σ(x) σ(-x) are within
+//! 1.5e-7 in f32. `tanh` has a relative error below 6e-7 in f32 (see [`Float::tanh`]); `silu` is within
+//! `2e-7 max(1, |x|)`.
 
 use super::Float;
 use super::pointwise::for_rows;
@@ -74,7 +75,7 @@ pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
             dx,
             #[inline(always)]
             |x| {
-                // Beyond, σ σ(-x) is zero and x may be infinite.
+                // Beyond ±200, σ(x) σ(-x) is zero and x may be infinite.
                 let near = T::from_f64(200.0).smaller(T::from_f64(-200.0).larger(x));
                 let (at, against) = sigmoid(x);
                 (near * at).mul_add(against, at)

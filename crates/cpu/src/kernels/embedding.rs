@@ -1,8 +1,8 @@
 //! Token and position embeddings.
 //!
-//! A token table may be a shard: it holds the rows of the vocabulary from `first_row` on; its length gives their
+//! A token table may be a shard: it holds the rows of the vocabulary from `first_row` on; its length determines their
 //! number. Ids outside the shard (negative ones too) look up zeros and leave no gradient, so that the sum over the
-//! shards is the whole lookup; the caller checks that an id is in the vocabulary at all.
+//! shards is the whole lookup; the caller must check that ids are in the vocabulary.
 
 use super::Float;
 use super::pointwise::{add_assign, bias, bias_backward};
@@ -35,8 +35,8 @@ pub fn lookup_backward<T: Float>(ids: &[i32], dout: Loaded<'_, T>, first_row: us
 }
 
 /// [`lookup_backward`] with the ids cut into `blocks` of one length: each is summed in the order of `i`, from zero, and
-/// the blocks are added up in the [tree](meshwork_core::tree). A block without a word adds nothing to the word's row.
-/// This gives the same bits as adding zeros, because no such sum is a negative zero.
+/// the blocks are added up in the [tree](meshwork_core::tree). A block without a word does not touch the word's row,
+/// which gives the same bits as adding zeros, because no such sum is a negative zero.
 pub fn lookup_backward_tree<T: Float>(
     ids: &[i32],
     dout: Loaded<'_, T>,
@@ -52,7 +52,7 @@ pub fn lookup_backward_tree<T: Float>(
     let held = |(i, &id): (usize, &i32)| Some((local_row(id, first_row, rows)?, i));
     let mut hits: Vec<(usize, usize)> = ids.iter().enumerate().filter_map(held).collect();
     hits.sort_unstable();
-    // For one word: the blocks that have it, and their sums.
+    // For one word: the blocks that contain it, and their sums.
     let (mut having, mut sums): (Vec<usize>, Vec<T>) = (Vec::new(), Vec::new());
     for hits in hits.chunk_by(|a, b| a.0 == b.0) {
         having.clear();
@@ -66,7 +66,7 @@ pub fn lookup_backward_tree<T: Float>(
             read([dout.part(i * h..(i + 1) * h)], |[dout]| add_assign(&mut sums[at..], dout));
         }
         while having.len() > 1 {
-            // One level up, sums of the same subtree are joined.
+            // One level up, sums of the same subtree are added.
             let mut kept = 0;
             for next in 0..having.len() {
                 let subtree = having[next] / 2;
@@ -90,13 +90,13 @@ pub fn add_positions<T: Float>(x: &[T], table: &[T], first: usize, s: usize, h: 
     bias(x, &table[position_range(table.len(), first, s, h)], out);
 }
 
-/// `dtable[first + i, h] += Σ_b dout[b, i, h]`, the sequences one after another; other rows are left alone.
+/// `dtable[first + i, h] += Σ_b dout[b, i, h]`, the sequences one after another; other rows do not change.
 pub fn add_positions_backward<T: Float>(dout: &[T], first: usize, s: usize, h: usize, dtable: &mut [T]) {
     let used = position_range(dtable.len(), first, s, h);
     bias_backward(dout, &mut dtable[used]);
 }
 
-/// The rows of a table, which must be whole.
+/// The number of rows of a table, which must be complete.
 fn row_count(len: usize, h: usize) -> usize {
     assert!(h > 0 && len.is_multiple_of(h), "{len} elements are no rows of {h}");
     len / h

@@ -1,11 +1,11 @@
-//! The element types kernels compute in, and the exponential they share.
+//! The element types in which kernels compute, and their elementary functions.
 
 use super::traits::{Narrow, Product};
 use meshwork_tensor::random::ln;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
 
-/// An element type kernels compute in: `f32` or `f64`.
+/// An element type in which kernels compute: `f32` or `f64`.
 pub trait Float:
     Copy
     + Debug
@@ -25,10 +25,10 @@ pub trait Float:
     const ZERO: Self;
     /// One.
     const ONE: Self;
-    /// Minus infinity, the maximum of nothing.
+    /// Minus infinity, the maximum of an empty row.
     const NEG_INFINITY: Self;
 
-    /// Rounds to the nearest.
+    /// Rounds to the nearest value.
     fn from_f64(value: f64) -> Self;
 
     /// Exact.
@@ -40,8 +40,8 @@ pub trait Float:
     /// The magnitude.
     fn abs(self) -> Self;
 
-    /// `self · factor + term`, rounded once on every CPU; one instruction where [`wide`](meshwork_core::simd::wide) has
-    /// any.
+    /// `self · factor + term`, rounded once on every CPU; a single instruction where
+    /// [`wide`](meshwork_core::simd::wide) has fused multiply-adds.
     fn mul_add(self, factor: Self, term: Self) -> Self;
 
     /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1.02 ulp (see `exp_f32`), in `f64` std's.
@@ -51,8 +51,8 @@ pub trait Float:
     /// and within 1 ulp (see [`ln`]), in `f64` std's.
     fn ln(self) -> Self;
 
-    /// The hyperbolic tangent. NaN stays NaN. In `f32` branch-free and within 6e-7 of it (see `tanh_f32`), in `f64`
-    /// std's.
+    /// The hyperbolic tangent. NaN stays NaN. In `f32` branch-free and within a relative error of 6e-7 (see
+    /// `tanh_f32`), in `f64` std's.
     fn tanh(self) -> Self;
 
     /// `1/(1 + 2^-t)` and `1/(1 + 2^t)` for a `t` of at least 0; they add up to 1. NaN stays NaN. In `f32`
@@ -180,13 +180,13 @@ impl Float for f64 {
 /// bits of the mantissa.
 const ROUND: f32 = 12_583_039.0;
 
-/// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once everywhere, so its
-/// bits are the same on every machine; a CPU that has none (on x86-64, older than 2013) takes a slow function for each.
+/// `e^x` without branches or calls, so that loops over it vectorise. Its fused operations round once on every machine,
+/// so its bits are the same everywhere; a CPU without them (on x86-64, older than 2013) calls a slow function for each.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, `1 + r + r² p(r)` for `e^r` (`p` of degree 4 and minimax in the relative
-/// error, 3.2e-9), times `2^n`. Within 1.02 ulp, for all that matters to exponentials of differences to a maximum:
-/// where `n = 128`, from 88.38 on, the result is infinity, the largest numbers left out; where `n = -127`, from -87.68
-/// down, it is zero, most subnormals left out.
+/// error, 3.2e-9), times `2^n`. Within 1.02 ulp, in the range that matters for exponentials of differences to a
+/// maximum. If `n = 128`, from 88.38 on, the result is infinity, without the largest numbers; if `n = -127`, from
+/// -87.68 down, it is zero, without most subnormals.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     /// ln 2 in two parts.
@@ -206,14 +206,14 @@ fn exp_f32(x: f32) -> f32 {
     exp_r * f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// `1/(1 + e)` and `e/(1 + e)` for `e = 2^-t`, without branches or calls, as [`exp_f32`], in two thirds of the
-/// operations that this would take by way of it.
+/// `1/(1 + e)` and `e/(1 + e)` for `e = 2^-t`, without branches or calls, as in [`exp_f32`], but with two thirds of the
+/// operations of a computation through it.
 ///
 /// `e = 2^n p(f)` with an integer `n`, `f = -t - n`, `|f| <= 1/2`, and `p` of degree 5 and minimax in the relative
 /// error, 7.5e-8; zero from 126.5 on.
 #[inline(always)]
 fn logistic_f32(t: f32) -> (f32, f32) {
-    // Ordered so that NaN passes; 2^-127 is zero below.
+    // Ordered so that NaN passes; 2^-127 becomes zero below.
     let x = Float::larger(-127.0, -t);
     let shifted = x + ROUND;
     let f = x - (shifted - ROUND);
@@ -226,8 +226,8 @@ fn logistic_f32(t: f32) -> (f32, f32) {
     (near, e * near)
 }
 
-/// `tanh x` without branches or calls: `σ(2|x|) - σ(-2|x|)` from [`logistic_f32`], which cancels near zero, and there
-/// the first terms of the series. The error is below 6e-7 of the result.
+/// `tanh x` without branches or calls: `σ(2|x|) - σ(-2|x|)` from [`logistic_f32`], which cancels near zero, where the
+/// first terms of the series are used instead. The error is below 6e-7 of the result.
 #[inline(always)]
 fn tanh_f32(x: f32) -> f32 {
     let size = x.abs();
@@ -252,7 +252,7 @@ mod tests {
         (f64::from(exp_f32(x)) - exact).abs() / ulp
     }
 
-    /// One value in 997; one in 7, tried once, gave 1.012 ulp at worst.
+    /// Tests one value in 997; a run with one in 7 gave 1.012 ulp at worst.
     #[test]
     fn exp_is_as_close_as_stated() {
         let sampled = (0..=f32::INFINITY.to_bits()).step_by(997).map(f32::from_bits);
@@ -261,7 +261,7 @@ mod tests {
         assert!(worst <= 1.02, "{worst} ulp");
     }
 
-    /// One value in 499 of all that are not subnormal.
+    /// Tests one value in 499 of all that are not subnormal.
     #[test]
     fn tanh_is_as_close_as_stated() {
         let sampled = (f32::MIN_POSITIVE.to_bits()..=f32::INFINITY.to_bits()).step_by(499).map(f32::from_bits);
@@ -288,7 +288,7 @@ mod tests {
         assert!(exp_f32(f32::NAN).is_nan());
     }
 
-    /// One value in 499 of all that are not negative.
+    /// Tests one value in 499 of all that are not negative.
     #[test]
     fn the_logistic_function_is_as_close_as_stated() {
         for t in (0..=f32::INFINITY.to_bits()).step_by(499).map(f32::from_bits).chain([f32::INFINITY]) {

@@ -1,4 +1,4 @@
-//! GELU in its tanh form, alone and fused with a bias (Hendrycks and Gimpel, arXiv:1606.08415).
+//! GELU in its tanh form, without and with a fused bias (Hendrycks and Gimpel, arXiv:1606.08415).
 //!
 //! `gelu(x) = x/2 (1 + tanh u)` with `u = √(2/π) (x + 0.044715 x³)`. Since `(1 + tanh u)/2 = 1/(1 + e^(-2u))`, one
 //! exponential and one division are enough, with no cancellation in the tails. In f32 the value is within `1.5e-7
@@ -95,7 +95,7 @@ fn derivative<T: Float>(x: T) -> T {
     (x * slope).mul_add(two_du, sigma)
 }
 
-/// `σ` and `σ (1 - σ)`. Both from `e^(-2|u|) <= 1`, so that nothing overflows or cancels.
+/// `σ` and `σ (1 - σ)`. Both are computed from `e^(-2|u|) <= 1`, so that nothing overflows or cancels.
 #[inline(always)]
 fn gate<T: Float>(x: T) -> (T, T) {
     // 2u in units of ln 2.
@@ -105,8 +105,7 @@ fn gate<T: Float>(x: T) -> (T, T) {
     (if x > T::ZERO { near } else { far }, far * near)
 }
 
-/// `x` clamped to ±30, where `σ` is already 0 or 1, so that `σ'`, which is zero there, is not multiplied by infinity.
-/// NaN stays NaN.
+/// `x` clamped to ±30, where `σ` is already 0 or 1, to avoid `σ'`, which is zero there, times infinity. NaN stays NaN.
 #[inline(always)]
 fn clamp<T: Float>(x: T) -> T {
     T::from_f64(30.0).smaller(T::from_f64(-30.0).larger(x))
@@ -183,7 +182,7 @@ mod tests {
             check_gradient(&b, &db, |b| apply(&|y| bias_gelu(&x, b, Stored::Full(y))));
         }
 
-        /// Vector body, remainder and fused forms agree bit for bit with the element alone.
+        /// Vector body, remainder and fused forms are bitwise identical to each element computed alone.
         #[test]
         fn every_path_gives_the_bits_of_one_element(rows in 0..5_usize, n in 0..70_usize) {
             let len = rows * n;

@@ -4,9 +4,9 @@
 //! `lse = ln Σ_j e^{logits[i, j]}`; a negative target masks the row. `dlogits = (e^{logits - lse} - onehot(t)) scale`.
 //!
 //! Over a sharded vocabulary, each rank calls [`row_stats`], takes the maximum over the ranks, adjusts its sums with
-//! [`rescale`], adds them up over the ranks with the target logits, and ends with [`finish`] and [`backward`]. The
-//! whole loss, [`forward`], is the same with one shard, where nothing needs rescaling. If the vocabulary is sharded,
-//! the caller must check that a target is in the vocabulary at all, because no single shard can.
+//! [`rescale`], sums them and the target logits over the ranks, and ends with [`finish`] and [`backward`]. The whole
+//! loss, [`forward`], is the same with one shard, where nothing needs rescaling. If the vocabulary is sharded, the
+//! caller must check that targets are in the vocabulary, because a single shard cannot.
 
 use super::Float;
 use super::reduce;
@@ -17,11 +17,11 @@ use meshwork_core::simd::wide;
 pub struct Columns {
     /// Number of columns to use.
     pub width: usize,
-    /// Columns of the buffer before these.
+    /// Columns of the buffer before the used ones.
     pub skipped: usize,
     /// Columns of the buffer.
     pub pitch: usize,
-    /// Number of columns that are words; the columns from here to `width` are padding, which is never read and has
+    /// Number of columns that are words; the columns from `valid` to `width` are padding, which is never read and has
     /// gradient zero.
     pub valid: usize,
     /// The word of column 0.
@@ -34,7 +34,7 @@ impl Columns {
         Columns { width: words, skipped: 0, pitch: words, valid: words, first: 0 }
     }
 
-    /// The column of a target, if it is held here.
+    /// The column of a target, if it is in this shard.
     fn of(&self, target: i32) -> Option<usize> {
         let column = usize::try_from(target).ok()?.checked_sub(self.first)?;
         (column < self.valid).then_some(column)
@@ -60,9 +60,9 @@ pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &
     finish(targets, &max, &sum_exp, &target_logit, lse)
 }
 
-/// For the words held here: `max[i] = max_j logits[i, j]`, minus infinity if there are none;
-/// `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}`; and `target_logit[i] = logits[i, targets[i]]` if that word is held
-/// here, else 0. Overwrites all three. Both passes over a row run while it is in the cache.
+/// For the words of this shard: `max[i] = max_j logits[i, j]`, minus infinity if there are none;
+/// `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}`; and `target_logit[i] = logits[i, targets[i]]` if that word is in this
+/// shard, else 0. Overwrites all three. Both passes over a row run while it is in the cache.
 pub fn row_stats<T: Float>(
     columns: Columns,
     logits: &[T],
@@ -99,8 +99,8 @@ pub fn larger<T: Float>(max: &mut [T], other: &[T]) {
     max.iter_mut().zip(other).for_each(|(max, &other)| *max = max.larger(other));
 }
 
-/// `sum_exp[i] *= e^{local[i] - global[i]}`: the sum of a shard, taken against the maximum of all shards instead of
-/// its own.
+/// `sum_exp[i] *= e^{local[i] - global[i]}`: rescales the sum of a shard from its own maximum to the maximum of all
+/// shards.
 pub fn rescale<T: Float>(local: &[T], global: &[T], sum_exp: &mut [T]) {
     assert_eq!([local.len(), global.len()], [sum_exp.len(); 2], "rows of the maxima against the sums");
     for ((sum, &local), &global) in sum_exp.iter_mut().zip(local).zip(global) {
@@ -204,8 +204,8 @@ mod tests {
             }
         }
 
-        /// Any cut of the vocabulary, empty shards and padding inside included, gives the whole loss; rows alone
-        /// give the bits of the whole.
+        /// Any cut of the vocabulary, even with empty shards and inner padding, gives the whole loss; rows computed
+        /// alone have the same bits.
         #[test]
         fn shards_and_rows_give_the_whole(rows in 1..6_usize, words in 1..200_usize, shards in 1..5_usize) {
             let logits: Vec<f32> = values("logits", rows * words);

@@ -3,8 +3,8 @@
 //! `C[m, n] = A[m, k] · B[k, n]`, each operand a slice with a row and a column stride, so that transposes and slices of
 //! larger matrices need no copy. Both implementations cut `k` into blocks of 256, sum each block in order and add the
 //! blocks to `C` in order, whatever `m`, `n` and the strides: an element of `C` has the same bits in every product that
-//! holds it (tested below), alone or [shared](gemm_shared) by any number of threads. Between the two implementations
-//! they may differ. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
+//! contains it (tested below), alone or [shared](gemm_shared) by any number of threads. The two implementations may
+//! differ from each other. `matrixmultiply` allocates its packing buffer per call, ours once per thread.
 //!
 //! More than 400 lines: the assertions of the entry points are the requirements of the unsafe calls below, and both are
 //! read together.
@@ -29,7 +29,7 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::thread::LocalKey;
 
-/// An operand of a product: a matrix of these (row, column) strides.
+/// An operand of a product: a matrix with these (row, column) strides.
 #[derive(Clone, Copy, Debug)]
 pub enum MatmulOperand<'a, T> {
     /// Stored in the type of the product.
@@ -39,27 +39,27 @@ pub enum MatmulOperand<'a, T> {
     Rounded(&'a [bf16], Strides),
 }
 
-/// An operation on the elements of a C with contiguous rows, done as soon as they are complete, while they are in the
-/// cache.
+/// An operation on the elements of a C with contiguous rows, executed as soon as they are complete, while they are in
+/// the cache.
 #[derive(Debug)]
 pub enum Epilogue<'a, T> {
-    /// Nothing.
+    /// No operation.
     Nothing,
-    /// `C[i, j] += bias[j]`: the bits of [`pointwise::bias`] after the product.
+    /// `C[i, j] += bias[j]`: bitwise identical to [`pointwise::bias`] after the product.
     Bias(&'a [T]),
-    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` has the layout of C: the bits of [`gelu::bias_gelu`] after
-    /// the product, which stays in C.
+    /// `out[i, j] = gelu(C[i, j] + bias[j])`, where `out` has the layout of C: bitwise identical to [`gelu::bias_gelu`]
+    /// after the product. C keeps the product.
     BiasGelu(&'a [T], Stored<'a, T>),
     /// `out[i, j] = silu(C[i, 2j]) · C[i, 2j + 1]`, where the rows of `out` are half as long as those of C, which are
-    /// even: the bits of [`swiglu::swiglu`] after the product, which stays in C.
+    /// even: bitwise identical to [`swiglu::swiglu`] after the product. C keeps the product.
     Swiglu(Stored<'a, T>),
 }
 
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, `A` being m by k and `B` k by n, in [`Precision::F32`], on this thread.
 ///
-/// Panics if an operand is shorter than its dims and strides need, if one is rounded that the product does not round,
-/// or if the strides of `C` do not keep its elements apart or leave gaps along both its rows and its columns. With
-/// `k = 0` the product is zero.
+/// Panics if an operand is shorter than its dims and strides require, if an operand is stored rounded but the product
+/// does not round, or if elements of `C` overlap or have gaps along both rows and columns. With `k = 0` the product is
+/// zero.
 pub fn gemm<T: Float>(
     dims: [usize; 3],
     a: MatmulOperand<'_, T>,
@@ -82,29 +82,29 @@ pub fn gemm_in<T: Float>(
     serial(precision, [m, n, k], a, Source::Strided(b), c, update, Epilogue::Nothing);
 }
 
-/// Products with fewer multiplications are not shared: at 50 per ns they are 80 µs of work, of which waking a thread
-/// and separate packing would take a large part.
+/// Products with fewer multiplications are not shared: at 50 per ns they take 80 µs, of which waking a thread and
+/// separate packing would be a large part.
 const SHARED: usize = 1 << 22;
 
-/// Up to this many words of B are packed at once for all threads: 8 MiB, which stay in the last-level cache.
+/// Up to this many words of B are packed at once for all threads: 8 MiB, which stays in the last-level cache.
 const PACKED: usize = 1 << 21;
 
-/// Columns of B packed at once for all threads before terms are cut.
+/// Columns of B packed at once for all threads; beyond that, terms are cut.
 const COLUMNS: usize = 4 * gemm::N_BLOCK;
 
-/// Largest number of multiplications of a block of C: about a millisecond, so that threads join and leave soon.
+/// Largest number of multiplications of a block of C: about a millisecond, so that threads can join and leave soon.
 const BLOCK: usize = 50 << 20;
 
 /// Least number of blocks of C per thread, so that a late or slow thread delays the others little.
 const BLOCKS: usize = 4;
 
-/// With fewer rows of C, reading a packed B for a block is not worth it.
+/// With fewer rows of C, reading a packed B per block does not pay.
 const ROWS: usize = 28;
 
 /// [`gemm_in`] for a row-major C, then `epilogue`, shared with the free threads. The bits are the same.
 ///
 /// B is packed first, in pieces that the threads share, then every thread multiplies blocks of rows of A with all of
-/// it. If B is too large for the cache, parts of its columns and terms are processed one after the other.
+/// it. If B is too large for the cache, its columns and terms are processed in parts.
 pub fn gemm_shared<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
@@ -144,7 +144,7 @@ fn cut<T: Float>(
     let path = T::path(precision);
     let (terms, columns) = if path.is_some() { at_once(n, k) } else { (k, n) };
     let rows = rows(threads, [m, columns, terms]);
-    // Taken out, because other work may run on this thread meanwhile.
+    // Taken out of the cell, because other work may run on this thread meanwhile.
     let mut packed = Packed { dims: [0, 0], memory: MEMORY.take() };
     for (j, columns) in parts(n, columns) {
         for (l, terms) in parts(k, terms) {
@@ -168,8 +168,8 @@ fn cut<T: Float>(
     MEMORY.set(packed.memory);
 }
 
-/// Rows of a block of C: as even as possible, so that every thread has the same number of blocks and none waits for
-/// another's last one.
+/// Rows of a block of C: as even as possible, so that every thread has the same number of blocks and none waits for the
+/// last block of another.
 fn rows(threads: usize, [m, n, k]: [usize; 3]) -> usize {
     let blocks = m.saturating_mul(n).saturating_mul(k).div_ceil(threads * BLOCK).max(BLOCKS);
     m.div_ceil(threads * blocks.min(m / (threads * ROWS)).max(1))
@@ -181,7 +181,7 @@ fn at_once(n: usize, k: usize) -> (usize, usize) {
     (terms, (PACKED / terms).next_multiple_of(gemm::N_BLOCK).min(n))
 }
 
-/// Cuts `0..len` into parts of length `part` and a rest: (start, length).
+/// Cuts `0..len` into parts of length `part` and a remainder: (start, length).
 fn parts(len: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(part).map(move |at| (at, part.min(len - at)))
 }
@@ -199,7 +199,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         self.part(row * row_stride + column * column_stride)
     }
 
-    /// The matrix of the same strides that begins at this element; empty if there are no elements.
+    /// The matrix with the same strides that begins at this element; empty if there are no elements.
     pub fn part(self, at: usize) -> Self {
         match self {
             MatmulOperand::Full(x, strides) => MatmulOperand::Full(x.get(at..).unwrap_or_default(), strides),
@@ -207,7 +207,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// Panics unless this holds a matrix of this number of rows and columns for a product in this precision.
+    /// Panics unless this is a matrix with these numbers of rows and columns, for a product in this precision.
     fn check(self, name: &str, [rows, columns]: [usize; 2], precision: Precision) {
         let len = match self {
             MatmulOperand::Full(x, _) => x.len(),
@@ -231,7 +231,7 @@ impl<'a, T: Float> MatmulOperand<'a, T> {
         }
     }
 
-    /// The elements as the product reads them.
+    /// The elements, rounded as in the product.
     fn in_precision(self, precision: Precision) -> Cow<'a, [T]> {
         match self {
             MatmulOperand::Full(x, _) if !T::narrows(precision) => Cow::Borrowed(x),
@@ -291,11 +291,11 @@ impl<T: Float> Epilogue<'_, T> {
 }
 
 thread_local! {
-    /// Memory of the packed operand of shared products that this thread began, as large as the largest of them.
+    /// Memory for the packed operand of shared products that this thread started, as large as the largest so far.
     static MEMORY: RefCell<Block> = RefCell::default();
 }
 
-/// A right operand as packed for one of our paths.
+/// A right operand, packed for one of our paths.
 struct Packed {
     dims: [usize; 2],
     memory: Block,
@@ -317,12 +317,11 @@ impl Packed {
     }
 }
 
-/// Packs a part of `b`, of which only an `f32` has a path, in a precision that has been
-/// [checked](MatmulOperand::check).
+/// Packs a part of `b` in a precision that has been [checked](MatmulOperand::check). Only `f32` has a path.
 fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (Piece, &mut [f32])) {
     b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
-    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, since that
+    // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, because it
     // came from `T::path`.
     unsafe { gemm::pack(path, b.elements(), piece, to.as_mut_ptr()) }
 }
@@ -356,10 +355,10 @@ fn serial<T: Float>(
     let by_rows_only = matches!(b, Source::Packed(_)) || !matches!(epilogue, Epilogue::Nothing);
     assert!(c.1.1 == 1 || !by_rows_only, "C: its rows are not contiguous beside a packed B or an epilogue");
     let (c, finish) = ((c.0.as_mut_ptr(), c.1), epilogue.raw());
-    // SAFETY: `assert_inside` held each operand's farthest element against its slice, so every access is in bounds,
-    // and strides fit isize; `check` did so for the epilogue. `assert_apart`: no two elements of C share memory, and
-    // they are contiguous along a dim. C and `out` are borrowed mutably, so they overlap nothing else. Only `f32` has a
-    // path, and the CPU runs it; a packed B was filled on it, or is dense.
+    // SAFETY: `assert_inside` compared each operand's farthest element with its slice, so every access is in bounds,
+    // and strides fit isize; `check` did so for the epilogue. `assert_apart`: elements of C do not overlap, and are
+    // contiguous along a dim. C and `out` are borrowed mutably, so they overlap nothing else. Only `f32` has a path,
+    // and the CPU runs it; a packed B was filled for that path, or is dense.
     unsafe {
         if let Some(path) = T::path(precision) {
             let b = match b {
@@ -381,7 +380,7 @@ fn serial<T: Float>(
 /// The product over `matrixmultiply`, whose operands are rounded in copies.
 ///
 /// # Safety
-/// That of [`Product::portable`], and A and B lie inside their slices.
+/// As [`Product::portable`], and A and B lie inside their slices.
 unsafe fn portable<T: Float>(
     precision: Precision,
     dims: [usize; 3],
@@ -436,7 +435,7 @@ impl<T> OutSlot<T> {
     /// `len` elements from `at` on.
     ///
     /// # Safety
-    /// They are there for as long as the result lives, and nobody else uses them.
+    /// They exist as long as the result, and nobody else uses them.
     unsafe fn part<'a>(self, at: usize, len: usize) -> Stored<'a, T> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -466,8 +465,8 @@ impl<T: Float> gemm::Finish<T> for Finish<T> {
             return;
         }
         for at in (i..i + rows).map(|i| i * c_row + j) {
-            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which are apart. Of pairs, the
-            // rectangle is made: tiles and blocks are an even number of columns wide, and so is C.
+            // SAFETY: a part of the bias, of a row of C and of that row of `out`, which do not overlap. The rectangle
+            // consists of whole pairs: tiles, blocks and C have even numbers of columns.
             unsafe {
                 let c = std::slice::from_raw_parts_mut(c.add(at), columns);
                 let bias = |bias: *const T| std::slice::from_raw_parts(bias.add(j), columns);
@@ -482,7 +481,7 @@ impl<T: Float> gemm::Finish<T> for Finish<T> {
     }
 }
 
-/// Whether a `rows` by `columns` matrix lies inside a slice of `len` elements, and its strides inside `isize`.
+/// Asserts that a `rows` by `columns` matrix lies inside a slice of `len` elements, and that its strides fit `isize`.
 fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len: usize) {
     assert!(
         isize::try_from(strides.0).is_ok() && isize::try_from(strides.1).is_ok(),
@@ -500,7 +499,7 @@ fn assert_inside(name: &str, rows: usize, columns: usize, strides: Strides, len:
     );
 }
 
-/// Whether the elements of a matrix lie at distinct places (the far stride steps over all that the near one covers),
+/// Asserts that the elements of a matrix do not overlap (the larger stride exceeds the extent of the smaller), and are
 /// contiguous along its rows or its columns.
 fn assert_apart(rows: usize, columns: usize, strides: Strides) {
     if rows == 0 || columns == 0 {

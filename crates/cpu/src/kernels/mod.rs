@@ -1,17 +1,17 @@
-//! CPU kernels: pure functions on slices, the arithmetic under the `cpu` device.
+//! CPU kernels: pure functions on slices, the arithmetic of the `cpu` device.
 //!
 //! Slices are contiguous and row-major. Lengths are preconditions, asserted at the head of each function; the layer
-//! above validates shapes and reports typed errors. Every kernel is generic over [`Float`]: `f32` is the fast one,
-//! `f64` is for finite differences. Kernels are serial; the caller parallelises.
+//! above validates shapes and reports typed errors. Every kernel is generic over [`Float`]: `f32` is the fast type,
+//! `f64` serves finite differences. Kernels are serial; the caller parallelises.
 //!
 //! **The bits of an output element depend only on the terms of its own sum and their order**, never on how many rows,
-//! columns, heads or samples are computed with it, nor on which of them it is. A test beside each kernel computes parts
-//! alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over rows
-//! (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls give
-//! the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself, and
-//! then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`):
-//! every function and closure on the way from `wide` to the arithmetic is `#[inline(always)]`, otherwise the compiler
-//! may not inline it, and compile it for the vector width of every x86-64.
+//! columns, heads or samples are computed with it, nor on the element's place among them. A test beside each kernel
+//! computes parts alone and compares them with `==`. Sums along a row follow the order stated in `reduce.rs`; sums over
+//! rows (gradients of biases, gains, embeddings) run over the rows in order and *add* to the output, so that two calls
+//! give the bits of one call on the concatenated rows. (The device calls them for blocks of 64 rows, each by itself,
+//! and then adds up the blocks in order.) Loops run at the full vector width of the CPU (`meshwork_core::simd::wide`):
+//! every function and closure between `wide` and the arithmetic is `#[inline(always)]`; otherwise the compiler may not
+//! inline it and compiles it for the vector width of any x86-64.
 
 mod float;
 #[cfg_attr(

@@ -1,10 +1,10 @@
 //! Layer norm over the last dim (Ba, Kiros and Hinton, arXiv:1607.06450).
 //!
 //! Per row of `n` elements: `mean = Σ x / n`, `rstd = 1/√(Σ (x - mean)² / n + eps)` (two passes, so that a large mean
-//! costs no digits), `y = (x - mean) rstd gamma + beta`. With `x̂ = (x - mean) rstd` and `g = dy gamma`:
+//! costs no precision), `y = (x - mean) rstd gamma + beta`. With `x̂ = (x - mean) rstd` and `g = dy gamma`:
 //! `dx = rstd (g - Σ g / n - x̂ Σ (g x̂) / n)`, `dgamma = Σ_rows dy x̂`, `dbeta = Σ_rows dy`.
 //!
-//! `n` is the length of `gamma`, the number of rows that of `mean`.
+//! `n` is the length of `gamma`; the number of rows is the length of `mean`.
 
 use super::Float;
 use super::matmul::Update;
@@ -12,7 +12,7 @@ use super::reduce::{sum, sums};
 use super::round::Stored;
 use meshwork_core::simd::wide;
 
-/// Number of rows that go through each step together, so that no row waits for the sums, the root and the quotients of
+/// Number of rows that go through each step together, so that no row waits for the sums, square root and divisions of
 /// the previous one; few enough to stay in the L1 cache.
 const TOGETHER: usize = 8;
 
@@ -66,9 +66,9 @@ pub struct Saved<'a, T> {
     pub dy: &'a [T],
     /// The forward's `x[rows, n]`.
     pub x: &'a [T],
-    /// Its mean of each row.
+    /// The forward's mean of each row.
     pub mean: &'a [T],
-    /// Its `1/√(variance + eps)` of each row.
+    /// The forward's `1/√(variance + eps)` of each row.
     pub rstd: &'a [T],
 }
 
@@ -208,12 +208,12 @@ mod tests {
             check_gradient(&c.beta, &dbeta, |beta| loss(&c.x, &c.gamma, beta));
         }
 
-        /// Each row alone, and parameter gradients in two calls, give the bits of the whole.
+        /// Each row alone, and parameter gradients in two calls, are bitwise identical to the whole.
         #[test]
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, mean, rstd] = run(&c.x, &c.gamma, &c.beta);
-            // The gradients of the given rows, added to those of gamma and beta.
+            // The gradients of the given rows; the gradients of gamma and beta are added to the old values.
             let grads = |dx: &mut [f32], rows: std::ops::Range<usize>, dgamma: &mut [f32], dbeta: &mut [f32]| {
                 let all = rows.start * n..rows.end * n;
                 let (mean, rstd) = (&mean[rows.clone()], &rstd[rows]);

@@ -1,4 +1,4 @@
-//! Shared by the tests of all kernels: data, tolerances, and gradients by finite differences.
+//! Helpers for the tests of all kernels: data, tolerances, and gradients by finite differences.
 
 use super::Float;
 use meshwork_tensor::random::{fill_normal, key};

@@ -1,4 +1,4 @@
-//! Rows moved by integers, and their weighted sums. Choices, positions and slots are those of
+//! Rows moved by integers, and their weighted sums. Choices, positions and slots are defined at
 //! [`kernel::Permutation`](meshwork_tensor::kernel::Permutation).
 
 use super::{Float, reduce};
@@ -13,8 +13,8 @@ pub fn counts(choices: &[i32], ids: &Range<usize>, counts: &mut [i32]) {
     }
 }
 
-/// The positions of the choices with ids in `ids`, by id and then in order, in `order`; or their number, if it is
-/// another.
+/// The positions of the choices with ids in `ids`, sorted by id and then by position, in `order`. The error is their
+/// number, if it differs from the length of `order`.
 pub fn sort(choices: &[i32], ids: &Range<usize>, order: &mut [i32]) -> Result<(), usize> {
     let mut next = vec![0; ids.len()];
     counts(choices, ids, &mut next);
@@ -46,7 +46,7 @@ pub fn invert(order: &[i32], slots: &mut [i32]) {
     }
 }
 
-/// The choices among groups of `size` ids; if `once`, a group that the choice before it has too is -1. Overwrites.
+/// Choices of groups of `size` ids; if `once`, a group equal to the previous choice's group becomes -1. Overwrites.
 pub fn group_ids(choices: &[i32], k: usize, size: usize, once: bool, groups: &mut [i32]) {
     for (choices, groups) in choices.chunks_exact(k).zip(groups.chunks_exact_mut(k)) {
         let mut last = -1;
@@ -112,7 +112,7 @@ pub fn combine<T: Float>(rows: &[T], choices: Choices<'_>, weights: &[T], width:
 fn sum<T: Float>(rows: &[T], terms: &[Term<T>], out: &mut [T], scratch: &mut Vec<T>) {
     let width = out.len();
     let row = |slot: usize| &rows[slot * width..][..width];
-    // Two leaves part where the highest bit of their indices differs.
+    // Two leaves separate at the highest bit in which their indices differ.
     let apart = |pair: &[Term<T>; 2]| (pair[0].0 ^ pair[1].0).leading_zeros();
     let Some(split) = terms.array_windows().enumerate().min_by_key(|(_, pair)| apart(pair)).map(|(i, _)| i + 1) else {
         let (_, slot, weight) = terms[0];
@@ -238,7 +238,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a rank sums of the experts that it holds, a whole subtree, before the ranks' sums are added.
+        /// The result is the same if a rank first sums its own experts, a whole subtree, before the ranks' sums are
+        /// added.
         #[test]
         fn subtrees_can_be_summed_elsewhere(k in 1..9_usize, seed in 0..1000_u64, size in prop::sample::select(vec![1, 2, 4, 8])) {
             let (experts, width) = (16, 5);
@@ -264,7 +265,7 @@ mod tests {
         }
     }
 
-    /// With all experts present it is the sum of the tree's own definition.
+    /// With all experts present, the sum equals the tree's own definition.
     #[test]
     fn all_experts_make_the_balanced_tree() {
         for experts in 1..20 {

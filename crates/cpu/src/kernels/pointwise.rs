@@ -67,12 +67,12 @@ pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
 }
 
 /// The sum of the vectors of `n` elements in `x`, in the [tree](meshwork_core::tree), by `add(left, right)`, which adds
-/// the right one to the left one. The sum is in the first vector afterwards; the others are overwritten.
+/// the right vector to the left. The first vector becomes the sum; the others are overwritten.
 pub fn tree_sum<T: Float>(x: &mut [T], n: usize, add: impl Fn(&mut [T], &[T])) {
     assert_rows(x.len(), n);
     let n = n.max(1);
-    // First all pairs of neighbours, then all pairs of pairs, and so on; a value without a neighbour waits for the next
-    // round.
+    // First all pairs of neighbours, then all pairs of pairs, and so on; a vector without a neighbour waits for the
+    // next round.
     let mut step = n;
     while step < x.len() {
         for pair in x.chunks_mut(2 * step).filter(|pair| pair.len() > step) {
@@ -127,7 +127,7 @@ mod tests {
             prop_assert!((0..len).all(|i| out[i] == a[i] + row[i % n] + b[i]));
         }
 
-        /// Rows are added in order to what was there: any cut into calls, and any columns alone, give the same bits.
+        /// Rows are added in order to the old contents: any cut into calls, and any columns alone, give the same bits.
         #[test]
         fn bias_gradients_do_not_depend_on_the_split(rows in 1..40_usize, n in 1..70_usize, cut in 0.0..1.0) {
             let (dy, old): (Vec<f32>, Vec<f32>) = (values("dy", rows * n), values("old", n));

@@ -2,8 +2,8 @@
 //!
 //! The row is cut into blocks of 1024 elements. Within a block, element `i` is added to lane `i % 16`, and the lanes
 //! are added as a balanced tree (`l` with `l + 8`, then `l + 4`, `l + 2`, `l + 1`); the blocks are added one after
-//! another in f64, and the total is rounded once. The order depends on the row's length alone, the loop vectorises,
-//! and the error stays below 68 rounding errors of the element type, however long the row.
+//! another in f64, and the total is rounded once. The order depends only on the row's length, the loop vectorises, and
+//! the error stays below 68 rounding errors of the element type, however long the row.
 
 use super::Float;
 use meshwork_core::simd::wide;
@@ -11,7 +11,7 @@ use meshwork_core::simd::wide;
 const BLOCK: usize = 1024;
 const LANES: usize = 16;
 
-/// `sum_i f(x[i])`.
+/// Computes `sum_i f(x[i])`.
 #[inline(always)]
 pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
     let [sum] = sums(
@@ -91,7 +91,7 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
     fold_lanes(lanes, T::larger)
 }
 
-/// Each half of a vector has its own code, because the compiler would turn a loop over widths into scalars in memory.
+/// Each step of the tree has its own code, because the compiler would turn a loop over widths into scalars in memory.
 #[inline(always)]
 fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
     let by_8: [T; 8] = std::array::from_fn(

@@ -1,15 +1,16 @@
 //! The rectifier: `relu(x) = max(x, 0)`, whose derivative at 0 is defined as 0 (Glorot, Bordes and Bengio, 2011).
 //!
-//! Backward needs to know only which elements are above 0: a bit of each (Gist, Jain et al. 2018, "binarize"), the
-//! first of eight elements in the lowest bit of a byte.
+//! Backward only needs to know which elements are above 0: one bit per element (Gist, Jain et al. 2018, "binarize"),
+//! the first of eight elements in the lowest bit of a byte.
 
 use super::Float;
 use meshwork_core::simd::wide;
 
-/// Elements of a byte of bits.
+/// Elements per byte of bits.
 pub const PER_BYTE: usize = u8::BITS as usize;
 
-/// `out = max(x, 0)`, and in `above` whether x is above 0; NaN stays NaN and is not, and -0 becomes 0. Overwrites.
+/// `out = max(x, 0)`, and one bit in `above`: whether x is above 0. NaN stays NaN and is not above 0, and -0 becomes 0.
+/// Overwrites.
 pub fn relu<T: Float>(x: &[T], out: &mut [T], above: &mut [u8]) {
     assert_eq!(
         [x.len(), above.len()],

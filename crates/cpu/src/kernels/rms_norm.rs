@@ -3,7 +3,7 @@
 //! Per row of `n` elements: `rstd = 1/√(Σ x² / n + eps)`, `y = x rstd weight`. With `x̂ = x rstd` and `g = dy weight`:
 //! `dx = rstd (g - x̂ Σ (g x̂) / n)`, `dweight = Σ_rows dy x̂`.
 //!
-//! `n` is the length of `weight`, the number of rows that of `rstd`.
+//! `n` is the length of `weight`; the number of rows is the length of `rstd`.
 
 use super::Float;
 use super::matmul::Update;
@@ -55,7 +55,7 @@ pub struct Saved<'a, T> {
     pub dy: &'a [T],
     /// The forward's `x[rows, n]`.
     pub x: &'a [T],
-    /// Its `1/√(mean square + eps)` of each row.
+    /// The forward's `1/√(mean square + eps)` of each row.
     pub rstd: &'a [T],
 }
 
@@ -171,13 +171,13 @@ mod tests {
             check_gradient(&c.weight, &dweight, |weight| loss(&c.x, weight));
         }
 
-        /// Each row alone, and gradients of the weight in two calls, give the bits of the whole; a sum in place those
-        /// of both added up.
+        /// Each row alone, and gradients of the weight in two calls, are bitwise identical to the whole; accumulation
+        /// in place equals separate addition.
         #[test]
         fn bits_do_not_depend_on_the_other_rows(rows in 1..12_usize, n in 1..1100_usize, cut in 0.0..1.0) {
             let c = case::<f32>(rows, n);
             let [y, rstd] = run(&c.x, &c.weight);
-            // The gradients of the given rows; that of the weight is added to the old value.
+            // The gradients of the given rows; the gradient of the weight is added to the old value.
             let grads = |dx: &mut [f32], update: Update, rows: std::ops::Range<usize>, dweight: &mut [f32]| {
                 let all = rows.start * n..rows.end * n;
                 let saved = Saved { dy: &c.dy[all.clone()], x: &c.x[all], rstd: &rstd[rows] };

@@ -1,12 +1,12 @@
-//! Elements in 16 bits: operands that are widened, results that are rounded, a piece at a time.
+//! Elements in 16 bits: operands are widened and results rounded, a piece at a time.
 //!
-//! Kernels compute in f32. A tensor that is stored in 16 bits is read and written by pieces whose copies in f32 stay in
-//! the caches of the core that computes on them ([`Loaded`], [`Stored`]), so that memory sees 16 bits alone. The bits
-//! are those of a copy of the whole tensor. Products in [`Precision::Bf16`](super::matmul::Precision) round their
-//! operands anyway, and rounding twice changes nothing: an operand that is rounded when stored gives the same bits as
-//! one that is rounded when read.
+//! Kernels compute in f32. A tensor that is stored in 16 bits is read and written in pieces whose f32 copies stay in
+//! the caches of the computing core ([`Loaded`], [`Stored`]), so that memory traffic is only 16 bits an element. The
+//! bits are the same as with a copy of the whole tensor. Products in [`Precision::Bf16`](super::matmul::Precision)
+//! round their operands anyway, and rounding twice changes nothing: an operand rounded when stored gives the same bits
+//! as one rounded when read.
 //!
-//! More than 400 lines: how 16 bits are read and how they are written mirror each other.
+//! More than 400 lines: reading and writing of 16 bits mirror each other.
 
 use super::Float;
 use super::gemm;
@@ -22,11 +22,11 @@ use std::ops::Range;
 /// Number of elements computed at a time before they are rounded; they stay in the L1 cache.
 const PIECE: usize = 256;
 
-/// Elements that wait to be rounded, each vector of them in one cache line.
+/// Elements to be rounded, with each vector in one cache line.
 #[repr(align(64))]
 struct Piece<T>([T; PIECE]);
 
-/// Elements of f32 in a cache line: every copy begins with one.
+/// Elements of f32 in a cache line: every copy is aligned to one.
 const LINE: usize = 16;
 
 thread_local! {
@@ -65,8 +65,9 @@ impl Narrow for f32 {
 
 impl Narrow for f64 {}
 
-/// The nearest `bf16` of each, ties to even, as products in [`Precision::Bf16`](super::matmul::Precision) round their
-/// operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites `to`.
+/// Rounds each to the nearest `bf16`, ties to even, as products in [`Precision::Bf16`](super::matmul::Precision) round
+/// their operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites
+/// `to`.
 ///
 /// Panics if the lengths differ.
 ///
@@ -80,26 +81,27 @@ pub fn round(from: &[f32], to: &mut [bf16]) {
     gemm::round(from, to);
 }
 
-/// These values as f32, which has all of them. Panics if the lengths differ.
+/// Converts these values to f32, exactly. Panics if the lengths differ.
 pub fn from_bf16(from: &[bf16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len());
     wide(|| to.iter_mut().zip(from).for_each(|(to, from)| *to = f32::from_bits(u32::from(from.to_bits()) << 16)));
 }
 
-/// The nearest `f16` of each, ties to even; beyond its range infinity. Panics if the lengths differ.
+/// Rounds each to the nearest `f16`, ties to even; values beyond its range become infinity. Panics if the lengths
+/// differ.
 pub fn to_f16(from: &[f32], to: &mut [f16]) {
     to.convert_from_f32_slice(from);
 }
 
-/// These values as f32, which has all of them. Panics if the lengths differ.
+/// Converts these values to f32, exactly. Panics if the lengths differ.
 pub fn from_f16(from: &[f16], to: &mut [f32]) {
     from.convert_to_f32_slice(to);
 }
 
-/// Operands as they lie in memory, contiguous.
+/// Contiguous operands, in their stored type.
 #[derive(Clone, Copy, Debug)]
 pub enum Loaded<'a, T> {
-    /// In the type that is computed in.
+    /// In the compute type.
     Full(&'a [T]),
     /// In 16 bits; only for `f32`.
     Bf16(&'a [bf16]),
@@ -107,7 +109,8 @@ pub enum Loaded<'a, T> {
     F16(&'a [f16]),
 }
 
-/// Runs `$body` with `$x` standing for the slice of a [`Loaded`] or [`Stored`], and gives it the variant back.
+/// Runs `$body` with `$x` standing for the slice of a [`Loaded`] or [`Stored`], and wraps the result in the same
+/// variant.
 macro_rules! within {
     ($of:ident, $self:expr, $x:ident => $body:expr) => {
         match $self {
@@ -129,12 +132,12 @@ impl<'a, T: Copy> Loaded<'a, T> {
         }
     }
 
-    /// Some of the elements. Panics if they are not there.
+    /// Some of the elements. Panics if the range is out of bounds.
     pub fn part(self, range: Range<usize>) -> Loaded<'a, T> {
         within!(Loaded, self, x => &x[range])
     }
 
-    /// Consecutive parts of `len` elements; the last part has the rest. Panics if `len` is zero.
+    /// Consecutive parts of `len` elements; the last part has the remainder. Panics if `len` is zero.
     pub fn chunks(self, len: usize) -> impl Iterator<Item = Loaded<'a, T>> {
         let whole = self.len();
         (0..whole).step_by(len).map(move |at| self.part(at..whole.min(at + len)))
@@ -142,7 +145,7 @@ impl<'a, T: Copy> Loaded<'a, T> {
 }
 
 impl<'a, T: Float> Loaded<'a, T> {
-    /// All of them, widened: for a few that many pieces read.
+    /// All elements, widened: for small operands that many pieces read.
     pub fn whole(self) -> Cow<'a, [T]> {
         if let Loaded::Full(x) = self {
             return Cow::Borrowed(x);
@@ -152,7 +155,7 @@ impl<'a, T: Float> Loaded<'a, T> {
         Cow::Owned(all)
     }
 
-    /// Writes all of them, widened.
+    /// Writes all elements, widened.
     pub(crate) fn widen(self, to: &mut [T]) {
         match self {
             Loaded::Full(x) => to.copy_from_slice(x),
@@ -162,7 +165,7 @@ impl<'a, T: Float> Loaded<'a, T> {
     }
 }
 
-/// Calls `f` with all elements of each operand, widened. Panics for 16 bits and another type than `f32`.
+/// Calls `f` with all elements of each operand, widened. Panics for 16 bits if `T` is not `f32`.
 #[inline]
 pub fn read<'a, T: Float, const N: usize, R>(operands: [Loaded<'a, T>; N], f: impl FnOnce([&[T]; N]) -> R) -> R {
     let copied = operands.map(|x| if let Loaded::Full(_) = x { 0 } else { x.len().next_multiple_of(LINE) });
@@ -182,7 +185,7 @@ pub fn read<'a, T: Float, const N: usize, R>(operands: [Loaded<'a, T>; N], f: im
 /// The destination of results, as contiguous elements.
 #[derive(Debug)]
 pub enum Stored<'a, T> {
-    /// In the type they are computed in.
+    /// In the compute type.
     Full(&'a mut [T]),
     /// Rounded by [`round`]; only for `f32`.
     Bf16(&'a mut [bf16]),
@@ -206,12 +209,12 @@ impl<'a, T> Stored<'a, T> {
         within!(Stored, self, to => to)
     }
 
-    /// Some of the elements. Panics if they are not there.
+    /// Some of the elements. Panics if the range is out of bounds.
     pub fn part(self, range: Range<usize>) -> Stored<'a, T> {
         within!(Stored, self, to => &mut to[range])
     }
 
-    /// What is there.
+    /// The current contents.
     pub(crate) fn loaded(&self) -> Loaded<'_, T> {
         match self {
             Stored::Full(to) => Loaded::Full(to),
@@ -238,7 +241,7 @@ impl<'a, T> Stored<'a, T> {
         }
     }
 
-    /// Consecutive parts of `len` elements; the last part has the rest. Panics if `len` is zero.
+    /// Consecutive parts of `len` elements; the last part has the remainder. Panics if `len` is zero.
     pub fn chunks(self, len: usize) -> impl Iterator<Item = Stored<'a, T>> {
         assert!(len > 0, "parts of no elements");
         let mut rest = Some(self);
@@ -253,8 +256,8 @@ impl<'a, T> Stored<'a, T> {
 }
 
 impl<T: Float> Stored<'_, T> {
-    /// Calls `f` with memory for the elements, and rounds what it writes there: all of it. Panics for 16 bits and
-    /// another type than `f32`.
+    /// Calls `f` with memory for the elements, all of which it must write, and rounds them. Panics for 16 bits if `T`
+    /// is not `f32`.
     #[inline]
     pub fn write<R>(self, f: impl FnOnce(&mut [T]) -> R) -> R {
         if let Stored::Full(to) = self {
@@ -267,7 +270,7 @@ impl<T: Float> Stored<'_, T> {
         })
     }
 
-    /// The same with what is there.
+    /// The same, with the current contents.
     #[inline]
     pub fn update<R>(self, f: impl FnOnce(&mut [T]) -> R) -> R {
         if let Stored::Full(to) = self {
@@ -281,7 +284,7 @@ impl<T: Float> Stored<'_, T> {
         })
     }
 
-    /// Rounds these elements to their places.
+    /// Rounds these elements into the destination.
     pub(crate) fn round(self, from: &[T]) {
         match self {
             Stored::Full(to) => to.copy_from_slice(from),
@@ -292,7 +295,7 @@ impl<T: Float> Stored<'_, T> {
 
     /// Fills it by `compute`, which gets the index of the first element and memory for some elements.
     ///
-    /// Panics for 16 bits and another type than `f32`.
+    /// Panics for 16 bits if `T` is not `f32`.
     #[inline(always)]
     pub(super) fn fill(self, compute: impl FnMut(usize, &mut [T])) {
         match self {
@@ -306,7 +309,7 @@ impl<T: Float> Stored<'_, T> {
     }
 }
 
-/// Fills `to` by pieces that are rounded while they are in the first cache.
+/// Fills `to` in pieces that are rounded while they are in the L1 cache.
 #[inline(always)]
 fn in_pieces<T: Float, H>(to: &mut [H], mut compute: impl FnMut(usize, &mut [T]), round: impl Fn(&[T], &mut [H])) {
     let Piece(piece) = &mut Piece([T::ZERO; PIECE]);
@@ -324,9 +327,9 @@ fn in_pieces<T: Float, H>(to: &mut [H], mut compute: impl FnMut(usize, &mut [T])
     }
 }
 
-/// Elements one after the other, of which some can be taken.
+/// Contiguous elements that can be split.
 pub(crate) trait Cut: Sized {
-    /// The first `len` elements, and those after them. Panics if there are fewer.
+    /// The first `len` elements, and the remaining ones. Panics if there are fewer.
     fn cut_at(self, len: usize) -> (Self, Self);
 }
 

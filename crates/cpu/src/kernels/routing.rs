@@ -1,12 +1,11 @@
-//! Routers: the choice of experts, its weights, and losses and measures of balance. Everything is of single tokens or
-//! of one sample; the definitions are those of [`kernel::Routing`](meshwork_tensor::kernel::Routing).
+//! Routers: the choice of experts, its weights, and losses and measures of balance. All functions work on single tokens
+//! or one sample; for the definitions see [`kernel::Routing`](meshwork_tensor::kernel::Routing).
 
 use super::Float;
 use meshwork_tensor::kernel::{Draw, Pick, Selection};
 use meshwork_tensor::random;
 
-/// The best experts of each token in the order of its preference, as many as are [ranked](Selection::ranked).
-/// Overwrites.
+/// The [ranked](Selection::ranked) best experts of each token, in its order of preference. Overwrites.
 pub fn rank<T: Float>(scores: &[T], bias: &[T], of: &Selection, ranked: &mut [i32]) {
     let Selection { experts, groups, top_groups, group_best, .. } = *of;
     let mut values = vec![T::ZERO; experts];
@@ -49,8 +48,8 @@ fn largest<T: Float>(values: &[T], free: &[bool]) -> usize {
     free.fold(first, |best, at| if values[at] > values[best] { at } else { best })
 }
 
-/// The choices of one sample that are used, in the order of choice; -1 for the others. `first` is its first token's
-/// index, `ranked` has the experts of each token by preference.
+/// The used choices of one sample, in the order of choice; -1 for dropped ones. `first` is the index of its first
+/// token; `ranked` has the experts of each token by preference.
 pub fn limit<T: Float>(scores: &[T], ranked: &[i32], of: &Selection, first: u64, kept: &mut [i32]) {
     let Selection { experts, k, capacity, second, .. } = *of;
     let mut taken = vec![0; experts];
@@ -65,7 +64,8 @@ pub fn limit<T: Float>(scores: &[T], ranked: &[i32], of: &Selection, first: u64,
                 }
             }
             let room = |expert: i32| capacity.is_none_or(|capacity| taken[expert as usize] < capacity);
-            // Its own expert, else the best of those that the token did not choose, each for one of its choices.
+            // The choice's own expert, else the best expert that the token did not choose, each for one of its choices
+            // only.
             let others = ranked[k..].iter().filter(|&other| !kept[..choice].contains(other));
             let expert = std::iter::once(&ranked[choice]).chain(others).copied().find(|&expert| room(expert));
             if let Some(expert) = expert {
@@ -76,7 +76,7 @@ pub fn limit<T: Float>(scores: &[T], ranked: &[i32], of: &Selection, first: u64,
     }
 }
 
-/// The first `k` of each `width`. Overwrites.
+/// The first `k` of every `width` elements. Overwrites.
 pub fn first(ranked: &[i32], width: usize, k: usize, out: &mut [i32]) {
     out.chunks_exact_mut(k).zip(ranked.chunks_exact(width)).for_each(|(out, ranked)| out.copy_from_slice(&ranked[..k]));
 }
@@ -84,7 +84,7 @@ pub fn first(ranked: &[i32], width: usize, k: usize, out: &mut [i32]) {
 /// Brings the choices of each token into ascending order of experts.
 pub fn by_expert(k: usize, chosen: &mut [i32], kept: &mut [i32]) {
     for (chosen, kept) in chosen.chunks_exact_mut(k).zip(kept.chunks_exact_mut(k)) {
-        // Insertion: there are few.
+        // Insertion sort, because there are few.
         for end in 1..k {
             let mut at = end;
             while at > 0 && chosen[at - 1] > chosen[at] {
@@ -111,10 +111,10 @@ pub fn top_tokens<T: Float>(scores: &[T], experts: usize, capacity: usize, kept:
     }
 }
 
-/// Added to the sum that weights are divided by, so that scores of zero have weights of zero.
+/// Added to the divisor of weights, so that scores of zero give weights of zero.
 const TINY: f32 = 1e-20;
 
-/// Weights of choices, or of all experts where there are none. Overwrites.
+/// Weights of choices, or of all experts if there are no choices. Overwrites.
 pub fn pick<T: Float>(scores: &[T], choices: &[i32], of: Pick, out: &mut [T]) {
     for (token, (scores, out)) in scores.chunks_exact(of.experts).zip(out.chunks_exact_mut(of.k)).enumerate() {
         let divisor = picked(scores, choices, token, of, out);
@@ -123,7 +123,7 @@ pub fn pick<T: Float>(scores: &[T], choices: &[i32], of: Pick, out: &mut [T]) {
     }
 }
 
-/// The scores of a token's choices, and what they are divided by.
+/// The scores of a token's choices, and their divisor.
 fn picked<T: Float>(scores: &[T], choices: &[i32], token: usize, of: Pick, out: &mut [T]) -> T {
     for (place, out) in out.iter_mut().enumerate() {
         *out = chosen(choices, token, place, of).map_or(T::ZERO, |expert| scores[expert]);
@@ -199,7 +199,7 @@ pub fn z_loss_grad<T: Float>(logits: &[T], experts: usize, dloss: f64, dlogits: 
     }
 }
 
-/// The mean entropy of the scores of one sample's tokens, each over their sum.
+/// The mean entropy of the scores of one sample's tokens, each divided by their sum.
 pub fn entropy<T: Float>(scores: &[T], experts: usize) -> f64 {
     let tokens = (scores.len() / experts).max(1) as f64;
     let of_token = |scores: &[T]| {
@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(chosen(&[0.5, 0.1, 0.4, 0.4], &[], ALL), [0, 2]);
     }
 
-    /// Five tokens, two experts of four each, room for two: worked out by hand.
+    /// Five tokens, two experts of four each, room for two: computed by hand.
     #[test]
     fn first_choices_go_before_second_ones() {
         let first = [0, 0, 0, 1, 2];
@@ -266,8 +266,8 @@ mod tests {
         assert_eq!(kept, chosen);
     }
 
-    /// Four tokens, two experts of four each, room for two: worked out by hand. All prefer 0, then 1; then 3 and 2, or
-    /// 2 and 3.
+    /// Four tokens, two experts of four each, room for two: computed by hand. All prefer 0, then 1; then 3 and 2, or 2
+    /// and 3.
     #[test]
     fn what_overflows_goes_to_the_next_best_expert_with_room() {
         let of = Selection { capacity: Some(2), overflow: Overflow::Reroute, ..ALL };
@@ -286,7 +286,7 @@ mod tests {
         // room at 1.
         limit(&scores, &ranked, &Selection { capacity: Some(1), ..of }, 0, &mut kept);
         assert_eq!(kept, [0, 1, 2, -1, 3, -1, -1, -1]);
-        // A token goes to the groups that it chose alone.
+        // A token goes only to the groups that it chose.
         let limited = Selection { groups: 2, top_groups: 1, k: 1, capacity: Some(1), ..of };
         assert_eq!(limited.ranked(), 2);
         let mut ranked = vec![9; 8];

@@ -26,8 +26,8 @@ pub fn swiglu<T: Float>(x: &[T], out: Stored<'_, T>) {
     );
 }
 
-/// Turns the pairs `x` into their gradients, given that of [`swiglu`]'s result: `dy · up · silu'(gate)` and
-/// `dy · silu(gate)`.
+/// Overwrites the pairs `x` with their gradients, given the gradient `dy` of [`swiglu`]'s result:
+/// `dy · up · silu'(gate)` and `dy · silu(gate)`.
 pub fn swiglu_backward<T: Float>(dy: &[T], x: &mut [T]) {
     assert_eq!(x.len(), 2 * dy.len(), "elements of x against pairs of dy");
     wide(
@@ -48,7 +48,7 @@ fn silu<T: Float>(x: T) -> T {
     x * logistic(x).0
 }
 
-/// `σ(x)` and `1 - σ(x)`, both from `e^(-|x|) <= 1`, so that nothing overflows or cancels.
+/// `σ(x)` and `1 - σ(x)`, both computed from `e^(-|x|) <= 1`, so that nothing overflows or cancels.
 #[inline(always)]
 fn logistic<T: Float>(x: T) -> (T, T) {
     let (near, far) = (x * T::from_f64(std::f64::consts::LOG2_E)).abs().logistic_base_2();
@@ -118,7 +118,7 @@ mod tests {
             check_gradient(&x, &dx, |x| dot(&full(x), &dy));
         }
 
-        /// Whole vectors and the remainder agree bit for bit with the element alone.
+        /// Whole vectors and the remainder are bitwise identical to each element computed alone.
         #[test]
         fn every_path_gives_the_bits_of_one_element(len in 0..70_usize) {
             let (x, dy): (Vec<f32>, Vec<f32>) = (values("x", 2 * len), values("dy", len));

@@ -1,9 +1,9 @@
-//! What every matrix product is asked for: whether it adds to its output, and how its operands lie.
+//! Options of every matrix product: whether it adds to its output, and the strides of its operands.
 
 /// Whether an output is replaced or added to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Update {
-    /// The old contents do not matter and are not read.
+    /// The old contents are not read.
     Overwrite,
     /// The result is added to the old contents.
     Accumulate,

@@ -1,8 +1,8 @@
 //! Patches of images and pooling, image after image, channels last.
 //!
 //! A window's rows are runs of `kernel width · channels` elements, contiguous in the image and in its patch; elements
-//! beyond the edges are cut off a run, or zero in the patch. Sums into a pixel run over the windows that hold it, row
-//! by row: the order depends on the windows' extents alone.
+//! beyond the edges are cut off a run, and zero in the patch. Sums into a pixel run over the windows that contain it,
+//! row by row: the order depends only on the windows' extents.
 
 use super::Float;
 use meshwork_core::simd::wide;
@@ -44,14 +44,14 @@ fn for_windows(windows: &Windows, mut each: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// Image by image: (the elements of its pixels, the elements of its windows, `n` for each).
+/// Iterates over images: (the elements of its pixels, the elements of its windows, `n` per window).
 fn images<'a, X, Y>(w: &Windows, x: &'a [X], y: &'a mut [Y], n: usize) -> impl Iterator<Item = (&'a [X], &'a mut [Y])> {
     let per_image = w.over(1).rows() * n;
     assert_eq!([x.len(), y.len()], [w.samples * w.pixels(), w.samples * per_image], "elements of {w:?}");
     x.chunks_exact(w.pixels().max(1)).zip(y.chunks_exact_mut(per_image.max(1)))
 }
 
-/// The same, with the pixels to be written.
+/// The same, with mutable pixels.
 fn images_mut<'a, X, Y>(
     w: &Windows,
     x: &'a mut [X],
@@ -133,7 +133,7 @@ impl Place for i32 {
     }
 }
 
-/// `out[rows, channels]`: the largest pixel of each window, and in `places` which one it is. Overwrites.
+/// `out[rows, channels]`: the largest pixel of each window, and its index in the window, in `places`. Overwrites.
 pub fn max_pool<T: Float, P: Place>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {
     let n = windows.channels;
     assert_eq!(out.len(), places.len(), "elements of out against places");
@@ -149,7 +149,7 @@ pub fn max_pool<T: Float, P: Place>(windows: &Windows, x: &[T], out: &mut [T], p
                         let best = &mut out[window * n..][..n];
                         let places = &mut places[window * n..][..n];
                         best.fill(T::NEG_INFINITY);
-                        // What nothing beats, -∞ alone, is the first pixel of the image in the window.
+                        // If no pixel beats -∞, the place is the first pixel of the image in the window.
                         let first = runs(windows, wi, wj).next().map_or(0, |run| run.patch.start / n);
                         places.fill(P::new(first));
                         for Run { patch, pixels } in runs(windows, wi, wj) {
@@ -169,14 +169,14 @@ pub fn max_pool<T: Float, P: Place>(windows: &Windows, x: &[T], out: &mut [T], p
     );
 }
 
-/// Whether x replaces the largest element so far. NaN does, and is not replaced.
+/// Whether x replaces the largest element so far. NaN replaces any number, and is never replaced.
 #[inline(always)]
 #[expect(clippy::eq_op, reason = "only NaN is not equal to itself")]
 fn beats<T: Float>(x: T, best: T) -> bool {
     x > best || x != x && best == best
 }
 
-/// Gradient of the images from `dy[rows, channels]`: each element of it goes to the pixel at its place. Overwrites.
+/// Gradient of the images from `dy[rows, channels]`: each element goes to the pixel at its place. Overwrites.
 pub fn max_pool_backward<T: Float, P: Place>(windows: &Windows, dy: &[T], places: &[P], dx: &mut [T]) {
     let Windows { image: [_, width], channels: n, kernel: [_, across], stride, padding, .. } = *windows;
     assert_eq!(dy.len(), places.len(), "elements of dy against places");
@@ -249,7 +249,7 @@ pub fn average_pool_backward<T: Float>(windows: &Windows, dy: &[T], dx: &mut [T]
     );
 }
 
-/// Pixels of a window, padding counted.
+/// Pixels of a window, including padding.
 fn area<T: Float>(windows: &Windows) -> T {
     T::from_f64(windows.kernel.iter().product::<usize>() as f64)
 }
@@ -274,14 +274,14 @@ mod tests {
         )
     }
 
-    /// The pixel under element (i, j) of a window, none on padding.
+    /// The pixel under element (i, j) of a window; `None` on padding.
     fn under(w: &Windows, [wi, wj]: [usize; 2], [i, j]: [usize; 2]) -> Option<usize> {
         let row = (wi * w.stride + i).checked_sub(w.padding).filter(|&row| row < w.image[0])?;
         let column = (wj * w.stride + j).checked_sub(w.padding).filter(|&column| column < w.image[1])?;
         Some(row * w.image[1] + column)
     }
 
-    /// Calls `each(row of the result, element of the window, channel, index in x)`, padding left out.
+    /// Calls `each(row of the result, element of the window, channel, index in x)`, without padding.
     fn naive(w: &Windows, mut each: impl FnMut(usize, usize, usize, usize)) {
         let [down, across] = w.count();
         for (sample, wi, wj) in
@@ -344,7 +344,7 @@ mod tests {
             assert_close(&dx, &widen(&dlargest), 1e-5);
         }
 
-        /// Each image alone gives the bits that it has among others.
+        /// Each image alone has the same bits as among others.
         #[test]
         fn bits_do_not_depend_on_the_other_images(w in any_windows()) {
             let (n, rows, one) = (w.pixels(), w.over(1).rows(), w.over(1));

@@ -12,7 +12,7 @@ const OP: &str = "attention";
 /// The longest head that kernels take.
 const HEAD: usize = 128;
 
-/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
+/// The addresses of queries, keys and values, and their strides in elements from token to token. On tensor cores they
 /// have 16 bits.
 struct Heads {
     q: Address,
@@ -25,14 +25,14 @@ struct Heads {
 }
 
 impl Heads {
-    /// Of qkv `[batch, seq, 3, heads, head_dim]`.
+    /// For qkv `[batch, seq, 3, heads, head_dim]`.
     fn fused(at: Address, shape: AttentionShape, dtype: DType) -> Self {
         let width = shape.heads * shape.head_dim;
         let [k, v] = [1, 2].map(|part| at.offset(dtype.size() * part * width));
         Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
     }
 
-    /// Of queries `[batch, seq, heads, head_dim]` and keys and values `[batch, seq, 2, kv_heads, head_dim]`.
+    /// For queries `[batch, seq, heads, head_dim]` and keys and values `[batch, seq, 2, kv_heads, head_dim]`.
     fn grouped(q: Address, kv: Address, shape: GroupedShape, dtype: DType) -> Self {
         let GroupedShape { queries, group, kv_heads, first_kv_head, .. } = shape;
         let (width, kv_width) = (queries.heads * queries.head_dim, kv_heads * queries.head_dim);
@@ -45,7 +45,7 @@ impl Heads {
     }
 }
 
-/// The kernel with room for heads of this length.
+/// The kernel for heads of this length.
 fn of_room(shape: AttentionShape, kernels: [&'static str; 2]) -> &'static str {
     kernels[usize::from(shape.head_dim > HEAD / 2)]
 }
@@ -71,13 +71,13 @@ impl CudaDevice {
         fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8)
     }
 
-    /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
+    /// An operand in the type of the kernels. Tensor-core kernels, on bf16, load 16 bytes at a time.
     fn loaded(&self, x: &Buffer, of: DType) -> Result<Buffer> {
         let x = self.read_as(x, of)?;
         if of == DType::Bf16 { self.aligned(OP, &x) } else { Ok(x) }
     }
 
-    /// What all kernels for tensor cores end with.
+    /// The last arguments of all tensor-core kernels.
     fn flash_arguments(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<Vec<Argument>> {
         let mut args: Vec<Argument> =
             [shape.seq, shape.heads, heads.group, heads.first_kv].map(Argument::from).to_vec();
@@ -87,7 +87,7 @@ impl CudaDevice {
         Ok(args)
     }
 
-    /// As [`attend`](Self::attend), of heads of bf16.
+    /// As [`attend`](Self::attend), for heads in bf16.
     fn flash(
         &self,
         shape: AttentionShape,
@@ -134,7 +134,7 @@ impl CudaDevice {
         self.launch(OP, kernel, [batch * count / heads.group, seq], &args)
     }
 
-    /// `Σ_e dout_ie out_ie` of each row; of tensors of bf16 on tensor cores as they are.
+    /// `Σ_e dout_ie out_ie` of each row; on tensor cores directly from tensors of bf16.
     fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], flash: bool) -> Result<Buffer> {
         let AttentionShape { batch, seq, heads, head_dim } = shape;
         let dots = self.scratch(DType::F32, batch * seq * heads)?;
@@ -143,7 +143,7 @@ impl CudaDevice {
             true => ("flash_dots", (head_dim / 8).next_power_of_two(), DType::Bf16),
             false => ("attention_dots", 16, DType::F32),
         };
-        // They live until the kernel is queued.
+        // Kept alive until the kernel is queued.
         let operands = [self.loaded(dout, of)?, self.loaded(out, of)?];
         let mut args = Vec::with_capacity(7);
         for of in [&operands[0], &operands[1], &dots] {
@@ -154,7 +154,7 @@ impl CudaDevice {
         Ok(dots)
     }
 
-    /// The kernel for heads of this length, and the arguments that all of them end with.
+    /// The kernel for heads of this length, and the last arguments of all of them.
     fn attention(
         &self,
         kernels: [&'static str; 2],
@@ -183,8 +183,8 @@ impl CudaDevice {
         Ok((of_room(shape, kernels), args))
     }
 
-    /// Queries, and keys with values, after the rotation of queries and keys; `None` without one. They have bf16 where
-    /// tensor cores read them and they had it, and otherwise f32.
+    /// Queries, and keys with values, after the rotation of queries and keys; `None` without a rotation. They stay bf16
+    /// if tensor cores read them, and are f32 otherwise.
     fn turned(
         &self,
         shape: GroupedShape,
@@ -221,7 +221,7 @@ impl CudaDevice {
         Ok((self.settled(out, dtype)?, lse))
     }
 
-    /// Writes the gradients of queries (place, elements to the next token), and of each head's own keys and values.
+    /// Writes the gradients of queries (address, stride in elements), and of each head's own keys and values.
     fn attend_back(
         &self,
         shape: GroupedShape,
@@ -250,8 +250,8 @@ impl CudaDevice {
     }
 }
 
-/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in
-/// the type of the kernels.
+/// On tensor cores, operands and results of bf16 are used directly; all other paths use copies in the type of the
+/// kernels.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
@@ -343,7 +343,7 @@ impl Attention for CudaDevice {
         if flash && dtype == DType::Bf16 {
             let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, kv.count())?);
             let count = dkv.count();
-            self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
+            self.zero(&mut dkv, 0..count)?; // heads of keys and values that no local head reads
             let (q, kv) = (self.loaded(q, dtype)?, self.loaded(kv, dtype)?);
             let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, dtype);
             let (dq_at, dk_at) = (self.place(OP, &dq)?, self.place(OP, &dkv)?);
@@ -357,8 +357,8 @@ impl Attention for CudaDevice {
         }
         let mut dq = self.room(DType::F32, dtype, q.count())?;
         let mut dkv = self.room(DType::F32, dtype, kv.count())?;
-        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before
-        // a group is summed.
+        // The gradients of keys and values: on tensor cores per head of keys and values, else per head of queries,
+        // before the sum over a group.
         let (of_heads, of_group, first) = if flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
         let [mut dk, mut dv] = [
             self.scratch(DType::F32, rows * of_heads * head_dim)?,
@@ -370,7 +370,7 @@ impl Attention for CudaDevice {
             let half_dq = self.scratch(DType::Bf16, q.count())?;
             let mut half = self.scratch(DType::Bf16, 2 * dk.count())?;
             let count = dk.count();
-            self.zero(&mut half, 0..2 * count)?; // heads of keys and values that no head here reads
+            self.zero(&mut half, 0..2 * count)?; // heads of keys and values that no local head reads
             let (dq_at, dk_at) = (self.place(OP, &half_dq)?, self.place(OP, &half)?);
             let dkv_at = (dk_at, dk_at.offset(DType::Bf16.size() * count), kv_width);
             self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
@@ -390,7 +390,7 @@ impl Attention for CudaDevice {
             self.turned_back(rotary, &shape, (dk, DType::F32), &of_k)?;
         }
         let count = dkv.count();
-        self.zero(&mut dkv, 0..count)?; // heads of keys and values that no head here reads
+        self.zero(&mut dkv, 0..count)?; // heads of keys and values that no local head reads
         let to = self.place_mut(OP, &mut dkv)?;
         let sizes = [2 * kv_width, rows, of_heads, of_group, first, head_dim].map(Argument::from);
         for (from, to) in [(dk, to), (dv, to.offset(4 * kv_width))] {

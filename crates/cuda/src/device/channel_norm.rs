@@ -6,18 +6,18 @@ use meshwork_tensor::{Device, Result};
 
 const OP: &str = "channel_norm";
 
-/// Extents as the kernels of `channel_norm.cu` take them.
+/// Extents as arguments of the kernels in `channel_norm.cu`.
 fn extents(Groups { rows, groups, channels, .. }: Groups) -> [usize; 3] {
     [rows, groups, channels]
 }
 
 impl CudaDevice {
-    /// The rows of all blocks, each summed by itself.
+    /// Cuts the rows into blocks that are summed separately.
     fn cut_blocks(&self, groups: Groups) -> Result<Cut> {
         self.cut(groups.blocks * groups.rows, RowBlocks { samples: groups.blocks, slices: 1 })
     }
 
-    /// The sum of each group of channels over `members`.
+    /// The sum over each group of channels, divided by `members`.
     fn group_means(&self, groups: Groups, sums: &Buffer) -> Result<Buffer> {
         let count = groups.blocks * groups.groups;
         let means = self.alloc(DType::F32, count)?;

@@ -61,7 +61,7 @@ type Found = [i64; 4];
 /// Bytes for the faults of all operations.
 pub(super) const BYTES: usize = Checked::ALL.len() * size_of::<Found>();
 
-/// The error of the first of them that found something.
+/// The error of the first check that found something.
 pub(super) fn fault(found: &[u8; BYTES]) -> Option<Error> {
     let number = |at: usize| i64::from_le_bytes(std::array::from_fn(|byte| found[8 * at + byte]));
     Checked::ALL.into_iter().enumerate().find_map(|(at, checked)| {
@@ -76,7 +76,7 @@ impl CudaDevice {
         self.found.at().offset(checked as usize * size_of::<Found>())
     }
 
-    /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless those are `masked`.
+    /// Queues a check, by one block of threads, that ids are below `limit`, and not negative unless `masked`.
     pub(super) fn check_ids(&self, checked: Checked, ids: &Buffer, limit: usize, masked: bool) -> Result<()> {
         let (found, count) = (self.fault_of(checked), ids.count());
         launch!(self, checked.op(), "check_ids", [usize::from(count > 0), 1]; ids, limit, masked, found, count)

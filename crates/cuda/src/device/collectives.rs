@@ -1,9 +1,9 @@
 //! Collectives between ranks that are threads: kernels and copies in the ranks' streams for collectives, ordered by
 //! events.
 //!
-//! A rank's stream waits for the moments at which all members started the operation, does that rank's pieces of it,
-//! reading and writing the buffers of the others where they lie, and is waited for by the streams of computation of all
-//! members. No thread waits for a device.
+//! A rank's stream waits until all members have started the operation, then executes the rank's pieces of it, reading
+//! and writing the other ranks' buffers in place. The compute streams of all members wait for it. No thread waits for a
+//! device.
 //!
 //! So it is on one GPU and between several: [`Driver::reach`] says whether kernels of one read the memory of another.
 //! Where they do not, the sources of a reduction are copied first, in the same stream.
@@ -74,7 +74,7 @@ impl<'a> Queues<'a> {
         &*self.pools[member].driver
     }
 
-    /// The pool of a member, whose stream begins after all members have started the operation.
+    /// The pool of a member. Its stream first waits until all members have started the operation.
     fn enter(&mut self, member: usize) -> Result<&'a Arc<Pool>, DriverError> {
         let pool = &self.pools[member];
         if !std::mem::replace(&mut self.entered[member], true) {
@@ -113,8 +113,8 @@ impl<'a> Queues<'a> {
         others.into_iter().try_for_each(|member| self.copy(by, (by, own), (member, target(member)), bytes))
     }
 
-    /// Bytes of a member where a kernel of `by` reads them: where they lie, or in a copy. Its memory is given up while
-    /// it is used, in the same stream.
+    /// Bytes of a member at an address that a kernel of `by` can read: in place, or in a copy. The copy's memory is
+    /// released before it is used, which is safe in the same stream.
     fn readable(
         &self,
         by: usize,
@@ -134,7 +134,7 @@ impl<'a> Queues<'a> {
         }
     }
 
-    /// Queues a copy in the stream of `by` between memory of members, unless it lies there already.
+    /// Queues a copy in the stream of `by` between memory of members, unless source and destination are the same.
     fn copy(&self, by: usize, from: (usize, Address), to: (usize, Address), bytes: usize) -> Result<(), String> {
         if from.1 == to.1 {
             return Ok(());
@@ -150,7 +150,7 @@ impl<'a> Queues<'a> {
         queued.map_err(text)
     }
 
-    /// When the streams are done.
+    /// The moments at which the streams are done.
     fn done(&self) -> Result<Vec<Moment>, DriverError> {
         let entered = self.work.members.iter().zip(self.pools).zip(&self.entered).filter(|(_, entered)| **entered);
         let done = entered.map(|((member, pool), _)| {

@@ -21,7 +21,7 @@ fn failed(op: &'static str) -> impl Fn(CompressError) -> Error {
     move |source| Error::Compress { op, source: Box::new(source) }
 }
 
-/// Refuses memory of another length than a value has.
+/// Rejects memory whose length differs from the value's.
 fn require_count(count: usize, wanted: usize) -> Result<()> {
     match count == wanted {
         true => Ok(()),
@@ -29,7 +29,7 @@ fn require_count(count: usize, wanted: usize) -> Result<()> {
     }
 }
 
-/// Refuses memory of another type.
+/// Rejects memory of another type.
 fn require_dtype(x: &Buffer, asked: DType) -> Result<()> {
     match x.dtype() == asked {
         true => Ok(()),
@@ -37,7 +37,7 @@ fn require_dtype(x: &Buffer, asked: DType) -> Result<()> {
     }
 }
 
-/// 16 bytes as kernels take them.
+/// 16 bytes as kernel arguments.
 fn words(bytes: [u8; 16]) -> [u64; 2] {
     [0, 8].map(|first| u64::from_le_bytes(std::array::from_fn(|byte| bytes[first + byte])))
 }
@@ -66,7 +66,7 @@ impl CudaDevice {
             }
             Values::Quantize { bits, rounding, .. } => {
                 let codes = self.scratch(DType::U8, count)?;
-                // The largest code that this number of bits has.
+                // The largest code with this number of bits.
                 let levels = ((1_u32 << bits) - 1) as f32;
                 launch!(self, OP, "quant_pairs", of_parts; x, count, unit, levels, to)?;
                 let stochastic = rounding == Rounding::Stochastic;
@@ -112,7 +112,7 @@ impl CudaDevice {
         }
     }
 
-    /// The indices of the elements that a message has; `draws`: where the 16 bytes are that draw them.
+    /// The indices of the elements in a message; `draws`: the address of the 16 bytes from which they are drawn.
     fn choose(&self, sparse: &Sparse, x: Elements, draws: Address) -> Result<Buffer> {
         const OP: &str = "pack";
         let (count, len) = (sparse.count(x.shape), x.shape.len());
@@ -124,7 +124,7 @@ impl CudaDevice {
         Ok(indices)
     }
 
-    /// `count` indices below `below`, which 16 bytes on the device draw.
+    /// `count` indices below `below`, drawn from 16 bytes on the device.
     fn drawn(&self, op: &'static str, count: usize, below: usize, draws: Address) -> Result<Buffer> {
         let mut taken = self.scratch(DType::I64, below.div_ceil(64))?;
         let words = taken.count();
@@ -174,20 +174,20 @@ impl CudaDevice {
         )
     }
 
-    /// The elements that indices name, as a message has them.
+    /// The elements at the indices, as in a message.
     fn taken(&self, op: &'static str, sparse: &Sparse, x: Elements, indices: &Buffer, to: &Buffer) -> Result<()> {
         let (count, factor) = (indices.count(), sparse.factor(x.shape));
         launch!(self, op, "take_values", [count, 0]; x.at, indices, factor, to, count)
     }
 
-    /// Writes or adds values where indices say.
+    /// Writes or adds values at the indices.
     fn put_at(&self, op: &'static str, values: &Buffer, indices: &Buffer, fold: Fold, to: Address) -> Result<()> {
         let count = values.count();
         launch!(self, op, "put_values", [count, 0]; values, indices, to, fold == Fold::Add, count)
     }
 }
 
-/// Refuses a matrix and factors p and q of it that have other lengths.
+/// Rejects a matrix, or factors p and q, of the wrong length.
 fn require_factors(of: PowerSgd, shape: Shape, m: &Buffer, [p, q]: [&Buffer; 2]) -> Result<()> {
     of.check(shape).map_err(failed(POWERSGD))?;
     let [of_p, of_q] = of.factors(shape);

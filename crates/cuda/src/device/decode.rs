@@ -19,7 +19,7 @@ impl CudaDevice {
             let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, capacity, 2, kv_heads, head_dim]] });
         }
-        // Those of all tokens that may come, so that the table is written once.
+        // Angles for the whole capacity, so that the table is written once.
         let angles = rotary.map(|rotary| self.angles(rotary, capacity, head_dim)).transpose()?;
         let angles = angles.as_ref().map_or(Ok(Address::NULL), |angles| self.place(OP, angles))?;
         let at: Argument = self.place_mut(OP, cache)?.into();

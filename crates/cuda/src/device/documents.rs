@@ -1,4 +1,4 @@
-//! Documents that follow each other in a sequence.
+//! Documents packed into a sequence.
 
 use super::{CudaDevice, checked::Checked, launch::launch};
 use meshwork_core::{Buffer, DType};

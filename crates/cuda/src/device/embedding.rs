@@ -15,8 +15,8 @@ impl CudaDevice {
         let of_places = self.scratch(DType::I32, count)?;
         self.write_group_ids(ids, 1, size, false, &of_places)?;
         let (of, each) = (self.parts_of(count, 1), buckets.len());
-        // How many ids have these rows is not known here, and does not matter: there is room for all, and nobody reads
-        // the fault.
+        // The number of ids in these rows is unknown here and does not matter: there is room for all, and the fault is
+        // not read.
         let (order, slots) = (self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?);
         let fewer = self.scratch(DType::I64, 1)?;
         let ends = self.sorted(OP, &of_places, of, &buckets, [&order, &slots], self.place(OP, &fewer)?)?;

@@ -9,7 +9,7 @@ use meshwork_tensor::{Device, Result, Work};
 
 const OP: &str = "grouped_linear";
 
-/// The first row of each group, and the number of rows.
+/// The first row of each group, then the number of rows.
 fn starts(rows: &[usize]) -> Vec<i64> {
     let ends = rows.iter().scan(0, |end, &rows| {
         *end += rows as i64;
@@ -19,7 +19,7 @@ fn starts(rows: &[usize]) -> Vec<i64> {
 }
 
 impl CudaDevice {
-    /// The bounds of the blocks of all groups, and the first bound of each group with their number.
+    /// The bounds of the blocks of all groups, and the first bound of each group, then their number.
     fn bounds(&self, blocks: &GroupBlocks) -> Result<[Buffer; 2]> {
         let (mut first, mut bounds) = (vec![0], Vec::new());
         for blocks in blocks {
@@ -30,9 +30,9 @@ impl CudaDevice {
         Ok([self.kept(first)?, self.kept(bounds)?])
     }
 
-    /// Whether a kernel for tensor cores takes a product of groups at the `[items, width]` of its geometry: it reads
-    /// and writes several neighbours at a time, and its tiles need shared memory that not every card has. What it does
-    /// not take, or is slower at by the device's table, is the library's.
+    /// Whether a tensor-core kernel can compute a product of groups at the `[items, width]` of its geometry: it reads
+    /// and writes several neighbours at a time, and its tiles need shared memory that not every card has. The library
+    /// computes the other products, and those for which the device's table says that the kernel is slower.
     fn groups_on_tensor_cores(
         &self,
         kernel: &str,
@@ -50,8 +50,7 @@ impl CudaDevice {
             && !self.tuning.is_of_library(kernel, sizes)
     }
 
-    /// Products of the library, one for each group of rows that is not empty; `places` gives the operands and the
-    /// result from a group's number and its first row.
+    /// Library products, one for each non-empty group of rows; `product` gets a group's index and its first row.
     fn each_group(&self, rows: &[usize], product: impl Fn(usize, usize) -> Product) -> Result<()> {
         let mut first = 0;
         for (group, &rows) in rows.iter().enumerate() {
@@ -64,7 +63,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// An operand of the library's product of a group, from this element on.
+    /// An operand of a group's library product, from this element on.
     fn part(&self, at: Address, first: usize, transposed: bool) -> Operand {
         let (bf16, size) = match self.precision {
             Precision::F32 => (false, DType::F32.size()),
@@ -73,7 +72,7 @@ impl CudaDevice {
         Operand { at: at.offset(first * size), transposed, bf16 }
     }
 
-    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with the transpose of that.
+    /// The product of every group's rows with its matrix, stored as `[n, k]`, or with its transpose.
     fn of_groups(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer, transposed: bool) -> Result<Buffer> {
         let GroupedGemm { rows, n, k, terms } = spec;
         self.meter().add_flops(Work::Matmul, spec.flops());
@@ -84,7 +83,7 @@ impl CudaDevice {
         }
         let fast = self.products == Products::OfTheLibrary && terms == Terms::WHOLE;
         let y = self.room(if fast { dtype } else { DType::F32 }, dtype, count)?;
-        // They live until the products are queued.
+        // Kept alive until the products are queued.
         let operands = [self.operand(OP, x, self.precision)?, self.operand(OP, w, self.precision)?];
         let [x, w, out] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?, self.place(OP, &y)?];
         if fast {
@@ -157,7 +156,7 @@ impl Grouped for CudaDevice {
         let count = blocks.len() * n * k;
         buffer.slice(start..start + count)?;
         let whole = blocks.iter().all(|blocks| blocks.len() == 1);
-        // They live until the products are queued.
+        // Kept alive until the products are queued.
         let operands = [self.operand(OP, dy, self.precision)?, self.operand(OP, x, self.precision)?];
         let (dy, x) = (self.place(OP, &operands[0])?, self.place(OP, &operands[1])?);
         let to = self.place_mut(OP, buffer)?.offset(4 * start);

@@ -1,9 +1,8 @@
-//! Launches of kernels. `launch!` makes the arguments of a kernel from buffers and numbers, in the order of the
-//! kernel's table, and the types of the buffers are held against the table here: no operation checks them itself.
+//! Launches of kernels. `launch!` builds the arguments of a kernel from buffers and numbers, in the order of the
+//! kernel's table, and checks the types of the buffers against the table, so operations need not check them.
 //!
-//! A kernel of f32 may have forms for other types, which are chosen where the first operand has that type: `NAME_16`
-//! for bf16 and f16, and `NAME_f64`. Where a table ends with `f16`, the launch adds which of the two types of 16 bits
-//! it is.
+//! A kernel of f32 may have forms for other types, chosen by the type of the first operand: `NAME_16` for bf16 and f16,
+//! and `NAME_f64`. If a table ends with `f16`, the launch appends the flag that tells the two 16-bit types apart.
 
 use super::CudaDevice;
 use crate::driver::{Address, Argument};
@@ -13,7 +12,7 @@ use meshwork_tensor::{Device, Error, Result};
 
 /// Queues a kernel for `[items, width]` of its geometry: `launch!(device, OP, "kernel", [items, width]; x, &y, count)`.
 macro_rules! launch {
-    // One expression: a buffer that is made in it lives until the kernel is queued.
+    // One expression, so that a temporary buffer lives until the kernel is queued.
     ($device:expr, $op:expr, $kernel:expr, $sizes:expr; $($operand:expr),+ $(,)?) => {
         $crate::device::launch::Operands::new($device, $op)$(.with($operand)?)+.launch($kernel, $sizes)
     };
@@ -25,13 +24,13 @@ pub(super) struct Operands<'a> {
     pub(super) device: &'a CudaDevice,
     pub(super) op: &'static str,
     args: Vec<Argument>,
-    /// The types of those that are buffers.
+    /// The types of the arguments that are buffers.
     dtypes: Vec<Option<DType>>,
 }
 
 /// One argument of a kernel, or several.
 pub(super) trait Operand {
-    /// Appends them.
+    /// Appends its arguments.
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()>;
 }
 
@@ -51,7 +50,7 @@ impl<'a> Operands<'a> {
         Ok(())
     }
 
-    /// The types of the buffers where a kernel takes elements of `of`.
+    /// The types of the buffers for arguments with elements of type `of`.
     fn given(&self, kernel: &'static Kernel, of: Type) -> impl Iterator<Item = DType> {
         let buffers = kernel.args.iter().zip(&self.dtypes).filter(move |(wanted, _)| wanted.of == of);
         buffers.filter_map(|(_, dtype)| *dtype)
@@ -91,21 +90,21 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// The first element of a buffer that is read.
+/// The address of a buffer that is read.
 impl Operand for &Buffer {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         operands.push(operands.device.place(operands.op, self)?, Some(self.dtype()))
     }
 }
 
-/// The first element of a buffer that is written, and that nobody else has.
+/// The address of a buffer that is written, and not shared.
 impl Operand for &mut Buffer {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         operands.push(operands.device.place_mut(operands.op, self)?, Some(self.dtype()))
     }
 }
 
-/// A buffer that may be missing: then the kernel gets no address.
+/// An optional buffer: the kernel gets a null address if it is missing.
 impl Operand for Option<&Buffer> {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         match self {
@@ -115,14 +114,14 @@ impl Operand for Option<&Buffer> {
     }
 }
 
-/// Nothing.
+/// No argument.
 impl Operand for () {
     fn add_to(self, _operands: &mut Operands<'_>) -> Result<()> {
         Ok(())
     }
 }
 
-/// A flag, which kernels take as `int`.
+/// A flag, passed as `int`.
 impl Operand for bool {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         operands.push(i32::from(self), None)

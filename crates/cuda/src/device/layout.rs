@@ -8,15 +8,15 @@ use std::ops::Range;
 /// Rows in memory.
 #[derive(Clone, Copy)]
 struct Rows {
-    /// The first one.
+    /// The first row.
     at: Address,
-    /// Bytes from one to the next.
+    /// Stride in bytes.
     row: usize,
 }
 
 impl CudaDevice {
-    /// Copies `rows` rows of `bytes` bytes. Rows that do not follow each other directly are copied by a kernel, in the
-    /// largest elements that all addresses and lengths are multiples of.
+    /// Copies `rows` rows of `bytes` bytes. Rows that are not contiguous are copied by a kernel, in the largest element
+    /// size that divides all addresses and lengths.
     fn copy_rows(&self, from: Rows, to: Rows, bytes: usize, rows: usize) -> Result<()> {
         const OP: &str = "copy";
         if bytes * rows == 0 {

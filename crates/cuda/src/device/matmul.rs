@@ -9,16 +9,16 @@ use std::ops::Range;
 
 const OP: &str = "matmul";
 
-/// Elements of a result of 16 bits that are computed in f32 before they are rounded: 64 MiB.
+/// Elements of a 16-bit result that are computed in f32 at a time before rounding: 64 MiB.
 const ROUNDED: usize = 1 << 24;
 
-/// From a row of A to the next and from a term to the next; from a term of B to the next and from a column to the next.
+/// Strides of A from row to row and from term to term, and of B from term to term and from column to column.
 fn strides(Gemm { m, n, k, a_transposed, b_transposed, .. }: Gemm) -> [[usize; 2]; 2] {
     [if a_transposed { [1, m] } else { [k, 1] }, if b_transposed { [1, k] } else { [n, 1] }]
 }
 
 impl CudaDevice {
-    /// The sum of two products that are cut into equal numbers of blocks.
+    /// The sum of two products with the same number of reduction blocks.
     fn sum_in_blocks(
         &self,
         specs: [Gemm; 2],
@@ -33,7 +33,7 @@ impl CudaDevice {
         specs.iter().for_each(|spec| self.meter().add_flops(Work::Matmul, spec.flops()));
         let [x, y] = specs;
         let ([x_a, x_b], [y_a, y_b]) = (strides(x), strides(y));
-        // They live until the product is queued.
+        // Kept alive until the product is queued.
         let operand = |x| self.operand(OP, x, self.precision);
         let ([a, a2], [b, b2]) = ([operand(a[0])?, operand(a[1])?], [operand(b[0])?, operand(b[1])?]);
         let to = self.place_mut(OP, c)?.offset(4 * start);
@@ -43,9 +43,9 @@ impl CudaDevice {
         )
     }
 
-    /// Has `compute` write rows of a result of 16 bits in f32, and rounds each once, where no library does: in
-    /// canonical numerics, of f16, of two products in one sum. Some at a time, because the memory for them is not
-    /// counted; the rows of a product whose A is transposed all together.
+    /// Lets `compute` write rows of a 16-bit result in f32, and rounds them once. Needed where the library does not
+    /// round: in canonical numerics, for f16, and for two products in one sum. Works on some rows at a time, because
+    /// the meter does not count their memory; if A is transposed, on all rows together.
     fn rounded(
         &self,
         spec: Gemm,
@@ -82,20 +82,20 @@ impl CudaDevice {
         Ok(x.clone())
     }
 
-    /// The kernel for operands of f32 or the one for bf16.
+    /// The kernel for operands of f32 or of bf16.
     pub(super) fn of_precision(&self, precision: Precision, kernels: [&'static str; 2]) -> &'static str {
         kernels[usize::from(precision == Precision::Bf16)]
     }
 }
 
-/// The rows of an A of `k` columns that some rows of a product read; all of it if it is transposed.
+/// The rows of an A of `k` columns that some rows of a product read; the whole of A if it is transposed.
 fn rows_of(a: &Buffer, Gemm { k, a_transposed, .. }: Gemm, rows: &Range<usize>) -> Result<Buffer> {
     if a_transposed { Ok(a.clone()) } else { Ok(a.slice(rows.start * k..rows.end * k)?) }
 }
 
 impl CudaDevice {
-    /// A product, and `bias` on each of its rows: in the library's product itself, or behind it. One with a bias begins
-    /// at 0.
+    /// A product plus `bias` on each row, fused into the library's product or added after it. With a bias, the result
+    /// must start at 0.
     fn gemm_bias(
         &self,
         spec: Gemm,
@@ -122,14 +122,14 @@ impl CudaDevice {
         }
         c.slice(start..start + m * n)?;
         let to = self.place_mut(OP, c)?.offset(c.dtype().size() * start);
-        // They live until the product is queued.
+        // Kept alive until the product is queued.
         let operands = [self.operand(OP, a, precision)?, self.operand(OP, b, precision)?];
         let [a, b] = [self.place(OP, &operands[0])?, self.place(OP, &operands[1])?];
         if fast {
             let places = [(a, a_transposed), (b, b_transposed)];
             let bf16 = precision == Precision::Bf16;
             let operands = places.map(|(at, transposed)| Operand { at, transposed, bf16 });
-            let bias = bias.map(|bias| self.aligned("bias", bias)).transpose()?; // it lives as long
+            let bias = bias.map(|bias| self.aligned("bias", bias)).transpose()?; // kept alive as long
             let bias = bias.as_ref().map(|bias| self.place("bias", bias)).transpose()?;
             let product = Product { mnk: [m, n, k], operands, c: to, rounded, accumulate, bias };
             return self.pool.driver.product(self.pool.compute, product).map_err(self.failed(OP));
@@ -149,7 +149,7 @@ impl Matmul for CudaDevice {
     fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()> {
         let [first, second] = specs;
         if c.dtype().is_half() {
-            // Together where one of them is.
+            // All rows together if one of the two is transposed.
             let cut = Gemm { a_transposed: first.a_transposed || second.a_transposed, ..first };
             return self.rounded(cut, (c, start), |part, rows, c| {
                 let specs = specs.map(|spec| Gemm { m: part.m, ..spec });

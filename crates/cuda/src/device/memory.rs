@@ -1,8 +1,8 @@
 //! Memory of a device, which the host cannot read, from a caching allocator.
 //!
-//! A block returns to the allocator when its last buffer is dropped, which is while the device may still work on it.
-//! That is no harm: the next owner's work is queued in the same stream behind it. A block that another stream wrote
-//! first keeps an event that this stream must wait for.
+//! A block returns to the allocator when its last buffer is dropped, even if the device still works on it. This is
+//! safe, because the next owner's work is queued later in the same stream. A block that another stream wrote first
+//! keeps an event for which this stream must wait.
 
 use super::address_tables::AddressTables;
 use super::room::Room;
@@ -13,7 +13,7 @@ use meshwork_tensor::{Category, Error, Meter};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Blocks are multiples of this many bytes.
+/// Sizes of blocks are multiples of this many bytes.
 const UNIT: usize = 256;
 
 /// The stream that writes a block first.
@@ -23,7 +23,7 @@ pub(super) enum Origin {
     Compute,
     /// Copies from the host.
     Copies,
-    /// Collectives, which use it alone.
+    /// Collectives, the only users of such a block.
     Collectives,
 }
 
@@ -46,21 +46,21 @@ pub(super) struct Pool {
     fault: OnceLock<DriverError>,
 }
 
-/// Blocks that nobody owns, by size and address. The lowest of a size is given out first: then steps that need the same
-/// find the same addresses, in whatever order the step before gave them back, and their work can be queued again as it
-/// was ([`crate::replay`]).
+/// Free blocks, by size and address. The lowest address of a size is used first: so steps with the same allocations get
+/// the same addresses, whatever the order of frees in the previous step, and their work can be replayed unchanged
+/// ([`crate::replay`]).
 type Free = BTreeMap<usize, BTreeMap<Address, Block>>;
 
-/// Memory that nobody owns.
+/// A free block.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     at: Address,
     bytes: usize,
-    /// When its last owner is done with it, if that is not a moment of the stream of its origin.
+    /// The event after which its last owner is done, if that event is not in the stream of its origin.
     done: Option<Event>,
 }
 
-/// Memory that buffers own.
+/// A block owned by buffers.
 #[derive(Debug)]
 pub(super) struct DeviceMemory {
     pool: Arc<Pool>,
@@ -80,12 +80,12 @@ impl Pool {
         Ok(Self { driver, compute, copies, collectives, offload, meter, free, tables, room, fault })
     }
 
-    /// Keeps a fault that nobody hears now: the first of them comes out of every later use of the device.
+    /// Stores an error that cannot be returned now: every later use of the device returns the first such error.
     pub(super) fn keep(&self, fault: DriverError) -> DriverError {
         self.fault.get_or_init(|| fault).clone()
     }
 
-    /// That no fault was kept.
+    /// Checks that no error was stored.
     pub(super) fn sound(&self) -> Result<(), DriverError> {
         self.fault.get().map_or(Ok(()), |fault| Err(fault.clone()))
     }
@@ -94,8 +94,8 @@ impl Pool {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory of at least `bytes` bytes, for work that is queued in the stream of `origin` from now on. `counted` by
-    /// the meter in the category of the moment, or not at all.
+    /// Memory of at least `bytes` bytes, for work queued in the stream of `origin` from now on. If `counted`, the meter
+    /// counts it in the current category.
     pub(super) fn memory(
         self: &Arc<Self>,
         bytes: usize,
@@ -128,7 +128,7 @@ impl Pool {
 
     fn take(&self, bytes: usize, origin: Origin) -> Result<Block, DriverError> {
         let mut free = self.free();
-        // As the CPU's arena: not more than a quarter too large.
+        // As in the CPU's arena, a block may be at most a quarter too large.
         let mut fitting = free[origin as usize].range_mut(bytes..=bytes + bytes / 4 + UNIT);
         if let Some(block) = fitting.find_map(|(_, blocks)| blocks.pop_first()).map(|(_, block)| block) {
             if let Some(done) = block.done {
@@ -183,7 +183,7 @@ impl DeviceMemory {
         self.at
     }
 
-    /// Whether it is of the device of this pool.
+    /// Whether it belongs to the device of this pool.
     pub(super) fn is_of(&self, pool: &Arc<Pool>) -> bool {
         Arc::ptr_eq(&self.pool, pool)
     }

@@ -1,4 +1,4 @@
-//! [`Device`] over the [seam](crate::driver): memory that the host cannot read, and the kernels of `meshwork-kernels`.
+//! [`Device`] over the [seam](crate::driver): device memory, and the kernels of `meshwork-kernels`.
 //!
 //! Kernels run in one stream, copies from and to the host in another, collectives in a third, copies for offload in a
 //! fourth; events order them. Nothing blocks the host but [`download`](Device::download). Each kernel trait has a file
@@ -55,13 +55,13 @@ use whole::Codes;
 /// The order of sums of matrix products. Sums that are cut into blocks have the CPU's order either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
-    /// The CPU's: its bits, slowly.
+    /// The CPU's order: the same bits, but slow.
     OfTheCpu,
-    /// That of the library of the device.
+    /// The order of the device's library.
     OfTheLibrary,
 }
 
-/// Bytes that the largest loads of a thread take, and that epilogues of products read a bias by.
+/// Bytes of the largest loads of a thread, and of the chunks in which epilogues of products read a bias.
 const ALIGNED: u64 = BIAS_ALIGNED;
 
 /// A device of one rank.
@@ -117,8 +117,7 @@ impl CudaDevice {
         })
     }
 
-    /// The same device, with the same memory, which runs the forms of kernels that this table has, in place of the one
-    /// that is compiled in.
+    /// The same device and memory, but with kernel forms chosen by this table instead of the built-in one.
     ///
     /// # Errors
     /// An error of the driver.
@@ -136,7 +135,7 @@ impl CudaDevice {
         self.buffer(dtype, count, Origin::Compute, false)
     }
 
-    /// A copy of host memory, which the stream of computation waits for.
+    /// A copy of host memory, for which the compute stream waits.
     fn uploaded(&self, host: &Buffer, counted: bool) -> Result<Buffer> {
         let buffer = self.buffer(host.dtype(), host.count(), Origin::Copies, counted)?;
         let Pool { driver, compute, copies, .. } = &*self.pool;
@@ -176,7 +175,7 @@ impl CudaDevice {
         checked::fault(&found).map_or(Ok(host), Err)
     }
 
-    /// Where the elements of a buffer begin.
+    /// The address of a buffer's elements.
     fn place(&self, op: &'static str, buffer: &Buffer) -> Result<Address> {
         self.pool.sound().map_err(self.failed(op))?;
         let memory: &dyn Any = &**buffer.memory();
@@ -189,7 +188,7 @@ impl CudaDevice {
         }
     }
 
-    /// Where a buffer begins, or no place.
+    /// The address of a buffer, or the null address.
     fn place_or_none(&self, op: &'static str, buffer: Option<&Buffer>) -> Result<Argument> {
         Ok(buffer.map_or(Ok(Address::NULL), |buffer| self.place(op, buffer))?.into())
     }
@@ -202,7 +201,7 @@ impl CudaDevice {
         }
     }
 
-    /// Refuses operands of other types than f32.
+    /// Rejects operands of types other than f32.
     fn f32s(&self, op: &'static str, operands: &[&Buffer]) -> Result<()> {
         let other = operands.iter().find(|operand| operand.dtype() != DType::F32);
         other.map_or(Ok(()), |other| Err(self.no_f32(op, other.dtype())))
@@ -221,7 +220,8 @@ impl CudaDevice {
         Ok(dtype)
     }
 
-    /// An operand for a kernel that takes this type alone: where it has another, a copy that the meter does not count.
+    /// An operand for a kernel that takes only this type: converted if necessary, in memory that the meter does not
+    /// count.
     fn read_as(&self, x: &Buffer, dtype: DType) -> Result<Buffer> {
         let (from, halves) = (x.dtype(), x.dtype().is_half() && dtype.is_half());
         let x = if halves && from != dtype { self.read_as(x, DType::F32)? } else { x.clone() };
@@ -233,13 +233,13 @@ impl CudaDevice {
         Ok(copy)
     }
 
-    /// Where such a kernel writes `count` numbers that become a result of type `dtype`: the result itself, or memory
-    /// that the meter does not count.
+    /// Memory where such a kernel writes `count` numbers of a result of type `dtype`: the result itself, or memory that
+    /// the meter does not count.
     fn room(&self, kernels: DType, dtype: DType, count: usize) -> Result<Buffer> {
         if kernels == dtype { self.alloc(dtype, count) } else { self.scratch(kernels, count) }
     }
 
-    /// The result of type `dtype`, from its [room](Self::room).
+    /// Converts the numbers in [`room`](Self::room) to the result of type `dtype`.
     fn settled(&self, room: Buffer, dtype: DType) -> Result<Buffer> {
         if room.dtype() == dtype {
             return Ok(room);
@@ -249,8 +249,8 @@ impl CudaDevice {
         self.cast(&room, dtype)
     }
 
-    /// An operand for work that reads it by 16 bytes without a look at its address: where it lies elsewhere, as a part
-    /// of a flat buffer may, a copy that the meter does not count.
+    /// An operand for work that reads 16 bytes at a time without an alignment check: an unaligned operand, such as a
+    /// part of a flat buffer, is copied to memory that the meter does not count.
     fn aligned(&self, op: &'static str, x: &Buffer) -> Result<Buffer> {
         if self.place(op, x)?.0.is_multiple_of(ALIGNED) {
             return Ok(x.clone());
@@ -266,7 +266,7 @@ impl CudaDevice {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }
 
-    /// Queues a kernel for `[items, width]` of its geometry, with arguments that are made already.
+    /// Queues a kernel for `[items, width]` of its geometry, with finished arguments.
     fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
         launch::launch!(self, op, name, sizes; args)
     }

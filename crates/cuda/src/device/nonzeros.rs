@@ -1,4 +1,4 @@
-//! Vectors without their zeros.
+//! Vectors packed without their zeros.
 
 use super::{CudaDevice, launch::launch};
 use meshwork_core::{Buffer, DType};
@@ -7,7 +7,7 @@ use meshwork_tensor::{Device, Result};
 
 const OP: &str = "nonzeros";
 
-/// Kernels for patterns of 32 and of 16 bits.
+/// Kernels for elements of 32 or of 16 bits.
 struct Patterns {
     mark: &'static str,
     gather: &'static str,
@@ -28,7 +28,7 @@ impl CudaDevice {
         }
     }
 
-    /// The number of set bits before each chunk of bytes, and in all, in i64.
+    /// The number of set bits before each chunk of bytes, then the total, in i64.
     fn starts_of(&self, bits: &Buffer) -> Result<Buffer> {
         let chunks = bits.count().div_ceil(NONZERO_CHUNK as usize);
         let [counts, starts] = [self.scratch(DType::I64, chunks)?, self.scratch(DType::I64, chunks + 1)?];

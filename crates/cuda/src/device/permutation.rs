@@ -5,18 +5,18 @@ use meshwork_tensor::kernel::{Choices, Permutation};
 use meshwork_tensor::{Device, Result};
 use std::ops::Range;
 
-/// How choices are cut into parts, one for a warp.
+/// The cut of choices into parts, one per warp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Parts {
     samples: usize,
-    /// Choices of a sample, and of a part of it.
+    /// Choices of a sample, and of a part.
     each: usize,
     part: usize,
     /// Parts of a sample.
     pub(super) parts: usize,
 }
 
-/// Choices that a warp counts, unless there would be more parts than that.
+/// Choices that a warp counts, unless there would be more than this many parts.
 const PART: usize = 2048;
 const PARTS: usize = 512;
 
@@ -56,8 +56,8 @@ impl CudaDevice {
         launch!(self, "group_ids", "group_ids", [tokens, 0]; choices, k, size, once, groups, tokens)
     }
 
-    /// Sorts the choices of some ids into `order`, with the slots of all choices. Returns where each id ends, in the
-    /// last part. `fault` is written if the choices are not as many as the order has room for.
+    /// Sorts the choices of some ids into `order`, and writes the slots of all choices. Returns the end of each id, in
+    /// the last part. `fault` is written if the number of choices differs from the length of `order`.
     pub(super) fn sorted(
         &self,
         op: &'static str,

@@ -1,7 +1,7 @@
 //! Pinned host memory for offload: copies in a stream of their own, beside computation, batches and
 //! collectives.
 //!
-//! A copy starts after the work that the compute stream has queued so far. The compute stream runs on beside it until
+//! A copy starts after the work queued so far in the compute stream. The compute stream continues concurrently until
 //! `wait` is called; the host never waits.
 
 use super::CudaDevice;
@@ -14,8 +14,8 @@ use meshwork_tensor::{Error, Result};
 const OP: &str = "offload";
 
 impl CudaDevice {
-    /// Queues copies between the room and memory of the device, behind what computation has queued so far. `copy` makes
-    /// one from its place in memory, its place in the room, and its length.
+    /// Queues copies between the room and memory of the device, after the work queued so far in the compute stream.
+    /// `copy` creates one copy from a device address, a room address and a length.
     fn parked(
         &self,
         room: u64,

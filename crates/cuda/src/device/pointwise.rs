@@ -46,13 +46,13 @@ impl CudaDevice {
         Ok(out)
     }
 
-    /// dy becomes dy · gelu'(x + bias).
+    /// Overwrites dy with dy · gelu'(x + bias).
     fn gelu_back(&self, dy: &mut Buffer, x: &Buffer, bias: Option<&Buffer>) -> Result<()> {
         let (count, n) = (x.count(), bias.map_or(1, Buffer::count));
         launch!(self, "gelu", "gelu_backward", [count, 0]; x, bias, dy, count, n)
     }
 
-    /// The first `count` elements of x become x + bias.
+    /// Adds the bias to the first `count` elements of x.
     pub(super) fn add_bias(&self, x: &mut Buffer, count: usize, bias: &Buffer) -> Result<()> {
         launch!(self, "bias", "bias", [count, 0]; &*x, bias, x, count, bias.count())
     }
@@ -66,7 +66,7 @@ impl CudaDevice {
         Ok(out)
     }
 
-    /// x times factors that the kernel `op` draws by the global index of each element.
+    /// x times random factors, drawn by the kernel `op` from the global index of each element.
     pub(super) fn times_drawn(&self, op: &'static str, x: &Buffer, mask: &DropoutMask, of: [f32; 2]) -> Result<Buffer> {
         let DropoutMask { key, ndim, local, offset, global, .. } = *mask;
         let local = local[..ndim].iter().map(|&extent| extent as i64);
@@ -91,8 +91,8 @@ impl Pointwise for CudaDevice {
     fn tree_sum(&self, x: &mut Buffer, start: usize, count: usize, n: usize, to: usize) -> Result<()> {
         self.f32s("add", &[x])?;
         let whole = self.place_mut("add", x)?;
-        // A thread reads an element of each vector before it writes one, and no thread may write what another still
-        // reads.
+        // A thread reads an element of each vector before it writes one, and no thread may overwrite an element that
+        // another thread still reads.
         let apart = to == start || to + n <= start;
         let scratch = if apart { None } else { Some(self.scratch(DType::F32, n)?) };
         let out = scratch.as_ref().map_or(Ok(whole.offset(4 * to)), |scratch| self.place("add", scratch))?;

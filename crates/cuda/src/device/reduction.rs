@@ -8,7 +8,7 @@ impl Reduction for CudaDevice {
     fn sum(&self, x: &Buffer, [outer, extent, inner]: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {
         let count = blocks * outer * inner;
         let out = self.alloc(DType::F32, count)?;
-        // Sums of nothing are zero, whatever the scale.
+        // Empty sums are zero, whatever the scale.
         let scale = if extent == 0 { 0.0 } else { scale };
         launch!(self, "sum", "sum_dim", [count, 0]; x, &out, count, outer, extent, inner, blocks, scale)?;
         Ok(out)

@@ -22,7 +22,7 @@ pub(super) struct TurnedRows<'a> {
 }
 
 impl CudaDevice {
-    /// The angles of at least `seq` positions, computed in f64 and rounded once, as on the CPU.
+    /// The angles for at least `seq` positions, computed in f64 and rounded once, as on the CPU.
     pub(super) fn angles(&self, rotary: Rotary, seq: usize, head_dim: usize) -> Result<Buffer> {
         let mut last = self.angles.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |of: &(Rotary, usize, Buffer)| (of.0, of.1) == (rotary, head_dim) && of.2.count() >= seq * head_dim;

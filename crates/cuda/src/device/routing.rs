@@ -3,10 +3,10 @@ use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Draw, DropoutMask, Optim, Pick, Routing, Selected, Selection};
 use meshwork_tensor::{Device, Error, Result};
 
-/// Experts that a warp chooses among: bits of 64 for each of its lanes.
+/// Most experts that a warp can choose from: 64 bits for each of its lanes.
 const MAX_EXPERTS: usize = 2048;
 
-/// Tokens of a sample whose choices a warp counts.
+/// Tokens of a sample per warp that counts choices.
 const PART: usize = 256;
 
 impl CudaDevice {
@@ -18,7 +18,7 @@ impl CudaDevice {
         Err(Error::Device { op, device: self.name().to_owned(), fault })
     }
 
-    /// An f64 for each sample: the mean of the terms of its tokens, which a kernel makes of rows of x.
+    /// An f64 for each sample: the mean of the terms of its tokens, which a kernel computes from rows of x.
     fn sample_means(
         &self,
         op: &'static str,
@@ -38,7 +38,7 @@ impl CudaDevice {
     }
 }
 
-/// From the counts of a sample to the next one's: 0 if all samples have the same.
+/// The stride between the counts of samples: 0 if all samples share the counts.
 fn pitch(counts: &Buffer, experts: usize) -> usize {
     if counts.count() == experts { 0 } else { experts }
 }
@@ -52,7 +52,7 @@ impl Routing for CudaDevice {
         let each = tokens / samples.max(1);
         let ranked = self.alloc(DType::I32, tokens * width)?;
         let of_groups = self.scratch(DType::F32, tokens * groups)?;
-        // Where each choice is used whatever other tokens choose, one kernel does all.
+        // If choices do not depend on other tokens, one kernel does everything.
         let (kept, weights) = (self.alloc(DType::I32, tokens * k)?, self.alloc(DType::F32, tokens * k)?);
         let (normalise, scale) = (pick.normalise, pick.scale as f32);
         let all_used = capacity.is_none() && second.is_none();

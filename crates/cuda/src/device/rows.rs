@@ -1,4 +1,4 @@
-//! How rows are cut where a sum runs over them: made once, and kept on the device.
+//! Cuts of rows for sums over rows: computed once, and cached on the device.
 
 use super::{CudaDevice, launch::launch, memory::Origin};
 use crate::driver::Address;
@@ -9,16 +9,16 @@ use meshwork_tensor::{Device, Result};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// The cuts so far, by the number of rows and their blocks.
+/// The cached cuts, by the number of rows and their blocks.
 #[derive(Debug, Default)]
 pub(super) struct Cuts(Mutex<HashMap<[usize; 3], Cut>>);
 
-/// Rows in parts, and parts in blocks.
+/// Rows cut into parts, and parts grouped into blocks.
 #[derive(Clone, Debug)]
 pub(super) struct Cut {
-    /// The first row of each part, and the number of rows, in i64.
+    /// The first row of each part, then the number of rows, in i64.
     rows: Buffer,
-    /// The first part of each block, and the number of parts, in i64.
+    /// The first part of each block, then the number of parts, in i64.
     parts: Buffer,
 }
 
@@ -30,7 +30,7 @@ impl Cut {
 }
 
 impl CudaDevice {
-    /// How `rows` rows are cut into blocks.
+    /// The cut of `rows` rows into blocks.
     pub(super) fn cut(&self, rows: usize, blocks: RowBlocks) -> Result<Cut> {
         let key = [rows, blocks.samples, blocks.slices];
         let mut cuts = self.cuts.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,7 +44,7 @@ impl CudaDevice {
         Ok(cut)
     }
 
-    /// Where the cut of the rows begins, for kernels that sum parts.
+    /// The address of the rows' cut, for kernels that sum parts.
     pub(super) fn starts(&self, op: &'static str, cut: &Cut) -> Result<Address> {
         self.place(op, &cut.rows)
     }
@@ -56,7 +56,7 @@ impl CudaDevice {
         Ok(parts)
     }
 
-    /// For each block the sum of the sums of its parts, `n` numbers each.
+    /// For each block, the sum over its parts, `n` numbers each.
     pub(super) fn sum_parts(&self, op: &'static str, parts: &Buffer, cut: &Cut, n: usize) -> Result<Buffer> {
         let blocks = cut.parts.count() - 1;
         let sums = self.buffer(DType::F32, n * blocks, Origin::Compute, true)?;

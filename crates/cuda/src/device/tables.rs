@@ -8,10 +8,10 @@ use meshwork_tensor::Result;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Tables that are kept. A program whose tables never come again uploads all of them anew when there are more.
+/// Number of cached tables. When there are more, the cache is cleared, and recurring tables are uploaded again.
 const MOST: usize = 4096;
 
-/// The tables so far.
+/// The cached tables.
 #[derive(Debug, Default)]
 pub(super) struct Tables(Mutex<HashMap<Vec<i64>, Buffer>>);
 

@@ -1,5 +1,5 @@
-//! Many vectors in one launch: the table of their addresses that such kernels read (`vectors.cuh`), which is
-//! [kept](CudaDevice::kept) from step to step.
+//! Many vectors in one launch: the table of addresses for such kernels (`vectors.cuh`), which is
+//! [cached](CudaDevice::kept) across steps.
 
 use super::CudaDevice;
 use super::launch::{Operand, Operands};
@@ -10,17 +10,17 @@ use meshwork_tensor::Result;
 /// A vector of a launch.
 #[derive(Debug)]
 pub(super) struct Vector {
-    /// Its address in each list of the kernel's arguments.
+    /// Its address for each list argument of the kernel.
     pub(super) places: Vec<Address>,
-    /// Its elements.
+    /// Its number of elements.
     pub(super) count: usize,
 }
 
-/// Vectors that a launch works on, in pieces.
+/// The vectors of a launch, cut into pieces.
 #[derive(Debug)]
 pub(super) struct Vectors {
-    /// Lists, one after the other: for each of `places` arguments the addresses of the vectors; the number of each
-    /// vector's first piece, and behind them the number of pieces; the number of elements of each vector.
+    /// Consecutive lists: for each of `places` arguments the addresses of the vectors; the number of each vector's
+    /// first piece, then the number of pieces; the number of elements of each vector.
     table: Buffer,
     places: usize,
     /// The number of vectors.
@@ -30,8 +30,8 @@ pub(super) struct Vectors {
 }
 
 impl CudaDevice {
-    /// The table of some vectors, which are cut into pieces of `piece` elements. Empty vectors are left out; the result
-    /// is `None` if all are empty.
+    /// The table of some vectors, cut into pieces of `piece` elements. Empty vectors are left out; the result is `None`
+    /// if all are empty.
     pub(super) fn vectors(&self, mut vectors: Vec<Vector>, piece: u64) -> Result<Option<Vectors>> {
         vectors.retain(|vector| vector.count > 0);
         let Some(places) = vectors.first().map(|vector| vector.places.len()) else { return Ok(None) };
@@ -47,7 +47,7 @@ impl CudaDevice {
         Ok(Some(Vectors { table: self.kept(table)?, places, count: vectors.len(), pieces }))
     }
 
-    /// Where the numbers of the first pieces are.
+    /// The address of the numbers of the first pieces.
     pub(super) fn first_pieces(&self, op: &'static str, vectors: &Vectors) -> Result<Address> {
         Ok(self.place(op, &vectors.table)?.offset(8 * vectors.places * vectors.count))
     }

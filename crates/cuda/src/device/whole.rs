@@ -1,4 +1,4 @@
-//! Update rules that read whole matrices, on the elements that lie here: LAMB, Adafactor, Muon, 8-bit Adam.
+//! Update rules that read whole matrices, on local elements: LAMB, Adafactor, Muon, 8-bit Adam.
 //!
 //! Elements are numbered run by run; a table on the device says where each lies. A rule's measures of
 //! elements are written to scratch memory, and then added up for each set.
@@ -19,11 +19,11 @@ const OP: &str = "update";
 #[derive(Debug, Default)]
 pub(super) struct Codes(Mutex<Option<Buffer>>);
 
-/// The elements of a part, on the device, counted matrix by matrix.
+/// The elements of a part, on the device, numbered matrix by matrix.
 struct Elements {
     table: Buffer,
     runs: usize,
-    /// How many lie in front of each matrix, and after the last how many there are.
+    /// The number of elements before each matrix, then the total number.
     ends: Vec<usize>,
 }
 
@@ -33,7 +33,7 @@ impl Elements {
     }
 }
 
-/// The table of elements, as every kernel takes it.
+/// The table of elements, as an argument of every kernel.
 impl Operand for &Elements {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
         self.table.add_to(operands)?;
@@ -42,11 +42,11 @@ impl Operand for &Elements {
 }
 
 impl CudaDevice {
-    /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in none.
+    /// The runs of a part: `kernels/cuda/runs.cuh`. Padding is in no run.
     fn elements_of(&self, part: &WholePart<'_>) -> Result<Elements> {
         let (mut runs, shape) = (Vec::new(), &part.shape);
         part.for_each_run(|first, range| runs.push((first, range)));
-        runs.sort_unstable_by_key(|(first, _)| *first); // of matrices whose rows take turns
+        runs.sort_unstable_by_key(|(first, _)| *first); // for matrices with interleaved rows
         let (mut starts, mut ends, mut count) = (vec![], vec![0], 0);
         for (first, range) in &runs {
             starts.push(count as i64);
@@ -152,7 +152,7 @@ impl CudaDevice {
             return Ok(());
         }
         let (count, sizes, scale) = (elements.count(), [elements.count(), 0], part.update.grad_scale);
-        // Two numbers of each element, or one twice.
+        // Two numbers per element, or one number twice.
         let scratch = self.scratch(DType::F32, 2 * count)?;
         let [first, second] = [self.place(OP, &scratch)?, self.place(OP, &scratch)?.offset(4 * count)];
         let rule = part.rule.of(shape);
@@ -338,7 +338,7 @@ fn moments_of(rule: &Adam8bit, part: &WholePart<'_>) -> [f32; 3] {
     [mean_new, square_old, square_new]
 }
 
-/// The share of a weight that a step keeps.
+/// The factor by which weight decay scales a weight.
 fn keep(part: &WholePart<'_>, weight_decay: f64) -> f32 {
     (1.0 - part.update.lr * (weight_decay * part.update.decay_factor)) as f32
 }

@@ -3,7 +3,7 @@ use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_tensor::kernel::{Window, Windows};
 use meshwork_tensor::{Device, Result};
 
-/// The extents, as the kernels of `windows.cu` take them.
+/// The extents, as arguments of the kernels in `windows.cu`.
 fn extents(windows: Windows) -> [usize; 9] {
     let Windows { image: [height, width], channels, kernel: [down, across], stride, padding, .. } = windows;
     let [rows, columns] = windows.count();
@@ -16,7 +16,7 @@ fn pixels(windows: Windows) -> usize {
 }
 
 impl CudaDevice {
-    /// A result of `count` numbers that a kernel makes of `x`.
+    /// A result of `count` numbers that a kernel computes from `x`.
     fn each_window(
         &self,
         op: &'static str,

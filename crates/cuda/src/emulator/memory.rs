@@ -4,7 +4,7 @@ use crate::driver::{Address, DriverError, Result};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, HashSet};
 
-/// Bytes on both sides of an allocation that nobody may write.
+/// Guard bytes on both sides of an allocation.
 const FENCE: usize = 256;
 const FENCE_BYTE: u8 = 0xa5;
 
@@ -18,7 +18,7 @@ pub(super) const HOST: usize = usize::MAX;
 #[derive(Debug)]
 pub(super) struct Memory {
     blocks: BTreeMap<u64, Block>,
-    /// Bytes by device.
+    /// Allocated bytes per device.
     held: Vec<u64>,
     /// Pairs of devices of which the first has access to the memory of the second.
     open: HashSet<(usize, usize)>,
@@ -32,8 +32,7 @@ struct Block {
     device: usize,
 }
 
-// SAFETY: a block owns its memory, and nothing else has the pointer but kernels while they run, under the lock of the
-// emulator.
+// SAFETY: a block owns its memory, and only running kernels also have the pointer, under the lock of the emulator.
 unsafe impl Send for Block {}
 
 impl Block {
@@ -73,7 +72,7 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(from), count) }
     }
 
-    /// Whether nobody wrote on the fences.
+    /// Whether the fences are unchanged.
     fn is_whole(&self) -> bool {
         let fences = self.part(0, FENCE).iter().chain(self.part(FENCE + self.bytes, FENCE));
         fences.into_iter().all(|&byte| byte == FENCE_BYTE)
@@ -105,7 +104,7 @@ impl Memory {
         self.open.insert((by, of));
     }
 
-    /// Memory of `bytes` bytes, poisoned; no more than `limit` of a device in all.
+    /// Memory of `bytes` bytes, poisoned; with at most `limit` bytes per device in total.
     pub(super) fn alloc(&mut self, device: usize, bytes: usize, limit: u64) -> Result<Address> {
         let full = DriverError::OutOfMemory { bytes, held: self.held[device], memory: limit };
         if self.held[device].saturating_add(bytes as u64) > limit {
@@ -128,7 +127,7 @@ impl Memory {
         Ok(Address(at))
     }
 
-    /// Gives an allocation of a device, or of the host, back. Its fences must be whole.
+    /// Frees an allocation of a device or of the host. Its fences must be unchanged.
     pub(super) fn free(&mut self, device: usize, at: Address) -> Result<()> {
         self.check(device, at, "free")?;
         match self.blocks.remove(&at.0) {
@@ -139,7 +138,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The allocation with these bytes, to which device `by` has access, and where in it they begin.
+    /// The allocation that contains these bytes, checked for access by device `by`, and their offset in it.
     fn block(&self, by: usize, at: Address, bytes: usize, call: &'static str) -> Result<(&Block, usize)> {
         let found = self.blocks.range(..=at.0).next_back().map(|(start, block)| (block, (at.0 - start) as usize));
         let inside = |(block, from): &(&Block, usize)| from.checked_add(bytes).is_some_and(|end| end <= block.bytes);
@@ -170,7 +169,7 @@ impl Memory {
         Ok(())
     }
 
-    /// That an address lies in an allocation, to which device `by` has access, and which nobody has written beyond.
+    /// Checks that an address lies in an allocation to which device `by` has access, with unchanged fences.
     pub(super) fn check(&self, by: usize, at: Address, call: &'static str) -> Result<()> {
         let (block, _) = self.block(by, at, 0, call)?;
         match block.is_whole() {

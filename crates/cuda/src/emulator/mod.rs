@@ -1,4 +1,4 @@
-//! A device in host memory, for machines without a GPU: it runs the kernels that g++ compiled
+//! A device in host memory, for machines without a GPU: it runs the kernels compiled by g++
 //! ([`meshwork_kernels::host`]).
 //!
 //! Work is queued as on a GPU, and runs when somebody waits for it or when chance has it run earlier. Which stream goes
@@ -7,7 +7,7 @@
 //! allocation and addresses in none are errors.
 //!
 //! Several devices are one machine ([`Emulator::machine`]): one seed orders the streams of all, and work that uses the
-//! memory of another device is an error unless the two are peers and one asked for it ([`Driver::reach`]).
+//! memory of another device is an error unless the two are peers and access was requested ([`Driver::reach`]).
 //!
 //! It does not show time, nor work that runs at the same time. Two pieces of work that no event orders run one
 //! after the other. A kernel that goes wrong in the way of a host program, by a division by zero or an address that it
@@ -67,7 +67,7 @@ impl Emulator {
 
     fn numbered(machine: Arc<Machine>, memory: u64, ordinal: usize) -> Self {
         let (name, architecture) = ("emulated in host memory".to_owned(), "emulated".to_owned());
-        let shared = 227 << 10; // an H100's
+        let shared = 227 << 10; // as on an H100
         Self { properties: Properties { name, ordinal, memory, shared, architecture }, machine }
     }
 
@@ -94,12 +94,12 @@ impl Emulator {
         self.lock().waits
     }
 
-    /// Bytes of its memory that are allocated.
+    /// Allocated bytes of its memory.
     pub fn held(&self) -> u64 {
         self.lock().memory.held(self.ordinal())
     }
 
-    /// Pieces of work that are queued on the machine and have not run.
+    /// Pieces of work that are queued on the machine but have not run.
     pub fn queued(&self) -> usize {
         self.lock().queued()
     }
@@ -109,7 +109,7 @@ impl Emulator {
         self.lock().host_waits
     }
 
-    /// From now on notes which kernels and copies of pinned memory (`save`, `load`) ran, in which order. For tests.
+    /// Records, from now on, the kernels and copies of pinned memory (`save`, `load`) that run, in order. For tests.
     pub fn note_launches(&self) {
         self.lock().launches = Some(Vec::new());
     }

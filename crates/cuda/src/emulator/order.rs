@@ -1,20 +1,20 @@
 //! The order in which the emulator runs queued work.
 
-/// The order of work that no stream and no event orders.
+/// The order of work that is not ordered by streams and events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Each piece of work runs when it is queued: no missing wait shows.
+    /// Each piece of work runs when it is queued, which hides missing waits.
     AsQueued,
-    /// The stream that goes on, and how far before anybody waits, are drawn from this seed.
+    /// The next stream, and the amount of work before a wait, are chosen at random from this seed.
     Seeded(u64),
 }
 
-/// Draws from an order.
+/// The random choices of an order.
 #[derive(Debug)]
 pub(super) struct Draws {
     state: u64,
-    /// The stream that goes on while it can, once one is drawn: streams that get far ahead or stay far behind show more
-    /// than fair turns.
+    /// A stream that, once chosen, continues as long as it can: streams far ahead or far behind reveal more errors than
+    /// fair turns.
     favourite: Option<usize>,
 }
 
@@ -26,7 +26,7 @@ impl Draws {
         }
     }
 
-    /// A number below `limit`, which is not 0 (SplitMix64; Steele, Lea and Flood 2014).
+    /// A random number below `limit`, which must not be 0 (SplitMix64; Steele, Lea and Flood 2014).
     fn below(&mut self, limit: usize) -> usize {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;
@@ -35,7 +35,7 @@ impl Draws {
         ((z ^ (z >> 31)) % limit as u64) as usize
     }
 
-    /// How much runs now, though nobody waits for it: mostly nothing.
+    /// The amount of work that runs now without a wait: mostly none.
     pub(super) fn ahead(&mut self) -> usize {
         match self.below(16) {
             0 => 1 + self.below(32),
@@ -43,7 +43,7 @@ impl Draws {
         }
     }
 
-    /// Draws one of the streams that can go on. The list must not be empty.
+    /// Chooses one of the streams that can continue. The list must not be empty.
     pub(super) fn choose(&mut self, ready: &[usize]) -> usize {
         match self.favourite.filter(|favourite| ready.contains(favourite)) {
             Some(favourite) if self.below(8) > 0 => favourite,

@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(super) enum Queued {
     /// A piece of work of the device.
     Work(Work),
-    /// Bytes of the host.
+    /// A copy of bytes from the host.
     Write {
         to: Address,
         bytes: Vec<u8>,
@@ -43,10 +43,10 @@ struct Queue {
 pub(super) struct State {
     pub(super) memory: Memory,
     kernels: Arc<Host>,
-    /// Files of variants that were compiled, by name.
+    /// Compiled files of variants, by name.
     variants: HashMap<&'static str, Host>,
     queues: Vec<Queue>,
-    /// Events that were recorded and are not passed yet.
+    /// Recorded events that have not been reached yet.
     ahead: HashSet<Event>,
     recorded: u64,
     draws: Option<Draws>,
@@ -124,7 +124,7 @@ impl State {
         }
     }
 
-    /// Runs work until an event is passed.
+    /// Runs work until an event is reached.
     pub(super) fn finish(&mut self, event: Event) -> Result<()> {
         self.known(event)?;
         while self.ahead.contains(&event) && self.advance()? {}
@@ -151,8 +151,8 @@ impl State {
         self.fault.clone().map_or(Ok(()), Err)
     }
 
-    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before anybody can wait
-    /// for it, so some stream can always go on.
+    /// Runs the next piece of work of one stream. False if there is none: an event is recorded before any wait for it,
+    /// so some stream can always continue.
     fn advance(&mut self) -> Result<bool> {
         self.healthy()?;
         let can = |queue: &Queue| match queue.work.front() {
@@ -270,7 +270,7 @@ impl State {
     }
 }
 
-/// A number of two bytes of bf16, or of four of f32.
+/// The number in two bytes of bf16, or in four bytes of f32.
 fn number(bytes: &[u8]) -> f32 {
     match *bytes {
         [low, high] => bf16::from_le_bytes([low, high]).to_f32(),

@@ -1,4 +1,4 @@
-//! Kernels compiled by NVRTC for one GPU, and kept on disk by a hash of all that they depend on.
+//! Kernels compiled by NVRTC for one GPU, and cached on disk by a hash of all their inputs.
 
 use crate::driver::{DriverError, Result};
 use cudarc::nvrtc::sys::{self as nvrtc, nvrtcProgram, nvrtcResult};
@@ -11,7 +11,7 @@ use std::ptr::null;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Compiles for one architecture. NVRTC must be there.
+/// A compiler for one architecture. NVRTC must be available.
 #[derive(Debug)]
 pub(super) struct Compiler {
     folder: PathBuf,
@@ -20,17 +20,18 @@ pub(super) struct Compiler {
 }
 
 impl Compiler {
-    /// For `architecture`, as `sm_80`, by NVRTC of `version`; what was compiled is kept in `folder`.
+    /// A compiler for `architecture`, such as `sm_80`, with NVRTC of `version`; compiled code is cached in `folder`.
     pub(super) fn new(folder: &Path, architecture: &str, version: String) -> Self {
         let options = OPTIONS.iter().map(|&option| option.to_owned());
         let options = options.chain([format!("--gpu-architecture={architecture}")]).collect();
         Self { folder: folder.to_owned(), options, version }
     }
 
-    /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and kept there. Where the
-    /// folder cannot be written, each process compiles for itself.
+    /// The machine code of the kernels of a file: from disk, unless `anew`, or compiled and cached. If the folder
+    /// cannot be written, each process compiles its own.
     pub(super) fn image(&self, source: &'static Source, anew: bool) -> Result<Vec<u8>> {
-        // The ranks of a process need the same kernels at the same time: one compiles, the others find them on disk.
+        // The ranks of a process need the same kernels at the same time: one rank compiles, the others find the result
+        // on disk.
         static ONE: Mutex<()> = Mutex::new(());
         let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let path = self.path(source);
@@ -59,13 +60,13 @@ impl Compiler {
         let options = self.options.iter().map(|option| c(option)).collect::<Result<Vec<_>>>()?;
         let [headers_at, names_at, options_at] = [&headers, &names, &options].map(|strings| pointers(strings));
         let mut program = Program(std::ptr::null_mut());
-        // SAFETY: all strings end with zero and outlive the program, of each list as many as the number says.
+        // SAFETY: all strings end with zero and outlive the program, each list has as many strings as stated.
         let made = unsafe {
             let (count, headers, names) = (headers.len() as i32, headers_at.as_ptr(), names_at.as_ptr());
             nvrtc::nvrtcCreateProgram(&mut program.0, text.as_ptr(), name.as_ptr(), count, headers, names)
         };
         made.result().map_err(|error| refused(format!("{:?}", error.0)))?;
-        // SAFETY: the program was made above; the options are as many as said, each ends with zero.
+        // SAFETY: the program was made above; the number of options is as stated, and each ends with zero.
         let compiled = unsafe { nvrtc::nvrtcCompileProgram(program.0, options.len() as i32, options_at.as_ptr()) };
         if let Err(error) = compiled.result() {
             let log = read(&program, nvrtc::nvrtcGetProgramLogSize, nvrtc::nvrtcGetProgramLog).unwrap_or_default();
@@ -77,7 +78,7 @@ impl Compiler {
     }
 }
 
-/// A program of NVRTC, which is destroyed with this.
+/// A program of NVRTC, which is destroyed on drop.
 struct Program(nvrtcProgram);
 
 impl Drop for Program {
@@ -98,7 +99,7 @@ fn read(program: &Program, size: Size, get: Get) -> std::result::Result<Vec<u8>,
     // SAFETY: the program exists; `size` writes one number.
     unsafe { size(program.0, &mut bytes) }.result().map_err(|error| error.0)?;
     let mut read = vec![0_u8; bytes];
-    // SAFETY: `get` writes as many bytes as `size` said.
+    // SAFETY: `get` writes as many bytes as `size` reported.
     unsafe { get(program.0, read.as_mut_ptr().cast()) }.result().map_err(|error| error.0)?;
     Ok(read)
 }
@@ -107,7 +108,7 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
     strings.iter().map(|string| string.as_ptr()).chain([null()]).collect()
 }
 
-/// Writes a file under a name of its own and renames it, so that another process never reads half of it.
+/// Writes a file under a temporary name and renames it, so that no other process reads an incomplete file.
 fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let own = path.with_extension(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
@@ -121,7 +122,7 @@ mod tests {
     use crate::gpu::libraries::nvrtc;
     use meshwork_kernels::SOURCES;
 
-    /// NVRTC needs no GPU: machine code for the targets that `kernels/check.py` has nvcc compile for.
+    /// NVRTC needs no GPU: compiles to machine code for the targets that `kernels/check.py` compiles with nvcc.
     #[test]
     fn nvrtc_compiles_every_kernel() {
         let version = match nvrtc() {

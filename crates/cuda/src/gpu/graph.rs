@@ -1,11 +1,11 @@
-//! Work captured as a graph of the driver's.
+//! Work captured as a CUDA graph.
 //!
-//! A stream that is captured takes calls as always and runs none of them. Here each call has run before
-//! ([`crate::replay`]), so no memory is allocated and nothing is compiled while a stream is captured. What the driver
-//! does not capture is queued call by call.
+//! A stream in capture mode accepts calls but does not run them. Here each call has run before ([`crate::replay`]), so
+//! no memory is allocated and nothing is compiled during a capture. Work that the driver cannot capture is queued call
+//! by call.
 //!
-//! The node of each kernel is noted, because its arguments may change later: the stream's last node, which it tells
-//! after the call.
+//! The node of each kernel is recorded, because its arguments may change later: after the call, it is the stream's last
+//! node.
 
 use super::{Gpu, libraries::failed};
 use crate::driver::{Argument, Driver, DriverError, Graph, Result, Stream, Work};
@@ -24,12 +24,12 @@ use std::thread;
 /// contexts belong to the process, and so does this.
 static CAPTURE: Mutex<()> = Mutex::new(());
 
-/// Nothing is captured until the guard is dropped. To be taken before the state of a GPU.
+/// Prevents captures until the guard is dropped. Must be taken before the state of a GPU.
 pub(super) fn without_captures() -> MutexGuard<'static, ()> {
     CAPTURE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The oldest driver that tells the node of a call, as CUDA counts versions.
+/// The oldest driver that reports the node of a call, in CUDA's version numbers.
 const OLDEST: i32 = 12_030;
 
 /// The graphs of a GPU, by number.
@@ -52,7 +52,7 @@ struct Node {
 }
 
 impl Graphs {
-    /// Sets the arguments of kernels that `changed` names, and launches the graph.
+    /// Sets the arguments of the kernels in `changed`, and launches the graph.
     pub(super) fn launch(&self, queue: CUstream, which: Graph, changed: &[(usize, &[Argument])]) -> Result<()> {
         let unknown = |what| DriverError::Unknown { call: "replay", what };
         let graph = usize::try_from(which.0).ok().and_then(|at| self.0.get(at));
@@ -61,14 +61,14 @@ impl Graphs {
             let node = graph.nodes.get(at).copied().flatten();
             node.ok_or_else(|| unknown(format!("kernel {at} of {which:?}")))?.set(graph.launched, args)?;
         }
-        // SAFETY: both exist until the GPU is dropped; the places are those of calls that the caller answered for, and
-        // answers for again.
+        // SAFETY: both exist until the GPU is dropped; the caller has guaranteed the addresses at capture, and
+        // guarantees them again.
         unsafe { graph::launch(graph.launched, queue) }.map_err(failed("cuGraphLaunch"))
     }
 
     pub(super) fn drop_all(&mut self) {
         for Captured { graph, launched, .. } in self.0.drain(..) {
-            // SAFETY: made below, no work is queued, and they are gone from the list.
+            // SAFETY: created below, no work is queued, and they are removed from the list.
             unsafe {
                 _ = graph::exec_destroy(launched);
                 _ = graph::destroy(graph);
@@ -78,7 +78,7 @@ impl Graphs {
 }
 
 impl Node {
-    /// New arguments for launches from now on; those that are queued have the old ones.
+    /// Sets arguments for later launches; queued launches keep the old ones.
     fn set(&self, graph: CUgraphExec, args: &[Argument]) -> Result<()> {
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
@@ -97,15 +97,14 @@ impl Node {
             kern: null_mut(),
             ctx: null_mut(),
         };
-        // SAFETY: the node is one of the graph that this one was made of, which is kept; the arguments are of the
-        // kernel's types, as those that were captured, and are copied during the call. The caller answers for the
-        // places.
+        // SAFETY: the node belongs to the source graph, which is kept; the arguments have the kernel's types, like the
+        // captured ones, and are copied during the call. The caller guarantees the addresses.
         let set = unsafe { cuGraphExecKernelNodeSetParams_v2(graph, self.handle, &raw const params) };
         set.result().map_err(failed("cuGraphExecKernelNodeSetParams"))
     }
 }
 
-/// Captures pieces of work and queues them: as a graph, or call by call where they cannot be captured.
+/// Captures pieces of work and queues them: as a graph, or call by call if they cannot be captured.
 pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option<Graph>> {
     let Ok(made) = record(gpu, stream, work) else {
         work.iter().try_for_each(|work| gpu.queue(stream, work.clone()))?;
@@ -118,7 +117,7 @@ pub(super) fn capture(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Option
     Ok(Some(graph))
 }
 
-/// A stream that is captured by this thread until this is dropped.
+/// A capture of a stream by this thread, which ends on drop.
 struct Capturing<'a>(&'a Gpu, Stream);
 
 impl Drop for Capturing<'_> {
@@ -130,7 +129,7 @@ impl Drop for Capturing<'_> {
     }
 }
 
-/// The graph of what the calls queue. The stream is not captured any more when this returns.
+/// The graph of the queued calls. The capture has ended when this returns.
 fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
     let refused = |why: &str| Err(DriverError::Call { call: "cuStreamBeginCapture", why: why.to_owned() });
     if gpu.driver < OLDEST {
@@ -165,7 +164,7 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
     let launched = || unsafe { graph::instantiate(captured, none) }.map_err(failed("cuGraphInstantiate"));
     let made = queued.and_then(|nodes| Ok(Captured { graph: captured, launched: launched()?, nodes }));
     made.inspect_err(|_| {
-        // SAFETY: as above; nothing was made of it.
+        // SAFETY: as above; it has no executable graph.
         _ = unsafe { graph::destroy(captured) };
     })
 }
@@ -174,8 +173,8 @@ fn record(gpu: &Gpu, stream: Stream, work: &[Work]) -> Result<Captured> {
 fn last_node(queue: CUstream) -> Result<CUgraphNode> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut nodes, mut edges, mut count) = (null(), null(), 0);
-    // SAFETY: the stream exists until the GPU is dropped; the driver writes what it is given places for, and owns the
-    // list of nodes until the next call.
+    // SAFETY: the stream exists until the GPU is dropped; the driver writes to the given pointers, and owns the list of
+    // nodes until the next call.
     let told = unsafe {
         let (none, graph) = (null_mut(), null_mut());
         cuStreamGetCaptureInfo_v3(queue, &raw mut status, none, graph, &raw mut nodes, &raw mut edges, &raw mut count)

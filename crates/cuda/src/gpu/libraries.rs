@@ -7,22 +7,20 @@ use cudarc::driver::sys::{self as cuda, CUdevice, CUdevice_attribute as Of, CUre
 use cudarc::{cublaslt, get_lib_name_candidates, nvrtc};
 use std::env;
 
-/// The oldest GPUs that kernels are for: those before have no instructions for bf16, nor for copies behind the
-/// computation.
+/// The oldest supported GPUs: older ones have no instructions for bf16 or for asynchronous copies.
 const OLDEST_CAPABILITY: [i32; 2] = [8, 0];
 
-/// The oldest driver whose functions this uses, as CUDA counts: 1000 times the major version and 10 times the minor
-/// one.
+/// The oldest supported driver, in CUDA's version numbers: 1000 times the major version plus 10 times the minor.
 const OLDEST: i32 = 12_000;
 
-/// Why there is no GPU to work with.
+/// A GPU that cannot be used.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GpuError {
     /// No driver.
     #[error("no CUDA driver found (looked for {looked}): install NVIDIA's driver")]
     NoDriver {
-        /// The names of files, and where.
+        /// File names and search paths.
         looked: String,
     },
     /// A driver that lacks functions.
@@ -30,7 +28,7 @@ pub enum GpuError {
     DriverTooOld {
         /// The version of the driver.
         found: String,
-        /// The oldest that will do.
+        /// The oldest supported version.
         needed: String,
     },
     /// A driver that cannot load the compiler's machine code.
@@ -43,20 +41,20 @@ pub enum GpuError {
         /// The version of NVRTC.
         nvrtc: String,
     },
-    /// A library that is not there.
+    /// A missing library.
     #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
     NoLibrary {
         /// Its name.
         name: &'static str,
-        /// The names of files, and where.
+        /// File names and search paths.
         looked: String,
     },
-    /// A number that no GPU has.
+    /// A GPU that does not exist.
     #[error("there is no GPU {ordinal}: this machine has {count}, numbered from 0")]
     NoDevice {
-        /// The number that was asked for.
+        /// The requested number.
         ordinal: usize,
-        /// How many there are.
+        /// The number of GPUs.
         count: usize,
     },
     /// A GPU that lacks the instructions of the kernels.
@@ -70,7 +68,7 @@ pub enum GpuError {
         name: String,
         /// Its compute capability.
         found: String,
-        /// The oldest that will do.
+        /// The oldest supported one.
         needed: String,
     },
     /// A GPU that the compiler does not know.
@@ -98,7 +96,7 @@ pub enum GpuError {
 
 meshwork_core::debug_as_display!(GpuError);
 
-/// The name of a code of the driver, with its meaning.
+/// The name of a driver error code, with its meaning.
 pub(super) fn meaning(code: Code) -> String {
     let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
     let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
@@ -108,7 +106,7 @@ pub(super) fn meaning(code: Code) -> String {
     }
 }
 
-/// Whether a code is of work that ran: any later call may return it, and from then on every one does.
+/// Whether an error code belongs to queued work: any later call may return it, and then every call does.
 pub(super) fn is_of_work(code: Code) -> bool {
     use CUresult as C;
     matches!(
@@ -140,9 +138,9 @@ pub(super) fn failed(call: &'static str) -> impl Fn(Code) -> DriverError {
 /// The number of GPUs.
 ///
 /// # Errors
-/// No driver, or one that is too old or does not start.
+/// A driver that is missing, too old, or does not start.
 pub fn count() -> Result<usize, GpuError> {
-    // SAFETY: loads the library if it is there; its initialisers are the driver's own.
+    // SAFETY: loads the library if it exists; its initialisers are the driver's own.
     if !unsafe { cuda::is_culib_present() } {
         return Err(GpuError::NoDriver { looked: looked("cuda") });
     }
@@ -159,10 +157,10 @@ pub fn count() -> Result<usize, GpuError> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// A GPU that kernels can be compiled for.
+/// A GPU for which kernels can be compiled.
 pub(super) struct Found {
     pub(super) device: CUdevice,
-    /// Its name, as its maker has it.
+    /// Its name, as given by the vendor.
     pub(super) name: String,
     /// The architecture that kernels are compiled for, as `sm_90a`.
     pub(super) architecture: String,
@@ -170,7 +168,8 @@ pub(super) struct Found {
     pub(super) nvrtc: String,
 }
 
-/// The GPU of this number, which kernels can be compiled for, and whose driver can load what NVRTC compiles.
+/// Finds the GPU with this number, and checks that kernels can be compiled for it and that the driver can load NVRTC's
+/// output.
 pub(super) fn find(ordinal: usize) -> Result<Found, GpuError> {
     let count = count()?;
     let number = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
@@ -190,7 +189,7 @@ pub(super) fn find(ordinal: usize) -> Result<Found, GpuError> {
         let [found, needed] = [[major, minor], OLDEST_CAPABILITY].map(|[major, minor]| format!("{major}.{minor}"));
         return Err(GpuError::TooOld { ordinal, name, found, needed });
     }
-    // From 9.0 on, `a` is all that this one architecture has.
+    // From 9.0 on, `a` enables the features specific to this architecture.
     let architecture = format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" });
     let known = architectures()?;
     if !known.contains(&(10 * major + minor)) {
@@ -214,7 +213,7 @@ fn architectures() -> Result<Vec<i32>, DriverError> {
     // SAFETY: writes one number.
     unsafe { nvrtc::sys::nvrtcGetNumSupportedArchs(&mut count) }.result().map_err(refused)?;
     let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
-    // SAFETY: writes as many numbers as were told.
+    // SAFETY: writes as many numbers as reported above.
     unsafe { nvrtc::sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }.result().map_err(refused)?;
     Ok(known)
 }
@@ -232,7 +231,7 @@ pub(super) fn nvrtc() -> Result<(i32, i32), GpuError> {
     Ok((major, minor))
 }
 
-/// The version of the driver, which must be there.
+/// The version of the driver, which must exist.
 pub(super) fn version() -> Result<i32, DriverError> {
     let mut version = 0;
     // SAFETY: writes one number, and may be called before `cuInit`.
@@ -240,7 +239,7 @@ pub(super) fn version() -> Result<i32, DriverError> {
     Ok(version)
 }
 
-/// That there is a library of products.
+/// Checks that the library of products exists.
 pub(super) fn find_products() -> Result<(), GpuError> {
     // SAFETY: loads the library if it is there.
     match unsafe { cublaslt::sys::is_culib_present() } {
@@ -254,7 +253,7 @@ fn shown(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// Where a library was looked for.
+/// The search paths of a library.
 fn looked(name: &str) -> String {
     let plain = format!("lib{name}.so");
     let names: Vec<String> =

@@ -1,12 +1,12 @@
-//! A GPU, by way of NVIDIA's driver: feature `cuda`.
+//! A GPU, through NVIDIA's driver: feature `cuda`.
 //!
 //! The libraries are looked for when a GPU is opened ([`Gpu::open`]), so that the same binary runs without them.
-//! Kernels are compiled by NVRTC for the GPU's own architecture at the first use of a file of kernels, and kept on
-//! disk. Bytes go to and from the GPU by way of pinned memory.
+//! Kernels are compiled by NVRTC for the GPU's architecture at the first use of their file, and cached on disk. Bytes
+//! go to and from the GPU through pinned memory.
 //!
 //! All users of a GPU in a process share one context, and so its memory. Several GPUs are in `peers.rs`.
 //!
-//! More than 400 lines: one call of the driver after the other, each with the argument why it is sound.
+//! More than 400 lines: many driver calls, each with its safety argument.
 
 mod compile;
 mod graph;
@@ -41,8 +41,8 @@ use std::thread::{self, ThreadId};
 
 pub use libraries::{GpuError, count};
 
-/// That there is all that the GPU of this number needs, with the library's products if they are asked for; how many
-/// GPUs there are.
+/// Checks all requirements of the GPU with this number, including the library if its products are requested. Returns
+/// the number of GPUs.
 ///
 /// # Errors
 /// Names the library or GPU that is missing or too old.
@@ -67,12 +67,12 @@ pub struct Gpu {
     properties: Properties,
     context: Context,
     compiler: Compiler,
-    /// The version of the driver, as CUDA counts.
+    /// The version of the driver, in CUDA's version numbers.
     driver: i32,
     /// Whether it waits after each call.
     blocking: bool,
     state: Mutex<State>,
-    /// Notified when a stream is not captured any more.
+    /// Notified when a capture ends.
     released: Condvar,
 }
 
@@ -83,7 +83,7 @@ struct Context {
     handle: CUcontext,
 }
 
-// SAFETY: a context may be used by any thread that made it current, by several at once too.
+// SAFETY: a context may be used by any thread that made it current, even by several at once.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -113,12 +113,12 @@ struct State {
     functions: HashMap<[&'static str; 2], CUfunction>,
     library: Option<Library>,
     graphs: graph::Graphs,
-    /// How it gets at the memory of other GPUs, by their numbers.
+    /// Access to the memory of other GPUs, by their numbers.
     reaches: HashMap<usize, Reach>,
 }
 
-// SAFETY: handles of CUDA are not bound to a thread, but for the context, which each call makes current; memory that
-// they stand for is used by one thread at a time, under the lock.
+// SAFETY: CUDA handles are not bound to a thread; only the context is, and each call makes it current. The memory
+// behind the handles is used by one thread at a time, under the lock.
 unsafe impl Send for State {}
 
 /// A stream and its events.
@@ -127,25 +127,25 @@ struct Queue {
     stream: CUstream,
     events: Vec<CUevent>,
     recorded: u64,
-    /// The thread that captures it: others wait, because what they queue would become a part of the graph, or is
-    /// refused and ends the capture.
+    /// The thread that captures it. Other threads wait, because their work would become part of the graph, or would be
+    /// refused and end the capture.
     captured: Option<ThreadId>,
 }
 
 impl Gpu {
-    /// The GPU of this number. Compiled kernels are kept in `kernels`. The library of products is needed only if
-    /// `products` are its.
+    /// Opens the GPU with this number. Compiled kernels are cached in `kernels`. The library of products is needed only
+    /// if `products` asks for it.
     ///
     /// # Errors
-    /// No driver or library, or one that is too old; no GPU of this number.
+    /// A missing or too old driver or library, or no GPU with this number.
     pub fn open(ordinal: usize, kernels: &Path, products: Products) -> std::result::Result<Self, GpuError> {
         check(ordinal, products)?;
         let Found { device: number, name, architecture, nvrtc } = libraries::find(ordinal)?;
         let shared = attribute(number, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let shared = u32::try_from(shared).unwrap_or(0);
-        // SAFETY: the number is one of a GPU.
+        // SAFETY: the number is valid for a GPU.
         let memory = unsafe { device::total_mem(number) }.map_err(failed("cuDeviceTotalMem"))? as u64;
-        // SAFETY: the number is one of a GPU; it is released when the context is dropped.
+        // SAFETY: the number is valid for a GPU; the context is released when it is dropped.
         let handle = unsafe { primary_ctx::retain(number) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let gpu = Self {
             properties: Properties { name, ordinal, memory, shared, architecture: architecture.clone() },
@@ -162,7 +162,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The same GPU, which waits after each call that queues work, if `on`: an error is then of that very kernel or
+    /// The same GPU, which waits after each call that queues work, if `on`: an error then belongs to that kernel or
     /// copy, and names it ([`DriverError::Culprit`]). It captures no graphs, and is slow.
     #[must_use]
     pub fn blocking(mut self, on: bool) -> Self {
@@ -170,11 +170,11 @@ impl Gpu {
         self
     }
 
-    /// Compiles every kernel that is not on disk yet; otherwise a file of kernels is compiled when one of them is used
-    /// first.
+    /// Compiles every kernel that is not yet on disk; otherwise a file is compiled at the first use of one of its
+    /// kernels.
     ///
     /// # Errors
-    /// What NVRTC or the driver refuses.
+    /// An error of NVRTC or the driver.
     pub fn compile_all(&self) -> Result<()> {
         let mut state = self.state()?;
         KERNELS.iter().try_for_each(|kernel| self.function(&mut state, kernel).map(drop))
@@ -186,8 +186,8 @@ impl Gpu {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The state, with the context current, and the GPU's name of a stream that no other thread captures. Who queues
-    /// something there keeps the guard until it is queued.
+    /// The state, with the context current, and the GPU's handle of a stream that no other thread captures. Callers
+    /// keep the guard until their work is queued.
     fn queue_of(&self, call: &'static str, stream: Stream) -> Result<(MutexGuard<'_, State>, CUstream)> {
         let mut state = self.state()?;
         loop {
@@ -210,7 +210,7 @@ impl Gpu {
         over.map_err(|code| DriverError::Culprit { work: work.to_string(), why: meaning(code) })
     }
 
-    /// Launches a kernel, whose arguments are checked.
+    /// Launches a kernel, whose arguments have been checked.
     fn run(
         &self,
         state: &mut State,
@@ -223,8 +223,8 @@ impl Gpu {
         let mut values: Vec<u64> = args.iter().map(Argument::bits).collect();
         let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
         let [grid, block] = [launch.grid, launch.block].map(|[x, y, z]| (x, y, z));
-        // SAFETY: the arguments are those of the table, which is asserted against the source where kernels are compiled
-        // for the host; they are copied during the call. The caller answers for the places.
+        // SAFETY: the arguments match the table, which the host build asserts against the source; they are copied
+        // during the call. The caller guarantees the addresses.
         let queued = unsafe { cuda::launch_kernel(function, grid, block, launch.shared, queue, &mut places) };
         queued.map_err(|code| match format!("cuLaunchKernel: {}", meaning(code)) {
             why if is_of_work(code) => DriverError::Found { at: format!("the launch of {}", kernel.name), why },
@@ -233,7 +233,7 @@ impl Gpu {
         self.settle(queue, format_args!("kernel {}", kernel.name))
     }
 
-    /// Queues a product of the library, which is checked.
+    /// Queues a library product that has been checked.
     fn multiply(&self, state: &mut State, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
         let [m, n, k] = product.mnk;
         if k == 0 {
@@ -246,28 +246,28 @@ impl Gpu {
         self.settle(queue, format_args!("the product of {m} × {k} by {k} × {n}"))
     }
 
-    /// Queues zeros.
+    /// Queues a fill with zeros.
     fn fill(&self, queue: CUstream, at: Address, bytes: usize) -> Result<()> {
         if bytes == 0 {
-            return Ok(()); // which the driver may refuse
+            return Ok(()); // zero bytes, which the driver may refuse
         }
-        // SAFETY: the caller answers for the place.
+        // SAFETY: the caller guarantees the address.
         unsafe { memset_d8_async(at.0, 0, bytes, queue) }.map_err(failed("cuMemsetD8Async"))?;
         self.settle(queue, format_args!("zeros in {bytes} bytes"))
     }
 
-    /// The function of a kernel, whose file is compiled and loaded when it is used first.
+    /// The function of a kernel, whose file is compiled and loaded at its first use.
     fn function(&self, state: &mut State, kernel: &'static Kernel) -> Result<CUfunction> {
         if let Some(&function) = state.functions.get(&[kernel.source.name, kernel.name]) {
             return Ok(function);
         }
         let module = self.load(kernel.source)?;
         state.modules.push(module);
-        // A variant is alone in its file.
+        // The file of a variant has only that kernel.
         for kernel in KERNELS.iter().filter(|other| other.source == kernel.source).chain([kernel]) {
             let name = CString::new(kernel.name);
             let name = name.map_err(|error| DriverError::Kernel { kernel: kernel.name, why: error.to_string() })?;
-            // SAFETY: the module is loaded, and unloaded only when nothing can be launched any more.
+            // SAFETY: the module is loaded, and unloaded only when launches are no longer possible.
             let function = unsafe { module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
             // A kernel without room is refused when it is launched.
             if (1..=self.properties.shared).contains(&kernel.geometry.shared()) {
@@ -286,7 +286,7 @@ impl Gpu {
     fn load(&self, source: &'static Source) -> Result<CUmodule> {
         let load = |anew| -> Result<CUmodule> {
             let image = self.compiler.image(source, anew)?;
-            // SAFETY: the driver reads an image of machine code, whose header has its length, before this returns.
+            // SAFETY: the driver reads an image of machine code, whose header contains its length, before this returns.
             unsafe { module::load_data(image.as_ptr().cast()) }.map_err(failed("cuModuleLoadData"))
         };
         load(false).or_else(|error| match error {
@@ -298,7 +298,7 @@ impl Gpu {
 
 /// Memory of the current context, which the caller frees.
 fn allocate(bytes: usize) -> Result<CUdeviceptr> {
-    // SAFETY: nobody reads it before it is written but by a fault of the caller, as the seam has it.
+    // SAFETY: as the seam states, the caller must not read it before it is written.
     match unsafe { malloc_sync(bytes) } {
         Ok(at) => Ok(at),
         Err(Code(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
@@ -316,7 +316,7 @@ impl State {
         self.queues.get_mut(stream.0).ok_or_else(unknown)
     }
 
-    /// The GPU's event for one of ours, or for a later moment of the same stream.
+    /// The GPU's event for this event, or for a later moment of the same stream.
     fn event(&mut self, call: &'static str, event: Event) -> Result<CUevent> {
         let (stream, moment) = (Stream((event.0 % STREAMS) as usize), event.0 / STREAMS);
         let unknown = || DriverError::Unknown { call, what: format!("{event:?}") };
@@ -354,7 +354,7 @@ impl Driver for Gpu {
         let _captures = graph::without_captures();
         let _state = self.state()?;
         ctx::synchronize().map_err(failed("cuCtxSynchronize"))?;
-        // SAFETY: `alloc` gave it out, as the driver checks, and no queued work uses it any more.
+        // SAFETY: `alloc` returned it, as the driver checks, and no queued work uses it any more.
         unsafe { free_sync(at.0) }.map_err(failed("cuMemFree"))
     }
 
@@ -391,7 +391,7 @@ impl Driver for Gpu {
             }
             Work::Discard { .. } | Work::Copy { bytes: 0, .. } => Ok(()),
             Work::Copy { from, to, bytes } => {
-                // SAFETY: the caller answers for both places, which do not overlap.
+                // SAFETY: the caller guarantees both addresses, and that the ranges do not overlap.
                 unsafe { memcpy_dtod_async(to.0, from.0, bytes, queue) }.map_err(failed("cuMemcpyDtoDAsync"))?;
                 self.settle(queue, format_args!("a copy of {bytes} bytes"))
             }
@@ -435,7 +435,7 @@ impl Driver for Gpu {
 
     fn finish(&self, event: Event) -> Result<()> {
         let event = self.state()?.event("finish", event)?;
-        // SAFETY: it exists until the GPU is dropped. Not under the lock: other threads go on.
+        // SAFETY: it exists until the GPU is dropped. Not under the lock, so that other threads continue.
         unsafe { event::synchronize(event) }.map_err(failed("cuEventSynchronize"))
     }
 
@@ -445,7 +445,7 @@ impl Driver for Gpu {
             let mut slot = state.staging.take()?;
             let staged = slot.bytes(bytes.len());
             staged.copy_from_slice(bytes);
-            // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller answers for the
+            // SAFETY: the slot keeps the bytes until the event that follows the copy; the caller guarantees the
             // destination.
             let queued = unsafe { memcpy_htod_async(to.offset(part * SLOT).0, staged, queue) };
             queued.map_err(failed("cuMemcpyHtoDAsync"))?;
@@ -461,12 +461,12 @@ impl Driver for Gpu {
         for (part, into) in into.chunks_mut(SLOT).enumerate() {
             let (mut state, queue) = self.queue_of("read", stream)?;
             let mut slot = state.staging.take()?;
-            // SAFETY: the slot is this call's until the copy is over; the caller answers for the source.
+            // SAFETY: the slot belongs to this call until the copy is done; the caller guarantees the source.
             let queued = unsafe { memcpy_dtoh_async(slot.bytes(into.len()), from.offset(part * SLOT).0, queue) };
             queued.map_err(failed("cuMemcpyDtoHAsync"))?;
             // SAFETY: both exist until the GPU is dropped.
             unsafe { event::record(slot.done, queue) }.map_err(failed("cuEventRecord"))?;
-            drop(state); // other threads go on while this one waits
+            drop(state); // other threads continue while this one waits
             slot.finish()?;
             into.copy_from_slice(slot.bytes(into.len()));
             self.state()?.staging.give_back(slot);
@@ -497,14 +497,14 @@ impl Drop for Gpu {
         state.library.iter_mut().for_each(Library::drop_all);
         state.graphs.drop_all();
         for queue in state.queues.drain(..) {
-            // SAFETY: made by this, no work is queued, and they are gone from the list.
+            // SAFETY: created by this, no work is queued, and they are removed from the list.
             unsafe {
                 queue.events.into_iter().for_each(|event| _ = event::destroy(event));
                 _ = cuda::stream::destroy(queue.stream);
             }
         }
         for module in state.modules.drain(..) {
-            // SAFETY: loaded by this; none of its functions runs, and none can be launched any more.
+            // SAFETY: loaded by this; none of its functions runs, and none can be launched again.
             _ = unsafe { module::unload(module) };
         }
     }

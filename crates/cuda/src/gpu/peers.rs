@@ -20,7 +20,7 @@ fn gpu<'a>(call: &'static str, one: &Gpu, other: &'a dyn Driver) -> Result<&'a G
     any.downcast_ref::<Gpu>().ok_or_else(apart)
 }
 
-/// Opens the memory of `other` to the kernels of `gpu`, if the two can be peers. Each pair is asked once.
+/// Enables access of this GPU's kernels to the memory of `other`, if the two can be peers. Each pair is queried once.
 pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
     let other = gpu("reach", this, other)?;
     if this.context.handle == other.context.handle {
@@ -31,13 +31,13 @@ pub(super) fn reach(this: &Gpu, other: &dyn Driver) -> Result<Reach> {
         return Ok(known);
     }
     let mut can = 0;
-    // SAFETY: both numbers are those of GPUs; writes one number.
+    // SAFETY: both numbers are valid for GPUs; writes one number.
     let asked = unsafe { cuDeviceCanAccessPeer(&mut can, this.context.device, other.context.device) }.result();
     asked.map_err(failed("cuDeviceCanAccessPeer"))?;
-    // SAFETY: the context of this GPU is current, and that of the other is retained by it.
+    // SAFETY: the context of this GPU is current, and the other GPU retains its context.
     let opened = || unsafe { cuCtxEnablePeerAccess(other.context.handle, 0) }.result();
     let reach = match if can == 0 { Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)) } else { opened() } {
-        // Another user of this GPU in the process may have opened it.
+        // Another user of this GPU in the process may have enabled it.
         Ok(()) | Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)) => Reach::Direct,
         // A GPU has a limited number of peers.
         Err(Code(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED | CUresult::CUDA_ERROR_TOO_MANY_PEERS)) => Reach::Copies,
@@ -63,7 +63,7 @@ pub(super) fn copy_between(this: &Gpu, stream: Stream, from: Remote<'_>, to: Rem
         return Ok(());
     }
     let [from_context, to_context] = [ends.0, ends.1].map(|gpu| gpu.context.handle);
-    // SAFETY: both contexts are retained; the caller answers for the places, which do not overlap.
+    // SAFETY: both contexts are retained; the caller guarantees the addresses, and that the ranges do not overlap.
     let queued = unsafe { memcpy_peer_async(to_context, to.at.0, from_context, from.at.0, bytes, queue) };
     queued.map_err(failed("cuMemcpyPeerAsync"))?;
     this.settle(queue, format_args!("a copy of {bytes} bytes between GPUs"))

@@ -1,4 +1,4 @@
-//! Matrix products of cuBLASLt, whose order of sums is its own.
+//! Matrix products by cuBLASLt, with its own order of sums.
 
 use crate::driver::{Address, DriverError, Operand, Product, Result, Stream};
 use cudarc::cublaslt::result::{
@@ -17,7 +17,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUstream};
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-/// Bytes that a product may use beside its matrices.
+/// Bytes of workspace for a product.
 const WORKSPACE: usize = 32 << 20;
 
 /// Its alignment, and the largest that is stated for matrices.
@@ -32,7 +32,7 @@ pub(super) struct Library {
     algorithms: HashMap<Shape, cublasLtMatmulAlgo_t>,
 }
 
-/// All that an algorithm depends on.
+/// The key of an algorithm: all properties on which it depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     mnk: [usize; 3],
@@ -42,11 +42,11 @@ struct Shape {
     rounded: bool,
     /// Whether a bias is added.
     epilogue: bool,
-    /// Of A, B and C.
+    /// The alignments of A, B and C.
     alignments: [u32; 3],
 }
 
-/// The error of a function of the library. Where it could not run its kernels, the fault may be of earlier work.
+/// The error of a function of the library. If it could not run its kernels, earlier work may be at fault.
 fn failed(call: &'static str) -> impl Fn(CublasError) -> DriverError {
     move |error| match (format!("{:?}", error.0), error.0) {
         (why, Status::CUBLAS_STATUS_EXECUTION_FAILED | Status::CUBLAS_STATUS_INTERNAL_ERROR) => {
@@ -57,18 +57,18 @@ fn failed(call: &'static str) -> impl Fn(CublasError) -> DriverError {
 }
 
 impl Library {
-    /// The library must be there, and the context current.
+    /// The library must exist, and the context must be current.
     pub(super) fn new() -> Result<Self> {
         let handle = create_handle().map_err(failed("cublasLtCreate"))?;
         Ok(Self { handle, workspaces: HashMap::new(), algorithms: HashMap::new() })
     }
 
     /// Queues a product that was [checked](Product::check), whose sums are not empty. The context must be current, and
-    /// `queue` the GPU's name of `stream`.
+    /// `queue` the GPU's handle of `stream`.
     pub(super) fn product(&mut self, stream: Stream, queue: CUstream, product: Product) -> Result<()> {
         let Product { mnk: [m, n, k], operands: [a, b], c, rounded, accumulate, bias } = product;
-        // The library's matrices lie column by column, so that a matrix of ours is the transpose of its: it computes
-        // Cᵀ = op(B)ᵀ · op(A)ᵀ, and the operands change places.
+        // The library's matrices are column-major, so our row-major matrices are their transposes: it computes Cᵀ =
+        // op(B)ᵀ · op(A)ᵀ, with swapped operands.
         let type_of = |bf16| if bf16 { cudaDataType::CUDA_R_16BF } else { cudaDataType::CUDA_R_32F };
         let of = type_of(a.bf16);
         let stored = |operand: Operand, [rows, columns]: [usize; 2]| {
@@ -77,7 +77,7 @@ impl Library {
         let (first, second) = (stored(b, [k, n])?, stored(a, [m, k])?);
         let out = Layout::new(type_of(rounded), m, n)?;
         let description = Description::new([b.transposed, a.transposed], bias)?;
-        // There is none for the bias, which the epilogue reads by 16 bytes: Product::check.
+        // There is none for the bias, which the epilogue reads 16 bytes at a time: see Product::check.
         let alignments = [a.at, b.at, c].map(alignment);
         let (transposed, epilogue) = ([a.transposed, b.transposed], bias.is_some());
         let shape = Shape { mnk: product.mnk, transposed, bf16: a.bf16, rounded, epilogue, alignments };
@@ -96,9 +96,9 @@ impl Library {
         let workspace = self.workspace(stream)?;
         let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         let at = |address: Address| address.0 as *const c_void;
-        // SAFETY: the descriptions are those of the matrices, whose addresses and sizes the caller answers for as for a
-        // kernel's; scales are read during the call, because their pointers are the host's; the workspace is this
-        // stream's, as large as the preference said.
+        // SAFETY: the descriptors match the matrices, whose addresses and sizes the caller guarantees as for a kernel;
+        // scales are read during the call, because they are host pointers; the workspace belongs to this stream, with
+        // the size given in the preference.
         let queued = unsafe {
             matmul(
                 self.handle,
@@ -130,10 +130,10 @@ impl Library {
         Ok(*self.workspaces.entry(stream).or_insert(at))
     }
 
-    /// Frees all that it has. The context must be current, and no product under way.
+    /// Frees all resources. The context must be current, and no product in flight.
     pub(super) fn drop_all(&mut self) {
         for (_, at) in self.workspaces.drain() {
-            // SAFETY: allocated in `workspace`, and gone from the list.
+            // SAFETY: allocated in `workspace`, and removed from the list.
             _ = unsafe { free_sync(at) };
         }
         let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
@@ -144,16 +144,16 @@ impl Library {
     }
 }
 
-/// The largest power of two that divides an address, as far as it is of interest.
+/// The largest power of two that divides an address, up to `ALIGNED`.
 fn alignment(at: Address) -> u32 {
     (1 << at.0.trailing_zeros().min(ALIGNED.trailing_zeros())) as u32
 }
 
-/// A matrix as the library sees it.
+/// The library's descriptor of a matrix.
 struct Layout(cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// Of a matrix of ours, row by row.
+    /// The descriptor of a row-major matrix.
     fn new(of: cudaDataType, rows: usize, columns: usize) -> Result<Self> {
         let layout = create_matrix_layout(of, columns as u64, rows as u64, columns as i64);
         layout.map(Self).map_err(failed("cublasLtMatrixLayoutCreate"))
@@ -167,12 +167,11 @@ impl Drop for Layout {
     }
 }
 
-/// A product as the library sees it, with sums in f32.
+/// The library's descriptor of a product, with sums in f32.
 struct Description(cublasLtMatmulDesc_t);
 
 impl Description {
-    /// `bias` is one number for each row of the result, as the library sees it: for each of our columns. It has the
-    /// result's type.
+    /// `bias` has one number for each row of the library's result, which is a column of ours. It has the result's type.
     fn new(transposed: [bool; 2], bias: Option<Address>) -> Result<Self> {
         let description = create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
         let description = Self(description.map_err(failed("cublasLtMatmulDescCreate"))?);
@@ -190,8 +189,8 @@ impl Description {
             // SAFETY: the attribute is a number of 32 bits, which is read during the call.
             let set = unsafe { set_matmul_desc_attribute(description.0, kind, (&raw const epilogue).cast(), 4) };
             set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
-            // SAFETY: the attribute is an address of 64 bits, which is read during the call; the caller answers for the
-            // place.
+            // SAFETY: the attribute is an address of 64 bits, which is read during the call; the caller guarantees the
+            // address.
             let set = unsafe { set_matmul_desc_attribute(description.0, place, (&raw const bias.0).cast(), 8) };
             set.map_err(failed("cublasLtMatmulDescSetAttribute"))?;
         }
@@ -210,8 +209,8 @@ impl Drop for Description {
 struct Wish(cublasLtMatmulPreference_t);
 
 impl Wish {
-    /// Alignments in bytes of the library's first operand, its second, and of the result. Where that is `rounded`, sums
-    /// that are cut into parts are not rounded before they are added.
+    /// Alignments in bytes of the library's first operand, its second, and the result. If the result is `rounded`,
+    /// partial sums must not be rounded before they are added.
     fn new([first, second, out]: [u32; 3], rounded: bool) -> Result<Self> {
         let call = "cublasLtMatmulPreferenceSetAttribute";
         let wish = Self(create_matmul_pref().map_err(failed("cublasLtMatmulPreferenceCreate"))?);

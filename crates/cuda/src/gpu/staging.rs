@@ -13,25 +13,25 @@ use std::ffi::c_void;
 /// Bytes of a slot.
 pub(super) const SLOT: usize = 4 << 20;
 
-/// Slots of a GPU, and one for each thread that finds all of them taken. If all are in flight, the next copy waits for
+/// Slots of a GPU. A thread that finds all of them taken gets one more. If all are in flight, the next copy waits for
 /// the first.
 const SLOTS: usize = 8;
 
-/// Pinned memory of [`SLOT`] bytes, and when the last copy that uses it is over.
+/// Pinned memory of [`SLOT`] bytes, and the event after its last copy.
 #[derive(Debug)]
 pub(super) struct Slot {
     at: *mut u8,
     pub(super) done: CUevent,
 }
 
-/// Slots, those first that have been in use for longest.
+/// Slots, the longest in use first.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
     slots: VecDeque<Slot>,
     made: usize,
 }
 
-/// Pinned memory, all zero, for every context. A context must be current.
+/// Pinned memory, all zero, usable in every context. A context must be current.
 pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
     // SAFETY: the caller frees the memory.
     let at = unsafe { malloc_host(bytes, CU_MEMHOSTALLOC_PORTABLE) }.map_err(failed("cuMemHostAlloc"))?.cast::<u8>();
@@ -40,32 +40,31 @@ pub(super) fn allocate(bytes: usize) -> Result<*mut u8> {
     Ok(at)
 }
 
-/// Copies between pinned memory of [`allocate`] and a GPU; the caller answers for all places.
+/// Copies between pinned memory of [`allocate`] and a GPU; the caller guarantees all addresses.
 pub(super) fn save(queue: CUstream, from: Address, to: Address, bytes: usize) -> Result<()> {
-    // SAFETY: nobody has a reference to pinned memory: queued copies alone use it, and it is freed when none is queued.
+    // SAFETY: there are no references to pinned memory: only queued copies use it, and it is freed when none is queued.
     let queued = unsafe { cuMemcpyDtoHAsync_v2(to.0 as *mut c_void, from.0, bytes, queue) };
     queued.result().map_err(failed("cuMemcpyDtoHAsync"))
 }
 
-/// The way back.
+/// The same in the other direction.
 pub(super) fn load(queue: CUstream, from: Address, to: Address, bytes: usize) -> Result<()> {
     // SAFETY: as in `save`.
     let queued = unsafe { cuMemcpyHtoDAsync_v2(to.0, from.0 as *const c_void, bytes, queue) };
     queued.result().map_err(failed("cuMemcpyHtoDAsync"))
 }
 
-/// Frees memory of [`allocate`]. Its context must be current, and no copy under way.
+/// Frees memory of [`allocate`]. Its context must be current, and no copy in flight.
 pub(super) fn free(at: Address) -> Result<()> {
     // SAFETY: the driver refuses an address that it did not give out.
     unsafe { free_host(at.0 as *mut c_void) }.map_err(failed("cuMemFreeHost"))
 }
 
 impl Slot {
-    /// As many of its bytes, at most [`SLOT`].
+    /// Its first `count` bytes, at most [`SLOT`].
     pub(super) fn bytes(&mut self, count: usize) -> &mut [u8] {
         assert!(count <= SLOT);
-        // SAFETY: within the allocation, which was zeroed; whoever took the slot alone has it, and no copy is under
-        // way.
+        // SAFETY: within the allocation, which was zeroed; the slot has a single owner, and no copy is in flight.
         unsafe { std::slice::from_raw_parts_mut(self.at, count) }
     }
 
@@ -90,15 +89,15 @@ impl Staging {
         Ok(Slot { at, done })
     }
 
-    /// Takes a slot back, whose copy may be under way until its event.
+    /// Takes a slot back; its copy may be in flight until its event.
     pub(super) fn give_back(&mut self, slot: Slot) {
         self.slots.push_back(slot);
     }
 
-    /// Frees all slots. The context must be current, and no copy under way.
+    /// Frees all slots. The context must be current, and no copy in flight.
     pub(super) fn drop_all(&mut self) {
         for slot in self.slots.drain(..) {
-            // SAFETY: made in `take`, and no longer used: the slots are gone from the list.
+            // SAFETY: created in `take`, and no longer used: the slots are removed from the list.
             unsafe {
                 _ = event::destroy(slot.done);
                 _ = free_host(slot.at.cast());

@@ -1,4 +1,4 @@
-//! A chunk of the samples: its permutations, and its rows on their way.
+//! A chunk of the samples: its permutations, and its rows in flight.
 
 use super::Plan;
 use super::counts::{Announced, Counts};
@@ -11,28 +11,28 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Some samples of each rank.
+/// A chunk: some samples of each rank.
 #[derive(Debug)]
 pub(super) struct Chunk {
     pub samples: Range<usize>,
     /// The rows of this rank's experts.
     pub groups: Rc<RowGroups>,
-    /// Experts of the choices of tokens.
+    /// Experts of the tokens' choices.
     experts: Buffer,
-    /// Positions of the rows that return to this rank, and their slots.
+    /// Positions of the rows that return to this rank (`order`), and their slots.
     pub order: Buffer,
     slots: Buffer,
-    /// The exchange; `None` where one rank holds all experts.
+    /// The exchange; `None` if one rank holds all experts.
     pub exchange: Option<Exchange>,
-    /// What travels: tokens, and in backward the gradients of their rows; results, and in backward their gradients.
+    /// Rows in flight: tokens, and in backward the gradients of their rows; results, and in backward their gradients.
     pub tokens: Flight,
     pub results: Flight,
 }
 
-/// What goes between ranks.
+/// The permutations and counts of an exchange between ranks.
 #[derive(Debug)]
 pub(super) struct Exchange {
-    /// Ranks of the choices of tokens, each once.
+    /// Ranks of the tokens' choices, each rank once.
     ranks: Buffer,
     /// Positions of the choices whose tokens are sent, by rank, and their slots.
     pub sent: Buffer,
@@ -51,19 +51,19 @@ pub(super) struct Exchange {
     pub rows: [Vec<usize>; 2],
 }
 
-/// An exchange that was started and not yet waited for.
+/// A started exchange that was not yet waited for.
 #[derive(Debug, Default)]
 pub(super) struct Flight(RefCell<Option<Coming>>);
 
 #[derive(Debug)]
 struct Coming {
     pending: Pending,
-    /// Where messages come: how rows were packed, and their numbers from each rank.
+    /// For incoming messages: the packing of rows, and the number of rows from each rank.
     packed: Option<(RowPacking, Vec<usize>)>,
 }
 
 impl Flight {
-    /// Rows that are here already.
+    /// Sets rows that have already arrived.
     pub fn land(&self, rows: Buffer) {
         self.0.replace(Some(Coming { pending: Pending::done(rows), packed: None }));
     }
@@ -80,8 +80,8 @@ impl Flight {
 }
 
 impl Plan {
-    /// Starts an exchange of rows of `width` elements, in these numbers to and from each rank. `what` they are tells
-    /// apart what is drawn for them.
+    /// Starts an exchange of rows of `width` elements, with these numbers of rows to and from each rank. `what` names
+    /// the rows, so that each kind of rows draws different random numbers.
     pub fn start(
         &self,
         flight: &Flight,
@@ -116,7 +116,7 @@ impl Plan {
         chunk.samples.start * sample..chunk.samples.end * sample
     }
 
-    /// One value of what each chunk has of it, with `width` elements for each token.
+    /// Joins the parts of all chunks into one value with `width` elements for each token.
     pub fn join(&self, width: usize, mut of: impl FnMut(&Chunk) -> Result<Buffer>) -> Result<Buffer> {
         if let [all] = &self.chunks[..] {
             return of(all);
@@ -157,7 +157,7 @@ impl Chunk {
         Ok(Self { samples, groups, experts, order, slots, exchange: None, tokens, results })
     }
 
-    /// What rows of it are called, among those of all chunks.
+    /// The name of rows of this chunk, unique among all chunks.
     pub fn named(&self, what: &str) -> String {
         format!("{what} from sample {} on", self.samples.start)
     }
@@ -180,24 +180,24 @@ impl Exchange {
     }
 }
 
-/// A chunk whose choices are on their way to the ranks of their experts.
+/// A chunk whose choices are being sent to the ranks of their experts.
 pub(super) struct Leaving {
     samples: Range<usize>,
     places: usize,
-    /// Experts of the choices of tokens, and their ranks, each once.
+    /// Experts of the tokens' choices, and their ranks, each rank once.
     experts: Buffer,
     ranks: Buffer,
     /// The tokens sent, in order, and the slots of their choices.
     sent: (Buffer, Buffer),
     choices: Pending,
-    /// Tokens sent to each rank, and rows that it returns.
+    /// Tokens sent to each rank, and rows that each rank returns.
     tokens: Vec<usize>,
     rows: Vec<usize>,
 }
 
 impl Leaving {
-    /// Sends the choices of `samples`, whose `experts` and `ranks` these are. `tokens` are the counts of tokens sent to
-    /// each rank and received from it, `rows` those of the rows that each rank returns.
+    /// Sends the choices of `samples`, with their `experts` and `ranks`. `tokens` are the counts of tokens sent to and
+    /// received from each rank; `rows` are the counts of rows that each rank returns.
     pub fn new(
         device: &dyn Device,
         group: &Group,
@@ -215,7 +215,7 @@ impl Leaving {
         Ok(Self { samples, places, experts, ranks, sent, choices, tokens, rows })
     }
 
-    /// The chunk, once the choices of other ranks' tokens are here.
+    /// Completes the chunk with the received choices of other ranks' tokens.
     pub fn arrive(self, device: &dyn Device, group: &Group, here: &Announced, axis: Axis) -> Result<Chunk> {
         let Self { samples, places, experts, ranks, sent: (sent, sent_slots), choices, tokens, rows } = self;
         let (permutation, me, groups) = (device.permutation()?, group.rank(), here.groups(axis));

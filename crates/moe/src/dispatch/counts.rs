@@ -1,4 +1,4 @@
-//! The counts that the host reads: those of this rank's choices, and those that other ranks announce.
+//! The counts that the host reads: of this rank's choices, and as announced by other ranks.
 
 use super::Chosen;
 use meshwork_core::{Axis, Buffer, DType, Group};
@@ -6,7 +6,7 @@ use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::{Device, Result, Tape};
 use std::ops::Range;
 
-/// Numbers of rows for every sample: of each expert, and of tokens for each rank.
+/// Counts for every sample: rows for each expert, and tokens for each rank.
 pub(super) struct Counts {
     num_experts: usize,
     num_ranks: usize,
@@ -22,7 +22,7 @@ impl Counts {
         let Chosen { num_experts, capacity, top_k, .. } = *chosen;
         let experts = permutation.counts(chosen.experts.buffer(), samples, 0..num_experts)?;
         let tokens = permutation.counts(once, samples, 0..ranks)?;
-        // One download, because the host waits in each.
+        // One download, because the host waits for each download.
         let mut both = device.alloc(DType::I32, experts.count() + tokens.count())?;
         layout.copy_into(&experts, 0..experts.count(), &mut both, 0)?;
         layout.copy_into(&tokens, 0..tokens.count(), &mut both, experts.count())?;
@@ -41,7 +41,7 @@ impl Counts {
         Ok(Self { experts: experts.repeat(samples), ranks: tokens.repeat(samples), ..read })
     }
 
-    /// Those of some samples.
+    /// The counts of some samples.
     pub fn of(&self, samples: &Range<usize>) -> Self {
         let part = |counts: &[usize], each: usize| counts[samples.start * each..samples.end * each].to_vec();
         Self { experts: part(&self.experts, self.num_experts), ranks: part(&self.ranks, self.num_ranks), ..*self }
@@ -59,7 +59,7 @@ impl Counts {
         (0..self.num_ranks).map(|rank| self.ranks.iter().skip(rank).step_by(self.num_ranks).sum()).collect()
     }
 
-    /// Rows of each rank's experts.
+    /// Rows for each rank's experts.
     pub fn rows_of_ranks(&self) -> Vec<usize> {
         let held = self.num_experts / self.num_ranks;
         let of = |rank: usize| self.experts.chunks(self.num_experts).flat_map(|row| &row[rank * held..][..held]).sum();
@@ -67,25 +67,25 @@ impl Counts {
     }
 }
 
-/// `count` as evenly as possible in `parts` parts, the larger ones first.
+/// `count` split as evenly as possible into `parts` parts, the larger ones first.
 fn even(count: usize, parts: usize) -> impl Iterator<Item = usize> {
     (0..parts).map(move |part| count / parts + usize::from(part < count % parts))
 }
 
-/// The mean number of `tokens` tokens with an expert among `held` of `experts`, where each chooses k of them: a token
-/// has none there with probability `C(experts - held, k) / C(experts, k)`.
+/// The mean number, of `tokens` tokens that each choose k of `experts` experts, with at least one expert among `held`
+/// of them: a token has none there with probability `C(experts - held, k) / C(experts, k)`.
 fn spread(tokens: usize, k: usize, experts: usize, held: usize) -> usize {
     let none: f64 = (0..k).map(|i| (experts - held).saturating_sub(i) as f64 / (experts - i) as f64).product();
     (tokens as f64 * (1.0 - none)).round() as usize
 }
 
-/// What the ranks announce to this one: numbers of tokens and rows for its experts.
+/// The announcements of all ranks to this one: numbers of tokens and rows for its experts.
 pub(super) struct Announced {
-    /// Per rank: its first sample.
+    /// The first sample of each rank.
     first: Vec<u64>,
     /// Samples of each rank.
     samples: usize,
-    /// Experts here.
+    /// Experts on this rank.
     held: usize,
     /// `[ranks, samples]`
     tokens: Vec<usize>,
@@ -103,7 +103,7 @@ impl Announced {
     ) -> Result<Self> {
         let (ranks, me, experts) = (group.size(), group.rank(), held * group.size());
         let first = tape.first_sample();
-        // For each rank: the number of the first sample, and for every sample the tokens and the rows of each expert.
+        // For each rank: the index of the first sample; then, for every sample, the tokens and the rows of each expert.
         let size = 1 + samples * (1 + held);
         let mut message = Vec::with_capacity(ranks * size);
         for rank in 0..ranks {
@@ -118,7 +118,8 @@ impl Announced {
         let room = device.alloc(DType::I32, ranks * size)?;
         let received = group.all_to_all(device.upload(&Buffer::from_vec(message.clone()))?, room, &each, &each)?;
         let received = device.download(&received)?;
-        // Without values every rank announces what this one announces to itself, of its own samples.
+        // Without values, every rank is assumed to announce, for its own samples, the same as this rank announces to
+        // itself.
         let apart = match tape.rank_samples() {
             0 => samples as u64,
             apart => apart,
@@ -138,7 +139,7 @@ impl Announced {
         Ok(of)
     }
 
-    /// What is announced of these samples of each rank.
+    /// The announcements for these samples of each rank.
     pub fn of(&self, samples: &Range<usize>) -> Self {
         let part = |counts: &[usize], each: usize| -> Vec<usize> {
             let of_ranks = counts.chunks_exact(self.samples * each);
@@ -153,19 +154,19 @@ impl Announced {
         }
     }
 
-    /// The rows of each expert: ranks have consecutive samples, so rows in the order of ranks are in that of samples.
+    /// The rows of each expert: ranks have consecutive samples, so the order of ranks is the order of samples.
     pub fn groups(&self, axis: Axis) -> RowGroups {
         let of = |expert| self.rows.iter().skip(expert).step_by(self.held).copied().collect();
         let runs = self.first.iter().map(|&first| first..first + self.samples as u64).collect();
         RowGroups::new(axis, runs, (0..self.held).map(of).collect())
     }
 
-    /// Tokens of each rank.
+    /// Tokens from each rank.
     pub fn tokens_by_rank(&self) -> Vec<usize> {
         self.tokens.chunks(self.samples).map(|tokens| tokens.iter().sum()).collect()
     }
 
-    /// Rows of the tokens of each rank.
+    /// Rows of the tokens from each rank.
     pub fn rows_by_rank(&self) -> Vec<usize> {
         self.rows.chunks(self.samples * self.held).map(|rows| rows.iter().sum()).collect()
     }
@@ -180,7 +181,7 @@ mod tests {
         assert!(even(10, 4).eq([3, 3, 2, 2]));
         assert_eq!(spread(100, 2, 8, 8), 100, "one rank is sent every token once");
         assert_eq!(spread(100, 1, 8, 2), 25);
-        // Of 28 pairs of 8 experts, 15 are among the 6 of other ranks.
+        // Of the 28 pairs of 8 experts, 15 lie among the 6 experts of other ranks.
         assert_eq!(spread(2800, 2, 8, 2), 1300);
         assert_eq!(spread(100, 3, 4, 2), 100, "some expert of three is always here");
     }

@@ -2,12 +2,12 @@
 //!
 //! | operation | forward | backward |
 //! |---|---|---|
-//! | `dispatch` | starts the exchange of tokens, of all chunks | waits for the gradients of their rows |
+//! | `dispatch` | starts the exchange of tokens, for all chunks | waits for the gradients of their rows |
 //! | `arrive`, of a chunk | waits for them | starts the exchange of their gradients |
 //! | `return`, of a chunk | starts the exchange of results | waits for their gradients |
 //! | `combine` | waits for the results of all chunks | starts the exchange of their gradients |
 //!
-//! What passes between those that start and those that wait are values without elements, `[0, features]`.
+//! Starting and waiting operations are connected by values without elements, `[0, features]`.
 
 use super::Plan;
 use meshwork_core::rules::{Operand, per_axis};
@@ -16,7 +16,7 @@ use meshwork_tensor::tape::{Backward, Forward, Op, RowFlow};
 use meshwork_tensor::{Result, Tensor};
 use std::rc::Rc;
 
-/// What stands for rows on their way.
+/// The placeholder for rows in flight.
 fn away(plan: &Plan, dtype: DType, width: usize) -> Result<Tensor> {
     Tensor::zeros(&plan.device, dtype, [0, width])
 }
@@ -156,8 +156,8 @@ impl Op for Arrive {
             None => chunk.tokens.land(grad.into_buffer()),
             Some(exchange) => {
                 let permutation = plan.device.permutation()?;
-                // Of a token that several experts here have read, a rank sends the sum of its gradients: a share of
-                // that of all experts.
+                // If several experts of this rank read a token, the rank sends the sum of their gradients, which is a
+                // part of the sum over all experts.
                 let grad = cx.share(grad)?;
                 let rows = permutation.combine(grad.buffer(), exchange.of_received(plan), None, self.width)?;
                 drop(grad);
@@ -174,7 +174,7 @@ impl Op for Arrive {
     }
 }
 
-/// Starts the second exchange of a chunk, after that of the chunk before.
+/// Starts the second exchange of a chunk, after the exchange of the previous chunk.
 #[derive(Debug)]
 pub(super) struct Return {
     pub plan: Rc<Plan>,

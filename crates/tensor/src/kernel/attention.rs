@@ -20,7 +20,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
+    /// (query, key) pairs that the causal mask keeps, over all heads and sequences, if each sequence is one document.
     pub fn pairs(&self) -> u64 {
         let seq = self.seq as u64;
         (self.batch * self.heads) as u64 * (seq * (seq + 1) / 2)
@@ -52,7 +52,7 @@ pub struct GroupedShape {
     pub group: usize,
     /// Heads of keys and values in memory.
     pub kv_heads: usize,
-    /// The head of keys and values that the first heads of queries read; each following group reads the next one.
+    /// The head of keys and values for the first group of query heads; each following group reads the next one.
     pub first_kv_head: usize,
     /// The rotary embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
@@ -116,17 +116,17 @@ pub struct AttentionDropout {
     pub global_heads: u64,
 }
 
-/// Documents that follow each other in a sequence.
+/// Several documents packed into a sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct DocumentPositions<'a> {
     /// The position of each token in its document, `[batch, seq]` in i32: 0 begins a document, and each other position
-    /// is one more than the one before. A sequence may begin at any position below `seq`.
+    /// is its predecessor plus one. A sequence may begin at any position below `seq`.
     pub positions: &'a Buffer,
-    /// Whether tokens see only those of their own document. In any case rotations follow the positions.
+    /// Whether tokens attend only to their own document. Rotary embeddings follow the positions in either case.
     pub apart: bool,
 }
 
-/// What decides which pairs of tokens count, besides their order.
+/// Masks of attention, besides the causal mask.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionMasks<'a> {
     /// Dropout of attention probabilities.

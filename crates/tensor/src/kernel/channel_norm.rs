@@ -33,7 +33,7 @@ impl Groups {
     }
 }
 
-/// The statistics to normalise by, `[blocks, groups]` each.
+/// The statistics used for normalisation, `[blocks, groups]` each.
 #[derive(Clone, Copy, Debug)]
 pub struct MeanVariance<'a> {
     /// Means.
@@ -44,7 +44,7 @@ pub struct MeanVariance<'a> {
     pub eps: f64,
 }
 
-/// The source of the statistics, which determines their gradient.
+/// The source of the statistics, which determines the gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Statistics {
     /// From x itself.
@@ -57,7 +57,7 @@ kernels! {
     /// The norm in separate steps, so that its statistics can be kept, and replaced by others.
     pub trait ChannelNorm at channel_norm {
         /// (mean, variance), `[blocks, groups]` each; the variance divides by the number of elements. Per channel, rows
-        /// are summed by 64 of them in order, then those in order, then the channels of a group in order.
+        /// are summed in order in parts of 64, the parts are summed in order, then the channels of a group in order.
         fn moments(&self, groups: Groups, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Norm: x), halves(wide x);
 
@@ -65,7 +65,7 @@ kernels! {
         fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>
             | profile(Norm: x, by.mean, by.variance, affine[0], affine[1]), halves(own);
 
-        /// (dx, dgamma and dbeta): these two `[blocks, channels]`, summed over the rows of each block as in
+        /// (dx, dgamma, dbeta). dgamma and dbeta are `[blocks, channels]`, summed over the rows of each block as in
         /// [`moments`](Self::moments).
         fn normalise_grad(
             &self,

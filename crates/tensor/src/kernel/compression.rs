@@ -1,4 +1,4 @@
-//! Lossy compression of f32s: what is sent of a value, and what feedback keeps of it.
+//! Lossy compression of f32 values, and the state of error feedback.
 
 use super::table::*;
 use meshwork_compress::feedback::Sender;
@@ -6,12 +6,12 @@ use meshwork_compress::{Draws, Feedback, Fold, PowerSgd, Scheme, Shape, Sparse};
 use meshwork_core::Buffer;
 
 kernels! {
-    /// Messages of the [wire format](meshwork_compress::wire), as bytes in buffers of the device, of schemes without a
+    /// Messages in the [wire format](meshwork_compress::wire), as bytes in buffers of the device, for schemes without a
     /// warm state; and the equations of [feedback](meshwork_compress::feedback). Every device gives the bits of
     /// `meshwork-compress`.
     pub trait Compression at compression {
-        /// Writes the message of `x` to the bytes of `message` from `at` on:
-        /// [`wire_bytes`](meshwork_compress::wire_bytes) of them.
+        /// Writes the message of `x` to `message`, from byte `at` on: [`wire_bytes`](meshwork_compress::wire_bytes)
+        /// bytes.
         ///
         /// # Errors
         /// A shape that the scheme does not compress, or that `x` does not have; no room for the message.
@@ -26,8 +26,8 @@ kernels! {
         ) -> Result<()>
             | profile(Compression: x, message), halves(wide x);
 
-        /// Restores a message to the elements of `out` from `at` on, or adds it to them. `message` has its bytes and no
-        /// others: a [slice](Buffer::slice) of what was received.
+        /// Decodes a message into the elements of `out` from `at` on, or adds it to them. `message` has exactly its
+        /// bytes: a [slice](Buffer::slice) of the received buffer.
         ///
         /// # Errors
         /// A message of another scheme or shape, or a malformed one.
@@ -42,32 +42,32 @@ kernels! {
         ) -> Result<()>
             | profile(Compression: message, out), halves(own);
 
-        /// The elements of `x`, of this shape, that `indices` names: the [index bytes](Sparse::index_bytes) of a
-        /// message of this scheme.
+        /// The elements of `x`, of this shape, at `indices`: the [index bytes](Sparse::index_bytes) of a message of
+        /// this scheme.
         ///
         /// # Errors
-        /// Bytes that no indices have.
+        /// Bytes that encode no indices.
         fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer>
             | profile(Compression: indices), halves(wide x);
 
-        /// A value of this shape that has `values` where `indices` says, and zeros elsewhere.
+        /// A tensor of this shape with `values` at `indices` and zeros elsewhere.
         ///
         /// # Errors
         /// As [`take`](Self::take).
         fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer>
             | profile(Compression: indices, values), halves(wide values);
 
-        /// What is compressed in place of `x`: [`Feedback::outgoing`]. `first`: whether it is the first value of this
-        /// sender.
+        /// The value that is compressed instead of `x`: [`Feedback::outgoing`]. `first`: whether this is the first
+        /// value of this sender.
         fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>
             | profile(Compression: x, x), halves(wide x);
 
-        /// Takes note of what was sent of a target: [`Feedback::sent`].
+        /// Updates the sender's state with the value sent for a target: [`Feedback::sent`].
         fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>
             | profile(Compression: target, sent, target), halves(wide target, sent);
 
-        /// The first half of PowerSGD for a matrix `m` of this shape: draws the columns of `q` that are zero, and
-        /// writes `p = m q`. `p` and `q` have the elements of [`PowerSgd::factors`].
+        /// The first half of PowerSGD for a matrix `m` of this shape: draws random values for the columns of `q` that
+        /// are zero, and writes `p = m q`. `p` and `q` have the elements of [`PowerSgd::factors`].
         fn left_factor(
             &self,
             of: PowerSgd,

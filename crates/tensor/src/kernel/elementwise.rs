@@ -6,7 +6,7 @@ use meshwork_core::Buffer;
 /// A function of one number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Map {
-    /// x times this.
+    /// x times this factor.
     Scale(f64),
     /// `e^x`.
     Exp,
@@ -16,7 +16,7 @@ pub enum Map {
     Sigmoid,
     /// `x/(1 + e^-x)` (Elfwing et al., arXiv:1702.03118).
     Silu,
-    /// `c tanh(x/c)` for this c: close to x near zero, and within ±c (Gemma 2, arXiv:2408.00118, section 2).
+    /// `c tanh(x/c)` with this c: close to x near zero, bounded by ±c (Gemma 2, arXiv:2408.00118, section 2).
     SoftCap(f64),
 }
 

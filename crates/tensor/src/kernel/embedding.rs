@@ -10,13 +10,13 @@ use std::ops::Range;
 pub struct TableGrad<'a> {
     /// Memory that holds it.
     pub buffer: &'a mut Buffer,
-    /// Its first element there.
+    /// Index of its first element in `buffer`.
     pub start: usize,
     /// Rows of the table.
     pub rows: usize,
     /// Whether to add to the old contents instead of overwriting them.
     pub accumulate: bool,
-    /// Blocks in which the samples are summed, in the [tree](meshwork_core::tree): each of them, or all together.
+    /// Reduction blocks of the samples in the [tree](meshwork_core::tree): one per sample, or one for all.
     pub blocks: usize,
 }
 
@@ -29,14 +29,14 @@ impl<'a> TableGrad<'a> {
 }
 
 kernels! {
-    /// Lookups by i32 ids, and positions added to a sequence. They take 16 bits, but for the gradient of a table.
+    /// Lookups by i32 ids, and positions added to a sequence. All but the gradients of tables take 16 bits.
     pub trait Embedding at embedding {
         /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of
         /// `vocab` over all ranks. An id outside the vocabulary is an error.
         fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>
             | profile(= Traffic::lookup(ids, table, width)), halves(as_is);
 
-        /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, in each block in the order of i.
+        /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, within each block in the order of i.
         fn lookup_grad(
             &self,
             ids: &Buffer,
@@ -51,7 +51,7 @@ kernels! {
         fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>
             | profile(Embedding: x, table), halves(alike x, table -> x);
 
-        /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block has its samples one
+        /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block sums its samples one
         /// after the other.
         fn positions_grad(
             &self,

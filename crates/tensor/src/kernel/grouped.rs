@@ -1,11 +1,11 @@
-//! Products of groups of rows, each with a matrix of its own: the linear layers of experts.
+//! Products of groups of rows, each group with its own matrix: the linear layers of experts.
 
 use super::table::*;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 
-/// Groups of consecutive rows, of any length each, and the dims of their products: group g has `W_g[n, k]`.
+/// Groups of consecutive rows, each of any length, and the dims of their products: group g has `W_g[n, k]`.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedGemm<'a> {
     /// Rows of each group.
@@ -24,14 +24,15 @@ impl GroupedGemm<'_> {
         2 * self.rows.iter().sum::<usize>() as u64 * self.n as u64 * self.k as u64
     }
 
-    /// The type of Y, of X and W, or of dX, of dY and W: theirs, or f32 if one of them has 16 bits.
+    /// The type of the result (Y of X and W, or dX of dY and W): the type of the operands, or f32 if they differ and
+    /// one of them has 16 bits.
     pub fn result(x: &Buffer, w: &Buffer) -> DType {
         if x.dtype() == w.dtype() { w.dtype() } else { w.dtype().widened() }
     }
 }
 
-/// Per group, the rows that its gradient sums, in consecutive blocks, whose sums are added up in the
-/// [tree](meshwork_core::tree).
+/// For each group, the rows over which its gradient is summed, as consecutive blocks. The block sums are added up in
+/// the [tree](meshwork_core::tree).
 pub type GroupBlocks = [Vec<Range<usize>>];
 
 /// The destination of the gradients of all groups' weights, one after the other.
@@ -39,7 +40,7 @@ pub type GroupBlocks = [Vec<Range<usize>>];
 pub struct GroupedGrad<'a> {
     /// Memory that holds them.
     pub buffer: &'a mut Buffer,
-    /// The first element there.
+    /// Index of the first element in `buffer`.
     pub start: usize,
     /// Whether to add to the old contents instead of overwriting them. Only for sums of one block.
     pub accumulate: bool,
@@ -47,16 +48,16 @@ pub struct GroupedGrad<'a> {
 
 kernels! {
     /// Products of groups of rows, without padding. The bits of a row depend on that row alone, as in
-    /// [`Matmul`](super::Matmul), and operands may be stored as there. A result has the type of its operands where they
-    /// have one type, and else that in which they are summed ([`GroupedGemm::result`]). The threads share all groups,
-    /// however uneven they are.
+    /// [`Matmul`](super::Matmul); operands may be stored in the same types. A result has the type of its operands if
+    /// they agree, else the type of the sums ([`GroupedGemm::result`]). The threads share all groups, however uneven
+    /// they are.
     pub trait Grouped at grouped_matmul {
         /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
         fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>
             | profile(= Traffic::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own);
 
         /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs
-        /// `[rows, n / 2]` of type `stored`), with the bits of both one after the other. Sums of one block alone.
+        /// `[rows, n / 2]` of type `stored`), bitwise equal to the two calls in sequence. Only for sums of one block.
         fn grouped_linear_swiglu(
             &self,
             spec: GroupedGemm<'_>,
@@ -81,7 +82,7 @@ kernels! {
         /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
         fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(wide x, bias -> x);
-        /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero in each.
+        /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero within each block.
         fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()>
             | profile(Pointwise: dy), halves(own);
     }

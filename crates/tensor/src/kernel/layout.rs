@@ -1,4 +1,4 @@
-//! Moving blocks: for collectives along a dim other than the first, and for gathering the values of a step in one
+//! Moving blocks: for collectives along a dim other than the first, and for gathering the values of a step into one
 //! vector.
 
 use super::table::*;
@@ -25,18 +25,18 @@ kernels! {
             | profile(Memory: x), halves(as_is)
             | default { self.narrow(x, 1, x.count(), 1, 0..x.count()) };
 
-        /// Of a vector of floats (a bit of each element, whether it is not +0; the elements whose bit is set, in
-        /// order), which [`unpack_nonzeros`](Self::unpack_nonzeros) makes the same vector of, bit by bit. The first of
-        /// eight elements has the lowest bit of a byte. `None` if both together take no less memory than x. How much
-        /// they take depends on the values; a device without values takes as much as x.
+        /// Packs a vector of floats as (a bit per element: whether it is not +0; the elements whose bit is set, in
+        /// order). [`unpack_nonzeros`](Self::unpack_nonzeros) restores the same bits. The first of eight elements has
+        /// the lowest bit of a byte. `None` if both together take no less memory than x. Their size depends on the
+        /// values; a device without values takes as much as x.
         fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>>
             | profile(Memory: x), halves(as_is);
 
-        /// The `count` elements from what [`pack_nonzeros`](Self::pack_nonzeros) made of them.
+        /// Restores the `count` elements that [`pack_nonzeros`](Self::pack_nonzeros) packed.
         fn unpack_nonzeros(&self, bits: &Buffer, values: &Buffer, count: usize) -> Result<Buffer>
             | profile(Memory: bits, values), halves(as_is);
 
-        /// Copies the elements `range` of `src` to those of `dst` from `at` on. Both are of one dtype.
+        /// Copies the elements `range` of `src` to `dst`, from element `at` on. Both have the same dtype.
         ///
         /// # Errors
         /// When the dtypes differ, when either range lies outside its buffer, or when `dst` is shared.

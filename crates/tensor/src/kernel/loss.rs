@@ -1,5 +1,5 @@
 //! Softmax cross entropy in separate steps, so that reductions over ranks can run between them if the vocabulary is
-//! cut.
+//! sharded.
 
 use super::table::*;
 use meshwork_core::Buffer;
@@ -7,13 +7,13 @@ use meshwork_core::Buffer;
 /// A part of the vocabulary in this rank's logits `[rows, pitch]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VocabShard {
-    /// First id.
+    /// First id of the shard.
     pub first: usize,
-    /// Ids held; columns from here to `width` are padding and never enter a sum.
+    /// Number of ids; columns from `valid` to `width` are padding and never enter a sum.
     pub valid: usize,
-    /// Columns here.
+    /// Columns of the shard.
     pub width: usize,
-    /// Columns of the logits before these.
+    /// Columns of the logits before the shard.
     pub skipped: usize,
     /// Columns of the logits in total.
     pub pitch: usize,
@@ -23,7 +23,7 @@ pub struct VocabShard {
 }
 
 impl VocabShard {
-    /// `count` equal parts of it; boundaries are rounded down.
+    /// `count` equal parts of this shard; boundaries are rounded down.
     pub fn parts(self, count: usize) -> impl Iterator<Item = Self> {
         (0..count).map(move |part| {
             let (from, to) = (self.width * part / count, self.width * (part + 1) / count);
@@ -35,7 +35,7 @@ impl VocabShard {
 }
 
 kernels! {
-    /// Cross entropy of logits `[rows, pitch]`, of 16 bits too, against i32 targets `[rows]`; a negative target is
+    /// Cross entropy of logits `[rows, pitch]`, f32 or 16 bits, against i32 targets `[rows]`; a negative target is
     /// masked.
     pub trait Loss at loss {
         /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum
@@ -43,22 +43,22 @@ kernels! {
         fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>
             | profile(= Traffic::row_stats(logits, targets, shard)), halves(as_is);
 
-        /// Takes the larger of each two maxima.
+        /// Elementwise maximum of `max` and `other`, in `max`.
         fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>
             | profile(Loss: other, other, other), halves(as_is);
 
-        /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. They can then be
-        /// summed over the shards, as the targets' logits can.
+        /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. Then they can be
+        /// summed over the shards, like the logits of the targets.
         fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>
             | profile(Loss: sums, sums, local, global), halves(as_is);
 
-        /// (per sample an f64: the sum over its unmasked rows of lse - target logit, in order; lse `[rows]`), where lse
-        /// = max + ln(sum of exp).
+        /// (an f64 per sample: Σ (lse - target logit) over its unmasked rows, in order; lse `[rows]`), where lse = max
+        /// + ln(sum of exp).
         fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>
             | profile(Loss: max, sums, targets), halves(as_is);
 
         /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and
-        /// padding. `scale` has an f64 per sample, the gradient of its total.
+        /// padding. `scale` has an f64 per sample: the gradient of the sample's total.
         fn grad(
             &self,
             logits: &mut Buffer,
@@ -69,8 +69,8 @@ kernels! {
         ) -> Result<()>
             | profile(Loss: logits, logits, targets, lse), halves(as_is);
 
-        /// Per sample an f64: the rows of logits `[rows, width]` whose target has the largest logit, of equal ones the
-        /// first. Masked rows do not count.
+        /// An f64 per sample: the number of rows of logits `[rows, width]` whose target has the largest logit. Of equal
+        /// logits, the first counts as the largest. Masked rows do not count.
         fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
             | profile(Loss: logits, targets), halves(as_is);
     }

@@ -17,11 +17,11 @@ pub struct Gemm {
     pub a_transposed: bool,
     /// B is stored as [n, k] instead of [k, n].
     pub b_transposed: bool,
-    /// Add to C instead of overwriting it. Only for sums of one block.
+    /// Add to C instead of overwriting it. Only for sums with one reduction block.
     pub accumulate: bool,
-    /// How the sums are cut.
+    /// How the sums are cut into reduction blocks.
     pub terms: Terms,
-    /// Computed in the type of C, on a device that would round the operands. Neither is stored rounded.
+    /// Compute in the type of C even on a device that would round the operands. Neither operand is stored rounded.
     pub exact: bool,
 }
 
@@ -64,7 +64,7 @@ impl Gemm {
         Self { accumulate, ..self }
     }
 
-    /// The same, with the sums cut as in `terms`.
+    /// The same, with the sums cut into the blocks of `terms`.
     pub fn over(self, terms: Terms) -> Self {
         Self { terms, ..self }
     }
@@ -81,25 +81,25 @@ impl Gemm {
 }
 
 kernels! {
-    /// Matrix products whose result bits depend only on k and how it is cut, never on m, n, layout or thread count.
-    /// Either operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the same
-    /// bits. The results of `gemm`, `gemm_sum` and `linear_bias`, and the bias, may have 16 bits.
+    /// Matrix products. The bits of a result depend only on k and its reduction blocks, never on m, n, layout or thread
+    /// count. Either operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the
+    /// same bits. The results of `gemm`, `gemm_sum` and `linear_bias`, and the bias, may have 16 bits.
     pub trait Matmul at matmul {
         /// Computes `spec` into the elements of `c` from `start` on.
         fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>
             | profile(= Traffic::gemm(spec, [a, b], c)), halves(own);
-        /// Computes the sum of two products with equal numbers of rows, columns and blocks into the elements of `c`
+        /// Computes the sum of two products with the same rows, columns and number of blocks, into the elements of `c`
         /// from `start` on. Each block sums the terms of the first product, then those of the second.
         fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>
             | profile(= Traffic::gemm_sum(specs, a, b, c)), halves(own);
-        /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, with the bits of the product and then
+        /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, bitwise equal to the product followed by
         /// [`bias`](super::Pointwise::bias).
         fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own);
-        /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, with the bits of the product,
+        /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, bitwise equal to the product,
         /// then [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of
-        /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is its type or that of its
-        /// [operands](crate::Device::operand_dtype).
+        /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is the type of Y or its
+        /// [operand type](crate::Device::operand_dtype).
         fn linear_bias_gelu(
             &self,
             mnk: [usize; 3],
@@ -110,7 +110,7 @@ kernels! {
         ) -> Result<(Buffer, Buffer)>
             | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`),
-        /// with the bits of both one after the other.
+        /// bitwise equal to the two calls in sequence.
         fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>
             | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own);
     }

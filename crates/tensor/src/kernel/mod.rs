@@ -2,12 +2,12 @@
 //! plain numbers. Shapes have been checked and types inferred by the time they are called. Each kernel trait has one
 //! file here, which states its methods once, and one sibling per device.
 //!
-//! An extent may be 0: a rank has no samples of a batch, an expert no rows. Such a call writes nothing where its result
-//! has no elements, and zeros where it sums over them.
+//! An extent may be 0: a rank may have no samples of a batch, an expert no rows. Then a result without elements is not
+//! written, and a sum without terms is zero.
 //!
-//! Tensors have f32 or f64. Where a trait says that it takes 16 bits, all tensors of a call that are values (not
-//! statistics of rows, gradients of biases, gains and tables, or losses, which are f32 and f64) may have bf16, or all
-//! f16: with the bits of the call on copies in f32 whose results are rounded once, as [`Pointwise::cast`] rounds.
+//! Tensors have f32 or f64. Where a trait says that it takes 16 bits, all values of a call may be bf16, or all f16. The
+//! bits are those of the same call on f32 copies with results rounded once, as in [`Pointwise::cast`]. Statistics of
+//! rows, gradients of biases, gains and tables, and losses are not values: they stay f32 and f64.
 
 #[macro_use]
 mod table;

@@ -8,8 +8,8 @@ use meshwork_core::{Buffer, DType};
 kernels! {
     /// Norms and their gradients, over `rows = x.count() / n`. They take 16 bits.
     pub trait Norm at norm {
-        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or that of its
-        /// [operands](crate::Device::operand_dtype).
+        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or its
+        /// [operand type](crate::Device::operand_dtype).
         fn layer_norm(
             &self,
             x: &Buffer,
@@ -20,9 +20,9 @@ kernels! {
         ) -> Result<(Buffer, Buffer, Buffer)>
             | profile(Norm: x, gamma, beta), halves(alike x, gamma, beta => stored);
 
-        /// (dx, dgamma and dbeta, each `[blocks, n]`); for each block its rows are summed by 64 of them in order, and
-        /// then those in order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx,
-        /// dgamma, dbeta).
+        /// (dx, dgamma and dbeta, each `[blocks, n]`); in each block, rows are summed in order in parts of 64, then the
+        /// parts in order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma,
+        /// dbeta).
         fn layer_norm_grad(
             &self,
             dy: &Buffer,
@@ -34,12 +34,12 @@ kernels! {
         ) -> Result<(Buffer, Buffer, Buffer)>
             | profile(Norm: dy, x, gamma, stats[0], stats[1]; sum), halves(alike dy, x, gamma; sum -> x);
 
-        /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or that
-        /// of its [operands](crate::Device::operand_dtype).
+        /// (y of type `stored`, rstd `[rows]`), where `rstd = 1/√(mean of x² + eps)`. `stored` is the type of x or its
+        /// [operand type](crate::Device::operand_dtype).
         fn rms_norm(&self, x: &Buffer, weight: &Buffer, eps: f64, stored: DType) -> Result<(Buffer, Buffer)>
             | profile(Norm: x, weight), halves(alike x, weight => stored);
 
-        /// (dx, dweight `[blocks, n]`), the sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).
+        /// (dx, dweight `[blocks, n]`), with sums and `sum` as in [`layer_norm_grad`](Self::layer_norm_grad).
         fn rms_norm_grad(
             &self,
             dy: &Buffer,

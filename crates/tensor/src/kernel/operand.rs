@@ -1,5 +1,5 @@
-//! Arguments of kernels on their way through a [`Proxy`]: memory becomes memory of the inner device while a kernel
-//! runs, and plain values stay as they are.
+//! Converts kernel arguments for a [`Proxy`]: buffers become buffers of the inner device while a kernel runs; plain
+//! values pass unchanged.
 
 use super::*;
 use crate::error::Result;
@@ -13,14 +13,14 @@ use std::ops::Range;
 
 /// An argument of a kernel.
 pub(super) trait Operand: Sized {
-    /// What stands for it on the inner device.
+    /// Its counterpart on the inner device.
     type Inner<'a>;
 
-    /// Runs `work` on the inner memory of it.
+    /// Runs `work` on its inner buffer.
     fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self::Inner<'a>) -> Result<T>) -> Result<T>;
 }
 
-/// Arguments without memory of a device.
+/// Arguments without device memory.
 macro_rules! plain {
     ($($type:ty),* $(,)?) => {$(
         impl Operand for $type {
@@ -148,7 +148,7 @@ impl Operand for Option<&Buffer> {
     }
 }
 
-/// An operand that the kernel keeps.
+/// An operand whose ownership the kernel takes.
 impl Operand for Option<Buffer> {
     type Inner<'a> = Self;
 

@@ -14,20 +14,20 @@ kernels! {
         fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>
             | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
 
-        /// Adds Σ x² of each of these vectors to element `at` of the f64 vector `sums`, one after the other. Each sum
-        /// is accumulated in f64 in an order that depends on the length of the vector alone. They stay on the device,
-        /// so nothing waits for them.
+        /// Adds Σ x² of each of these vectors, one vector after the other, to element `at` of the f64 vector `sums`.
+        /// Each sum is accumulated in f64 in an order that depends on the length of the vector alone. The sums stay on
+        /// the device, so the host does not wait.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
             | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own);
 
         /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
-        /// f64 vector `digits` from `at` on: ranks may cut the sum in any way. Exact for up to 2^21 additions to the
-        /// same digits.
+        /// f64 vector `digits` from `at` on. The result does not depend on how the sum is cut over ranks. Exact for up
+        /// to 2^21 additions to the same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
             | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own);
 
-        /// Applies an update rule to elements of flat vectors, the same update to all: what a device can do for many
-        /// vectors at once, it does so.
+        /// Applies one update of a rule to elements of all these flat vectors; a device may process many vectors in one
+        /// launch.
         ///
         /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
         /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
@@ -35,7 +35,7 @@ kernels! {
             | profile(= Traffic::update(flats)), halves(own);
 
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
-        /// measures to `into`; without it only states of elements are updated. Refuses rules as
+        /// measures to `into`; without `into`, only the states of elements are updated. Refuses rules as
         /// [`update`](Self::update) does.
         fn measure(
             &self,
@@ -47,11 +47,11 @@ kernels! {
         ) -> Result<()>
             | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own);
 
-        /// Divides x by the root of the only element of `squares`, an f64, or by `least` if that is larger.
+        /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
         fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
             | profile(Optimizer: x, x), halves(as_is);
 
-        /// The sums whose digits `digits` has, [`LIMBS`](meshwork_core::exact::LIMBS) for each.
+        /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
         fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
             | profile(Optimizer: digits), halves(as_is);
 
@@ -73,7 +73,7 @@ kernels! {
     }
 }
 
-/// Elements of f32 vectors that go together: weights, their gradients and the rule's states.
+/// Matching elements of f32 vectors: weights, their gradients and the rule's states.
 #[derive(Debug)]
 pub struct FlatParts<'a> {
     /// Weights.
@@ -82,11 +82,11 @@ pub struct FlatParts<'a> {
     pub grads: &'a Buffer,
     /// A vector for each of the rule's [names](Rule::state_names).
     pub states: &'a mut [Buffer],
-    /// Which elements: ranges of all of these vectors that do not overlap.
+    /// The elements: ranges that apply to all these vectors and do not overlap.
     pub ranges: &'a [Range<usize>],
 }
 
-/// Elements of a parameter that lie one after the other in flat vectors, and the rule that reads the whole parameter.
+/// Consecutive elements of a parameter in flat vectors, with a rule that needs the whole parameter.
 #[derive(Clone, Debug)]
 pub struct WholePart<'a> {
     /// The rule.
@@ -97,17 +97,17 @@ pub struct WholePart<'a> {
     pub shape: ParamShape,
     /// Its extents.
     pub dims: Shape,
-    /// What this rank holds of it.
+    /// The slice of the parameter on this rank.
     pub slice: &'a LocalSlice,
-    /// The elements of that, as they are stored.
+    /// The elements of the slice, in storage order.
     pub part: Range<usize>,
-    /// Where they begin in weights, gradients and states.
+    /// Index of the first element in weights, gradients and states.
     pub at: usize,
 }
 
 impl WholePart<'_> {
-    /// Calls `visit(first element, range of the flat vectors)` for each run of elements that lie one after the other
-    /// there, and in one matrix or in several that lie one behind the other; in the order of the vectors. Elements are
+    /// Calls `visit(first element, range of the flat vectors)` for each run, in the order of the vectors. The elements
+    /// of a run are consecutive both in the vectors and in the parameter. Elements are
     /// [counted](meshwork_optim::ParamShape::counted) matrix by matrix. Padding is in no run.
     pub fn for_each_run(&self, mut visit: impl FnMut(usize, Range<usize>)) {
         let ParamShape { interleaved, columns, .. } = self.shape;
@@ -129,7 +129,7 @@ impl WholePart<'_> {
     }
 }
 
-/// The vectors that go with elements of a parameter.
+/// The vectors that belong to elements of a parameter.
 #[derive(Debug)]
 pub struct WholeVectors<'a> {
     /// Gradients.
@@ -140,17 +140,17 @@ pub struct WholeVectors<'a> {
     pub sets: &'a [Buffer],
     /// The totals of the passes so far.
     pub totals: &'a [Buffer],
-    /// The transformed matrices, whole, one after the other, once they are gathered.
+    /// The whole transformed matrices, one after the other, once they are gathered.
     pub gathered: Option<&'a Buffer>,
 }
 
-/// Where measures are added.
+/// Destination of the measures.
 #[derive(Debug)]
 pub enum Measured<'a> {
-    /// To f64 numbers from this element on, one for each set, or the larger of both is taken.
+    /// f64 numbers from this element on, one per set: a measure is added, or the maximum is kept.
     Sums(&'a mut Buffer, usize),
-    /// To the digits of exact sums, from this element on.
+    /// Digits of exact sums, from this element on.
     Digits(&'a mut Buffer, usize),
-    /// As the elements of whole matrices, one matrix after the other.
+    /// Elements of whole matrices, one matrix after the other.
     Values(&'a mut Buffer),
 }

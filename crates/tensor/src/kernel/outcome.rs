@@ -1,19 +1,19 @@
-//! The memory that a kernel returns.
+//! The buffers that a kernel returns.
 
 use super::Selected;
 use crate::error::Result;
 use meshwork_core::Buffer;
 
-/// The memory that a kernel returns.
+/// The buffers that a kernel returns.
 pub(crate) trait Outcome: Sized {
-    /// Calls `visit` with each buffer. The first one is the value, and the others go with it: statistics, indices,
+    /// Calls `visit` with each buffer. The first one is the value; the others accompany it: statistics, indices,
     /// gradients of gains.
     fn each(&self, visit: &mut dyn FnMut(&Buffer));
 
-    /// Each buffer replaced by another. `first`: whether it is the value.
+    /// Replaces each buffer by `f(buffer, first)`. `first`: whether the buffer is the value.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// As `f`.
     fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self>;
 }
 
@@ -47,7 +47,7 @@ impl<T: Outcome> Outcome for Option<T> {
     }
 }
 
-/// A struct of buffers, or a tuple or an array by its numbers.
+/// Implements `Outcome` for a struct of buffers, or for a tuple or an array by index.
 macro_rules! outcome {
     ($type:ty { $value:tt $(, $other:tt)* }) => {
         impl Outcome for $type {

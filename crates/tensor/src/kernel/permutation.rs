@@ -1,14 +1,13 @@
 //! Rows moved to where they are computed, and back: the permutations of a mixture of experts.
 //!
-//! A *choice* is an i32 id; the choices of a token are `k` in a row, those in use in ascending order, and -1 in a place
-//! that is not in use. A choice has a *position*: that of its place among all of them, `token · k + place`. A *slot* is
-//! the row that belongs to a choice, or -1.
+//! A *choice* is an i32 id. Each token has `k` places for choices: used choices in ascending order, and -1 in unused
+//! places. The *position* of a choice is `token · k + place`. A *slot* is the row that belongs to a choice, or -1.
 
 use super::table::*;
 use meshwork_core::Buffer;
 use std::ops::Range;
 
-/// What is combined: `k` choices for each token, and the slot of each.
+/// Input of a combination: `k` choices for each token, and the slot of each choice.
 #[derive(Clone, Copy, Debug)]
 pub struct Choices<'a> {
     /// Ids, `[tokens, k]`.
@@ -22,17 +21,16 @@ pub struct Choices<'a> {
 kernels! {
     /// Permutations of rows by integers on the device.
     pub trait Permutation at permutation {
-        /// The numbers of choices of each id in `ids`, an i32 for each sample and id: `[samples, ids.len()]`. Others
-        /// are not counted.
+        /// How many choices each id in `ids` has, an i32 for each sample and id: `[samples, ids.len()]`. Other ids are
+        /// not counted.
         fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer>
             | profile(Memory: choices), halves(as_is);
 
-        /// (order, slots), both i32. Order are the positions of the choices with ids in `ids`, by id and then in order;
-        /// there are `total` of them. Slots are its [inverse](Self::invert): for each choice its place in the order, or
-        /// -1.
+        /// (order, slots), both i32. `order` has the positions of the `total` choices with ids in `ids`, sorted by id,
+        /// then by position. `slots` is its [inverse](Self::invert): for each choice its index in `order`, or -1.
         ///
         /// # Errors
-        /// Another number of them.
+        /// A number of such choices other than `total`.
         fn sort(&self, choices: &Buffer, ids: Range<usize>, total: usize) -> Result<(Buffer, Buffer)>
             | profile(Memory: choices), halves(as_is);
 
@@ -40,8 +38,8 @@ kernels! {
         fn invert(&self, order: &Buffer, n: usize) -> Result<Buffer>
             | profile(Memory: order), halves(as_is);
 
-        /// The choices among groups of `size` ids: each id divided by it. If `once`, only the first choice of each
-        /// group in a row of `k` remains.
+        /// Choices of groups of `size` ids: each id divided by `size`. If `once`, each row of `k` keeps only the first
+        /// choice of each group.
         fn group_ids(&self, choices: &Buffer, k: usize, size: usize, once: bool) -> Result<Buffer>
             | profile(Memory: choices), halves(as_is);
 
@@ -50,14 +48,14 @@ kernels! {
             | profile(= Traffic::gather(x, index, width)), halves(as_is);
 
         /// `out[t] = Σ_j weights[t, j] · rows[slots[t, j]]` over the choices that have a slot; without weights, the sum
-        /// of the rows. The terms are added in the [tree](meshwork_core::tree) over the ids, without those that are
-        /// absent. So the sums over ids of whole subtrees can be taken elsewhere before, and the bits remain.
+        /// of the rows. The terms are added in the [tree](meshwork_core::tree) over the ids; absent ids are skipped. So
+        /// another rank may sum a whole subtree of ids first, with the same bits.
         fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer>
             | profile(Memory: rows, choices.ids, choices.slots), halves(own);
 
         /// The gradients of [`combine`](Self::combine) with respect to its rows and its weights:
         /// `drows[slots[t, j]] = weights[t, j] · dout[t]`, and `dweights[t, j] = dout[t] · rows[slots[t, j]]`, 0
-        /// without a slot. `order` has the position of each row.
+        /// without a slot. `order` has the position of the choice of each row.
         fn combine_grad(
             &self,
             dout: &Buffer,

@@ -20,7 +20,7 @@ pub struct DropoutMask {
     pub local: [usize; MAX_DIMS],
     /// Global position of the local element 0, per dim.
     pub offset: [u64; MAX_DIMS],
-    /// Extents of the global tensor (that of dim 0 is never used: samples are numbered without end).
+    /// Extents of the global tensor (dim 0 is never used: samples are numbered without end).
     pub global: [u64; MAX_DIMS],
 }
 
@@ -41,20 +41,19 @@ kernels! {
         /// x + bias.
         fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(alike x, bias -> x);
-        /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, by 64 of them in order, and
-        /// then over those in order.
+        /// Gradient of a bias of `n` elements: for each block the sum of its rows of dy, in order in parts of 64, then
+        /// over the parts in order.
         fn bias_grad(&self, dy: &Buffer, n: usize, blocks: RowBlocks) -> Result<Buffer>
             | profile(Pointwise: dy), halves(as_is);
         /// x + bias + residual.
         fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias, residual), halves(alike x, bias, residual -> x);
-        /// gelu(x + bias) of type `stored`, tanh form, with the bits of both one after the other. `stored` is the type
-        /// of x or that of its [operands](crate::Device::operand_dtype).
+        /// gelu(x + bias) of type `stored`, tanh form, bitwise equal to the two calls in sequence. `stored` is the type
+        /// of x or its [operand type](crate::Device::operand_dtype).
         fn bias_gelu(&self, x: &Buffer, bias: &Buffer, stored: DType) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(alike x, bias => stored);
-        /// Gradients of gelu(x + bias), which [`linear_bias_gelu`](super::Matmul::linear_bias_gelu) computes: turns dy
-        /// into dx = dy · gelu'(x + bias), in place, and returns that of the bias as [`bias_grad`](Self::bias_grad)
-        /// does.
+        /// Gradients of gelu(x + bias) in [`linear_bias_gelu`](super::Matmul::linear_bias_gelu): overwrites dy with dx
+        /// = dy · gelu'(x + bias), and returns the gradient of the bias as [`bias_grad`](Self::bias_grad) does.
         fn bias_gelu_grad(&self, dy: &mut Buffer, x: &Buffer, bias: &Buffer, blocks: RowBlocks) -> Result<Buffer>
             | profile(Pointwise: x, dy, dy, bias), halves(own);
         /// gelu(x), tanh form.
@@ -63,14 +62,14 @@ kernels! {
         /// dy · gelu'(x).
         fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer>
             | profile(Pointwise: dy, x), halves(alike dy, x -> x);
-        /// silu(gate) · up of the pairs (gate, up) in x, `[.., 2] → [..]`, of type `stored`: that of x or of its
-        /// [operands](crate::Device::operand_dtype).
+        /// silu(gate) · up of the pairs (gate, up) in x, `[.., 2] → [..]`, of type `stored`: the type of x or its
+        /// [operand type](crate::Device::operand_dtype).
         fn swiglu(&self, x: &Buffer, stored: DType) -> Result<Buffer>
             | profile(Pointwise: x), halves(alike x => stored);
-        /// Turns those pairs into their gradient, in place.
+        /// Overwrites the pairs in x with their gradient.
         fn swiglu_grad(&self, dy: &Buffer, x: &mut Buffer) -> Result<()>
             | profile(Pointwise: dy, x, x), halves(own);
-        /// (max(x, 0), a bit for each element that says whether it is above 0): NaN stays NaN. The bits are bytes, the
+        /// (max(x, 0), one bit per element: whether it is above 0). NaN stays NaN. The bits are packed in bytes, the
         /// first element in the lowest bit of the first byte.
         fn relu(&self, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Pointwise: x), halves(wide x -> x);
@@ -88,7 +87,7 @@ kernels! {
         /// As [`cast`](Self::cast), and when there is no room or `out` is shared.
         fn cast_into(&self, x: &Buffer, out: &mut Buffer, at: usize) -> Result<()>
             | profile(= Traffic::cast_into(x, out)), halves(own);
-        /// x / (1 - p) where the mask keeps the element, else 0. Its own gradient.
+        /// x / (1 - p) where the mask keeps the element, else 0. The gradient is the same call on dy.
         fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
             | profile(Pointwise: x), halves(as_is);
     }

@@ -2,11 +2,11 @@
 
 use meshwork_core::DType;
 
-/// The precision in which products of `f32` are computed; those of `f64` are always in `f64`. Sums are computed and
+/// The precision in which products of `f32` are computed; products of `f64` are always in `f64`. Sums are computed and
 /// stored in `f32` either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
-    /// Operands as they are.
+    /// Operands are not rounded.
     #[default]
     F32,
     /// Operands rounded to the nearest `bf16` (ties to even, subnormals to zero): twice as fast where the CPU
@@ -16,7 +16,8 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The storage type of a value of type `dtype` that only products read: the type to which they round it.
+    /// The type in which a value of type `dtype` that only products read may be stored: the type to which products
+    /// round it.
     pub fn operand_dtype(self, dtype: DType) -> DType {
         match (self, dtype) {
             (Precision::Bf16, DType::F32) => DType::Bf16,

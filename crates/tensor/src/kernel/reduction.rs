@@ -5,9 +5,9 @@ use crate::tape::Terms;
 use meshwork_core::Buffer;
 
 kernels! {
-    /// Sums along dims. A sum runs over its terms in order, in f64, and is rounded once.
+    /// Sums along dims. Terms are summed in order, in f64, and the sum is rounded once.
     pub trait Reduction at reduction {
-        /// `scale` times the sums over the middle dim of x, one for each of `blocks` slices of it:
+        /// `scale` times the sums over the middle dim of x, one for each of `blocks` slices of that dim:
         /// `[outer, extent, inner] → [blocks, outer, inner]`. Boundaries between slices are rounded down.
         fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer>
             | profile(Pointwise: x), halves(wide x -> x);
@@ -20,7 +20,7 @@ kernels! {
         /// y · (dy - Σ dy · y), along rows of `n`, where y is the softmax.
         fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer>
             | profile(Pointwise: dy, y), halves(wide dy, y -> y);
-        /// `scale` times the sum of (x - target)² over the elements of each sample, one sum for each block of them:
+        /// `scale` times the sum of (x - target)² over the elements of each sample, one sum for each reduction block:
         /// `[blocks, samples]` in f64.
         fn squared_error(&self, x: &Buffer, targets: &Buffer, samples: usize, terms: Terms, scale: f64) -> Result<Buffer>
             | profile(Loss: x, targets), halves(wide x, targets);

@@ -1,8 +1,7 @@
-//! Rotary position embeddings (Su et al., arXiv:2104.09864), as numbers.
+//! Rotary position embeddings (Su et al., arXiv:2104.09864): parameters and frequencies.
 
-/// The rotation of a head's features by the position of their token: pair i, features i and i + head_dim / 2, rotates
-/// by `theta^(-2i / head_dim)` radians per position. (The layout of published Llama weights in the Hugging Face
-/// format.)
+/// Rotates a head's features by the position of the token: pair i, features i and i + head_dim / 2, rotates by
+/// `theta^(-2i / head_dim)` radians per position. (The layout of published Llama weights in the Hugging Face format.)
 ///
 /// ```
 /// use meshwork_tensor::op::Rotary;
@@ -15,12 +14,13 @@
 pub struct Rotary {
     /// The base of the frequencies.
     pub theta: f64,
-    /// How they are scaled for longer contexts, if they are.
+    /// Scaling of the frequencies for longer contexts, if any.
     pub scaling: Option<RotaryScaling>,
 }
 
-/// Frequencies scaled as published with Llama 3.1. Those whose wavelength is short compared with the original context
-/// do not change, those whose wavelength is long are divided by `factor`, and those in between are interpolated.
+/// Frequencies scaled as published with Llama 3.1. Frequencies with a short wavelength, compared with the original
+/// context, do not change; frequencies with a long wavelength are divided by `factor`; between them they are
+/// interpolated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RotaryScaling {
     /// Divisor of low frequencies.
@@ -29,17 +29,17 @@ pub struct RotaryScaling {
     pub low_frequency_factor: f64,
     /// A wavelength below the original context divided by this is short.
     pub high_frequency_factor: f64,
-    /// Positions of the context that the model was first trained with.
+    /// Positions of the context with which the model was first trained.
     pub original_positions: usize,
 }
 
 impl Rotary {
-    /// Frequencies of this base, not scaled.
+    /// Unscaled frequencies with this base.
     pub fn new(theta: f64) -> Self {
         Self { theta, scaling: None }
     }
 
-    /// Radians per position of a pair of features, of `head_dim / 2` pairs.
+    /// Radians per position for one of the `head_dim / 2` pairs of features.
     pub fn frequency(&self, pair: usize, head_dim: usize) -> f64 {
         let frequency = self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
         self.scaling.map_or(frequency, |scaling| scaling.of(frequency))
@@ -52,7 +52,7 @@ impl RotaryScaling {
         Self { factor: 8.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192 };
 
     fn of(&self, frequency: f64) -> f64 {
-        // Waves of this frequency in the original context.
+        // Number of wavelengths in the original context.
         let waves = self.original_positions as f64 * frequency / std::f64::consts::TAU;
         let (low, high) = (self.low_frequency_factor, self.high_frequency_factor);
         if waves < low {

@@ -1,7 +1,7 @@
 //! Routers of a mixture of experts: which experts a token goes to, with which weights, and how evenly.
 //!
-//! Scores are `[tokens, experts]`; the tokens of a sample follow each other, and all samples have the same number.
-//! Choices are described in [`permutation`](super::Permutation).
+//! Scores are `[tokens, experts]`; the tokens of a sample are consecutive, and all samples have the same number of
+//! tokens. Choices are described in [`permutation`](super::Permutation).
 
 use super::DropoutMask;
 use super::table::*;
@@ -11,30 +11,29 @@ use meshwork_core::{Buffer, DType};
 /// How a token chooses its experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Selection {
-    /// Samples, each with a capacity of its own.
+    /// Samples, each with its own capacity.
     pub samples: usize,
     /// Experts.
     pub experts: usize,
-    /// Experts of a token.
+    /// Experts per token.
     pub k: usize,
-    /// Groups of consecutive experts; 1 where groups do not limit the choice.
+    /// Groups of consecutive experts; 1 if groups do not limit the choice.
     pub groups: usize,
-    /// Groups among whose experts a token chooses.
+    /// Groups from which a token may choose experts.
     pub top_groups: usize,
-    /// A group's score is the sum of so many of its largest scores: 2 in DeepSeek-V3, 1 in the device-limited routing
-    /// of V2.
+    /// The score of a group is the sum of this many of its largest scores: 2 in DeepSeek-V3, 1 in the device-limited
+    /// routing of V2.
     pub group_best: usize,
-    /// Tokens of a sample that an expert takes; `None`: all.
+    /// Tokens per sample that an expert takes at most; `None`: no limit.
     pub capacity: Option<usize>,
-    /// What becomes of a choice that finds its expert full.
+    /// The fate of a choice whose expert is full.
     pub overflow: Overflow,
-    /// GShard's second choice: it is used with probability `2 g₂`, the weights of both being normalised.
+    /// GShard's second choice: it is used with probability `2 g₂`, with the weights of both choices normalised.
     pub second: Option<Draw>,
 }
 
 impl Selection {
-    /// Experts of a token in the order of its preference that a selection looks at: the `k` that it chooses, and all
-    /// that it may choose among where a choice can go to another expert.
+    /// How many experts of a token are ranked: `k`, or all experts that the token may use if a choice can be rerouted.
     pub fn ranked(&self) -> usize {
         match (self.overflow, self.capacity) {
             (Overflow::Reroute, Some(_)) => self.experts / self.groups * self.top_groups,
@@ -43,13 +42,13 @@ impl Selection {
     }
 }
 
-/// What becomes of a choice that finds its expert full.
+/// The fate of a choice whose expert is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Overflow {
-    /// It is not used.
+    /// The choice is dropped.
     #[default]
     Drop,
-    /// It goes to the best expert with room among those that the token did not choose. It is not used if there is none.
+    /// The choice goes to the best expert with room that the token did not choose, and is dropped if there is none.
     Reroute,
 }
 
@@ -62,34 +61,35 @@ pub struct Draw {
     pub first: u64,
 }
 
-/// What a [selection](Routing::select) makes, all `[tokens, k]`, the experts of a token in ascending order.
+/// Result of a [selection](Routing::select): each buffer is `[tokens, k]`, with the experts of a token in ascending
+/// order.
 #[derive(Clone, Debug)]
 pub struct Selected {
     /// The experts with the largest `scores + bias`, in i32.
     pub chosen: Buffer,
-    /// The same with other experts in place of those that [overflow](Overflow), in i32.
+    /// The same after rerouting the choices that [overflow](Overflow), in i32.
     pub routed: Buffer,
-    /// Those of `routed` that are used, in i32: a choice that the draw passes over, or that finds no room, is -1.
+    /// `routed` with dropped choices replaced by -1 (not drawn, or without room), in i32.
     pub kept: Buffer,
-    /// The weights of `routed`, in the type of the scores: what [`pick`](Routing::pick) makes of them.
+    /// The weights of `routed`, in the type of the scores, as computed by [`pick`](Routing::pick).
     pub weights: Buffer,
 }
 
 kernels! {
-    /// The kernels of routers. Of equal scores, that of the lower expert is larger.
+    /// The kernels of routers. Ties between scores go to the lower expert.
     pub trait Routing at routing {
-        /// The choices of each token, and their weights as `pick` says, which has the selection's experts and k. First
-        /// choices come before second ones, and among them tokens in order (GShard, algorithm 1).
+        /// The choices of each token, and their weights as in `pick`, whose experts and k are the selection's. Capacity
+        /// is given to all first choices before second choices, and to tokens in order (GShard, algorithm 1).
         fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>
             | profile(Pointwise: scores), halves(own);
 
         /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
-        /// scores, of equal ones the earlier. `[tokens, experts]`: expert or -1.
+        /// scores; ties go to the earlier token. Result `[tokens, experts]`: expert or -1.
         fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
             | profile(= Traffic::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
 
-        /// The scores of `k` choices of each token, 0 for -1, or without choices of all experts; times `scale`, and if
-        /// `normalise` over their sum.
+        /// The scores of the `k` choices of each token (0 for -1), or of all experts if `choices` is `None`; times
+        /// `scale`, and divided by their sum if `normalise`.
         fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>
             | profile(Pointwise: scores), halves(wide scores -> scores);
 
@@ -97,12 +97,13 @@ kernels! {
         fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>
             | profile(Pointwise: scores, dout), halves(wide scores, dout -> scores);
 
-        /// Per sample an f64: `scale · Σ_e counts[e] · Σ_t scores[t, e]`, the counts being i32 of each sample, or the
-        /// same for all.
+        /// An f64 per sample: `scale · Σ_e counts[e] · Σ_t scores[t, e]`. The counts are i32, per sample or one set for
+        /// all samples.
         fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
             | profile(Pointwise: scores, counts), halves(wide scores);
 
-        /// Its gradient with respect to the scores, where `dout` has an f64 per sample and they are of type `dtype`.
+        /// Its gradient with respect to the scores, where `dout` has an f64 per sample and the scores have type
+        /// `dtype`.
         fn balance_grad(
             &self,
             dout: &Buffer,
@@ -114,7 +115,7 @@ kernels! {
         ) -> Result<Buffer>
             | profile(Pointwise: dout, counts), halves(own);
 
-        /// Per sample an f64: the mean over its tokens of `ln(Σ_e e^logit)²`.
+        /// An f64 per sample: the mean over its tokens of `ln(Σ_e e^logit)²`.
         fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
             | profile(Pointwise: logits), halves(wide logits);
 
@@ -122,11 +123,11 @@ kernels! {
         fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer>
             | profile(Pointwise: logits, dout), halves(wide logits -> logits);
 
-        /// Per sample an f64: the mean over its tokens of `-Σ_e p ln p`, where p are the scores over their sum.
+        /// An f64 per sample: the mean over its tokens of `-Σ_e p ln p`, where p are the scores divided by their sum.
         fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
             | profile(Pointwise: scores), halves(wide scores);
 
-        /// Per sample an f64: the share of its choices that are not used.
+        /// An f64 per sample: the fraction of its choices that are dropped.
         fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer>
             | profile(Pointwise: kept), halves(as_is);
 
@@ -134,21 +135,21 @@ kernels! {
         fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer>
             | profile(Pointwise: choices), halves(as_is);
 
-        /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: Switch's jitter of the input of a router.
+        /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: the input jitter of the Switch router.
         fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
             | profile(Pointwise: x), halves(wide x -> x);
     }
 }
 
-/// How weights are made of scores.
+/// How weights are computed from scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pick {
     /// Experts.
     pub experts: usize,
-    /// Choices of a token.
+    /// Choices per token.
     pub k: usize,
     /// Whether weights are divided by their sum.
     pub normalise: bool,
-    /// A factor.
+    /// Factor of the weights.
     pub scale: f64,
 }

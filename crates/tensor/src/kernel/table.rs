@@ -1,5 +1,5 @@
-//! The table of kernels: [`kernels!`] states each method once, and makes of it the trait and what three devices around
-//! another one do with it.
+//! The table of kernels: [`kernels!`] states each method once, and generates the trait and its implementations for
+//! three devices that wrap another one.
 //!
 //! ```text
 //! fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer>
@@ -8,13 +8,13 @@
 //!
 //! | clause | for | says |
 //! |---|---|---|
-//! | `profile(Class: x, bias)` | [`Profiled`] | the class of the span, and the memory that the call reads; what it returns is written. Memory that is read and written is named twice |
-//! | `profile(= Traffic::..)` | | the span, where it has another name or moves other bytes |
+//! | `profile(Class: x, bias)` | [`Profiled`] | the class of the span, and the memory that the call reads; the returned memory is written. Memory that is read and written is named twice |
+//! | `profile(= Traffic::..)` | | the span, if it has another name or moves other bytes |
 //! | `halves(as_is)` | [`Widened`] | every device takes operands in 16 bits, and rounds its results itself |
-//! | `halves(wide x -> x)` | | these operands are copied in f32; the result, of several the first, is rounded to the type of `x` |
-//! | `halves(alike x, bias -> x)` | | the same, but only where these operands differ in type. `=> stored`: the result gets the type of that argument. `; sum`: an operand that the result is added to |
-//! | `halves(own)` | | a method of `Widened` of the same name does it |
-//! | `proxy(default)` | [`Proxy`](crate::Proxy) | the method of the trait is not passed on |
+//! | `halves(wide x -> x)` | | these operands are copied to f32; the (first) result is rounded to the type of `x` |
+//! | `halves(alike x, bias -> x)` | | the same, but only where these operands differ in type. `=> stored`: the result gets the type of that argument. `; sum`: an operand to which the result is added |
+//! | `halves(own)` | | implemented by the method of `Widened` with the same name |
+//! | `proxy(default)` | [`Proxy`](crate::Proxy) | the trait's default method is used, not the inner device's |
 //! | `default {..}` | the trait | the body of a provided method |
 
 pub(super) use super::operand::Operand;

@@ -5,7 +5,7 @@ use meshwork_core::profile::{Class, Detail};
 use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 
-/// What a call of a kernel moves, for its span in a profile: known before it runs, but for its results.
+/// The memory traffic of a kernel call, for its span in a profile. All but the results is known before the call.
 pub(crate) struct Traffic {
     pub(crate) class: Class,
     pub(crate) name: &'static str,
@@ -15,18 +15,18 @@ pub(crate) struct Traffic {
 }
 
 impl Traffic {
-    /// A call that reads these, and computes in the type of the first of floats.
+    /// A call that reads these buffers, and computes in the type of the first float buffer.
     pub(crate) fn of(class: Class, name: &'static str, reads: &[&Buffer]) -> Self {
         let dtype = reads.iter().map(|buffer| buffer.dtype()).find(|dtype| dtype.is_float());
         Self { class, name, detail: Detail::None, dtype, bytes: bytes(reads) }
     }
 
-    /// A call that moves `count` elements as `x` has.
+    /// A call that moves `count` elements of the type of `x`.
     pub(crate) fn moved(class: Class, name: &'static str, x: &Buffer, count: usize) -> Self {
         Self { bytes: (count * x.dtype().size()) as u64, ..Self::of(class, name, &[x]) }
     }
 
-    /// The same, and reads this too.
+    /// The same, with one more buffer read.
     pub(crate) fn reading(self, x: Option<&Buffer>) -> Self {
         self.and(x.map_or(0, Buffer::bytes))
     }
@@ -35,17 +35,17 @@ impl Traffic {
         Self { bytes: self.bytes + bytes as u64, ..self }
     }
 
-    /// A product in the type of its result, whatever its operands are stored in.
+    /// A product in the type of its result, whatever the types of its operands.
     pub(crate) fn product(name: &'static str, mnk: [usize; 3], dtype: DType, reads: &[&Buffer]) -> Self {
         Self { detail: Detail::Product(mnk), dtype: Some(dtype), ..Self::of(Class::Product, name, reads) }
     }
 
-    /// Compression, which reads and writes these.
+    /// A call of compression that reads and writes these buffers.
     pub(crate) fn compression(name: &'static str, touches: &[&Buffer]) -> Self {
         Self { dtype: Some(DType::F32), ..Self::of(Class::Compression, name, touches) }
     }
 
-    /// A pass of an optimizer over these.
+    /// An optimizer pass over these vectors.
     pub(crate) fn vectors(name: &'static str, vectors: &[Buffer]) -> Self {
         Self::of(Class::Optimizer, name, &vectors.iter().collect::<Vec<_>>())
     }
@@ -66,14 +66,14 @@ impl Traffic {
         Self::product(name, [m, n, k], c.dtype(), &operands).and(result)
     }
 
-    /// As one product with longer sums.
+    /// Counted as one product with longer sums.
     pub(crate) fn gemm_sum([first, second]: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &Buffer) -> Self {
         let mnk = [first.m, first.n, first.k + second.k];
         Self::product("gemm nn, two", mnk, c.dtype(), &[a[0], a[1], b[0], b[1]])
             .and(first.m * first.n * c.dtype().size())
     }
 
-    /// The products of all groups as one.
+    /// Counted as one product of all groups.
     pub(crate) fn grouped(name: &'static str, spec: GroupedGemm<'_>, dtype: DType, reads: &[&Buffer]) -> Self {
         Self::product(name, [spec.rows.iter().sum(), spec.n, spec.k], dtype, reads)
     }
@@ -88,7 +88,7 @@ impl Traffic {
         Self::of(Class::Pointwise, "cast", &[x]).and(x.count() * out.dtype().size())
     }
 
-    /// Only the requested rows of the table are read: as many as are written.
+    /// Only the requested rows of the table are read, as many as are written.
     pub(crate) fn lookup(ids: &Buffer, table: &Buffer, width: usize) -> Self {
         Self::moved(Class::Embedding, "lookup", table, ids.count() * width).and(ids.bytes())
     }
@@ -125,7 +125,7 @@ impl Traffic {
         Self { bytes, ..Self::of(Class::Optimizer, "update", &weights) }
     }
 
-    /// The same for elements of a parameter.
+    /// The same for elements of one parameter.
     pub(crate) fn whole(
         name: &'static str,
         part: &WholePart<'_>,

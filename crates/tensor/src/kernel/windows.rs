@@ -14,7 +14,7 @@ pub struct Windows {
     pub samples: usize,
     /// Height and width of an image.
     pub image: [usize; 2],
-    /// Channels of an image.
+    /// Channels of a pixel.
     pub channels: usize,
     /// Height and width of a window.
     pub kernel: [usize; 2],
@@ -44,7 +44,7 @@ impl Windows {
         self.kernel.iter().product::<usize>() * self.channels
     }
 
-    /// The type of a pixel's place in a window: a byte where that suffices.
+    /// The type of a pixel's index in a window: a byte where that suffices.
     pub fn place_dtype(&self) -> DType {
         if self.kernel.iter().product::<usize>() <= 1 << u8::BITS { DType::U8 } else { DType::I32 }
     }
@@ -59,7 +59,7 @@ impl Windows {
         Self { samples, ..self }
     }
 
-    /// Whether patches are the images themselves: windows of one pixel, on every pixel.
+    /// Whether patches equal the images: windows of one pixel, at every pixel.
     pub fn are_pixels(&self) -> bool {
         (self.kernel, self.stride, self.padding) == ([1, 1], 1, 0)
     }
@@ -72,26 +72,26 @@ kernels! {
         fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
             | profile(Memory: x), halves(wide x -> x);
 
-        /// The images' gradient from that of their patches: for each pixel the sum over the windows that hold it, in
-        /// order.
+        /// The gradient of the images from the gradient of their patches: for each pixel the sum over the windows that
+        /// hold it, in order.
         fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>
             | profile(Memory: dpatches), halves(wide dpatches -> dpatches);
 
-        /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Of equal pixels it is
-        /// the first, and NaN is larger than all. Places count the pixels of a window row by row, padding included, in
-        /// [`place_dtype`](Windows::place_dtype).
+        /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Ties go to the first
+        /// pixel, and NaN is larger than all numbers. Places count the pixels of a window row by row, padding included,
+        /// in [`place_dtype`](Windows::place_dtype).
         fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>
             | profile(Pointwise: x), halves(wide x -> x);
 
-        /// The images' gradient from that of [`max_pool`](Self::max_pool) and the places.
+        /// The gradient of the images from the gradient of [`max_pool`](Self::max_pool)'s output and the places.
         fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer>
             | profile(Pointwise: dy, places), halves(wide dy -> dy);
 
-        /// `[rows, channels]`: the sum over each window, divided by its number of pixels, padding counted.
+        /// `[rows, channels]`: the sum over each window, divided by its number of pixels, including padding.
         fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x), halves(wide x -> x);
 
-        /// The images' gradient from that of [`average_pool`](Self::average_pool).
+        /// The gradient of the images from the gradient of [`average_pool`](Self::average_pool)'s output.
         fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer>
             | profile(Pointwise: dy), halves(wide dy -> dy);
     }

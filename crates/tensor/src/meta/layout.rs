@@ -18,7 +18,7 @@ impl Layout for Meta {
         self.alloc(x.dtype(), outer * extent * inner)
     }
 
-    /// As if so many elements were zero that it just pays: the most that a run may take.
+    /// Assumes the worst case: the largest packed form that is still smaller than `x`.
     fn pack_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
         let bits = x.count().div_ceil(u8::BITS as usize);
         let values = (x.bytes() - bits.min(x.bytes())).div_ceil(x.dtype().size());

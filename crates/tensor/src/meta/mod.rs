@@ -1,7 +1,8 @@
-//! The meta device: shapes only. A step run on it, with recording communicators, shows what any rank of any mesh would
-//! compute, hold and communicate, without data and without the other ranks. Values do not exist; downloads give zeros.
+//! The meta device: shapes only. A step run on it with recording communicators shows the computation, memory and
+//! communication of any rank of any mesh, without data and without the other ranks. Values do not exist; downloads give
+//! zeros.
 //!
-//! Each operation allocates what its CPU sibling allocates, in the same order, so that the peaks agree.
+//! Each operation allocates the same buffers as its CPU sibling, in the same order, so that peak memory agrees.
 
 mod attention;
 mod channel_norm;
@@ -27,28 +28,28 @@ use crate::memory::Category;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;
 
-/// A device that only counts.
+/// A device that tracks shapes and memory, without values.
 #[derive(Debug, Default)]
 pub struct Meta {
     meter: Arc<Meter>,
     precision: Precision,
-    /// Whether what is uploaded keeps its values.
+    /// Whether uploaded tensors keep their values.
     keeps_uploads: bool,
 }
 
 impl Meta {
-    /// A device on which a tensor made from values of the host still has them, in host memory, and no other tensor has
-    /// any.
+    /// A meta device on which tensors uploaded from the host keep their values, in host memory; all other tensors have
+    /// none.
     pub fn keeping_uploads() -> Arc<dyn Device> {
         Arc::new(Self { keeps_uploads: true, ..Self::default() })
     }
 
-    /// A device that replaces one that computes products of `f32` tensors in this precision.
+    /// A meta device that stands for a device with products of `f32` tensors in this precision.
     pub fn new(precision: Precision) -> Self {
         Self { precision, ..Self::default() }
     }
 
-    /// A device that replaces one that computes in the precision of its tensors.
+    /// A meta device that stands for a device that computes in the precision of its tensors.
     pub fn device() -> Arc<dyn Device> {
         Arc::new(Self::default())
     }

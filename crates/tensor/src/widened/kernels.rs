@@ -11,15 +11,15 @@ use meshwork_optim::{Rule, Update};
 use std::ops::Range;
 
 impl Widened {
-    /// `x · wᵀ`, rounded. What follows it in one pass is computed from the rounded product, as backward computes it
-    /// again.
+    /// `x · wᵀ`, rounded. Operations fused with it read the rounded product, because backward recomputes them from
+    /// that.
     fn product(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer) -> Result<Buffer> {
         let mut product = self.inner.alloc(w.dtype(), m * n)?;
         self.gemm(Gemm::linear(m, n, k), x, w, &mut product, 0)?;
         Ok(product)
     }
 
-    // Products that allocate their result take weights in f32: they give the result in the type of the weights.
+    // Products that allocate their result need weights in f32, because the result has the type of the weights.
 
     pub(crate) fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()> {
         let operand = |x| if spec.exact { self.wide(x) } else { self.factor(x) };
@@ -236,7 +236,7 @@ impl Widened {
         })
     }
 
-    // Weights are the f32 ones that an optimizer keeps; gradients may have 16 bits.
+    // Weights are the optimizer's f32 weights; gradients may have 16 bits.
 
     pub(crate) fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()> {
         let optim = self.inner.optim()?;
@@ -253,7 +253,7 @@ impl Widened {
         if flats.iter().all(|flat| !flat.grads.dtype().is_half()) {
             return optim.update(rule, update, flats);
         }
-        // One after the other, so that of one the gradients are there in f32.
+        // One vector after the other, so that only one vector of gradients exists in f32 at a time.
         flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
             let grads = &self.wide(grads)?;
             optim.update(rule, update, &mut [FlatParts { weights, grads, states, ranges }])

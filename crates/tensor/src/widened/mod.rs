@@ -1,18 +1,18 @@
 //! Tensors in 16 bits on a device whose kernels compute in f32 (Micikevicius et al., "Mixed Precision Training", ICLR
 //! 2018).
 //!
-//! What lies in memory and travels between ranks has 16 bits an element; every operation computes in f32: it widens its
-//! operands, and rounds its result once. Kernels of which most of a step consists do so themselves, piece by piece, on
-//! every device ([`crate::kernel`]); operands of the others are copied here. Products take operands in 16 bits as they
-//! are where the inner device has [such operands](Device::operand_dtype). Which type a result has follows from the
-//! operands:
+//! Tensors have 16 bits an element in memory and between ranks. Every operation computes in f32: it widens its operands
+//! and rounds its result once. The kernels that take most of a step widen and round inside the kernel, on every device
+//! ([`crate::kernel`]); for the others, this module copies the operands to f32. Products take operands in 16 bits as
+//! they are where the inner device has [such operands](Device::operand_dtype). The operands determine the type of the
+//! result:
 //!
 //! | result | type |
 //! |---|---|
-//! | a value | that of the operand that it replaces: x, or the weights of a product |
+//! | a value | the type of the operand that it replaces: x, or the weights of a product |
 //! | statistics of rows (mean, rstd, log-sum-exp), sums over rows (gradients of biases and gains) | f32 |
 //! | losses of samples | f64 |
-//! | what is written into given memory | that of the memory |
+//! | an output written into given memory | the type of the memory |
 //!
 //! Operands of f32 and f64 pass through, with the bits of the inner device.
 
@@ -27,10 +27,10 @@ use meshwork_core::{Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// An inner device whose tensors in 16 bits are computed in f32: operands are widened, results rounded once; f32 and
-/// f64 pass through.
+/// Wraps an inner device and computes tensors of 16 bits in f32: operands are widened, results are rounded once. f32
+/// and f64 pass through.
 ///
-/// The dtype of a result is that of the operand that it replaces; statistics and sums over rows are f32, losses f64.
+/// A result has the dtype of the operand that it replaces; statistics and sums over rows are f32, losses f64.
 ///
 /// ```
 /// use meshwork_core::bf16;
@@ -49,7 +49,7 @@ pub struct Widened {
 }
 
 impl Widened {
-    /// A device that computes as `inner` does, on tensors in 16 bits too.
+    /// Wraps `inner` so that it also takes tensors of 16 bits.
     pub fn device(inner: Arc<dyn Device>) -> Arc<dyn Device> {
         Arc::new(Self { inner })
     }
@@ -62,8 +62,8 @@ impl Widened {
         }
     }
 
-    /// Runs `work` on vectors in f32; where any has 16 bits, on one after the other, so that one of them is there in
-    /// f32.
+    /// Runs `work` on vectors in f32. If any has 16 bits, `work` gets one vector at a time, so that only one copy in
+    /// f32 exists at once.
     fn wide_in_turn(&self, vectors: &[Buffer], mut work: impl FnMut(&[Buffer]) -> Result<()>) -> Result<()> {
         match vectors.iter().any(|vector| vector.dtype().is_half()) {
             true => vectors.iter().try_for_each(|vector| work(&[self.wide(vector)?])),
@@ -71,8 +71,8 @@ impl Widened {
         }
     }
 
-    /// Operands of kernels that read and write tensors of 16 bits as they are: of one type untouched, of several in
-    /// f32.
+    /// Operands for kernels that read and write tensors of 16 bits directly: unchanged if all have one type, else
+    /// converted to f32.
     pub(crate) fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
         let mut alike = operands.map(Buffer::clone);
         if !are_alike(&operands) {
@@ -83,7 +83,7 @@ impl Widened {
         Ok(alike)
     }
 
-    /// The same with an operand that the result is added to.
+    /// The same, with an operand to which the result is added.
     pub(crate) fn alike_with<const N: usize>(
         &self,
         operands: [&Buffer; N],
@@ -113,12 +113,12 @@ impl Widened {
         self.inner.operand_dtype(DType::F32) == dtype
     }
 
-    /// The type in which the inner device stores a result on an operand of type `of` that becomes one of `dtype`.
+    /// The type in which the inner device stores a result that becomes `dtype`, for an operand of type `of`.
     pub(crate) fn stored(&self, of: DType, dtype: DType) -> DType {
         if dtype.is_half() && dtype != of && !self.is_factor(dtype) { DType::F32 } else { dtype }
     }
 
-    /// A result whose value is in this type, if that has 16 bits.
+    /// Rounds a result of the inner device to `to`, if `to` has 16 bits.
     pub(crate) fn rounded<T: Outcome>(&self, result: T, to: DType) -> Result<T> {
         result.map(&mut |y, is_value| match is_value && to.is_half() && y.dtype() == DType::F32 {
             true => self.inner.pointwise()?.cast(&y, to),
@@ -126,8 +126,8 @@ impl Widened {
         })
     }
 
-    /// Writes elements of `x`: `write` gets memory that it may write in, and where they begin there. `read`: with their
-    /// old values.
+    /// Writes elements of `x`: `write` gets the memory and the index of the first element. `read`: the memory must hold
+    /// the old values.
     fn write<T>(
         &self,
         x: &mut Buffer,
@@ -148,7 +148,7 @@ impl Widened {
     }
 }
 
-/// Whether operands have one type.
+/// Whether all operands have the same type.
 fn are_alike(operands: &[&Buffer]) -> bool {
     operands.windows(2).all(|two| two[0].dtype() == two[1].dtype())
 }
@@ -206,7 +206,7 @@ impl Device for Widened {
         self.inner.launches()
     }
 
-    // What is stored in f32 here is so on purpose; and operands in 16 bits are what they are.
+    // Values stored in f32 here need f32, and operands of 16 bits keep their type.
     fn operand_dtype(&self, dtype: DType) -> DType {
         dtype
     }

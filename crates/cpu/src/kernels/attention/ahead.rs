@@ -1,5 +1,5 @@
-//! Prefetches the memory that the next head reads and writes, while this one is computed: rows of a few lines far
-//! apart, which no CPU prefetches by itself.
+//! Prefetches the memory that the next head reads and writes, while this head is computed: its rows are a few cache
+//! lines each and far apart, so no CPU prefetches them by itself.
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -7,7 +7,7 @@ const LINE: usize = 64;
 /// Bytes of a common L2 cache.
 const CACHE: usize = 1 << 20;
 
-/// Whether `matrices` matrices of this size stay in the L2 cache until they are needed.
+/// Whether `matrices` matrices of this size stay in the L2 cache until their use.
 pub(super) fn stay<T>(matrices: usize, [rows, columns]: [usize; 2]) -> bool {
     matrices * rows * columns * size_of::<T>() <= CACHE
 }
@@ -15,8 +15,8 @@ pub(super) fn stay<T>(matrices: usize, [rows, columns]: [usize; 2]) -> bool {
 /// The start of a matrix, and the distance of its rows.
 pub(super) type Start<T> = (*const T, usize);
 
-/// The lines of some matrices that are not fetched yet. Of each matrix, the first line of every row comes first, then
-/// the second lines.
+/// The lines of some matrices that are still to be prefetched. For each matrix, the first lines of all rows come first,
+/// then the second lines.
 pub(super) struct Ahead<'a, T> {
     matrices: &'a [Start<T>],
     rows: usize,
@@ -28,14 +28,14 @@ pub(super) struct Ahead<'a, T> {
 }
 
 impl<'a, T> Ahead<'a, T> {
-    /// Matrices of this number of rows and columns each. They are only prefetched, so their addresses need not be
+    /// Prefetches matrices of this number of rows and columns. They are only prefetched, so their addresses need not be
     /// valid.
     pub(super) fn new(matrices: &'a [Start<T>], [rows, columns]: [usize; 2]) -> Ahead<'a, T> {
         Ahead { matrices, rows, lines: (columns * size_of::<T>()).div_ceil(LINE), line: 0, row: 0 }
     }
 
-    /// The next `lines` lines, each in its own row; those past the last row are of no use. `None` when there are no
-    /// more.
+    /// The next `lines` lines, each in its own row; lines past the last row are useless but harmless. `None` when there
+    /// are no more.
     pub(super) fn take(&mut self, lines: usize) -> Option<Start<T>> {
         let (&(start, step), others) = self.matrices.split_first()?;
         let first = self.row * step + self.line * (LINE / size_of::<T>());

@@ -1,4 +1,4 @@
-//! The backward of a group of heads, on all rows of a sample or those of a document.
+//! The backward of a group of heads, on all rows of a sample or of a document.
 
 use super::super::Float;
 use super::ahead::{self, Ahead};
@@ -10,7 +10,8 @@ use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
 use crate::kernels::matmul::Update;
 use meshwork_core::simd::wide;
 
-/// A part's gradients of `q`, `k` and `v`; those, `out` and `dout` begin with its first row, `lse` with the group's.
+/// The gradients of `q`, `k` and `v` for a part. They, `out` and `dout` begin with the part's first row; `lse` begins
+/// with the group's first row.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
     place @ (group, rows): (Group, Part),
@@ -22,7 +23,7 @@ pub(super) fn part<T: Tiled>(
     let (tiles, head_dim, size) = (&call.tiles, call.dims.head_dim, call.groups.size);
     let (seq, keys, [q_tokens, k_tokens]) = (rows.queries.len, rows.keys.len, call.tokens(rows));
     let (q_row, k_row, v_row, out_row) = (call.layout.q.row, call.layout.k.row, call.layout.v.row, call.layout.out.row);
-    // For a longer head, nothing is fetched ahead, and its gradients are summed in scratch, where their rows are close
+    // For longer heads there is no prefetch, and gradients are summed in scratch memory, where their rows are close
     // together.
     let in_place = ahead::stay::<T>(8, [seq.max(keys), head_dim]);
     let ([keys_by_feature, keys_by_row, by_row], square) =
@@ -101,7 +102,7 @@ pub(super) fn part<T: Tiled>(
             }
             let mut gradient = q_grad.part(0..seq, head * head_dim);
             let q_sums = if in_place { gradient.part(0..seq, 0) } else { RowsMut::new(dq, head_dim) };
-            // The number of waiting sums is the number of ones in the binary number of heads done.
+            // The number of pending sums is the number of one bits in the number of finished heads.
             let slot = head.count_ones() as usize;
             let [k_sums, v_sums] = slots(slot, in_place, [&mut k_grad, &mut v_grad], sums, [keys, head_dim]);
             let operands = Operands { q, g, kt, vt, ks, qs, gs };
@@ -126,8 +127,8 @@ pub(super) fn part<T: Tiled>(
     });
 }
 
-/// The memory of the sums of dK and dV that wait in this place: the first in the gradients themselves or in scratch,
-/// the others in scratch.
+/// The memory of the pending sums of dK and dV in this slot: the first in the gradients themselves or in scratch
+/// memory, the others in scratch memory.
 fn slots<'a, T>(
     slot: usize,
     in_place: bool,
@@ -143,7 +144,7 @@ fn slots<'a, T>(
     [RowsMut::new(k, head_dim), RowsMut::new(v, head_dim)]
 }
 
-/// Adds the waiting sums of place `right` to those of the place before it.
+/// Adds the pending sums of slot `right` to the sums of the slot before it.
 fn join<T: Float>(
     right: usize,
     in_place: bool,
@@ -265,8 +266,8 @@ fn one_head<T: Tiled>(
     }
 }
 
-/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`, those after them, up to a whole
-/// vector and one more, into zeros.
+/// Turns the first `live` products of a row of `S` and of `dP` into `P` and `dS`; sets the following ones, up to a
+/// whole vector and one more, to zero.
 #[inline(always)]
 fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], live: usize) {
     let (p, ds) = (p.as_chunks_mut::<VECTOR>().0, ds.as_chunks_mut::<VECTOR>().0);
@@ -276,8 +277,8 @@ fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2]
         for l in 0..VECTOR {
             let probability = (p[l] * scale - lse).exp();
             let gradient = probability * (ds[l] - d) * scale;
-            // The row is not filled up beforehand, because a load of memory that several stores have just written waits
-            // for all of them.
+            // The row is not zeroed beforehand, because a load from memory just written by several stores stalls until
+            // all of them are done.
             (p[l], ds[l]) = if (l as i32) < shown { (probability, gradient) } else { (T::ZERO, T::ZERO) };
         }
     }

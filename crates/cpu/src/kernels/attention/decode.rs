@@ -1,9 +1,9 @@
-//! Attention of the tokens that follow cached ones, a row at a time: the weights of the layers around it cost far more
-//! memory traffic than its few rows.
+//! Attention of new tokens to cached ones, row by row: the weights of the surrounding layers cause far more memory
+//! traffic than these few rows.
 //!
-//! The cache is `[batch, capacity, 2, kv_heads, head_dim]`, the keys in it rotated. A score is one dot product, in the
-//! order of `reduce`; `O` is summed over the keys from key 0 on, and divided by the total at the end. So the bits of a
-//! row depend on its own query and the keys before it alone.
+//! The cache is `[batch, capacity, 2, kv_heads, head_dim]`, with rotated keys. A score is one dot product, in the order
+//! of `reduce`; `O` is summed over the keys from key 0 on, and divided by the total at the end. So the bits of a row
+//! depend only on its own query and the keys before it.
 
 use super::super::Float;
 use super::super::reduce::sums;
@@ -73,7 +73,7 @@ pub fn attend<T: Float>(
     });
 }
 
-/// `softmax(scale · q Kᵀ) V` of one query and as many keys as there are scores, `row` elements apart.
+/// `softmax(scale · q Kᵀ) V` of one query and `scores.len()` keys, `row` elements apart.
 fn attend_row<T: Float>(scale: T, q: &[T], [keys, values]: [&[T]; 2], row: usize, scores: &mut [T], out: &mut [T]) {
     wide(
         #[inline(always)]

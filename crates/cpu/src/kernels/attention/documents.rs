@@ -1,11 +1,10 @@
-//! Documents that follow each other in a sequence. Where tokens see only their own document, each document is a
-//! sequence of its own: the tiles between documents are not computed, and the bits of a document are those that it has
-//! alone, wherever it lies.
+//! Documents packed into a sequence. If tokens attend only to their own document, each document is a separate sequence:
+//! tiles between documents are not computed, and the bits of a document do not depend on its place or its neighbours.
 
 use std::ops::Range;
 use std::slice;
 
-/// Consecutive tokens of a sequence whose positions follow each other.
+/// Consecutive tokens of a sequence with consecutive positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Document {
     /// The first of them.
@@ -34,26 +33,27 @@ impl Document {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
     documents: Vec<Document>,
-    /// Where those of each sample begin, and their number at the end.
+    /// The first document of each sample, then the total number.
     of_sample: Vec<usize>,
-    /// Whether tokens see only those of their own document. In any case rotations follow the positions.
+    /// Whether tokens attend only to their own document. Rotary embeddings follow the positions in either case.
     apart: bool,
 }
 
-/// A position that neither follows the one before it nor begins a document.
+/// A position that is neither its predecessor plus one nor the begin of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Misplaced {
     /// The sample.
     pub sample: usize,
-    /// The place in it.
+    /// The index in the sample.
     pub place: usize,
     /// The position.
     pub position: i32,
 }
 
 impl Packing {
-    /// From the position of each token in its document, `[samples, seq]`: 0 begins a document, and each other position
-    /// is one more than the one before. A sample may begin in the middle of a document, at any position below `seq`.
+    /// Builds the packing from the position of each token in its document, `[samples, seq]`: 0 begins a document, and
+    /// each other position is its predecessor plus one. A sample may begin in the middle of a document, at any position
+    /// below `seq`.
     pub fn new(positions: &[i32], [samples, seq]: [usize; 2], apart: bool) -> Result<Self, Misplaced> {
         let (mut documents, mut of_sample) = (Vec::<Document>::new(), vec![0]);
         for sample in 0..samples {
@@ -100,7 +100,7 @@ impl Packing {
         &self.documents[self.of_sample[sample]..self.of_sample[sample + 1]]
     }
 
-    /// The largest position, and one.
+    /// The largest position plus one.
     pub(super) fn positions(&self) -> usize {
         self.documents.iter().map(|document| document.position + document.len).max().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! The forward of a group of heads, on all rows of a sample or those of a document.
+//! The forward of a group of heads, on all rows of a sample or of a document.
 
 use super::ahead::{self, Ahead};
 use super::heads::RowsMut;
@@ -9,7 +9,8 @@ use super::{FORWARD_KEYS, blocks, panels, scratch};
 use crate::kernels::matmul::Update;
 use std::ops::Range;
 
-/// A part's `out` and `lse`; `out`, `q`, `k` and `v` begin with its first row, `lse` with the group's.
+/// The `out` and `lse` of a part. `out`, `q`, `k` and `v` begin with the part's first row; `lse` begins with the
+/// group's first row.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
     place @ (group, rows): (Group, Part),

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Rows of a matrix, to write: `width` elements each, `step` apart. Those of one head lie between the other heads'.
+/// Mutable rows of a matrix: `width` elements each, `step` apart. Rows of different heads are interleaved.
 pub(super) struct RowsMut<'a, T> {
     start: *mut T,
     rows: usize,
@@ -12,7 +12,7 @@ pub(super) struct RowsMut<'a, T> {
     tensor: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it is the only way to its elements, like the exclusive reference it was made of.
+// SAFETY: it is the only access to its elements, like the exclusive reference from which it was made.
 unsafe impl<T: Send> Send for RowsMut<'_, T> {}
 
 impl<'a, T> RowsMut<'a, T> {
@@ -21,7 +21,7 @@ impl<'a, T> RowsMut<'a, T> {
         RowsMut { start: slice.as_mut_ptr(), rows: slice.len() / step, step, width: step, tensor: PhantomData }
     }
 
-    /// Where the first row starts.
+    /// The start of the first row.
     pub(super) fn as_ptr(&self) -> *const T {
         self.start
     }
@@ -39,7 +39,7 @@ impl<'a, T> RowsMut<'a, T> {
     /// The elements of row `i`.
     pub(super) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows, "row {i} of {}", self.rows);
-        // SAFETY: a row of this matrix, in the tensor; nobody else was given it, and `self` is exclusive.
+        // SAFETY: a row of this matrix, inside the tensor; no other value has it, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(i * self.step), self.width) }
     }
 
@@ -97,8 +97,8 @@ unsafe impl<T: Send> Send for Start<T> {}
 mod tests {
     use super::*;
 
-    /// Every element is in exactly one row of one head, at the place that the layout gives. The parts of a head are
-    /// rows too.
+    /// Every element is in exactly one row of one head, at the place given by the layout. The parts of a head are rows
+    /// too.
     #[test]
     fn heads_take_the_tensor_apart() {
         let [samples, rows, heads, width] = [2, 3, 4, 5];

@@ -9,7 +9,7 @@ use super::tiles::Tiles;
 use super::{Dims, Groups, Keys, Masks};
 use crate::kernels::dropout::Mask;
 
-/// Values that all heads of a call share.
+/// Values shared by all heads of a call.
 #[derive(Clone, Copy)]
 pub(super) struct Call<'a, T> {
     pub(super) tiles: Tiles<T>,
@@ -24,7 +24,7 @@ pub(super) struct Call<'a, T> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Group {
     pub(super) sample: usize,
-    /// Index among the groups held here.
+    /// Index among the local groups.
     pub(super) index: usize,
 }
 
@@ -66,11 +66,11 @@ pub(super) struct Layout {
     pub(super) out: Heads,
 }
 
-/// What a thread computes next, from what it computes now.
+/// The next work of a thread, relative to its current work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Next {
-    /// Elements to it in the queries, in keys and values, and in the output; modulo the size of addresses, because it
-    /// may lie before.
+    /// Offsets to it in the queries, in keys and values, and in the output; modulo the size of addresses, because they
+    /// may be negative.
     pub(super) distance: [usize; 3],
     /// Its rows.
     pub(super) rows: usize,
@@ -87,7 +87,7 @@ impl Layout {
         Layout { q: part(0), k: part(1), v: part(2), out: Heads { start: 0, rows: dims.seq, row: width } }
     }
 
-    /// The rows of one group without gaps.
+    /// The layout of one group's rows copied without gaps.
     pub(super) fn copied(dims: Dims, groups: Groups) -> Self {
         let rows = |heads: usize| Heads { start: 0, rows: 0, row: heads * dims.head_dim };
         Layout { q: rows(groups.size), k: rows(1), v: rows(1), out: rows(groups.size) }
@@ -132,7 +132,7 @@ impl<'a, T: Float> Call<'a, T> {
         self.dims.scale()
     }
 
-    /// The call on rows as [`read`](super::stored::read) gives them.
+    /// The call for rows in the layout of [`read`](super::stored::read).
     pub(super) fn as_read<S: StoredAs<T>>(&self) -> Self {
         let layout = if S::COPIED { Layout::copied(self.dims, self.groups) } else { self.layout };
         Self { layout, ..*self }
@@ -172,7 +172,7 @@ impl<'a, T: Float> Call<'a, T> {
         Next { distance: pairs.map(|(from, to)| to.wrapping_sub(from)), rows }
     }
 
-    /// The group after this one, the next sample's first after the last.
+    /// The group after this one; after the last group, the first group of the next sample.
     fn after(&self, Group { sample, index }: Group) -> Group {
         match index + 1 == self.groups.used(self.dims) {
             true => Group { sample: sample + 1, index: 0 },

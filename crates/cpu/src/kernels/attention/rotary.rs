@@ -1,12 +1,12 @@
-//! Rotary position embeddings (Su et al., arXiv:2104.09864), applied to rows of queries and keys when these are copied
-//! for their products, and undone in their gradients.
+//! Rotary position embeddings (Su et al., arXiv:2104.09864), applied to rows of queries and keys when they are copied
+//! for products, and undone in their gradients.
 
 use super::super::Float;
 use super::heads::RowsMut;
 use meshwork_core::simd::wide;
 
-/// Cosines and sines of the rotation angles of a head's features, row by row `[positions, 2, head_dim / 2]`: those of
-/// pair i, features i and i + head_dim / 2, at position p are elements i and i + head_dim / 2 of row p.
+/// Cosines and sines of the rotation angles of a head's features, row by row, `[positions, 2, head_dim / 2]`: for pair
+/// i (features i and i + head_dim / 2) at position p, they are elements i and i + head_dim / 2 of row p.
 #[derive(Clone, Copy, Debug)]
 pub struct Angles<'a, T>(pub &'a [T]);
 
@@ -22,7 +22,7 @@ impl<T: Float> Angles<'_, T> {
         Self(&self.0[position * head_dim..])
     }
 
-    /// Rotates the rows of one head, `row` apart, by their positions; `to` gets them one after the other.
+    /// Rotates the rows of one head, `row` apart, by their positions; `to` gets them contiguously.
     pub(super) fn turn(self, (from, row): (&[T], usize), head_dim: usize, to: &mut [T]) {
         let half = head_dim / 2;
         wide(
@@ -66,7 +66,7 @@ mod tests {
     use super::super::super::oracle::{assert_close, values};
     use super::*;
 
-    /// Pairs rotate by their angles, and back to their values; other elements do not change.
+    /// Pairs are rotated by their angles, and back to their original values; other elements do not change.
     #[test]
     fn pairs_turn_and_turn_back() {
         let (seq, head_dim, row) = (5, 6, 9);

@@ -7,7 +7,7 @@ use meshwork_core::simd::wide;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// Queries whose scores are worked on at a time.
+/// Number of queries whose scores are processed together.
 pub(super) const VECTOR: usize = 16;
 
 /// The scores of a vector of queries: a row for each key, `stride` apart, beginning with the first element of `scores`.
@@ -92,7 +92,7 @@ pub(super) fn dot_avx512(x: &[f32], y: &[f32]) -> f32 {
     for (x, y) in x.iter().zip(y) {
         lanes = _mm512_add_ps(lanes, _mm512_mul_ps(load(x), load(y)));
     }
-    // Lane l and l + 8, then l + 4, l + 2 and l + 1.
+    // Adds lanes l and l + 8, then l + 4, l + 2 and l + 1.
     let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(lanes), _mm512_castps_pd(lanes)));
     let x = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_castps512_ps256(high));
     let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
@@ -114,7 +114,7 @@ mod tests {
     use crate::kernels::oracle::values;
     use crate::kernels::reduce;
 
-    /// Every kind gives the bits of `reduce.rs`.
+    /// Every variant is bitwise identical to `reduce.rs`.
     #[test]
     fn dots_follow_the_order_of_reduce() {
         for len in [1, 16, 40, 64, 256] {
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!(dot(&x, &y), want);
             #[cfg(target_arch = "x86_64")]
             if is_x86_feature_detected!("avx512f") {
-                // SAFETY: the CPU has it.
+                // SAFETY: the CPU has the instructions.
                 assert_eq!(unsafe { dot_avx512(&x, &y) }, want);
             }
         }

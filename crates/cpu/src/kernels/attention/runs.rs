@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 use std::thread::{self, ThreadId};
 
-/// Items in runs of neighbours, one run for each thread to begin with. A thread takes items from the front of its run.
-/// When that is empty, it takes a run that no thread has begun, then the back half of the longest run.
+/// Items in runs of neighbours, initially one run per thread. A thread takes items from the front of its run. When the
+/// run is empty, it takes a run that no thread has started, then the back half of the longest run.
 pub(super) struct Runs<T> {
     runs: Vec<Run<T>>,
 }
 
 struct Run<T> {
-    /// The thread that owns the run, once begun.
+    /// The thread that owns the run, once started.
     thread: Option<ThreadId>,
     items: VecDeque<T>,
 }
@@ -23,7 +23,7 @@ impl<T> Runs<T> {
         Runs { runs: runs.collect() }
     }
 
-    /// The run from which this thread takes its next item, if any is left.
+    /// The run from which this thread takes its next item, if any.
     fn run(&mut self) -> Option<&mut Run<T>> {
         let me = Some(thread::current().id());
         let left = |owner| move |run: &Run<T>| run.thread == owner && !run.items.is_empty();
@@ -43,7 +43,7 @@ impl<T> Runs<T> {
 }
 
 impl<T> Iterator for Runs<T> {
-    /// An item, and whether its neighbour will be this thread's next item, unless an idle thread takes that first.
+    /// An item, and whether its neighbour will be this thread's next item, unless an idle thread takes it first.
     type Item = (T, bool);
 
     fn next(&mut self) -> Option<(T, bool)> {

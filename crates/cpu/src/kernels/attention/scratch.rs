@@ -1,4 +1,4 @@
-//! Memory of the calling thread for one head at a time. It grows to the size for the largest head and is kept.
+//! Scratch memory of the calling thread for one head at a time. It grows to the size of the largest head, and is kept.
 
 use meshwork_core::Block;
 use std::cell::RefCell;

@@ -1,12 +1,12 @@
-//! Rows of heads as they lie in memory, and as products read and write them: in 16 bits they are copied in f32, the
-//! rows of one group of heads at a time, which stay in the caches.
+//! Rows of heads as stored, and as products read and write them: rows in 16 bits are copied to f32, one group of heads
+//! at a time, so that the copies stay in the caches.
 
 use super::super::Float;
 use super::super::round::{self, with_room};
 use super::heads::RowsMut;
 use half::{bf16, f16};
 
-/// A type in which heads lie in memory that are computed in `T`: `T` itself, or 16 bits of `f32`.
+/// A storage type of heads that are computed in `T`: `T` itself, or a 16-bit type for `f32`.
 pub trait StoredAs<T>: bytemuck::Pod + Send + Sync {
     #[doc(hidden)]
     const COPIED: bool;
@@ -17,7 +17,7 @@ pub trait StoredAs<T>: bytemuck::Pod + Send + Sync {
     #[doc(hidden)]
     fn round(from: &[T], to: &mut [Self]);
 
-    /// The rows as they are, where they need no copy.
+    /// The rows themselves, if they need no copy.
     #[doc(hidden)]
     fn as_is(rows: &[Self]) -> &[T];
 

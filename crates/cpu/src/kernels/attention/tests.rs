@@ -1,4 +1,4 @@
-//! More than 400 lines: one oracle, and the shapes, precisions and masks at which every path is held against it.
+//! More than 400 lines: one oracle, and the shapes, precisions and masks at which every path is compared with it.
 
 use super::super::Float;
 use super::super::gemm::rounded;
@@ -28,7 +28,7 @@ fn dropout(p: f32) -> Dropout {
     Dropout { mask: Mask { key: key(5, "attention"), p }, first_sample: 3, first_head: 2, global_heads: 9 }
 }
 
-/// Dropout alone.
+/// Masks with only dropout.
 fn masks(dropout: Option<Dropout>) -> Masks<'static> {
     Masks { dropout, packing: None }
 }
@@ -58,7 +58,7 @@ fn run_backward_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dout: &[T], dr
     dqkv
 }
 
-/// The range of position `i` of a part and head of a sample in `[batch, seq, parts, heads, head_dim]`.
+/// The range of a head at position `i`, part and sample in `[batch, seq, parts, heads, head_dim]`.
 fn part(d: Dims, parts: usize, [b, i, part, h]: [usize; 4]) -> Range<usize> {
     let start = (((b * d.seq + i) * parts + part) * d.heads + h) * d.head_dim;
     start..start + d.head_dim
@@ -79,7 +79,7 @@ fn naive(d: Dims, qkv: &[f64], dropout: Option<Dropout>) -> [Vec<f64>; 2] {
     naive_in(|x| x, d, qkv, dropout)
 }
 
-/// [`naive`], the operands of products rounded.
+/// [`naive`], with rounded operands of products.
 fn naive_in(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout>) -> [Vec<f64>; 2] {
     naive_of(round, d, qkv, dropout, &one_document(d))
 }
@@ -89,7 +89,7 @@ fn one_document(d: Dims) -> Vec<i32> {
     (0..d.seq as i32).collect::<Vec<_>>().repeat(d.batch)
 }
 
-/// [`naive_in`], of tokens at these positions in their documents.
+/// [`naive_in`], for tokens at these positions in their documents.
 fn naive_of(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout>, positions: &[i32]) -> [Vec<f64>; 2] {
     let qkv: Vec<f64> = qkv.iter().copied().map(round).collect();
     let at = |b: usize, i: usize, p: usize, h: usize| &qkv[part(d, 3, [b, i, p, h])];
@@ -111,12 +111,12 @@ fn naive_of(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dropout: Option<Dropout
     [out, lse]
 }
 
-/// The gradient one pair at a time, from the equations, the operands of products rounded.
+/// The gradient one pair at a time, from the equations, with rounded operands of products.
 fn naive_backward(round: fn(f64) -> f64, d: Dims, qkv: &[f64], dout: &[f64], dropout: Option<Dropout>) -> Vec<f64> {
     naive_backward_of(round, d, qkv, dout, dropout, &one_document(d))
 }
 
-/// [`naive_backward`], of tokens at these positions in their documents.
+/// [`naive_backward`], for tokens at these positions in their documents.
 fn naive_backward_of(
     round: fn(f64) -> f64,
     d: Dims,
@@ -151,7 +151,7 @@ fn naive_backward_of(
     dqkv
 }
 
-/// To the nearest `bf16`.
+/// Rounds to the nearest `bf16`.
 fn to_bf16(x: f64) -> f64 {
     f64::from(rounded(x as f32))
 }
@@ -179,7 +179,7 @@ proptest! {
         }
     }
 
-    /// A head of a sample alone, a range of both, and a shorter sequence give the bits of the whole.
+    /// One head of one sample, a range of both, and a shorter sequence are bitwise identical to the whole.
     #[test]
     fn bits_do_not_depend_on_other_heads_samples_or_later_positions(
         shape in (1..4_usize, 1..150_usize, 1..5_usize, 1..20_usize).prop_map(<[usize; 4]>::from),
@@ -253,7 +253,7 @@ fn large_scores_do_not_overflow() {
     assert_eq!(lse[1..], [1e6, 1e6]);
 }
 
-/// Sides at the edges of vectors, tiles and blocks.
+/// Extents at the edges of vectors, tiles and blocks.
 const SHAPES: [[usize; 4]; 9] = [
     [1, 1, 1, 1],
     [1, 1, 2, 256],
@@ -284,9 +284,9 @@ fn every_kind_of_tiles_is_right_at_every_edge() {
     }
 }
 
-/// In bf16, each kind of tiles against f64 with the operands rounded, forward and backward. A few of the operands that
-/// are products' results round the other way for their error in f32: 2e-4 of the norm holds that, and no more; products
-/// in f32 are outside it.
+/// In bf16, each kind of tiles against f64 with rounded operands, forward and backward. A few operands that are results
+/// of products round the other way because of their error in f32: a bound of 2e-4 of the norm admits that, but would
+/// reject products in f32.
 #[test]
 fn bf16_rounds_every_operand_and_nothing_else() {
     const BOUND: f64 = 2e-4;
@@ -308,8 +308,8 @@ fn bf16_rounds_every_operand_and_nothing_else() {
     }
 }
 
-/// AVX-512 and AVX2 give the same bits, as the products do; in bf16, where products are exact, pairs at a time, one by
-/// one and plain loops too.
+/// AVX-512 and AVX2 give the same bits, as the products do. In bf16, where products are exact, all kinds do: pairs at a
+/// time, one by one and plain loops.
 #[test]
 fn tiles_agree_bit_for_bit() {
     for precision in PRECISIONS {
@@ -331,7 +331,7 @@ fn tiles_agree_bit_for_bit() {
 }
 
 /// The orders of sums that the module states, for the last row of one head: `O` over blocks of keys from its
-/// probabilities, and the total, which in bf16 is that of the probabilities before they are rounded.
+/// probabilities, and the total, which in bf16 sums the probabilities before they are rounded.
 #[test]
 fn sums_follow_the_stated_order() {
     for precision in PRECISIONS {
@@ -383,7 +383,7 @@ fn the_next_group_is_where_it_starts() {
     }
 }
 
-/// Rows of a left operand stay rows when they are rounded: one or two terms a word, the first in the upper half.
+/// Rows of a left operand stay rows when they are rounded: one or two terms per word, the first in the upper half.
 #[test]
 fn rows_of_words_hold_the_rounded_terms() {
     let rows = 19;

@@ -5,8 +5,8 @@
 //! rounded operand consists of words: one term, or two in `bf16` where the CPU multiplies pairs. On x86-64 `f32` tiles
 //! are those of [`gemm`](super::super::gemm): an element is one chain of fused multiply-adds over its terms in order,
 //! from zero, which is then added to C or replaces it; the same bits with AVX-512 and with AVX2. Elsewhere, and in
-//! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so that of rounded
-//! operands all kinds make the same bits, but for subnormal numbers.
+//! `f64`, a plain loop sums in the same order, not fused. A product of two `bf16` is exact in `f32`, so all kinds give
+//! the same bits for rounded operands, except for subnormal numbers.
 
 use super::super::Float;
 #[cfg(target_arch = "x86_64")]
@@ -33,20 +33,23 @@ const COPIED_ROWS: usize = 16;
 /// Columns of the widest tile of any CPU.
 pub(super) const MAX_WIDTH: usize = 32;
 
-/// A slice of elements and the distance between its rows, which are contiguous.
+/// A slice of elements with contiguous rows, and the distance between rows.
 pub(super) type Rows<S> = (S, usize);
 
-/// Computes one tile: `[rows, columns, words]`, A, B, C; may fetch a line per word. The caller knows that this CPU can.
+/// Computes one tile: `[rows, columns, words]`, A, B, C; may prefetch a line per word. The caller guarantees that this
+/// CPU has the instructions.
 type TileFn<T> = unsafe fn([usize; 3], (&[T], Strides), Rows<&[T]>, RowsMut<'_, T>, Update, Option<Start<T>>);
 
 /// Packs `[terms, columns]` of B, or of A where its rows are contiguous, at most `lanes` columns: word l of every
-/// column at `l step`, zero beyond the last column and the last term. The caller knows that this CPU can.
+/// column at `l step`, zero beyond the last column and the last term. The caller guarantees that this CPU has the
+/// instructions.
 type PackFn<T> = unsafe fn([usize; 2], (&[T], Strides), Rows<&mut [T]>);
 
-/// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller knows that this CPU can.
+/// Rounds `[rows, terms]` of A to words, rows to rows, if A is not read in place. The caller guarantees that this CPU
+/// has the instructions.
 type RoundFn<T> = unsafe fn([usize; 2], Rows<&[T]>, Rows<&mut [T]>);
 
-/// How this CPU multiplies tiles of `T`.
+/// The functions with which this CPU multiplies tiles of `T`.
 #[derive(Clone, Copy)]
 pub struct Tiles<T> {
     /// Rows of the highest tile.
@@ -60,7 +63,7 @@ pub struct Tiles<T> {
     tile: TileFn<T>,
     pack: PackFn<T>,
     round: RoundFn<T>,
-    /// The sum of the products of two rows of one length. The caller knows that this CPU can.
+    /// The sum of the products of two rows of one length. The caller guarantees that this CPU has the instructions.
     dot: unsafe fn(&[T], &[T]) -> T,
 }
 
@@ -107,7 +110,8 @@ impl<T: Float> Tiles<T> {
         if self.in_place { 0 } else { rows.next_multiple_of(self.lanes) * terms.div_ceil(self.terms) }
     }
 
-    /// A, `[rows, terms]`, one of them contiguous, as tiles read it. `to` has [`left_len`](Self::left_len).
+    /// A, `[rows, terms]`, one of them contiguous, in the form that tiles read. `to` has [`left_len`](Self::left_len)
+    /// elements.
     pub(super) fn left<'a>(
         &self,
         [rows, terms]: [usize; 2],
@@ -120,7 +124,7 @@ impl<T: Float> Tiles<T> {
         // Words are as contiguous as terms or rows were.
         let strides = if step == 1 {
             let words = terms.div_ceil(self.terms);
-            // SAFETY: a table is only made of functions that this CPU runs.
+            // SAFETY: a table contains only functions that this CPU can run.
             unsafe { (self.round)([rows, terms], (from, row), (&mut *to, words)) };
             (words, 1)
         } else {
@@ -137,7 +141,7 @@ impl<T: Float> Tiles<T> {
 
     /// The sum of the products of two rows of one length, at most 1024, in the order of `reduce.rs`.
     pub(super) fn dot(&self, x: &[T], y: &[T]) -> T {
-        // SAFETY: a table is only made of functions that this CPU runs.
+        // SAFETY: a table contains only functions that this CPU can run.
         unsafe { (self.dot)(x, y) }
     }
 
@@ -156,7 +160,7 @@ impl<T: Float> Tiles<T> {
                 let start = (column / width * words + first / self.terms) * width + column % width;
                 let from = (&from[first * along + column * apart..], (along, apart));
                 let strip = [rows, self.lanes.min(columns - column)];
-                // SAFETY: a table is only made of functions that this CPU runs.
+                // SAFETY: a table contains only functions that this CPU can run.
                 unsafe { (self.pack)(strip, from, (&mut to[start..], width)) };
             }
         }
@@ -164,8 +168,8 @@ impl<T: Float> Tiles<T> {
     }
 
     /// `C = A B` or `C += A B` of at most [`rows`](Self::rows) rows, over some terms and columns of B; the terms begin
-    /// at an even one, the columns at a whole vector of a panel, with no more of it. A and C begin at the first of
-    /// their rows, terms and columns. Meanwhile a line per word of what is `ahead` is fetched.
+    /// at an even index, the columns at a whole vector of a panel, and do not extend beyond the panel. A and C begin at
+    /// the first of their rows, terms and columns. Meanwhile, one line of `ahead` is prefetched per word.
     pub(super) fn times(
         &self,
         rows: usize,
@@ -183,7 +187,7 @@ impl<T: Float> Tiles<T> {
             let at = (column - skipped) * b.words + terms.start / self.terms * width + skipped;
             let dims = [rows, width.min(columns.end - column), words];
             let c = c.part(0..rows, column - columns.start);
-            // SAFETY: a table is only made of functions that this CPU runs.
+            // SAFETY: a table contains only functions that this CPU can run.
             unsafe { (self.tile)(dims, (a.a, a.strides), (&b.packed[at..], width), c, update, ahead.take(words)) };
         }
     }
@@ -219,7 +223,7 @@ fn vectors(path: Path) -> Tiles<f32> {
     match path {}
 }
 
-/// The tiles of a path that this CPU runs, as the caller knows.
+/// The tiles of a path; the caller guarantees that this CPU runs it.
 #[cfg(target_arch = "x86_64")]
 fn vectors(path: Path) -> Tiles<f32> {
     match path {
@@ -231,7 +235,7 @@ fn vectors(path: Path) -> Tiles<f32> {
     }
 }
 
-/// The tiles of vector instructions that this CPU has, as the caller knows.
+/// The tiles of vector instructions; the caller guarantees that this CPU has them.
 #[cfg(target_arch = "x86_64")]
 fn of_micro<M: Micro>(round: RoundFn<f32>, dot: unsafe fn(&[f32], &[f32]) -> f32) -> Tiles<f32> {
     let (tile, pack) = (vector_tile::<M>, vector_pack::<M>);
@@ -258,7 +262,8 @@ unsafe fn vector_tile<M: Micro>(
     let (a, b, add) = (a.as_ptr(), b.as_ptr(), update == Update::Accumulate);
     let (line, step) = ahead.unwrap_or((a, 0));
     let ahead = (line.cast(), step * size_of::<f32>());
-    // SAFETY: the caller's promise; `check` held the farthest element of each operand against its slice, `block` C.
+    // SAFETY: the caller's promise; `check` compared the farthest element of each operand with its slice, and `block`
+    // did so for C.
     unsafe { M::tile(&Tile { rows, columns, words, a, a_row, a_step, b, b_step, c, c_row, add, ahead }) }
 }
 
@@ -275,11 +280,11 @@ unsafe fn vector_pack<M: Micro>(
     assert!(k > 0 && (1..=M::LANES).contains(&lanes), "a strip of {lanes} by {k}");
     assert!((k - 1) * along + (lanes - 1) * apart < from.len(), "a strip of an operand");
     assert!((M::words(k) - 1) * step + M::LANES <= to.len(), "a packed strip");
-    // SAFETY: the caller's promise; the asserts held the farthest elements against the slices.
+    // SAFETY: the caller's promise; the asserts compared the farthest elements with the slices.
     unsafe { M::pack(Strip { from: Elements::Full(from.as_ptr()), lanes, k, apart, along }, to.as_mut_ptr(), step) }
 }
 
-/// A [`RoundFn`] to pairs, as products pack rows: one after the other.
+/// A [`RoundFn`] to pairs, as in the row packing of products: one row after the other.
 ///
 /// # Safety
 /// The CPU has the instructions of `Avx512Bf16`.
@@ -291,8 +296,7 @@ unsafe fn round_pairs([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to,
     assert!(to_row == words && rows.next_multiple_of(LANES) * words <= to.len(), "rows of words");
     for i in (0..rows).step_by(LANES) {
         let (from, lanes) = (Elements::Full(from[i * row..].as_ptr()), LANES.min(rows - i));
-        // SAFETY: the caller's promise; the asserts held these rows, and words of as many as there are lanes, against
-        // the slices.
+        // SAFETY: the caller's promise; the asserts compared these rows, and the words of all lanes, with the slices.
         unsafe {
             Avx512Bf16::pack_rows(Strip { from, lanes, k: terms, apart: row, along: 1 }, to[i * words..].as_mut_ptr())
         };
@@ -378,7 +382,7 @@ fn round_loop([rows, terms]: [usize; 2], (from, row): Rows<&[f32]>, (to, to_row)
 
 #[cfg(test)]
 impl Tiles<f32> {
-    /// Every kind of a precision that this CPU runs, the best first, the plain loops last.
+    /// All kinds of tiles for a precision that this CPU runs, the best first, the plain loops last.
     pub(super) fn all(precision: Precision) -> Vec<Tiles<f32>> {
         let paths = Path::all(precision).iter().copied().filter(|path| path.runs_here());
         paths.map(vectors).chain([plain(precision)]).collect()

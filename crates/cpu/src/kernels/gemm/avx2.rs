@@ -1,6 +1,6 @@
 //! The product's kernels for `avx2` and `fma`: tiles of up to 6 by 16, two vectors of 8 a row.
 //!
-//! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: there is no register for a
+//! 12 sums, two vectors of B and one element of A in all lanes fill 15 of the 16 registers: no register is left for a
 //! mask, so tiles at the right edge, whose last vector is masked, are separate functions.
 
 use super::{Elements, Micro, Strip, Tile};
@@ -92,7 +92,7 @@ unsafe fn tile_of<const R: usize, const V: usize, const MASKED: bool>(tile: &Til
     }
 }
 
-/// A vector, if `masked` only the lanes of the mask.
+/// Loads a vector; if `masked`, only the lanes of the mask.
 ///
 /// # Safety
 /// Those lanes are readable.
@@ -102,7 +102,7 @@ unsafe fn load(masked: bool, mask: __m256i, from: *const f32) -> __m256 {
     unsafe { if masked { _mm256_maskload_ps(from, mask) } else { _mm256_loadu_ps(from) } }
 }
 
-/// A mask of the first `lanes` lanes, or of all if there are fewer.
+/// A mask of the first `lanes` lanes, at most all.
 #[target_feature(enable = "avx2,fma")]
 fn first_lanes(lanes: usize) -> __m256i {
     let lanes = _mm256_set1_epi32(lanes.min(LANES) as i32);
@@ -137,8 +137,8 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack`] for lanes of at most four elements, contiguous and so far apart: two transposes of 4 by 4 side by
-/// side.
+/// [`Micro::pack`] for lanes of at most four contiguous elements, `apart` from each other: two transposes of 4 by 4
+/// side by side.
 ///
 /// # Safety
 /// As there.

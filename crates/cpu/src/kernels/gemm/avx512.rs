@@ -1,11 +1,11 @@
 //! The product's kernels for `avx512f`: tiles of up to 14 by 32, two vectors of 16 a row.
 //!
-//! For `avx512bf16` the same with two terms of `bf16` in a word, the first in the upper half.
+//! For `avx512bf16`, the same with two terms of `bf16` in a word, the first in the upper half.
 //!
 //! 28 sums, two vectors of B and one element of A in all lanes fill 31 of the 32 registers. A function is only inlined
-//! into one with the same target features. Closures do not have them, so there are none here.
+//! into one with the same target features. Closures do not have these features, so none are used here.
 //!
-//! More than 400 lines: one set of instructions, whose packed words are read by the tiles beside them.
+//! More than 400 lines: one instruction set, with its packing and the tiles that read the packed words.
 
 use super::{Elements, Micro, Strides, Strip, Tile};
 use half::bf16;
@@ -14,7 +14,7 @@ use std::arch::x86_64::*;
 /// Floats of a vector.
 const LANES: usize = 16;
 
-/// Fewer words than this are summed before a prefetch of C helps.
+/// Below this number of words, a prefetch of C does not help.
 const PREFETCH: usize = 128;
 
 /// The implementation for `f32`.
@@ -136,7 +136,7 @@ macro_rules! tiles {
 tiles!(tile_of_width, tile_of, "avx512f", _mm512_fmadd_ps);
 tiles!(bf16_tile_of_width, bf16_tile_of, "avx512f,avx512bw,avx512bf16", add_pairs);
 
-/// The sums and the products of both pairs of terms, the one in the upper halves first.
+/// Adds the products of both pairs of terms to the sums, the pair in the upper halves first.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
     _mm512_dpbf16_ps(sum, halves(x), halves(y))
@@ -154,7 +154,7 @@ fn words(x: __m512bh) -> __m512 {
     unsafe { std::mem::transmute(x) }
 }
 
-/// A mask of the first `lanes` lanes, or of all if there are fewer.
+/// A mask of the first `lanes` lanes, at most all.
 fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
@@ -187,8 +187,8 @@ unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack`] for lanes of at most `LANES` elements, contiguous and so far apart: a transpose of 16 by 16 in
-/// registers.
+/// [`Micro::pack`] for lanes of at most `LANES` contiguous elements, `apart` from each other: a transpose of 16 by 16
+/// in registers.
 ///
 /// # Safety
 /// As there.
@@ -210,7 +210,7 @@ unsafe fn transpose([lanes, k]: [usize; 2], (from, apart): (*const f32, usize), 
     }
 }
 
-/// Rows as columns.
+/// Transposes rows to columns.
 #[target_feature(enable = "avx512f")]
 fn transposed(mut x: [__m512; LANES]) -> [__m512; LANES] {
     let mut y = x;
@@ -274,7 +274,7 @@ unsafe fn pack_bf16(strip: Strip, to: *mut f32, step: usize) {
     } else {
         for l in (0..k).step_by(2) {
             let mut pair = [0.0_f32; 2 * LANES];
-            // SAFETY: one or two terms of the strip, as dense rows and then as a strip of their own.
+            // SAFETY: one or two terms of the strip, as dense rows and then as a separate strip.
             unsafe {
                 let two = Strip { from: from.from(l * along), k: (k - l).min(2), ..strip };
                 two.gather::<LANES>(pair.as_mut_ptr(), LANES);
@@ -306,7 +306,7 @@ unsafe fn transpose_bf16(strip: Strip, to: *mut f32, step: usize) {
     }
 }
 
-/// [`Micro::pack_rows`] to `bf16`: rows stay rows. Whole vectors have no masks, because making them takes as long as
+/// [`Micro::pack_rows`] to `bf16`: rows stay rows. Whole vectors use no masks, because computing masks takes as long as
 /// everything else (4% of a product of 128 columns).
 ///
 /// # Safety
@@ -350,7 +350,7 @@ unsafe fn pairs(from: Elements, terms: usize) -> __m512 {
     _mm512_castsi512_ps(_mm512_rol_epi32::<16>(pairs))
 }
 
-/// A vector of pairs of terms from two rows with this distance, at most a vector of either; zero beyond them.
+/// A vector of pairs of terms from two rows at this distance, at most one vector from each; zero beyond the terms.
 ///
 /// # Safety
 /// They are readable.
@@ -377,12 +377,12 @@ unsafe fn interleaved(from: Elements, along: usize, [first, second]: [usize; 2])
     _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, rows))
 }
 
-/// A mask of the first `halves` halves, or of all if there are fewer.
+/// A mask of the first `halves` halves, at most all.
 fn first_halves(halves: usize) -> __mmask32 {
     if halves >= 2 * LANES { !0 } else { (1 << halves) - 1 }
 }
 
-/// The nearest `bf16` of each, as [`rounded`](super::rounded).
+/// Rounds each to the nearest `bf16`, as [`rounded`](super::rounded).
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(in super::super) fn round(from: &[f32], to: &mut [bf16]) {
     assert_eq!(from.len(), to.len(), "elements to round against their places");
@@ -399,7 +399,7 @@ pub(in super::super) fn round(from: &[f32], to: &mut [bf16]) {
     }
 }
 
-/// Two vectors of floats, masked, rounded.
+/// Rounds two masked vectors of floats.
 ///
 /// # Safety
 /// The floats of the masks are readable.

@@ -11,48 +11,48 @@
 //! ```
 //!
 //! So the bits depend only on the element's row of `A`, its column of `B` and its old value, never on `m`, `n`,
-//! strides, the element's place or how the work was cut; and they are the same on both paths. (The payload of a NaN is
+//! strides, the element's place or the cut of the work; and they are the same on both paths. (The payload of a NaN is
 //! not defined.) Everything below may be tuned except this order: [`K_BLOCK`], one chain of `fma` per element and
 //! block. The tests compare every path with this formula, element by element.
 //!
 //! In [`Precision::Bf16`] the formula is the same for operands rounded by [`rounded`]; sums stay `f32`. `vdpbf16ps`
 //! adds two products to a sum as `fma(x_0, y_0, fma(x_1, y_1, s))`, each step rounded to nearest, so a packed pair
 //! holds its first term in the upper half. It treats subnormal sums as zero and produces none: a partial sum below
-//! 2^-126 is zero, where the paths without that instruction keep it. They agree on everything else, bit for bit.
+//! 2^-126 becomes zero, while paths without that instruction keep it. In all other cases the paths agree bit for bit.
 //!
 //! # The work
 //!
 //! ```text
 //! for each block of N_BLOCK columns
 //!   for each block of K_BLOCK terms
-//!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, as it lies)
+//!     pack that block of B: panels as wide as a tile, stays in L2         (unless B is read once, in place)
 //!     for each panel of A, as high as a tile
-//!       pack the panel, stays in L1                                       (unless A lies well, as it lies)
+//!       pack the panel, stays in L1                                       (unless A is suited to reads in place)
 //!       for each panel of B: one tile of C, its sums in registers, while the next panel of A is fetched
 //! ```
 //!
-//! The panels of a transposed A are a few columns of a wide matrix, so [`GROUP`] of them are packed and fetched
+//! The panels of a transposed A are a few columns of a wide matrix, so [`GROUP`] panels are packed and prefetched
 //! together.
 //!
-//! [`Micro`] has the parts that differ between CPUs: the tile and the packing of a strip. A tile takes both operands by
-//! pointer and strides, so that packed and unpacked ones go through the same instructions. A packed operand consists of
-//! words of 32 bits: one `f32`, or two terms in `bf16`.
+//! [`Micro`] has the CPU-specific parts: the tile and the packing of a strip. A tile takes both operands by pointer and
+//! strides, so that packed and unpacked operands use the same instructions. A packed operand consists of words of 32
+//! bits: one `f32`, or two terms in `bf16`.
 //!
-//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies instead of converting. Memory
-//! has the first of two neighbours in the lower half of a word, so rows of A are copied with the halves exchanged and
+//! In `bf16` an operand may also be stored rounded ([`Elements`]): packing then copies instead of converting. In
+//! memory, the first of two neighbours is in the lower half of a word, so rows of A are copied with swapped halves and
 //! stay rows; if terms are in rows, two rows are interleaved.
 //!
 //! All of B can be packed beforehand, in the same blocks ([`pieces`]), for all threads at once.
 //!
-//! Rows are spread evenly over the panels, so that no panel is so flat that it waits for its own sums; columns at the
-//! right edge are masked. Since any block of C can be computed alone with the bits it has in the whole, threads can
-//! share a product by calling this on blocks of C.
+//! Rows are spread evenly over the panels, so that no panel is too flat to hide the latency of its sums; columns at the
+//! right edge are masked. Any block of C can be computed alone with the same bits, so threads can share a product by
+//! calling this on blocks of C.
 //!
 //! Packed operands are in a buffer of the calling thread that grows to its largest product and is kept (at most 128 KiB
-//! and 768 KiB). A buffer passed by the caller would have to pass through every kernel that multiplies, and its size
-//! depends on what the CPU can do.
+//! and 768 KiB). A buffer from the caller would have to pass through every kernel that multiplies, and its size depends
+//! on the CPU.
 //!
-//! More than 400 lines: how operands are cut and packed must agree with how the tiles read them, pointer by pointer.
+//! More than 400 lines: the cutting and packing of operands must match, pointer by pointer, the reads of the tiles.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
@@ -82,8 +82,8 @@ pub(super) const K_BLOCK: usize = 256;
 /// width.
 pub(super) const N_BLOCK: usize = 768;
 
-/// Up to this many rows, reading B is what a product costs. A tile's width of it is packed for all terms, so that its
-/// rows are read from end to end and what is packed stays in the first cache.
+/// Up to this many rows, the cost of a product is reading B. A tile's width of B is packed for all terms, so that its
+/// rows are read from end to end and the packed part stays in the L1 cache.
 pub(super) const FEW_ROWS: usize = 16;
 
 /// Columns of a piece of a packed B: with [`K_BLOCK`] rows, some 10 µs of packing. A multiple of every tile's width.
@@ -93,20 +93,20 @@ const PIECE: usize = 192;
 /// enough to be prefetched.
 const COPIED_ROWS: usize = 16;
 
-/// Panels of a transposed A packed at once: 112 columns, of which whole lines are read, one after the other. Together
-/// with the same amount that is fetched ahead, they stay in the L2 cache.
+/// Panels of a transposed A packed at once: 112 columns, of which whole cache lines are read in order. Together with
+/// the same amount of prefetched data, they stay in the L2 cache.
 const GROUP: usize = 8;
 
-/// Up to this many columns, packing A costs more than its layout can.
+/// Up to this many columns, packing A costs more than an unfavourable layout.
 const A_IN_PLACE: usize = 512;
 
-/// So few rows of A are read as they lie, wherever they map to.
+/// Up to this many rows of A are read in place, whatever cache sets they map to.
 const UNPACKED_ROWS: usize = 4;
 
-/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is always packed.
+/// Distances that are multiples of 4 KiB map a column of A to one set of the L1 cache, so A is then always packed.
 const ALIASED: usize = 1024;
 
-/// An implementation of the product: the instructions it needs, and the precision. There is none except on x86-64.
+/// An implementation of the product: the instructions it needs, and the precision. Exists only on x86-64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// `avx512f`: tiles of 14 by 32.
@@ -175,7 +175,7 @@ impl Path {
         }
     }
 
-    /// The fastest path that runs here, if any. This is cheap, because the CPU is detected once.
+    /// The fastest path that this CPU runs, if any. This is cheap, because the CPU is detected once.
     pub(super) fn best(precision: Precision) -> Option<Path> {
         Path::all(precision).iter().copied().find(|path| path.runs_here())
     }
@@ -202,7 +202,7 @@ impl Path {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Elements {
     Full(*const f32),
-    /// Rounded before; only for products in [`Precision::Bf16`].
+    /// Already rounded; only for products in [`Precision::Bf16`].
     Rounded(*const bf16),
 }
 
@@ -215,7 +215,7 @@ impl Elements {
         }
     }
 
-    /// As the words that tiles of `M` read, if they can.
+    /// As words for the tiles of `M`, if these can read in place.
     fn in_place<M: Micro>(self) -> Option<*const f32> {
         match self {
             Elements::Full(start) if M::IN_PLACE => Some(start),
@@ -223,7 +223,7 @@ impl Elements {
         }
     }
 
-    /// The first byte, and the bytes of an element.
+    /// The first byte, and the size of an element.
     fn bytes(self) -> (*const u8, usize) {
         match self {
             Elements::Full(start) => (start.cast(), size_of::<f32>()),
@@ -249,7 +249,7 @@ impl Elements {
 /// The right operand of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Right {
-    /// In place.
+    /// Not packed.
     Strided(Elements, Strides),
     /// Packed whole, as `[k, n]`, by [`pack`] with the product's path: at least as wide and as long as the product
     /// needs, and no longer if the product's k is odd.
@@ -259,10 +259,10 @@ pub(super) enum Right {
 /// `C = A · B` or `C += A · B` for `[m, n, k]`, then `finish`. With `k = 0` the product is zero.
 ///
 /// # Safety
-/// The CPU runs `path`, one in `bf16` beside rounded elements. Each pointer with its (row, column) strides is valid for
-/// the whole matrix, C for writing and with one of its strides 1, save along a dim of 1; no two elements of C share
-/// memory, nor C with A, B or what `finish` names. Beside a packed B or a `finish`, the rows of C are contiguous. A
-/// packed B is as [`Right`] says.
+/// The CPU runs `path`, which is one in `bf16` if elements are rounded. Each pointer with its (row, column) strides is
+/// valid for the whole matrix, C for writing and with one of its strides 1, except along a dim of 1; elements of C do
+/// not overlap each other, A, B or the memory of `finish`. With a packed B or a `finish`, the rows of C are contiguous.
+/// A packed B is as described at [`Right`].
 pub(super) unsafe fn product<F: Finish<f32>>(
     path: Path,
     [m, n, k]: [usize; 3],
@@ -303,9 +303,9 @@ pub(super) struct Piece {
     pub(super) columns: usize,
 }
 
-/// The pieces of a packed `[k, n]` and their lengths in words, in the order in which they lie one after the other.
+/// The pieces of a packed `[k, n]` and their lengths in words, in memory order.
 ///
-/// By blocks of `N_BLOCK` columns, in those by blocks of `K_BLOCK` terms, in those by panels as wide as a tile.
+/// Blocks of `N_BLOCK` columns contain blocks of `K_BLOCK` terms, which contain panels as wide as a tile.
 pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Piece, usize)> {
     let blocks = move |block: usize| (0..k).step_by(K_BLOCK).map(move |l| (block, l));
     let piece = move |(block, l): (usize, usize)| {
@@ -327,8 +327,8 @@ pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: Piece, to: 
     unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
 }
 
-/// The nearest `bf16`, ties to even, as an `f32`: as `vcvtneps2bf16` does. Subnormals become zeros of their sign, and
-/// of a NaN the upper bits stay, quiet.
+/// The nearest `bf16`, ties to even, as an `f32`: like `vcvtneps2bf16`. Subnormals become zeros of their sign, and a
+/// NaN keeps its upper bits and becomes quiet.
 #[inline(always)]
 pub(super) fn rounded(x: f32) -> f32 {
     let bits = x.to_bits();
@@ -340,7 +340,7 @@ pub(super) fn rounded(x: f32) -> f32 {
     })
 }
 
-/// [`rounded`] of each.
+/// [`rounded`], for each element.
 pub(super) fn round(from: &[f32], to: &mut [bf16]) {
     #[cfg(target_arch = "x86_64")]
     if Path::Avx512Bf16.runs_here() {
@@ -363,12 +363,12 @@ fn round_plainly(from: &[f32], to: &mut [bf16]) {
     );
 }
 
-/// What is done to the elements of C as soon as they are complete, while they are in the cache.
+/// An operation on the elements of C as soon as they are complete, while they are in the cache.
 pub(super) trait Finish<T>: Copy {
-    /// Finishes the rectangle of these (first, number of) rows and columns of a C, given with the distance of its rows.
+    /// Finishes the rectangle of these (first, number of) rows and columns of a C, given with its row stride.
     ///
     /// # Safety
-    /// It lies inside C and inside what this names, and nobody else uses it.
+    /// The rectangle lies inside C and inside the memory of `self`, and nobody else uses it.
     unsafe fn rows(self, c: (*mut T, usize), rows: (usize, usize), columns: (usize, usize));
 }
 
@@ -436,8 +436,8 @@ impl<M: Micro> Micro for Rounded<M> {
     }
 
     unsafe fn pack(strip: Strip, to: *mut f32, step: usize) {
-        // SAFETY: the caller's promise; what is rounded are the vectors just packed. Of what is stored rounded, that is
-        // what subnormals need.
+        // SAFETY: the caller's promise; only the vectors just packed are rounded. Already rounded elements need this
+        // for subnormals.
         unsafe {
             M::pack(strip, to, step);
             for l in 0..strip.k {
@@ -463,10 +463,10 @@ pub(super) struct Tile {
     /// Row i at `i c_row`, its columns contiguous.
     pub(super) c: *mut f32,
     pub(super) c_row: usize,
-    /// Add to C instead of replacing it.
+    /// Whether to add to C instead of replacing it.
     pub(super) add: bool,
-    /// Memory that may be fetched into the second cache on the way, a line per word: the first, and the distance to the
-    /// next in bytes. Need not be readable.
+    /// Memory that may be prefetched into the L2 cache meanwhile, one line per word: the first line, and the distance
+    /// to the next in bytes. It need not be readable.
     pub(super) ahead: (*const u8, usize),
 }
 
@@ -520,7 +520,7 @@ impl Matrix {
     }
 }
 
-/// The right operand as [`Product`] reads it.
+/// The right operand of a [`Product`].
 enum Operand {
     Strided(Matrix),
     /// See [`Right::Packed`].
@@ -565,7 +565,7 @@ fn room(buffer: &mut Vec<Line>, words: usize) -> *mut f32 {
 }
 
 impl Matrix {
-    /// Packs terms l.. and columns j.. of a right operand: a panel as wide as a tile after the other.
+    /// Packs terms l.. and columns j.. of a right operand: in consecutive panels as wide as a tile.
     ///
     /// # Safety
     /// The CPU runs M; the block lies inside the matrix, has at most `K_BLOCK` terms, and fits in `to`.
@@ -577,8 +577,8 @@ impl Matrix {
             for strip in (0..columns).step_by(M::LANES) {
                 let (from, lanes) = (self.at(l + first, j + strip), (columns - strip).min(M::LANES));
                 let k = (k - first).min(slice);
-                // SAFETY: columns and terms inside the block; the panels before this one, the words of this one before
-                // these and the lanes before these end before `columns` rounded up times `words`.
+                // SAFETY: columns and terms are inside the block; the offset of this panel, its words and lanes stays
+                // below `columns` rounded up times `words`.
                 unsafe {
                     let to = to.add(strip / width * width * words + first / M::TERMS * width + strip % width);
                     M::pack(Strip { from, lanes, k, apart, along }, to, width);
@@ -592,7 +592,7 @@ impl<F: Finish<f32>> Product<F> {
     /// Computes the whole product.
     ///
     /// # Safety
-    /// That of [`product`].
+    /// As [`product`].
     unsafe fn run<M: Micro>(&self) {
         if self.m == 0 || self.n == 0 {
             return;
@@ -616,7 +616,7 @@ impl<F: Finish<f32>> Product<F> {
                 let columns = (self.n - j).min(at_once);
                 for l in (0..self.k).step_by(K_BLOCK) {
                     let k = (self.k - l).min(K_BLOCK);
-                    // SAFETY: a block of columns and terms of a product that the caller vouches for.
+                    // SAFETY: a block of columns and terms of a product that the caller guarantees.
                     unsafe {
                         let b = self.block_of_b::<M>((l, k), (j, columns), packed_b);
                         self.columns::<M>((l, k), (j, columns), b, packed_a);
@@ -626,11 +626,11 @@ impl<F: Finish<f32>> Product<F> {
         });
     }
 
-    /// Terms l.. and columns j.. of B as tiles read them: a panel of k rows after the other, or in place if it is read
-    /// once and needs no transpose.
+    /// Terms l.. and columns j.. of B for tiles: packed in consecutive panels of k rows, or in place if B is read once
+    /// and needs no transpose.
     ///
     /// # Safety
-    /// That of [`product`]; the block lies inside it, and there are at most `K_BLOCK` terms.
+    /// As [`product`]; the block lies inside it, and there are at most `K_BLOCK` terms.
     unsafe fn block_of_b<M: Micro>(
         &self,
         (l, k): (usize, usize),
@@ -662,7 +662,7 @@ impl<F: Finish<f32>> Product<F> {
     /// Terms l.. of columns j.. of C, finished if they are the last.
     ///
     /// # Safety
-    /// That of [`product`]; the block lies inside it, there are at most `K_BLOCK` terms, and `b` is that block of B.
+    /// As [`product`]; the block lies inside it, there are at most `K_BLOCK` terms, and `b` is that block of B.
     unsafe fn columns<M: Micro>(
         &self,
         (l, k): (usize, usize),
@@ -727,8 +727,8 @@ impl<F: Finish<f32>> Product<F> {
         (first, end - first)
     }
 
-    /// Packs terms l.. of some panels of A, a row-major one alone, one after the other. Returns the (row, step) strides
-    /// of their words.
+    /// Packs terms l.. of some consecutive panels of A; only one panel if A is row-major. Returns the (row, step)
+    /// strides of their words.
     ///
     /// # Safety
     /// The CPU runs M; the terms and panels lie inside A, and their vectors fit in `to`.
@@ -743,8 +743,8 @@ impl<F: Finish<f32>> Product<F> {
             for panel in first..end {
                 let (i, rows) = self.panel::<M>(panel);
                 let strip = Strip { from: self.a.at(i, l + at), lanes: rows, k: COPIED_ROWS.min(k - at), apart, along };
-                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these are those of the
-                // panels and terms before.
+                // SAFETY: at most `ROWS`, so at most `LANES`, rows of A; the vectors before these belong to earlier
+                // panels and terms.
                 unsafe {
                     let to = to.add(((panel - first) * M::words(k) + at / M::TERMS) * M::LANES);
                     M::pack(strip, to, M::LANES);
@@ -754,8 +754,8 @@ impl<F: Finish<f32>> Product<F> {
         (1, M::LANES)
     }
 
-    /// The part of the next panels of A, which begin at `next`, that a tile fetches if `tiles` tiles follow before
-    /// them: a row of one panel or, for a transposed A, one line of every `TERMS` terms of a group.
+    /// The part of the next panels of A, which begin at `next`, that a tile prefetches when `tiles` more tiles come
+    /// before those panels: a row of one panel or, for a transposed A, one line of every `TERMS` terms of a group.
     fn ahead<M: Micro>(&self, next: Elements, tiles: usize) -> Option<(*const u8, usize)> {
         let Matrix { row: apart, column: along, .. } = self.a;
         let (_, size) = next.bytes();

@@ -1,6 +1,6 @@
-//! Every path this CPU runs, against the order of summation that the module defines, bit for bit, in layouts and at
-//! sizes that take every branch, with operands rounded before or not, and B packed whole or not; blocks of C against
-//! the whole; and against f64 with a derived bound.
+//! Every path this CPU runs, bit for bit against the order of summation that the module defines, in layouts and sizes
+//! that cover every branch, with operands rounded before or not, and B packed whole or not; blocks of C against the
+//! whole; and against f64 with a derived bound.
 //!
 //! More than 400 lines: one oracle, and the cases by which it tests every path, precision and layout.
 
@@ -16,7 +16,7 @@ fn paths(precision: Precision) -> Vec<Path> {
     paths
 }
 
-/// Leaves C as the product makes it.
+/// Leaves C unchanged after the product.
 #[derive(Clone, Copy)]
 struct Plain;
 
@@ -24,7 +24,7 @@ impl Finish<f32> for Plain {
     unsafe fn rows(self, _c: (*mut f32, usize), _rows: (usize, usize), _columns: (usize, usize)) {}
 }
 
-/// A small generator of choices.
+/// A small random generator.
 struct Choices(u64);
 
 impl Choices {
@@ -73,7 +73,7 @@ impl Choices {
         [k + longer, n + self.of(&[0, 0, 1, 40, N_BLOCK])]
     }
 
-    /// Strides of a matrix by rows or columns, dense, padded or so far apart that rows alias; or of one with gaps.
+    /// Strides of a row-major or column-major matrix: dense, padded, so far apart that rows alias, or with gaps.
     fn strides(&mut self, rows: usize, columns: usize) -> Strides {
         let (by_rows, pad) = (self.coin(), self.below(4));
         let near = if by_rows { columns } else { rows };
@@ -147,7 +147,7 @@ fn packed(
     let mut lines = vec![Line([f32::NAN; Line::WORDS]); path.words(dims) / Line::WORDS];
     let mut at = 0;
     for (piece, words) in pieces(path, dims) {
-        // SAFETY: the path runs here, B is laid out for its dims, and the pieces have the words of the whole.
+        // SAFETY: the path runs here, B is laid out for its dims, and the pieces together have the words of the whole.
         unsafe { pack(path, (b.elements(), strides), piece, lines[at..].as_mut_ptr().cast()) };
         at += words / Line::WORDS;
     }
@@ -201,8 +201,8 @@ impl Case {
             Some(lines) => Right::Packed(lines.as_ptr().cast(), in_blocks),
             None => Right::Strided(b.elements(), b_strides),
         };
-        // SAFETY: the path runs here; `laid_out` makes the slices as long as their matrices need, with the elements
-        // apart, and those of C along rows or columns; beside a packed B along rows.
+        // SAFETY: the path runs here; `laid_out` makes the slices long enough for their matrices, without overlap, and
+        // C contiguous along rows or columns; along rows with a packed B.
         unsafe {
             let a = (a.elements(), a_strides);
             product(path, dims, a, b, (c.as_mut_ptr(), c_strides), update, Plain);
@@ -240,7 +240,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// The corners of C and some elements between have the bits of the definition.
+/// Checks the bits of the corners of C and of some elements between against the definition.
 #[track_caller]
 fn check_definition(case: &Case, got: &[f32], path: Path, update: Update, choices: &mut Choices) {
     let [m, n, _] = case.dims;
@@ -266,7 +266,7 @@ fn elements_have_the_bits_of_the_definition() {
     }
 }
 
-/// Any rectangle of C computed alone has the bits it has in the whole, in other layouts and on another path.
+/// Any rectangle of C computed alone has the same bits as in the whole, also in other layouts and on another path.
 #[test]
 fn parts_of_c_have_the_bits_of_the_whole() {
     let mut choices = Choices(2);
@@ -305,7 +305,7 @@ fn wide_products_have_the_bits_of_the_definition() {
     }
 }
 
-/// Sums of at most `K_BLOCK` products, each term rounded at most so often, then the sums of the blocks and the old
+/// Sums of at most `K_BLOCK` products, each term rounded at most that often, then the sums of the blocks and the old
 /// value: with `t` roundings, the error is at most `t u / (1 - t u)` times the sum of the magnitudes, `u = 2^-24`
 /// (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
 #[test]
@@ -331,12 +331,12 @@ fn products_are_within_the_bound_of_their_roundings() {
     }
 }
 
-/// Operands that were rounded before give the same bits as in full, also for numbers that neither [`rounded`] nor the
-/// instruction for it would produce.
+/// Already rounded operands give the same bits as full ones, even for numbers that neither [`rounded`] nor its
+/// instruction would produce.
 #[test]
 fn rounded_operands_have_the_bits_of_full_ones() {
     let mut choices = Choices(7);
-    // Zero of either sign, subnormals, the smallest and largest of normal size, and numbers without a neighbour in
+    // Zero of either sign, subnormals, the smallest and largest normal numbers, and numbers without a neighbour in
     // bf16.
     let special = [0x8000, 0, 1, 0x807f, 0x80, 0x8080, 0x3f80, 0xbf81, 0x5f00, 0xdf7f];
     for _ in 0..2000 {
@@ -371,7 +371,7 @@ fn rounded_operands_have_the_bits_of_full_ones() {
     }
 }
 
-/// NaNs and infinities stay in their row and column, also where tiles and packed strips are not full.
+/// NaNs and infinities stay in their row and column, even if tiles and packed strips are not full.
 #[test]
 fn non_finite_values_stay_in_their_row_and_column() {
     let mut choices = Choices(5);
@@ -466,7 +466,7 @@ fn operands_are_rounded_to_the_nearest() {
         let mut got = vec![bf16::ONE; x.len()];
         round(&x, &mut got);
         assert!(x.iter().zip(&got).all(|(x, got)| got.to_bits() == (rounded(*x).to_bits() >> 16) as u16));
-        // For every length of the last vector, nothing beyond it is touched.
+        // For every length of the last vector, memory beyond it is not accessed.
         for len in 0..70 {
             got.fill(bf16::ONE);
             round(&x[..len], &mut got[..len]);

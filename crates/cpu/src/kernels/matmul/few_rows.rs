@@ -1,8 +1,8 @@
-//! Products of few rows, as decoding has them: B is read once, and reading it is what they cost.
+//! Products of few rows, as in decoding: B is read once, and reading it is their main cost.
 //!
 //! Packing B for all threads would write and read it once more. So threads share the columns of C instead of its rows,
-//! and each packs a tile's width of B that stays in its first cache until it is multiplied (see [`gemm::FEW_ROWS`]).
-//! The order of sums is that of every other product, and so are the bits.
+//! and each packs a tile's width of B that stays in its L1 cache until it is multiplied (see [`gemm::FEW_ROWS`]). The
+//! order of sums, and hence the bits, are as in every other product.
 
 use super::{Epilogue, MatmulOperand, Precision, Source, Update, assert_inside, serial};
 use crate::kernels::Float;
@@ -15,12 +15,12 @@ const PART: usize = 1 << 16;
 /// Columns at a time: whole tiles on every path.
 const TILES: usize = 64;
 
-/// Whether a product of so many rows is computed here.
+/// Whether a product of `m` rows is computed here.
 pub(super) fn few(m: usize) -> bool {
     (1..=gemm::FEW_ROWS).contains(&m)
 }
 
-/// [`gemm_shared`](super::gemm_shared) for few rows.
+/// [`gemm_shared`](super::gemm_shared) for few rows of C.
 pub(super) fn product<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],
@@ -37,13 +37,13 @@ pub(super) fn product<T: Float>(
         let b = Source::Strided(b.from(0, first));
         serial(precision, [m, columns, k], a, b, (c, (columns, 1)), update, Epilogue::Nothing);
     });
-    // No terms are added, and the epilogue follows.
+    // Adds no terms, only applies the epilogue.
     let none = Source::Strided(b);
     serial(precision, [m, n, 0], a, none, (c, (n, 1)), Update::Accumulate, epilogue);
 }
 
-/// Has the free threads compute a row-major C, some columns at a time: `part` gets the first of them, their number, and
-/// their rows without gaps, which hold what is in C if `update` adds to it.
+/// Lets the free threads compute a row-major C, some columns at a time: `part` gets the first column, the number of
+/// columns, and their rows without gaps, which contain the old values of C if `update` adds to it.
 pub(super) fn by_columns<T: Float>(
     [m, n, k]: [usize; 3],
     c: &mut [T],

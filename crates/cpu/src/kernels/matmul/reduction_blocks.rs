@@ -1,7 +1,7 @@
 //! Products whose sums are cut into blocks and added up in the [tree].
 //!
-//! A block is a product of only its terms. The sums of a strip of rows of C wait in the cache for the other blocks: the
-//! first sum of a strip is in C itself, the others are in memory that each thread keeps.
+//! A block is a product of only its terms. The sums of a strip of rows of C stay in the cache until the other blocks
+//! are done: the first sum of a strip is in C itself, the others are in memory kept by each thread.
 
 use super::{BLOCKS, Epilogue, MatmulOperand, PACKED, Packed, Precision, ROWS, Source, Update};
 use super::{assert_inside, few_rows, gemm_shared, pack, serial};
@@ -12,17 +12,17 @@ use meshwork_tensor::tape::Terms;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Elements of a strip of C. A tree of eight blocks has up to four such sums at a time, which stay in the second cache.
+/// Elements of a strip of C. A tree of eight blocks has up to four such sums at a time, which stay in the L2 cache.
 const WAITING: usize = 1 << 15;
 
-/// Number of elements of B that are packed before another thread would have woken up.
+/// Up to this many elements, B is packed faster than another thread wakes up.
 const PACKED_ALONE: usize = 1 << 16;
 
 /// Rows of a tile: a strip has a multiple of them.
 const TILE: usize = 14;
 
 thread_local! {
-    /// Memory of the packed operands of products that this thread began.
+    /// Memory for the packed operands of products that this thread started.
     static KEPT: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -62,7 +62,7 @@ pub fn gemm_blocks<T: Float>(
 }
 
 /// `C = Σ A_i · B_i` for a row-major C of m rows and n columns, all cut into the same number of blocks: block l is the
-/// sum of their blocks l, one after the other, as if they were one product of longer sums whose block l has those
+/// sum of their blocks l, one after the other, as if they were one product with longer sums whose block l has all these
 /// terms.
 ///
 /// Panics as [`gemm_shared`] does, and if the numbers of blocks differ.
@@ -106,13 +106,13 @@ pub fn gemm_runs<T: Float>(
     sum_runs(precision, [m, n], &blocks.iter().map(run).collect::<Vec<_>>(), c);
 }
 
-/// The sum of the blocks, at least one and of equal numbers of runs, whose operands have been checked.
+/// The sum of at least one block, each with the same number of runs. The operands have been checked.
 fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<'_, T>>], c: &mut [T]) {
     let (blocks, k) = (runs.len(), runs.iter().flatten().map(|run| run.len).sum::<usize>());
     assert_inside("C", m, n, (n, 1), c.len());
     let c = &mut c[..m * n];
-    // A block of one run that is summed at once can be added directly to the sum of its left neighbour, with the same
-    // bits.
+    // A block of one run with at most `K_BLOCK` terms can be added directly to the sum of its left neighbour, with the
+    // same bits.
     let at_once = runs.iter().all(|block| block.len() == 1 && (1..=gemm::K_BLOCK).contains(&block[0].len));
     if few_rows::few(m) {
         return few_rows::by_columns([m, n, k], c, Update::Overwrite, |first, columns, c| {
@@ -140,7 +140,7 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
     if let Some(path) = T::path(precision) {
         let room = |run: &Run<'_, T>| Packed { dims: [run.len, n], memory: kept.pop().unwrap_or_default() };
         packed.extend(runs.iter().flatten().map(room));
-        // All runs are packed at once, because each by itself would be too little work to share.
+        // All runs are packed at once, because a single run would be too little work to share.
         let parts = packed.iter_mut().zip(runs.iter().flatten()).flat_map(|(packed, run)| {
             let b = run.b;
             packed.parts(path).map(move |part| (b, part))
@@ -167,7 +167,7 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
             }
         });
     });
-    // All memory is kept, whatever this product needed, because the next product may have more blocks.
+    // All memory is kept, even if this product needed less, because the next product may have more blocks.
     kept.extend(packed.into_iter().map(|packed| packed.memory));
     KEPT.set(kept);
 }
@@ -176,7 +176,7 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
 fn add_up<T: Float>(c: &mut [T], blocks: usize, at_once: bool, product: impl Fn(usize, &mut [T], Update)) {
     // Not borrowed while other work may run on this thread.
     let mut free = T::sums().take();
-    // Sums waiting for their right neighbours, with their numbers of blocks; the first of them is C.
+    // Pending sums, which wait for their right neighbours, with their numbers of blocks; the first is C itself.
     let mut waiting: Vec<(usize, Option<Vec<T>>)> = Vec::new();
     fn join<T: Float>(waiting: &mut Vec<(usize, Option<Vec<T>>)>, c: &mut [T], free: &mut Vec<Vec<T>>) {
         let Some((blocks, Some(right))) = waiting.pop() else { return };

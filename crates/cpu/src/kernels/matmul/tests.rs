@@ -1,7 +1,7 @@
-//! The products against three loops, and against themselves: however a product is cut, laid out, shared or finished,
-//! its bits are the same.
+//! The products against three loops, and against themselves: its bits are the same for every cut, layout, sharing and
+//! epilogue.
 //!
-//! More than 400 lines: every path of a product is held to the same formula.
+//! More than 400 lines: every path of a product is compared with the same formula.
 
 use super::super::oracle::{assert_close, check_gradient, dot, values, widen};
 use super::MatmulOperand::{Full, Rounded};
@@ -51,7 +51,7 @@ proptest! {
         }
     }
 
-    /// Any block of C alone has the bits it has in the whole, for every K.
+    /// Any block of C computed alone has the same bits as in the whole, for every K.
     #[test]
     fn blocks_of_c_have_the_bits_of_the_whole(
         m in 1..70_usize, n in 1..70_usize, k in 1..700_usize, cut in prop::array::uniform4(0.0..1.0),
@@ -105,7 +105,7 @@ fn portable_products_have_the_bits_of_the_whole() {
         let mut c = vec![1.0; m * n];
         a.check("A", [m, k], precision);
         b.check("B", [k, n], precision);
-        // SAFETY: A and B were checked; C is dense.
+        // SAFETY: A and B have been checked; C is dense.
         unsafe { portable(precision, [m, n, k], a, b, (c.as_mut_ptr(), (n, 1)), update) };
         c
     };
@@ -148,7 +148,7 @@ fn layout_and_update_keep_the_bits() {
     }
 }
 
-/// What `gemm`, and after it separate passes over C, would give.
+/// The result of `gemm` followed by separate passes over C.
 fn one_after_the_other<T: Float>(
     (precision, [m, n, k]): (Precision, [usize; 3]),
     (a, b, bias, old): (&[T], &[T], &[T], &[T]),
@@ -164,7 +164,7 @@ fn one_after_the_other<T: Float>(
     [c, biased, activated, gated]
 }
 
-/// The nearest `bf16` of each, where the precision rounds.
+/// Each rounded to the nearest `bf16`, if the precision rounds.
 fn stored<T: Float>(precision: Precision, x: &[T]) -> Vec<bf16> {
     if !T::narrows(precision) {
         return Vec::new();
@@ -174,7 +174,7 @@ fn stored<T: Float>(precision: Precision, x: &[T]) -> Vec<bf16> {
     to
 }
 
-/// Shared or not, with epilogues, and with operands and results stored in bf16 where they may be: the bits of the plain
+/// Shared or not, with epilogues, and with operands and results stored in bf16 where allowed: the bits of the plain
 /// product.
 fn same_bits_case<T: Float>(precision: Precision, dims @ [m, n, k]: [usize; 3], b_transposed: bool) {
     let (a, b, bias): (Vec<T>, Vec<T>, Vec<T>) = (values("a", m * k), values("b", k * n), values("bias", n));
@@ -320,7 +320,7 @@ fn large_operands_are_packed_in_parts() {
     assert!(terms < 1300 && columns < 3100);
 }
 
-/// Every thread has the same number of blocks, whatever limits their number, size or rows.
+/// Every thread has the same number of blocks, whichever limit (number, size or rows) applies.
 #[test]
 fn every_thread_has_as_many_blocks() {
     for dims in [[3072, 384, 384], [3072, 384, 1536], [2048, 768, 768], [384, 1536, 3072], [128, 512, 2048], [60, 9, 9]]
@@ -381,8 +381,8 @@ fn overlapping_outputs_are_refused() {
 }
 
 /// A sum of two products is the product of longer sums, block by block, and also without blocks if the panels of terms
-/// end at the same places. A row has the same bits whether it is multiplied with few others or many, with sums in
-/// blocks or without: what is decoded token by token is what a whole pass computes.
+/// end at the same places. A row has the same bits whether it is multiplied with few other rows or many, with sums in
+/// blocks or without: decoding token by token gives the results of a whole pass.
 #[test]
 fn few_rows_have_the_bits_of_many() {
     let (m, n, k) = (40, 700, 1030);

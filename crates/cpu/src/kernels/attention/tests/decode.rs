@@ -1,4 +1,4 @@
-//! Tokens that follow cached ones, against the whole sequence at once.
+//! New tokens after cached ones, against the whole sequence at once.
 
 use super::super::*;
 use super::grouped::Case;
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 proptest! {
     /// A sequence in passes of any number of tokens has the outputs of the whole sequence, and the cache its rotated
-    /// keys; what lies behind the tokens in the cache is never read.
+    /// keys; cache memory beyond the tokens is never read.
     #[test]
     fn passes_of_any_length_are_the_whole_sequence(
         (batch, used, size) in (1..3usize, 1..3usize, 1..4usize),

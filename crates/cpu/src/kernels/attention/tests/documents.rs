@@ -7,7 +7,7 @@ use super::{PRECISIONS, dropout, elements};
 use meshwork_tensor::Precision;
 use proptest::prelude::*;
 
-/// The positions of documents of these lengths, the first of which begins at `begun`.
+/// The positions of documents of these lengths; the first document begins at position `begun`.
 fn positions(lengths: &[usize], begun: usize) -> Vec<i32> {
     let document = |(at, &len): (usize, &usize)| (0..len).map(move |i| (i + if at == 0 { begun } else { 0 }) as i32);
     lengths.iter().enumerate().flat_map(document).collect()
@@ -21,7 +21,7 @@ fn rows(x: &[f32], seq: usize, width: usize, which: Range<usize>) -> Vec<f32> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Each document has the bits that it has as a sequence of its own, forward and in all gradients, wherever it lies.
+    /// Each document has the same bits as a separate sequence, forward and in all gradients, at any place.
     #[test]
     fn a_document_has_the_bits_that_it_has_alone(
         lengths in prop::collection::vec(prop::sample::select(&[1_usize, 2, 15, 33, 130, 300][..]), 1..5),
@@ -53,7 +53,7 @@ proptest! {
         }
     }
 
-    /// Where documents see each other, rows that were rotated by their positions beforehand give the same.
+    /// If documents attend to each other, rows rotated beforehand by their positions give the same.
     #[test]
     fn rotations_follow_the_positions(
         lengths in prop::collection::vec(1..40_usize, 1..5), begun in 0..9_usize, apart: bool,
@@ -85,7 +85,7 @@ proptest! {
     }
 }
 
-/// Dropout decides by the place in the sequence: a packed sequence draws for its pairs what a whole one draws.
+/// Dropout depends on the index in the sequence: a packed sequence draws the same for its pairs as an unpacked one.
 #[test]
 fn dropout_is_that_of_the_whole_sequence() {
     let (d, drop) = (Dims::of([2, 150, 2, 8]), Some(dropout(0.4)));

@@ -155,7 +155,8 @@ impl Case {
     }
 }
 
-/// Groups of every kind, heads of keys and values that no head here reads, and sides at the edges of tiles and blocks.
+/// Groups of every kind, heads of keys and values that no local head reads, and extents at the edges of tiles and
+/// blocks.
 fn cases() -> Vec<Case> {
     let shapes: [([usize; 4], usize, [usize; 2]); 8] = [
         ([1, 1, 1, 1], 2, [0, 0]),
@@ -211,7 +212,7 @@ fn bf16_rounds_what_has_been_turned() {
     }
 }
 
-/// With a head of keys and values for each, and no rotation: the bits of the fused layout.
+/// With one head of keys and values per query head and no rotation: the bits of the fused layout.
 #[test]
 fn heads_of_their_own_have_the_bits_of_the_fused_layout() {
     for precision in PRECISIONS {
@@ -275,8 +276,8 @@ fn heads_of(x: &[f32], [heads, width]: [usize; 2], which: Range<usize>) -> Vec<f
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Each head of queries alone has the bits of the group, and the gradients of keys and values are the tree over
-    /// those of the heads: of short sequences whose gradients are summed in place, and of long ones.
+    /// Each query head alone has the same bits as in the group, and the gradients of keys and values are the tree sums
+    /// over the heads: for short sequences, whose gradients are summed in place, and for long ones.
     #[test]
     fn a_group_is_the_tree_over_its_heads(
         size in 1..9_usize, seq in prop::sample::select(&[1_usize, 40, 150, 1100][..]), turned: bool,
