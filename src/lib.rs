@@ -36,7 +36,6 @@ mod guides {
 /// The items that most programs need. No name hides one of the standard library but `Result`, which is the standard one
 /// unless its error is left out.
 pub mod prelude {
-    pub use meshwork_core::comm::thread::run_mesh;
     pub use meshwork_core::{Axis, Group, Mesh, Rank, ReduceOp, RunError, Ty, Types, World};
     pub use meshwork_cpu::Cpu;
     pub use meshwork_engine::{Numerics, Plan, ScheduleSpec, StepReport, TrainError, Trainer};
