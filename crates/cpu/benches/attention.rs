@@ -7,8 +7,7 @@
 
 use meshwork_core::pool;
 use meshwork_cpu::kernels::attention::{
-    Angles, Dims, Groups, Masks, Packing, Saved, SavedGrouped, Tiled, backward, forward, grouped_backward,
-    grouped_forward,
+    Angles, Dims, Groups, Masks, Packing, Saved, Tiled, backward, forward, grouped_backward, grouped_forward,
 };
 use meshwork_tensor::Precision;
 use meshwork_tensor::kernel::AttentionShape;
@@ -74,7 +73,7 @@ fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
     let there =
         rate(shape.forward_flops(), measured, || forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks));
-    let saved = Saved { qkv: &qkv, out: &out, lse: &lse };
+    let saved = Saved { q: &qkv, kv: &qkv, out: &out, lse: &lse };
     let back = rate(shape.backward_flops(), measured, || {
         backward(f32::tiles(precision), dims, saved, &dout, &mut dqkv, masks)
     });
@@ -106,7 +105,7 @@ fn grouped_rates(
     let there = rate(shape.forward_flops(), measured, || {
         grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
     });
-    let saved = SavedGrouped { q: &q, kv: &kv, out: &out, lse: &lse };
+    let saved = Saved { q: &q, kv: &kv, out: &out, lse: &lse };
     let back = rate(shape.backward_flops(), measured, || {
         grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
     });

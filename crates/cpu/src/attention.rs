@@ -1,6 +1,6 @@
 use super::kernels::{self, attention, dropout};
 use super::{Cpu, for_float, for_stored};
-use attention::{Angles, Groups, Masks, Misplaced, Packing, SavedGrouped, Tiled};
+use attention::{Angles, Groups, Masks, Misplaced, Packing, Saved, Tiled};
 use kernels::Float;
 use meshwork_core::{Buffer, Element};
 use meshwork_tensor::device::{Device, Work};
@@ -111,8 +111,10 @@ impl Attention for Cpu {
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(all.backward_flops(), all, packing));
         for_stored!(self, "attention", qkv, S, T => {
-            let saved = attention::Saved {
-                qkv: qkv.as_slice::<S>()?,
+            let all_heads = qkv.as_slice::<S>()?;
+            let saved = Saved {
+                q: all_heads,
+                kv: all_heads,
                 out: out.as_slice::<S>()?,
                 lse: lse.as_slice::<T>()?,
             };
@@ -179,7 +181,7 @@ impl Attention for Cpu {
         for_stored!(self, "grouped_attention", q, S, T => {
             let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
-            let saved = SavedGrouped {
+            let saved = Saved {
                 q: q.as_slice::<S>()?,
                 kv: kv.as_slice::<S>()?,
                 out: out.as_slice::<S>()?,

@@ -197,10 +197,6 @@ impl Op for Collective {
         true
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (name, types, ndim) = (self.name, operands[0].types, operands[0].ndim);
         let refuse = |axis: Axis, problem: String, fix: String| SpmdError { op: name.to_owned(), axis, problem, fix };

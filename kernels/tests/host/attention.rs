@@ -5,7 +5,7 @@ use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
-    Angles, Dims, Dropout, Groups, Keys, Masks, Packing, SavedGrouped, Tiled, append, attend, grouped_backward,
+    Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, append, attend, grouped_backward,
     grouped_forward,
 };
 use meshwork_cpu::kernels::dropout::Mask;
@@ -95,7 +95,7 @@ pub fn attention_is_that_of_the_cpu() {
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
         grouped_forward(f32::tiles(precision), dims, groups, turn, [&q, &kv], &mut want_out, &mut want_lse, masks);
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; kv_rows * 2 * kv_width]);
-        let saved = SavedGrouped { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
+        let saved = Saved { q: &q, kv: &kv, out: &want_out, lse: &want_lse };
         grouped_backward(f32::tiles(precision), dims, groups, turn, saved, &dout, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
@@ -286,7 +286,7 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let f32s = Precision::F32;
         grouped_forward(f32::tiles(f32s), dims, groups, None, [&q_f32, &kv_f32], &mut want_out, &mut want_lse, masks);
         let (mut want_dq, mut want_dkv) = (vec![0.0; rows * width], vec![0.0; rows * 2 * kv_width]);
-        let saved = SavedGrouped { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
+        let saved = Saved { q: &q_f32, kv: &kv_f32, out: &want_out, lse: &want_lse };
         grouped_backward(f32::tiles(f32s), dims, groups, None, saved, &dout_f32, [&mut want_dq, &mut want_dkv], masks);
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);

@@ -170,23 +170,12 @@ impl Dropout {
     }
 }
 
-/// The results of the forward that the backward needs.
+/// The operands and results of the forward that the backward needs.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a, S, T> {
-    /// The forward's input.
-    pub qkv: &'a [S],
-    /// The forward's output.
-    pub out: &'a [S],
-    /// The forward's log-sum-exp per row.
-    pub lse: &'a [T],
-}
-
-/// The results of the grouped forward that the backward needs.
-#[derive(Clone, Copy, Debug)]
-pub struct SavedGrouped<'a, S, T> {
-    /// The forward's queries.
+    /// The forward's queries; of `qkv`, all of it.
     pub q: &'a [S],
-    /// The forward's keys and values.
+    /// The forward's keys and values; of `qkv`, all of it.
     pub kv: &'a [S],
     /// The forward's output.
     pub out: &'a [S],
@@ -261,12 +250,12 @@ pub fn backward<S: StoredAs<T>, T: Tiled>(
     dqkv: &mut [S],
     masks: Masks<'_>,
 ) {
-    let Saved { qkv, out, lse } = saved;
+    let Saved { q: qkv, kv, out, lse } = saved;
     dims.check(&[out.len(), dout.len()], lse.len());
-    assert_eq!([qkv.len(), dqkv.len()], [3 * out.len(); 2], "elements of qkv for {dims:?}");
+    assert_eq!([qkv.len(), kv.len(), dqkv.len()], [3 * out.len(); 3], "elements of qkv for {dims:?}");
     let call = Call { tiles, dims, groups: Groups::alone(dims), layout: Layout::fused(dims), angles: None, masks };
     let gradients = heads_mut::<3, S>(dqkv, [dims.batch, dims.seq, dims.heads, dims.head_dim]);
-    backward_of(&call, SavedGrouped { q: qkv, kv: qkv, out, lse }, dout, gradients);
+    backward_of(&call, saved, dout, gradients);
 }
 
 /// `dq` and `dkv` from `dout`, with the forward's tiles, groups, angles and masks. Overwrites both, with zeros for
@@ -277,7 +266,7 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     dims: Dims,
     groups: Groups,
     angles: Option<Angles<'_, T>>,
-    saved: SavedGrouped<'_, S, T>,
+    saved: Saved<'_, S, T>,
     dout: &[S],
     [dq, dkv]: [&mut [S]; 2],
     masks: Masks<'_>,
@@ -303,12 +292,12 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
 /// The backward of all heads, whose gradients are given group by group.
 fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call: &Call<'_, T>,
-    saved: SavedGrouped<'_, S, T>,
+    saved: Saved<'_, S, T>,
     dout: &[S],
     gradients: impl Iterator<Item = [heads::RowsMut<'g, S>; 3]> + Send,
 ) {
     let Call { dims, groups, layout, .. } = *call;
-    let SavedGrouped { q, kv, out, lse } = saved;
+    let Saved { q, kv, out, lse } = saved;
     call.check();
     let read = call.as_read::<S>();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());

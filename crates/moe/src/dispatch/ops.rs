@@ -38,10 +38,6 @@ impl Op for Send {
         "dispatch"
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let plan = &*self.plan;
         let types = per_axis(self.name(), operands, |axis, types| match types[0] {

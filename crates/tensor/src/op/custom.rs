@@ -73,10 +73,6 @@ impl<F: Fn(f64) -> f64 + Sync, D: Fn(f64, f64) -> f64 + Sync> Op for HostMap<F, 
         self.name
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name, operands[0])
     }

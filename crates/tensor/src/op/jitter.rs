@@ -34,10 +34,6 @@ impl Op for Jitter {
         "jitter"
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::linear_map(self.name(), operands[0])
     }

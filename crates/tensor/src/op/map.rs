@@ -94,10 +94,6 @@ impl Op for Mapped {
         }
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         match self.0 {
             Map::Scale(_) => rules::linear_map(self.name(), operands[0]),

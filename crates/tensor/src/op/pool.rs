@@ -66,10 +66,6 @@ impl Op for Pooling {
         }
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         whole_images(self.name(), operands[0], &[])
     }

@@ -30,10 +30,6 @@ impl Op for Relu {
         "relu"
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name(), operands[0])
     }

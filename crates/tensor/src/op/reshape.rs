@@ -197,10 +197,6 @@ impl Op for Reshaped {
         true
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (name, x) = (self.name(), operands[0]);
         match &self.how {

@@ -23,10 +23,6 @@ impl Op for Softmax {
         "softmax"
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &[])
     }

@@ -99,10 +99,6 @@ impl Op for Sum {
         self.name
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::sum_over(self.name(), operands[0], self.dim)
     }

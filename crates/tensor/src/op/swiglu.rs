@@ -48,10 +48,6 @@ impl Op for Swiglu {
         true
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x"]
-    }
-
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         infer(self.name(), operands[0])
     }

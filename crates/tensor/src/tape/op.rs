@@ -20,7 +20,9 @@ pub trait Op: Debug {
     fn name(&self) -> &'static str;
 
     /// The names of its operands, one each.
-    fn operands(&self) -> &'static [&'static str];
+    fn operands(&self) -> &'static [&'static str] {
+        &["x"]
+    }
 
     /// The types of the result, or a refusal. Reads of parameters have been resolved.
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError>;

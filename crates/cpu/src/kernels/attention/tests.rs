@@ -52,7 +52,7 @@ fn run_backward<T: Tiled>(d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropou
 fn run_backward_in<T: Tiled>(tiles: Tiles<T>, d: Dims, qkv: &[T], dout: &[T], dropout: Option<Dropout>) -> Vec<T> {
     let nan = T::from(f32::NAN);
     let [out, lse] = run_in(tiles, d, qkv, dropout);
-    let saved = Saved { qkv, out: &out, lse: &lse };
+    let saved = Saved { q: qkv, kv: qkv, out: &out, lse: &lse };
     let mut dqkv = vec![nan; qkv.len()];
     backward(tiles, d, saved, dout, &mut dqkv, masks(dropout));
     dqkv

@@ -98,7 +98,14 @@ fn dropout_is_that_of_the_whole_sequence() {
         let (mut out, mut lse, mut dqkv) =
             (vec![f32::NAN; elements(d)], vec![f32::NAN; 600], vec![f32::NAN; qkv.len()]);
         forward(f32::tiles(Precision::F32), d, &qkv, &mut out, &mut lse, masks);
-        backward(f32::tiles(Precision::F32), d, Saved { qkv: &qkv, out: &out, lse: &lse }, &dout, &mut dqkv, masks);
+        backward(
+            f32::tiles(Precision::F32),
+            d,
+            Saved { q: &qkv, kv: &qkv, out: &out, lse: &lse },
+            &dout,
+            &mut dqkv,
+            masks,
+        );
         [out, lse, dqkv]
     };
     let [out, lse, dqkv] = run(&places);

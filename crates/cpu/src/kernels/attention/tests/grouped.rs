@@ -148,7 +148,7 @@ impl Case {
         let (nan, table) = (T::from(f32::NAN), self.angles::<T>());
         let [out, lse] = self.run_with(tiles, q, kv, masks);
         let (mut dq, mut dkv) = (vec![nan; q.len()], vec![nan; kv.len()]);
-        let saved = SavedGrouped { q, kv, out: &out, lse: &lse };
+        let saved = Saved { q, kv, out: &out, lse: &lse };
         let angles = self.turned.then_some(Angles(&table));
         grouped_backward(tiles, self.dims, self.groups, angles, saved, dout, [&mut dq, &mut dkv], masks);
         [dq, dkv]
