@@ -113,6 +113,10 @@ impl Worlds for Processes {
         40
     }
 
+    fn short(&self) -> Duration {
+        Duration::from_secs(1)
+    }
+
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World> {
         if self.rank >= ranks {
             return None;
