@@ -57,9 +57,10 @@ fn ranks_that_communicate_alike_in_different_calls_are_refused(worlds: &dyn Worl
 fn a_call_that_a_rank_never_makes_is_named(worlds: &dyn Worlds) {
     let error = fails(worlds, 2, PATIENT, |world| {
         let _entered = world.log().enter("Trainer::evaluate");
-        Ok(if world.rank() == 0 {
-            count(world)?
-        })
+        if world.rank() == 0 {
+            count(world)?;
+        }
+        Ok(())
     });
     let Some(error) = error else { return };
     let cause = "has returned and takes no part in Trainer::evaluate, which every rank calls";
@@ -86,7 +87,7 @@ fn a_deadlock_of_different_calls_names_them(worlds: &dyn Worlds) {
         // Of two ranks, both are the same group: another one makes the cycle.
         let apart = rank.subgroup("apart", &[0, 1])?;
         let _entered = rank.enter(name);
-        Ok(if rank.world_rank() == 0 { count(group)? } else { count(&apart)? })
+        Ok(count(if rank.world_rank() == 0 { group } else { &apart })?)
     });
     let cause = format!(
         "deadlock: rank 0 waits for rank 1, which waits for rank 0; rank 0 is in Trainer::evaluate, rank 1 is in \
@@ -115,7 +116,8 @@ fn a_subgroup_that_some_ranks_do_not_make_is_named_at_once(worlds: &dyn Worlds) 
     let check = |other: &(dyn Fn(&Rank) -> Result<(), CommError> + Sync), cause: &str, parts: &[&str]| {
         let error = fails(worlds, 4, PATIENT, |world| {
             let rank = join("dp=4", world)?;
-            Ok(if rank.world_rank() < 2 { rank.subgroup("half", &[0, 1]).map(drop)? } else { other(&rank)? })
+            let done = if rank.world_rank() < 2 { rank.subgroup("half", &[0, 1]).map(drop) } else { other(&rank) };
+            Ok(done?)
         });
         if let Some(error) = error {
             let line = headline(&error, cause);

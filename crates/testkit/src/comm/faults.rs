@@ -7,7 +7,7 @@ use std::time::Duration;
 use meshwork_core::comm::{Activity, Fault, FaultKind};
 use meshwork_core::{Buffer, Cause, CommError, DType, Group, ReduceOp, RunError};
 
-use super::{PATIENT, SHORT, Worlds, cases, fails, passes, told};
+use super::{PATIENT, Worlds, cases, fails, passes, told};
 
 cases![
     disagreement_about_the_operation_names_both,
@@ -144,9 +144,10 @@ fn a_rank_that_returned_is_missed_at_once(worlds: &dyn Worlds) {
     for delays in [[0, 20], [20, 0]] {
         let error = fails(worlds, 2, PATIENT, |world| {
             sleep(Duration::from_millis(delays[world.rank()]));
-            Ok(if world.rank() == 0 {
-                world.barrier()?
-            })
+            if world.rank() == 0 {
+                world.barrier()?;
+            }
+            Ok(())
         });
         let Some(error) = error else { return };
         let expected =
@@ -226,7 +227,7 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
         let tp = world.split("tp", if rank < 2 { &[0, 1] } else { &[2, 3] })?;
         let dp = world.split("dp", if rank % 2 == 0 { &[0, 2] } else { &[1, 3] })?;
         // 0 waits for 1 on tp, 1 for 3 on dp, 3 for 2 on tp, 2 for 0 on dp.
-        Ok(if rank == 0 || rank == 3 { tp.barrier()? } else { dp.barrier()? })
+        Ok(if rank == 0 || rank == 3 { tp } else { dp }.barrier()?)
     });
     if let Some(error) = error {
         let expected = "deadlock: rank 0 waits for rank 1, which waits for rank 3, \
@@ -247,17 +248,19 @@ fn a_cycle_over_several_groups_is_a_deadlock_though_others_compute(worlds: &dyn 
 }
 
 fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
-    let error = fails(worlds, 4, SHORT, |world| match world.rank() {
+    let short = worlds.short();
+    let error = fails(worlds, 4, short, |world| match world.rank() {
         // 0 waits for 1, 1 for 2, 2 for 3, which sleeps.
         3 => {
-            sleep(6 * SHORT);
+            sleep(6 * short);
             Ok(world.send(zeros(1), 2, 0).map(drop)?)
         }
         rank => {
             world.recv(zeros(1), rank + 1, 0)?;
-            Ok(if rank > 0 {
-                world.send(zeros(1), rank - 1, 0).map(drop)?
-            })
+            if rank > 0 {
+                world.send(zeros(1), rank - 1, 0)?;
+            }
+            Ok(())
         }
     });
     let Some(error) = error else { return };
@@ -265,7 +268,7 @@ fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
     let FaultKind::Timeout { rank: 3, chain, .. } = &fault.kind else { panic!("{fault}") };
     assert_eq!(chain.last(), Some(&3));
     let text = fault.kind.to_string();
-    assert!(text.starts_with("rank 3 made no progress for 200ms: rank "), "{text}");
+    assert!(text.starts_with(&format!("rank 3 made no progress for {short:?}: rank ")), "{text}");
     assert!(text.ends_with("rank 2, which waits for rank 3") || text.ends_with("rank 2 waits for rank 3"));
     assert_eq!(fault.ranks[3].to_string(), "rank 3 computes, no operation yet");
     assert!(fault.ranks[1].to_string().starts_with("rank 1 waits in world #0 recv"));
@@ -275,10 +278,11 @@ fn the_timeout_names_the_rank_at_the_end_of_the_chain(worlds: &dyn Worlds) {
 }
 
 fn heartbeats_keep_a_slow_rank_alive(worlds: &dyn Worlds) {
-    let ended = worlds.run(2, SHORT, &|world| {
+    let short = worlds.short();
+    let ended = worlds.run(2, short, &|world| {
         if world.rank() == 1 {
             for _ in 0..100 {
-                sleep(SHORT / 20); // five timeouts altogether
+                sleep(short / 20); // five timeouts altogether
                 world.heartbeat();
             }
         }
@@ -309,13 +313,17 @@ fn the_first_fault_is_told_to_every_rank_and_to_later_operations(worlds: &dyn Wo
 
 /// A process that fails before its rank runs ends the world as the rank does. A rank is not late while it prepares.
 fn a_process_that_cannot_prepare_ends_the_world(worlds: &dyn Worlds) {
+    let short = worlds.short();
     if let Some(world) = worlds.world(3, PATIENT) {
         let ended = world
             .prepare(|| if world.leads() { Err(Cause::from("no such device")) } else { Ok(()) })
             .and_then(|()| world.run(|world| world.barrier()));
         assert_eq!(ended.map_err(|error| error.cause).unwrap_err(), "rank 0 returned an error: no such device");
     }
-    let Some(world) = worlds.world(2, SHORT) else { return };
-    let prepared = world.prepare(|| Ok::<_, CommError>(sleep(if world.leads() { 5 * SHORT } else { SHORT / 9 })));
+    let Some(world) = worlds.world(2, short) else { return };
+    let prepared = world.prepare(|| {
+        sleep(if world.leads() { 5 * short } else { short / 9 });
+        Ok::<_, CommError>(())
+    });
     assert!(prepared.and_then(|()| world.run(|world| world.barrier())).is_ok());
 }

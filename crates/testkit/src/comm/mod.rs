@@ -26,6 +26,11 @@ pub trait Worlds: Sync {
     /// How many random programs with faults the suite runs.
     fn programs(&self) -> u64;
 
+    /// A timeout for cases that wait for it, longer than the machine stops a rank by chance.
+    fn short(&self) -> Duration {
+        Duration::from_millis(200)
+    }
+
     /// Runs `body` as the ranks of a new world, in which a rank without progress is late after `timeout`. `None` in a
     /// process that has none of its ranks.
     fn run(&self, ranks: usize, timeout: Duration, body: &Body<'_>) -> Option<Result<(), RunError>> {
@@ -56,8 +61,6 @@ impl Worlds for Threads {
 
 /// So long that a case which reaches it did not get its error at once.
 const PATIENT: Duration = Duration::from_secs(600);
-/// For cases that wait for a timeout.
-const SHORT: Duration = Duration::from_millis(200);
 
 /// One case of the suite.
 pub type Case = fn(&dyn Worlds);

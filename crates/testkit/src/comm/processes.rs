@@ -113,6 +113,10 @@ impl Worlds for Processes {
         40
     }
 
+    fn short(&self) -> Duration {
+        Duration::from_secs(1)
+    }
+
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World> {
         if self.rank >= ranks {
             return None;
@@ -383,11 +387,14 @@ impl Drop for Flight {
     }
 }
 
+/// A communicator, until its rank comes for it.
+type Waiting = Option<Arc<dyn Communicator>>;
+
 /// Communicators of ranks that have not come yet.
 #[derive(Default)]
 struct Hub {
-    worlds: HashMap<(usize, u64), Vec<Option<Arc<dyn Communicator>>>>,
-    forks: Vec<Option<Arc<dyn Communicator>>>,
+    worlds: HashMap<(usize, u64), Vec<Waiting>>,
+    forks: Vec<Waiting>,
 }
 
 /// Serves every connection on a thread of its own.
