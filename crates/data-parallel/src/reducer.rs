@@ -502,11 +502,6 @@ impl Reducer {
     }
 
     /// How the first round of a bucket is summed, if not by an all-reduce or a reduce-scatter.
-    pub fn sum(&self, bucket: usize) -> Option<&dyn Sum> {
-        self.slots[bucket].bucket.sum.as_deref()
-    }
-
-    /// The same, for writing its states.
     pub fn sum_mut(&mut self, bucket: usize) -> Option<&mut (dyn Sum + 'static)> {
         self.slots[bucket].bucket.sum.as_deref_mut()
     }

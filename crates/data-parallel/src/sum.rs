@@ -27,11 +27,6 @@ pub trait Sum: Debug + Send {
     fn finish(&mut self, group: &Group, received: Buffer) -> Result<Buffer, VectorError>;
 
     /// Its states between sums, by name.
-    fn states(&self) -> Vec<(&'static str, &Buffer)> {
-        Vec::new()
-    }
-
-    /// The same, for writing.
     fn states_mut(&mut self) -> Vec<(&'static str, &mut Buffer)> {
         Vec::new()
     }

@@ -73,27 +73,18 @@ impl Gradients {
         Ok(())
     }
 
-    /// A range of a state that the compressed sums of a bucket keep, in host memory.
-    pub fn sum_state(&self, bucket: usize, name: &str, range: Range<usize>) -> std::result::Result<Buffer, TrainError> {
-        let reducer = self.reducer.borrow();
-        let states = reducer.sum(bucket).map_or_else(Vec::new, |sum| sum.states());
-        let state = states.into_iter().find(|(state, _)| *state == name);
-        let (_, state) = state.ok_or(ReduceError::Lost { bucket })?;
-        Ok(self.device.download(&state.slice(range).map_err(Error::from)?)?)
-    }
-
-    /// Replaces elements of such a state from `start` on.
-    pub fn set_sum_state(
-        &mut self,
+    /// Gives `work` a state that the compressed sums of a bucket keep, by its name.
+    pub fn sum_state<T>(
+        &self,
         bucket: usize,
         name: &str,
-        start: usize,
-        values: &Buffer,
-    ) -> std::result::Result<(), TrainError> {
-        let states = self.reducer.get_mut().sum_mut(bucket).map_or_else(Vec::new, |sum| sum.states_mut());
-        let state = states.into_iter().find(|(state, _)| *state == name);
+        work: impl FnOnce(&mut Buffer) -> Result<T>,
+    ) -> std::result::Result<T, TrainError> {
+        let mut reducer = self.reducer.borrow_mut();
+        let mut states = reducer.sum_mut(bucket).map_or_else(Vec::new, |sum| sum.states_mut());
+        let state = states.iter_mut().find(|(state, _)| *state == name);
         let (_, state) = state.ok_or(ReduceError::Lost { bucket })?;
-        Ok(self.device.upload_into(values, state, start)?)
+        Ok(work(state)?)
     }
 
     /// Sets all of these states to zero.

@@ -108,13 +108,7 @@ impl Codec {
     }
 
     /// A state of the feedback of a value, by its name.
-    pub fn state(&self, site: Site, name: &str) -> Option<&Buffer> {
-        let at = Sender::<Buffer>::NAMES.iter().position(|other| *other == name)?;
-        Some(self.kept.get(&site)?.all()[at])
-    }
-
-    /// The same, for writing.
-    pub fn state_mut(&mut self, site: Site, name: &str) -> Option<&mut Buffer> {
+    pub fn state(&mut self, site: Site, name: &str) -> Option<&mut Buffer> {
         let states = Sender::<Buffer>::NAMES.into_iter().zip(self.kept.get_mut(&site)?.all_mut());
         states.into_iter().find(|(other, _)| *other == name).map(|(_, state)| state)
     }

@@ -185,11 +185,6 @@ impl Sum for FactorSum {
         Ok(own)
     }
 
-    fn states(&self) -> Vec<(&'static str, &Buffer)> {
-        let all = [(STATES[0], &self.base.sender.residual), (FACTOR, &self.q)];
-        all.into_iter().filter(|(_, state)| state.count() > 0).collect()
-    }
-
     fn states_mut(&mut self) -> Vec<(&'static str, &mut Buffer)> {
         let all = [(STATES[0], &mut self.base.sender.residual), (FACTOR, &mut self.q)];
         all.into_iter().filter(|(_, state)| state.count() > 0).collect()

@@ -208,12 +208,6 @@ impl Sum for LossySum {
         self.base.narrow(out)
     }
 
-    fn states(&self) -> Vec<(&'static str, &Buffer)> {
-        let of_sender = STATES.into_iter().zip(self.base.sender.all());
-        let all = of_sender.chain([(SUM_ESTIMATE, &self.sum_estimate), (SHARD_RESIDUAL, &self.shard.residual)]);
-        all.filter(|(_, state)| state.count() > 0).collect()
-    }
-
     fn states_mut(&mut self) -> Vec<(&'static str, &mut Buffer)> {
         let of_sender = STATES.into_iter().zip(self.base.sender.all_mut());
         let all = of_sender.chain([(SUM_ESTIMATE, &mut self.sum_estimate), (SHARD_RESIDUAL, &mut self.shard.residual)]);

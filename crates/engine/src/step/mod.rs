@@ -174,12 +174,6 @@ impl Trainer {
         layout.local(id).boxes(layout.part(id, vector)).into_iter().map(|(slice, _)| slice).collect()
     }
 
-    /// Whether ranks share out a vector of a parameter.
-    fn is_cut(&self, id: ParamId, vector: Vector) -> bool {
-        let layout = &self.cut.layout;
-        layout.cuts.cuts(vector) && layout.is_cut(layout.span(id).flat)
-    }
-
     /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all
     /// ranks, before clipping. Empty for a frozen one.
     pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {

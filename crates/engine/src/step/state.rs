@@ -120,10 +120,12 @@ impl Trainer {
 
     /// A range of a vector of the state, in host memory.
     fn read_state(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
-        let (weights, codec) = (self.store.weights.borrow(), self.pipeline.codec.borrow());
+        let (weights, mut codec) = (self.store.weights.borrow(), self.pipeline.codec.borrow_mut());
         match storage {
             Storage::LossScale => Ok(Buffer::from_slice(&self.scaler.state())),
-            Storage::Sums { bucket, name } => weights.gradients.sum_state(bucket, name, range),
+            Storage::Sums { bucket, name } => {
+                weights.gradients.sum_state(bucket, name, |state| self.device.download(&state.slice(range)?))
+            }
             Storage::Feedback { site, name } => Ok(self.device.download(codec.state(site, name).ok_or_else(gone)?)?),
             Storage::Samples { cut } => codec.histories.at(cut).ok_or_else(gone)?.kept.to_host(range),
             Storage::Seen { cut } => Ok(Buffer::from_slice(&codec.histories.at(cut).ok_or_else(gone)?.seen)),
@@ -153,23 +155,25 @@ impl Trainer {
                 let local = self.cut.layout.local(id);
                 let read = |part| {
                     let boxes = local.boxes(part).into_iter();
-                    let values = boxes.map(|(slice, _)| self.from_source(source, vector, &slice));
+                    let values = boxes.map(|(slice, _)| self.read_source(source, vector, &slice));
                     Ok::<_, TrainError>(values.collect::<Result<Vec<_>, _>>()?.concat())
                 };
                 self.store.weights.borrow_mut().write(id, read).ok_or_else(refused)??;
                 continue;
             }
             for (slice, range) in slices {
-                let values = self.from_source(source, vector, slice)?;
+                let values = self.read_source(source, vector, slice)?;
                 let (weights, codec) = (self.store.weights.get_mut(), &mut self.pipeline.codec.borrow_mut());
                 match *storage {
                     Storage::LossScale if source.dims(key).is_none_or(|held| held[..] != dims[..]) => {}
                     Storage::LossScale => self.scaler.load(source.step(), [values[0], values[1]]),
                     Storage::Sums { bucket, name } => {
-                        weights.gradients.set_sum_state(bucket, name, range.start, &Buffer::from_vec(values))?;
+                        let upload =
+                            |state: &mut Buffer| self.device.upload_into(&Buffer::from_vec(values), state, range.start);
+                        weights.gradients.sum_state(bucket, name, upload)?;
                     }
                     Storage::Feedback { site, name } => {
-                        let state = codec.state_mut(site, name).ok_or_else(gone)?;
+                        let state = codec.state(site, name).ok_or_else(gone)?;
                         self.device.upload_into(&Buffer::from_vec(values), state, 0)?;
                     }
                     Storage::Samples { cut } => {
@@ -185,7 +189,7 @@ impl Trainer {
     }
 
     /// The elements of a slice of a vector with which this rank goes on.
-    fn from_source(
+    fn read_source(
         &self,
         source: &dyn StateSource,
         vector: &StateVector,

@@ -122,7 +122,8 @@ impl Trainer {
                 .collect();
             // What ranks share out is not the same on those that cut the batch.
             let over = |vector: Vector| -> Vec<Over> {
-                let cut = self.is_cut(id, vector);
+                let layout = &self.cut.layout;
+                let cut = layout.cuts.cuts(vector) && layout.is_cut(layout.span(id).flat);
                 let shared = |over: &&Over| cut && matches!(over, Over::Axis(axis) if cuts_batch(*axis));
                 whole.iter().filter(|over| !shared(over)).cloned().collect()
             };
