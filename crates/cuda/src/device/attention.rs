@@ -1,4 +1,5 @@
 use super::documents::Packed;
+use super::launch::{Operand, Operands, launch};
 use super::rotary::TurnedRows;
 use super::{CudaDevice, Products};
 use crate::driver::{Address, Argument};
@@ -12,8 +13,9 @@ const OP: &str = "attention";
 /// The longest head that kernels take.
 const HEAD: usize = 128;
 
-/// The addresses of queries, keys and values, and their strides in elements from token to token. On tensor cores they
+/// Where queries, keys and values begin, and how many elements lie from one token to the next. On tensor cores they
 /// have 16 bits.
+#[derive(Clone, Copy)]
 struct Heads {
     q: Address,
     q_row: usize,
@@ -25,29 +27,52 @@ struct Heads {
 }
 
 impl Heads {
-    /// For qkv `[batch, seq, 3, heads, head_dim]`.
+    /// Of qkv `[batch, seq, 3, heads, head_dim]`.
     fn fused(at: Address, shape: AttentionShape, dtype: DType) -> Self {
         let width = shape.heads * shape.head_dim;
         let [k, v] = [1, 2].map(|part| at.offset(dtype.size() * part * width));
         Self { q: at, q_row: 3 * width, k, v, kv_row: 3 * width, group: 1, first_kv: 0 }
     }
 
-    /// For queries `[batch, seq, heads, head_dim]` and keys and values `[batch, seq, 2, kv_heads, head_dim]`.
+    /// Of queries `[batch, seq, heads, head_dim]` and keys and values `[batch, keys, 2, kv_heads, head_dim]`.
     fn grouped(q: Address, kv: Address, shape: GroupedShape, dtype: DType) -> Self {
         let GroupedShape { queries, group, kv_heads, first_kv_head, .. } = shape;
         let (width, kv_width) = (queries.heads * queries.head_dim, kv_heads * queries.head_dim);
         let (k, v) = (kv, kv.offset(dtype.size() * kv_width));
         Self { q, q_row: width, k, v, kv_row: 2 * kv_width, group, first_kv: first_kv_head }
     }
+}
 
-    fn args(&self) -> Vec<Argument> {
-        vec![self.q.into(), self.q_row.into(), self.k.into(), self.v.into(), self.kv_row.into()]
+impl Operand for &Heads {
+    fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
+        self.q.add_to(operands)?;
+        self.q_row.add_to(operands)?;
+        [self.k, self.v].add_to(operands)?;
+        self.kv_row.add_to(operands)
     }
 }
 
-/// The kernel for heads of this length.
-fn of_room(shape: AttentionShape, kernels: [&'static str; 2]) -> &'static str {
-    kernels[usize::from(shape.head_dim > HEAD / 2)]
+/// A call of attention.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    shape: GroupedShape,
+    masks: AttentionMasks<'a>,
+    packed: Option<&'a Packed>,
+    /// Whether it runs on tensor cores: with operands of bf16, and sums in an order of their own.
+    flash: bool,
+}
+
+impl Call<'_> {
+    /// The type of the kernels' operands.
+    fn dtype(&self) -> DType {
+        if self.flash { DType::Bf16 } else { DType::F32 }
+    }
+
+    /// The kernel for heads of this length: for up to 64, or up to 128.
+    fn kernel(&self, flash: [&'static str; 2], plain: [&'static str; 2]) -> &'static str {
+        let kernels = if self.flash { flash } else { plain };
+        kernels[usize::from(self.shape.queries.head_dim > HEAD / 2)]
+    }
 }
 
 /// Queries, and keys with their values, as rows that are rotated.
@@ -62,79 +87,47 @@ fn turned_rows<'a>(shape: &GroupedShape, packed: Option<&'a Packed>) -> [TurnedR
 }
 
 impl CudaDevice {
-    /// Whether the kernels for tensor cores take this: they round operands to bf16, promise no order of sums, and know
-    /// queries of all tokens.
-    fn on_tensor_cores(&self, shape: GroupedShape, masks: AttentionMasks<'_>) -> bool {
+    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
+    /// sums, and know queries of all tokens.
+    fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
-        fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8)
+        let flash = fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        Call { shape, masks, packed, flash }
     }
 
-    /// An operand in the type of the kernels. Tensor-core kernels, on bf16, load 16 bytes at a time.
+    /// An operand in the type of the kernels. Those for tensor cores, of bf16, load by 16 bytes.
     fn loaded(&self, x: &Buffer, of: DType) -> Result<Buffer> {
         let x = self.read_as(x, of)?;
         if of == DType::Bf16 { self.aligned(OP, &x) } else { Ok(x) }
     }
 
-    /// The last arguments of all tensor-core kernels.
-    fn flash_arguments(&self, shape: AttentionShape, heads: &Heads, packed: Option<&Packed>) -> Result<Vec<Argument>> {
-        let mut args: Vec<Argument> =
-            [shape.seq, shape.heads, heads.group, heads.first_kv].map(Argument::from).to_vec();
-        args.push((shape.head_dim as i32).into());
-        args.push(((1.0 / (shape.head_dim as f64).sqrt()) as f32).into());
-        args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
+    /// The arguments at the end of all kernels of a call.
+    fn ending(&self, call: &Call<'_>, heads: &Heads) -> Result<Vec<Argument>> {
+        let GroupedShape { queries, keys, first_query, .. } = call.shape;
+        let AttentionShape { seq, heads: count, head_dim, .. } = queries;
+        if head_dim > HEAD {
+            return Err(self.lacks("attention of heads above 128", DType::F32));
+        }
+        let mut args = [seq, count, heads.group, heads.first_kv].map(Argument::from).to_vec();
+        args.extend([Argument::from(head_dim as i32), ((1.0 / (head_dim as f64).sqrt()) as f32).into()]);
+        let firsts = self.place_or_none(OP, call.packed.and_then(|packed| packed.firsts.as_ref()))?;
+        if call.flash {
+            args.push(firsts);
+            return Ok(args);
+        }
+        let dropout = call.masks.dropout.copied();
+        let (key, p) = dropout.map_or(([0, 0], 0.0), |dropout| (dropout.key.words(), dropout.p));
+        let places = dropout.map_or([0; 3], |of| [of.first_sample, of.first_head, of.global_heads]);
+        args.extend(key.map(Argument::from));
+        args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
+        args.extend(places.map(|place| Argument::from(place as i64)));
+        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into(), keys.into(), first_query.into()]);
         Ok(args)
     }
 
-    /// As [`attend`](Self::attend), for heads in bf16.
-    fn flash(
-        &self,
-        shape: AttentionShape,
-        heads: &Heads,
-        packed: Option<&Packed>,
-        dtype: DType,
-    ) -> Result<(Buffer, Buffer)> {
-        let AttentionShape { batch, seq, heads: count, head_dim } = shape;
-        self.meter().add_flops(Work::Attention, shape.forward_flops());
-        let lse = self.alloc(DType::F32, batch * count * seq)?;
-        let out = self.room(DType::Bf16, dtype, batch * seq * count * head_dim)?;
-        let mut args = heads.args();
-        args.extend([self.place(OP, &out)?, self.place(OP, &lse)?].map(Argument::from));
-        args.extend(self.flash_arguments(shape, heads, packed)?);
-        let kernel = of_room(shape, ["flash_forward_64", "flash_forward_128"]);
-        self.launch(OP, kernel, [batch * count, seq], &args)?;
-        Ok((self.settled(out, dtype)?, lse))
-    }
-
-    /// Writes the gradients of queries, and of keys and values, summed over each group, in 16 bits.
-    fn flash_back(
-        &self,
-        shape: AttentionShape,
-        heads: &Heads,
-        [dout, out, lse]: [&Buffer; 3],
-        packed: Option<&Packed>,
-        dq: (Address, usize),
-        (dk, dv, dkv_row): (Address, Address, usize),
-    ) -> Result<()> {
-        let AttentionShape { batch, heads: count, seq, .. } = shape;
-        self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.dots(shape, [dout, out], true)?;
-        let dout = self.loaded(dout, DType::Bf16)?;
-        let mut saved = heads.args();
-        for of in [&dout, lse, &dots] {
-            saved.push(self.place(OP, of)?.into());
-        }
-        let rest = self.flash_arguments(shape, heads, packed)?;
-        let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
-        let kernel = of_room(shape, ["flash_backward_q_64", "flash_backward_q_128"]);
-        self.launch(OP, kernel, [batch * count, seq], &args)?;
-        let args = [&saved[..], &[dk.into(), dv.into(), dkv_row.into()], &rest].concat();
-        let kernel = of_room(shape, ["flash_backward_kv_64", "flash_backward_kv_128"]);
-        self.launch(OP, kernel, [batch * count / heads.group, seq], &args)
-    }
-
-    /// `Σ_e dout_ie out_ie` of each row; on tensor cores directly from tensors of bf16.
+    /// `Σ_e dout_ie out_ie` of each row; of tensors of bf16 on tensor cores as they are.
     fn dots(&self, shape: AttentionShape, [dout, out]: [&Buffer; 2], flash: bool) -> Result<Buffer> {
         let AttentionShape { batch, seq, heads, head_dim } = shape;
         let dots = self.scratch(DType::F32, batch * seq * heads)?;
@@ -143,127 +136,69 @@ impl CudaDevice {
             true => ("flash_dots", (head_dim / 8).next_power_of_two(), DType::Bf16),
             false => ("attention_dots", 16, DType::F32),
         };
-        // Kept alive until the kernel is queued.
-        let operands = [self.loaded(dout, of)?, self.loaded(out, of)?];
-        let mut args = Vec::with_capacity(7);
-        for of in [&operands[0], &operands[1], &dots] {
-            args.push(self.place(OP, of)?.into());
-        }
-        args.extend([batch, seq, heads, head_dim].map(Argument::from));
-        self.launch(OP, kernel, [lanes * batch * seq * heads, 0], &args)?;
+        launch!(self, OP, kernel, [lanes * batch * seq * heads, 0];
+            &self.loaded(dout, of)?, &self.loaded(out, of)?, &dots, batch, seq, heads, head_dim
+        )?;
         Ok(dots)
     }
 
-    /// The kernel for heads of this length, and the last arguments of all of them.
-    fn attention(
-        &self,
-        kernels: [&'static str; 2],
-        all: GroupedShape,
-        heads: &Heads,
-        masks: AttentionMasks<'_>,
-        packed: Option<&Packed>,
-    ) -> Result<(&'static str, Vec<Argument>)> {
-        let shape = all.queries;
-        if shape.head_dim > HEAD {
-            return Err(self.lacks("attention of heads above 128", DType::F32));
-        }
-        let dropout = masks.dropout.copied();
-        let ([key0, key1], p) = dropout.map_or(([0, 0], 0.0), |dropout| (dropout.key.words(), dropout.p));
-        let places = dropout.map_or([0; 3], |of| [of.first_sample, of.first_head, of.global_heads]);
-        let mut args: Vec<Argument> =
-            [shape.seq, shape.heads, heads.group, heads.first_kv].map(Argument::from).to_vec();
-        args.push((shape.head_dim as i32).into());
-        args.push(((1.0 / (shape.head_dim as f64).sqrt()) as f32).into());
-        args.extend([key0, key1].map(Argument::from));
-        args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
-        args.extend(places.map(|place| Argument::from(place as i64)));
-        args.push(self.place_or_none(OP, packed.and_then(|packed| packed.firsts.as_ref()))?);
-        args.push(i32::from(self.precision == Precision::Bf16).into());
-        args.extend([all.keys, all.first_query].map(Argument::from));
-        Ok((of_room(shape, kernels), args))
-    }
-
-    /// Queries, and keys with values, after the rotation of queries and keys; `None` without a rotation. They stay bf16
-    /// if tensor cores read them, and are f32 otherwise.
-    fn turned(
-        &self,
-        shape: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
-        (packed, flash): (Option<&Packed>, bool),
-    ) -> Result<Option<(Buffer, Buffer)>> {
-        let Some(rotary) = shape.rotary else { return Ok(None) };
-        let of = if flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
+    /// Queries, and keys with values, in the type of the kernels, after the rotation of queries and keys.
+    fn turned(&self, call: &Call<'_>, q: &Buffer, kv: &Buffer) -> Result<[Buffer; 2]> {
+        let Call { shape, packed, .. } = call;
+        let Some(rotary) = shape.rotary else {
+            return Ok([self.loaded(q, call.dtype())?, self.loaded(kv, call.dtype())?]);
+        };
+        // They are rotated in bf16 where tensor cores read them and they have it, and otherwise in f32.
+        let of = if call.flash && q.dtype() == DType::Bf16 { DType::Bf16 } else { DType::F32 };
         let [q, kv] = [&self.read_as(q, of)?, &self.read_as(kv, of)?];
-        let [of_queries, of_keys] = turned_rows(&shape, packed);
-        let (q, kv) = (self.rotated(rotary, &shape, q, &of_queries)?, self.rotated(rotary, &shape, kv, &of_keys)?);
-        Ok(Some((q, kv)))
+        let [of_queries, of_keys] = turned_rows(shape, *packed);
+        let (q, kv) = (self.rotated(rotary, shape, q, &of_queries)?, self.rotated(rotary, shape, kv, &of_keys)?);
+        Ok([self.loaded(&q, call.dtype())?, self.loaded(&kv, call.dtype())?])
     }
 
-    fn attend(
-        &self,
-        shape: GroupedShape,
-        heads: &Heads,
-        masks: AttentionMasks<'_>,
-        packed: Option<&Packed>,
-        dtype: DType,
-    ) -> Result<(Buffer, Buffer)> {
-        let AttentionShape { batch, seq, heads: count, head_dim } = shape.queries;
-        let kernels = ["attention_forward_64", "attention_forward_128"];
-        let (kernel, rest) = self.attention(kernels, shape, heads, masks, packed)?;
-        self.meter().add_flops(Work::Attention, shape.forward_flops());
+    /// The result, in the type `dtype`, and the logarithm of the sum of each row.
+    fn attend(&self, call: &Call<'_>, heads: &Heads, dtype: DType) -> Result<(Buffer, Buffer)> {
+        let AttentionShape { batch, seq, heads: count, head_dim } = call.shape.queries;
+        let ending = self.ending(call, heads)?;
+        self.meter().add_flops(Work::Attention, call.shape.forward_flops());
         let lse = self.alloc(DType::F32, batch * count * seq)?;
-        let out = self.room(DType::F32, dtype, batch * seq * count * head_dim)?;
-        let mut args = heads.args();
-        args.extend([self.place(OP, &out)?, self.place(OP, &lse)?].map(Argument::from));
-        args.extend(rest);
-        self.launch(OP, kernel, [batch * count, seq], &args)?;
+        let out = self.room(call.dtype(), dtype, batch * seq * count * head_dim)?;
+        let flash = ["flash_forward_64", "flash_forward_128"];
+        let kernel = call.kernel(flash, ["attention_forward_64", "attention_forward_128"]);
+        launch!(self, OP, kernel, [batch * count, seq]; heads, &out, &lse, ending)?;
         Ok((self.settled(out, dtype)?, lse))
     }
 
-    /// Writes the gradients of queries (address, stride in elements), and of each head's own keys and values.
-    fn attend_back(
-        &self,
-        shape: GroupedShape,
-        heads: &Heads,
-        [dout, out, lse]: [&Buffer; 3],
-        (masks, packed): (AttentionMasks<'_>, Option<&Packed>),
-        dq: (Address, usize),
-        (dk, dv, dkv_row): (Address, Address, usize),
-    ) -> Result<()> {
-        let AttentionShape { batch, seq, heads: count, .. } = shape.queries;
-        let of_q = ["attention_backward_q_64", "attention_backward_q_128"];
-        let of_kv = ["attention_backward_kv_64", "attention_backward_kv_128"];
-        let (of_q, rest) = self.attention(of_q, shape, heads, masks, packed)?;
-        let (of_kv, _) = self.attention(of_kv, shape, heads, masks, packed)?;
-        self.meter().add_flops(Work::Attention, shape.backward_flops());
-        let dots = self.dots(shape.queries, [dout, out], false)?;
-        let dout = &self.read_as(dout, DType::F32)?;
-        let place = |buffer| self.place(OP, buffer);
-        let (dout, lse, dots) = (place(dout)?, place(lse)?, place(&dots)?);
-        let mut saved = heads.args();
-        saved.extend([dout, lse, dots].map(Argument::from));
-        let args = [&saved[..], &[dq.0.into(), dq.1.into()], &rest].concat();
-        self.launch(OP, of_q, [batch * count, seq], &args)?;
-        let args = [&saved[..], &[dk.into(), dv.into(), dkv_row.into()], &rest].concat();
-        self.launch(OP, of_kv, [batch * count, shape.keys], &args)
+    /// Writes the gradients of queries, and of keys and values where `into` has them: on tensor cores summed over each
+    /// group, else of each head of queries.
+    fn attend_back(&self, call: &Call<'_>, heads: &Heads, [dout, out, lse]: [&Buffer; 3], into: &Heads) -> Result<()> {
+        let AttentionShape { batch, seq, heads: count, .. } = call.shape.queries;
+        let ending = self.ending(call, heads)?;
+        self.meter().add_flops(Work::Attention, call.shape.backward_flops());
+        let dots = self.dots(call.shape.queries, [dout, out], call.flash)?;
+        let dout = &self.loaded(dout, call.dtype())?;
+        let flash = ["flash_backward_q_64", "flash_backward_q_128"];
+        let kernel = call.kernel(flash, ["attention_backward_q_64", "attention_backward_q_128"]);
+        launch!(self, OP, kernel, [batch * count, seq]; heads, dout, lse, &dots, into.q, into.q_row, &ending[..])?;
+        let flash = ["flash_backward_kv_64", "flash_backward_kv_128"];
+        let kernel = call.kernel(flash, ["attention_backward_kv_64", "attention_backward_kv_128"]);
+        let items = batch * count / if call.flash { heads.group } else { 1 };
+        launch!(self, OP, kernel, [items, call.shape.keys];
+            heads, dout, lse, &dots, into.k, into.v, into.kv_row, &ending[..]
+        )
     }
 }
 
-/// On tensor cores, operands and results of bf16 are used directly; all other paths use copies in the type of the
-/// kernels.
+/// On tensor cores operands of bf16 are read, and results written, as they are; every other way is through copies in
+/// the type of the kernels.
 impl Attention for CudaDevice {
     fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[qkv])?;
         let all = GroupedShape::alone(shape);
-        let (packed, flash) = (self.packed(all, masks)?, self.on_tensor_cores(all, masks));
-        let of = if flash { DType::Bf16 } else { DType::F32 };
-        let read = self.loaded(qkv, of)?;
-        let heads = Heads::fused(self.place(OP, &read)?, shape, of);
-        if flash {
-            return self.flash(shape, &heads, packed.as_ref(), qkv.dtype());
-        }
-        self.attend(all, &heads, masks, packed.as_ref(), qkv.dtype())
+        let packed = self.packed(all, masks)?;
+        let call = self.call(all, masks, packed.as_ref());
+        let read = self.loaded(qkv, call.dtype())?;
+        self.attend(&call, &Heads::fused(self.place(OP, &read)?, shape, call.dtype()), qkv.dtype())
     }
 
     fn causal_grad(
@@ -275,19 +210,14 @@ impl Attention for CudaDevice {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
-        self.f32s(OP, &[lse])?;
         self.storage(OP, &[dout, qkv, out])?;
         let all = GroupedShape::alone(shape);
-        let (packed, flash) = (self.packed(all, masks)?, self.on_tensor_cores(all, masks));
-        let of = if flash { DType::Bf16 } else { DType::F32 };
-        let (read, dqkv) = (self.loaded(qkv, of)?, self.room(of, qkv.dtype(), qkv.count())?);
-        let heads = Heads::fused(self.place(OP, &read)?, shape, of);
-        let Heads { q, q_row, k, v, kv_row, .. } = Heads::fused(self.place(OP, &dqkv)?, shape, of);
-        let (dq, dkv) = ((q, q_row), (k, v, kv_row));
-        match flash {
-            true => self.flash_back(shape, &heads, [dout, out, lse], packed.as_ref(), dq, dkv)?,
-            false => self.attend_back(all, &heads, [dout, out, lse], (masks, packed.as_ref()), dq, dkv)?,
-        }
+        let packed = self.packed(all, masks)?;
+        let call = self.call(all, masks, packed.as_ref());
+        let (read, dqkv) = (self.loaded(qkv, call.dtype())?, self.room(call.dtype(), qkv.dtype(), qkv.count())?);
+        let [heads, into] =
+            [self.place(OP, &read)?, self.place(OP, &dqkv)?].map(|at| Heads::fused(at, shape, call.dtype()));
+        self.attend_back(&call, &heads, [dout, out, lse], &into)?;
         self.settled(dqkv, qkv.dtype())
     }
 
@@ -300,18 +230,10 @@ impl Attention for CudaDevice {
     ) -> Result<(Buffer, Buffer)> {
         self.storage(OP, &[q, kv])?;
         let packed = self.packed(shape, masks)?;
-        let packed = packed.as_ref();
-        let dtype = q.dtype();
-        let flash = self.on_tensor_cores(shape, masks);
-        let turned = self.turned(shape, q, kv, (packed, flash))?;
-        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        let of = if flash { DType::Bf16 } else { DType::F32 };
-        let (q, kv) = (self.loaded(q, of)?, self.loaded(kv, of)?);
-        let heads = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, of);
-        if flash {
-            return self.flash(shape.queries, &heads, packed, dtype);
-        }
-        self.attend(shape, &heads, masks, packed, dtype)
+        let call = self.call(shape, masks, packed.as_ref());
+        let [read_q, read_kv] = self.turned(&call, q, kv)?;
+        let heads = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
+        self.attend(&call, &heads, q.dtype())
     }
 
     fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
@@ -328,74 +250,60 @@ impl Attention for CudaDevice {
         lse: &Buffer,
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        self.f32s(OP, &[lse])?;
         self.storage(OP, &[dout, q, kv, out])?;
         let GroupedShape { queries, keys, group, kv_heads, first_kv_head, rotary, .. } = shape;
         let AttentionShape { batch, heads, head_dim, .. } = queries;
         let (rows, width, kv_width) = (batch * keys, heads * head_dim, kv_heads * head_dim);
-        let dtype = q.dtype();
+        let (dtype, saved) = (q.dtype(), [dout, out, lse]);
         let packed = self.packed(shape, masks)?;
-        let packed = packed.as_ref();
-        let flash = self.on_tensor_cores(shape, masks);
-        let [of_queries, of_keys] = turned_rows(&shape, packed);
-        let turned = self.turned(shape, q, kv, (packed, flash))?;
-        let (q, kv) = turned.as_ref().map_or((q, kv), |(q, kv)| (q, kv));
-        if flash && dtype == DType::Bf16 {
-            let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, kv.count())?);
-            let count = dkv.count();
-            self.zero(&mut dkv, 0..count)?; // heads of keys and values that no local head reads
-            let (q, kv) = (self.loaded(q, dtype)?, self.loaded(kv, dtype)?);
-            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, dtype);
-            let (dq_at, dk_at) = (self.place(OP, &dq)?, self.place(OP, &dkv)?);
-            let dkv_at = (dk_at, dk_at.offset(dtype.size() * kv_width), 2 * kv_width);
-            self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
+        let call = self.call(shape, masks, packed.as_ref());
+        let [of_queries, of_keys] = turned_rows(&shape, call.packed);
+        let ([read_q, read_kv], count) = (self.turned(&call, q, kv)?, kv.count());
+        let of = Heads::grouped(self.place(OP, &read_q)?, self.place(OP, &read_kv)?, shape, call.dtype());
+        // Heads of keys and values that no head here reads have zeros as their gradients.
+        if call.flash && dtype == DType::Bf16 {
+            let (dq, mut dkv) = (self.alloc(dtype, q.count())?, self.alloc(dtype, count)?);
+            self.zero(&mut dkv, 0..count)?;
+            let into = Heads::grouped(self.place(OP, &dq)?, self.place(OP, &dkv)?, shape, dtype);
+            self.attend_back(&call, &of, saved, &into)?;
             if let Some(rotary) = rotary {
-                self.turned_back(rotary, &shape, (dq_at, dtype), &of_queries)?;
-                self.turned_back(rotary, &shape, (dk_at, dtype), &of_keys)?;
+                self.turned_back(rotary, &shape, (into.q, dtype), &of_queries)?;
+                self.turned_back(rotary, &shape, (into.k, dtype), &of_keys)?;
             }
             return Ok((dq, dkv));
         }
         let mut dq = self.room(DType::F32, dtype, q.count())?;
-        let mut dkv = self.room(DType::F32, dtype, kv.count())?;
-        // The gradients of keys and values: on tensor cores per head of keys and values, else per head of queries,
-        // before the sum over a group.
-        let (of_heads, of_group, first) = if flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
-        let [mut dk, mut dv] = [
-            self.scratch(DType::F32, rows * of_heads * head_dim)?,
-            self.scratch(DType::F32, rows * of_heads * head_dim)?,
-        ];
-        if flash {
-            let (q, kv) = (self.loaded(q, DType::Bf16)?, self.loaded(kv, DType::Bf16)?);
-            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::Bf16);
+        let mut dkv = self.room(DType::F32, dtype, count)?;
+        // The gradients of keys and values: on tensor cores of each head of them, else of each head of queries, before
+        // a group is summed.
+        let (of_heads, of_group, first) = if call.flash { (kv_heads, 1, 0) } else { (heads, group, first_kv_head) };
+        let each = rows * of_heads * head_dim;
+        let [mut dk, mut dv] = [self.scratch(DType::F32, each)?, self.scratch(DType::F32, each)?];
+        if call.flash {
             let half_dq = self.scratch(DType::Bf16, q.count())?;
-            let mut half = self.scratch(DType::Bf16, 2 * dk.count())?;
-            let count = dk.count();
-            self.zero(&mut half, 0..2 * count)?; // heads of keys and values that no local head reads
-            let (dq_at, dk_at) = (self.place(OP, &half_dq)?, self.place(OP, &half)?);
-            let dkv_at = (dk_at, dk_at.offset(DType::Bf16.size() * count), kv_width);
-            self.flash_back(queries, &of, [dout, out, lse], packed, (dq_at, width), dkv_at)?;
+            let mut half = self.scratch(DType::Bf16, 2 * each)?;
+            self.zero(&mut half, 0..2 * each)?;
+            let (q, k) = (self.place(OP, &half_dq)?, self.place(OP, &half)?);
+            let v = k.offset(DType::Bf16.size() * each);
+            self.attend_back(&call, &of, saved, &Heads { q, q_row: width, k, v, kv_row: kv_width, ..of })?;
             self.cast_into(&half_dq, &mut dq, 0)?;
-            self.cast_into(&half.slice(0..count)?, &mut dk, 0)?;
-            self.cast_into(&half.slice(count..2 * count)?, &mut dv, 0)?;
+            self.cast_into(&half.slice(0..each)?, &mut dk, 0)?;
+            self.cast_into(&half.slice(each..2 * each)?, &mut dv, 0)?;
         } else {
-            let (q, kv) = (self.read_as(q, DType::F32)?, self.read_as(kv, DType::F32)?);
-            let of = Heads::grouped(self.place(OP, &q)?, self.place(OP, &kv)?, shape, DType::F32);
-            let at = (self.place(OP, &dk)?, self.place(OP, &dv)?, width);
-            self.attend_back(shape, &of, [dout, out, lse], (masks, packed), (self.place(OP, &dq)?, width), at)?;
+            let [q, k, v] = [self.place(OP, &dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?];
+            self.attend_back(&call, &of, saved, &Heads { q, q_row: width, k, v, kv_row: width, ..of })?;
         }
-        let (dq_at, dk, dv) = (self.place_mut(OP, &mut dq)?, self.place(OP, &dk)?, self.place(OP, &dv)?);
         if let Some(rotary) = rotary {
-            self.turned_back(rotary, &shape, (dq_at, DType::F32), &of_queries)?;
+            self.turned_back(rotary, &shape, (self.place_mut(OP, &mut dq)?, DType::F32), &of_queries)?;
             let of_k = TurnedRows { row: of_heads * head_dim, heads: of_heads, ..of_keys };
-            self.turned_back(rotary, &shape, (dk, DType::F32), &of_k)?;
+            self.turned_back(rotary, &shape, (self.place(OP, &dk)?, DType::F32), &of_k)?;
         }
-        let count = dkv.count();
-        self.zero(&mut dkv, 0..count)?; // heads of keys and values that no local head reads
+        self.zero(&mut dkv, 0..count)?;
         let to = self.place_mut(OP, &mut dkv)?;
-        let sizes = [2 * kv_width, rows, of_heads, of_group, first, head_dim].map(Argument::from);
-        for (from, to) in [(dk, to), (dv, to.offset(4 * kv_width))] {
-            let args = [&[from.into(), to.into()][..], &sizes].concat();
-            self.launch(OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0], &args)?;
+        for (from, to) in [(&dk, to), (&dv, to.offset(4 * kv_width))] {
+            launch!(self, OP, "attention_group_sum", [rows * of_heads / of_group * head_dim, 0];
+                from, to, 2 * kv_width, rows, of_heads, of_group, first, head_dim
+            )?;
         }
         Ok((self.settled(dq, dtype)?, self.settled(dkv, dtype)?))
     }

@@ -1,8 +1,7 @@
 //! Attention with a cache of keys and values.
 
-use super::CudaDevice;
 use super::rotary::TurnedRows;
-use crate::driver::{Address, Argument};
+use super::{CudaDevice, launch::launch};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::kernel::{Attention, AttentionMasks, AttentionShape, GroupedShape};
 use meshwork_tensor::{Device, Error, Result, Work};
@@ -19,13 +18,11 @@ impl CudaDevice {
             let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, capacity, 2, kv_heads, head_dim]] });
         }
-        // Angles for the whole capacity, so that the table is written once.
+        // The angles of all tokens that may come, so that the table is written once.
         let angles = rotary.map(|rotary| self.angles(rotary, capacity, head_dim)).transpose()?;
-        let angles = angles.as_ref().map_or(Ok(Address::NULL), |angles| self.place(OP, angles))?;
-        let at: Argument = self.place_mut(OP, cache)?.into();
-        let mut args = vec![self.place(OP, kv)?.into(), angles.into(), at];
-        args.extend([kv.count(), seq, past, capacity, kv_heads, head_dim].map(Argument::from));
-        self.launch(OP, "decode_append", [kv.count(), 0], &args)?;
+        launch!(self, OP, "decode_append", [kv.count(), 0];
+            kv, angles.as_ref(), &mut *cache, kv.count(), seq, past, capacity, kv_heads, head_dim
+        )?;
         if past == 0 && seq > 1 {
             return Ok(self.grouped(GroupedShape { keys: seq, ..shape }, q, kv, AttentionMasks::default())?.0);
         }
@@ -35,19 +32,14 @@ impl CudaDevice {
         let turned = rotary.map(|rotary| self.rotated(rotary, &shape, q, &row)).transpose()?;
         let (rows, keys) = (batch * seq * heads, past + seq);
         let scores = self.scratch(DType::F32, rows * keys)?;
-        let weights: Argument = self.place(OP, &scores)?.into();
-        let mut args = vec![self.place(OP, turned.as_ref().unwrap_or(q))?.into(), at, weights];
-        args.extend([rows, seq, past, capacity, heads, group, first_kv_head, kv_heads, head_dim].map(Argument::from));
-        args.push(((1.0 / (head_dim as f64).sqrt()) as f32).into());
-        self.launch(OP, "decode_scores", [16 * rows * keys, 0], &args)?;
-        let mut args = vec![weights];
-        args.extend([rows, seq, past, heads].map(Argument::from));
-        self.launch(OP, "decode_weights", [rows, 0], &args)?;
-        let mut args = vec![weights, at, self.place(OP, &out)?.into()];
-        args.extend(
-            [q.count(), seq, past, capacity, heads, group, first_kv_head, kv_heads, head_dim].map(Argument::from),
-        );
-        self.launch(OP, "decode_values", [q.count(), 0], &args)?;
+        let (scale, sizes) = ((1.0 / (head_dim as f64).sqrt()) as f32, [seq, past, capacity, heads, group]);
+        launch!(self, OP, "decode_scores", [16 * rows * keys, 0];
+            turned.as_ref().unwrap_or(q), &*cache, &scores, rows, sizes, first_kv_head, kv_heads, head_dim, scale
+        )?;
+        launch!(self, OP, "decode_weights", [rows, 0]; &scores, rows, seq, past, heads)?;
+        launch!(self, OP, "decode_values", [q.count(), 0];
+            &scores, &*cache, &out, q.count(), sizes, first_kv_head, kv_heads, head_dim
+        )?;
         Ok(out)
     }
 }

@@ -266,11 +266,6 @@ impl CudaDevice {
         self.tuning.form(name, sizes).or_else(|| fitting(name, self.pool.driver.properties().shared))
     }
 
-    /// Queues a kernel for `[items, width]` of its geometry, with finished arguments.
-    fn launch(&self, op: &'static str, name: &'static str, sizes: [usize; 2], args: &[Argument]) -> Result<()> {
-        launch::launch!(self, op, name, sizes; args)
-    }
-
     /// The error for an operation without a kernel.
     fn lacks(&self, op: &'static str, dtype: DType) -> Error {
         Error::MissingOperation { op, device: self.name().to_owned(), dtype }
