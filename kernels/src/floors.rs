@@ -30,7 +30,7 @@ struct Card {
     powers: f64,
 }
 
-/// An H100 and an H200, with the numbers of `crates/train/src/cost/cards.rs`.
+/// An H100 and an H200, with the numbers of `crates/train/src/config/cards.rs`.
 const CARDS: [Card; 2] = [
     Card { bytes: 3.35e12, operations: 989.4e12, powers: 16.0 * 132.0 * 1.755e9 },
     Card { bytes: 4.8e12, operations: 989.4e12, powers: 16.0 * 132.0 * 1.755e9 },

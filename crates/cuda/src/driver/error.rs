@@ -113,8 +113,8 @@ pub enum DriverError {
         /// The driver's error code, with its meaning.
         why: String,
     },
-    /// Work that failed on a GPU that waits after each call (`cuda.launch_blocking`), so that the fault is known to be of this
-    /// work. The device does no more work.
+    /// Work that failed on a GPU that waits after each call (`cuda.launch_blocking`), so that the fault is known to be
+    /// of this work. The device does no more work.
     #[error("{work} failed: {why}")]
     Culprit {
         /// The kernel or call.
