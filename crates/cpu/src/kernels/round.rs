@@ -2,7 +2,7 @@
 //!
 //! Kernels compute in f32. A tensor that is stored in 16 bits is read and written in pieces whose f32 copies stay in
 //! the caches of the computing core ([`Loaded`], [`Stored`]), so that memory traffic is only 16 bits an element. The
-//! bits are the same as with a copy of the whole tensor. Products in [`Precision::Bf16`](super::matmul::Precision)
+//! bits are the same as with a copy of the whole tensor. Products in [`Precision::Bf16`](meshwork_tensor::Precision)
 //! round their operands anyway, and rounding twice changes nothing: an operand rounded when stored gives the same bits
 //! as one rounded when read.
 //!
@@ -65,9 +65,9 @@ impl Narrow for f32 {
 
 impl Narrow for f64 {}
 
-/// Rounds each to the nearest `bf16`, ties to even, as products in [`Precision::Bf16`](super::matmul::Precision) round
-/// their operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU. Overwrites
-/// `to`.
+/// Rounds each to the nearest `bf16`, ties to even, as products in [`Precision::Bf16`](meshwork_tensor::Precision)
+/// round their operands: subnormals become zeros of their sign, and NaN stays NaN. The same bits on every CPU.
+/// Overwrites `to`.
 ///
 /// Panics if the lengths differ.
 ///

@@ -13,7 +13,7 @@ pub enum Device {
     Cpu,
     /// This GPU for all ranks, or for each rank that of its number modulo their count.
     Cuda(Option<usize>),
-    /// A card of this name that is not here: what [`cost`](crate::cost) predicts for, with `--steps 0`.
+    /// A card of this name that is not here: with `--steps 0` the time of a step on it is predicted.
     Card(&'static str),
     /// CUDA devices that are emulated in host memory.
     CudaEmulated {
