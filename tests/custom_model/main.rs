@@ -6,7 +6,7 @@
 mod custom_model;
 
 use custom_model::Parallel;
-use meshwork::diff::{Place, Side, compare};
+use meshwork::diff::{Location, Side, compare};
 use meshwork::engine::{StateKey, WholeState};
 use meshwork::optim::{Decay, LrSchedule, Sgd};
 use meshwork::prelude::*;
@@ -106,7 +106,7 @@ fn its_meshes_are_compared_and_a_fault_is_found() {
         Tensor::from_slice(seen.tensor.device(), &squared, seen.tensor.shape()).map(Some)
     });
     let report = compare([&side("dp=1", &canonical), &wrong], 1).unwrap();
-    let Some(Place::Op { name, layer, operand, .. }) = report.first.as_ref().map(|first| &first.place) else {
+    let Some(Location::Op { name, layer, operand, .. }) = report.first.as_ref().map(|first| &first.place) else {
         panic!("{report}")
     };
     assert_eq!((&**name, &**layer, *operand), ("linear", "block.2", None), "{report}");

@@ -55,12 +55,12 @@ enum Bytes {
     Lines(Vec<Line>),
     /// A mapping, and how much of it is used.
     Pages(MmapMut, usize),
-    Part(Part),
+    SlabPart(SlabPart),
 }
 
 /// A part of a slab, which returns to the free parts of the process when it is dropped. Slabs stay mapped as long as
 /// the process lives, as the system allocator's blocks do.
-struct Part(&'static mut [u8]);
+struct SlabPart(&'static mut [u8]);
 
 /// The slabs of the process.
 static SLABS: Mutex<Slabs> = Mutex::new(Slabs { rest: &mut [], free: BTreeMap::new() });
@@ -74,10 +74,10 @@ struct Slabs {
 
 impl Slabs {
     /// A part of exactly `bytes` bytes, a multiple of 64, all zero; `None` if the system has no memory to map.
-    fn take(&mut self, bytes: usize) -> Option<Part> {
+    fn take(&mut self, bytes: usize) -> Option<SlabPart> {
         if let Some(part) = self.free.get_mut(&bytes).and_then(Vec::pop) {
             part.fill(0);
-            return Some(Part(part));
+            return Some(SlabPart(part));
         }
         // Parts are one cache line apart, because blocks of a power of two would otherwise all map to the same cache
         // sets.
@@ -90,11 +90,11 @@ impl Slabs {
         }
         let (part, rest) = std::mem::take(&mut self.rest).split_at_mut(apart);
         self.rest = rest;
-        Some(Part(&mut part[..bytes]))
+        Some(SlabPart(&mut part[..bytes]))
     }
 }
 
-impl Drop for Part {
+impl Drop for SlabPart {
     fn drop(&mut self) {
         let part = std::mem::take(&mut self.0);
         SLABS.lock().unwrap_or_else(PoisonError::into_inner).free.entry(part.len()).or_default().push(part);
@@ -131,7 +131,7 @@ impl Block {
         if (PAGE..HUGE).contains(&bytes)
             && let Some(part) = SLABS.lock().unwrap_or_else(PoisonError::into_inner).take(lines * 64)
         {
-            return Some(Block(Bytes::Part(part)));
+            return Some(Block(Bytes::SlabPart(part)));
         }
         plain()
     }
@@ -146,7 +146,7 @@ impl Block {
         match &self.0 {
             Bytes::Lines(lines) => bytemuck::cast_slice(lines),
             Bytes::Pages(pages, used) => &pages[..*used],
-            Bytes::Part(Part(bytes)) => bytes,
+            Bytes::SlabPart(SlabPart(bytes)) => bytes,
         }
     }
 
@@ -155,7 +155,7 @@ impl Block {
         match &mut self.0 {
             Bytes::Lines(lines) => bytemuck::cast_slice_mut(lines),
             Bytes::Pages(pages, used) => &mut pages[..*used],
-            Bytes::Part(Part(bytes)) => bytes,
+            Bytes::SlabPart(SlabPart(bytes)) => bytes,
         }
     }
 }

@@ -48,7 +48,7 @@ fn pieces(windows: Windows) -> [usize; 3] {
 }
 
 impl Cpu {
-    fn max_pool_placed<T: Float + Element, P: kernels::Place + Element>(
+    fn max_pool_placed<T: Float + Element, P: kernels::WindowPlace + Element>(
         &self,
         windows: Windows,
         x: &Buffer,
@@ -64,7 +64,7 @@ impl Cpu {
         Ok((y, places))
     }
 
-    fn max_pool_placed_grad<T: Float + Element, P: kernels::Place + Element>(
+    fn max_pool_placed_grad<T: Float + Element, P: kernels::WindowPlace + Element>(
         &self,
         windows: Windows,
         dy: &Buffer,

@@ -9,7 +9,7 @@
 //! B   linear ──▶ all_gather ──▶ attention      gradient of kv on A  = gradient that all_gather returns
 //! ```
 
-use super::divergence::Place;
+use super::divergence::Location;
 use super::side::Error;
 use meshwork_core::{Axis, Ty};
 use meshwork_engine::program::{Op, Pairs, Program, Value};
@@ -20,7 +20,7 @@ pub(super) type At = (usize, usize);
 /// Two values to compare.
 #[derive(Debug)]
 pub(super) struct Like {
-    pub(super) place: Place,
+    pub(super) place: Location,
     /// The values of A and B that have this place; `None` on a side that lacks the operation or the gradient.
     pub(super) of: [Option<At>; 2],
     /// What is compared there, or why nothing is.
@@ -29,7 +29,7 @@ pub(super) struct Like {
 
 impl Like {
     pub(super) fn is_gradient(&self) -> bool {
-        matches!(self.place, Place::Op { operand: Some(_), .. })
+        matches!(self.place, Location::Op { operand: Some(_), .. })
     }
 }
 
@@ -58,8 +58,8 @@ pub(super) fn align(programs: [&Program; 2]) -> Result<Vec<Vec<Like>>, Error> {
 struct Likes<'a>(Pairs<'a>);
 
 impl Likes<'_> {
-    fn place(&self, number: usize, op: &Op, name: String, value: &Value) -> Place {
-        Place::Op { number, name, layer: op.layer.clone(), operand: value.operand }
+    fn place(&self, number: usize, op: &Op, name: String, value: &Value) -> Location {
+        Location::Op { number, name, layer: op.layer.clone(), operand: value.operand }
     }
 
     /// The values of two operations that correspond.

@@ -4,8 +4,8 @@
 //! counted in each.
 
 use super::align::{At, Like, align};
-use super::divergence::{Between, Divergence, Place, Vector};
-use super::global::{Part, Piece, Replicas, Unit, assemble, replicas, unravel, whole};
+use super::divergence::{Between, Divergence, Location, Vector};
+use super::global::{GlobalPiece, RankValue, Replicas, Unit, assemble, replicas, unravel, whole};
 use super::program::Program;
 use super::report::Report;
 use super::side::Error;
@@ -66,7 +66,7 @@ impl Delta {
     }
 
     /// The divergence whose first difference is `found`.
-    fn divergence(&self, step: u64, place: Place, dims: Vec<usize>, found: Found) -> Divergence {
+    fn divergence(&self, step: u64, place: Location, dims: Vec<usize>, found: Found) -> Divergence {
         let Found { index, values, ulps, micros, samples, ranks } = found;
         Divergence {
             step,
@@ -112,7 +112,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The values of side B, each with its place, in the order of forward.
-    pub(super) fn of_b(&self) -> impl Iterator<Item = (&Program, At, &Place)> {
+    pub(super) fn of_b(&self) -> impl Iterator<Item = (&Program, At, &Location)> {
         self.ops.iter().flatten().filter_map(|like| Some((self.programs[1], like.of[1]?, &like.place)))
     }
 
@@ -127,7 +127,7 @@ impl<'a> Pair<'a> {
             _ => None,
         };
         if let Some((loss, _)) = scalars {
-            scalar(step, Place::Loss, loss, report);
+            scalar(step, Location::Loss, loss, report);
         }
         let mut largest: f64 = 0.0;
         for like in self.ops.iter().rev().flatten().filter(|like| like.is_gradient()) {
@@ -135,7 +135,7 @@ impl<'a> Pair<'a> {
         }
         let Some((_, norm)) = scalars else { return Ok(()) };
         self.vectors(step, 0, &sides, NOTHING * norm[0], report)?;
-        scalar(step, Place::GradNorm, norm, report);
+        scalar(step, Location::GradNorm, norm, report);
         let vectors = sides[0].held.values().flatten().map(|held| held.vectors.len()).max().unwrap_or(0);
         (1..vectors).try_for_each(|vector| self.vectors(step, vector, &sides, 0.0, report))?;
         self.sets(step, &sides, report);
@@ -148,9 +148,9 @@ impl<'a> Pair<'a> {
         step: u64,
         (side, at): (usize, At),
         stepped: &Stepped,
-        place: Option<&Place>,
+        place: Option<&Location>,
         report: &mut Report,
-    ) -> BTreeMap<Unit, Piece> {
+    ) -> BTreeMap<Unit, GlobalPiece> {
         let records = stepped.records.get(&self.programs[side].key(at)).map_or(&[][..], |records| records);
         let (pieces, differ) = assemble(self.programs[side], at, records);
         if let (Some(differ), Some(place)) = (differ, place) {
@@ -244,7 +244,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The ranks of a side that hold an element of an operation's value, or a share of it.
-    fn ranks_holding(&self, side: usize, (op, value): At, index: &[usize], piece: &Piece) -> Vec<usize> {
+    fn ranks_holding(&self, side: usize, (op, value): At, index: &[usize], piece: &GlobalPiece) -> Vec<usize> {
         let program::Program { mesh, ops, .. } = &self.programs[side].run;
         let value = &ops[op].values[value];
         let holds = |&rank: &usize| {
@@ -274,7 +274,7 @@ impl<'a> Pair<'a> {
     ) -> Result<(), Error> {
         for spec in &self.programs[0].parameters {
             let held = [0, 1].map(|side| sides[side].held.get(&spec.name).map_or(&[][..], |held| &held[..]));
-            let place = Place::Parameter { name: spec.name.clone(), vector: Vector::at(vector) };
+            let place = Location::Parameter { name: spec.name.clone(), vector: Vector::at(vector) };
             let mut wholes: Vec<Vec<f32>> = Vec::new();
             for (side, held) in held.into_iter().enumerate() {
                 let Some((whole, differ)) = whole(held, vector, spec.dims) else { continue };
@@ -321,9 +321,9 @@ impl<'a> Pair<'a> {
             let before = held[0].first().map_or(0, |held| held.vectors.len());
             let sets = held.map(|held| held.iter().map(|held| held.sets.len()).max().unwrap_or(0));
             for set in 0..sets[0].max(sets[1]) {
-                let place = Place::Parameter { name: spec.name.clone(), vector: Vector::at(before + set) };
+                let place = Location::Parameter { name: spec.name.clone(), vector: Vector::at(before + set) };
                 let parts = held.map(|held| {
-                    let mut parts: Vec<_> = held.iter().filter_map(|held| Part::of_set(held, set)).collect();
+                    let mut parts: Vec<_> = held.iter().filter_map(|held| RankValue::of_set(held, set)).collect();
                     parts.sort_by_key(|part| part.rank);
                     parts
                 });
@@ -352,7 +352,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The divergence of two replicas on one side.
-    fn of_replicas(&self, step: u64, place: Place, side: usize, differ: Replicas) -> Divergence {
+    fn of_replicas(&self, step: u64, place: Location, side: usize, differ: Replicas) -> Divergence {
         let Replicas { ranks, unit, micro, mut dims, index, values, ulps, differing } = differ;
         let samples = unit.map(|unit| match unit {
             Unit::Sample(sample) => (sample, 1),
@@ -395,7 +395,7 @@ fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
 }
 
 /// Compares a number that every rank knows.
-fn scalar(step: u64, place: Place, values: [f64; 2], report: &mut Report) {
+fn scalar(step: u64, place: Location, values: [f64; 2], report: &mut Report) {
     let mut delta = Delta::default();
     let first = delta.add(&values[..1], &values[1..]);
     let divergence = first.map(|(_, values, ulps)| {

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// What was compared.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     /// A value of an operation.
     Op {
         /// Its number among all operations of the model, whatever the stages.
@@ -51,20 +51,20 @@ impl Vector {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Op { number, name, layer, operand: None } => {
+            Location::Op { number, name, layer, operand: None } => {
                 write!(f, "forward: output of operation #{number}, {name} ({layer})")
             }
-            Place::Op { number, name, layer, operand: Some(operand) } => {
+            Location::Op { number, name, layer, operand: Some(operand) } => {
                 write!(f, "backward: gradient of {operand} by operation #{number}, {name} ({layer})")
             }
-            Place::Loss => write!(f, "the loss"),
-            Place::GradNorm => write!(f, "the gradient norm"),
-            Place::Parameter { name, vector: Vector::Gradient } => write!(f, "the reduced gradient of {name}"),
-            Place::Parameter { name, vector: Vector::Weight } => write!(f, "the updated weights {name}"),
-            Place::Parameter { name, vector: Vector::State(slot) } => {
+            Location::Loss => write!(f, "the loss"),
+            Location::GradNorm => write!(f, "the gradient norm"),
+            Location::Parameter { name, vector: Vector::Gradient } => write!(f, "the reduced gradient of {name}"),
+            Location::Parameter { name, vector: Vector::Weight } => write!(f, "the updated weights {name}"),
+            Location::Parameter { name, vector: Vector::State(slot) } => {
                 write!(f, "the optimizer's state {} of {name}", slot + 1)
             }
         }
@@ -89,7 +89,7 @@ pub struct Divergence {
     /// The step, from 1.
     pub step: u64,
     /// What differs.
-    pub place: Place,
+    pub place: Location,
     /// The sides or ranks that diverge.
     pub between: Between,
     /// Global extents; dim 0 counts the samples of the step, where it counts samples.
@@ -160,7 +160,7 @@ impl fmt::Display for Divergence {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
     /// The value.
-    pub place: Place,
+    pub place: Location,
     /// Global index of the element.
     pub index: Vec<usize>,
     /// Number of ulps by which it was increased: more than 1 if it is a share of a sum, which changes on every rank

@@ -1,7 +1,7 @@
 //! A fault of one ulp, injected to show that a comparison finds it.
 
 use super::compare::Pair;
-use super::divergence::{Broken, Place};
+use super::divergence::{Broken, Location};
 use super::program::Program;
 use super::side::{Hook, Key, Site};
 use super::ulps::Stored;
@@ -18,7 +18,7 @@ pub(super) struct Break {
     key: Key,
     /// Size of the change in ulps.
     ulps: u32,
-    place: Place,
+    place: Location,
     /// The change, once it has been made.
     done: Arc<Mutex<Option<Broken>>>,
 }
@@ -59,7 +59,7 @@ impl Break {
         Err(Fault::new("--break", asked, problem, choose_from(name, &known)))
     }
 
-    fn of(program: &Program, key: Key, value: &Value, place: Place) -> Self {
+    fn of(program: &Program, key: Key, value: &Value, place: Location) -> Self {
         // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
         // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
         let shares =

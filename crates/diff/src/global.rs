@@ -30,7 +30,7 @@ pub(super) enum Unit {
 
 /// A piece of a global value.
 #[derive(Clone, Debug)]
-pub(super) struct Piece {
+pub(super) struct GlobalPiece {
     /// The micro-batch that it was computed in.
     pub(super) micro: usize,
     /// Its rank on dp.
@@ -55,14 +55,14 @@ pub(super) struct Replicas {
 }
 
 /// A value of one rank, or assembled from several.
-pub(super) struct Part<T> {
+pub(super) struct RankValue<T> {
     pub(super) rank: usize,
     coords: Coords,
     pub(super) dims: Vec<usize>,
     pub(super) values: Vec<T>,
 }
 
-impl Part<f32> {
+impl RankValue<f32> {
     /// An optimizer's state of a set of a parameter's elements, as a rank keeps it.
     pub(super) fn of_set(held: &Held, set: usize) -> Option<Self> {
         let values = held.sets.get(set)?.clone();
@@ -75,7 +75,7 @@ pub(super) fn assemble(
     program: &Program,
     (op, value): (usize, usize),
     records: &[Record],
-) -> (BTreeMap<Unit, Piece>, Option<Replicas>) {
+) -> (BTreeMap<Unit, GlobalPiece>, Option<Replicas>) {
     match records.first().map(|record| &record.values) {
         None => Default::default(),
         Some(Values::F32(_)) => assemble_of::<f32>(program, (op, value), records),
@@ -87,7 +87,7 @@ fn assemble_of<T: Float>(
     program: &Program,
     (op, value): (usize, usize),
     records: &[Record],
-) -> (BTreeMap<Unit, Piece>, Option<Replicas>) {
+) -> (BTreeMap<Unit, GlobalPiece>, Option<Replicas>) {
     let value = &program.run.ops[op].values[value];
     let (Value { types, shape, .. }, real) = (value, value.real());
     let replicated = |ty: Ty| matches!(ty, Ty::Invariant | Ty::Replicate);
@@ -107,11 +107,11 @@ fn assemble_of<T: Float>(
     for ((dp, micro), mut records) in groups {
         records.sort_by_key(|record| record.rank);
         let first = records.iter().map(|record| record.first_sample).min().unwrap_or(0);
-        let mut parts: Vec<Part<T>> = records
+        let mut parts: Vec<RankValue<T>> = records
             .iter()
             .filter_map(|record| {
                 let values = T::of(&record.values)?.to_vec();
-                Some(Part { rank: record.rank, coords: record.coords, dims: record.shape.to_vec(), values })
+                Some(RankValue { rank: record.rank, coords: record.coords, dims: record.shape.to_vec(), values })
             })
             .collect();
         let cut_by_sample = Axis::DATA.into_iter().any(|axis| types.get(axis) == Some(Ty::Shard(0)));
@@ -120,12 +120,12 @@ fn assemble_of<T: Float>(
         let by_sample = cut_by_sample && shape.first().map(|rows| rows * others) == Some(program.samples);
         let unit = Unit::Micro(first, program.samples);
         for &(axis, ty) in &axes {
-            let mut joined: BTreeMap<usize, Vec<Part<T>>> = BTreeMap::new();
+            let mut joined: BTreeMap<usize, Vec<RankValue<T>>> = BTreeMap::new();
             for part in parts {
                 let line = program.run.mesh.rank_at(part.coords.with(axis, 0));
                 joined.entry(line).or_default().push(part);
             }
-            let mut join = |(line, parts): (usize, Vec<Part<T>>)| {
+            let mut join = |(line, parts): (usize, Vec<RankValue<T>>)| {
                 let coords = program.run.mesh.coords(line);
                 if replicated(ty) && differ.is_none() {
                     differ = replicas(&parts).map(|found| found.at(unit, micro, by_sample.then_some(first)));
@@ -136,14 +136,14 @@ fn assemble_of<T: Float>(
         }
         for part in parts {
             let part = cut_off_padding(part, &real);
-            let Part { dims, values, .. } = part;
+            let RankValue { dims, values, .. } = part;
             if !by_sample {
-                pieces.insert(unit, Piece { micro, dp, dims, values: T::wrap(values) });
+                pieces.insert(unit, GlobalPiece { micro, dp, dims, values: T::wrap(values) });
                 continue;
             }
             let each = dims[1..].iter().product::<usize>().max(1);
             for (row, values) in values.chunks(each).enumerate() {
-                let piece = Piece { micro, dp, dims: dims[1..].to_vec(), values: T::wrap(values.to_vec()) };
+                let piece = GlobalPiece { micro, dp, dims: dims[1..].to_vec(), values: T::wrap(values.to_vec()) };
                 pieces.insert(Unit::Sample(first + row as u64), piece);
             }
         }
@@ -152,7 +152,7 @@ fn assemble_of<T: Float>(
 }
 
 /// Joins the parts of one line of ranks, in rank order.
-fn join<T: Float>(parts: Vec<Part<T>>, ty: Ty, coords: Coords) -> Option<Part<T>> {
+fn join<T: Float>(parts: Vec<RankValue<T>>, ty: Ty, coords: Coords) -> Option<RankValue<T>> {
     let (rank, mut dims) = parts.first().map(|part| (part.rank, part.dims.clone()))?;
     let degree = parts.len();
     let values = match ty {
@@ -176,7 +176,7 @@ fn join<T: Float>(parts: Vec<Part<T>>, ty: Ty, coords: Coords) -> Option<Part<T>
             joined
         }
     };
-    Some(Part { rank, coords, dims, values })
+    Some(RankValue { rank, coords, dims, values })
 }
 
 /// The sum in a balanced tree that splits at the largest power of two below the number of parts, as in reductions.
@@ -192,7 +192,7 @@ fn sum<T: Float>(parts: &[&[T]]) -> Vec<T> {
 }
 
 /// The first two of these that differ.
-pub(super) fn replicas<T: Float>(parts: &[Part<T>]) -> Option<Replicas> {
+pub(super) fn replicas<T: Float>(parts: &[RankValue<T>]) -> Option<Replicas> {
     let (one, others) = parts.split_first()?;
     others.iter().find_map(|other| {
         let pairs = || one.values.iter().zip(&other.values).map(|(&a, &b)| (a, b, a.ulps(b)));
@@ -223,7 +223,7 @@ impl Replicas {
 }
 
 /// Cuts off the elements beyond the real extents.
-fn cut_off_padding<T: Float>(mut part: Part<T>, real: &[Option<usize>]) -> Part<T> {
+fn cut_off_padding<T: Float>(mut part: RankValue<T>, real: &[Option<usize>]) -> RankValue<T> {
     // A leading dim that the value does not have on a rank has no padding.
     let front = part.dims.len() - real.len();
     for (dim, real) in real.iter().enumerate() {

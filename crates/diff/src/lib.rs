@@ -14,7 +14,7 @@ mod side;
 mod ulps;
 mod world;
 
-pub use divergence::{Between, Broken, Divergence, Place, Vector};
+pub use divergence::{Between, Broken, Divergence, Location, Vector};
 pub use report::{Report, Row};
 pub use side::{BeforeStep, Error, Hook, Side, Site, Wrap};
 pub use ulps::Spread;

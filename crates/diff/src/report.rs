@@ -1,6 +1,6 @@
 //! The result of a comparison, in words and as a table.
 
-use super::divergence::{Between, Broken, Divergence, Place, Vector, count};
+use super::divergence::{Between, Broken, Divergence, Location, Vector, count};
 use super::ulps::Spread;
 use meshwork_train::numbers::grouped;
 use std::collections::BTreeMap;
@@ -90,7 +90,7 @@ impl Report {
     pub(super) fn diverged(&mut self, divergence: Divergence) {
         if divergence.between != Between::Sides {
             self.replicas.get_or_insert_with(|| divergence.clone());
-        } else if !matches!(divergence.place, Place::Parameter { vector: Vector::Weight | Vector::State(_), .. })
+        } else if !matches!(divergence.place, Location::Parameter { vector: Vector::Weight | Vector::State(_), .. })
             && (divergence.error.is_nan() || divergence.error > self.rounding)
         {
             self.unexplained.get_or_insert_with(|| divergence.clone());
@@ -100,20 +100,20 @@ impl Report {
 
     pub(super) fn compared(
         &mut self,
-        place: &Place,
+        place: &Location,
         step: u64,
         spread: &Spread,
         error: f64,
         divergence: Option<Divergence>,
     ) {
         let (phase, class, layer) = match place {
-            Place::Op { name, layer, operand: None, .. } => ("forward", &**name, &**layer),
-            Place::Op { name, layer, .. } => ("backward", &**name, &**layer),
-            Place::Loss => ("step", "loss", ""),
-            Place::Parameter { name, vector: Vector::Gradient } => ("step", "gradients", &**name),
-            Place::GradNorm => ("step", "gradient norm", ""),
-            Place::Parameter { name, vector: Vector::Weight } => ("step", "weights", &**name),
-            Place::Parameter { name, vector: Vector::State(_) } => ("step", "optimizer states", &**name),
+            Location::Op { name, layer, operand: None, .. } => ("forward", &**name, &**layer),
+            Location::Op { name, layer, .. } => ("backward", &**name, &**layer),
+            Location::Loss => ("step", "loss", ""),
+            Location::Parameter { name, vector: Vector::Gradient } => ("step", "gradients", &**name),
+            Location::GradNorm => ("step", "gradient norm", ""),
+            Location::Parameter { name, vector: Vector::Weight } => ("step", "weights", &**name),
+            Location::Parameter { name, vector: Vector::State(_) } => ("step", "optimizer states", &**name),
         };
         let at = self.rows.iter().position(|row| row.phase == phase && row.class == class).unwrap_or_else(|| {
             let class = class.to_owned();

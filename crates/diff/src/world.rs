@@ -9,7 +9,7 @@ use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{ParamId, Shape, Tensor};
-use meshwork_train::Place;
+use meshwork_train::RankDevice;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -53,10 +53,10 @@ pub(super) struct Stepped {
 /// A message of a rank: the values of a step, or that the rank has ended.
 struct Told {
     rank: usize,
-    what: What,
+    what: Sent,
 }
 
-enum What {
+enum Sent {
     Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<Box<StepReport>> },
     Gone,
 }
@@ -101,7 +101,7 @@ impl<'scope> Run<'scope> {
         let mut missing: BTreeSet<usize> = (0..self.go.len()).collect();
         while !missing.is_empty() {
             let Told { rank, what } = self.told.recv().ok()?;
-            let What::Step { records, held, report } = what else {
+            let Sent::Step { records, held, report } = what else {
                 // It ended after it had sent everything; the next step will not include it.
                 if missing.contains(&rank) {
                     return None;
@@ -136,21 +136,21 @@ struct Teller {
 }
 
 impl Teller {
-    fn tell(&self, what: What) {
+    fn tell(&self, what: Sent) {
         _ = self.to.send(Told { rank: self.rank, what }); // nobody listens once a comparison has failed
     }
 }
 
 impl Drop for Teller {
     fn drop(&mut self) {
-        self.tell(What::Gone);
+        self.tell(Sent::Gone);
     }
 }
 
 /// Runs one rank: a step for each request.
 fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller) -> Result<(), TrainError> {
     let Side { model, plan, init_from, data, hook, before_step, devices, communicator, .. } = side;
-    let Place { device, world } = devices.rank(world.communicator().clone())?;
+    let RankDevice { device, world } = devices.rank(world.communicator().clone())?;
     let world = communicator.as_ref().map_or(world.clone(), |wrap| wrap(world));
     let rank = Arc::new(Rank::new(&plan.mesh, world)?);
     let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), device)?;
@@ -183,7 +183,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
             Err(error @ (TrainError::NotFinite { .. } | TrainError::Weight { .. })) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
-        teller.tell(What::Step { records, held, report });
+        teller.tell(Sent::Step { records, held, report });
         if let Some(error) = failed {
             return Err(error);
         }
@@ -265,15 +265,15 @@ mod tests {
     fn a_rank_that_is_gone_is_not_waited_for() {
         std::thread::scope(|scope| {
             let (tell, told) = channel();
-            let step = || What::Step { records: Vec::new(), held: Vec::new(), report: None };
+            let step = || Sent::Step { records: Vec::new(), held: Vec::new(), report: None };
             let mut world =
                 Run { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
             // Rank 1 ends after it has sent everything. Rank 0 must still be waited for.
-            for (rank, what) in [(1, step()), (1, What::Gone), (0, step())] {
+            for (rank, what) in [(1, step()), (1, Sent::Gone), (0, step())] {
                 tell.send(Told { rank, what }).unwrap();
             }
             assert!(world.step().is_some());
-            for (rank, what) in [(0, step()), (1, What::Gone)] {
+            for (rank, what) in [(0, step()), (1, Sent::Gone)] {
                 tell.send(Told { rank, what }).unwrap();
             }
             assert!(world.step().is_none(), "with a rank that may still tell something");

@@ -76,13 +76,13 @@ pub fn gshard_loss(probabilities: &Var, load: &Load) -> Result<Var> {
 fn balance(probabilities: &Var, load: &Load, factor: f64) -> Result<Var> {
     let seq = probabilities.shape().get(1).copied().unwrap_or(1);
     let scale = factor / (load.tokens * seq) as f64;
-    OfSequences::apply(Kind::Balance { load: load.counts.clone(), scale }, probabilities)
+    OfSequences::apply(AuxLoss::Balance { load: load.counts.clone(), scale }, probabilities)
 }
 
 /// The z-loss of the logits `[samples, seq, experts]` for each sequence, `[samples]` in f64, with the SPMD type of the
 /// logits.
 pub fn z_loss(logits: &Var) -> Result<Var> {
-    OfSequences::apply(Kind::Z, logits)
+    OfSequences::apply(AuxLoss::Z, logits)
 }
 
 /// The mean entropy of the router's choice for each sequence, `[samples]` in f64, from probabilities
@@ -90,14 +90,14 @@ pub fn z_loss(logits: &Var) -> Result<Var> {
 /// gradient.
 pub fn entropy(scores: &Var) -> Result<Var> {
     let detached = scores.tape().constant(scores.tensor().clone(), scores.types());
-    OfSequences::apply(Kind::Entropy, &detached)
+    OfSequences::apply(AuxLoss::Entropy, &detached)
 }
 
 /// The fraction of the choices `[samples, seq, k]` of each sequence that are dropped, `[samples]` in f64, for tokens
 /// distributed like `scores`. A metric.
 pub fn unused(kept: &Tensor, scores: &Var) -> Result<Var> {
     let kept = scores.tape().constant(kept.clone(), scores.types());
-    OfSequences::apply(Kind::Unused, &kept)
+    OfSequences::apply(AuxLoss::Unused, &kept)
 }
 
 /// `max / mean` of the tokens per expert: 1 if the load is even.
@@ -113,19 +113,19 @@ pub fn imbalance(tokens: &[f64]) -> f64 {
 /// One number for each sequence.
 #[derive(Debug)]
 struct OfSequences {
-    kind: Kind,
+    kind: AuxLoss,
     shape: Shape,
     dtype: DType,
 }
 
 impl OfSequences {
-    fn apply(kind: Kind, x: &Var) -> Result<Var> {
+    fn apply(kind: AuxLoss, x: &Var) -> Result<Var> {
         x.tape().apply(Self { kind, shape: x.shape(), dtype: x.tensor().dtype() }, &[x])
     }
 }
 
 #[derive(Debug)]
-enum Kind {
+enum AuxLoss {
     /// `scale · Σ_i c_i Σ_t p_i(t)`
     Balance {
         load: Tensor,
@@ -139,10 +139,10 @@ enum Kind {
 impl Op for OfSequences {
     fn name(&self) -> &'static str {
         match self.kind {
-            Kind::Balance { .. } => "balance_loss",
-            Kind::Z => "z_loss",
-            Kind::Entropy => "router_entropy",
-            Kind::Unused => "unused_choices",
+            AuxLoss::Balance { .. } => "balance_loss",
+            AuxLoss::Z => "z_loss",
+            AuxLoss::Entropy => "router_entropy",
+            AuxLoss::Unused => "unused_choices",
         }
     }
 
@@ -161,18 +161,18 @@ impl Op for OfSequences {
         };
         let routing = x.device().routing()?;
         let out = match &self.kind {
-            Kind::Balance { load, scale } => {
+            AuxLoss::Balance { load, scale } => {
                 let fits = load.shape()[1] == experts && [1, samples].contains(&load.shape()[0]);
                 cx.require(fits, || format!("the load is of {:?} sequences and experts", load.shape()), inputs)?;
                 cx.save(load)?;
                 routing.balance(x.buffer(), load.buffer(), samples, experts, *scale)?
             }
-            Kind::Z => {
+            AuxLoss::Z => {
                 cx.save_input(0)?;
                 routing.z_loss(x.buffer(), samples, experts)?
             }
-            Kind::Entropy => routing.entropy(x.buffer(), samples, experts)?,
-            Kind::Unused => routing.unused(x.buffer(), samples)?,
+            AuxLoss::Entropy => routing.entropy(x.buffer(), samples, experts)?,
+            AuxLoss::Unused => routing.unused(x.buffer(), samples)?,
         };
         Tensor::from_buffer(x.device(), out, [samples])
     }
@@ -184,11 +184,11 @@ impl Op for OfSequences {
         let (tokens, experts) = self.shape.rows_columns(1);
         let (device, dout) = (grad.device(), grad.buffer());
         let dx = match &self.kind {
-            Kind::Balance { load, scale } => {
+            AuxLoss::Balance { load, scale } => {
                 device.routing()?.balance_grad(dout, load.buffer(), tokens, experts, *scale, self.dtype)?
             }
-            Kind::Z => device.routing()?.z_loss_grad(cx.saved(0)?.buffer(), dout, experts)?,
-            Kind::Entropy | Kind::Unused => return Ok(vec![None]),
+            AuxLoss::Z => device.routing()?.z_loss_grad(cx.saved(0)?.buffer(), dout, experts)?,
+            AuxLoss::Entropy | AuxLoss::Unused => return Ok(vec![None]),
         };
         Ok(vec![Some(Tensor::from_buffer(device, dx, self.shape)?)])
     }

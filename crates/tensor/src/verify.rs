@@ -105,7 +105,7 @@ pub enum Over {
 
 /// A part of the training state of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum StatePart {
     /// Its elements.
     Weights,
     /// What the update rule keeps.
@@ -222,7 +222,7 @@ impl Claims {
         // Where ranks share the weights out, there are no replicas.
         for id in declarations.ids().filter(|&id| params.is_whole(id)) {
             let spec = declarations.spec(id);
-            self.replicas(&self.uncut(spec), Part::Weights, &spec.name, &params.value(id)?)?;
+            self.replicas(&self.uncut(spec), StatePart::Weights, &spec.name, &params.value(id)?)?;
         }
         Ok(())
     }
@@ -236,12 +236,12 @@ impl Claims {
             let spec = params.declarations().spec(id);
             let mut over = self.uncut(spec);
             over.retain(|over| !types.partial_axes().any(|axis| *over == Over::Axis(axis)));
-            self.replicas(&over, Part::Gradient, &spec.name, gradient)?;
+            self.replicas(&over, StatePart::Gradient, &spec.name, gradient)?;
         }
         Ok(())
     }
 
-    fn replicas(&self, over: &[Over], part: Part, name: &str, value: &Tensor) -> Result<()> {
+    fn replicas(&self, over: &[Over], part: StatePart, name: &str, value: &Tensor) -> Result<()> {
         if !over.is_empty() && value.device().has_values() {
             self.parameter(over, part, name, of_tensor(value)?);
         }
@@ -256,7 +256,7 @@ impl Claims {
     }
 
     /// Claims that a part of a parameter, of which this rank's has the `hash`, is the same on all of these ranks.
-    pub fn parameter(&self, over: &[Over], part: Part, name: &str, hash: u64) {
+    pub fn parameter(&self, over: &[Over], part: StatePart, name: &str, hash: u64) {
         for over in over {
             let claim = format!("the {part} of {name} should be the same");
             self.fact(over.clone(), Fact::hash(claim, Must::Agree, hash, part.advice()));
@@ -349,7 +349,7 @@ fn of_tensor(tensor: &Tensor) -> Result<u64> {
     Ok(if bytes.iter().all(|&byte| byte == 0) { 0 } else { hash(bytes) })
 }
 
-impl Part {
+impl StatePart {
     /// What would be valid.
     fn advice(self) -> &'static str {
         match self {
@@ -366,7 +366,7 @@ impl Part {
     }
 }
 
-impl Display for Part {
+impl Display for StatePart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Weights => "weights",

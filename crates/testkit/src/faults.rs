@@ -55,7 +55,7 @@ pub struct Injection {
 
 /// An operation of a [`Step`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum StepKind {
     AllReduce,
     ReduceScatter,
     AllGather,
@@ -66,14 +66,21 @@ enum Kind {
     Barrier,
 }
 
-const KINDS: [Kind; 7] =
-    [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather, Kind::Broadcast, Kind::AllToAll, Kind::Ring, Kind::Barrier];
+const KINDS: [StepKind; 7] = [
+    StepKind::AllReduce,
+    StepKind::ReduceScatter,
+    StepKind::AllGather,
+    StepKind::Broadcast,
+    StepKind::AllToAll,
+    StepKind::Ring,
+    StepKind::Barrier,
+];
 
 #[derive(Clone, Copy, Debug)]
 struct Step {
     /// Index of the split whose parts run the operation.
     cut: usize,
-    kind: Kind,
+    kind: StepKind,
     dtype: DType,
     count: usize,
     /// Whether the operation is waited for at once, or at the end.
@@ -158,7 +165,7 @@ impl Program {
         for (i, _) in self.cuts.iter().enumerate() {
             groups.push(world.split(&format!("cut{i}"), self.part(i, world.rank()))?);
         }
-        let last = Step { cut: 0, kind: Kind::Barrier, dtype: DType::U8, count: 0, wait: true };
+        let last = Step { cut: 0, kind: StepKind::Barrier, dtype: DType::U8, count: 0, wait: true };
         let mut pending = Vec::new();
         for (i, step) in self.steps.iter().chain([&last]).enumerate() {
             if i == self.steps.len() {
@@ -174,11 +181,14 @@ impl Program {
                     thread::sleep(time);
                     *step
                 }
-                Some(Departure::WrongDType) if step.kind != Kind::Barrier => Step { dtype: DType::I32, ..*step },
-                Some(Departure::WrongCount) if step.kind != Kind::Barrier => Step { count: step.count + 1, ..*step },
-                Some(_) => {
-                    Step { kind: if step.kind == Kind::AllReduce { Kind::AllGather } else { Kind::AllReduce }, ..*step }
+                Some(Departure::WrongDType) if step.kind != StepKind::Barrier => Step { dtype: DType::I32, ..*step },
+                Some(Departure::WrongCount) if step.kind != StepKind::Barrier => {
+                    Step { count: step.count + 1, ..*step }
                 }
+                Some(_) => Step {
+                    kind: if step.kind == StepKind::AllReduce { StepKind::AllGather } else { StepKind::AllReduce },
+                    ..*step
+                },
             };
             let ops = step.start(&groups[step.cut])?;
             match step.wait {
@@ -206,25 +216,25 @@ impl Step {
         let (n, rank, count) = (group.size(), group.rank(), self.count);
         let zeros = |count| Buffer::zeros(self.dtype, count);
         Ok(match self.kind {
-            Kind::AllReduce => vec![group.start_all_reduce(zeros(count), ReduceOp::Sum)?],
-            Kind::ReduceScatter => {
+            StepKind::AllReduce => vec![group.start_all_reduce(zeros(count), ReduceOp::Sum)?],
+            StepKind::ReduceScatter => {
                 vec![group.start_reduce_scatter(zeros(n * count), zeros(count), ReduceOp::Max)?]
             }
-            Kind::AllGather => vec![group.start_all_gather(zeros(count), zeros(n * count))?],
-            Kind::Broadcast => vec![group.start_broadcast(zeros(count), count % n)?],
-            Kind::AllToAll => {
+            StepKind::AllGather => vec![group.start_all_gather(zeros(count), zeros(n * count))?],
+            StepKind::Broadcast => vec![group.start_broadcast(zeros(count), count % n)?],
+            StepKind::AllToAll => {
                 // Symmetric, so that a receiver expects what the sender sends; uneven, and sometimes 0.
                 let counts: Vec<_> = (0..n).map(|peer| (peer + rank + count) % 4).collect();
                 let buffer = || zeros(counts.iter().sum());
                 vec![group.start_all_to_all(buffer(), buffer(), &counts, &counts)?]
             }
-            Kind::Ring if n == 1 => vec![],
-            Kind::Ring => {
+            StepKind::Ring if n == 1 => vec![],
+            StepKind::Ring => {
                 let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
                 let send = group.start_send(zeros(count), next, 7)?;
                 vec![send, group.start_recv(zeros(count), previous, 7)?]
             }
-            Kind::Barrier => vec![group.start_barrier()?],
+            StepKind::Barrier => vec![group.start_barrier()?],
         })
     }
 }

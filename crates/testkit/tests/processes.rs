@@ -8,6 +8,7 @@ use meshwork_testkit::comm::processes::{Exit, run};
 use meshwork_testkit::comm::{Worlds, conformance};
 use std::process::{Command, id};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::sleep;
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(600);
@@ -78,6 +79,7 @@ fn a_process_that_is_stopped_is_late() {
             stopped.store(processes[1] as u32, Ordering::Relaxed);
             if world.rank() == 1 {
                 signal("STOP", id());
+                sleep(LONG); // the system stops the threads of a process one after another: this one may be the last
             }
             world.barrier()
         });

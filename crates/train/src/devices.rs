@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 /// Opens a device for each rank.
 #[derive(Clone)]
-pub struct Devices(Kind);
+pub struct Devices(DeviceKind);
 
 #[derive(Clone)]
-enum Kind {
+enum DeviceKind {
     Cpu(Precision),
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     Cuda(Arc<cuda::Open>),
@@ -22,16 +22,16 @@ enum Kind {
 impl fmt::Debug for Devices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match &self.0 {
-            Kind::Cpu(_) => "Devices(cpu)",
+            DeviceKind::Cpu(_) => "Devices(cpu)",
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            Kind::Cuda(_) => "Devices(cuda)",
+            DeviceKind::Cuda(_) => "Devices(cuda)",
         })
     }
 }
 
 /// The device and the communicator of one rank.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct RankDevice {
     /// The device.
     pub device: Arc<dyn Device>,
     /// The communicator of the world.
@@ -42,7 +42,7 @@ impl Devices {
     /// The threads of this process.
     #[must_use]
     pub fn cpu(precision: Precision) -> Self {
-        Self(Kind::Cpu(precision))
+        Self(DeviceKind::Cpu(precision))
     }
 
     /// Those of a configuration.
@@ -52,7 +52,7 @@ impl Devices {
     pub fn open(config: &Config) -> Result<Self, Error> {
         #[cfg(any(feature = "cuda", feature = "emulator"))]
         if let Some(open) = cuda::open(config)? {
-            return Ok(Self(Kind::Cuda(open)));
+            return Ok(Self(DeviceKind::Cuda(open)));
         }
         Ok(Self::cpu(config.training.matmul_dtype.precision()))
     }
@@ -60,7 +60,7 @@ impl Devices {
     /// Those that `open` makes, by the rank's number among those of its host.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
-        Self(Kind::Cuda(Arc::new(open)))
+        Self(DeviceKind::Cuda(Arc::new(open)))
     }
 
     /// The device of one rank, with the communicator `world`. Collective, for devices of which a host has several: the
@@ -68,11 +68,11 @@ impl Devices {
     ///
     /// # Errors
     /// A device that refuses to open.
-    pub fn rank(&self, world: Arc<dyn Communicator>) -> Result<Place, Error> {
+    pub fn rank(&self, world: Arc<dyn Communicator>) -> Result<RankDevice, Error> {
         match &self.0 {
-            Kind::Cpu(precision) => Ok(Place { device: Arc::new(Cpu::new(*precision)), world }),
+            DeviceKind::Cpu(precision) => Ok(RankDevice { device: Arc::new(Cpu::new(*precision)), world }),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            Kind::Cuda(open) => Ok(Place { device: open(cuda::rank_on_host(&world)?)?, world }),
+            DeviceKind::Cuda(open) => Ok(RankDevice { device: open(cuda::rank_on_host(&world)?)?, world }),
         }
     }
 
@@ -82,9 +82,9 @@ impl Devices {
     /// As [`rank`](Self::rank).
     pub fn alone(&self) -> Result<Arc<dyn Device>, Error> {
         match &self.0 {
-            Kind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
+            DeviceKind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
             #[cfg(any(feature = "cuda", feature = "emulator"))]
-            Kind::Cuda(open) => Ok(open(0)?),
+            DeviceKind::Cuda(open) => Ok(open(0)?),
         }
     }
 }

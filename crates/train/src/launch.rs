@@ -6,7 +6,7 @@ use crate::checkpoint::export::{Planned, export};
 use crate::checkpoint::run::{Continued, Files, Saver, described, resume_run};
 use crate::config::{Config, ValidationCompression};
 use crate::data::Data;
-use crate::devices::{Devices, Place};
+use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
@@ -113,7 +113,7 @@ impl Launch<'_> {
         let &Self { config, data, metrics, stop, devices, files } = self;
         require_unasked(stop)?;
         let mesh = config.mesh().map_err(TrainError::from)?;
-        let Place { device, world } = devices.rank(world)?;
+        let RankDevice { device, world } = devices.rank(world)?;
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
         let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), files, &probe);
         let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;

@@ -22,7 +22,7 @@ mod tensorboard;
 pub mod terminal;
 
 pub use data::Data;
-pub use devices::{Devices, Place};
+pub use devices::{Devices, RankDevice};
 pub use error::{OutputError, RankError};
 pub use generate::{generate, next_token_logits};
 pub use launch::{Outcome, train, train_in};

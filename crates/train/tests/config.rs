@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use meshwork_train::config::keys::{self, Kind};
+use meshwork_train::config::keys::{self, ValueKind};
 use meshwork_train::config::{Args, Config, DecayName, Dtype, ModelKind, OptimizerName, reference, usage};
 use meshwork_train::load;
 
@@ -451,7 +451,7 @@ fn the_dump_holds_every_key_of_the_table_and_no_other() {
 #[test]
 fn every_word_that_has_landed_is_understood() {
     for (section, key) in keys::all() {
-        if let Kind::Choice { landed, .. } = key.kind {
+        if let ValueKind::Choice { landed, .. } = key.kind {
             for word in landed {
                 let name = format!("{section}.{}", key.name);
                 // Settings that others require.

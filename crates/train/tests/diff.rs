@@ -5,7 +5,7 @@
 
 use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
-use meshwork_diff::{Between, Comparison, Divergence, Error, Place, Report, Side, Vector, compare};
+use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Side, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
@@ -27,7 +27,7 @@ fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {
 /// The place of an operation: (number, name, layer, operand).
 fn place(found: &Divergence) -> (usize, &str, &str, Option<&str>) {
     match &found.place {
-        Place::Op { number, name, layer, operand } => (*number, name, layer, *operand),
+        Location::Op { number, name, layer, operand } => (*number, name, layer, *operand),
         other => panic!("not an operation: {other}"),
     }
 }
@@ -315,7 +315,7 @@ fn weights_and_batches_can_be_tampered_with_between_steps() {
     let [a, b] = ["0.9", "0.8"].map(|beta1| self::config(&format!("dp=2 --set optimizer.beta1={beta1}")));
     let report = held_against([&a, &b], 1);
     let first = report.first.as_ref().unwrap();
-    let Place::Parameter { name, vector } = &first.place else { panic!("{report}") };
+    let Location::Parameter { name, vector } = &first.place else { panic!("{report}") };
     assert_eq!((&**name, *vector), ("wte.weight", Vector::State(0)), "{report}");
 }
 
@@ -367,7 +367,7 @@ fn a_reduction_in_another_order_is_one_of_gradients() {
     let plain = Side::new(&config, &data).unwrap();
     let report = compare([&plain, &plain.clone().with_communicator(|inner| Arc::new(Shuffled(inner)))], 1).unwrap();
     let first = report.first.as_ref().unwrap();
-    let Place::Parameter { vector: Vector::Gradient, .. } = &first.place else { panic!("{report}") };
+    let Location::Parameter { vector: Vector::Gradient, .. } = &first.place else { panic!("{report}") };
     assert!(first.between == Between::Sides && first.error < 1e-6 && report.unexplained.is_none(), "{report}");
     assert_eq!((first.ranks[1].len(), report.replicas.as_ref()), (4, None), "{report}");
 }

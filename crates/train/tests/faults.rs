@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use meshwork_train::config::keys::{self, Kind};
+use meshwork_train::config::keys::{self, ValueKind};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::plan::report;
@@ -640,7 +640,7 @@ fn experts_that_do_not_fit() {
 fn numbers_that_f32_does_not_have_are_refused() {
     let mut keys_of_numbers = 0;
     for (section, key) in keys::all() {
-        let Kind::Number(interval) = key.kind else { continue };
+        let ValueKind::Number(interval) = key.kind else { continue };
         keys_of_numbers += 1;
         let name = format!("{section}.{}", key.name);
         for (value, rounded) in [(1e39, "inf"), (1e-50, "0e0"), (1e-40, "1e-40"), (0.999_999_99, "1e0")] {

@@ -6,7 +6,7 @@ use meshwork_core::profile::{Class, Span};
 use meshwork_core::{Axis, Rank};
 use meshwork_cpu::Cpu;
 use meshwork_data_parallel::BucketEvent;
-use meshwork_diff::{Between, Place, Report, Side, Vector, compare};
+use meshwork_diff::{Between, Location, Report, Side, Vector, compare};
 use meshwork_engine::{At, Numerics, Plan, TrainError, Trainer, Watch};
 use meshwork_models::layers::Norm;
 use meshwork_models::resnet::ResNetConfig;
@@ -82,7 +82,7 @@ fn every_value_of_one_rank_finds_its_like_on_any_mesh() {
                 assert!(row.error < 1e-5, "{mesh}: {report}");
             }
             // dp ranks add up samples in another order, stages nothing but the norm.
-            let of_norm = report.first.as_ref().is_none_or(|first| first.place == Place::GradNorm);
+            let of_norm = report.first.as_ref().is_none_or(|first| first.place == Location::GradNorm);
             assert_eq!(of_norm, mesh == "pp=2", "{mesh}: {report}");
         }
     }
@@ -105,7 +105,7 @@ fn in_canonical_numerics_every_mesh_has_the_bits_of_one_rank() {
 fn a_step_that_is_clipped_differs_in_what_it_leaves() {
     let report = compared(&resnet(Norm::Batch), [plan("dp=2,pp=2"), Plan { max_norm: 0.0, ..plan("dp=2,pp=2") }]);
     let first = report.first.as_ref().unwrap();
-    let Place::Parameter { name, vector } = &first.place else { panic!("{report}") };
+    let Location::Parameter { name, vector } = &first.place else { panic!("{report}") };
     assert_eq!((first.step, &**name, *vector), (1, "stem.conv.weight", Vector::Weight), "{report}");
 }
 
@@ -128,7 +128,7 @@ fn a_wrong_gradient_is_found_and_named() {
         let plain = Side::of(model.clone(), plan("dp=2,pp=2"), &images);
         let report = compare([&plain, &plain.clone().with_hook(wrong)], 2).unwrap();
         let first = report.first.as_ref().unwrap();
-        let Place::Op { name, layer: found, operand, .. } = &first.place else { panic!("{report}") };
+        let Location::Op { name, layer: found, operand, .. } = &first.place else { panic!("{report}") };
         assert_eq!((&**name, &**found, *operand), ("conv2d", layer, Some("x")), "{report}");
         // dp rank 1 has images 8 to 15, and four in a micro-batch.
         assert_eq!((first.step, first.between, first.samples), (2, Between::Sides, Some((12, 1))), "{report}");

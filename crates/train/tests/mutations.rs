@@ -3,7 +3,7 @@
 //! step, and nothing before it may differ.
 
 use meshwork_core::Axis;
-use meshwork_diff::{Between, Place, Side, Site, Vector, compare};
+use meshwork_diff::{Between, Location, Side, Site, Vector, compare};
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::tape::Seen;
 use meshwork_tensor::{Error, Tensor};
@@ -22,7 +22,7 @@ fn config(mesh: &str) -> Config {
 
 /// Runs three steps of one rank, and of a mesh with a fault. Returns where the fault was found.
 #[track_caller]
-fn found(mesh: &str, with_fault: impl FnOnce(Side<'static>) -> Side<'static>) -> (u64, Place) {
+fn found(mesh: &str, with_fault: impl FnOnce(Side<'static>) -> Side<'static>) -> (u64, Location) {
     // The data lives as long as the test process, because a side borrows it, and its hooks own theirs.
     let data: &'static Data = Box::leak(Box::new(data()));
     let [one, other]: [&'static Config; 2] = ["dp=1", mesh].map(|mesh| &*Box::leak(Box::new(config(mesh))));
@@ -44,7 +44,7 @@ fn found_at(
     fault: impl Fn(Site, &Seen<'_>) -> Result<Option<Tensor>, Error> + Send + Sync + 'static,
 ) -> (u64, String, String, Option<&'static str>) {
     match found(mesh, |side| side.with_hook(fault)) {
-        (step, Place::Op { name, layer, operand, .. }) => (step, name, layer, operand),
+        (step, Location::Op { name, layer, operand, .. }) => (step, name, layer, operand),
         (step, other) => panic!("step {step}: {other}"),
     }
 }
@@ -135,7 +135,7 @@ fn a_weight_of_the_step_before() {
             }
         })
     });
-    let (step, Place::Op { name, layer, operand, .. }) = place else { panic!("{place:?}") };
+    let (step, Location::Op { name, layer, operand, .. }) = place else { panic!("{place:?}") };
     assert_eq!((step, name, layer, operand), at(3, "linear_bias_gelu", "h.0.mlp.up", None));
 }
 
@@ -156,7 +156,7 @@ fn micro_batches_in_another_order() {
             Ok::<(), TrainError>(())
         })
     });
-    let (step, Place::Op { name, layer, operand, .. }) = place else { panic!("{place:?}") };
+    let (step, Location::Op { name, layer, operand, .. }) = place else { panic!("{place:?}") };
     assert_eq!((step, name, layer, operand), at(2, "vocab_parallel_embedding", "wte", None));
 }
 
@@ -276,6 +276,6 @@ fn an_optimizer_that_forgets_slower() {
     let (one, other) = (config("dp=1"), config(&format!("{MESH} --set optimizer.beta2=0.96")));
     let report = compare([&Side::new(&one, &data).unwrap(), &Side::new(&other, &data).unwrap()], 3).unwrap();
     let first = report.first.as_ref().unwrap();
-    let Place::Parameter { name, vector } = &first.place else { panic!("{report}") };
+    let Location::Parameter { name, vector } = &first.place else { panic!("{report}") };
     assert_eq!((first.step, &**name, *vector), (1, "wte.weight", Vector::Weight), "{report}");
 }

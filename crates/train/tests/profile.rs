@@ -10,7 +10,7 @@ use meshwork_pipeline::partition::{Level, Options as PlanOptions, Profile as Lay
 use meshwork_pipeline::{ActionKind, Timeline};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::profile::{
-    Ceilings, Kind, Profile, Profiler, Rows, layers, schedule_timelines, slices, write_trace,
+    Ceilings, Profile, Profiler, Rows, SliceKind, layers, schedule_timelines, slices, write_trace,
 };
 use meshwork_train::{Data, Outcome, TrainError, Trainer, load, train};
 use serde_json::Value;
@@ -100,7 +100,7 @@ fn spans_nest_and_slices_add_up_to_the_steps() {
         for (rank, slices) in slices(&spans).iter().enumerate() {
             assert_nested(&format!("{mesh}: rank {rank}"), spans[rank]);
             // Without gap or overlap from the start of each step to its end.
-            let mut own = slices.iter().filter(|slice| slice.kind != Kind::Hidden);
+            let mut own = slices.iter().filter(|slice| slice.kind != SliceKind::Hidden);
             for (start, end) in steps(spans[rank]) {
                 let mut at = start;
                 while at < end {

@@ -18,7 +18,7 @@ pub use super::update::{Strides, Update};
 pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
 use super::Float;
-use super::gemm::{self, Elements, Finish as _, Path, Piece, Right};
+use super::gemm::{self, Elements, Finish as _, PackedPart, Path, Right};
 use super::round::Stored;
 use super::traits::{Product, Sums};
 use super::{gelu, pointwise, swiglu};
@@ -303,7 +303,7 @@ struct Packed {
 
 impl Packed {
     /// The parts of B for its dims, each with its memory.
-    fn parts(&mut self, path: Path) -> impl Iterator<Item = (Piece, &mut [f32])> + Send {
+    fn parts(&mut self, path: Path) -> impl Iterator<Item = (PackedPart, &mut [f32])> + Send {
         let bytes = path.words(self.dims) * size_of::<f32>();
         if self.memory.bytes() < bytes {
             self.memory = Block::zeroed(bytes);
@@ -318,7 +318,7 @@ impl Packed {
 }
 
 /// Packs a part of `b` in a precision that has been [checked](MatmulOperand::check). Only `f32` has a path.
-fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (Piece, &mut [f32])) {
+fn pack<T: Float>(precision: Precision, path: Path, b: MatmulOperand<'_, T>, (piece, to): (PackedPart, &mut [f32])) {
     b.check("B", [piece.l + piece.k, piece.j + piece.columns], precision);
     assert_eq!(path.words([piece.k, piece.columns]), to.len(), "words of a part of a packed B");
     // SAFETY: the part lies inside B and its packed form in `to`; T is `f32` and this CPU runs the path, because it

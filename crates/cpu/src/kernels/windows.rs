@@ -106,14 +106,14 @@ pub fn patches_backward<T: Float>(windows: &Windows, dpatches: &[T], dx: &mut [T
 }
 
 /// A pixel's place in its window.
-pub trait Place: Copy + Send + Sync {
+pub trait WindowPlace: Copy + Send + Sync {
     /// The place as this type, which [`Windows::place_dtype`] has chosen.
     fn new(place: usize) -> Self;
     /// The place.
     fn get(self) -> usize;
 }
 
-impl Place for u8 {
+impl WindowPlace for u8 {
     fn new(place: usize) -> Self {
         place as Self
     }
@@ -123,7 +123,7 @@ impl Place for u8 {
     }
 }
 
-impl Place for i32 {
+impl WindowPlace for i32 {
     fn new(place: usize) -> Self {
         place as Self
     }
@@ -134,7 +134,7 @@ impl Place for i32 {
 }
 
 /// `out[rows, channels]`: the largest pixel of each window, and its index in the window, in `places`. Overwrites.
-pub fn max_pool<T: Float, P: Place>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {
+pub fn max_pool<T: Float, P: WindowPlace>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {
     let n = windows.channels;
     assert_eq!(out.len(), places.len(), "elements of out against places");
     let places_of = places.chunks_exact_mut((windows.over(1).rows() * n).max(1));
@@ -177,7 +177,7 @@ fn beats<T: Float>(x: T, best: T) -> bool {
 }
 
 /// Gradient of the images from `dy[rows, channels]`: each element goes to the pixel at its place. Overwrites.
-pub fn max_pool_backward<T: Float, P: Place>(windows: &Windows, dy: &[T], places: &[P], dx: &mut [T]) {
+pub fn max_pool_backward<T: Float, P: WindowPlace>(windows: &Windows, dy: &[T], places: &[P], dx: &mut [T]) {
     let Windows { image: [_, width], channels: n, kernel: [_, across], stride, padding, .. } = *windows;
     assert_eq!(dy.len(), places.len(), "elements of dy against places");
     dx.fill(T::ZERO);

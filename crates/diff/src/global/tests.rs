@@ -53,7 +53,7 @@ pub(in super::super) fn records(
     ranks.flat_map(|rank| (0..micros).map(move |micro| (rank, micro))).map(|(rank, micro)| on(rank, micro)).collect()
 }
 
-fn numbers(piece: &Piece) -> &[f32] {
+fn numbers(piece: &GlobalPiece) -> &[f32] {
     f32::of(&piece.values).unwrap()
 }
 

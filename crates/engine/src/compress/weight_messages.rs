@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The part of a message that has the elements of one parameter.
 #[derive(Clone, Debug)]
-struct Part {
+struct ParamSegment {
     /// Random numbers are drawn for this name, from this element on.
     name: String,
     first: usize,
@@ -36,7 +36,7 @@ struct Part {
 #[derive(Debug)]
 struct FlatMessages {
     /// The slices by rank, with the parts of their messages.
-    slices: Vec<(FlatSlice, Vec<Part>)>,
+    slices: Vec<(FlatSlice, Vec<ParamSegment>)>,
     /// This rank's number among them.
     place: usize,
     elements: usize,
@@ -95,7 +95,7 @@ impl WeightMessages {
         Ok(Self { scheme, seed: plan.seed, flats, device: device.clone(), dtype: layout.declarations.dtype(), now })
     }
 
-    fn draws(&self, part: &Part) -> Draws {
+    fn draws(&self, part: &ParamSegment) -> Draws {
         Draws::new(self.seed, &part.name, self.now.updates.load(Ordering::Relaxed)).skip(part.first)
     }
 }
@@ -116,13 +116,13 @@ impl FlatMessages {
                 let at = end..end + wire_bytes(&scheme, shape)?;
                 end = at.end;
                 let name = format!("weight {}", layout.declarations.spec(id).name);
-                Ok(Some(Part { name, first: part.start - range.start, range: part, shape, at }))
+                Ok(Some(ParamSegment { name, first: part.start - range.start, range: part, shape, at }))
             };
             layout.flats[flat].iter().filter_map(|id| part(id).transpose()).collect::<Result<Vec<_>, CompressError>>()
         };
         let slices = (0..ranks).map(|rank| FlatSlice::new(elements, ranks, rank));
         let slices: Vec<_> = slices.map(|slice| Ok((slice, parts_of(slice)?))).collect::<Result<_, CompressError>>()?;
-        let bytes = |parts: &Vec<Part>| parts.last().map_or(0, |last| last.at.end);
+        let bytes = |parts: &Vec<ParamSegment>| parts.last().map_or(0, |last| last.at.end);
         let bytes = slices.iter().map(|(_, parts)| bytes(parts)).max().unwrap_or(0);
         let padding = layout.padding(flat);
         Ok(Self { slices, place, elements, padding, bytes })

@@ -11,7 +11,7 @@ use meshwork_core::{Buffer, Group};
 use meshwork_data_parallel::cuts_batch;
 use meshwork_nn::Batch;
 use meshwork_tensor::param::StatisticId;
-use meshwork_tensor::verify::{Claims, Over, Part};
+use meshwork_tensor::verify::{Claims, Over, StatePart};
 use meshwork_tensor::{Error, ParamId};
 use std::ops::Range;
 
@@ -143,20 +143,20 @@ impl Trainer {
             }
             let states = of_floats(self.optimizer_states(id)?.concat())?;
             let mut parts = vec![
-                (over(Vector::Weights), weights, Part::Weights, of_floats(params.read(id)?)?),
-                (over(Vector::States), weights, Part::States, states),
+                (over(Vector::Weights), weights, StatePart::Weights, of_floats(params.read(id)?)?),
+                (over(Vector::States), weights, StatePart::States, states),
             ];
             if !sets.is_empty() {
                 // Whole on every rank, whatever cuts the parameter.
-                parts.push((axes().chain(groups()).collect(), weights, Part::States, of_floats(sets)?));
+                parts.push((axes().chain(groups()).collect(), weights, StatePart::States, of_floats(sets)?));
             }
             // Asynchronous schedules have gradients of the next update under way.
             if let Driver::Synchronous(_) = self.pipeline.driver {
-                parts.push((over(Vector::Gradients), gradients, Part::Gradient, of_floats(self.gradient(id)?)?));
+                parts.push((over(Vector::Gradients), gradients, StatePart::Gradient, of_floats(self.gradient(id)?)?));
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);
             let sums = statistics.iter().filter(|(of, _)| updates(of)).map(|(_, sums)| of_doubles(sums));
-            parts.extend(sums.map(|hash| (whole.clone(), gradients, Part::Statistics, hash)));
+            parts.extend(sums.map(|hash| (whole.clone(), gradients, StatePart::Statistics, hash)));
             for (over, claims, part, hash) in parts {
                 claims.parameter(&over, part, &spec.name, hash);
             }

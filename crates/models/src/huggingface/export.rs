@@ -1,6 +1,6 @@
 //! Writes a model into a folder that `transformers` loads.
 
-use super::layout::{self, Part};
+use super::layout::{self, TensorPart};
 use super::staged::{self, Staged};
 use super::written::{self, Settings};
 use super::{Architecture, Dtype, Error};
@@ -20,7 +20,7 @@ const SYNC: usize = 1 << 28;
 struct Written {
     name: String,
     shape: Vec<usize>,
-    part: Part,
+    part: TensorPart,
     spec: ParamSpec,
 }
 
@@ -227,7 +227,7 @@ fn of_parameters(tensors: &[Written]) -> impl Iterator<Item = &[Written]> {
 }
 
 /// The elements of one tensor, in its order.
-fn gather(part: &Part, dims: &[usize], count: usize, values: &[f32]) -> Vec<f32> {
+fn gather(part: &TensorPart, dims: &[usize], count: usize, values: &[f32]) -> Vec<f32> {
     let whole: Vec<_> = dims.iter().map(|&extent| 0..extent).collect();
     let ranges = part.within(&whole);
     let mut tensor = vec![0.0; count];

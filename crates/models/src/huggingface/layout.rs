@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// A part of a parameter that lies in one tensor: one index of each dim in `at`, all of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct TensorPart {
     /// The tensor's name, without the prefix that some files have.
     pub(super) tensor: String,
     /// Its extents.
@@ -21,7 +21,7 @@ pub(super) struct Part {
     pub(super) strides: Vec<usize>,
 }
 
-impl Part {
+impl TensorPart {
     /// The whole parameter, element for element, as a tensor of this shape.
     fn same(tensor: impl Into<String>, dims: &[usize], shape: &[usize]) -> Vec<Self> {
         let strides = row_major(dims);
@@ -67,7 +67,7 @@ fn row_major(dims: &[usize]) -> Vec<usize> {
 }
 
 /// The tensors that hold the parameter of this name; none if the model has no such parameter.
-pub(super) fn parts(architecture: &Architecture, name: &str, dims: Shape) -> Vec<Part> {
+pub(super) fn parts(architecture: &Architecture, name: &str, dims: Shape) -> Vec<TensorPart> {
     match architecture {
         Architecture::Gpt2(_) => gpt2(name, &dims),
         Architecture::Llama(_) => llama(name, &dims),
@@ -75,8 +75,8 @@ pub(super) fn parts(architecture: &Architecture, name: &str, dims: Shape) -> Vec
     }
 }
 
-fn gpt2(name: &str, dims: &[usize]) -> Vec<Part> {
-    let plain = |tensor: &str| Part::same(tensor, dims, dims);
+fn gpt2(name: &str, dims: &[usize]) -> Vec<TensorPart> {
+    let plain = |tensor: &str| TensorPart::same(tensor, dims, dims);
     let Some((layer, part)) = name.strip_prefix("h.").and_then(|rest| rest.split_once('.')) else {
         return match name {
             "wte.weight" | "wpe.weight" | "ln_f.weight" | "ln_f.bias" | "lm_head.weight" => plain(name),
@@ -87,22 +87,22 @@ fn gpt2(name: &str, dims: &[usize]) -> Vec<Part> {
     let whole: usize = dims.iter().product();
     match part {
         "ln_1.weight" | "ln_1.bias" | "ln_2.weight" | "ln_2.bias" => plain(name),
-        "attn.qkv.weight" => Part::transposed(tensor("attn.c_attn.weight"), dims, 3),
-        "attn.qkv.bias" => Part::same(tensor("attn.c_attn.bias"), dims, &[whole]),
-        "attn.out.weight" => Part::transposed(tensor("attn.c_proj.weight"), dims, 1),
+        "attn.qkv.weight" => TensorPart::transposed(tensor("attn.c_attn.weight"), dims, 3),
+        "attn.qkv.bias" => TensorPart::same(tensor("attn.c_attn.bias"), dims, &[whole]),
+        "attn.out.weight" => TensorPart::transposed(tensor("attn.c_proj.weight"), dims, 1),
         "attn.out.bias" => plain(&tensor("attn.c_proj.bias")),
-        "mlp.up.weight" => Part::transposed(tensor("mlp.c_fc.weight"), dims, 1),
+        "mlp.up.weight" => TensorPart::transposed(tensor("mlp.c_fc.weight"), dims, 1),
         "mlp.up.bias" => plain(&tensor("mlp.c_fc.bias")),
-        "mlp.down.weight" => Part::transposed(tensor("mlp.c_proj.weight"), dims, 1),
+        "mlp.down.weight" => TensorPart::transposed(tensor("mlp.c_proj.weight"), dims, 1),
         "mlp.down.bias" => plain(&tensor("mlp.c_proj.bias")),
         _ => Vec::new(),
     }
 }
 
-fn llama(name: &str, dims: &[usize]) -> Vec<Part> {
+fn llama(name: &str, dims: &[usize]) -> Vec<TensorPart> {
     let Some((layer, part)) = name.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) else {
         return match name {
-            "embed_tokens.weight" | "norm.weight" | "lm_head.weight" => Part::same(name, dims, dims),
+            "embed_tokens.weight" | "norm.weight" | "lm_head.weight" => TensorPart::same(name, dims, dims),
             _ => Vec::new(),
         };
     };
@@ -111,17 +111,17 @@ fn llama(name: &str, dims: &[usize]) -> Vec<Part> {
     // first.
     let matrix = |name: &str, out: usize| {
         let shape = [dims[..out].iter().product(), dims[out..].iter().product()];
-        Part::same(tensor(name), dims, &shape)
+        TensorPart::same(tensor(name), dims, &shape)
     };
     match part {
-        "input_layernorm.weight" | "post_attention_layernorm.weight" => Part::same(name, dims, dims),
+        "input_layernorm.weight" | "post_attention_layernorm.weight" => TensorPart::same(name, dims, dims),
         "self_attn.q.weight" => matrix("self_attn.q_proj", 2),
         "self_attn.kv.weight" => {
-            Part::each(["k", "v"].map(|one| tensor(&format!("self_attn.{one}_proj"))), dims, 0, &dims[1..])
+            TensorPart::each(["k", "v"].map(|one| tensor(&format!("self_attn.{one}_proj"))), dims, 0, &dims[1..])
         }
         "self_attn.out.weight" => matrix("self_attn.o_proj", 1),
         "mlp.gate_up.weight" => {
-            Part::each(["gate", "up"].map(|one| tensor(&format!("mlp.{one}_proj"))), dims, 1, &[dims[0], dims[2]])
+            TensorPart::each(["gate", "up"].map(|one| tensor(&format!("mlp.{one}_proj"))), dims, 1, &[dims[0], dims[2]])
         }
         "mlp.down.weight" => matrix("mlp.down_proj", 1),
         _ => Vec::new(),
@@ -129,25 +129,25 @@ fn llama(name: &str, dims: &[usize]) -> Vec<Part> {
 }
 
 /// A Llama, with three matrices for each expert: w1 is the gate, w3 is up, w2 is down.
-fn mixtral(name: &str, dims: &[usize]) -> Vec<Part> {
+fn mixtral(name: &str, dims: &[usize]) -> Vec<TensorPart> {
     let split = |rest: &'_ str| rest.split_once(".mlp.").map(|(layer, part)| (layer.to_owned(), part.to_owned()));
     let Some((layer, part)) = name.strip_prefix("layers.").and_then(split) else { return llama(name, dims) };
     let tensor =
         |expert: usize, matrix: &str| format!("layers.{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight");
     match &*part {
-        "router.weight" => Part::same(format!("layers.{layer}.block_sparse_moe.gate.weight"), dims, dims),
+        "router.weight" => TensorPart::same(format!("layers.{layer}.block_sparse_moe.gate.weight"), dims, dims),
         "experts.gate_up.weight" => {
             let of = |expert: usize| {
                 let part = move |(index, matrix): (usize, &str)| {
-                    Part::of(tensor(expert, matrix), dims, vec![(0, expert), (2, index)], &[dims[1], dims[3]])
+                    TensorPart::of(tensor(expert, matrix), dims, vec![(0, expert), (2, index)], &[dims[1], dims[3]])
                 };
                 ["w1", "w3"].into_iter().enumerate().map(part).collect::<Vec<_>>()
             };
             (0..dims[0]).flat_map(of).collect()
         }
-        "experts.down.weight" => {
-            (0..dims[0]).map(|expert| Part::of(tensor(expert, "w2"), dims, vec![(0, expert)], &dims[1..])).collect()
-        }
+        "experts.down.weight" => (0..dims[0])
+            .map(|expert| TensorPart::of(tensor(expert, "w2"), dims, vec![(0, expert)], &dims[1..]))
+            .collect(),
         _ => Vec::new(),
     }
 }
@@ -181,7 +181,7 @@ mod tests {
     use crate::llama::PRESETS;
 
     /// The element of (tensor, row-major index) that holds an element of a parameter.
-    fn place(parts: &[Part], index: &[usize]) -> (String, usize) {
+    fn place(parts: &[TensorPart], index: &[usize]) -> (String, usize) {
         let part = parts.iter().find(|part| part.at.iter().all(|&(dim, at)| index[dim] == at)).unwrap();
         (part.tensor.clone(), part.strides.iter().zip(index).map(|(stride, at)| stride * at).sum())
     }

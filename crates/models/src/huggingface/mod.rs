@@ -39,7 +39,7 @@ pub use written::Settings;
 use crate::experts::ExpertsConfig;
 use crate::gpt2::{Gpt2, Gpt2Config};
 use crate::llama::{Llama, LlamaConfig};
-use layout::Part;
+use layout::TensorPart;
 use meshwork_core::Mesh;
 use meshwork_nn::{Model, StageSpec};
 use meshwork_tensor::param::LocalSlice;
@@ -288,7 +288,7 @@ impl Pretrained {
     }
 
     /// The name of a part's tensor in these files. The head lies beside the model that the prefix names.
-    fn name(&self, part: &Part) -> String {
+    fn name(&self, part: &TensorPart) -> String {
         match &*part.tensor {
             "lm_head.weight" => part.tensor.clone(),
             tensor => format!("{}{tensor}", self.prefix),
@@ -333,7 +333,7 @@ const RUN: usize = 1 << 22;
 /// slice has, of which `ranges` lie in this part: element i of the run lies at `base + places[i]` of the slice's
 /// memory.
 fn for_each_run(
-    part: &Part,
+    part: &TensorPart,
     slice: &LocalSlice,
     ranges: &[Range<usize>],
     mut visit: impl FnMut(usize, usize, &[usize]) -> Result<(), Error>,

@@ -251,7 +251,7 @@ impl Backward<'_> {
         self.require_own_samples(id)?;
         self.written.push(i);
         let used = self.uses.index(id) * all;
-        for Part { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
+        for SampleRun { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
             let at = samples.start * slices * n;
             device.pointwise()?.tree_sum(&mut sums, at, samples.len(), slices * n, at)?;
             let share = GradShard {
@@ -348,7 +348,7 @@ impl Backward<'_> {
         let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
         let Slices { here, all } = slices.unwrap_or(Slices { here: 0..1, all: 1 });
         let types = self.tape.gradient_types(id);
-        for Part { samples, numbers } in self.parts(sources) {
+        for SampleRun { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
             for at in here.clone() {
                 let (slice, samples, copy) = ((at - here.start, here.len()), samples.clone(), used * all + at);
@@ -410,17 +410,17 @@ impl Backward<'_> {
     }
 
     /// The shares in which samples are summed: all together, or the subtrees that each run consists of.
-    fn parts(&self, sources: &[Range<u64>]) -> Vec<Part> {
+    fn parts(&self, sources: &[Range<u64>]) -> Vec<SampleRun> {
         if self.tape.reduction_blocks().is_none() {
             let (first, last) =
                 (sources.first().cloned().unwrap_or_default(), sources.last().cloned().unwrap_or_default());
             let samples = 0..sources.iter().map(|run| (run.end - run.start) as usize).sum();
-            return vec![Part { samples, numbers: first.start..last.end }];
+            return vec![SampleRun { samples, numbers: first.start..last.end }];
         }
         let (mut parts, mut next) = (Vec::new(), 0);
         for run in sources {
             for part in tree::subtrees(run.start as usize..run.end as usize) {
-                parts.push(Part { samples: next..next + part.len(), numbers: part.start as u64..part.end as u64 });
+                parts.push(SampleRun { samples: next..next + part.len(), numbers: part.start as u64..part.end as u64 });
                 next += part.len();
             }
         }
@@ -435,7 +435,7 @@ impl Backward<'_> {
 }
 
 /// Samples that are summed together.
-struct Part {
+struct SampleRun {
     /// Numbered from the first one at hand.
     samples: Range<usize>,
     /// Numbers in the batch.

@@ -22,11 +22,11 @@ pub struct OpInput {
     name: &'static str,
     shape: Vec<usize>,
     fixed: Vec<usize>,
-    kind: Kind,
+    kind: InputKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum InputKind {
     Value,
     Parameter,
     Ids { below: usize },
@@ -35,17 +35,17 @@ enum Kind {
 impl OpInput {
     /// Real numbers, computed by other operations: of any type.
     pub fn value(name: &'static str, shape: &[usize]) -> Self {
-        Self { name, shape: shape.to_vec(), fixed: Vec::new(), kind: Kind::Value }
+        Self { name, shape: shape.to_vec(), fixed: Vec::new(), kind: InputKind::Value }
     }
 
     /// A parameter, replicated or sharded. It is f32, as parameters are.
     pub fn parameter(name: &'static str, shape: &[usize]) -> Self {
-        Self { kind: Kind::Parameter, ..Self::value(name, shape) }
+        Self { kind: InputKind::Parameter, ..Self::value(name, shape) }
     }
 
     /// Ids smaller than `below`, of any type but `Partial`. They have no gradient.
     pub fn ids(name: &'static str, shape: &[usize], below: usize) -> Self {
-        Self { kind: Kind::Ids { below }, ..Self::value(name, shape) }
+        Self { kind: InputKind::Ids { below }, ..Self::value(name, shape) }
     }
 
     /// Dims whose extents mean something, such as the 3 of a fused qkv: on `n` ranks they are not longer, unless this
@@ -57,9 +57,9 @@ impl OpInput {
 
     fn types(&self) -> Vec<Ty> {
         let whole: &[Ty] = match self.kind {
-            Kind::Value => &[Ty::Replicate, Ty::Invariant, Ty::Partial, Ty::Varying],
-            Kind::Ids { .. } => &[Ty::Replicate, Ty::Invariant, Ty::Varying],
-            Kind::Parameter => &[Ty::Replicate],
+            InputKind::Value => &[Ty::Replicate, Ty::Invariant, Ty::Partial, Ty::Varying],
+            InputKind::Ids { .. } => &[Ty::Replicate, Ty::Invariant, Ty::Varying],
+            InputKind::Parameter => &[Ty::Replicate],
         };
         whole.iter().copied().chain((0..self.shape.len()).map(Ty::Shard)).collect()
     }
@@ -75,14 +75,14 @@ impl OpInput {
     fn whole(&self, ty: Ty, degree: usize) -> Array {
         let extents = self.extents(ty, degree);
         match self.kind {
-            Kind::Ids { below } => ids(self.name, &extents, below),
+            InputKind::Ids { below } => ids(self.name, &extents, below),
             _ => Array::named(self.name, &extents),
         }
     }
 
     fn part(&self, ty: Ty, rank: usize, degree: usize) -> Array {
         match (self.kind, ty) {
-            (Kind::Ids { below }, Ty::Varying) => {
+            (InputKind::Ids { below }, Ty::Varying) => {
                 ids(&format!("{} of rank {rank}", self.name), &self.extents(ty, degree), below)
             }
             _ => self.whole(ty, degree).part(self.name, ty, rank, degree),
@@ -229,7 +229,9 @@ impl Case<'_> {
 
     /// With the parameters as parameters.
     fn on_ranks(&self) -> Program<Declare<'_>, Apply<'_>> {
-        self.program(if self.has_params() { DType::F32 } else { self.dtype }, |input| input.kind == Kind::Parameter)
+        self.program(if self.has_params() { DType::F32 } else { self.dtype }, |input| {
+            input.kind == InputKind::Parameter
+        })
     }
 
     /// With the parameters as values.
@@ -260,15 +262,15 @@ impl Case<'_> {
     }
 
     fn has_params(&self) -> bool {
-        self.inputs.iter().any(|input| input.kind == Kind::Parameter)
+        self.inputs.iter().any(|input| input.kind == InputKind::Parameter)
     }
 
     fn local(&self, input: &OpInput, ty: Ty, part: Array) -> Local {
-        Local { part, ty, ids: matches!(input.kind, Kind::Ids { .. }) }
+        Local { part, ty, ids: matches!(input.kind, InputKind::Ids { .. }) }
     }
 
     fn locals(&self, rank: usize, degree: usize) -> Vec<Local> {
-        let values = self.operands().filter(|(input, _)| input.kind != Kind::Parameter);
+        let values = self.operands().filter(|(input, _)| input.kind != InputKind::Parameter);
         values.map(|(input, ty)| self.local(input, ty, input.part(ty, rank, degree))).collect()
     }
 
@@ -293,13 +295,13 @@ impl Case<'_> {
         let mut position = 0;
         for (i, (input, ty)) in self.operands().enumerate() {
             let at = position;
-            position += usize::from(input.kind != Kind::Parameter);
+            position += usize::from(input.kind != InputKind::Parameter);
             let want = reference.each(|rank| rank.inputs[i].clone());
             if want.is_empty() {
                 continue;
             }
             let (parts, dual) = match input.kind {
-                Kind::Parameter => self.param_gradient(input, ty, &ranks),
+                InputKind::Parameter => self.param_gradient(input, ty, &ranks),
                 _ => (ranks.iter().filter_map(|rank| rank.inputs[at].clone()).collect(), ty.dual()),
             };
             if let Some(difference) = self.difference(&reference, &parts, dual, &want) {
@@ -328,10 +330,10 @@ impl Case<'_> {
 
     /// The type with which a parameter is read: `Invariant` if all else is.
     fn read_as(&self, input: &OpInput, ty: Ty) -> Ty {
-        let mut others = self.operands().filter(|(input, _)| input.kind != Kind::Parameter).peekable();
+        let mut others = self.operands().filter(|(input, _)| input.kind != InputKind::Parameter).peekable();
         let invariant = others.peek().is_some() && others.all(|(_, ty)| ty == Ty::Invariant);
         match (input.kind, ty) {
-            (Kind::Parameter, Ty::Replicate) if invariant => Ty::Invariant,
+            (InputKind::Parameter, Ty::Replicate) if invariant => Ty::Invariant,
             _ => ty,
         }
     }

@@ -23,7 +23,7 @@ pub struct Key {
     /// Name inside the section.
     pub name: &'static str,
     /// Type and range.
-    pub kind: Kind,
+    pub kind: ValueKind,
     /// Value where none is given.
     pub default: Fallback,
     /// Its effect on a run.
@@ -81,7 +81,7 @@ pub struct Condition {
 
 /// Type and range of a key's value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Kind {
+pub enum ValueKind {
     /// A whole number of at least this.
     Count(i64),
     /// A finite number in an interval, which it must not leave where it is rounded to f32.
@@ -184,13 +184,14 @@ pub enum Fallback {
 /// A default value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Literal {
-    /// For a [`Kind::Count`].
+    /// For a [`ValueKind::Count`].
     Int(i64),
-    /// For a [`Kind::Number`] or [`Kind::Double`].
+    /// For a [`ValueKind::Number`] or [`ValueKind::Double`].
     Float(f64),
-    /// For a [`Kind::Switch`].
+    /// For a [`ValueKind::Switch`].
     Bool(bool),
-    /// For a [`Kind::Text`], [`Kind::Choice`], [`Kind::WordOrCount`], [`Kind::WordOrId`] or [`Kind::WordOrCounts`].
+    /// For a [`ValueKind::Text`], [`ValueKind::Choice`], [`ValueKind::WordOrCount`], [`ValueKind::WordOrId`] or
+    /// [`ValueKind::WordOrCounts`].
     Str(&'static str),
 }
 
@@ -214,8 +215,8 @@ pub(super) const fn is(value: &'static str) -> Fallback {
 }
 pub(super) const OFF: Fallback = Is(Literal::Bool(false));
 pub(super) const ON: Fallback = Is(Literal::Bool(true));
-pub(super) const fn one_of(landed: &'static [&'static str]) -> Kind {
-    Kind::Choice { landed, planned: &[] }
+pub(super) const fn one_of(landed: &'static [&'static str]) -> ValueKind {
+    ValueKind::Choice { landed, planned: &[] }
 }
 
 /// All keys with the name of their section.

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::arguments::help;
 use super::cli::command;
-use super::keys::{Fallback, Key, Kind, SECTIONS};
+use super::keys::{Fallback, Key, SECTIONS, ValueKind};
 use super::settings::show_literal;
 
 /// All keys as Markdown: a section each, with default, valid values, effect and meaning.
@@ -52,16 +52,16 @@ fn default(key: &Key) -> String {
 
 fn values(key: &Key) -> String {
     match key.kind {
-        Kind::Count(min) => format!("whole number of at least {min}"),
-        Kind::Number(interval) | Kind::Double(interval) => format!("number {}", interval.words()),
-        Kind::Switch => "true or false".to_string(),
-        Kind::Text => "text".to_string(),
-        Kind::Choice { landed, planned: [] } => landed.join(", "),
-        Kind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
-        Kind::WordOrId(words) => format!("{}, or an id", words.join(", ")),
-        Kind::Texts => "list of texts".to_string(),
-        Kind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
-        Kind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
+        ValueKind::Count(min) => format!("whole number of at least {min}"),
+        ValueKind::Number(interval) | ValueKind::Double(interval) => format!("number {}", interval.words()),
+        ValueKind::Switch => "true or false".to_string(),
+        ValueKind::Text => "text".to_string(),
+        ValueKind::Choice { landed, planned: [] } => landed.join(", "),
+        ValueKind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
+        ValueKind::WordOrId(words) => format!("{}, or an id", words.join(", ")),
+        ValueKind::Texts => "list of texts".to_string(),
+        ValueKind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
+        ValueKind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }
 }
 

@@ -14,7 +14,7 @@ use super::conditions;
 use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, NotNegative, Positive, Unit};
-use super::keys::Kind::{Choice, Count, Double, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
+use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
 use super::settings::Settings;
 use super::words::{

@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::cli::Args;
 use super::fault::{Fault, choose_from, distance, nearest, quoted};
-use super::keys::{self, Fallback, Key, Kind, Literal};
+use super::keys::{self, Fallback, Key, Literal, ValueKind};
 use super::setting::Setting;
 
 /// The values that were given and are valid, and the faults of those that are not.
@@ -93,8 +93,8 @@ impl Settings {
     pub(crate) fn assign(&mut self, path: &str, raw: &str, flag: &str) {
         let (section, name) = path.split_once('.').unwrap_or(("", path));
         let kind = keys::find(section, name).map(|(_, key)| key.kind);
-        let words = matches!(kind, Some(Kind::Text | Kind::Choice { .. }));
-        if matches!(kind, Some(Kind::Count(_))) && raw.parse::<i64>().is_err() && raw.parse::<i128>().is_ok() {
+        let words = matches!(kind, Some(ValueKind::Text | ValueKind::Choice { .. }));
+        if matches!(kind, Some(ValueKind::Count(_))) && raw.parse::<i64>().is_err() && raw.parse::<i128>().is_ok() {
             let valid = format!("use a whole number of at most {}", i64::MAX);
             return self.fault(path, format!("{raw} (from {flag})"), "is out of range", valid);
         }
@@ -199,19 +199,19 @@ pub(crate) fn check(path: &str, value: &Value) -> Result<(), (String, String)> {
 fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
     let wrong = |what: &str| format!("is {}, not {what}", type_of(&value));
     let value = match (key.kind, &value) {
-        (Kind::Count(min), Value::Integer(count)) if *count >= min => value,
-        (Kind::Count(min), Value::Integer(_)) => {
+        (ValueKind::Count(min), Value::Integer(count)) if *count >= min => value,
+        (ValueKind::Count(min), Value::Integer(_)) => {
             return Err((format!("is below {min}"), format!("use a whole number of at least {min}")));
         }
-        (Kind::Count(min), _) => {
+        (ValueKind::Count(min), _) => {
             return Err((wrong("a whole number"), format!("use a whole number of at least {min}")));
         }
-        (Kind::Number(interval) | Kind::Double(interval), Value::Integer(_) | Value::Float(_)) => {
+        (ValueKind::Number(interval) | ValueKind::Double(interval), Value::Integer(_) | Value::Float(_)) => {
             let number = value.as_float().or(value.as_integer().map(|n| n as f64)).unwrap_or(f64::NAN);
             if !interval.holds(number) {
                 return Err(("is out of range".to_string(), format!("use a number {}", interval.words())));
             }
-            if let (Kind::Number(_), Some(rounded)) = (key.kind, interval.lost(number)) {
+            if let (ValueKind::Number(_), Some(rounded)) = (key.kind, interval.lost(number)) {
                 let problem = format!("is rounded to {rounded:e} in f32, in which ranks compute");
                 let [least, most] = interval.of_f32();
                 let valid = format!("use a number {} that f32 has: from {least:e} to {most:e}", interval.words());
@@ -219,14 +219,14 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             }
             Value::Float(number)
         }
-        (Kind::Number(interval) | Kind::Double(interval), _) => {
+        (ValueKind::Number(interval) | ValueKind::Double(interval), _) => {
             return Err((wrong("a number"), format!("use a number {}", interval.words())));
         }
-        (Kind::Switch, Value::Boolean(_)) => value,
-        (Kind::Switch, _) => return Err((wrong("a boolean"), "use true or false".to_string())),
-        (Kind::Text, Value::String(_)) => value,
-        (Kind::Text, _) => return Err((wrong("a string"), "use a string".to_string())),
-        (Kind::Choice { landed, planned }, Value::String(word)) => {
+        (ValueKind::Switch, Value::Boolean(_)) => value,
+        (ValueKind::Switch, _) => return Err((wrong("a boolean"), "use true or false".to_string())),
+        (ValueKind::Text, Value::String(_)) => value,
+        (ValueKind::Text, _) => return Err((wrong("a string"), "use a string".to_string())),
+        (ValueKind::Choice { landed, planned }, Value::String(word)) => {
             if planned.contains(&word.as_str()) {
                 return Err(("has not landed yet".to_string(), format!("use {}", landed.join(" or "))));
             }
@@ -243,12 +243,12 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             }
             value
         }
-        (Kind::Choice { landed, .. }, _) => {
+        (ValueKind::Choice { landed, .. }, _) => {
             return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
         }
-        (Kind::WordOrCount(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (Kind::WordOrCount(_), Value::Integer(count)) if *count >= 1 => value,
-        (Kind::WordOrCount(known), _) => {
+        (ValueKind::WordOrCount(known), Value::String(word)) if known.contains(&word.as_str()) => value,
+        (ValueKind::WordOrCount(_), Value::Integer(count)) if *count >= 1 => value,
+        (ValueKind::WordOrCount(known), _) => {
             let problem = match &value {
                 Value::String(_) => "unknown".to_string(),
                 Value::Integer(_) => "is below 1".to_string(),
@@ -256,9 +256,9 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             };
             return Err((problem, format!("use {}, or a whole number of at least 1", quoted(known))));
         }
-        (Kind::WordOrId(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (Kind::WordOrId(_), Value::Integer(id)) if i32::try_from(*id).is_ok_and(|id| id >= 0) => value,
-        (Kind::WordOrId(known), _) => {
+        (ValueKind::WordOrId(known), Value::String(word)) if known.contains(&word.as_str()) => value,
+        (ValueKind::WordOrId(_), Value::Integer(id)) if i32::try_from(*id).is_ok_and(|id| id >= 0) => value,
+        (ValueKind::WordOrId(known), _) => {
             let problem = match &value {
                 Value::String(_) => "unknown".to_string(),
                 Value::Integer(_) => "is no id".to_string(),
@@ -266,8 +266,8 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             };
             return Err((problem, format!("use {}, or an id of at least 0", quoted(known))));
         }
-        (Kind::Texts, Value::Array(list)) if !list.is_empty() && list.iter().all(Value::is_str) => value,
-        (Kind::Texts, _) => {
+        (ValueKind::Texts, Value::Array(list)) if !list.is_empty() && list.iter().all(Value::is_str) => value,
+        (ValueKind::Texts, _) => {
             let problem = match &value {
                 Value::Array(list) if list.is_empty() => "is empty".to_string(),
                 Value::Array(_) => "holds what is no string".to_string(),
@@ -275,9 +275,9 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
             };
             return Err((problem, "use a list of strings, such as [\"a.jsonl:7\", \"b.bin:3\"]".to_string()));
         }
-        (Kind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (Kind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
-        (Kind::WordOrCounts(known), _) => {
+        (ValueKind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
+        (ValueKind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
+        (ValueKind::WordOrCounts(known), _) => {
             let problem = match &value {
                 Value::String(_) => "unknown".to_string(),
                 Value::Array(_) => "holds what is no whole number of at least 0".to_string(),

@@ -19,7 +19,7 @@
 
 use super::error::{DataError, Problem};
 use super::indexed;
-use super::piece::{Piece, Reading};
+use super::piece::{DocumentPiece, Reading};
 use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
@@ -68,12 +68,12 @@ pub(super) fn own_folder() -> Option<PathBuf> {
 }
 
 /// The files of a cache.
-struct Place {
+struct CacheFiles {
     folder: PathBuf,
     hash: String,
 }
 
-impl Place {
+impl CacheFiles {
     fn at(&self, extension: &str) -> PathBuf {
         self.folder.join(format!("{}.{extension}", self.hash))
     }
@@ -186,7 +186,8 @@ impl Tokenisation<'_> {
                 .chain(self.own_folder.as_ref().map(|own| own.join(&name)))
                 .collect(),
         };
-        let places: Vec<Place> = folders.into_iter().map(|folder| Place { folder, hash: hash.clone() }).collect();
+        let places: Vec<CacheFiles> =
+            folders.into_iter().map(|folder| CacheFiles { folder, hash: hash.clone() }).collect();
         if let Some((stream, about)) = places.iter().find_map(|place| place.read().ok()) {
             return Ok((stream, about.notices));
         }
@@ -220,7 +221,7 @@ impl Tokenisation<'_> {
         &self,
         path: &Path,
         texts: &Texts,
-        place: &Place,
+        place: &CacheFiles,
         lock: File,
         source: PathBuf,
     ) -> Result<(Stream, Vec<String>), DataError> {
@@ -280,7 +281,7 @@ impl Tokenisation<'_> {
     fn run(&self, path: &Path, texts: &Texts, sink: &mut impl Sink) -> Result<Vec<String>, DataError> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
-        let mut encode = |waiting: &mut Vec<Piece>, held: &mut usize| {
+        let mut encode = |waiting: &mut Vec<DocumentPiece>, held: &mut usize| {
             let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).of(path))?;
             for (piece, ids) in waiting.drain(..).zip(ids) {
                 let beginning = self.beginning_of_text.filter(|_| begins);
@@ -305,11 +306,12 @@ impl Tokenisation<'_> {
     }
 
     /// The ids of each piece, by all cores.
-    fn encode(&self, pieces: &[Piece]) -> Result<Vec<Vec<u32>>, String> {
+    fn encode(&self, pieces: &[DocumentPiece]) -> Result<Vec<Vec<u32>>, String> {
         let threads = thread::available_parallelism().map_or(1, usize::from);
         let each = pieces.len().div_ceil(threads).max(1);
-        let encode =
-            |pieces: &[Piece]| pieces.iter().map(|piece| self.tokenizer.encode_piece(piece)).collect::<Vec<_>>();
+        let encode = |pieces: &[DocumentPiece]| {
+            pieces.iter().map(|piece| self.tokenizer.encode_piece(piece)).collect::<Vec<_>>()
+        };
         if pieces.len() <= each {
             return encode(pieces).into_iter().collect();
         }

@@ -2,7 +2,7 @@
 
 use super::error::{DataError, Problem, of_line};
 use super::format::BYTE_ORDER_MARK;
-use super::piece::{Piece, Reading, See};
+use super::piece::{DocumentPiece, Reading, See};
 use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
 use serde_json::Value;
 use std::io::BufRead;
@@ -84,7 +84,7 @@ fn give(
         Ok(text) if text.is_empty() => Ok(()),
         Ok(text) => {
             bad.documents += 1;
-            see(Piece::whole(text))
+            see(DocumentPiece::whole(text))
         }
         Err(problem) => bad.leave_out(problem.of(path), reading),
     }

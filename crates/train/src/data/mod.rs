@@ -76,13 +76,13 @@ impl Stream {
 
 /// A stream in two parts, for training and for validation.
 #[derive(Clone)]
-struct Part {
+struct SplitStream {
     stream: Stream,
     /// Tokens of the training part, at the beginning.
     training: u64,
 }
 
-impl Part {
+impl SplitStream {
     /// The tokens that are held out, or all where none are: validation reads the training data then.
     fn validation(&self) -> Range<u64> {
         let all = self.stream.tokens.len();
@@ -109,7 +109,7 @@ impl Part {
 /// ```
 #[derive(Clone)]
 pub struct Data {
-    parts: Vec<Part>,
+    parts: Vec<SplitStream>,
     mixture: Mixture,
     masked: Vec<bool>,
     /// Whether the first token of a document is no target.
@@ -190,7 +190,7 @@ impl Data {
     }
 
     fn of(streams: Vec<Stream>, mixture: Mixture, seq_len: usize) -> Self {
-        let parts = streams.into_iter().map(|stream| Part { training: stream.tokens.len(), stream }).collect();
+        let parts = streams.into_iter().map(|stream| SplitStream { training: stream.tokens.len(), stream }).collect();
         Self {
             parts,
             mixture,
@@ -398,7 +398,7 @@ impl Data {
     /// count, that id is part of it.
     #[must_use]
     pub fn hash(&self) -> String {
-        let combined = |parts: &[Part]| {
+        let combined = |parts: &[SplitStream]| {
             let mut hash = Fnv::default();
             for (part, share) in parts.iter().zip(self.mixture.shares()) {
                 hash.add(&part.stream.hash.to_le_bytes());

@@ -52,7 +52,7 @@ impl Reading<'_> {
 
 /// A part of a document.
 #[derive(Debug, PartialEq)]
-pub(super) struct Piece {
+pub(super) struct DocumentPiece {
     pub text: String,
     /// How many tokens at the beginning and at the end of the text belong to the pieces before and behind.
     pub margins: [usize; 2],
@@ -60,11 +60,11 @@ pub(super) struct Piece {
     pub last: bool,
 }
 
-impl Piece {
+impl DocumentPiece {
     pub fn whole(text: String) -> Self {
         Self { text, margins: [0, 0], last: true }
     }
 }
 
 /// The receiver of the pieces.
-pub(super) type See<'a> = dyn FnMut(Piece) -> Result<(), DataError> + 'a;
+pub(super) type See<'a> = dyn FnMut(DocumentPiece) -> Result<(), DataError> + 'a;

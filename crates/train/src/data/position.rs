@@ -23,12 +23,12 @@ pub(crate) struct Position {
     shares: Vec<u64>,
     /// The place in the sequence of streams from which the next sample comes.
     next: u64,
-    streams: Vec<Place>,
+    streams: Vec<StreamPosition>,
 }
 
 /// Where a run is in one stream.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Place {
+struct StreamPosition {
     /// Fingerprint of the stream, in hexadecimal.
     stream: String,
     /// Tokens of its training part.
@@ -54,7 +54,7 @@ impl Position {
     }
 }
 
-impl Place {
+impl StreamPosition {
     /// Whole samples of this epoch, those taken with them.
     fn samples(&self) -> u64 {
         self.tokens.saturating_sub(self.start.saturating_add(1)) / self.seq_len
@@ -99,7 +99,7 @@ impl Data {
     /// The streams from their beginning.
     fn fresh(&self) -> Position {
         let name = |source: usize| format!("{:016x}", self.parts[source].stream.hash);
-        let place = |source: usize| Place { stream: name(source), ..self.fresh_place(source) };
+        let place = |source: usize| StreamPosition { stream: name(source), ..self.fresh_place(source) };
         let streams = (0..self.parts.len()).map(place).collect();
         Position { samples: 0, tokens: 0, shares: self.mixture.shares().to_vec(), next: 0, streams }
     }
@@ -123,8 +123,8 @@ impl Data {
     }
 
     /// A stream from its beginning, without its name.
-    fn fresh_place(&self, source: usize) -> Place {
-        Place {
+    fn fresh_place(&self, source: usize) -> StreamPosition {
+        StreamPosition {
             stream: String::new(),
             tokens: self.parts[source].training,
             seq_len: self.seq_len as u64,
@@ -142,7 +142,7 @@ impl Data {
             None => (self.fresh(), vec![0; self.parts.len()]),
         };
         let next = from.next + samples;
-        let place = |(source, place): (usize, Place)| {
+        let place = |(source, place): (usize, StreamPosition)| {
             let taken = self.mixture.before(source, u128::from(next)) - before[source];
             place.after(taken, self.order_of(source))
         };
@@ -166,10 +166,10 @@ impl Data {
     pub(crate) fn going_on(self, from: &Position, anew: bool) -> Result<(Self, Vec<String>), Vec<String>> {
         let (mut streams, mut told, mut refused) = (Vec::new(), Vec::new(), Vec::new());
         let fresh = self.fresh();
-        let mut known: Vec<Option<&Place>> = from.streams.iter().map(Some).collect();
+        let mut known: Vec<Option<&StreamPosition>> = from.streams.iter().map(Some).collect();
         for (source, fresh) in fresh.streams.iter().enumerate() {
             // The same stream may be there twice, and its path is of no matter.
-            let same = |place: &&mut Option<&Place>| place.is_some_and(|place| place.stream == fresh.stream);
+            let same = |place: &&mut Option<&StreamPosition>| place.is_some_and(|place| place.stream == fresh.stream);
             let Some(was) = known.iter_mut().find(same).and_then(Option::take) else {
                 streams.push(fresh.clone());
                 continue;
@@ -182,10 +182,10 @@ impl Data {
                 fresh.clone().begin(was.epoch, later)
             } else if was.order.is_none() {
                 // The token that comes next begins a sample of another length.
-                let there = Place { start: was.token(), order: None, epoch: was.epoch, ..fresh.clone() };
+                let there = StreamPosition { start: was.token(), order: None, epoch: was.epoch, ..fresh.clone() };
                 if there.samples() > 0 { there } else { next() }
             } else {
-                let Place { stream, epoch, taken, seq_len, .. } = was;
+                let StreamPosition { stream, epoch, taken, seq_len, .. } = was;
                 let (all, tokens) = (was.samples(), fresh.tokens);
                 let problem = format!(
                     "{taken} of the {all} samples of epoch {epoch} of the stream {stream} are taken in shuffled order, \

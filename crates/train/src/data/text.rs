@@ -9,7 +9,7 @@
 use super::error::{DataError, Problem};
 use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
 use super::json::{Bad, json_array, json_lines};
-use super::piece::{Piece, Pieces, Reading, See};
+use super::piece::{DocumentPiece, Pieces, Reading, See};
 use super::tokenizer::Tokenizer;
 use meshwork_core::hash;
 use std::collections::BTreeMap;
@@ -76,10 +76,10 @@ impl Texts {
         &self,
         reading: &Reading<'_>,
         tokenizer: &Tokenizer,
-        mut see: impl FnMut(Piece) -> Result<(), DataError>,
+        mut see: impl FnMut(DocumentPiece) -> Result<(), DataError>,
     ) -> Result<Vec<String>, DataError> {
         let (mut skipped, mut pieces, mut bad) = (BTreeMap::<String, usize>::new(), 0u64, Bad::default());
-        let mut see = |piece: Piece| {
+        let mut see = |piece: DocumentPiece| {
             pieces += u64::from(!piece.text.is_empty());
             see(piece)
         };
@@ -174,14 +174,18 @@ fn plain(
         }
         if ends {
             let text = text.to_owned();
-            return if text.is_empty() { Ok(()) } else { see(Piece { text, margins: [left_tokens, 0], last: true }) };
+            return if text.is_empty() {
+                Ok(())
+            } else {
+                see(DocumentPiece { text, margins: [left_tokens, 0], last: true })
+            };
         }
         let Some(cut) = last_cut(text, left, margin, tokenizer) else {
             wanted *= 2;
             continue;
         };
         let Cut { window, at, tokens: [before, behind] } = cut;
-        see(Piece { text: text[..window.end].to_owned(), margins: [left_tokens, behind], last: false })?;
+        see(DocumentPiece { text: text[..window.end].to_owned(), margins: [left_tokens, behind], last: false })?;
         (left, left_tokens) = (at - window.start, before);
         start += window.start as u64;
         bytes.drain(..window.start);

@@ -9,7 +9,7 @@ use super::libraries::{gpt2, json};
 use super::library::Library;
 #[cfg(not(feature = "tokenizers"))]
 use super::library::Opened;
-use super::piece::Piece;
+use super::piece::DocumentPiece;
 use super::special_tokens::{NONE, SpecialTokens};
 use crate::config::Fault;
 
@@ -27,10 +27,10 @@ pub enum PromptTokens {
 
 /// How text becomes tokens: `data.tokenizer`.
 #[derive(Debug, Clone)]
-pub struct Tokenizer(Kind);
+pub struct Tokenizer(TokenizerKind);
 
 #[derive(Debug, Clone)]
-enum Kind {
+enum TokenizerKind {
     Bytes,
     Library(Arc<dyn Library>),
     /// A tokenizer that this build cannot open, of a run that reads no text: tokens are shown as bytes, and end as its
@@ -40,7 +40,7 @@ enum Kind {
 
 impl Tokenizer {
     /// One token per byte, ids 0 to 255.
-    pub const BYTES: Self = Self(Kind::Bytes);
+    pub const BYTES: Self = Self(TokenizerKind::Bytes);
 
     /// The tokenizer called `name`: `bytes`, `gpt2`, or the path of a `tokenizer.json` or of a folder that has one. The
     /// last two need the feature `tokenizers`.
@@ -62,21 +62,21 @@ impl Tokenizer {
             _ => json(path),
         };
         let fault = |(problem, valid)| Fault::new("data.tokenizer", format!("{name:?}"), problem, valid);
-        library.map(|library| Self(Kind::Library(library))).map_err(fault)
+        library.map(|library| Self(TokenizerKind::Library(library))).map_err(fault)
     }
 
     /// A stand-in for a tokenizer that cannot be opened, where no text is read: only its special tokens are known.
     pub(super) fn unopened(special: SpecialTokens) -> Self {
-        Self(Kind::Unopened(special.into()))
+        Self(TokenizerKind::Unopened(special.into()))
     }
 
     /// The tokens that end and begin a document, as the files of the tokenizer say; `bytes` have neither.
     #[must_use]
     pub fn special(&self) -> &SpecialTokens {
         match &self.0 {
-            Kind::Bytes => &NONE,
-            Kind::Library(library) => library.special(),
-            Kind::Unopened(special) => special,
+            TokenizerKind::Bytes => &NONE,
+            TokenizerKind::Library(library) => library.special(),
+            TokenizerKind::Unopened(special) => special,
         }
     }
 
@@ -91,8 +91,8 @@ impl Tokenizer {
     #[must_use]
     pub fn beginning_of_text(&self) -> Option<u32> {
         match &self.0 {
-            Kind::Library(library) => library.beginning_of_text(),
-            Kind::Bytes | Kind::Unopened(_) => None,
+            TokenizerKind::Library(library) => library.beginning_of_text(),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => None,
         }
     }
 
@@ -100,50 +100,52 @@ impl Tokenizer {
     /// many tokens of `text` lie before the cut, and how many behind it.
     pub(super) fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => text.is_char_boundary(at).then(|| [at, text.len() - at]),
-            Kind::Library(library) => library.cut(text, at),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => {
+                text.is_char_boundary(at).then(|| [at, text.len() - at])
+            }
+            TokenizerKind::Library(library) => library.cut(text, at),
         }
     }
 
     /// The tokens by id, if they are byte strings: of `bytes` and `gpt2`.
     pub(crate) fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
         match &self.0 {
-            Kind::Bytes => Some(byte_level::bytes()),
-            Kind::Unopened(_) => None,
-            Kind::Library(library) => library.byte_level(),
+            TokenizerKind::Bytes => Some(byte_level::bytes()),
+            TokenizerKind::Unopened(_) => None,
+            TokenizerKind::Library(library) => library.byte_level(),
         }
     }
 
     /// Whether a token is a byte.
     pub(super) fn is_bytes(&self) -> bool {
-        matches!(self.0, Kind::Bytes)
+        matches!(self.0, TokenizerKind::Bytes)
     }
 
     /// A hash of everything that decides which tokens a text becomes.
     pub(super) fn fingerprint(&self) -> u64 {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => 0,
-            Kind::Library(library) => library.fingerprint(),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 0,
+            TokenizerKind::Library(library) => library.fingerprint(),
         }
     }
 
     /// The same in hexadecimal; none of a tokenizer that could not be opened.
     pub(crate) fn hash(&self) -> Option<String> {
-        (!matches!(self.0, Kind::Unopened(_))).then(|| format!("{:016x}", self.fingerprint()))
+        (!matches!(self.0, TokenizerKind::Unopened(_))).then(|| format!("{:016x}", self.fingerprint()))
     }
 
     /// A tokenizer that a test brings.
     #[cfg(test)]
     pub(super) fn of(library: impl Library + 'static) -> Self {
-        Self(Kind::Library(Arc::new(library)))
+        Self(TokenizerKind::Library(Arc::new(library)))
     }
 
     /// One more than the largest id of the tokenizer.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => 256,
-            Kind::Library(library) => library.vocab_size(),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 256,
+            TokenizerKind::Library(library) => library.vocab_size(),
         }
     }
 
@@ -151,8 +153,8 @@ impl Tokenizer {
     #[must_use]
     pub fn vocab_size_of_text(&self) -> usize {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => 256,
-            Kind::Library(library) => library.vocab_size_of_text(),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 256,
+            TokenizerKind::Library(library) => library.vocab_size_of_text(),
         }
     }
 
@@ -162,8 +164,8 @@ impl Tokenizer {
     /// The error message of the library, if a `tokenizer.json` cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => Ok(text.bytes().map(u32::from).collect()),
-            Kind::Library(library) => library.encode(text),
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => Ok(text.bytes().map(u32::from).collect()),
+            TokenizerKind::Library(library) => library.encode(text),
         }
     }
 
@@ -173,14 +175,14 @@ impl Tokenizer {
     /// As [`encode`](Self::encode).
     pub fn encode_prompt(&self, text: &str, special: PromptTokens) -> Result<Vec<u32>, String> {
         match (&self.0, special) {
-            (Kind::Library(library), PromptTokens::Add) => library.encode_prompt(text, false),
-            (Kind::Library(library), PromptTokens::Parse) => library.encode_prompt(text, true),
+            (TokenizerKind::Library(library), PromptTokens::Add) => library.encode_prompt(text, false),
+            (TokenizerKind::Library(library), PromptTokens::Parse) => library.encode_prompt(text, true),
             _ => self.encode(text),
         }
     }
 
     /// The ids of a piece of a text: the part of the whole text's ids that does not belong to its neighbours.
-    pub(super) fn encode_piece(&self, piece: &Piece) -> Result<Vec<u32>, String> {
+    pub(super) fn encode_piece(&self, piece: &DocumentPiece) -> Result<Vec<u32>, String> {
         let (mut ids, [before, behind]) = (self.encode(&piece.text)?, piece.margins);
         let end = ids.len().checked_sub(behind).filter(|end| *end >= before);
         let end = end.ok_or_else(|| "a piece of the text has fewer tokens than its ends".to_owned())?;
@@ -193,12 +195,12 @@ impl Tokenizer {
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.0 {
-            Kind::Bytes | Kind::Unopened(_) => {
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => {
                 // Ids that are not bytes become a byte that never occurs in UTF-8 text.
                 let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Kind::Library(library) => library.decode(ids),
+            TokenizerKind::Library(library) => library.decode(ids),
         }
     }
 }

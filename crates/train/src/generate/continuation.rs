@@ -1,7 +1,7 @@
 //! Continues a prompt on a mesh, with a cache of keys and values.
 
 use super::{Sampling, Trained};
-use crate::devices::{Devices, Place};
+use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::stop;
 use meshwork_core::{Rank, RunError};
@@ -51,7 +51,7 @@ pub fn continue_text(
     let devices = world.prepare(|| Devices::open(config))?;
     let ended = world.run_with(config.comm.options(), |world| {
         let plan = config.plan()?;
-        let Place { device, world } = devices.rank(world.communicator().clone())?;
+        let RankDevice { device, world } = devices.rank(world.communicator().clone())?;
         let (model, rank) = (config.model(), Arc::new(Rank::new(&plan.mesh, world)?));
         let capacity = config.model.seq_len;
         let read = |spec: &ParamSpec, slice: &LocalSlice| match stop::is_asked(asked) {

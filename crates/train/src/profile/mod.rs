@@ -26,7 +26,7 @@ pub use ceilings::{Ceilings, best};
 pub use layers::{layers, write_layers};
 pub use probe::{Probe, Profiler};
 pub use schedule::schedule_timelines;
-pub use slices::{Kind, Slice, machine_time, slices};
+pub use slices::{Slice, SliceKind, machine_time, slices};
 pub use table::{Row, Rows};
 pub use trace::write_trace;
 pub use track::Track;

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 
 /// The kind of a slice of a rank's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
+pub enum SliceKind {
     /// The work of a span: a kernel, or a communication's own part of it.
     Work,
     /// Between spans: the tape, the optimizer's bookkeeping, memory.
@@ -30,7 +30,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slice<'a> {
     /// Its kind.
-    pub kind: Kind,
+    pub kind: SliceKind,
     /// The span that it is, or is a part of; the step, if it lies between spans.
     pub span: &'a Span,
     /// Start, in nanoseconds.
@@ -95,24 +95,24 @@ fn rank_slices<'a>(spans: &'a [Span], courses: &HashMap<&Meeting, Course>) -> Ve
             (Class::Step, _) => {
                 let mut at = span.start;
                 for part in inner.drain(..) {
-                    push(Kind::Rest, span, at, part.start);
+                    push(SliceKind::Rest, span, at, part.start);
                     match part.meeting().and_then(|meeting| courses.get(meeting)) {
                         Some(course) if part.class == Class::Wait => {
                             let begun = course.complete.clamp(part.start, part.end);
                             let over = course.over.clamp(begun, part.end);
-                            push(Kind::Waiting, part, part.start, begun);
-                            push(Kind::Work, part, begun, over);
-                            push(Kind::Waiting, part, over, part.end);
+                            push(SliceKind::Waiting, part, part.start, begun);
+                            push(SliceKind::Work, part, begun, over);
+                            push(SliceKind::Waiting, part, over, part.end);
                         }
-                        _ => push(Kind::Work, part, part.start, part.end),
+                        _ => push(SliceKind::Work, part, part.start, part.end),
                     }
                     at = part.end;
                 }
-                push(Kind::Rest, span, at, span.end);
+                push(SliceKind::Rest, span, at, span.end);
             }
             (Class::Action, _) => {}
             (Class::Flight, Some(course)) => {
-                push(Kind::Hidden, span, span.start.max(course.complete), span.end.min(course.over));
+                push(SliceKind::Hidden, span, span.start.max(course.complete), span.end.min(course.over));
             }
             _ => inner.push(span),
         }
@@ -162,12 +162,12 @@ const RANK: i64 = 1 << 20;
 /// The weight of a slice among those that work at its time, and among those that wait.
 fn weight(slice: &Slice<'_>) -> (i64, i64) {
     match (slice.kind, slice.span.meeting()) {
-        (Kind::Work, Some(meeting)) if slice.span.class == Class::Wait => {
+        (SliceKind::Work, Some(meeting)) if slice.span.class == Class::Wait => {
             let members = if meeting.message.is_some() { 2 } else { meeting.group.1.len() };
             ((RANK / members as i64).max(1), 0)
         }
-        (Kind::Work | Kind::Rest, _) => (RANK, 0),
-        (Kind::Waiting, _) => (0, RANK),
-        (Kind::Hidden, _) => (0, 0),
+        (SliceKind::Work | SliceKind::Rest, _) => (RANK, 0),
+        (SliceKind::Waiting, _) => (0, RANK),
+        (SliceKind::Hidden, _) => (0, 0),
     }
 }

@@ -1,6 +1,6 @@
 //! The profile as a table: a row per operation, under a row per class, that add up to the step.
 
-use super::slices::{Kind, Slice, machine_time, slices};
+use super::slices::{Slice, SliceKind, machine_time, slices};
 use super::{Ceilings, Profile, Track};
 use crate::terminal::{columns, fit};
 use meshwork_core::profile::Class;
@@ -36,16 +36,16 @@ impl Row {
         self.ranks[rank] += slice.duration();
         let span = slice.span;
         match (slice.kind, span.class) {
-            (Kind::Work, Class::Wait) => {} // counted with its start
-            (Kind::Work, _) => {
+            (SliceKind::Work, Class::Wait) => {} // counted with its start
+            (SliceKind::Work, _) => {
                 self.calls += 1;
                 self.flops += span.flops;
                 self.bytes += span.bytes;
                 let least = ceilings.least_seconds(span.flops, span.bytes);
                 self.least = self.least.zip(least).map(|(sum, seconds)| sum + seconds * 1e9);
             }
-            (Kind::Hidden, _) => self.calls += 1,
-            (Kind::Rest | Kind::Waiting, _) => {}
+            (SliceKind::Hidden, _) => self.calls += 1,
+            (SliceKind::Rest | SliceKind::Waiting, _) => {}
         }
     }
 
@@ -134,28 +134,28 @@ const HIDDEN: &str = "behind other work";
 
 fn class(slice: &Slice<'_>) -> &'static str {
     match (slice.kind, slice.span.class) {
-        (Kind::Hidden, _) => HIDDEN,
-        (Kind::Waiting, _) => "waiting",
-        (Kind::Rest, _) | (Kind::Work, Class::Step | Class::Action) => "the rest",
-        (Kind::Work, Class::Product) => "products",
-        (Kind::Work, Class::Attention) => "attention",
-        (Kind::Work, Class::Norm) => "norm",
-        (Kind::Work, Class::Pointwise) => "pointwise",
-        (Kind::Work, Class::Embedding) => "embedding",
-        (Kind::Work, Class::Loss) => "loss",
-        (Kind::Work, Class::Optimizer) => "optimizer",
-        (Kind::Work, Class::Memory) => "memory",
-        (Kind::Work, Class::Compression) => "compression",
-        (Kind::Work, Class::Data) => "data",
-        (Kind::Work, Class::Post | Class::Wait | Class::Flight) => "communication",
+        (SliceKind::Hidden, _) => HIDDEN,
+        (SliceKind::Waiting, _) => "waiting",
+        (SliceKind::Rest, _) | (SliceKind::Work, Class::Step | Class::Action) => "the rest",
+        (SliceKind::Work, Class::Product) => "products",
+        (SliceKind::Work, Class::Attention) => "attention",
+        (SliceKind::Work, Class::Norm) => "norm",
+        (SliceKind::Work, Class::Pointwise) => "pointwise",
+        (SliceKind::Work, Class::Embedding) => "embedding",
+        (SliceKind::Work, Class::Loss) => "loss",
+        (SliceKind::Work, Class::Optimizer) => "optimizer",
+        (SliceKind::Work, Class::Memory) => "memory",
+        (SliceKind::Work, Class::Compression) => "compression",
+        (SliceKind::Work, Class::Data) => "data",
+        (SliceKind::Work, Class::Post | Class::Wait | Class::Flight) => "communication",
     }
 }
 
 pub(super) fn label(slice: &Slice<'_>) -> String {
     match slice.kind {
-        Kind::Work | Kind::Hidden => slice.span.label(),
-        Kind::Waiting => format!("for {}", slice.span.label()),
-        Kind::Rest => "tape, buffers".to_owned(),
+        SliceKind::Work | SliceKind::Hidden => slice.span.label(),
+        SliceKind::Waiting => format!("for {}", slice.span.label()),
+        SliceKind::Rest => "tape, buffers".to_owned(),
     }
 }
 

@@ -5,7 +5,7 @@
 //! Times are in microseconds; FLOPs and bytes are among the arguments.
 
 use super::Profile;
-use super::slices::{Kind, slices};
+use super::slices::{SliceKind, slices};
 use super::table::label;
 use crate::error::OutputError;
 use serde::Serialize;
@@ -73,18 +73,18 @@ fn events(profile: &Profile) -> Vec<Event> {
         }
         for slice in slices {
             let args = match slice.kind {
-                Kind::Work => json!({ "flops": slice.span.flops, "bytes": slice.span.bytes }),
+                SliceKind::Work => json!({ "flops": slice.span.flops, "bytes": slice.span.bytes }),
                 _ => Value::Null,
             };
             let event = |ph, at| Event::new(ph, rank, label(&slice), at);
             match slice.kind {
-                Kind::Rest => {}
-                Kind::Work | Kind::Waiting => {
-                    let cat = if slice.kind == Kind::Work { "work" } else { "waiting" };
+                SliceKind::Rest => {}
+                SliceKind::Work | SliceKind::Waiting => {
+                    let cat = if slice.kind == SliceKind::Work { "work" } else { "waiting" };
                     let dur = micros(slice.start, slice.end);
                     events.push(Event { cat, dur, args, ..event('X', slice.start) });
                 }
-                Kind::Hidden => {
+                SliceKind::Hidden => {
                     let (cat, id) = ("behind other work", Some(flights));
                     let args = json!({ "rank": rank });
                     events.push(Event { cat, id, args, ..event('b', slice.start) });

@@ -11,7 +11,7 @@ use std::thread;
 
 use meshwork_pipeline::{Generator, Shape};
 use meshwork_testkit::Rng;
-use meshwork_train::config::keys::{self, Fallback, Key, Kind, Literal};
+use meshwork_train::config::keys::{self, Fallback, Key, Literal, ValueKind};
 
 /// Tokens of the `.bin` file, and characters of the text.
 pub const TOKENS: usize = 1200;
@@ -251,8 +251,8 @@ fn planned(rng: &mut Rng, key: &Key) -> Option<String> {
     };
     match rng.below(1000) {
         0 => Some(match key.kind {
-            Kind::Count(_) => "3".to_owned(),
-            Kind::Switch => (default == "false").to_string(),
+            ValueKind::Count(_) => "3".to_owned(),
+            ValueKind::Switch => (default == "false").to_string(),
             _ => "another".to_owned(),
         }),
         1..20 => Some(default),
@@ -378,7 +378,7 @@ impl Frame {
         let some = |value: &dyn fmt::Display| Some(value.to_string());
         match name {
             "model.preset" => {
-                let Kind::Choice { landed, .. } = key.kind else { panic!("{name} is a choice") };
+                let ValueKind::Choice { landed, .. } = key.kind else { panic!("{name} is a choice") };
                 if rarely(rng, 3) { some(&rng.pick(landed)) } else { None }
             }
             "model.kind" => some(&if self.llama { "llama" } else { "gpt2" }).filter(|_| self.llama || !rarely(rng, 3)),

@@ -1,7 +1,7 @@
 //! How waits, communication and work share the time of ranks.
 
 use meshwork_core::profile::{Class, Detail, Meeting, Span};
-use meshwork_train::profile::{Kind, Slice, machine_time, slices};
+use meshwork_train::profile::{Slice, SliceKind, machine_time, slices};
 use std::sync::Arc;
 
 fn span(class: Class, start: u64, end: u64) -> Span {
@@ -14,7 +14,7 @@ fn part(class: Class, start: u64, end: u64) -> Span {
     Span { detail: Detail::Meeting(Meeting { group, message: None, seq: 0 }), ..span(class, start, end) }
 }
 
-fn shown(slices: &[Slice<'_>]) -> Vec<(Kind, Class, u64, u64)> {
+fn shown(slices: &[Slice<'_>]) -> Vec<(SliceKind, Class, u64, u64)> {
     slices.iter().map(|slice| (slice.kind, slice.span.class, slice.start, slice.end)).collect()
 }
 
@@ -31,20 +31,20 @@ fn a_wait_is_cut_where_the_last_rank_comes_and_where_the_first_one_is_done() {
     ];
     let slices = slices(&[&early, &late]);
     let wanted = [
-        (Kind::Rest, Class::Step, 0, 10),
-        (Kind::Work, Class::Post, 10, 12),
-        (Kind::Waiting, Class::Wait, 12, 30),
-        (Kind::Work, Class::Wait, 30, 41),
-        (Kind::Waiting, Class::Wait, 41, 50),
-        (Kind::Rest, Class::Step, 50, 60),
+        (SliceKind::Rest, Class::Step, 0, 10),
+        (SliceKind::Work, Class::Post, 10, 12),
+        (SliceKind::Waiting, Class::Wait, 12, 30),
+        (SliceKind::Work, Class::Wait, 30, 41),
+        (SliceKind::Waiting, Class::Wait, 41, 50),
+        (SliceKind::Rest, Class::Step, 50, 60),
     ];
     assert_eq!(shown(&slices[0]), wanted);
     let wanted = [
-        (Kind::Rest, Class::Step, 0, 5),
-        (Kind::Work, Class::Product, 5, 30),
-        (Kind::Work, Class::Post, 30, 40),
-        (Kind::Work, Class::Wait, 40, 41),
-        (Kind::Rest, Class::Step, 41, 60),
+        (SliceKind::Rest, Class::Step, 0, 5),
+        (SliceKind::Work, Class::Product, 5, 30),
+        (SliceKind::Work, Class::Post, 30, 40),
+        (SliceKind::Work, Class::Wait, 40, 41),
+        (SliceKind::Rest, Class::Step, 41, 60),
     ];
     assert_eq!(shown(&slices[1]), wanted);
 
@@ -70,12 +70,15 @@ fn a_communication_is_hidden_from_the_coming_of_the_last_rank_until_it_is_seen_t
         [part(Class::Post, 20, 21), part(Class::Flight, 21, 22), part(Class::Wait, 22, 26), span(Class::Step, 0, 31)];
     let slices = slices(&[&early, &late]);
     let hidden = |slices: &[Slice<'_>]| -> Vec<_> {
-        slices.iter().filter(|slice| slice.kind == Kind::Hidden).map(|slice| (slice.start, slice.end)).collect()
+        slices.iter().filter(|slice| slice.kind == SliceKind::Hidden).map(|slice| (slice.start, slice.end)).collect()
     };
     assert_eq!(hidden(&slices[0]), [(20, 25)]);
     assert_eq!(hidden(&slices[1]), [(21, 22)]);
     // Rank 1 cannot know before its wait ends. The communication ends at 25, when rank 0 saw it end.
-    assert_eq!(shown(&slices[1])[4..6], [(Kind::Work, Class::Wait, 22, 25), (Kind::Waiting, Class::Wait, 25, 26)]);
+    assert_eq!(
+        shown(&slices[1])[4..6],
+        [(SliceKind::Work, Class::Wait, 22, 25), (SliceKind::Waiting, Class::Wait, 25, 26)]
+    );
 }
 
 #[test]
@@ -85,7 +88,7 @@ fn where_all_wait_the_time_is_theirs() {
         [part(Class::Post, 8, 8), part(Class::Flight, 8, 8), part(Class::Wait, 8, 8), span(Class::Step, 4, 8)],
     ];
     let cut = slices(&[&ranks[0], &ranks[1][3..]]);
-    assert_eq!(shown(&cut[1]), [(Kind::Rest, Class::Step, 4, 8)]);
+    assert_eq!(shown(&cut[1]), [(SliceKind::Rest, Class::Step, 4, 8)]);
     let alone = slices(&[&ranks[0], &ranks[1][..3]]); // rank 1 is between steps
     assert_eq!(machine_time(&alone), [vec![8.0], vec![]]);
 }

@@ -62,14 +62,14 @@ pub(super) struct GroupState {
 /// The parts of a split so far.
 #[derive(Debug, Default)]
 struct Split {
-    parts: Vec<Part>,
+    parts: Vec<SplitPart>,
     /// The part of each rank that is in one.
     part_of: HashMap<usize, usize>,
 }
 
 /// One part of a split, as named by the members that have arrived.
 #[derive(Debug)]
-struct Part {
+struct SplitPart {
     name: String,
     /// World ranks.
     ranks: Arc<[usize]>,
@@ -154,7 +154,7 @@ impl State {
             let group = self.add_group(name, Arc::clone(&ranks));
             let split = self.splits.entry((parent, cut)).or_default();
             split.part_of.extend(ranks.iter().map(|&member| (member, split.parts.len())));
-            split.parts.push(Part { name: name.to_owned(), ranks: Arc::clone(&ranks), group, named_by: rank });
+            split.parts.push(SplitPart { name: name.to_owned(), ranks: Arc::clone(&ranks), group, named_by: rank });
             return Ok((group, ranks));
         };
         if part.name == name && *part.ranks == *ranks {

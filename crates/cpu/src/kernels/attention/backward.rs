@@ -3,7 +3,7 @@
 use super::super::Float;
 use super::ahead::{self, Ahead};
 use super::heads::RowsMut;
-use super::layout::{Call, Group, Next, Part};
+use super::layout::{Call, Group, Next, QueryBlock};
 use super::rows::VECTOR;
 use super::tiles::{Left, Panels, Tiled};
 use super::{BLOCK, Dims, STRIDE, blocks, panels, scratch};
@@ -14,7 +14,7 @@ use meshwork_core::simd::wide;
 /// with the group's first row.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    place @ (group, rows): (Group, Part),
+    place @ (group, rows): (Group, QueryBlock),
     [q, k, v, out, dout]: [&[T]; 5],
     lse: &[T],
     [mut q_grad, mut k_grad, mut v_grad]: [RowsMut<'_, T>; 3],
@@ -197,7 +197,7 @@ struct Rows<'a, T> {
 /// One head's sums for the gradients of `q`, `k` and `v`.
 fn one_head<T: Tiled>(
     call: &Call<'_, T>,
-    (group, part): (Group, Part),
+    (group, part): (Group, QueryBlock),
     Operands { q, g, kt, vt, ks, qs, gs }: Operands<'_, T>,
     Rows { lse, dots, dropout }: Rows<'_, T>,
     [mut q_sums, mut k_sums, mut v_sums]: [RowsMut<'_, T>; 3],

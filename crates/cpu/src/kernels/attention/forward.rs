@@ -2,7 +2,7 @@
 
 use super::ahead::{self, Ahead};
 use super::heads::RowsMut;
-use super::layout::{Call, Group, Next, Part};
+use super::layout::{Call, Group, Next, QueryBlock};
 use super::rows::{VECTOR, softmax};
 use super::tiles::{Left, MAX_WIDTH, Panels, Tiled, Tiles};
 use super::{FORWARD_KEYS, blocks, panels, scratch};
@@ -13,7 +13,7 @@ use std::ops::Range;
 /// group's first row.
 pub(super) fn part<T: Tiled>(
     call: &Call<'_, T>,
-    place @ (group, rows): (Group, Part),
+    place @ (group, rows): (Group, QueryBlock),
     [q, k, v]: [&[T]; 3],
     mut out: RowsMut<'_, T>,
     lse: &mut [T],
@@ -114,7 +114,7 @@ pub(super) fn part<T: Tiled>(
 /// keeps, and more up to a tile's edges.
 fn products<T: Tiled>(
     tiles: &Tiles<T>,
-    (keys, part): (Left<'_, T>, Part),
+    (keys, part): (Left<'_, T>, QueryBlock),
     right: Panels<'_, T>,
     queries: Range<usize>,
     mut to: RowsMut<'_, T>,

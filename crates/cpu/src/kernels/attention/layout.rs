@@ -30,7 +30,7 @@ pub(super) struct Group {
 
 /// Queries of a group that are computed together, and the keys that one of them sees.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Part {
+pub(super) struct QueryBlock {
     /// The queries, by their rows in memory.
     pub(super) queries: Document,
     /// The keys.
@@ -39,7 +39,7 @@ pub(super) struct Part {
     pub(super) past: usize,
 }
 
-impl Part {
+impl QueryBlock {
     /// The keys that the queries before row `end` see, counted from the part's first key.
     pub(super) fn seen_by(&self, end: usize) -> usize {
         self.keys.len.min(self.past + end)
@@ -139,21 +139,21 @@ impl<'a, T: Float> Call<'a, T> {
     }
 
     /// What attends to itself in a sample, as far as it has queries here.
-    fn attending(&self, sample: usize) -> Vec<Part> {
+    fn attending(&self, sample: usize) -> Vec<QueryBlock> {
         let (Keys { count, first_query }, queries) = (self.dims.keys, self.dims.queries());
         let whole = Document { first: 0, len: count.max(queries.end), position: 0 };
         let parts = documents::attending(self.masks.packing, sample, &whole).iter().filter_map(|document| {
             let own = document.among(&queries)?;
             let keys = document.among(&(0..count.min(own.range().end)))?;
             let queries = Document { first: own.first - first_query, ..own };
-            Some(Part { queries, keys, past: own.first - document.first })
+            Some(QueryBlock { queries, keys, past: own.first - document.first })
         });
         parts.collect()
     }
 
     /// The parts of a group that are computed one after the other, each with what follows it: after the last one the
     /// first part of the next group, if this thread computes that one `next`.
-    pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(Part, Option<Next>)> {
+    pub(super) fn parts(&self, group: Group, next: bool) -> Vec<(QueryBlock, Option<Next>)> {
         let parts = self.attending(group.sample);
         let after = self.after(group);
         let beyond = next.then(|| self.attending(after.sample).first().copied()).flatten();
@@ -165,7 +165,7 @@ impl<'a, T: Float> Call<'a, T> {
             .collect()
     }
 
-    fn next(&self, (group, part): (Group, Part), (next, rows): (Group, Part)) -> Next {
+    fn next(&self, (group, part): (Group, QueryBlock), (next, rows): (Group, QueryBlock)) -> Next {
         let ([q, k, _], [next_q, next_k, _]) = (self.starts(group, part), self.starts(next, rows));
         let pairs = [(q, next_q), (k, next_k), (self.out_start(group, part), self.out_start(next, rows))];
         let rows = rows.queries.len.min(rows.keys.len);
@@ -181,7 +181,7 @@ impl<'a, T: Float> Call<'a, T> {
     }
 
     /// Where a group's queries, keys and values start, from a part's first row on.
-    pub(super) fn starts(&self, group: Group, part: Part) -> [usize; 3] {
+    pub(super) fn starts(&self, group: Group, part: QueryBlock) -> [usize; 3] {
         let (Group { sample, index }, Layout { q, k, v, .. }) = (group, self.layout);
         let (q_row, k_row, kv_head) = (part.queries.first, part.keys.first, self.groups.first + index);
         let starts = [(q, q_row, group.first_head(self.groups)), (k, k_row, kv_head), (v, k_row, kv_head)];
@@ -189,13 +189,13 @@ impl<'a, T: Float> Call<'a, T> {
     }
 
     /// Where its output starts.
-    pub(super) fn out_start(&self, group: Group, part: Part) -> usize {
+    pub(super) fn out_start(&self, group: Group, part: QueryBlock) -> usize {
         let head = group.first_head(self.groups) * self.dims.head_dim;
         self.layout.out.at(group.sample, part.queries.first, head)
     }
 
     /// The queries of a part by the tokens that they are, and its keys.
-    pub(super) fn tokens(&self, part: Part) -> [Document; 2] {
+    pub(super) fn tokens(&self, part: QueryBlock) -> [Document; 2] {
         [Document { first: part.queries.first + self.dims.keys.first_query, ..part.queries }, part.keys]
     }
 
@@ -231,7 +231,7 @@ impl<'a, T: Float> Call<'a, T> {
 
     /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the number
     /// of keys.
-    pub(super) fn head_dropout(&self, (group, part): (Group, Part), head: usize) -> HeadDropout {
+    pub(super) fn head_dropout(&self, (group, part): (Group, QueryBlock), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
         let [queries, keys] = self.tokens(part);
         let first = (queries.first * self.dims.keys.count + keys.first) as u64;

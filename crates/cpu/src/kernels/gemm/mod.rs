@@ -296,7 +296,7 @@ pub(super) unsafe fn product<F: Finish<f32>>(
 
 /// A part of a packed B: terms l .. l + k of columns j .. j + columns.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct PackedPart {
     pub(super) l: usize,
     pub(super) k: usize,
     pub(super) j: usize,
@@ -306,11 +306,16 @@ pub(super) struct Piece {
 /// The pieces of a packed `[k, n]` and their lengths in words, in memory order.
 ///
 /// Blocks of `N_BLOCK` columns contain blocks of `K_BLOCK` terms, which contain panels as wide as a tile.
-pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Piece, usize)> {
+pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (PackedPart, usize)> {
     let blocks = move |block: usize| (0..k).step_by(K_BLOCK).map(move |l| (block, l));
     let piece = move |(block, l): (usize, usize)| {
         let end = n.min(block + N_BLOCK);
-        (block..end).step_by(PIECE).map(move |j| Piece { l, k: K_BLOCK.min(k - l), j, columns: PIECE.min(end - j) })
+        (block..end).step_by(PIECE).map(move |j| PackedPart {
+            l,
+            k: K_BLOCK.min(k - l),
+            j,
+            columns: PIECE.min(end - j),
+        })
     };
     let all = (0..n).step_by(N_BLOCK).flat_map(blocks).flat_map(piece);
     all.map(move |piece| (piece, path.words([piece.k, piece.columns])))
@@ -321,8 +326,8 @@ pub(super) fn pieces(path: Path, [k, n]: [usize; 2]) -> impl Iterator<Item = (Pi
 /// # Safety
 /// The CPU runs `path`, one in `bf16` if `b` is rounded; `b` with its strides is valid for the piece, and `to` for
 /// writing its words.
-pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: Piece, to: *mut f32) {
-    let Piece { l, k, j, columns } = piece;
+pub(super) unsafe fn pack(path: Path, b: (Elements, Strides), piece: PackedPart, to: *mut f32) {
+    let PackedPart { l, k, j, columns } = piece;
     // SAFETY: the caller's promise.
     unsafe { for_micro!(path, M => Matrix::new(b).pack::<M>((l, k), (j, columns), to)) }
 }

@@ -476,7 +476,7 @@ fn operands_are_rounded_to_the_nearest() {
     }
     for path in paths(Precision::Bf16) {
         for x in x.chunks(PIECE) {
-            let piece = Piece { l: 0, k: 1, j: 0, columns: x.len() };
+            let piece = PackedPart { l: 0, k: 1, j: 0, columns: x.len() };
             let mut words = vec![0_u32; path.words([1, x.len()])];
             // SAFETY: the path runs here; one row, and room for its words.
             unsafe { pack(path, (Elements::Full(x.as_ptr()), (x.len(), 1)), piece, words.as_mut_ptr().cast()) };

@@ -2,7 +2,7 @@
 
 use crate::config::TextFormat;
 use crate::data::Tokenizer;
-use crate::data::piece::{Piece, Pieces, Reading};
+use crate::data::piece::{DocumentPiece, Pieces, Reading};
 use crate::data::text::Texts;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -233,7 +233,7 @@ fn no_cut_changes_a_token(kind: &str, cuts: bool, tokenizer: &Tokenizer, file: &
             let pieces = Pieces { bytes, margin };
             let reading = Reading { format: TextFormat::Text, text_key: "text", skip_bad_lines: false, pieces };
             let (mut ids, mut count) = (Vec::new(), 0);
-            let see = |piece: Piece| {
+            let see = |piece: DocumentPiece| {
                 count += 1;
                 ids.extend(tokenizer.encode_piece(&piece).unwrap());
                 Ok(())

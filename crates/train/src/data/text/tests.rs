@@ -10,7 +10,7 @@ fn read(name: &str, bytes: &[u8], reading: &Reading<'_>) -> Result<(Vec<String>,
     let folder = tempfile::tempdir().unwrap();
     let (path, mut found) = (folder.path().join(name), Vec::new());
     fs::write(&path, bytes).unwrap();
-    let see = |piece: Piece| {
+    let see = |piece: DocumentPiece| {
         assert!(piece.last);
         found.push(piece.text);
         Ok(())
@@ -139,7 +139,7 @@ fn of_a_folder_what_is_skipped_is_named() {
     write("f.ndjson", b"{\"text\": \"f\"}");
     let read = || {
         let mut found = Vec::new();
-        let see = |piece: Piece| {
+        let see = |piece: DocumentPiece| {
             found.push(piece.text);
             Ok(())
         };
