@@ -97,7 +97,7 @@ impl Values {
 pub enum Keep {
     /// This fraction of each part, rounded to the nearest number, at least one. Above 0, at most 1.
     Fraction(f64),
-    /// So many of each part, at least one; all of a part that has fewer.
+    /// This number of elements of each part: at least one, and at most all of them.
     Count(usize),
 }
 

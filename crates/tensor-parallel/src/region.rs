@@ -13,7 +13,7 @@ const SEQ: usize = 1;
 /// |---|---|---|
 /// | nothing | each rank has all tokens | the same |
 /// | tp (sequence parallelism) | each rank of tp has its slice: the same bytes are communicated, and activations shrink | each rank of tp has all |
-/// | other axes, as cp | each rank has its slice | the same: attention gathers keys and values |
+/// | other axes, such as cp | each rank has its slice | the same: attention gathers keys and values |
 ///
 /// Over several axes the cuts nest, tp innermost.
 ///

@@ -11,7 +11,7 @@
 //! them. The queries may be [some of the tokens](Keys) that the keys are of. Queries and keys may be [rotated](Angles)
 //! by their positions first.
 //!
-//! Sequences may be [packed](Packing) with documents, each of which is then computed as a separate sequence.
+//! Sequences may be [packed](Packing) with documents. Each document is computed as if it were a sequence by itself.
 //!
 //! # The order of sums
 //!
@@ -258,8 +258,8 @@ pub fn backward<S: StoredAs<T>, T: Tiled>(
     backward_of(&call, saved, dout, gradients);
 }
 
-/// `dq` and `dkv` from `dout`, with the forward's tiles, groups, angles and masks. Overwrites both, with zeros for
-/// keys and values of which no query is here.
+/// `dq` and `dkv` from `dout`, with the forward's tiles, groups, angles and masks. Overwrites both. Keys
+/// and values that no query of this call reads get zeros.
 #[expect(clippy::too_many_arguments, reason = "as above")]
 pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     tiles: Tiles<T>,
@@ -277,7 +277,7 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     let Groups { size, kv_heads, first } = groups;
     let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
     let used = groups.used(dims);
-    // Heads and keys of which no query is here.
+    // No query of this call reads the other heads and keys.
     if used < kv_heads || dims.queries() != (0..keys.count) {
         dkv.fill(S::zeroed());
     }

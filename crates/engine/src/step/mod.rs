@@ -3,7 +3,7 @@
 //! averaged over the terms of the whole batch.
 //!
 //! A [`Trainer`] is made of four parts: what is [cut](cut), what is [stored](stored), what [travels](pipeline) and what
-//! is [reported](report). [`training`] has the step.
+//! is [reported](report). [`one_step`] has the step, [`train`] the loop over steps.
 
 mod cut;
 mod driver;

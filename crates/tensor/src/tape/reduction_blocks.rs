@@ -13,6 +13,8 @@
 //! slices of the sequence comes above this tree, and the sum over several uses of a parameter above both: such
 //! gradients are kept in several [copies](GradShard::copies) until every rank's samples are included. In fast numerics
 //! each of these sums has one block.
+//!
+//! More than 400 lines: the rule of every sum, and the tape's side of it.
 
 use super::{Backward, GradShard, GradSlot, Source, Tape, Var};
 use crate::error::{Error, Result};

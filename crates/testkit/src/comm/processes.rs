@@ -1,13 +1,16 @@
-//! Ranks that are processes, for tests alone: a test program again for each rank, joined over local connections.
+//! Ranks that are processes, for tests alone. The test program is started once for each rank, and the processes are
+//! joined by local connections.
 //!
-//! The first process is the hub. For each rank it has that rank's communicator of a world of threads, and does there
-//! what the process of the rank asks over its connection, one question at a time. So this backend is slow, and has the
-//! results and faults of threads, while ranks share nothing but what is sent.
+//! The first process is the hub. It holds a communicator of a world of threads for each rank, and carries out the
+//! requests of that rank's process on it, one at a time. So this backend is slow, and its results and faults are the
+//! ones of threads, but ranks share no memory.
 //!
 //! ```text
 //! rank's process: World::Joined(Remote) ── Ask, bytes ──▶ hub: rank's communicator of threads
 //!                                       ◀── Told, bytes ──
 //! ```
+//!
+//! More than 400 lines: both ends of the protocol.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
