@@ -230,6 +230,7 @@ fn apply(op: &Op, args: &[&Var], declared: &Declared, tape: &Tape, batch: &Batch
         Op::Map(Map::Silu) => x()?.silu(),
         Op::Map(Map::Tanh) => x()?.tanh(),
         Op::Map(Map::Sigmoid) => x()?.sigmoid(),
+        Op::Map(Map::SoftCap) => x()?.soft_cap(2.0),
         Op::Scale(factor) => x()?.scale(*factor),
         Op::Dropout { p, name } => x()?.dropout(*p, name),
         Op::Softmax => x()?.softmax(),

@@ -252,6 +252,7 @@ pub enum Map {
     Silu,
     Tanh,
     Sigmoid,
+    SoftCap,
 }
 
 /// What the user's operation does instead.

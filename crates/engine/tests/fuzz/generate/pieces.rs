@@ -85,7 +85,7 @@ impl Generator<'_> {
     }
 
     fn activation(&mut self, x: Value) -> Value {
-        let map = self.rng.pick(&[Map::Relu, Map::Gelu, Map::Silu, Map::Tanh, Map::Sigmoid]);
+        let map = self.rng.pick(&[Map::Relu, Map::Gelu, Map::Silu, Map::Tanh, Map::Sigmoid, Map::SoftCap]);
         self.on(x, Op::Map(map))
     }
 
