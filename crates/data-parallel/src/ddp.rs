@@ -91,11 +91,11 @@ meshwork_core::debug_as_display!(DdpError);
 /// [`with_staleness`](Self::with_staleness).
 ///
 /// ```
-/// use meshwork_core::comm::thread::{self, Options};
+/// use meshwork_core::World;
 /// use meshwork_data_parallel::{Ddp, DdpError};
 ///
 /// // The mean of x over three samples, of which rank 0 has two. Each gradient is of the sum over a rank's samples.
-/// let means = thread::run(2, Options::default(), |world| {
+/// let means = World::Threads(2).run(|world| {
 ///     let samples: &[f32] = if world.rank() == 0 { &[1.0, 2.0] } else { &[6.0] };
 ///     let mut ddp = Ddp::new(world, &[1], 1 << 20)?;
 ///     ddp.gradient(0, &[samples.iter().sum()])?;
@@ -326,10 +326,10 @@ impl Ddp {
     /// whose ranks hash their own; a rank whose update did something else, which the gradients cannot show, is named.
     ///
     /// ```
-    /// # use meshwork_core::comm::thread::{self, Options};
+    /// # use meshwork_core::World;
     /// # use meshwork_data_parallel::{Ddp, DdpError};
     /// let run = |rates: [f32; 2]| {
-    ///     thread::run(2, Options::default(), |world| {
+    ///     World::Threads(2).run(|world| {
     ///         let (mut weight, mut ddp) = ([1.0f32], Ddp::new(world.clone(), &[1], 1 << 20)?);
     ///         for step in 0..2 {
     ///             ddp.verify(step, [&weight[..]])?;
