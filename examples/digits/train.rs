@@ -28,7 +28,7 @@ pub fn train(
     let steps_of_epoch = images.len() / batch;
     let profiler = profiled.then(|| Profiler::new((epochs * steps_of_epoch) as u64, PROFILED, &*Cpu::device()));
     let started = Instant::now();
-    let tracks = World::Threads(plan.mesh.world_size()).run(|world| {
+    let tracks = World::threads(&plan.mesh).run(|world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&**world.communicator()));
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
         let first = rank.coords().get(Axis::Dp) * (batch / dp);

@@ -27,7 +27,7 @@ fn parallel() -> (Arc<dyn Model>, Data) {
 fn trained(mesh: &str, plan: &Plan, steps: u64) -> Trained {
     let (model, data) = parallel();
     let plan = Plan { mesh: mesh.parse().unwrap(), ..plan.clone() };
-    let ranks = World::Threads(plan.mesh.world_size()).run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         let mut reports = Vec::new();
         trainer.train(&data, steps, |report| reports.push(report))?;

@@ -8,7 +8,8 @@
 
 use meshwork_compress::{CompressError, Feedback, Partial, Reduction, Scheme, Shape};
 use meshwork_core::ReduceOp;
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
+use meshwork_core::comm::thread::Options;
 use std::time::{Duration, Instant};
 
 const RANKS: usize = 2;
@@ -81,7 +82,7 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (full, json) = (args.iter().any(|arg| arg == "--bench"), args.iter().any(|arg| arg == "--json"));
     let options = Options { timeout: Duration::from_secs(600) };
-    let ranks = thread::run(RANKS, options, |world| sums(&world, full, if full { 12 } else { 4 }));
+    let ranks = World::Threads(RANKS).run_with(options, |world| sums(&world, full, if full { 12 } else { 4 }));
     let (mut times, error, bytes) = ranks.unwrap_or_else(|error| panic!("{error}")).swap_remove(0);
     times.drain(..2);
     times.sort_by(f64::total_cmp);

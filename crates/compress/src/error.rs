@@ -10,41 +10,20 @@ pub(crate) const VALID: &str = "none, bf16, fp8:e4m3, fp8:e5m2, quant:BITS (1 to
 /// Failure to compress, restore or sum.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum CompressError {
     /// A text that names no scheme.
     #[error("{text:?} is no compression: {problem}; valid are {VALID}")]
-    Scheme {
-        /// The text.
-        text: String,
-        /// The problem.
-        problem: String,
-    },
+    Scheme { text: String, problem: String },
     /// A shape with more elements than a 32-bit index can address.
     #[error("a value of {rows} x {cols} has more than 4294967295 elements: compress it in parts")]
-    TooLong {
-        /// Rows.
-        rows: usize,
-        /// Columns.
-        cols: usize,
-    },
+    TooLong { rows: usize, cols: usize },
     /// A rank that is not valid for the matrix.
     #[error("powersgd:{rank} of a {shape} matrix: the rank must be 1 to {}; use \"none\" for vectors", shape.rows().min(shape.cols()))]
-    Rank {
-        /// The rank of the factors.
-        rank: usize,
-        /// The matrix.
-        shape: Shape,
-    },
+    Rank { rank: usize, shape: Shape },
     /// A slice of the wrong length.
     #[error("{what} has {count} elements, it must have {wanted}")]
-    Count {
-        /// The slice.
-        what: &'static str,
-        /// Its number of elements.
-        count: usize,
-        /// The required number of elements.
-        wanted: usize,
-    },
+    Count { what: &'static str, count: usize, wanted: usize },
     /// A message that does not match the scheme and shape.
     #[error("the message cannot be read: {0}")]
     Message(#[from] MessageError),
@@ -52,56 +31,21 @@ pub enum CompressError {
     #[error(
         "{name}: step {step} after step {last}: feedback is applied once a step, in increasing steps; a second time would add the residual twice"
     )]
-    Twice {
-        /// The value that is reduced or sent.
-        name: String,
-        /// The requested step.
-        step: u64,
-        /// The last step that the state has seen.
-        last: u64,
-    },
+    Twice { name: String, step: u64, last: u64 },
     /// The group differs from the planned group of a reduction.
     #[error(
         "{name} was planned for rank {rank} of {ranks}, the group has this as rank {group_rank} of {group_ranks}: reshard its states and plan it again"
     )]
-    Group {
-        /// The value that is reduced.
-        name: String,
-        /// Planned rank.
-        rank: usize,
-        /// Planned number of ranks.
-        ranks: usize,
-        /// Rank in the group.
-        group_rank: usize,
-        /// Ranks of the group.
-        group_ranks: usize,
-    },
+    Group { name: String, rank: usize, ranks: usize, group_rank: usize, group_ranks: usize },
     /// Feedback that a scheme does not support.
     #[error("{feedback} with {scheme}: {problem}")]
-    Feedback {
-        /// The feedback.
-        feedback: String,
-        /// The scheme.
-        scheme: String,
-        /// The problem, and the valid alternatives.
-        problem: String,
-    },
+    Feedback { feedback: String, scheme: String, problem: String },
     /// A sample outside the buffer.
     #[error("sample {sample} of a buffer of {samples}")]
-    Sample {
-        /// The sample.
-        sample: usize,
-        /// Samples of the buffer.
-        samples: usize,
-    },
+    Sample { sample: usize, samples: usize },
     /// A file of activations that cannot be used.
     #[error("{path}: {problem}")]
-    File {
-        /// Its path.
-        path: String,
-        /// The problem.
-        problem: String,
-    },
+    File { path: String, problem: String },
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -118,41 +62,26 @@ impl From<BufferError> for CompressError {
 /// An error in the bytes of a message.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum MessageError {
     /// A number of bytes that does not match the scheme and shape.
     #[error("it has {bytes} bytes, {wanted} were expected")]
-    Bytes {
-        /// Bytes of the message.
-        bytes: usize,
-        /// Bytes of a message with this scheme and shape.
-        wanted: usize,
-    },
+    Bytes { bytes: usize, wanted: usize },
     /// A format version that this crate cannot read.
     #[error("it is of version {0} of the format, this is version {version}", version = crate::wire::VERSION)]
     Version(u8),
     /// Another method, or no method at all.
     #[error("it was made by method number {found}, {wanted:?} (number {}) was expected", *wanted as u8)]
-    Method {
-        /// The method number in the message.
-        found: u8,
-        /// The expected method.
-        wanted: Method,
-    },
+    Method { found: u8, wanted: Method },
     /// Another scheme of this method, or another shape.
     #[error("its scheme or shape is not {scheme} of {shape}")]
-    Fingerprint {
-        /// The expected scheme.
-        scheme: String,
-        /// The expected shape.
-        shape: Shape,
-    },
+    Fingerprint { scheme: String, shape: Shape },
     /// Padding bits that are not zero.
     #[error("bits that must be zero are set")]
     Padding,
     /// Indices that are not increasing, too large, or of the wrong number.
     #[error("its indices are not {count} increasing numbers below {below}")]
     Indices {
-        /// The required number of indices.
         count: usize,
         /// Upper bound of the indices, exclusive.
         below: usize,

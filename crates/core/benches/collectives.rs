@@ -9,8 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use meshwork_core::comm::thread::{Options, run};
-use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
+use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
 
 /// Runs one operation on a rank's two buffers and returns them. Each is as large as the operation's full buffer or, if
 /// [`Case::part`] says so, as one rank's part of it.
@@ -149,6 +148,6 @@ fn median(case: &Case, ranks: usize, bytes: usize, seconds: f64) -> Duration {
         world.log().drain();
         Ok::<_, CommError>(times[repeats / 2])
     };
-    let medians = run(ranks, Options::default(), body).unwrap_or_else(|error| panic!("{error}"));
+    let medians = World::Threads(ranks).run(body).unwrap_or_else(|error| panic!("{error}"));
     medians.into_iter().max().unwrap_or_default()
 }

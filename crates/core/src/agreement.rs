@@ -4,10 +4,10 @@
 //!
 //! ```
 //! use meshwork_core::agreement::{Agreement, Fact};
-//! use meshwork_core::comm::thread::{self, Options};
+//! use meshwork_core::World;
 //!
 //! let run = |rates: [f64; 3]| {
-//!     thread::run(3, Options::default(), |world| {
+//!     World::Threads(3).run(|world| {
 //!         let advice = "give every rank the same";
 //!         let mut facts = Agreement::default();
 //!         facts.push(Fact::value("the number of steps", &100, advice));

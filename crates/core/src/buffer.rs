@@ -17,53 +17,25 @@ use crate::memory::{Block, HostMemory, Memory};
 /// Why a buffer could not be made, sliced, read or written.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum BufferError {
     /// The elements were requested as a different type.
     #[error("the buffer holds {actual}, it was asked for as {asked}")]
-    DType {
-        /// The element type of the buffer.
-        actual: DType,
-        /// The requested type.
-        asked: DType,
-    },
+    DType { actual: DType, asked: DType },
     /// The memory has no bytes that the host can reach.
     #[error("the memory of this buffer ({count} of {dtype}) is not on the host")]
-    NotHost {
-        /// Element type.
-        dtype: DType,
-        /// Number of elements.
-        count: usize,
-    },
+    NotHost { dtype: DType, count: usize },
     /// Other buffers refer to the same memory, so it can only be read.
     #[error(
         "the memory of this buffer ({count} of {dtype}) is shared: drop its clones and slices before writing to it"
     )]
-    Shared {
-        /// Element type.
-        dtype: DType,
-        /// Number of elements.
-        count: usize,
-    },
+    Shared { dtype: DType, count: usize },
     /// A slice outside the buffer.
     #[error("elements {start}..{end} are not inside the buffer's 0..{count}")]
-    Range {
-        /// First requested element.
-        start: usize,
-        /// One past the last requested element.
-        end: usize,
-        /// Elements in the buffer.
-        count: usize,
-    },
+    Range { start: usize, end: usize, count: usize },
     /// The memory is too small for the elements.
     #[error("{count} of {dtype} do not fit into memory of {bytes} bytes")]
-    TooSmall {
-        /// Element type.
-        dtype: DType,
-        /// Number of elements.
-        count: usize,
-        /// Bytes that the memory has.
-        bytes: usize,
-    },
+    TooSmall { dtype: DType, count: usize, bytes: usize },
 }
 
 crate::debug_as_display!(BufferError);

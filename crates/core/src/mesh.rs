@@ -102,63 +102,32 @@ pub const EXPERT_DATA: &str = "edp";
 /// Why a mesh is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum MeshError {
     /// The axis does not exist.
     #[error("unknown mesh axis `{name}`: the axes are tp, cp, ep, dp, pp{hint}")]
-    UnknownAxis {
-        /// As written.
-        name: String,
-        /// What may have been meant.
-        hint: &'static str,
-    },
+    UnknownAxis { name: String, hint: &'static str },
     /// A part of the mesh string is not `axis=degree`.
     #[error("`{part}` is not of the form axis=degree, as in dp=2,tp=4,pp=2")]
-    Syntax {
-        /// As written.
-        part: String,
-    },
+    Syntax { part: String },
     /// The degree of an axis is not a whole number.
     #[error("`{axis}={degree}` is not of the form axis=degree: the degree is not a whole number")]
-    Degree {
-        /// The axis.
-        axis: Axis,
-        /// As written.
-        degree: String,
-    },
+    Degree { axis: Axis, degree: String },
     /// The degree of an axis does not fit into a `usize`.
     #[error("the degree {degree} of axis {axis} overflows")]
-    TooLarge {
-        /// The axis.
-        axis: Axis,
-        /// As written.
-        degree: String,
-    },
+    TooLarge { axis: Axis, degree: String },
     /// The degree of an axis is zero.
     #[error("axis {axis} has degree 0: a degree is 1 or more")]
-    ZeroDegree {
-        /// The axis.
-        axis: Axis,
-    },
+    ZeroDegree { axis: Axis },
     /// Expert parallelism cannot borrow its ranks from data parallelism.
     #[error("ep={ep} does not divide dp={dp}: the experts are shared out among ranks of dp")]
-    Borrowed {
-        /// The expert-parallel degree.
-        ep: usize,
-        /// The data-parallel degree.
-        dp: usize,
-    },
+    Borrowed { ep: usize, dp: usize },
     /// An axis is given twice.
     #[error("axis {axis} is given twice")]
-    Duplicate {
-        /// The axis.
-        axis: Axis,
-    },
+    Duplicate { axis: Axis },
     /// The product of the degrees does not fit.
     #[error("the product of the degrees of {mesh} overflows")]
-    Overflow {
-        /// The mesh as given.
-        mesh: String,
-    },
+    Overflow { mesh: String },
 }
 
 crate::debug_as_display!(MeshError);

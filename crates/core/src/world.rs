@@ -24,6 +24,11 @@ pub enum World {
 }
 
 impl World {
+    /// Threads, one for each rank of `mesh`.
+    pub fn threads(mesh: &Mesh) -> World {
+        World::Threads(mesh.world_size())
+    }
+
     /// Runs `body` as every rank that this process has, and returns their results, by rank.
     ///
     /// If a rank fails or panics, those that need it get an error instead of waiting, and the error of the whole says
@@ -73,6 +78,19 @@ impl World {
     }
 
     /// [`run`](Self::run), with a [`Rank`] that has joined `mesh` instead of the group of the world.
+    ///
+    /// ```
+    /// use meshwork_core::{Axis, CommError, Mesh, ReduceOp, World};
+    ///
+    /// let mesh: Mesh = "dp=2,tp=2".parse()?;
+    /// let sums = World::threads(&mesh).run_mesh(&mesh, |rank| {
+    ///     let mut x = [rank.world_rank() as f32];
+    ///     rank.group(Axis::Dp).all_reduce_slice(&mut x, ReduceOp::Sum)?;
+    ///     Ok::<_, CommError>(x[0])
+    /// })?;
+    /// assert_eq!(sums, [2.0, 4.0, 2.0, 4.0]); // ranks 0 and 2 are a dp group, and 1 and 3 are
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// A world of another size than the mesh, and what [`run`](Self::run) refuses.

@@ -15,33 +15,19 @@ use std::ops::Range;
 /// Why a step of [`Ddp`] failed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum DdpError {
     /// There is no parameter of this number.
     #[error("there is no parameter {parameter}: {count} were declared")]
-    Parameter {
-        /// The number given.
-        parameter: usize,
-        /// The number of parameters.
-        count: usize,
-    },
+    Parameter { parameter: usize, count: usize },
     /// A gradient has another length than its parameter.
     #[error("the gradient of parameter {parameter} has {found} elements, the parameter {elements}")]
-    Length {
-        /// The parameter.
-        parameter: usize,
-        /// Its elements, as declared.
-        elements: usize,
-        /// The gradient's.
-        found: usize,
-    },
+    Length { parameter: usize, elements: usize, found: usize },
     /// Two gradients of one parameter in a micro-batch that is reduced.
     #[error(
         "parameter {parameter} got two gradients in one micro-batch: add them up before, or pass those of earlier micro-batches within `no_sync`"
     )]
-    Twice {
-        /// The parameter.
-        parameter: usize,
-    },
+    Twice { parameter: usize },
     /// The last micro-batch of the step gave a parameter no gradient.
     #[error(
         "parameter {parameter} has no gradient from the last micro-batch (rank {rank}): if its loss does not depend on it, call `unused({parameter})`"
@@ -49,27 +35,18 @@ pub enum DdpError {
     Missing {
         /// The first such parameter, in the order in which they were declared.
         parameter: usize,
-        /// This rank.
         rank: usize,
     },
     /// The ranks counted nothing, or something that is no count.
     #[error("the ranks have {count} samples together: the gradients' sum is divided by their number")]
-    Count {
-        /// The sum of the counts.
-        count: f64,
-    },
+    Count { count: f64 },
     /// No step has been finished whose gradients are there.
     #[error("there are no reduced gradients yet: call `finish` until it returns true")]
     NotYet,
     /// The ranks have other parameters or settings ([`Ddp::new`]), or what should be the same in a step is not
     /// ([`Ddp::verify`]). Every rank has the same error.
     #[error("{}{of}", step.map_or(String::new(), |step| format!("step {step}: ")))]
-    Disagreement {
-        /// The step, if it was one.
-        step: Option<u64>,
-        /// What differs, on which ranks, and what would be valid.
-        of: Box<Disagreement>,
-    },
+    Disagreement { step: Option<u64>, of: Box<Disagreement> },
     /// A reduction failed.
     #[error(transparent)]
     Reduce(#[from] ReduceError),
@@ -91,11 +68,11 @@ meshwork_core::debug_as_display!(DdpError);
 /// [`with_staleness`](Self::with_staleness).
 ///
 /// ```
-/// use meshwork_core::comm::thread::{self, Options};
+/// use meshwork_core::World;
 /// use meshwork_data_parallel::{Ddp, DdpError};
 ///
 /// // The mean of x over three samples, of which rank 0 has two. Each gradient is of the sum over a rank's samples.
-/// let means = thread::run(2, Options::default(), |world| {
+/// let means = World::Threads(2).run(|world| {
 ///     let samples: &[f32] = if world.rank() == 0 { &[1.0, 2.0] } else { &[6.0] };
 ///     let mut ddp = Ddp::new(world, &[1], 1 << 20)?;
 ///     ddp.gradient(0, &[samples.iter().sum()])?;
@@ -326,10 +303,10 @@ impl Ddp {
     /// whose ranks hash their own; a rank whose update did something else, which the gradients cannot show, is named.
     ///
     /// ```
-    /// # use meshwork_core::comm::thread::{self, Options};
+    /// # use meshwork_core::World;
     /// # use meshwork_data_parallel::{Ddp, DdpError};
     /// let run = |rates: [f32; 2]| {
-    ///     thread::run(2, Options::default(), |world| {
+    ///     World::Threads(2).run(|world| {
     ///         let (mut weight, mut ddp) = ([1.0f32], Ddp::new(world.clone(), &[1], 1 << 20)?);
     ///         for step in 0..2 {
     ///             ddp.verify(step, [&weight[..]])?;

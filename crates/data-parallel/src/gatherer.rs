@@ -45,23 +45,14 @@ pub trait Messages: Debug + Send + Sync {
 /// Why a vector could not be brought together.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum GatherError {
     /// A communication failed.
     #[error("gathering the weights of vector {vector}: {source}")]
-    Comm {
-        /// The vector.
-        vector: usize,
-        /// What failed.
-        source: Box<CommError>,
-    },
+    Comm { vector: usize, source: Box<CommError> },
     /// There is no memory for it, or a message is malformed.
     #[error("the weights of vector {vector}: {source}")]
-    Vectors {
-        /// The vector.
-        vector: usize,
-        /// What failed.
-        source: VectorError,
-    },
+    Vectors { vector: usize, source: VectorError },
 }
 
 meshwork_core::debug_as_display!(GatherError);

@@ -82,47 +82,23 @@ pub enum BucketEvent {
 /// Why a reduction failed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum ReduceError {
     /// A communication failed.
     #[error("reducing gradient bucket {bucket}: {source}")]
-    Comm {
-        /// The bucket.
-        bucket: usize,
-        /// What failed.
-        source: Box<CommError>,
-    },
+    Comm { bucket: usize, source: Box<CommError> },
     /// Memory for gradients, or a sum of them.
     #[error("gradient bucket {bucket}: {source}")]
-    Vectors {
-        /// The bucket.
-        bucket: usize,
-        /// What failed.
-        source: VectorError,
-    },
+    Vectors { bucket: usize, source: VectorError },
     /// A gradient was touched after its reduction had started.
     #[error("gradient {member} of bucket {bucket} was {what} after its reduction had started")]
-    TooLate {
-        /// The bucket.
-        bucket: usize,
-        /// The member within it.
-        member: usize,
-        /// `written` or `said to be final`.
-        what: &'static str,
-    },
+    TooLate { bucket: usize, member: usize, what: &'static str },
     /// Something waited for a reduction while gradients were still missing.
     #[error("bucket {bucket} still waits for gradient {member}")]
-    Missing {
-        /// The bucket.
-        bucket: usize,
-        /// The first member that is not final.
-        member: usize,
-    },
+    Missing { bucket: usize, member: usize },
     /// An earlier reduction of the bucket failed, and its gradients are lost.
     #[error("the gradients of bucket {bucket} are lost: an earlier reduction of it failed")]
-    Lost {
-        /// The bucket.
-        bucket: usize,
-    },
+    Lost { bucket: usize },
 }
 
 meshwork_core::debug_as_display!(ReduceError);

@@ -8,7 +8,8 @@
 
 use meshwork_compress::Scheme;
 use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
+use meshwork_core::comm::thread::Options;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Plan, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 /// Seconds of steps, and the bytes of the gradients.
 fn steps(model: &Arc<dyn Model>, plan: &Plan, bits: f64, count: usize, seq: usize) -> (Vec<f64>, usize) {
     let options = Options { timeout: Duration::from_secs(600) };
-    let ranks = thread::run(plan.mesh.world_size(), options, |world| {
+    let ranks = World::threads(&plan.mesh).run_with(options, |world| {
         let world = throttled::communicator(world.communicator().clone(), bits / 8.0);
         let mut trainer = Trainer::new(model.clone(), plan, Arc::new(Rank::new(&plan.mesh, world)?), Cpu::device())?;
         let mut times = Vec::new();

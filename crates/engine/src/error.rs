@@ -10,6 +10,7 @@ use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
 /// The error of a training run on one rank.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum TrainError {
     /// A tensor operation, a collective among them.
     #[error(transparent)]
@@ -41,22 +42,10 @@ pub enum TrainError {
     /// An evaluation whose loss has no terms: every token or sample is masked. A training step without terms is no
     /// error, it is skipped.
     #[error("step {step}: every token or sample of the batch is masked, so the loss has no mean")]
-    NoTerms {
-        /// The step, from 1.
-        step: u64,
-    },
+    NoTerms { step: u64 },
     /// A claim about values that does not hold: see [`verify`](crate::verify). The weights were not changed.
     #[error("step {step}: {claim}, and {broken}; {valid}")]
-    Claim {
-        /// The step, from 1.
-        step: u64,
-        /// The claim, and the value that it is about.
-        claim: String,
-        /// The facts that contradict it.
-        broken: String,
-        /// What would be valid.
-        valid: String,
-    },
+    Claim { step: u64, claim: String, broken: String, valid: String },
     /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones,
     /// so that a decoder would give other logits than a pass over the whole sequence. Every rank has this error.
     #[error(
@@ -65,135 +54,58 @@ pub enum TrainError {
          positions from 0 in each pass; mix tokens by causal_attention or grouped_attention, which cache what they need, and count positions \
          from Tape::past, as Var::positions does"
     )]
-    Split {
-        /// Tokens of the pass.
-        tokens: usize,
-        /// The distance of the logits over their norm.
-        relative: f64,
-        /// The largest that is taken for rounding.
-        most: f64,
-    },
+    Split { tokens: usize, relative: f64, most: f64 },
     /// Something that has other extents or other numbers on this mesh than on one rank. Found when a
     /// [`Trainer`](crate::Trainer) or a [`Decoder`](crate::Decoder) is made, unless its plan has
     /// [`Verify::Off`](crate::Verify::Off).
     #[error(
         "{what} {here} on {mesh} and {alone} on one rank: {valid} (a model that is meant to depend on its mesh is run with Verify::Off)"
     )]
-    OneRank {
-        /// The operation, parameter or activation.
-        what: String,
-        /// The mesh.
-        mesh: String,
-        /// Its extents or numbers there, over all ranks.
-        here: String,
-        /// Its extents or numbers on one rank.
-        alone: String,
-        /// What would be valid.
-        valid: &'static str,
-    },
+    OneRank { what: String, mesh: String, here: String, alone: String, valid: &'static str },
     /// Ranks that were given input that they should not have. Other samples on the ranks of one dp rank, and another
     /// number of steps, are found with the report of the step, after its update; the same samples on two dp ranks
     /// before it. Every rank has the same error.
     #[error("step {step}: {of}")]
-    Disagreement {
-        /// The step, from 1.
-        step: u64,
-        /// What differs, or does not, on which ranks, and what would be valid.
-        of: Box<Disagreement>,
-    },
+    Disagreement { step: u64, of: Box<Disagreement> },
     /// Samples without numbers, where AQ-SGD keeps an activation of each.
     #[error(
         "AQ-SGD keeps an activation of each sample, and the batch has no field {field:?} with their numbers: add one, an i32 for each"
     )]
-    Unnumbered {
-        /// The field.
-        field: &'static str,
-    },
+    Unnumbered { field: &'static str },
     /// A sample whose activation has no place.
     #[error("AQ-SGD keeps activations of {samples} samples, and the batch has sample {number}: say how many there are")]
-    Sample {
-        /// Its number.
-        number: usize,
-        /// Samples that have a place.
-        samples: usize,
-    },
+    Sample { number: usize, samples: usize },
     /// The loss or the gradient norm is not finite. The weights were not changed; feedback of compression starts again
     /// from zeros.
     #[error("step {step}: the {what} is {value}; the weights are those before this step")]
-    NotFinite {
-        /// The step, from 1.
-        step: u64,
-        /// `loss` or `gradient norm`.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
+    NotFinite { step: u64, what: &'static str, value: f64 },
     /// Weights that are not finite: an update made them so, or they were read so. Every rank that takes part has this
     /// error.
     #[error(
         "after step {step} {name} has elements that are not finite: go on from an earlier checkpoint, with a lower learning rate, or from \
          other weights"
     )]
-    Weight {
-        /// Steps that are complete.
-        step: u64,
-        /// The first parameter of the model with such an element.
-        name: String,
-    },
+    Weight { step: u64, name: String },
     /// The loss of an evaluation is not finite, though the weights are.
     #[error("after step {step} the loss of an evaluation is {value}, with weights that are finite")]
-    Evaluation {
-        /// Steps that are complete.
-        step: u64,
-        /// Its value.
-        value: f64,
-    },
+    Evaluation { step: u64, value: f64 },
     /// The loss or the gradient norm of a step is not finite, and an asynchronous schedule has updated weights since.
     #[error(
         "step {step}: the {what} is {value}, and weights have been updated with it: start again with a lower learning rate"
     )]
-    Diverged {
-        /// The step, from 1.
-        step: u64,
-        /// `loss` or `gradient norm`.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
+    Diverged { step: u64, what: &'static str, value: f64 },
     /// Weights were requested while steps that may still change them are under way.
     #[error("{steps} steps are under way: flush() completes them first")]
-    Pending {
-        /// Number of these steps.
-        steps: usize,
-    },
+    Pending { steps: usize },
     /// A value that does not fit the parameter it was meant for.
     #[error("parameter {name}: {problem}")]
-    Parameter {
-        /// The name that was given.
-        name: String,
-        /// What does not fit.
-        problem: String,
-    },
+    Parameter { name: String, problem: String },
     /// A stage whose output differs from the activation that the model declares.
     #[error("{op}: the activation is {given}, and the model says {expected}")]
-    Activation {
-        /// The message.
-        op: String,
-        /// The output of the stage.
-        given: String,
-        /// The declared activation.
-        expected: String,
-    },
+    Activation { op: String, given: String, expected: String },
     /// A stage was called out of turn.
     #[error("stage {stage}, micro-batch {micro}: {problem}")]
-    Stage {
-        /// The stage.
-        stage: usize,
-        /// The micro-batch.
-        micro: usize,
-        /// What is missing.
-        problem: &'static str,
-    },
+    Stage { stage: usize, micro: usize, problem: &'static str },
     /// An invalid plan.
     #[error("{0}")]
     Plan(Box<PlanError>),
@@ -202,12 +114,7 @@ pub enum TrainError {
     Offload(Box<OffloadError>),
     /// State that does not fit this trainer.
     #[error("state of {name}: {problem}")]
-    State {
-        /// The parameter and, where it is one, its optimizer state.
-        name: String,
-        /// What does not fit.
-        problem: String,
-    },
+    State { name: String, problem: String },
 }
 
 meshwork_core::debug_as_display!(TrainError);

@@ -1,8 +1,7 @@
 //! Programs whose ranks make different calls: each is told which ones, on every mesh, and none hangs. And the call that
 //! makes many of them, `Trainer::train`.
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Rank, RunError};
+use meshwork_core::{Rank, RunError, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{AtCuts, Decoder, Plan, ScheduleSpec, TrainError, Trainer};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -66,7 +65,7 @@ const CALLS: [(&str, Call); 9] = [
 /// Trainers on two ranks, each of which makes calls of its own.
 fn calls(plan: &Plan, of_rank: impl Fn(usize, &mut Trainer) -> Result<(), TrainError> + Sync) -> Result<(), RunError> {
     let model = model();
-    let ended = thread::run_mesh(&plan.mesh, |rank| {
+    let ended = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let number = rank.world_rank();
         of_rank(number, &mut Trainer::new(model.clone(), plan, rank, Cpu::device())?)
     });
@@ -157,7 +156,7 @@ fn two_trainers_in_another_order_are_told_apart() {
     for mesh in MESHES {
         let (plan, model) = (plan(mesh), model());
         let trained = |swap: bool| {
-            thread::run_mesh(&plan.mesh, |rank| {
+            World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let new = || Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device());
                 let (mut student, mut teacher) = (new()?, new()?);
                 let pair = [&mut student, &mut teacher];
@@ -176,7 +175,7 @@ fn two_trainers_in_another_order_are_told_apart() {
 fn a_decoder_on_one_rank_alone_is_named() {
     for mesh in ["tp=2", "pp=2"] {
         let (plan, model) = (plan(mesh), model());
-        let ended = thread::run_mesh(&plan.mesh, |rank| {
+        let ended = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let zeros = |_: &ParamSpec, slice: &LocalSlice| Ok::<_, String>(vec![0.0; slice.stored.count()]);
             let number = rank.world_rank();
             let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), SEQ, zeros)?;
@@ -209,16 +208,14 @@ fn the_error_and_the_panic_of_a_program_are_the_cause() {
 
 #[test]
 fn a_mesh_of_another_size_than_the_world_or_than_the_plan_is_named() {
-    let ended = thread::run(2, thread::Options::default(), |world| {
-        Rank::new(&"dp=4".parse().unwrap(), world.communicator().clone()).map(drop)
-    });
+    let ended =
+        World::Threads(2).run(|world| Rank::new(&"dp=4".parse().unwrap(), world.communicator().clone()).map(drop));
     let error = ended.unwrap_err();
     let says = "cannot join the mesh tp=1,dp=4,pp=1: the mesh has 4 ranks, the world has 2";
     assert!(error.to_string().contains(says), "{error}");
     let (model, other) = (model(), plan("tp=2"));
-    let ended = thread::run_mesh(&"dp=2".parse().unwrap(), |rank| {
-        Trainer::new(model.clone(), &other, rank, Cpu::device()).map(drop)
-    });
+    let ended = World::threads(&"dp=2".parse().unwrap())
+        .run_mesh(&"dp=2".parse().unwrap(), |rank| Trainer::new(model.clone(), &other, rank, Cpu::device()).map(drop));
     let error = ended.unwrap_err();
     assert!(error.to_string().contains("tp=2") && error.to_string().contains("dp=2"), "{error}");
 }
@@ -234,13 +231,15 @@ fn train_reports_every_step_once_and_in_order() {
         let plan = Plan { schedule, max_norm, num_microbatches: Some(4), ..plan("pp=2") };
         let model = model();
         let trained = |by: fn(&mut Trainer, &mut Reports) -> Result<(), TrainError>| {
-            thread::run_mesh(&plan.mesh, |rank| {
-                let (mut trainer, mut reports) = (Trainer::new(model.clone(), &plan, rank, Cpu::device())?, Vec::new());
-                by(&mut trainer, &mut reports)?;
-                assert_eq!(trainer.steps_done(), 5);
-                Ok::<_, TrainError>(reports)
-            })
-            .unwrap()
+            World::threads(&plan.mesh)
+                .run_mesh(&plan.mesh, |rank| {
+                    let (mut trainer, mut reports) =
+                        (Trainer::new(model.clone(), &plan, rank, Cpu::device())?, Vec::new());
+                    by(&mut trainer, &mut reports)?;
+                    assert_eq!(trainer.steps_done(), 5);
+                    Ok::<_, TrainError>(reports)
+                })
+                .unwrap()
         };
         let by_hand = trained(|trainer, reports| {
             for step in 0..5 {

@@ -13,8 +13,7 @@ use lossy::Lossy;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::sum::SumBuffers;
 use meshwork_compress::{Draws, Feedback, Fold, Message, Partial, Reduction, Scheme, Shape as Matrix, wire_bytes};
-use meshwork_core::comm::thread;
-use meshwork_core::{DType, OpKind, Rank, Record, ReduceOp};
+use meshwork_core::{DType, OpKind, Rank, Record, ReduceOp, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
@@ -58,7 +57,7 @@ fn run_on(
     opaque: bool,
     batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
 ) -> Result<(Vec<Vec<StepReport>>, WholeState), TrainError> {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (rank, device) = match opaque {
             false => (rank, Cpu::device()),
             true => {
@@ -360,7 +359,7 @@ fn what_is_sent_before_compression_starts_is_predicted_too() {
 fn inference_is_compressed_as_training_is() {
     let evaluate = |mesh: &str, compress, cuts: &[usize]| {
         let plan = Plan { compress, virtual_cuts: cuts.to_vec(), num_microbatches: Some(4), ..plan(mesh) };
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
             let found = trainer.evaluate([batch(0, trainer.samples())])?.loss;
             let without = trainer.evaluate_at(AtCuts::Exact, [batch(0, trainer.samples())])?.loss;
@@ -379,7 +378,7 @@ fn inference_is_compressed_as_training_is() {
     assert!(off < 0.1, "{off}");
     let decode = |mesh: &str, compress, virtual_cuts| {
         let plan = Plan { mesh: mesh.parse().unwrap(), compress, virtual_cuts, ..Plan::default() };
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let from =
                 Trainer::new(gpt2(), &Plan::default(), Arc::new(Rank::recording(&"dp=1".parse()?, 0)?), Cpu::device())?;
             let read = |spec: &ParamSpec, _: &LocalSlice| {
@@ -405,7 +404,7 @@ fn inference_is_compressed_as_training_is() {
 fn a_resumed_run_goes_on_with_what_was_lost() {
     let on = |mesh: &str, micros, compress| Plan { compress, num_microbatches: Some(micros), ..plan(mesh) };
     let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(tower(4), plan, rank, Cpu::device())?;
             from.map(|state| trainer.load_state(state)).transpose()?;
             let step = |step| Ok(trainer.step(&batch(step, trainer.samples()))?.loss);
@@ -474,7 +473,7 @@ fn compressed_gradients_are_summed_as_published() {
         let share = BATCH / ranks;
         let plan = Plan { compress, num_microbatches: Some(1), ..plan(&format!("dp={ranks}")) };
         let on_alone = Plan { global_batch_size: share, num_microbatches: Some(1), ..tower::plan("dp=1") };
-        let sums = thread::run_mesh(&plan.mesh, |rank| {
+        let sums = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let (group, me) = (rank.data_group().clone(), rank.world_rank());
             let mut trainer = Trainer::new(tower(2), &plan, rank, Cpu::device())?;
             let (mut reductions, mut senders): (Vec<Option<Reduction>>, BTreeMap<_, Sender>) = Default::default();
@@ -558,7 +557,7 @@ fn powersgd_sums_each_matrix_as_published() {
     let plan = Plan { compress, num_microbatches: Some(1), ..plan("dp=2") };
     let sliced = Plan { zero: Zero { stage: ZeroStage::States, group: None }, ..plan.clone() };
     let on_alone = Plan { global_batch_size: share, num_microbatches: Some(1), ..tower::plan("dp=1") };
-    let sums = thread::run_mesh(&plan.mesh, |rank| {
+    let sums = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (group, me) = (rank.data_group().clone(), rank.world_rank());
         let mut trainer = Trainer::new(tower(2), &plan, rank, Cpu::device())?;
         let mut kept: BTreeMap<String, (Vec<f32>, Vec<f32>)> = BTreeMap::new();
@@ -679,7 +678,7 @@ fn residuals_of_gradients_move_to_another_dp_with_the_same_sum() {
             ..Plan::default()
         };
         let go_on = |plan: &Plan, from: Option<&WholeState>, steps: Range<usize>| -> (Vec<f64>, WholeState) {
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = Trainer::new(gpt2(), plan, rank, Cpu::device())?;
                 from.map(|state| trainer.load_state(state)).transpose()?;
                 let step = |step| Ok(trainer.step(&tokens(step, trainer.samples()))?.loss);
@@ -772,7 +771,7 @@ fn asynchronous_schedules_lose_the_same_at_virtual_cuts() {
 fn a_step_that_is_not_finite_leaves_nothing_to_bring_back() {
     let compress = Compress { gradients: scheme("quant:4/block64"), ..cuts("topk:0.3", "topk:0.3", "ef") };
     let plan = Plan { compress, num_microbatches: Some(2), ..plan("dp=2,pp=2") };
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
         trainer.step(&batch(0, trainer.samples()))?;
         let mut spoilt = vec![0.5; BATCH / 2 * 4];

@@ -1,7 +1,7 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
 use meshwork_core::Rank;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Decoder, LossScale, MixedPrecision, Numerics, Plan, StateKey, StateSource, TrainError, Trainer, WholeState,
@@ -68,7 +68,7 @@ fn decoded_on(
     wrap: fn(Arc<Rank>) -> Arc<Rank>,
 ) -> Vec<Vec<f32>> {
     let whole = initial(model);
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let rank = wrap(rank);
         let samples: Vec<usize> = match plan.mesh.data_degree() {
             1 => vec![0, 1],
@@ -114,7 +114,8 @@ impl Initial {
 
 fn initial(model: &Arc<dyn Model>) -> Initial {
     let plan = plan("dp=1", Numerics::Fast);
-    let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.state());
+    let states = World::threads(&plan.mesh)
+        .run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.state());
     Initial(WholeState::merge(&states.unwrap_or_else(|error| panic!("{error}"))).unwrap())
 }
 
@@ -124,7 +125,7 @@ fn whole_pass(model: &Arc<dyn Model>, at: usize) -> Vec<f32> {
 }
 
 fn whole_pass_of(model: &Arc<dyn Model>, plan: &Plan, at: usize) -> Vec<f32> {
-    let logits = thread::run_mesh(&plan.mesh, |rank| {
+    let logits = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let mut logits = Vec::new();
         for sample in 0..2 {
@@ -207,7 +208,7 @@ fn decoding_reads_no_memory_of_the_device() {
 fn more_tokens_than_a_sequence_may_have_are_refused() {
     let model = gpt2();
     let (plan, whole) = (plan("dp=1", Numerics::Fast), initial(&model));
-    let error = thread::run_mesh(&plan.mesh, |rank| {
+    let error = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
         let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), 8, read)?;
         let pass = |count: usize| language::batch(vec![1; count], vec![-1; count], count);
@@ -225,7 +226,7 @@ fn more_tokens_than_a_sequence_may_have_are_refused() {
 fn a_router_that_looks_ahead_continues_no_text() {
     let (model, plan) = (experts(RouterKind::ExpertChoice), plan("dp=1", Numerics::Fast));
     let whole = initial(&model);
-    let error = thread::run_mesh(&plan.mesh, |rank| {
+    let error = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let read = |spec: &ParamSpec, slice: &LocalSlice| whole.slice(spec, slice);
         let mut decoder = Decoder::new(model.clone(), &plan, rank, Cpu::device(), 8, read)?;
         Ok::<_, TrainError>(

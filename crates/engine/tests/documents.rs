@@ -2,7 +2,7 @@
 //! each alone, and in canonical numerics the bits of one rank on every mesh.
 
 use meshwork_core::Rank;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -76,7 +76,7 @@ type Weights = BTreeMap<StateKey, Vec<f32>>;
 
 /// One step of gradient descent with rate 1: the weights differ from the first ones by the gradients.
 fn train(model: &Arc<dyn Model>, plan: &Plan, batch: &Batch, opaque: bool) -> (StepReport, Weights) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (rank, device): (_, Arc<dyn Device>) = match opaque {
             true => {
                 let world = opaque::communicator(Arc::clone(rank.world().communicator()));
@@ -183,8 +183,8 @@ fn positions_that_no_document_has_are_refused() {
         let (tokens, targets) = (0..DOCUMENTS.len() * SEQ).map(ids).unzip();
         let batch = language::batch(tokens, targets, SEQ).unwrap().with(language::POSITIONS, [SEQ], positions).unwrap();
         let plan = plan("dp=1", 4, Numerics::Fast);
-        let refused =
-            thread::run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.step(&batch));
+        let refused = World::threads(&plan.mesh)
+            .run_mesh(&plan.mesh, |rank| Trainer::new(model.clone(), &plan, rank, Cpu::device())?.step(&batch));
         let refused = refused.unwrap_err().to_string();
         assert!(refused.contains(says), "{refused}");
     }

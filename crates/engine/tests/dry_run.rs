@@ -4,7 +4,7 @@ mod noise;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;
 
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::dry_run::{Prediction, costs, predict};
 use meshwork_engine::offload::{Folder, Offload, Traffic};
@@ -30,7 +30,7 @@ fn assert_as_predicted(
     plan: &Plan,
     batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
 ) -> BTreeSet<String> {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let model_bytes = trainer.device().meter().live_bytes();
         let (mut reports, mut before, mut moved) = (Vec::new(), 0, Traffic::default());
@@ -129,7 +129,7 @@ fn zero_bubble_schedules_hold_what_was_predicted_from_the_second_step_on() {
                     ..tower::plan(mesh)
                 };
                 let model = tower::tower(8);
-                let peaks = thread::run_mesh(&plan.mesh, |rank| {
+                let peaks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                     let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
                     let mut peaks = Vec::new();
                     for step in 0..3 {
@@ -282,13 +282,14 @@ fn memory_is_counted_by_what_it_is_for() {
     for (stage, parts) in ZeroStage::ALL.iter().zip([[1, 1, 1], [1, 4, 4], [1, 4, 4], [4, 4, 4]]) {
         let zero = Zero { stage: *stage, group: None };
         let plan = Plan { zero, optimizer: AdamW::default().into(), ..tower::plan("dp=4") };
-        let held = thread::run_mesh(&plan.mesh, |rank| {
-            let mut trainer = Trainer::new(tower::tower(4), &plan, rank, Cpu::device())?;
-            trainer.step(&tower::batch(0, trainer.samples()))?;
-            let (live, peak) = (trainer.device().meter().live(), trainer.device().meter().peak());
-            Ok::<_, TrainError>((live, peak))
-        })
-        .unwrap();
+        let held = World::threads(&plan.mesh)
+            .run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(tower::tower(4), &plan, rank, Cpu::device())?;
+                trainer.step(&tower::batch(0, trainer.samples()))?;
+                let (live, peak) = (trainer.device().meter().live(), trainer.device().meter().peak());
+                Ok::<_, TrainError>((live, peak))
+            })
+            .unwrap();
         // A frozen parameter has weights alone, whole on each rank.
         let parameters = ModelPlan::new(tower::tower(4), &plan).unwrap().parameters().unwrap();
         let count = |frozen| {
@@ -319,7 +320,7 @@ fn a_limit_is_held_to_the_byte_and_ends_every_rank() {
     let (model, plan) = (tower::tower(4), Plan { max_norm: NEVER, ..tower::plan("dp=2,pp=2") });
     let peaks: Vec<u64> = (0..4).map(|rank| predict(&model, &plan, rank).unwrap().peak_bytes()).collect();
     let train = |less: u64| {
-        thread::run_mesh(&plan.mesh, |rank| {
+        World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let (device, number) = (Cpu::device(), rank.world_rank());
             device.meter().set_limit(Some(peaks[number] - if number == 1 { less } else { 0 }));
             let mut trainer = Trainer::new(model.clone(), &plan, rank, device)?;

@@ -5,7 +5,7 @@
 
 use meshwork_compress::Feedback;
 use meshwork_core::Rank;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     AtCuts, Compress, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, Verify,
@@ -109,7 +109,7 @@ fn train(
         recompute,
         ..Plan::default()
     };
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         let step = |step| trainer.step(&batch(step, trainer.samples()));
         let reports = (0..STEPS).map(step).collect::<Result<Vec<_>, _>>()?;
@@ -211,7 +211,7 @@ fn a_router_decides_once_where_activations_are_recomputed() {
                 verify: Verify::Off, // whose passes decide as well
                 ..Plan::default()
             };
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let world = opaque::communicator(Arc::clone(rank.world().communicator()));
                 let device = Arc::new(Opaque::new(Cpu::device()));
                 let rank = Arc::new(Rank::new(&plan.mesh, world)?);
@@ -317,7 +317,7 @@ fn compressed(dispatch: &str, gradients: &str) -> Compress {
 
 /// Losses before and behind three steps, the reports and the state, of a plan on every rank.
 fn train_plan(model: &Arc<dyn Model>, plan: &Plan, cuts: AtCuts) -> (f64, Vec<Vec<StepReport>>, State) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let before = trainer.evaluate_at(cuts, [batch(9, trainer.samples())])?.loss;
         let step = |step| trainer.step(&batch(step, trainer.samples()));

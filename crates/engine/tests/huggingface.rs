@@ -3,7 +3,7 @@
 //! the folders.
 
 use meshwork_core::Axis;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Plan, ScheduleSpec, TrainError, Trainer, WholeState};
 use meshwork_models::experts::ExpertsConfig;
@@ -73,7 +73,7 @@ fn logits_are_those_of_transformers_on_any_mesh() {
             let plan = plan(mesh);
             let read = Pretrained::open(&folder).unwrap();
             let (seq, vocab) = (tokens[0].len(), logits[0][0].len());
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = load(&read, &plan, rank)?;
                 let mut rows = Vec::new();
                 for row in 0..2 * seq {
@@ -100,7 +100,7 @@ fn each_rank_reads_the_bytes_of_its_slices() {
         let folder = folder(name);
         for mesh in meshes(name, &["dp=1", "tp=2", "tp=4,pp=2"], &["dp=2,ep=2", "tp=2,dp=4,ep=4,pp=2"]) {
             let plan = Plan { global_batch_size: 4, ..plan(mesh) };
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let read = Pretrained::open(&folder).expect("a fixture");
                 let trainer = load(&read, &plan, rank)?;
                 // The folder has no buffers, in which each of the layers counts the tokens of four experts.
@@ -120,7 +120,8 @@ fn a_model_is_written_as_it_was_read() {
     for (name, dtype) in MODELS.into_iter().zip([Dtype::F32, Dtype::Bf16, Dtype::F32, Dtype::F16, Dtype::F32]) {
         let original = Pretrained::open(&folder(name)).unwrap();
         let plan = plan(if name == "mixtral" { "tp=2,dp=2,ep=2" } else { "tp=2,pp=2" });
-        let states = thread::run_mesh(&plan.mesh, |rank| load(&original, &plan, rank)?.state()).unwrap();
+        let states =
+            World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| load(&original, &plan, rank)?.state()).unwrap();
         let whole = WholeState::merge(&states).unwrap();
         let written = tempfile::tempdir().unwrap();
         export(written.path(), original.architecture(), dtype, |spec| {

@@ -3,8 +3,7 @@
 
 mod noise;
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Mesh, Rank};
+use meshwork_core::{Axis, Mesh, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};
 use meshwork_models::layers::{Classes, MaxPool, Norm};
@@ -79,25 +78,26 @@ struct Taken {
 /// What some steps leave on all stages of the first dp rank, and what they took.
 fn train(network: &Arc<Network>, plan: &Plan) -> (Trained, Taken) {
     let model: Arc<dyn Model> = network.clone();
-    let mut ranks = thread::run(plan.mesh.world_size(), thread::Options::default(), |world| {
-        let rank = Arc::new(Rank::new(&plan.mesh, Arc::clone(world.communicator()))?);
-        let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
-        let (mut scores, mut norms, mut peak) = (Vec::new(), Vec::new(), 0);
-        for step in 0..STEPS {
-            let report = trainer.step(&images(step, trainer.samples()))?;
-            scores.push((report.loss, report.metrics[0].1));
-            norms.push(report.grad_norm);
-            peak = report.peak_bytes().into_iter().max().unwrap();
-        }
-        let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
-        scores.push((score.loss, score.metrics[0].1));
-        let params = trainer.params();
-        let declarations = params.declarations();
-        let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
-        let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
-        Ok::<_, TrainError>((gradients, trainer.state()?, scores, Taken { norms, peak }))
-    })
-    .unwrap_or_else(|error| panic!("{error}"));
+    let mut ranks = World::threads(&plan.mesh)
+        .run(|world| {
+            let rank = Arc::new(Rank::new(&plan.mesh, Arc::clone(world.communicator()))?);
+            let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
+            let (mut scores, mut norms, mut peak) = (Vec::new(), Vec::new(), 0);
+            for step in 0..STEPS {
+                let report = trainer.step(&images(step, trainer.samples()))?;
+                scores.push((report.loss, report.metrics[0].1));
+                norms.push(report.grad_norm);
+                peak = report.peak_bytes().into_iter().max().unwrap();
+            }
+            let score = trainer.evaluate([images(7, trainer.samples()), images(8, trainer.samples())])?;
+            scores.push((score.loss, score.metrics[0].1));
+            let params = trainer.params();
+            let declarations = params.declarations();
+            let gradient = |id| Ok((declarations.spec(id).name.clone(), trainer.gradient(id)?));
+            let gradients = declarations.ids().map(gradient).collect::<Result<BTreeMap<_, _>, TrainError>>()?;
+            Ok::<_, TrainError>((gradients, trainer.state()?, scores, Taken { norms, peak }))
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
     let states: Vec<_> = ranks.iter().map(|rank| rank.1.clone()).collect();
     let whole = WholeState::merge(&states).unwrap();
     assert!(ranks.iter().all(|rank| rank.2 == ranks[0].2), "every rank knows the scores");

@@ -2,7 +2,7 @@
 //! recorded, and how it was checked in float64): over dp, tp with fewer heads of keys and values than ranks among them,
 //! pp, and sequence parallelism.
 
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_models::language;
@@ -129,7 +129,7 @@ fn run_in(
     };
     let (seq, vocab) = (fixture.size("seq"), fixture.size("vocab"));
     let params = fixture.0["params"].as_object().unwrap();
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         for spec in trainer.params().declarations().specs() {
             assert!(params.contains_key(&spec.name), "{} is not in the fixture", spec.name);

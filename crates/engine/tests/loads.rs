@@ -2,8 +2,7 @@
 //! Beside each, the same load on all ranks.
 
 use meshwork_core::RankEnd;
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Rank};
+use meshwork_core::{Axis, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, Verify, WholeState, Zero, ZeroStage};
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
@@ -87,7 +86,7 @@ fn load(trainer: &mut Trainer, load: Load) -> Result<(), TrainError> {
 
 /// The errors of all ranks in steps 1 to 8, if some of them load after step 6; none if all is well.
 fn refusals(plan: &Plan, what: Load, loads: impl Fn(usize) -> bool + Sync) -> Vec<String> {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let of_world = rank.world_rank();
         let mut trainer = Trainer::new(model(), plan, rank, Cpu::device())?;
         for step in 0..8 {

@@ -3,8 +3,7 @@
 //! is the right one.
 
 use meshwork_core::RankEnd;
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, DType, Mesh, Ty};
+use meshwork_core::{Axis, DType, Mesh, Ty, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{LossScale, MixedPrecision, Numerics, Plan, ScheduleSpec, Trainer, Verify};
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, Per, Stage, StageSpec, sample_types};
@@ -99,7 +98,7 @@ fn plan(mesh: &str, micros: usize) -> Plan {
 /// The errors of all ranks in two steps; none if they end well.
 fn refusals(plan: &Plan, twist: Twist) -> Vec<String> {
     let model: Arc<dyn Model> = Arc::new(Lines(twist));
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         trainer.step(&batch(trainer.samples()))?;
         trainer.step(&batch(trainer.samples())).map(drop)

@@ -4,8 +4,7 @@
 mod contrastive;
 mod tower;
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Mesh, Rank};
+use meshwork_core::{Mesh, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};
 use meshwork_nn::Model;
@@ -21,7 +20,7 @@ const STEPS: usize = 3;
 
 /// Reports of some steps, which overlap where the schedule lets them, and the state behind them.
 fn train(model: &Arc<dyn Model>, plan: &Plan, opaque: bool) -> (Vec<StepReport>, BTreeMap<StateKey, Vec<f32>>) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (rank, device) = match opaque {
             false => (rank, Cpu::device()),
             true => {
@@ -191,7 +190,7 @@ fn fast_numerics_differ_by_rounding() {
 fn a_model_that_contradicts_itself_is_refused() {
     let refused = |mistake, mesh: &str| {
         let (model, plan): (Arc<dyn Model>, _) = (Arc::new(Tower { layers: 2, mistake }), plan(mesh));
-        let error = thread::run_mesh(&plan.mesh, |rank| {
+        let error = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
             trainer.step(&batch(0, trainer.samples()))
         });
@@ -235,7 +234,7 @@ fn a_gradient_of_other_types_than_before_the_first_step_is_refused() {
     let run = |mistake, mesh: &str| {
         let model: Arc<dyn Model> = Arc::new(Tower { layers: 2, mistake });
         let plan = Plan { num_microbatches: Some(2), ..plan(mesh) };
-        let ended = thread::run_mesh(&plan.mesh, |rank| {
+        let ended = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             Trainer::new(model.clone(), &plan, rank, Cpu::device())?.step(&batch(0, 0..BATCH)).map(drop)
         });
         ended.map(drop).map_err(|error| error.to_string())

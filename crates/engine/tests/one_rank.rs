@@ -3,8 +3,7 @@
 //!
 //! More than 400 lines: each wrong program stands beside the right one.
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types};
+use meshwork_core::{Axis, DType, Mesh, Rank, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Decoder, Plan, ScheduleSpec, Trainer, Verify, one_rank};
 use meshwork_nn::model::{Metric, Per};
@@ -313,7 +312,7 @@ fn plan(mesh: &str) -> Plan {
 /// The loss of two steps, or each rank's error.
 fn trained(model: Layers, plan: &Plan) -> std::result::Result<Vec<f64>, String> {
     let model: Arc<dyn Model> = Arc::new(model);
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let mut step = || trainer.step(&batch(trainer.samples())).map(|report| report.loss);
         Ok::<_, meshwork_engine::TrainError>(vec![step()?, step()?])

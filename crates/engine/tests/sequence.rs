@@ -1,8 +1,7 @@
 //! A model written by hand whose sequence cp cuts, alone and inside of tp: it trains to the bits of one rank, however
 //! its attention exchanges what ranks hold. A model that cuts nothing over cp is refused.
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axes, Axis, DType, Mesh, Rank, Ty};
+use meshwork_core::{Axes, Axis, DType, Mesh, Rank, Ty, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Decoder, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, Verify, WholeState,
@@ -204,7 +203,7 @@ type Weights = BTreeMap<StateKey, Vec<f32>>;
 
 /// Steps of gradient descent with rate 1.
 fn train(model: &Arc<dyn Model>, plan: &Plan, steps: usize, behind: bool) -> (Vec<StepReport>, Weights) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (rank, device): (_, Arc<dyn Device>) = match behind {
             true => {
                 let world = opaque::communicator(Arc::clone(rank.world().communicator()));
@@ -284,7 +283,7 @@ fn a_sequence_that_cp_cuts_has_the_gradients_of_one_rank() {
 fn degrees_that_the_blocks_of_the_sequence_do_not_fit_are_refused() {
     let model = long(Method::AllGather, true, 0.0);
     let plan = plan("tp=2,cp=4", Numerics::Canonical { blocks: 4 });
-    let refused = thread::run_mesh(&plan.mesh, |rank| {
+    let refused = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         Trainer::new(model.clone(), &plan, rank, Cpu::device())?.step(&batch(4)).map(|_| ())
     });
     let error = refused.unwrap_err().to_string();
@@ -320,7 +319,7 @@ fn a_model_that_cuts_nothing_over_cp_is_refused_by_whatever_runs_it() {
                 "the mesh has cp={degree}, and the model cuts nothing over cp, so that its {degree} ranks would each do all \
                  of the work: use cp=1, and dp, tp or pp for more ranks, or a model whose values cp cuts"
             );
-            let trains = thread::run_mesh(&plan.mesh, |rank| {
+            let trains = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let refused = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device()).map(|_| ());
                 let read = |spec: &ParamSpec, slice: &LocalSlice| Ok::<_, TrainError>(spec.initial(slice, 7));
                 let decodes = Decoder::new(model.clone(), &plan, rank, Cpu::device(), SEQ, read).map(|_| ());

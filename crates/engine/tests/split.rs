@@ -2,8 +2,7 @@
 //! every mesh, by the same error on every rank. Beside each such program is the right one.
 
 use meshwork_core::RankEnd;
-use meshwork_core::comm::thread;
-use meshwork_core::{DType, Rank, rules};
+use meshwork_core::{DType, Rank, World, rules};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Decoder, LossScale, MixedPrecision, Numerics, Plan, TrainError, Verify};
 use meshwork_models::experts::{ExpertsConfig, MoeConfig, RouterKind};
@@ -186,7 +185,7 @@ fn refusals(model: &Arc<dyn Model>, plan: &Plan, passes: &[usize]) -> Vec<String
 }
 
 fn refusals_on(model: &Arc<dyn Model>, plan: &Plan, passes: &[usize], is_opaque: bool) -> Vec<String> {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let (rank, device): (_, Arc<dyn Device>) = match is_opaque {
             false => (rank, Arc::new(Cpu::new(plan.precision))),
             true => {

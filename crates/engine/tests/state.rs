@@ -12,8 +12,7 @@ mod rules;
 #[allow(dead_code, reason = "another test uses all of it")]
 mod tower;
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, DType, Mesh, OpKind};
+use meshwork_core::{Axis, DType, Mesh, OpKind, World};
 use meshwork_cpu::Cpu;
 use meshwork_data_parallel::GatherEvent;
 use meshwork_engine::{
@@ -78,7 +77,7 @@ fn go_on_with(
     from: Option<&WholeState>,
     steps: Range<u64>,
 ) -> (Vec<StepReport>, WholeState) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         if let Some(state) = from {
             trainer.load_state(state)?;
@@ -205,7 +204,7 @@ fn a_step_communicates_what_the_formulae_say() {
             let zero = Zero { stage, group: None };
             let schedule = ScheduleSpec::named("gpipe").unwrap();
             let plan = Plan { zero, schedule, num_microbatches: Some(micros), ..on(mesh, Numerics::Fast) };
-            let ranks = thread::run_mesh(&plan.mesh, |rank| {
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
                 let report = trainer.step(&batch(0, trainer.samples()))?;
                 Ok::<_, TrainError>((report, trainer.local_elements(), trainer.gather_events()))
@@ -249,7 +248,7 @@ fn a_rank_holds_what_the_formulae_say() {
     let ranks = 4;
     for stage in ZeroStage::ALL {
         let plan = Plan { zero: Zero { stage, group: None }, ..on("dp=4", Numerics::Fast) };
-        let held = thread::run_mesh(&plan.mesh, |rank| {
+        let held = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
             let before = trainer.device().meter().live_bytes();
             trainer.step(&batch(0, trainer.samples()))?;
@@ -302,7 +301,8 @@ fn the_layout_of_a_state_names_the_slices_that_ranks_hold() {
         let plan = Plan { zero, optimizer, ..on("dp=3,pp=2", Numerics::Fast) };
         let plan = Plan { global_batch_size: 12, ..plan };
         let layout = state_layout(&model(), &plan).unwrap();
-        let states = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device())?.state());
+        let states = World::threads(&plan.mesh)
+            .run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device())?.state());
         let mut elements = [0, 0];
         for (rank, state) in states.unwrap().iter().enumerate() {
             let told: Vec<_> = layout.iter().filter(|of| of.rank == rank).map(|of| (&of.key, &of.slice)).collect();

@@ -4,7 +4,7 @@
 //!
 //! More than 400 lines: each wrong program stands beside the right one.
 
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
 use meshwork_core::{RankEnd, RunError};
@@ -107,7 +107,7 @@ fn refusals(result: std::result::Result<Vec<()>, RunError>) -> Vec<String> {
 /// Trains some steps with a twist, `before` changing what a rank does in each of them.
 fn run(plan: &Plan, twist: Twist, steps: u64, before: impl Fn(&mut Trainer, &Rank, u64) -> f32 + Sync) -> Vec<String> {
     let model: Arc<dyn Model> = Arc::new(Line(twist));
-    refusals(thread::run_mesh(&plan.mesh, |rank| {
+    refusals(World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), Cpu::device())?;
         for step in 1..=steps {
             let scale = before(&mut trainer, &rank, step);
@@ -157,7 +157,7 @@ fn another_batch_on_one_rank_is_refused_at_the_first_step() {
 fn the_same_samples_on_two_dp_ranks_are_refused() {
     let trained = |plan: &Plan, batch_of: fn(&Trainer, u64) -> Batch| {
         let model: Arc<dyn Model> = Arc::new(Line(right));
-        refusals(thread::run_mesh(&plan.mesh, |rank| {
+        refusals(World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), plan, rank.clone(), Cpu::device())?;
             for step in 1..=4 {
                 trainer.step(&batch_of(&trainer, step))?;
@@ -210,7 +210,7 @@ fn what_differs_between_the_plans_of_two_ranks_is_named() {
     let base = || plan("dp=2", Verify::Off);
     let trained = |other: &Plan| {
         let plans = [base(), other.clone()];
-        refusals(thread::run_mesh(&plans[0].mesh, |rank| {
+        refusals(World::threads(&plans[0].mesh).run_mesh(&plans[0].mesh, |rank| {
             Trainer::new(model.clone(), &plans[rank.world_rank()], rank.clone(), Cpu::device()).map(drop)
         }))
     };
@@ -288,7 +288,7 @@ fn what_differs_between_the_models_of_two_ranks_is_named() {
     let plan = plan("dp=2", Verify::Off);
     let told = |models: [Wide; 2]| {
         let models = models.map(|model| Arc::new(model) as Arc<dyn Model>);
-        let made = thread::run_mesh(&plan.mesh, |rank| {
+        let made = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             Trainer::new(models[rank.world_rank()].clone(), &plan, rank.clone(), Cpu::device()).map(drop)
         });
         refusals(made)
@@ -482,7 +482,7 @@ fn steps_are_verified_as_the_plan_says() {
 fn a_decoder_of_other_weights_or_another_plan_on_one_rank_is_refused() {
     let (base, model) = (plan("tp=2", Verify::FirstStep), Arc::new(Line(right)) as Arc<dyn Model>);
     let made = |plans: [&Plan; 2], capacities: [usize; 2], weights: [f32; 2]| {
-        refusals(thread::run_mesh(&base.mesh, |rank| {
+        refusals(World::threads(&base.mesh).run_mesh(&base.mesh, |rank| {
             let me = rank.world_rank();
             let read = |_: &ParamSpec, slice: &LocalSlice| Ok::<_, TrainError>(vec![weights[me]; slice.stored.count()]);
             Decoder::new(model.clone(), plans[me], rank, Cpu::device(), capacities[me], read).map(drop)

@@ -129,60 +129,26 @@ impl Default for MoeConfig {
 /// An invalid configuration of a mixture of experts.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum MoeError {
     /// No experts at all.
     #[error("num_experts is 0: a layer has at least one expert")]
     NoExperts,
     /// Experts that cannot be distributed evenly over ranks.
     #[error("{num_experts} experts cannot be spread over ep={ep}: each rank holds the same number; degrees that divide them are {}", divisors(*num_experts))]
-    Indivisible {
-        /// Experts.
-        num_experts: usize,
-        /// Ranks.
-        ep: usize,
-    },
+    Indivisible { num_experts: usize, ep: usize },
     /// An invalid number of experts per token.
     #[error("top_k is {top_k}: with router {router}{} it is {valid}", of(*num_experts))]
-    TopK {
-        /// Experts per token.
-        top_k: usize,
-        /// The router.
-        router: RouterKind,
-        /// Experts.
-        num_experts: usize,
-        /// The valid values.
-        valid: String,
-    },
+    TopK { top_k: usize, router: RouterKind, num_experts: usize, valid: String },
     /// Invalid groups of experts.
     #[error("expert groups: {problem}; {valid}")]
-    Groups {
-        /// The problem.
-        problem: String,
-        /// The valid values.
-        valid: String,
-    },
+    Groups { problem: String, valid: String },
     /// A number out of its range.
     #[error("{key} is {value}: {valid}")]
-    Range {
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        value: f64,
-        /// The range.
-        valid: &'static str,
-    },
+    Range { key: &'static str, value: f64, valid: &'static str },
     /// A setting that the router does not use.
     #[error("{key} is {value}, and router {router} has none: {valid}")]
-    Unread {
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        value: f64,
-        /// The router.
-        router: RouterKind,
-        /// The valid values.
-        valid: &'static str,
-    },
+    Unread { key: &'static str, value: f64, router: RouterKind, valid: &'static str },
     /// Overflow with expert choice, where no expert exceeds its capacity.
     #[error(
         "overflow is reroute, and router expert_choice leaves nothing over: each expert takes as many tokens as it has room for"
@@ -192,12 +158,7 @@ pub enum MoeError {
     #[error(
         "{features} inner features of an expert cannot be cut over tp={tp}: each rank holds the same number; or leave experts whole"
     )]
-    Features {
-        /// Inner features of an expert.
-        features: usize,
-        /// Ranks.
-        tp: usize,
-    },
+    Features { features: usize, tp: usize },
     /// Decoding with a router that needs later tokens, which do not exist yet.
     #[error(
         "router expert_choice cannot continue a text: an expert chooses among all tokens of a sequence, and the later ones are not there \

@@ -1,7 +1,6 @@
 //! Fields that ranks cut along the sequence: each rank's tokens of whole sequences.
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axes, Axis, DType, Mesh, Ty};
+use meshwork_core::{Axes, Axis, DType, Mesh, Ty, World};
 use meshwork_cpu::Cpu;
 use meshwork_nn::{Batch, Field};
 use meshwork_tensor::tape::{Mode, Position};
@@ -11,7 +10,7 @@ use std::sync::Arc;
 /// On each rank of a mesh what `f` makes of a tape.
 fn on_ranks<T: Send>(mesh: &str, f: impl Fn(&Tape) -> Result<T> + Sync) -> Vec<T> {
     let mesh: Mesh = mesh.parse().unwrap();
-    let ranks = thread::run_mesh(&mesh, |rank| {
+    let ranks = World::threads(&mesh).run_mesh(&mesh, |rank| {
         let (all, device) = (Arc::new(Declarations::new()), Cpu::device());
         let params = Arc::new(Params::new(all, rank.mesh(), rank.coords(), &device, &[], 7)?);
         f(&Tape::new(rank, params, device, Mode::Train, Position::default()))

@@ -79,52 +79,26 @@ pub trait Optimizer: Debug + Send + Sync {
 /// A call that an update rule refuses.
 #[derive(Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum OptimError {
     /// Steps are counted from 1.
     #[error("step 0: steps are counted from 1")]
     StepZero,
     /// Gradients and weights differ in length.
     #[error("{grads} gradients for {weights} weights: the lengths must be equal")]
-    Grads {
-        /// Number of gradients given.
-        grads: usize,
-        /// Number of weights given.
-        weights: usize,
-    },
+    Grads { grads: usize, weights: usize },
     /// Wrong number of state vectors.
     #[error("{given} state vectors given: {rule} takes {expected}")]
-    States {
-        /// Name of the update rule.
-        rule: String,
-        /// Number of vectors given.
-        given: usize,
-        /// Number of vectors that the rule takes.
-        expected: usize,
-    },
+    States { rule: String, given: usize, expected: usize },
     /// A state vector and the weights differ in length.
     #[error("state vector {state} has {len} values for {weights} weights: the lengths must be equal")]
-    State {
-        /// Index of the state vector.
-        state: usize,
-        /// Its length.
-        len: usize,
-        /// Number of weights given.
-        weights: usize,
-    },
+    State { state: usize, len: usize, weights: usize },
     /// A rule that needs whole parameters was given elements.
     #[error("{rule} reads whole parameters: run its passes (WholeOptimizer), or use adamw or sgd on elements")]
-    NeedsWhole {
-        /// Name of the update rule.
-        rule: String,
-    },
+    NeedsWhole { rule: String },
     /// A user-written rule refused the call for a reason of its own.
     #[error("{rule}: {problem}")]
-    Custom {
-        /// Name of the update rule.
-        rule: String,
-        /// The reason.
-        problem: String,
-    },
+    Custom { rule: String, problem: String },
 }
 
 meshwork_core::debug_as_display!(OptimError);

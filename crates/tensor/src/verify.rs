@@ -14,8 +14,7 @@
 //! | the samples of data-parallel ranks | no two ranks have the same |
 //!
 //! ```
-//! # use meshwork_core::comm::thread::{self, Options};
-//! # use meshwork_core::{Axis, Mesh, Rank, Ty, Types, hash};
+//! # use meshwork_core::{Axis, Mesh, Rank, Ty, Types, hash, World};
 //! # use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
 //! # use meshwork_cpu::Cpu;
 //! # use meshwork_tensor::{Declarations, Error, Init, Params, Placement, Role, Tape, Tensor, param::Gradients};
@@ -51,7 +50,7 @@
 //! # Ok::<_, Error>(())
 //! # };
 //! # let mesh: Mesh = "dp=2".parse()?;
-//! # let run = |drifts| thread::run_mesh(&mesh, |rank| train(rank, drifts));
+//! # let run = |drifts| World::threads(&mesh).run_mesh(&mesh, |rank| train(rank, drifts));
 //! # run(false)?;
 //! # let told = run(true).unwrap_err().to_string();
 //! # assert!(told.contains("step 1: the weights of w should be the same over dp, and ranks 0, 1 have different bits"), "{told}");

@@ -99,12 +99,11 @@ impl PendingOp for Sent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use meshwork_core::comm::thread::run;
-    use meshwork_core::{Group, Mesh, Rank, ReduceOp};
+    use meshwork_core::{Group, Mesh, Rank, ReduceOp, World};
 
     /// Runs two ranks over a link of 1 MB/s: the seconds of `work` on the slowest.
     fn seconds(work: impl Fn(&Group) -> Result<Vec<f32>, CommError> + Sync, wanted: &[f32]) -> f64 {
-        let ranks = run(2, meshwork_core::comm::thread::Options::default(), |world| {
+        let ranks = World::Threads(2).run(|world| {
             let mesh: Mesh = "dp=2".parse().unwrap();
             let rank = Rank::new(&mesh, communicator(world.communicator().clone(), 1e6)).unwrap();
             let begun = Instant::now();

@@ -6,7 +6,7 @@ use meshwork_checkpoint::{Checkpoint, Dtype, Kind, Lock, Writer, folder_name};
 use meshwork_compress::Feedback;
 use meshwork_core::Axis;
 use meshwork_core::RunError;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     Compress, Numerics, Plan, ScheduleSpec, StepReport, TrainState, Trainer, WholeState, Zero, ZeroStage, state_layout,
@@ -90,7 +90,7 @@ struct Run {
 /// Trains from the newest checkpoint in a folder to `steps` steps, and saves after the last one.
 fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<Vec<Run>, RunError> {
     let files = Arc::new(save_plan(model, plan).unwrap());
-    thread::run_mesh(&plan.mesh, |rank| {
+    World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let number = rank.world_rank();
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let resumed = resume(&mut trainer, plan, dir, &AtomicBool::new(false), |_, run| {
@@ -121,7 +121,7 @@ fn go_on(model: &Arc<dyn Model>, plan: &Plan, dir: &Path, steps: u64) -> Result<
 }
 
 fn uninterrupted(model: &Arc<dyn Model>, plan: &Plan, steps: u64) -> Vec<StepReport> {
-    let mut ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let mut ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let step = |step| trainer.step(&batch(step, trainer.samples()));
         (0..steps).map(step).collect::<Result<Vec<_>, meshwork_engine::TrainError>>()
@@ -259,7 +259,7 @@ fn a_checkpoint_that_one_rank_cannot_read_now_ends_every_rank_with_the_same_erro
 fn a_resume_that_is_asked_to_stop_ends() {
     let model = model();
     let (dir, plan, stop) = (two_checkpoints(&model), fast("dp=2"), AtomicBool::new(true));
-    let error = thread::run_mesh(&plan.mesh, |rank| {
+    let error = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         resume(&mut trainer, &plan, dir.path(), &stop, |_, _| Ok::<_, CheckpointError>(Leeway::default()))
     });
@@ -421,7 +421,7 @@ fn what_compression_kept_of_other_extents_starts_anew() {
 fn the_caller_may_refuse_a_checkpoint_by_what_it_kept() {
     let (model, dir) = (model(), two_checkpoints(&model()));
     let plan = fast("dp=2");
-    let error = thread::run_mesh(&plan.mesh, |rank| {
+    let error = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
         resume(&mut trainer, &plan, dir.path(), &AtomicBool::new(false), |_, run: &Value| {
             let problem = format!("{} steps are too few", run["steps"]);
@@ -438,7 +438,7 @@ fn resumed_with(
     dir: &Path,
     leeway: Leeway,
 ) -> Result<Vec<[TrainState; 2]>, String> {
-    let ends = thread::run_mesh(&plan.mesh, |rank| {
+    let ends = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let fresh = Trainer::new(model.clone(), plan, rank.clone(), Cpu::device())?.state()?;
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         let resumed =
@@ -485,7 +485,7 @@ fn shorter_samples_take_the_first_positions() {
         WholeState::merge(&ranks.into_iter().map(|[state, _]| state).collect::<Vec<_>>()).unwrap()
     };
     let run = |plan: &Plan, model: &Arc<dyn Model>, leeway| {
-        thread::run_mesh(&plan.mesh, |rank| {
+        World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
             resume(&mut trainer, plan, dir.path(), &AtomicBool::new(false), |_, _| Ok::<_, CheckpointError>(leeway))?;
             let state = trainer.state()?;

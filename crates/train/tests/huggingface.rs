@@ -6,7 +6,7 @@
 mod small;
 
 use meshwork_checkpoint::{Checkpoint, Slice};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{ModelPlan, Trainer};
 use meshwork_models::huggingface::{Dtype, Pretrained};
@@ -568,7 +568,7 @@ fn weights_that_are_no_numbers_are_not_saved_and_not_exported() {
 /// The logits of these samples by the model in the newest checkpoint, `[sample · position][vocab]`.
 fn logits(config: &Config, dir: &Path, tokens: &[i32]) -> Vec<Vec<f32>> {
     let plan = config.plan().unwrap();
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(config.model(), &plan, rank, Cpu::device())?;
         resume(&mut trainer, &plan, dir, &AtomicBool::new(false), |_, _| Ok::<_, CheckpointError>(Leeway::default()))?;
         let batch = language::batch(tokens.to_vec(), vec![-1; tokens.len()], small::SEQ).expect("whole samples");

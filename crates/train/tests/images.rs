@@ -1,7 +1,7 @@
 //! The tools take image classifiers as they take language models: two meshes are compared value by value, a fault is
 //! found where it is, steps and layers are profiled, and gradients are reduced while backward runs.
 
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
 use meshwork_core::profile::{Class, Span};
 use meshwork_core::{Axis, Rank};
 use meshwork_cpu::Cpu;
@@ -160,22 +160,23 @@ fn buckets_are_reduced_while_backward_runs() {
     let model: Arc<dyn Model> =
         Arc::new(ResNetConfig { groups: vec![(64, 1), (128, 3)], ..ResNetConfig::digits() }.network());
     let (plan, images, went_on) = (plan("dp=2"), images(), Arc::default());
-    let ranks = thread::run(2, Options::default(), |world| {
-        let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
-        let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
-        if world.rank() == 1 {
-            trainer.watch(Arc::new(SlowEnd(Arc::clone(&went_on))));
-        }
-        let batch = images.batch(0, BATCH, trainer.samples())?;
-        let mut backward_end = Instant::now();
-        trainer.observed_step(&batch, |Event { action, phase }| {
-            if (action.kind, phase) == (ActionKind::Backward, Phase::Finished) {
-                backward_end = Instant::now();
+    let ranks = World::Threads(2)
+        .run(|world| {
+            let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);
+            let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+            if world.rank() == 1 {
+                trainer.watch(Arc::new(SlowEnd(Arc::clone(&went_on))));
             }
-        })?;
-        Ok::<_, TrainError>((backward_end, trainer.bucket_events()))
-    })
-    .unwrap();
+            let batch = images.batch(0, BATCH, trainer.samples())?;
+            let mut backward_end = Instant::now();
+            trainer.observed_step(&batch, |Event { action, phase }| {
+                if (action.kind, phase) == (ActionKind::Backward, Phase::Finished) {
+                    backward_end = Instant::now();
+                }
+            })?;
+            Ok::<_, TrainError>((backward_end, trainer.bucket_events()))
+        })
+        .unwrap();
     let went_on = went_on.lock().unwrap().expect("the slow rank has slept");
     for (rank, (backward_end, events)) in ranks.iter().enumerate() {
         let at = |event| events.iter().find(|(_, other)| *other == event).unwrap_or_else(|| panic!("no {event:?}")).0;
@@ -198,7 +199,7 @@ fn buckets_are_reduced_while_backward_runs() {
 fn a_step_of_images_is_profiled() {
     let (model, plan, images) = (resnet(Norm::Batch), plan("dp=2,pp=2"), images());
     let profiler = Profiler::new(3, 2, &*Cpu::device());
-    let tracks = thread::run(4, Options::default(), |world| {
+    let tracks = World::Threads(4).run(|world| {
         let probe = profiler.probe(&**world.communicator());
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), probe.device(Cpu::device()))?;

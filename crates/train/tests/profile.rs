@@ -2,7 +2,7 @@
 
 mod slices;
 
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
 use meshwork_core::profile::{Class, Detail, Span};
 use meshwork_core::{CommError, Rank, Record, ReduceOp};
 use meshwork_cpu::Cpu;
@@ -149,7 +149,7 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
     let (config, data) = loaded("dp=2,tp=2,pp=2", &["training.steps=2"]);
     let mesh = config.mesh().unwrap();
     let profiler = Profiler::new(2, 1, &*Cpu::device());
-    let ranks = thread::run(8, Options::default(), |world| {
+    let ranks = World::Threads(8).run(|world| {
         let probe = profiler.probe(&**world.communicator());
         let rank = Arc::new(Rank::new(&mesh, probe.communicator(world.communicator().clone()))?);
         let device = probe.device(Cpu::device());
@@ -196,7 +196,7 @@ fn flops_are_those_of_the_meter_and_calls_those_of_the_log() {
 #[test]
 fn members_of_a_communication_know_it_by_the_same_name() {
     let profiler = Profiler::new(2, 1, &*Cpu::device());
-    let tracks = thread::run(3, Options::default(), |world| {
+    let tracks = World::Threads(3).run(|world| {
         let probe = profiler.probe(&**world.communicator());
         let world = meshwork_core::Group::from(probe.communicator(world.communicator().clone()));
         world.barrier()?; // not recorded, but numbered

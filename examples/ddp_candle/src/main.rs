@@ -11,8 +11,8 @@ mod model;
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, loss::cross_entropy};
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Group, ReduceOp};
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Group, ReduceOp, World};
 use meshwork_data_parallel::Ddp;
 use model::Model;
 
@@ -89,7 +89,7 @@ fn main() -> Result<()> {
     let start = parameters.iter().map(|parameter| floats(parameter.as_tensor())).collect::<Result<Vec<_>, _>>()?;
     let over = |ranks, staleness| {
         let options = Options::default();
-        anyhow::Ok(thread::run(ranks, options, |world| {
+        anyhow::Ok(World::Threads(ranks).run_with(options, |world| {
             train(world, &start, staleness).map_err(|error| error.to_string())
         })?)
     };

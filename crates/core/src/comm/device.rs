@@ -60,7 +60,7 @@ pub struct Member {
 /// A range of elements that some members give and some get. Several sources are reduced to one value; every target gets
 /// the result.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct WorkPiece {
     /// The members that give.
     pub sources: Range<usize>,
     /// The first element, in the buffer of each of them.
@@ -84,5 +84,5 @@ pub struct DeviceWork {
     /// The members, in the order of the group; of a message the sender and the receiver.
     pub members: Vec<Member>,
     /// The work.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<WorkPiece>,
 }

@@ -11,19 +11,15 @@ use crate::mesh::Mesh;
 /// Why a call failed.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum CommError {
     /// This rank's call is wrong by itself. Other ranks are not affected.
     #[error("{op} on the {group} group of world rank {world_rank} ({size} ranks): {problem}")]
     Call {
-        /// The operation.
         op: OpKind,
-        /// Name of the group.
         group: String,
-        /// The calling rank.
         world_rank: usize,
-        /// Number of ranks in the group.
         size: usize,
-        /// The reason.
         #[source]
         problem: CallError,
     },
@@ -32,26 +28,15 @@ pub enum CommError {
         "{op} on the {group} group of world rank {world_rank}: the output's memory is shared: \
          drop its clones and slices first"
     )]
-    BufferShared {
-        /// The operation.
-        op: OpKind,
-        /// Name of the group.
-        group: String,
-        /// The calling rank.
-        world_rank: usize,
-    },
+    BufferShared { op: OpKind, group: String, world_rank: usize },
     /// The members of a new group are not valid.
     #[error("cannot split {name} = {members:?} off the {group} group of world rank {world_rank}: {problem}")]
     Split {
-        /// Name of the new group.
         name: String,
-        /// Name of the group to split.
         group: String,
-        /// The calling rank.
         world_rank: usize,
         /// The requested members, as ranks of the group to split.
         members: Vec<usize>,
-        /// The reason.
         #[source]
         problem: SplitError,
     },
@@ -60,22 +45,10 @@ pub enum CommError {
         "world rank {world_rank} cannot join the mesh {mesh}: the mesh has {} ranks, the world has {size}",
         mesh.world_size()
     )]
-    WorldSize {
-        /// The calling rank.
-        world_rank: usize,
-        /// The mesh.
-        mesh: Mesh,
-        /// Number of ranks in the world.
-        size: usize,
-    },
+    WorldSize { world_rank: usize, mesh: Mesh, size: usize },
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
-    Stopped {
-        /// The place of this rank.
-        site: Site,
-        /// The first fault.
-        fault: Arc<Fault>,
-    },
+    Stopped { site: Site, fault: Arc<Fault> },
     /// Something that should be the same on several ranks is not, or the reverse. Every rank that compared it gets the
     /// same.
     #[error(transparent)]
@@ -85,16 +58,7 @@ pub enum CommError {
     Buffer(#[from] BufferError),
     /// A backend's own failure (a transport, a driver).
     #[error("{op} on the {group} group of world rank {world_rank}: {message}")]
-    Backend {
-        /// The operation.
-        op: OpKind,
-        /// Name of the group.
-        group: String,
-        /// The calling rank.
-        world_rank: usize,
-        /// The backend's message, with its error code.
-        message: String,
-    },
+    Backend { op: OpKind, group: String, world_rank: usize, message: String },
 }
 
 crate::debug_as_display!(CommError);
@@ -126,79 +90,32 @@ impl From<Disagreement> for CommError {
 /// Why a call is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum CallError {
     /// A buffer is missing, or the operation does not use it.
     #[error("it {} an {which} buffer", if *wanted { "needs" } else { "does not take" })]
-    Buffers {
-        /// Input or output.
-        which: &'static str,
-        /// Whether the operation needs it.
-        wanted: bool,
-    },
+    Buffers { which: &'static str, wanted: bool },
     /// Input and output differ in type.
     #[error("the input is {input} and the output {output}: they must be equal")]
-    DTypes {
-        /// Type of the input.
-        input: DType,
-        /// Type of the output.
-        output: DType,
-    },
+    DTypes { input: DType, output: DType },
     /// A buffer has the wrong number of elements.
     #[error("the {which} has {count} elements, it must have {wanted}")]
-    Count {
-        /// Input or output.
-        which: &'static str,
-        /// Its elements.
-        count: usize,
-        /// What would be valid.
-        wanted: usize,
-    },
+    Count { which: &'static str, count: usize, wanted: usize },
     /// The full buffer cannot be cut into equal parts.
     #[error("the {which} has {count} elements, it must have a multiple of {size}")]
-    Indivisible {
-        /// Input or output.
-        which: &'static str,
-        /// Its elements.
-        count: usize,
-        /// Number of ranks.
-        size: usize,
-    },
+    Indivisible { which: &'static str, count: usize, size: usize },
     /// One count per rank is needed.
     #[error("{what} has {len} entries, it must have {size}, one for each rank")]
-    CountList {
-        /// The list.
-        what: &'static str,
-        /// Entries that it has.
-        len: usize,
-        /// Number of ranks.
-        size: usize,
-    },
+    CountList { what: &'static str, len: usize, size: usize },
     /// The number of elements that a rank sends to itself is not the number that it receives from itself.
     #[error("rank {rank} sends {sent} elements to itself but expects {received}")]
-    OwnCounts {
-        /// The calling rank, in the group.
-        rank: usize,
-        /// Its send count for itself.
-        sent: usize,
-        /// Its receive count from itself.
-        received: usize,
-    },
+    OwnCounts { rank: usize, sent: usize, received: usize },
     /// A rank that the group does not have.
     #[error("{what} {rank} is not in the group, it must be below {size}")]
-    NoSuchRank {
-        /// Root or peer.
-        what: &'static str,
-        /// The rank, in the group.
-        rank: usize,
-        /// Number of ranks.
-        size: usize,
-    },
+    NoSuchRank { what: &'static str, rank: usize, size: usize },
     /// A message to the calling rank itself.
     #[error("rank {rank} cannot exchange messages with itself")]
-    OwnMessage {
-        /// The calling rank, in the group.
-        rank: usize,
-    },
+    OwnMessage { rank: usize },
     /// The output's memory has other owners.
     #[error("the output's memory is shared: drop its clones and slices first")]
     OutputShared,
@@ -220,27 +137,17 @@ impl CallError {
 /// Why a part of a group is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum SplitError {
     /// The caller names a part that it is not in.
     #[error("rank {rank}, which calls, must be among the members")]
-    NotAMember {
-        /// The calling rank, in the group to split.
-        rank: usize,
-    },
+    NotAMember { rank: usize },
     /// A rank that the group does not have.
     #[error("rank {rank} is not in the group, it must be below {size}")]
-    NoSuchRank {
-        /// The rank.
-        rank: usize,
-        /// Number of ranks in the group to split.
-        size: usize,
-    },
+    NoSuchRank { rank: usize, size: usize },
     /// A rank that is named twice.
     #[error("rank {rank} is named twice")]
-    Twice {
-        /// The rank.
-        rank: usize,
-    },
+    Twice { rank: usize },
 }
 
 crate::debug_as_display!(SplitError);

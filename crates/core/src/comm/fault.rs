@@ -51,6 +51,7 @@ impl fmt::Display for Site {
 /// The kind of a fault. All ranks are world ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum FaultKind {
     /// Two ranks are in different operations at the same place.
     Disagreement {
@@ -67,19 +68,9 @@ pub enum FaultKind {
         second: (usize, String, Vec<usize>),
     },
     /// A rank panicked.
-    Panicked {
-        /// The rank.
-        rank: usize,
-        /// Its message.
-        message: String,
-    },
+    Panicked { rank: usize, message: String },
     /// A rank has ended, and others need it.
-    Gone {
-        /// The rank.
-        rank: usize,
-        /// How it ended.
-        how: Activity,
-    },
+    Gone { rank: usize, how: Activity },
     /// Ranks that wait for each other.
     Deadlock {
         /// Each waits for the next, the last for the first.
@@ -87,9 +78,7 @@ pub enum FaultKind {
     },
     /// A rank made no progress for too long.
     Timeout {
-        /// The rank.
         rank: usize,
-        /// Duration without progress.
         after: Duration,
         /// Each waits for the next: the first noticed the timeout, the last is `rank`.
         chain: Vec<usize>,
@@ -98,7 +87,6 @@ pub enum FaultKind {
     Device {
         /// The rank that queued it for all members: the last to arrive.
         rank: usize,
-        /// The message of the device.
         message: String,
     },
 }

@@ -4,9 +4,9 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use meshwork_core::comm::thread::{Options, run, world};
+use meshwork_core::comm::thread::{Options, world};
 use meshwork_core::comm::{Activity, Fault, FaultKind};
-use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp, RunError};
+use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp, RunError, World};
 use meshwork_testkit::Rng;
 use meshwork_testkit::faults::{Departure, Program, ProgramError};
 use shuttle::thread;
@@ -44,7 +44,7 @@ fn random_programs_with_a_departure_end_with_its_fault() {
         let program = Program::small(&mut rng);
         let departure = rng.pick(&DEPARTURES);
         let injection = program.random_injection(&mut rng, departure);
-        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, Some(injection)));
+        let ended = World::Threads(program.ranks).run_with(NEVER_LATE, |world| program.run(&world, Some(injection)));
         let error = ended.expect_err("the departure was noticed");
         let fault = the_fault(&error);
         let blamed = match &fault.kind {
@@ -60,7 +60,7 @@ fn random_programs_with_a_departure_end_with_its_fault() {
 fn random_programs_without_a_departure_end_well() {
     check(2, || {
         let program = Program::small(&mut Rng::new(choice()));
-        let ended = run(program.ranks, NEVER_LATE, |world| program.run(&world, None));
+        let ended = World::Threads(program.ranks).run_with(NEVER_LATE, |world| program.run(&world, None));
         assert!(ended.is_ok(), "{}", ended.unwrap_err());
     });
 }
@@ -68,7 +68,7 @@ fn random_programs_without_a_departure_end_well() {
 #[test]
 fn a_panic_with_operations_in_flight_stops_every_rank() {
     check(2, || {
-        let ended = run(3, NEVER_LATE, |world| {
+        let ended = World::Threads(3).run_with(NEVER_LATE, |world| {
             let pair = world.split("pair", if world.rank() < 2 { &[0, 1] } else { &[2] })?;
             let flying = [sum(&world, 130)?, sum(&pair, 2)?];
             if world.rank() == 1 {
@@ -114,7 +114,7 @@ fn a_rank_that_drops_its_communicator_has_left() {
 #[test]
 fn a_cycle_of_waits_is_a_deadlock() {
     check(2, || {
-        let ended = run(3, NEVER_LATE, |world| {
+        let ended = World::Threads(3).run_with(NEVER_LATE, |world| {
             let before = (world.rank() + 2) % 3;
             world.start_recv(Buffer::zeros(DType::I64, 4), before, 0)?.wait()?;
             world.start_send(Buffer::zeros(DType::I64, 4), (world.rank() + 1) % 3, 0)?.wait().map(drop)
@@ -132,7 +132,7 @@ fn a_cycle_of_waits_is_a_deadlock() {
 fn a_rank_that_stalls_is_late() {
     check(2, || {
         let noticed = AtomicBool::new(false);
-        let ended = run(3, Options { timeout: Duration::from_millis(20) }, |world| {
+        let ended = World::Threads(3).run_with(Options { timeout: Duration::from_millis(20) }, |world| {
             let result = sum(&world, 130)?.wait().and_then(|_| {
                 while world.rank() == 2 && !noticed.load(Ordering::Relaxed) {
                     thread::yield_now();
@@ -151,7 +151,7 @@ fn a_rank_that_stalls_is_late() {
 #[test]
 fn a_world_whose_waits_time_out_ends() {
     check(2, || {
-        let ended = run(3, Options { timeout: Duration::from_millis(20) }, |world| {
+        let ended = World::Threads(3).run_with(Options { timeout: Duration::from_millis(20) }, |world| {
             world.heartbeat();
             let op = sum(&world, 130)?;
             world.barrier()?;

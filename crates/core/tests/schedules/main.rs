@@ -15,9 +15,9 @@ mod pool;
 use std::env;
 use std::sync::Arc;
 
-use meshwork_core::comm::thread::{Options, run};
+use meshwork_core::comm::thread::Options;
 use meshwork_core::sync::model::{FOREVER, set_threads};
-use meshwork_core::{CommError, Group};
+use meshwork_core::{CommError, Group, World};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Scheduler};
 use shuttle::{Config, Runner};
 
@@ -68,5 +68,5 @@ const NEVER_LATE: Options = Options { timeout: FOREVER.saturating_mul(4) };
 
 /// A world of `n` ranks that ends well.
 fn ranks<T: Send>(n: usize, body: impl Fn(&Group) -> Result<T, CommError> + Sync) -> Vec<T> {
-    run(n, NEVER_LATE, |world| body(&world)).unwrap_or_else(|error| panic!("{error}"))
+    World::Threads(n).run_with(NEVER_LATE, |world| body(&world)).unwrap_or_else(|error| panic!("{error}"))
 }

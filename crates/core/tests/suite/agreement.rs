@@ -2,7 +2,7 @@
 
 use meshwork_core::agreement::{Agreement, Disagreement, Fact, Must, first};
 use meshwork_core::comm::record;
-use meshwork_core::{Axis, Group, Mesh, Rank, comm::thread};
+use meshwork_core::{Axis, Group, Mesh, Rank, World};
 use meshwork_testkit::run_world;
 
 /// What every rank finds in a world whose ranks claim these facts; `None` if all hold.
@@ -132,15 +132,16 @@ fn ranks_that_compare_different_facts_are_told_which() {
 #[test]
 fn what_one_group_finds_is_told_to_all_ranks() {
     let mesh: Mesh = "dp=2,tp=2".parse().unwrap();
-    let told = thread::run_mesh(&mesh, |rank| {
-        let mut agreement = Agreement::default();
-        // Ranks 2 and 3 differ, over tp.
-        agreement.push(weights([1, 1, 1, 9][rank.world_rank()]));
-        let own = agreement.find(rank.group(Axis::Tp))?;
-        assert_eq!(own.is_some(), rank.world_rank() >= 2);
-        first(rank.world(), own)
-    })
-    .unwrap();
+    let told = World::threads(&mesh)
+        .run_mesh(&mesh, |rank| {
+            let mut agreement = Agreement::default();
+            // Ranks 2 and 3 differ, over tp.
+            agreement.push(weights([1, 1, 1, 9][rank.world_rank()]));
+            let own = agreement.find(rank.group(Axis::Tp))?;
+            assert_eq!(own.is_some(), rank.world_rank() >= 2);
+            first(rank.world(), own)
+        })
+        .unwrap();
     let one = Disagreement {
         claim: "the weights should be the same".to_owned(),
         over: "over tp".to_owned(),
@@ -149,9 +150,11 @@ fn what_one_group_finds_is_told_to_all_ranks() {
         valid: "load the same".to_owned(),
     };
     assert!(told.iter().all(|told| told.as_ref() == Some(&one)), "{told:?}");
-    assert!(thread::run_mesh(&mesh, |rank| first(rank.world(), None)).unwrap().iter().all(Option::is_none));
+    assert!(
+        World::threads(&mesh).run_mesh(&mesh, |rank| first(rank.world(), None)).unwrap().iter().all(Option::is_none)
+    );
     // Of several the one that was compared first.
-    let both = thread::run_mesh(&mesh, |rank| {
+    let both = World::threads(&mesh).run_mesh(&mesh, |rank| {
         let at = 1 - rank.coords().get(Axis::Dp);
         first(rank.world(), Some((at, Disagreement { claim: format!("claim {}", rank.world_rank()), ..one.clone() })))
     });

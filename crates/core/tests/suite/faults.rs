@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
-use meshwork_core::comm::thread::{Options, run, world};
-use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
+use meshwork_core::comm::thread::{Options, world};
+use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
 
 /// So long that a test which reaches it did not get its error at once.
 const PATIENT: Options = Options { timeout: Duration::from_secs(600) };
@@ -15,7 +15,7 @@ const PATIENT: Options = Options { timeout: Duration::from_secs(600) };
 #[test]
 fn ranks_that_report_the_same_share_a_line() {
     let coming = AtomicUsize::new(0);
-    let error = run(16, PATIENT, |world| {
+    let error = World::Threads(16).run_with(PATIENT, |world| {
         let tp = world
             .split("tp", if world.rank() < 8 { &[0, 1, 2, 3, 4, 5, 6, 7] } else { &[8, 9, 10, 11, 12, 13, 14, 15] })?;
         coming.fetch_add(usize::from(world.rank() != 7), Ordering::Relaxed);

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
+use meshwork_core::comm::thread::Options;
 use meshwork_core::comm::{Membership, record};
 use meshwork_core::{
     Axis, Call, CommError, Communicator, Group, Mesh, Pending, Rank, ReduceOp, ReductionOrder, profile,
@@ -20,13 +21,13 @@ fn products() -> impl Iterator<Item = Vec<Axis>> {
 #[test]
 fn run_mesh_gives_every_thread_its_rank() {
     let mesh = mesh("tp=2,dp=3");
-    let places = thread::run_mesh(&mesh, |rank| {
+    let places = World::threads(&mesh).run_mesh(&mesh, |rank| {
         Ok::<_, CommError>((rank.world_rank(), rank.coords().get(Axis::Tp), rank.coords().get(Axis::Dp)))
     });
     assert_eq!(places.unwrap(), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)]);
 
     let options = Options { timeout: std::time::Duration::from_millis(100) };
-    let error = thread::run(6, options, |world| match world.rank() {
+    let error = World::Threads(6).run_with(options, |world| match world.rank() {
         5 => {
             std::thread::sleep(std::time::Duration::from_millis(600));
             Ok(())
@@ -41,25 +42,26 @@ fn run_mesh_gives_every_thread_its_rank() {
 fn a_reduction_over_a_product_of_axes_is_one_sum_over_its_ranks() {
     for text in ["dp=2,cp=2", "tp=2,cp=2,dp=2,pp=2", "tp=3,dp=2,pp=2", "dp=4", "dp=1", "cp=2,pp=3"] {
         let mesh = mesh(text);
-        thread::run_mesh(&mesh, |rank| {
-            let here = rank.coords();
-            for axes in products() {
-                let others = || Axis::ALL.into_iter().filter(|axis| !axes.contains(axis));
-                let at = |other: usize| mesh.coords(other);
-                let members: Vec<usize> = (0..mesh.world_size())
-                    .filter(|&other| others().all(|axis| at(other).get(axis) == here.get(axis)))
-                    .collect();
-                let group = rank.group_over(&axes);
-                assert_eq!(group.world_ranks(), members, "{axes:?} of {text}");
-                let mut x = [1 << rank.world_rank()];
-                group.all_reduce_slice(&mut x, ReduceOp::Sum)?;
-                assert_eq!(x[0], members.iter().map(|member| 1i32 << member).sum::<i32>(), "{axes:?} of {text}");
-                let reversed: Vec<Axis> = axes.iter().rev().copied().collect();
-                assert!(same(group, rank.group_over(&reversed)));
-            }
-            Ok::<_, CommError>(())
-        })
-        .unwrap();
+        World::threads(&mesh)
+            .run_mesh(&mesh, |rank| {
+                let here = rank.coords();
+                for axes in products() {
+                    let others = || Axis::ALL.into_iter().filter(|axis| !axes.contains(axis));
+                    let at = |other: usize| mesh.coords(other);
+                    let members: Vec<usize> = (0..mesh.world_size())
+                        .filter(|&other| others().all(|axis| at(other).get(axis) == here.get(axis)))
+                        .collect();
+                    let group = rank.group_over(&axes);
+                    assert_eq!(group.world_ranks(), members, "{axes:?} of {text}");
+                    let mut x = [1 << rank.world_rank()];
+                    group.all_reduce_slice(&mut x, ReduceOp::Sum)?;
+                    assert_eq!(x[0], members.iter().map(|member| 1i32 << member).sum::<i32>(), "{axes:?} of {text}");
+                    let reversed: Vec<Axis> = axes.iter().rev().copied().collect();
+                    assert!(same(group, rank.group_over(&reversed)));
+                }
+                Ok::<_, CommError>(())
+            })
+            .unwrap();
     }
 }
 
@@ -92,7 +94,7 @@ fn products_are_named_by_their_axes_and_made_once() {
 /// What a rank communicates over a product is logged under the product's name.
 #[test]
 fn the_log_names_products() {
-    let logs = thread::run_mesh(&mesh("tp=2,cp=2,dp=2"), |rank| {
+    let logs = World::threads(&mesh("tp=2,cp=2,dp=2")).run_mesh(&mesh("tp=2,cp=2,dp=2"), |rank| {
         rank.group_over(&[Axis::Dp, Axis::Cp]).all_reduce_slice(&mut [0f32; 8], ReduceOp::Sum)?;
         rank.group_over(&Axis::ALL).all_reduce_slice(&mut [0f32; 8], ReduceOp::Sum)?;
         Ok::<_, CommError>(rank.log().bytes_by_group())
@@ -136,7 +138,7 @@ impl Communicator for Noting {
 #[test]
 fn groups_are_made_at_once_and_in_one_order() {
     let mesh = mesh("tp=2,dp=2,pp=2");
-    let splits = thread::run(mesh.world_size(), Options::default(), |world| {
+    let splits = World::threads(&mesh).run(|world| {
         let splits = Arc::new(Mutex::default());
         let world = Noting(Arc::clone(world.communicator()), Arc::clone(&splits));
         let rank = Rank::new(&mesh, Arc::new(world))?;
@@ -153,8 +155,7 @@ fn groups_are_made_at_once_and_in_one_order() {
 #[test]
 fn a_world_of_another_size_is_an_error_on_every_rank() {
     let mesh = mesh("tp=2,dp=2");
-    let error =
-        thread::run(3, Options::default(), |world| Rank::new(&mesh, Arc::clone(world.communicator())).map(drop));
+    let error = World::Threads(3).run(|world| Rank::new(&mesh, Arc::clone(world.communicator())).map(drop));
     let error = error.unwrap_err();
     for rank in 0..3 {
         let end = error.error_of(rank).unwrap();
@@ -170,7 +171,8 @@ fn a_world_of_another_size_is_an_error_on_every_rank() {
 /// Threads and records reduce in the tree, decorated or split; a backend that does not state an order promises none.
 #[test]
 fn communicators_say_in_which_order_they_reduce() {
-    let orders = thread::run_mesh(&mesh("tp=2"), |rank| Ok::<_, CommError>(rank.group(Axis::Tp).reduction_order()));
+    let orders = World::threads(&mesh("tp=2"))
+        .run_mesh(&mesh("tp=2"), |rank| Ok::<_, CommError>(rank.group(Axis::Tp).reduction_order()));
     assert_eq!(orders.unwrap(), [ReductionOrder::BalancedTree; 2]);
     let recorded = record::communicator("world", 0, vec![0, 1]).unwrap();
     let plain = Noting(Arc::clone(&recorded), Arc::default());

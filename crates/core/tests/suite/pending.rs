@@ -2,8 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use meshwork_core::comm::thread::{Options, run};
-use meshwork_core::{Block, Buffer, CommError, DType, HostMemory, Recycle, ReduceOp};
+use meshwork_core::{Block, Buffer, CommError, DType, HostMemory, Recycle, ReduceOp, World};
 use meshwork_testkit::run_world;
 
 #[test]
@@ -67,7 +66,7 @@ fn the_memory_of_a_detached_operation_goes_when_the_operation_is_over() {
 #[test]
 fn the_memory_of_a_failed_operation_goes_too() {
     let arena = Arc::new(Arena::default());
-    let failed = run(3, Options::default(), |group| match group.rank() {
+    let failed = World::Threads(3).run(|group| match group.rank() {
         2 => Err("injected".to_owned()),
         _ => {
             let op = group.start_all_reduce(arena.buffer(10), ReduceOp::Sum).map_err(|e: CommError| e.to_string())?;
@@ -107,7 +106,7 @@ fn memory_that_a_message_trades_goes_back_in_equal_parts() {
 #[test]
 fn a_message_that_moves_to_a_rank_that_fails_stays_with_its_sender() {
     let arena = Arc::new(Arena::default());
-    let failed = run(2, Options::default(), |group| match group.rank() {
+    let failed = World::Threads(2).run(|group| match group.rank() {
         1 => Err("injected".to_owned()),
         _ => group.send(arena.buffer(10), 1, 0).map(drop).map_err(|e: CommError| e.to_string()),
     });

@@ -10,7 +10,7 @@
 
 use super::memory::{DeviceMemory, Origin, Pool};
 use crate::driver::{Address, Argument, Driver, DriverError, Event, Reach, Remote};
-use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, Piece};
+use meshwork_core::comm::device::{Carrier, DeviceWork, Moment, WorkPiece};
 use meshwork_kernels::{Kernel, kernel};
 use std::any::Any;
 use std::sync::{Arc, PoisonError};
@@ -87,7 +87,7 @@ impl<'a> Queues<'a> {
 
     /// Queues a piece in the stream of `by`, one of its targets: the sources' elements come to `by`, and go from
     /// there to the other targets.
-    fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &Piece, by: usize) -> Result<(), String> {
+    fn piece(&mut self, kernel: Option<&'static Kernel>, piece: &WorkPiece, by: usize) -> Result<(), String> {
         let (work, size, pool) = (self.work, self.size, self.enter(by).map_err(text)?);
         let bytes = piece.count * size;
         let source = |member: usize| Address(work.members[member].source).offset(piece.read_at * size);

@@ -5,7 +5,7 @@ use crate::collectives::device;
 use crate::{emulator, machine};
 use meshwork_core::comm::FaultKind;
 use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Buffer, CommError, Communicator, DType, Group, Pending, ReduceOp};
+use meshwork_core::{Buffer, CommError, Communicator, DType, Group, Pending, ReduceOp, World};
 use meshwork_cuda::{CudaDevice, Emulator, Order};
 use meshwork_tensor::{Device, Error};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 fn tables_of_addresses_are_bounded() {
     const SETS: usize = 2500;
     let Some(emulated) = emulator(Order::Seeded(9)) else { return };
-    let held = thread::run(2, Options::default(), |world| {
+    let held = World::Threads(2).run(|world| {
         let device = device(emulated.clone());
         // All live at once, so that no two have one address.
         let buffers: Vec<Buffer> = (0..SETS)
@@ -42,7 +42,7 @@ fn tables_of_addresses_are_bounded() {
 #[test]
 fn devices_of_two_machines_are_refused() {
     let Some(_) = emulator(Order::AsQueued) else { return };
-    let failed = thread::run(2, Options::default(), |world| {
+    let failed = World::Threads(2).run(|world| {
         let device = device(emulator(Order::Seeded(world.rank() as u64)).unwrap());
         let x = device.upload(&Buffer::from_vec(vec![1.0_f32; 9])).unwrap();
         world.all_reduce(x, ReduceOp::Sum).map(drop)

@@ -4,8 +4,8 @@
 use crate::drivers;
 use half::{bf16, f16};
 use meshwork_core::comm::FaultKind;
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp, World};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::{CudaDevice, Driver, Order};
 use meshwork_tensor::Device;
@@ -90,7 +90,7 @@ fn every_collective_has_the_bits_of_host_memory() {
         (5, 9, 3, |one, other| one + other == 1),
     ] {
         let Some(drivers) = drivers(Order::Seeded(seed), devices, peers) else { return };
-        let ran = thread::run(n, Options::default(), |world| {
+        let ran = World::Threads(n).run(|world| {
             let device = device(drivers[world.rank() % devices].clone());
             for dtype in DTYPES {
                 for count in [0, 1, 65, 700] {
@@ -130,7 +130,7 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
         let Some(drivers) = drivers(Order::Seeded(1), devices, |_, _| true) else { return };
         let devices_of: Vec<_> = (0..3).map(|rank| device(drivers[rank % devices].clone())).collect();
         // Everything that is slow the first time is done, and memory of the device is in use before.
-        let warmed = thread::run(3, Options::default(), |world| {
+        let warmed = World::Threads(3).run(|world| {
             let buffer = devices_of[world.rank()].upload(&values(DType::F32, 90, world.rank())).unwrap();
             world.all_reduce(buffer, ReduceOp::Sum).map(drop)
         });
@@ -138,7 +138,7 @@ fn faults_are_named_on_every_rank_and_nothing_hangs() {
         let (start, timeout) = (Instant::now(), Duration::from_secs(if let Wrong::Stalled = wrong { 1 } else { 600 }));
         // The rank that stalls sleeps until the others have ended.
         let ended = Mutex::new([false; 3]);
-        let failed = thread::run(3, Options { timeout }, |world| {
+        let failed = World::Threads(3).run_with(Options { timeout }, |world| {
             let device = &devices_of[world.rank()];
             let buffer = |dtype, count| device.upload(&values(dtype, count, world.rank())).unwrap();
             let right = buffer(DType::F32, 12);

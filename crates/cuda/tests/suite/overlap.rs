@@ -4,8 +4,7 @@
 
 use crate::driver;
 use crate::train::{batch, small};
-use meshwork_core::comm::thread::{self as ranks, Options};
-use meshwork_core::{Buffer, DType, Mesh, Rank};
+use meshwork_core::{Buffer, DType, Mesh, Rank, World};
 use meshwork_cuda::device::Products;
 use meshwork_cuda::driver::{
     Address, Argument, DriverError, Event, Graph, Properties, Reach, Remote, Result, Stream, Work,
@@ -202,7 +201,7 @@ struct Step {
 fn second_step(config: Gpt2Config, plan: &Plan) -> Option<Step> {
     let model: Arc<dyn Model> = Arc::new(Gpt2::new(config));
     let driver = Arc::new(Logging { inner: driver(Order::Seeded(5))?, log: Mutex::default() });
-    let told = ranks::run(plan.mesh.world_size(), Options::default(), |world| {
+    let told = World::threads(&plan.mesh).run(|world| {
         let device = Arc::new(CudaDevice::new(driver.clone(), Products::OfTheCpu)?);
         let mut trainer =
             Trainer::new(model.clone(), plan, Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?), device)?;

@@ -2,7 +2,7 @@
 //! order of streams. On the emulator here, and on a GPU or its stand-in in `tests/gpu`.
 
 use crate::{driver, drivers, orders};
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
 use meshwork_core::simd::{Level, level};
 use meshwork_core::{Axis, DType, Mesh, Rank};
 use meshwork_cpu::Cpu;
@@ -271,7 +271,7 @@ fn train_mesh(config: Gpt2Config, plan: &Plan, devices: Devices, seed: u64) -> O
         Devices::Peers => drivers(Order::Seeded(seed), 2, |_, _| true)?,
         Devices::Apart => drivers(Order::Seeded(seed), 2, |_, _| false)?,
     };
-    let ranks = thread::run(plan.mesh.world_size(), Options::default(), |world| {
+    let ranks = World::threads(&plan.mesh).run(|world| {
         let driver = drivers[world.rank() % drivers.len()].clone();
         let device = Arc::new(CudaDevice::new(driver, Products::OfTheCpu)?);
         let rank = Arc::new(Rank::new(&plan.mesh, world.communicator().clone())?);

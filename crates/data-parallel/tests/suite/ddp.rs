@@ -1,7 +1,6 @@
 //! A training loop's own gradients over ranks, against sums taken by hand.
 
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{CommLog, Group, OpKind};
+use meshwork_core::{CommLog, Group, OpKind, World};
 use meshwork_data_parallel::{Ddp, DdpError};
 
 const ELEMENTS: [usize; 4] = [3, 5, 2, 7];
@@ -16,7 +15,7 @@ fn gradient(rank: usize, micro: usize, parameter: usize) -> Vec<f32> {
 }
 
 fn run<T: Send>(ranks: usize, body: impl Fn(Group) -> Result<T, DdpError> + Sync) -> Vec<T> {
-    thread::run(ranks, Options::default(), body).unwrap()
+    World::Threads(ranks).run(body).unwrap()
 }
 
 /// Three micro-batches of different weight a rank, gradients in another order on each rank, buckets of one to all
@@ -150,7 +149,7 @@ fn wrong_gradients_are_refused() {
 /// What each rank of a world is told.
 fn told(ranks: usize, body: impl Fn(Group) -> Result<(), DdpError> + Sync) -> Vec<String> {
     let told = |world: Group| Ok::<_, DdpError>(body(world).err().map(|error| error.to_string()).unwrap_or_default());
-    thread::run(ranks, Options::default(), told).unwrap()
+    World::Threads(ranks).run(told).unwrap()
 }
 
 /// Buckets of two sizes used to stop the world with counts of elements, and parameters that are as large together were

@@ -1,7 +1,6 @@
 //! Buckets reduced on threads, against sums taken by hand.
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Mesh, OpKind, Rank};
+use meshwork_core::{Axis, Buffer, CommError, FlatSlice, Mesh, OpKind, Rank, World};
 use meshwork_data_parallel::{Bucket, BucketEvent, HostVectors, Parking, ReduceError, Reducer, VectorError, rounds};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -48,7 +47,7 @@ fn rounds_over_products_of_axes_sum_each_gradient_once() {
     let mesh: Mesh = "tp=2,cp=2,dp=2".parse().unwrap();
     let sets: [&[Axis]; 5] =
         [&[Axis::Dp, Axis::Cp], &[Axis::Tp, Axis::Cp, Axis::Dp], &[Axis::Tp], &[Axis::Pp], &[Axis::Dp]];
-    let logs = thread::run_mesh(&mesh, |rank| {
+    let logs = World::threads(&mesh).run_mesh(&mesh, |rank| {
         let buckets = sets.map(|axes| bucket(6, rounds(&rank, axes.iter().copied())));
         let mut reducer = Reducer::new(buckets.into(), HostVectors).unwrap();
         let value = |rank: usize| (1 << rank) as f32; // every sum tells its ranks
@@ -70,23 +69,24 @@ fn rounds_over_products_of_axes_sum_each_gradient_once() {
 #[test]
 fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
     let mesh: Mesh = "dp=2".parse().unwrap();
-    thread::run(2, thread::Options::default(), |world| {
-        let rank = Rank::new(&mesh, world.communicator().clone())?;
-        if rank.world_rank() == 1 {
-            return Ok(());
-        }
-        let mut reducer = Reducer::new(vec![bucket(2, rounds(&rank, [Axis::Dp]))], HostVectors).unwrap();
-        let unfinished = reducer.finish(|_| {}).unwrap_err();
-        assert!(matches!(unfinished, ReduceError::Missing { bucket: 0, member: 0 }));
-        reducer.ready(0, 0).unwrap();
-        // Rank 1 has ended. The start notices it if it had ended by then, else the wait does.
-        let failed = reducer.ready(0, 1).and_then(|_| reducer.finish(|_| {})).unwrap_err();
-        assert!(matches!(failed, ReduceError::Comm { bucket: 0, .. }), "{failed}");
-        let later = reducer.finish(|_| {}).unwrap_err();
-        assert_eq!(later.to_string(), "the gradients of bucket 0 are lost: an earlier reduction of it failed");
-        Ok::<_, CommError>(())
-    })
-    .unwrap();
+    World::Threads(2)
+        .run(|world| {
+            let rank = Rank::new(&mesh, world.communicator().clone())?;
+            if rank.world_rank() == 1 {
+                return Ok(());
+            }
+            let mut reducer = Reducer::new(vec![bucket(2, rounds(&rank, [Axis::Dp]))], HostVectors).unwrap();
+            let unfinished = reducer.finish(|_| {}).unwrap_err();
+            assert!(matches!(unfinished, ReduceError::Missing { bucket: 0, member: 0 }));
+            reducer.ready(0, 0).unwrap();
+            // Rank 1 has ended. The start notices it if it had ended by then, else the wait does.
+            let failed = reducer.ready(0, 1).and_then(|_| reducer.finish(|_| {})).unwrap_err();
+            assert!(matches!(failed, ReduceError::Comm { bucket: 0, .. }), "{failed}");
+            let later = reducer.finish(|_| {}).unwrap_err();
+            assert_eq!(later.to_string(), "the gradients of bucket 0 are lost: an earlier reduction of it failed");
+            Ok::<_, CommError>(())
+        })
+        .unwrap();
 }
 
 /// Three ranks share out ten elements, four each. Every fill is reduced by itself, and the slices add up; what nobody
@@ -94,7 +94,7 @@ fn a_bucket_of_a_world_that_stopped_is_lost_and_says_so() {
 #[test]
 fn slices_of_several_fills_add_up() {
     let mesh: Mesh = "dp=3".parse().unwrap();
-    let ranks = thread::run_mesh(&mesh, |rank| {
+    let ranks = World::threads(&mesh).run_mesh(&mesh, |rank| {
         let scattered = |fills| Bucket { scatter: true, fills, ..bucket(10, rounds(&rank, [Axis::Dp])) };
         let mut reducer = Reducer::new(vec![scattered(3), scattered(1)], HostVectors).unwrap();
         for step in 1..=2 {
@@ -188,21 +188,22 @@ fn steps(rank: &Rank, scatter: bool, axes: &[Axis], parking: Option<Elsewhere>) 
 /// Whatever is summed how, and though no more than two buckets are in memory.
 #[test]
 fn parked_gradients_are_those_that_stay() {
-    thread::run_mesh(&"dp=2,tp=2".parse().unwrap(), |rank| {
-        for axes in [&[][..], &[Axis::Dp], &[Axis::Dp, Axis::Tp]] {
-            for scatter in [false, true].into_iter().filter(|scatter| !scatter || !axes.is_empty()) {
-                let elsewhere = Elsewhere::default();
-                let parked = steps(&rank, scatter, axes, Some(elsewhere.clone()));
-                assert_eq!(parked, steps(&rank, scatter, axes, None), "{axes:?}, slices: {scatter}");
-                assert!(parked[0].iter().any(|&x| x != 0.0));
-                let times: Vec<usize> = elsewhere.0.lock().unwrap().values().map(|(_, times)| *times).collect();
-                // Each tape's share is parked once, and a sum once more if a second round changed it; what was only
-                // read is not put again.
-                let most = 2 + usize::from(axes.len() > 1);
-                assert!(times.len() == 5 && times.iter().all(|times| (1..=most).contains(times)), "{times:?}");
+    World::threads(&"dp=2,tp=2".parse().unwrap())
+        .run_mesh(&"dp=2,tp=2".parse().unwrap(), |rank| {
+            for axes in [&[][..], &[Axis::Dp], &[Axis::Dp, Axis::Tp]] {
+                for scatter in [false, true].into_iter().filter(|scatter| !scatter || !axes.is_empty()) {
+                    let elsewhere = Elsewhere::default();
+                    let parked = steps(&rank, scatter, axes, Some(elsewhere.clone()));
+                    assert_eq!(parked, steps(&rank, scatter, axes, None), "{axes:?}, slices: {scatter}");
+                    assert!(parked[0].iter().any(|&x| x != 0.0));
+                    let times: Vec<usize> = elsewhere.0.lock().unwrap().values().map(|(_, times)| *times).collect();
+                    // Each tape's share is parked once, and a sum once more if a second round changed it; what was only
+                    // read is not put again.
+                    let most = 2 + usize::from(axes.len() > 1);
+                    assert!(times.len() == 5 && times.iter().all(|times| (1..=most).contains(times)), "{times:?}");
+                }
             }
-        }
-        Ok::<_, CommError>(())
-    })
-    .unwrap();
+            Ok::<_, CommError>(())
+        })
+        .unwrap();
 }

@@ -84,45 +84,20 @@ pub trait Store: Debug + Send {
 /// states of this run's optimizer are incomplete: start it again from a checkpoint.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum OffloadError {
     /// A folder in which no file can be made.
     #[error("offload to {}: {source}; name a folder that exists and that this process may write", path.display())]
-    Open {
-        /// The folder.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Open { path: PathBuf, source: io::Error },
     /// A device without host memory of its own.
     #[error("offload to host memory of the device: {device} has none; name a folder")]
-    NoHostMemory {
-        /// The device.
-        device: String,
-    },
+    NoHostMemory { device: String },
     /// A store without enough room.
     #[error("offload to {store}: no room for {bytes} bytes: {source}; free as much, or name another folder")]
-    Full {
-        /// The store.
-        store: String,
-        /// Bytes that this rank offloads in all.
-        bytes: u64,
-        /// The error of the system or of the device.
-        source: io::Error,
-    },
+    Full { store: String, bytes: u64, source: io::Error },
     /// Bytes that cannot be read or written.
     #[error("offload to {store}: {what} {bytes} bytes at {at}: {source}; start again from the last checkpoint")]
-    Io {
-        /// The store.
-        store: String,
-        /// `reading` or `writing`.
-        what: &'static str,
-        /// How many.
-        bytes: u64,
-        /// From where on.
-        at: u64,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { store: String, what: &'static str, bytes: u64, at: u64, source: io::Error },
 }
 
 meshwork_core::debug_as_display!(OffloadError);

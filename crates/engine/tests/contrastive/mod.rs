@@ -1,8 +1,7 @@
 //! A model whose loss compares each sample with those of all data-parallel ranks: a contrastive loss (CLIP, Radford et
 //! al., arXiv:2103.00020).
 
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, DType, Mesh};
+use meshwork_core::{Axis, DType, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, TrainError, Trainer, Verify, WholeState, Zero, ZeroStage};
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec, sample_types};
@@ -117,7 +116,7 @@ fn plan(mesh: &str, stage: ZeroStage, numerics: Numerics) -> Plan {
 
 /// Losses and norms of some steps, and the weights behind them.
 fn train(clip: Clip, plan: &Plan) -> std::result::Result<Vec<f64>, String> {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(Arc::new(clip), plan, rank, Cpu::device())?;
         let mut found = Vec::new();
         for step in 0..STEPS {

@@ -1,7 +1,7 @@
 //! Weights that are no numbers are found by what uses them next, and named on every rank.
 
 use super::{batch, llama, on};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, ScheduleSpec, TrainError, Trainer, Zero, ZeroStage};
 use meshwork_optim::{AdamW, LrSchedule};
@@ -21,7 +21,7 @@ fn after_a_wild_step(
         max_norm: 0.0,
         ..on(mesh, Numerics::Fast)
     };
-    let errors = thread::run_mesh(&plan.mesh, |rank| {
+    let errors = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
         trainer.step(&batch(0, trainer.samples()))?; // its loss and norm are finite
         Ok::<_, TrainError>(next(&mut trainer).expect_err("weights are infinite").to_string())
@@ -58,7 +58,7 @@ fn weights_that_an_update_made_infinite_are_found_by_what_uses_them() {
 #[test]
 fn weights_that_are_no_numbers_are_not_loaded() {
     let plan = on("dp=1", Numerics::Fast);
-    let loaded = thread::run_mesh(&plan.mesh, |rank| {
+    let loaded = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(llama(), &plan, rank, Cpu::device())?;
         trainer.load_weights(|spec, slice| {
             let mut values = vec![0.0; slice.stored.count()];

@@ -1,7 +1,7 @@
 //! Frozen parts of a model: they stay, the others train as if nothing was frozen, and every mesh does the same.
 
 use super::{batch, go_on_with, on};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::offload::{Folder, Offload};
 use meshwork_engine::{
@@ -123,7 +123,7 @@ fn what_frozen_parts_save_is_predicted() {
     let predict = |freeze: &str| dry_run::predict(&llama(freeze), &plan, 0).unwrap();
     let (all, lower, upper) = (predict(""), predict("embedding, layers.0-2"), predict("layers.1-3, norm, head"));
     for (some, freeze) in [(&lower, "embedding, layers.0-2"), (&upper, "layers.1-3, norm, head")] {
-        let held = thread::run_mesh(&plan.mesh, |rank| {
+        let held = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(llama(freeze), &plan, rank, Cpu::device())?;
             let live = trainer.device().meter().live_bytes();
             trainer.step(&batch(0, trainer.samples()))?;

@@ -4,7 +4,7 @@ use crate::found::{CANONICAL, WIDTH, block, linears, param, plan, program, refus
 use crate::interpret::{self, Net};
 use crate::program::{Block, Group, Instr, Map, Op, Param};
 use meshwork_core::Axis;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
     LossScale, MixedPrecision, Numerics, Plan, Recompute, TrainError, TrainState, Trainer, WholeState,
@@ -106,7 +106,7 @@ fn a_run_does_not_go_on_without_its_optimizer_states() {
     for plan in stages(&plan("dp=2,tp=2", Numerics::Fast)) {
         let model: Arc<dyn Model> = Arc::new(Net(Arc::new(program(vec![linears(&["a"], false)]))));
         let met: Mutex<Vec<TrainState>> = Mutex::default();
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
             let samples = trainer.samples();
             trainer.step(&interpret::batch(&program(vec![linears(&["a"], false)]), 1, 0, 4, samples))?;

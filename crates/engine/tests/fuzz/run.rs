@@ -7,7 +7,7 @@ use crate::mutate::{Change, Mutant};
 use crate::program::Program;
 use meshwork_core::Rank;
 use meshwork_core::RankEnd;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, StatePiece, StepReport, TrainError, TrainState, Trainer, Verify, WholeState};
 use meshwork_nn::{Batch, Model};
@@ -139,7 +139,7 @@ fn run(case: &Case, plan: &Plan, mutant: Option<&Mutant>, nudge: f32) -> Ended {
     let loads = case.way == Way::Trainer { load: true };
     let stops = loads || mutant.is_some_and(|mutant| matches!(mutant.change, Change::Weight { .. }));
     let meeting = Mutex::default();
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mutant = mutant.filter(|mutant| mutant.on.is_none_or(|on| on == rank.world_rank()));
         let program = wrong.as_ref().filter(|_| mutant.is_some()).unwrap_or(&right).clone();
         let plan = mutant.map_or(plan.clone(), |mutant| mutant.plan(plan));

@@ -73,7 +73,7 @@ fn ranks_compute_with_what_messages_restore_to_and_update_exact_weights() {
         let what = format!("{mesh} {scheme}");
         let compress = weights_by(scheme);
         let (plan, as_it_is) = (change(on(mesh, compress)), change(on(mesh, Compress::default())));
-        let same = thread::run_mesh(&plan.mesh, |rank| {
+        let same = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(gpt2(), &plan, rank.clone(), Cpu::device())?;
             let mut lost = false;
             for step in 0..STEPS {
@@ -161,35 +161,36 @@ fn gathers_take_the_bytes_that_were_predicted_and_train() {
 #[test]
 fn a_message_has_a_part_for_each_parameter_of_a_slice() {
     let plan = Plan { num_microbatches: Some(1), ..on("dp=2", weights_by("quant:8/block64")) };
-    thread::run_mesh(&plan.mesh, |rank| {
-        let mut trainer = Trainer::new(gpt2(), &plan, rank.clone(), Cpu::device())?;
-        let mut of_flats: BTreeMap<usize, usize> = BTreeMap::new();
-        {
-            let params = trainer.params();
-            for id in params.declarations().ids() {
-                let own = params.read(id)?.len();
-                let bytes = match own {
-                    0 => 0,
-                    own => wire_bytes(&plan.compress.weights, Matrix::vector(own).unwrap()).unwrap(),
-                };
-                *of_flats.entry(params.place(id).0).or_default() += bytes;
+    World::threads(&plan.mesh)
+        .run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(gpt2(), &plan, rank.clone(), Cpu::device())?;
+            let mut of_flats: BTreeMap<usize, usize> = BTreeMap::new();
+            {
+                let params = trainer.params();
+                for id in params.declarations().ids() {
+                    let own = params.read(id)?.len();
+                    let bytes = match own {
+                        0 => 0,
+                        own => wire_bytes(&plan.compress.weights, Matrix::vector(own).unwrap()).unwrap(),
+                    };
+                    *of_flats.entry(params.place(id).0).or_default() += bytes;
+                }
             }
-        }
-        // The other rank's may be longer.
-        let mut longest: Vec<i64> = of_flats.values().map(|&bytes| bytes as i64).collect();
-        rank.data_group().all_reduce_slice(&mut longest, ReduceOp::Max)?;
-        let report = trainer.step(&tokens(0, trainer.samples()))?;
-        let gathers = report.records.iter().filter(|record| record.op == OpKind::AllGather && record.group == "dp");
-        let mut found: Vec<i64> =
-            gathers.inspect(|of| assert_eq!(of.dtype, DType::U8)).map(|of| of.elements as i64 / 2).collect();
-        found.sort_unstable();
-        found.dedup();
-        longest.sort_unstable();
-        longest.dedup();
-        assert_eq!(found, longest);
-        Ok::<_, TrainError>(())
-    })
-    .unwrap_or_else(|error| panic!("{error}"));
+            // The other rank's may be longer.
+            let mut longest: Vec<i64> = of_flats.values().map(|&bytes| bytes as i64).collect();
+            rank.data_group().all_reduce_slice(&mut longest, ReduceOp::Max)?;
+            let report = trainer.step(&tokens(0, trainer.samples()))?;
+            let gathers = report.records.iter().filter(|record| record.op == OpKind::AllGather && record.group == "dp");
+            let mut found: Vec<i64> =
+                gathers.inspect(|of| assert_eq!(of.dtype, DType::U8)).map(|of| of.elements as i64 / 2).collect();
+            found.sort_unstable();
+            found.dedup();
+            longest.sort_unstable();
+            longest.dedup();
+            assert_eq!(found, longest);
+            Ok::<_, TrainError>(())
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// Validation computes with what messages restore to, or with the weights themselves; training does so from its step
@@ -198,7 +199,7 @@ fn a_message_has_a_part_for_each_parameter_of_a_slice() {
 fn validation_and_early_steps_may_gather_exact_weights() {
     let losses = |compress, cuts| {
         let plan = on("dp=2", compress);
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(gpt2(), &plan, rank, Cpu::device())?;
             let before = trainer.evaluate_at(cuts, [tokens(9, trainer.samples())])?.loss;
             let step = |step| Ok(trainer.step(&tokens(step, trainer.samples()))?.loss);

@@ -3,7 +3,7 @@
 
 use super::{batch, go_on, go_on_with, model, noise, on, tower};
 use meshwork_compress::{Feedback, Scheme};
-use meshwork_core::Mesh;
+use meshwork_core::{Mesh, World};
 use meshwork_engine::dry_run::predict;
 use meshwork_engine::{
     Compress, LossScale, MixedPrecision, Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError,
@@ -306,9 +306,8 @@ fn compression_takes_and_gives_16_bits() {
 #[test]
 fn what_does_not_go_with_it_is_refused() {
     let refused = |plan: Plan| {
-        let made = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
-            Trainer::new(model(), &plan, rank, meshwork_cpu::Cpu::device()).map(drop)
-        });
+        let made = World::threads(&plan.mesh)
+            .run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, meshwork_cpu::Cpu::device()).map(drop));
         made.unwrap_err().to_string()
     };
     let f16 = |loss_scale| Some(MixedPrecision { loss_scale, ..stored(HalfType::F16) });
@@ -357,7 +356,7 @@ fn a_fixed_scale_goes_with_asynchronous_schedules() {
     let run = |mixed| {
         let schedule = ScheduleSpec::named("pipedream_2bw").unwrap();
         let plan = Plan { mixed, schedule, max_norm: 0.0, num_microbatches: Some(4), ..on("pp=2", Numerics::Fast) };
-        let ranks = meshwork_core::comm::thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(untied.clone(), &plan, rank, meshwork_cpu::Cpu::device())?;
             let mut reports = Vec::new();
             for step in 0..6 {

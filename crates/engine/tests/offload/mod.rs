@@ -2,7 +2,7 @@
 //! with the reason.
 
 use super::{SEQ, VOCAB, batch, go_on, model, on};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::offload::{Backing, Folder, Offload, OffloadError, Store};
 use meshwork_engine::{
@@ -172,7 +172,7 @@ fn a_model_of_four_times_the_limit_trains_with_offload_or_on_more_ranks() {
     assert!(state >= 16 * predicted.parameters as u64, "2 + 2 + 12 bytes of a parameter");
     let limit = state / 4;
     let losses = |plan: &Plan, limit: Option<u64>| {
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let device = Cpu::device();
             device.meter().set_limit(limit);
             let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
@@ -200,7 +200,7 @@ fn a_slow_disk_takes_the_memory_that_was_predicted() {
         let plan =
             Plan { schedule: ScheduleSpec::named(schedule).unwrap(), num_microbatches: Some(4), ..adamw("dp=2,pp=2") };
         let (_dir, plan) = offloading(plan, Some(Trouble::Slow));
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model(), &plan, rank, Cpu::device())?;
             for step in 0..3 {
                 trainer.start_step(&batch(step, trainer.samples()), || false, |_| {})?;
@@ -232,7 +232,7 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
     ];
     for (trouble, words) in cases {
         let (dir, plan) = offloading(held.clone(), Some(trouble));
-        let ended = thread::run_mesh(&plan.mesh, |rank| {
+        let ended = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model(), &plan, rank, Cpu::device())?;
             trainer.load_state(&middle)?;
             for step in 1..4 {
@@ -255,7 +255,8 @@ fn a_disk_that_fails_ends_every_rank_and_a_state_from_before_goes_on() {
         to: Some(Arc::new(Folder("/no/such/folder".into()))),
     };
     let plan = Plan { offload: Some(missing), ..held };
-    let ended = thread::run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));
+    let ended = World::threads(&plan.mesh)
+        .run_mesh(&plan.mesh, |rank| Trainer::new(model(), &plan, rank, Cpu::device()).map(drop));
     let error = ended.unwrap_err().to_string();
     assert!(error.contains("offload to /no/such/folder: ") && error.contains("name a folder that exists"), "{error}");
 }
@@ -271,7 +272,7 @@ fn a_disk_that_fails_ends_every_rank_that_keeps_activations_of_samples_on_it() {
         batch(step % 2, samples).with(SAMPLE, [], numbers).unwrap()
     };
     let run = |plan: &Plan| {
-        thread::run_mesh(&plan.mesh, |rank| {
+        World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model(), plan, rank, Cpu::device())?;
             let losses = (0..4).map(|step| Ok(trainer.step(&numbered(step, trainer.samples()))?.loss));
             losses.collect::<Result<Vec<f64>, TrainError>>()

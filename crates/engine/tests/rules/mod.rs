@@ -4,7 +4,7 @@
 mod projections;
 
 use super::{batch, go_on_with, llama, model, on};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{DType, OpKind};
 use meshwork_cpu::Cpu;
@@ -225,7 +225,7 @@ fn a_rank_holds_the_states_that_its_rule_declares() {
     ] {
         for (mesh, stage) in [("dp=1", 0), ("dp=4", 1)] {
             let plan = cut(mesh, "1f1b", stage, Numerics::Fast, &rule);
-            let held = thread::run_mesh(&plan.mesh, |rank| {
+            let held = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
                 let params = trainer.params();
                 let specs = params.declarations().specs();

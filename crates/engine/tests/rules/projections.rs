@@ -5,7 +5,7 @@
 use super::{CANONICAL, cut, experts};
 use crate::{batch, llama, model};
 use meshwork_core::Rank;
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Compress, Numerics, Plan, StateKey, TrainError, Trainer, Vector, WholeState};
 use meshwork_models::experts::ExpertsConfig;
@@ -254,7 +254,7 @@ fn powersgd_has_factors_of_each_projection() {
     let compress = Compress { gradients: "powersgd:2".parse().unwrap(), ..Compress::default() };
     for (mesh, model) in [("dp=2", model()), ("dp=2", llama()), ("dp=2,tp=2", llama()), ("dp=2", mixtral())] {
         let plan = Plan { compress, max_norm: 0.0, ..crate::on(mesh, Numerics::Fast) };
-        let fused = thread::run_mesh(&plan.mesh, |rank| {
+        let fused = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
             trainer.step(&batch(0, trainer.samples()))?;
             let (params, mut fused) = (trainer.params(), 0);

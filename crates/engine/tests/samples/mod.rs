@@ -15,7 +15,7 @@ fn go_on_all(
     steps: Range<usize>,
     batch: impl Fn(usize, Range<usize>) -> Batch + Sync,
 ) -> (Vec<(Vec<StepReport>, MemoryUse)>, WholeState) {
-    let ranks = thread::run_mesh(&plan.mesh, |rank| {
+    let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), plan, rank, Cpu::device())?;
         from.map(|state| trainer.load_state(state)).transpose()?;
         let mut reports = Vec::new();
@@ -103,7 +103,7 @@ fn activations_of_samples_that_come_again_are_sent_as_differences() {
     }
     let step = |batch: &(dyn Fn(Range<usize>) -> Batch + Sync), aqsgd| {
         let plan = Plan { virtual_cuts: vec![2], ..of(Compress { aqsgd, ..compress }, "dp=1") };
-        let ranks = thread::run_mesh(&plan.mesh, |rank| {
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(tower(4), &plan, rank, Cpu::device())?;
             trainer.step(&batch(trainer.samples()))
         });

@@ -1,7 +1,7 @@
 //! Exchange and computation overlap: the order in which a rank starts exchanges, computes, and waits.
 
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
-use meshwork_core::comm::thread;
+use meshwork_core::World;
 use meshwork_core::comm::{Call, Decorator, OpKind, PendingOp};
 use meshwork_core::{Axis, Buffer, CommError, Communicator, DType, Pending, Rank, Ty, Types};
 use meshwork_cpu::Cpu;
@@ -79,7 +79,7 @@ impl Observer for Products {
 #[test]
 fn a_chunk_travels_while_the_experts_compute_another() {
     let (case, how) = (Case::default(), How { ep: 2, ..ALONE });
-    let logs = thread::run(2, thread::Options::default(), |world| {
+    let logs = World::Threads(2).run(|world| {
         let log = Log::default();
         let inner = Arc::clone(world.communicator());
         let world = Arc::new(Noted { inner, log: Arc::clone(&log), exchanges: Mutex::default() });

@@ -2,8 +2,7 @@
 //! takes.
 
 use crate::world::{ALONE, Case, EP, How, declarations, layer, params};
-use meshwork_core::comm::thread;
-use meshwork_core::{Axis, DType, OpKind, Rank, Record, Ty, Types};
+use meshwork_core::{Axis, DType, OpKind, Rank, Record, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_moe::dispatch::{Chosen, Dispatch};
 use meshwork_moe::{MoeConfig, RouterKind};
@@ -72,7 +71,7 @@ fn a_dry_run_counts_an_even_choice() {
         let config = MoeConfig { num_experts: 4, top_k, ..MoeConfig::default() };
         let case = Case { config, dims: [8, 8, 12, 16], ..Case::default() };
         let how = How { ep, tp, ..ALONE };
-        let real = thread::run(tp * ep, thread::Options::default(), |world| {
+        let real = World::Threads(tp * ep).run(|world| {
             let rank = Rank::new(&how.mesh(), Arc::clone(world.communicator()))?;
             counts(&case, Arc::new(rank), Cpu::device(), true)
         });

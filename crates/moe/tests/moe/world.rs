@@ -1,9 +1,8 @@
 //! Runs a layer on every rank of a mesh, and puts the results together.
 
 use meshwork_compress::{Draws, Fold, Message, Scheme, Shape};
-use meshwork_core::comm::thread;
-use meshwork_core::rules;
 use meshwork_core::{Axis, Mesh, Rank, Ty, Types, tree};
+use meshwork_core::{World, rules};
 use meshwork_cpu::Cpu;
 use meshwork_moe::{ExpertShape, Experts, GroupedMlp, GroupedSwiGlu, MoeConfig, MoeLayer, Router};
 use meshwork_tensor::op::RowGroups;
@@ -216,7 +215,7 @@ pub fn params(declared: Declarations, rank: &Rank, device: &Arc<dyn Device>) -> 
 
 /// Runs the case on every rank of a mesh.
 pub fn run(case: &Case, how: How) -> Outcome {
-    let ranks = thread::run(how.tp * how.data(), thread::Options::default(), |world| {
+    let ranks = World::Threads(how.tp * how.data()).run(|world| {
         let world = Arc::clone(world.communicator());
         let world = if how.opaque { opaque::communicator(world) } else { world };
         let rank = Arc::new(Rank::new(&how.mesh(), world)?);

@@ -17,50 +17,24 @@ debug_as_display!(ProfileError);
 /// A mistake in a line of a profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum ProfileFault {
     /// There is no layer in the whole profile.
     Empty,
     /// The line is neither a layer nor an edge.
-    NotALine {
-        /// The text of the line.
-        text: String,
-    },
+    NotALine { text: String },
     /// A missing field, or another one in its place.
-    Field {
-        /// The field.
-        expected: &'static str,
-        /// The text in its place.
-        found: String,
-    },
+    Field { expected: &'static str, found: String },
     /// An invalid time or size.
-    Number {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        value: String,
-    },
+    Number { field: &'static str, value: String },
     /// An earlier line has a layer of the same id.
-    Twice {
-        /// The id.
-        id: String,
-        /// The earlier line.
-        first: usize,
-    },
+    Twice { id: String, first: usize },
     /// An id or a name that the format cannot represent.
-    Text {
-        /// Its text.
-        text: String,
-    },
+    Text { text: String },
     /// An edge from or to an unknown layer.
-    Unknown {
-        /// The id.
-        id: String,
-    },
+    Unknown { id: String },
     /// An earlier line has the same edge.
-    EdgeTwice {
-        /// The earlier line.
-        first: usize,
-    },
+    EdgeTwice { first: usize },
     /// The last edge of a cycle.
     Cycle {
         /// The layers of the cycle, in the order of its edges.
@@ -121,64 +95,26 @@ impl Error for ProfileError {}
 /// Why the planner cannot make a plan.
 #[derive(Clone, PartialEq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum PlanError {
     /// The profile has no layers besides inputs.
     NoLayers,
     /// The model has parts that are not connected.
-    Unconnected {
-        /// A layer of the first part.
-        from: String,
-        /// A layer outside it.
-        to: String,
-    },
+    Unconnected { from: String, to: String },
     /// The model has too many places for a cut, because of its parallel branches.
-    TooManyStates {
-        /// The largest number that is allowed.
-        most: usize,
-    },
+    TooManyStates { most: usize },
     /// A search that would take too long, or too much memory.
-    TooLarge {
-        /// Places for a cut.
-        states: usize,
-        /// Comparisons of two partitions that the search needs.
-        comparisons: u128,
-        /// The most.
-        most_comparisons: u128,
-        /// Bytes that the search needs.
-        bytes: u128,
-        /// The most.
-        most_bytes: u128,
-    },
+    TooLarge { states: usize, comparisons: u128, most_comparisons: u128, bytes: u128, most_bytes: u128 },
     /// A topology without levels.
     NoLevels,
     /// A level without machines, or with too many.
-    Machines {
-        /// The level, from 1, innermost first.
-        level: usize,
-        /// Its machines.
-        machines: usize,
-        /// The most.
-        most: usize,
-    },
+    Machines { level: usize, machines: usize, most: usize },
     /// An invalid bandwidth.
-    Bandwidth {
-        /// The level, from 1, innermost first.
-        level: usize,
-        /// Bytes per second.
-        bytes_per_second: f64,
-    },
+    Bandwidth { level: usize, bytes_per_second: f64 },
     /// An invalid compression ratio.
-    Ratio {
-        /// Its value.
-        ratio: f64,
-    },
+    Ratio { ratio: f64 },
     /// A straight pipeline with more stages than the model can be cut into.
-    TooManyMachines {
-        /// The machines of all levels.
-        machines: usize,
-        /// The most stages that the model has.
-        stages: usize,
-    },
+    TooManyMachines { machines: usize, stages: usize },
 }
 
 debug_as_display!(PlanError);

@@ -108,30 +108,14 @@ impl<M> Transport for ChannelTransport<M> {
 /// Why a message could not be moved.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum ChannelError {
     /// The other rank has dropped its transport: it has failed, or it ran another schedule that ends earlier.
-    PeerGone {
-        /// The other rank.
-        rank: usize,
-        /// The message.
-        tag: Tag,
-    },
+    PeerGone { rank: usize, tag: Tag },
     /// The schedule of the channels sends nothing from one rank to the other.
-    NoChannel {
-        /// The rank that sends.
-        from: usize,
-        /// The rank that receives.
-        to: usize,
-    },
+    NoChannel { from: usize, to: usize },
     /// A different message arrived than the expected one: the two ranks run different schedules.
-    OutOfTurn {
-        /// The rank that sent it.
-        rank: usize,
-        /// The expected message.
-        expected: Tag,
-        /// The message that arrived.
-        found: Tag,
-    },
+    OutOfTurn { rank: usize, expected: Tag, found: Tag },
 }
 
 debug_as_display!(ChannelError);

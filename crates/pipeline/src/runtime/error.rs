@@ -11,62 +11,22 @@ use crate::{Action, ActionKind};
 /// that error.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum RunError<S, T> {
     /// The schedule has no such rank.
-    NoSuchRank {
-        /// The requested rank.
-        rank: usize,
-        /// The ranks of the schedule.
-        ranks: usize,
-    },
+    NoSuchRank { rank: usize, ranks: usize },
     /// The number of given stages is not the number that the rank holds.
-    StageCount {
-        /// The rank.
-        rank: usize,
-        /// The stages that it holds.
-        held: Vec<usize>,
-        /// Number of given stages.
-        given: usize,
-    },
+    StageCount { rank: usize, held: Vec<usize>, given: usize },
     /// A stage failed.
-    Stage {
-        /// The rank.
-        rank: usize,
-        /// Its action.
-        action: Action,
-        /// Its error.
-        source: S,
-    },
+    Stage { rank: usize, action: Action, source: S },
     /// A send or receive failed.
-    Transport {
-        /// The rank.
-        rank: usize,
-        /// Its action.
-        action: Action,
-        /// The error of the transport.
-        source: T,
-    },
+    Transport { rank: usize, action: Action, source: T },
     /// A stage returned nothing for its neighbour, which waits for a message.
-    NoResult {
-        /// The rank.
-        rank: usize,
-        /// What ran.
-        action: Action,
-    },
+    NoResult { rank: usize, action: Action },
     /// A stage at an end of the model returned a message that has no receiver.
-    LooseResult {
-        /// The rank.
-        rank: usize,
-        /// What ran.
-        action: Action,
-    },
+    LooseResult { rank: usize, action: Action },
     /// All actions ran, but the sends in flight did not complete.
-    Finish {
-        /// The rank.
-        rank: usize,
-        /// The error of the transport.
-        source: T,
-    },
+    Finish { rank: usize, source: T },
 }
 
 impl<S: fmt::Display, T: fmt::Display> fmt::Display for RunError<S, T> {

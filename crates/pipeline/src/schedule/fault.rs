@@ -29,259 +29,78 @@ impl Error for CheckError {}
 /// A mistake in a schedule. Ranks are pipeline ranks; steps count a rank's actions from 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Fault {
     /// The schedule has no ranks, no stages or no micro-batches.
-    Empty {
-        /// Its ranks.
-        ranks: usize,
-        /// Its stages.
-        stages: usize,
-        /// Its micro-batches.
-        micros: usize,
-    },
+    Empty { ranks: usize, stages: usize, micros: usize },
     /// The micro-batches cannot be divided into this number of equal steps.
-    Steps {
-        /// Its micro-batches.
-        micros: usize,
-        /// Its steps.
-        steps: usize,
-    },
+    Steps { micros: usize, steps: usize },
     /// The number of action lists is not the number of ranks.
-    RowCount {
-        /// Its ranks.
-        ranks: usize,
-        /// Its lists of actions.
-        rows: usize,
-    },
+    RowCount { ranks: usize, rows: usize },
     /// A stage is placed on a rank that does not exist.
-    Placement {
-        /// The stage.
-        stage: usize,
-        /// The rank in the placement.
-        rank: usize,
-        /// Number of ranks.
-        ranks: usize,
-    },
+    Placement { stage: usize, rank: usize, ranks: usize },
     /// Not one number of replicas, of at least 1, for each stage.
-    Replicas {
-        /// The stages.
-        stages: usize,
-        /// The numbers given.
-        replicas: Vec<usize>,
-    },
+    Replicas { stages: usize, replicas: Vec<usize> },
     /// A stage that several ranks hold, in an asynchronous schedule: their versions of its weights would diverge.
-    ReplicatedVersions {
-        /// The stage.
-        stage: usize,
-        /// How weights change.
-        weights: Weights,
-    },
+    ReplicatedVersions { stage: usize, weights: Weights },
     /// A rank holds no stage.
-    IdleRank {
-        /// The rank.
-        rank: usize,
-        /// Number of ranks.
-        ranks: usize,
-        /// Number of stages.
-        stages: usize,
-    },
+    IdleRank { rank: usize, ranks: usize, stages: usize },
     /// An action names a stage or a micro-batch that does not exist.
-    OutOfRange {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The action.
-        action: Action,
-        /// Number of stages.
-        stages: usize,
-        /// Number of micro-batches.
-        micros: usize,
-    },
+    OutOfRange { rank: usize, step: usize, action: Action, stages: usize, micros: usize },
     /// An action stands on a rank that does not hold its stage.
-    WrongRank {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The action.
-        action: Action,
-        /// The rank of its stage.
-        home: usize,
-    },
+    WrongRank { rank: usize, step: usize, action: Action, home: usize },
     /// A message in a schedule that has not been lowered.
-    MessageInPlain {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The message.
-        action: Action,
-    },
+    MessageInPlain { rank: usize, step: usize, action: Action },
     /// A message without a receiver, or between two stages of one rank.
-    NeedlessMessage {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The message.
-        action: Action,
-    },
+    NeedlessMessage { rank: usize, step: usize, action: Action },
     /// An action that runs twice.
-    Duplicate {
-        /// Its rank.
-        rank: usize,
-        /// The action.
-        action: Action,
-        /// The first step at which it runs.
-        first: usize,
-        /// The second step at which it runs.
-        second: usize,
-    },
+    Duplicate { rank: usize, action: Action, first: usize, second: usize },
     /// A backward that runs both whole and in parts.
-    WholeAndSplit {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The whole backward.
-        action: Action,
-    },
+    WholeAndSplit { rank: usize, step: usize, action: Action },
     /// An update in a schedule whose weights do not change while it runs.
-    UpdateInFlush {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The update.
-        action: Action,
-    },
+    UpdateInFlush { rank: usize, step: usize, action: Action },
     /// A stage returns to an earlier step, although its weights have changed since.
     StepsOverlap {
-        /// Its rank.
         rank: usize,
-        /// Its step.
         step: usize,
-        /// The action of the older step.
         action: Action,
         /// The previous action of the same stage, which belongs to a newer step.
         before: Action,
     },
     /// An update of micro-batches that are applied already.
-    UpdateOutOfOrder {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The update.
-        action: Action,
-        /// The last micro-batch of the previous update.
-        applied: usize,
-    },
+    UpdateOutOfOrder { rank: usize, step: usize, action: Action, applied: usize },
     /// An update of double-buffered weights in the middle of a batch.
-    UpdateInsideBatch {
-        /// Its rank.
-        rank: usize,
-        /// Its step.
-        step: usize,
-        /// The update.
-        action: Action,
-        /// The micro-batches of a batch.
-        per_batch: usize,
-    },
+    UpdateInsideBatch { rank: usize, step: usize, action: Action, per_batch: usize },
     /// A forward that needs a version of the weights that does not exist yet.
     VersionToCome {
-        /// Its rank.
         rank: usize,
-        /// Its step.
         step: usize,
-        /// The forward.
         action: Action,
-        /// The version that it needs.
         version: usize,
         /// The newest version that its stage has at that step.
         latest: usize,
     },
     /// A part of a (stage, micro), or an update, that no rank runs.
-    Missing {
-        /// The rank on which it is missing.
-        rank: usize,
-        /// The action.
-        action: Action,
-    },
+    Missing { rank: usize, action: Action },
     /// A message that must cross ranks and has neither a send nor a receive.
-    MissingMessage {
-        /// The expected send.
-        send: Action,
-        /// Its rank.
-        from: usize,
-        /// The expected receive.
-        receive: Action,
-        /// Its rank.
-        to: usize,
-    },
+    MissingMessage { send: Action, from: usize, receive: Action, to: usize },
     /// A receive whose message no rank sends.
-    ReceiveWithoutSend {
-        /// The receive.
-        receive: Action,
-        /// Its rank.
-        to: usize,
-        /// The expected send.
-        send: Action,
-        /// The rank on which it is expected.
-        from: usize,
-    },
+    ReceiveWithoutSend { receive: Action, to: usize, send: Action, from: usize },
     /// A send whose message no rank receives.
-    SendWithoutReceive {
-        /// The send.
-        send: Action,
-        /// Its rank.
-        from: usize,
-        /// The expected receive.
-        receive: Action,
-        /// The rank on which it is expected.
-        to: usize,
-    },
+    SendWithoutReceive { send: Action, from: usize, receive: Action, to: usize },
     /// An action that runs before an action of its own rank whose result it needs.
-    BeforeItsInput {
-        /// The rank of both.
-        rank: usize,
-        /// The step of the action.
-        step: usize,
-        /// The action.
-        action: Action,
-        /// The action that it needs.
-        input: Action,
-        /// The step of that action.
-        input_step: usize,
-    },
+    BeforeItsInput { rank: usize, step: usize, action: Action, input: Action, input_step: usize },
     /// Between two ranks, messages are received in another order than they are sent.
-    OutOfOrder {
-        /// The rank that sends.
-        from: usize,
-        /// The rank that receives.
-        to: usize,
-        /// Index of the first of their messages that differs.
-        index: usize,
-        /// The send.
-        sent: Action,
-        /// The receive.
-        received: Action,
-    },
+    OutOfOrder { from: usize, to: usize, index: usize, sent: Action, received: Action },
     /// A cost that is not a valid time, or that is missing.
     Cost {
-        /// An action of a stage, or a message.
         what: &'static str,
         /// The stage; `None` for a message.
         stage: Option<usize>,
-        /// The given value.
         value: String,
     },
     /// Costs that add up to more time than can be measured and drawn.
-    TimeOverflow {
-        /// The longest time.
-        most: u32,
-    },
+    TimeOverflow { most: u32 },
     /// Ranks that wait for each other in a circle.
     Deadlock {
         /// Ranks by steps, with a mark at each action that can never start, and what the action waits for.

@@ -44,37 +44,21 @@ impl fmt::Display for MicroCounts {
 /// A shape that a schedule cannot have.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum ShapeError {
     /// A pipeline without ranks.
-    NoRanks {
-        /// The schedule.
-        schedule: &'static str,
-    },
+    NoRanks { schedule: &'static str },
     /// No optimizer step.
-    NoSteps {
-        /// The schedule.
-        schedule: &'static str,
-    },
+    NoSteps { schedule: &'static str },
     /// A number of chunks per rank that the schedule does not take.
     VirtualStages {
-        /// The schedule.
         schedule: &'static str,
-        /// The requested number.
         virtual_stages: usize,
         /// The only number that it takes; `None` if it takes any from 1 on.
         only: Option<usize>,
     },
     /// A number of micro-batches that the schedule does not take.
-    Micros {
-        /// The schedule.
-        schedule: &'static str,
-        /// The pipeline degree.
-        pp: usize,
-        /// The requested number.
-        micros: usize,
-        /// The numbers that it takes.
-        takes: MicroCounts,
-    },
+    Micros { schedule: &'static str, pp: usize, micros: usize, takes: MicroCounts },
 }
 
 debug_as_display!(ShapeError);

@@ -70,50 +70,22 @@ debug_as_display!(ParseScheduleError);
 /// A mistake in the text of a schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum TextFault {
     /// A line that is neither `key: value` nor empty nor a comment.
-    NoField {
-        /// The line.
-        text: String,
-    },
+    NoField { text: String },
     /// A key that no field has.
-    UnknownKey {
-        /// The key.
-        key: String,
-    },
+    UnknownKey { key: String },
     /// A key that occurs twice.
-    Repeated {
-        /// The key.
-        key: String,
-    },
+    Repeated { key: String },
     /// A required key that is missing.
-    Missing {
-        /// The key.
-        key: String,
-    },
+    Missing { key: String },
     /// A value that the key cannot have.
-    Value {
-        /// The key.
-        key: String,
-        /// The text of the value.
-        token: String,
-        /// The expected value.
-        expected: String,
-    },
+    Value { key: String, token: String, expected: String },
     /// An invalid action.
-    Action {
-        /// Its number in its line, counted from 1.
-        item: usize,
-        /// The mistake.
-        source: ParseActionError,
-    },
+    Action { item: usize, source: ParseActionError },
     /// Actions of a rank that does not exist.
-    NoSuchRank {
-        /// The rank.
-        rank: usize,
-        /// Number of ranks.
-        ranks: usize,
-    },
+    NoSuchRank { rank: usize, ranks: usize },
 }
 
 impl fmt::Display for ParseScheduleError {

@@ -2,8 +2,7 @@
 //! with one rank.
 
 // The program of a user, from here to the end of `train`.
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Axis, Mesh, Rank, Ty, Types};
+use meshwork_core::{Axis, Mesh, Rank, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
@@ -58,7 +57,7 @@ fn train(rank: Arc<Rank>, steps: u64) -> Result<Vec<f64>, Error> {
 fn on(mesh: &str, steps: u64) -> Vec<Vec<f64>> {
     let mesh: Mesh = mesh.parse().unwrap();
     let body = |world: meshwork_core::Group| train(Arc::new(Rank::new(&mesh, world.communicator().clone())?), steps);
-    thread::run(mesh.world_size(), Options::default(), body).unwrap()
+    World::threads(&mesh).run(body).unwrap()
 }
 
 #[test]
@@ -84,7 +83,7 @@ fn it_is_short() {
 #[test]
 fn gradients_that_nobody_sums_are_those_of_the_rank_alone() {
     let mesh: Mesh = "dp=2,tp=2".parse().unwrap();
-    let found = thread::run(4, Options::default(), |world: meshwork_core::Group| {
+    let found = World::Threads(4).run(|world: meshwork_core::Group| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let mut all = Declarations::new();
         let cut = Placement::replicated().shard(Axis::Tp, 0);

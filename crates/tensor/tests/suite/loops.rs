@@ -2,7 +2,7 @@
 //! layers that nobody took, and ranks that disagree about what each believes to be the same. Beside each the right
 //! program.
 
-use meshwork_core::{Axis, Mesh, Rank, Ty, Types, comm::thread};
+use meshwork_core::{Axis, Mesh, Rank, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::param::{Gradients, StatisticRule};
 use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
@@ -107,15 +107,16 @@ fn on<T: Send>(
 ) -> Vec<std::result::Result<T, String>> {
     let mesh: Mesh = mesh.parse().unwrap();
     let of_device = |hidden: bool| {
-        thread::run(mesh.world_size(), thread::Options::default(), |world| {
-            let (mut comm, mut device) = (world.communicator().clone(), Cpu::device());
-            if hidden {
-                (comm, device) = (opaque::communicator(comm), Opaque::device(device));
-            }
-            let ran = body(Arc::new(Rank::new(&mesh, comm)?), device);
-            Ok::<_, Error>(ran.map_err(|error| error.to_string()))
-        })
-        .unwrap()
+        World::threads(&mesh)
+            .run(|world| {
+                let (mut comm, mut device) = (world.communicator().clone(), Cpu::device());
+                if hidden {
+                    (comm, device) = (opaque::communicator(comm), Opaque::device(device));
+                }
+                let ran = body(Arc::new(Rank::new(&mesh, comm)?), device);
+                Ok::<_, Error>(ran.map_err(|error| error.to_string()))
+            })
+            .unwrap()
     };
     [false, true].into_iter().flat_map(of_device).collect()
 }

@@ -3,8 +3,7 @@
 
 use crate::common::{NoParams, tape_on};
 use crate::devices::{Case, MESH, cases, types};
-use meshwork_core::comm::thread;
-use meshwork_core::{DType, Mesh, Rank};
+use meshwork_core::{DType, Mesh, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::tape::{Seed, Weights};
 use meshwork_tensor::{Device, Error, Result, Tensor, Var};
@@ -57,7 +56,7 @@ const OF_OTHER_EXTENTS: [&str; 11] = [
 fn an_operation_of_no_samples_gives_nothing_and_gradients_of_zero() {
     let mesh: Mesh = MESH.parse().unwrap();
     for case in cases() {
-        let ended = thread::run_mesh(&mesh, |rank| {
+        let ended = World::threads(&mesh).run_mesh(&mesh, |rank| {
             let cpu = run(&case, &rank, Cpu::device())?;
             let world = opaque::communicator(Arc::clone(rank.world().communicator()));
             let rank = Arc::new(Rank::new(rank.mesh(), world)?);

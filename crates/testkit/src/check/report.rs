@@ -29,37 +29,19 @@ impl fmt::Display for Report {
 /// Why a check failed.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum CheckError {
     /// Some combinations of types are wrong.
     #[error("{name} is wrong in {} of its cases:{}", cases.len(), lines(cases))]
-    Wrong {
-        /// The name that was given to the check.
-        name: String,
-        /// Each wrong case.
-        cases: Vec<WrongCase>,
-    },
+    Wrong { name: String, cases: Vec<WrongCase> },
     /// Nothing could be tried.
     #[error("{name} refuses every combination of types, so nothing was checked; the last refusal: {refusal}")]
-    NothingAccepted {
-        /// The name that was given to the check.
-        name: String,
-        /// The error of the operation.
-        refusal: String,
-    },
+    NothingAccepted { name: String, refusal: String },
     /// An input that has no part on each rank.
     #[error(
         "{name}: dim {dim} of {input} has extent {extent}, which 1 to 4 ranks cannot share evenly; make it a multiple of 12"
     )]
-    Indivisible {
-        /// The name that was given to the check.
-        name: String,
-        /// The input.
-        input: String,
-        /// The dim that its type shards.
-        dim: usize,
-        /// Its extent.
-        extent: usize,
-    },
+    Indivisible { name: String, input: String, dim: usize, extent: usize },
 }
 
 meshwork_core::debug_as_display!(CheckError);
@@ -107,34 +89,19 @@ impl fmt::Display for WrongCase {
 /// The mistake in a case.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Problem {
     /// Types that are accepted on one number of ranks and refused on another.
-    RuleDependsOnDegree {
-        /// A number of ranks on which they are accepted.
-        accepted: usize,
-        /// The refusal.
-        refusal: String,
-    },
+    RuleDependsOnDegree { accepted: usize, refusal: String },
     /// An error.
     Fails(String),
     /// The one-rank gradient is not what finite differences give.
-    FiniteDifference {
-        /// The input.
-        input: String,
-        /// The element, in row-major order.
-        element: usize,
-        /// The given gradient.
-        got: f64,
-        /// The right one.
-        want: f64,
-    },
+    FiniteDifference { input: String, element: usize, got: f64, want: f64 },
     /// The ranks' values are not what one rank computes.
     Differs {
         /// `the output`, or `the gradient of` an input.
         what: String,
-        /// Its type, as the operation claims.
         ty: Ty,
-        /// How it differs.
         difference: Difference,
     },
 }
@@ -160,6 +127,7 @@ impl fmt::Display for Problem {
 /// How the ranks' values differ from what one rank computes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Difference {
     /// The ranks hold different values where all should hold the same.
     RanksDisagree {
@@ -168,9 +136,7 @@ pub enum Difference {
     },
     /// Other extents over all ranks than on one.
     Extents {
-        /// Over all ranks.
         got: Vec<usize>,
-        /// On one rank.
         want: Vec<usize>,
         /// A type by which the values would be right.
         right_as: Option<Ty>,
@@ -179,9 +145,7 @@ pub enum Difference {
     Multiple(usize),
     /// Other values.
     Values {
-        /// The norm of the difference.
         distance: f64,
-        /// The norm of the right values.
         norm: f64,
         /// A type by which the values would be right.
         right_as: Option<Ty>,

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
+use meshwork_core::comm::thread::Options;
 use meshwork_cpu::Cpu;
 use meshwork_engine::{ScheduleSpec, StepReport, dry_run};
 use meshwork_models::huggingface::Pretrained;
@@ -140,7 +141,7 @@ fn train(case: &Case, config: &Config, data: Data) -> Result<Numbers, String> {
     let seq_len = config.model.seq_len;
     let data = masked(case, data, seq_len);
     let options = Options { timeout: config.comm.timeout() };
-    let ranks = thread::run(mesh.world_size(), options, |world| {
+    let ranks = World::threads(&mesh).run_with(options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let device = Arc::new(Cpu::new(config.training.matmul_dtype.precision()));
         let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device)?;

@@ -5,7 +5,7 @@
 use crate::cases::{ADAMW, Case, DROPOUT, LLAMA, PADDED, UNTIED};
 use crate::world::{Piece, assert_same_pieces, assert_same_report, cpu, on_mesh, pieces, train};
 use meshwork_core::Rank;
-use meshwork_core::comm::thread::{self, Options};
+use meshwork_core::World;
 use meshwork_testkit::opaque::{self, Opaque};
 use meshwork_train::config::{Config, ModelKind};
 use meshwork_train::{Data, StepReport, TrainError, Trainer};
@@ -26,7 +26,7 @@ fn trained(mut trainer: Trainer, config: &Config, data: &Data) -> Result<Trained
 /// On every rank of the mesh, with memory and communicators that do not use host slices.
 fn on_opaque_mesh(config: &Config, data: &Data) -> Vec<Trained> {
     let mesh = config.mesh().unwrap();
-    let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
+    let ranks = World::threads(&mesh).run(|world| {
         let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
         let device = Opaque::device(cpu(config));
         trained(Trainer::new(config.model(), &config.plan()?, rank, device)?, config, data)
@@ -86,7 +86,7 @@ fn downloads_of_a_step_depend_on_neither_micro_batches_nor_layers() {
         let text = case.text(ADAMW).replace("num_layers = 4", &format!("num_layers = {layers}"));
         let (config, data) = (Config::from_toml(&text).unwrap(), case.model.data());
         let mesh = config.mesh().unwrap();
-        let ranks = thread::run(mesh.world_size(), Options::default(), |world| {
+        let ranks = World::threads(&mesh).run(|world| {
             let rank = Arc::new(Rank::new(&mesh, opaque::communicator(world.communicator().clone()))?);
             let device = Opaque::device(cpu(&config));
             let mut trainer = Trainer::new(config.model(), &config.plan()?, rank, device.clone())?;

@@ -2,8 +2,8 @@
 
 use crate::cases::Case;
 use meshwork_core::RunError;
-use meshwork_core::comm::thread::{self, Options};
-use meshwork_core::{Coords, Rank};
+use meshwork_core::comm::thread::Options;
+use meshwork_core::{Coords, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::Vector;
 use meshwork_tensor::Device;
@@ -27,7 +27,7 @@ pub fn try_on_mesh<T: Send>(
     body: impl Fn(Trainer) -> Result<T, TrainError> + Sync,
 ) -> Result<Vec<T>, RunError> {
     let mesh = config.mesh().unwrap();
-    thread::run(mesh.world_size(), options, |world| {
+    World::threads(&mesh).run_with(options, |world| {
         let rank = Arc::new(Rank::new(&mesh, world.communicator().clone())?);
         let device = device(rank.coords());
         body(Trainer::new(config.model(), &config.plan()?, rank, device)?)

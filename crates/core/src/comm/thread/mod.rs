@@ -28,9 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use self::world::{World, communicator};
-use super::{Activity, CommError, Communicator, Ended, Group};
-use crate::mesh::Mesh;
-use crate::rank::Rank;
+use super::{Activity, Communicator, Ended, Group};
 use crate::run_error::{Cause, RankEnd, RunError, contained};
 use crate::sync;
 
@@ -56,9 +54,8 @@ pub fn world(n: usize, options: Options) -> Vec<Arc<dyn Communicator>> {
     (0..n).map(|rank| communicator(&world, rank)).collect()
 }
 
-/// Runs `body` as `n` ranks, each on its own thread named `rank 0`, `rank 1`, ..., and returns their results:
-/// [`World::Threads`](crate::World::Threads), with options.
-pub fn run<T, E, F>(n: usize, options: Options, body: F) -> Result<Vec<T>, RunError>
+/// [`World::Threads`](crate::World::Threads): each rank has its own thread, named `rank 0`, `rank 1`, ...
+pub(crate) fn run<T, E, F>(n: usize, options: Options, body: F) -> Result<Vec<T>, RunError>
 where
     T: Send,
     E: Into<Cause>,
@@ -112,32 +109,5 @@ fn run_threads(world: &Arc<World>, n: usize, body: &(dyn Fn(usize, Group) -> Act
             failed
         };
         groups.into_iter().enumerate().map(start).collect()
-    })
-}
-
-/// Runs `body` on every rank of a mesh, each on its own thread: [`World::run_mesh`](crate::World::run_mesh) of as many
-/// threads as the mesh has ranks.
-///
-/// ```
-/// use meshwork_core::comm::thread;
-/// use meshwork_core::{Axis, CommError, Mesh, ReduceOp};
-///
-/// let mesh: Mesh = "dp=2,tp=2".parse()?;
-/// let sums = thread::run_mesh(&mesh, |rank| {
-///     let mut x = [rank.world_rank() as f32];
-///     rank.group(Axis::Dp).all_reduce_slice(&mut x, ReduceOp::Sum)?;
-///     Ok::<_, CommError>(x[0])
-/// })?;
-/// assert_eq!(sums, [2.0, 4.0, 2.0, 4.0]); // ranks 0 and 2 are a dp group, and 1 and 3 are
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub fn run_mesh<T, E, F>(mesh: &Mesh, body: F) -> Result<Vec<T>, RunError>
-where
-    T: Send,
-    E: Into<Cause> + From<CommError>,
-    F: Fn(Arc<Rank>) -> Result<T, E> + Sync,
-{
-    run(mesh.world_size(), Options::default(), |world| {
-        body(Arc::new(Rank::new(mesh, Arc::clone(world.communicator()))?))
     })
 }

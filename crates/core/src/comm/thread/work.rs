@@ -15,7 +15,7 @@ use half::{bf16, f16};
 use super::reduce::{self, BLOCK, Reduce, Scratch};
 use super::stream;
 use crate::buffer::{Buffer, BufferError};
-use crate::comm::device::{DeviceWork, Member, Moment, Piece};
+use crate::comm::device::{DeviceWork, Member, Moment, WorkPiece};
 use crate::comm::{Call, CommError, Op, OpKind, ReduceOp};
 use crate::dtype::DType;
 use crate::simd::Wide;
@@ -167,7 +167,7 @@ pub(super) struct Plan {
     reduce: ReduceOp,
     sources: Vec<*const u8>,
     targets: Vec<*mut u8>,
-    pieces: Vec<Piece>,
+    pieces: Vec<WorkPiece>,
     /// Whether writes bypass the caches.
     stream: bool,
     /// The members, if their buffers lie on devices.
@@ -254,7 +254,7 @@ impl Plan {
         let step = (CLAIM_BYTES / element).max(count / PIECES).next_multiple_of(BLOCK);
         let step = self.step.unwrap_or(step);
         for at in (0..count).step_by(step) {
-            self.pieces.push(Piece {
+            self.pieces.push(WorkPiece {
                 sources: sources.clone(),
                 read_at: read_at + at,
                 targets: targets.clone(),
@@ -275,7 +275,7 @@ impl Plan {
             return self.len(); // one rank queues all of it
         }
         let mut bytes = 0;
-        let enough = |piece: &Piece| {
+        let enough = |piece: &WorkPiece| {
             bytes += piece.count * self.dtype.size() * (piece.sources.len() + piece.targets.len());
             bytes >= CLAIM_BYTES
         };
@@ -325,7 +325,7 @@ impl Plan {
     /// # Safety
     ///
     /// As for [`Plan::run`].
-    unsafe fn copy(&self, piece: &Piece) {
+    unsafe fn copy(&self, piece: &WorkPiece) {
         let size = self.dtype.size();
         let source = self.sources[piece.sources.start];
         let bytes = piece.count * size;
@@ -363,7 +363,7 @@ impl Plan {
     /// # Safety
     ///
     /// As for [`Plan::run`]; `T` is the type of the elements.
-    unsafe fn reduce<T: Reduce>(&self, piece: &Piece) {
+    unsafe fn reduce<T: Reduce>(&self, piece: &WorkPiece) {
         match self.reduce {
             ReduceOp::Sum => Reduction::<T, _> { plan: self, piece, f: T::sum, elements: PhantomData }.wide(),
             ReduceOp::Max => Reduction::<T, _> { plan: self, piece, f: T::max, elements: PhantomData }.wide(),
@@ -375,7 +375,7 @@ impl Plan {
 /// One piece to be reduced by `f`. Made by [`Plan::reduce`] alone, whose contract holds as long as this exists.
 struct Reduction<'a, T, F> {
     plan: &'a Plan,
-    piece: &'a Piece,
+    piece: &'a WorkPiece,
     f: F,
     elements: PhantomData<T>,
 }
