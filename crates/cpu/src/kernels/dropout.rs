@@ -37,10 +37,7 @@ pub fn jitter<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y
     let (low, step) = (T::from(1.0 - mask.p), T::from(2.0 * mask.p));
     scaled(region, first, x, y, |start, factors| {
         fill_uniform(mask.key, start, factors);
-        wide(
-            #[inline(always)]
-            || factors.iter_mut().for_each(|u| *u = low + step * *u),
-        );
+        wide!(factors.iter_mut().for_each(|u| *u = low + step * *u));
     });
 }
 
@@ -55,14 +52,9 @@ fn scaled<T: Float>(region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [
         (x_run, x) = x.split_at(count);
         (y_run, y) = y.split_at_mut(count);
         factors(region.global_index(at), y_run);
-        wide(
-            #[inline(always)]
-            || {
-                for (y, &x) in y_run.iter_mut().zip(x_run) {
-                    *y *= x;
-                }
-            },
-        );
+        wide!(for (y, &x) in y_run.iter_mut().zip(x_run) {
+            *y *= x;
+        });
         at += count;
     }
 }
@@ -74,14 +66,9 @@ impl Mask {
         let p = T::from(self.p);
         let kept = T::from_f64(1.0 / (1.0 - self.p.to_f64()));
         fill_uniform(self.key, start, out);
-        wide(
-            #[inline(always)]
-            || {
-                for u in out {
-                    *u = if *u < p { T::ZERO } else { kept };
-                }
-            },
-        );
+        wide!(for u in out {
+            *u = if *u < p { T::ZERO } else { kept };
+        });
     }
 }
 

@@ -34,7 +34,7 @@ kernels! {
         /// `out[i] = table[ids[i] - rows.start]`, zero where the id is outside `rows`: the rows that `table` holds of
         /// `vocab` over all ranks. An id outside the vocabulary is an error.
         fn lookup(&self, ids: &Buffer, table: &Buffer, rows: Range<usize>, vocab: usize, width: usize) -> Result<Buffer>
-            | profile(= Traffic::lookup(ids, table, width)), halves(as_is);
+            | profile(= Traffic::lookup(ids, table, width)), halves(as_is), meta(table => ids.count() * width);
 
         /// Gradient of a table: `dtable[ids[i] - rows.start] += dout[i]`, within each block in the order of i.
         fn lookup_grad(
@@ -45,11 +45,11 @@ kernels! {
             width: usize,
             dtable: TableGrad<'_>,
         ) -> Result<()>
-            | profile(= Traffic::lookup_grad(ids, dout, width, &dtable)), halves(own);
+            | profile(= Traffic::lookup_grad(ids, dout, width, &dtable)), halves(own), meta(nothing);
 
         /// `out[b, s, :] = x[b, s, :] + table[first + s, :]`.
         fn positions(&self, x: &Buffer, table: &Buffer, first: usize, seq: usize, width: usize) -> Result<Buffer>
-            | profile(Embedding: x, table), halves(alike x, table -> x);
+            | profile(Embedding: x, table), halves(alike x, table -> x), meta(like x);
 
         /// Gradient of a table: `dtable[first + s] = Σ_b dout[b, s]`, zero elsewhere. Each block sums its samples one
         /// after the other.
@@ -61,6 +61,6 @@ kernels! {
             width: usize,
             dtable: TableGrad<'_>,
         ) -> Result<()>
-            | profile(= Traffic::positions_grad(dout, width, &dtable)), halves(own);
+            | profile(= Traffic::positions_grad(dout, width, &dtable)), halves(own), meta(nothing);
     }
 }

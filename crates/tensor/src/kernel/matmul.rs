@@ -76,8 +76,13 @@ impl Gemm {
 
     /// Floating point operations: a multiplication and an addition per term.
     pub fn flops(&self) -> u64 {
-        2 * self.m as u64 * self.n as u64 * self.k as u64
+        product_flops([self.m, self.n, self.k])
     }
+}
+
+/// A multiplication and an addition per term.
+fn product_flops(mnk: [usize; 3]) -> u64 {
+    2 * mnk.iter().map(|&extent| extent as u64).product::<u64>()
 }
 
 kernels! {
@@ -87,15 +92,17 @@ kernels! {
     pub trait Matmul at matmul {
         /// Computes `spec` into the elements of `c` from `start` on.
         fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= Traffic::gemm(spec, [a, b], c)), halves(own);
+            | profile(= Traffic::gemm(spec, [a, b], c)), halves(own), meta(flops Matmul: spec.flops(); nothing);
         /// Computes the sum of two products with the same rows, columns and number of blocks, into the elements of `c`
         /// from `start` on. Each block sums the terms of the first product, then those of the second.
         fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= Traffic::gemm_sum(specs, a, b, c)), halves(own);
+            | profile(= Traffic::gemm_sum(specs, a, b, c)), halves(own),
+              meta(flops Matmul: specs[0].flops() + specs[1].flops(); nothing);
         /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, bitwise equal to the product followed by
         /// [`bias`](super::Pointwise::bias).
         fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>
-            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own),
+              meta(flops Matmul: product_flops(mnk); bias => mnk[0] * mnk[1]);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, bitwise equal to the product,
         /// then [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of
         /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is the type of Y or its
@@ -108,10 +115,12 @@ kernels! {
             bias: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own),
+              meta(flops Matmul: product_flops(mnk); bias => mnk[0] * mnk[1], stored => mnk[0] * mnk[1]);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`),
         /// bitwise equal to the two calls in sequence.
         fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own);
+            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own),
+              meta(flops Matmul: product_flops(mnk); w => mnk[0] * mnk[1], stored => mnk[0] * mnk[1] / 2);
     }
 }

@@ -39,7 +39,7 @@ pub use channel_norm::{ChannelNorm, Groups, MeanVariance, Statistics};
 pub use compression::Compression;
 pub use elementwise::{Elementwise, HostFn, Map, Zip};
 pub use embedding::{Embedding, TableGrad};
-pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
+pub use grouped::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad, block_rows};
 pub use layout::{Layout, check_copy};
 pub use loss::{Loss, VocabShard};
 pub use matmul::{Gemm, Matmul};

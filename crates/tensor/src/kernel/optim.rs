@@ -4,6 +4,7 @@ use super::table::*;
 use crate::param::LocalSlice;
 use crate::shape::Shape;
 use meshwork_core::Buffer;
+use meshwork_core::exact::LIMBS;
 use meshwork_optim::{ParamShape, Rule, Update};
 use std::ops::Range;
 
@@ -12,19 +13,19 @@ kernels! {
     pub trait Optim at optim {
         /// Sets a range of elements to zero.
         fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>
-            | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
+            | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is), meta(nothing);
 
         /// Adds Σ x² of each of these vectors, one vector after the other, to element `at` of the f64 vector `sums`.
         /// Each sum is accumulated in f64 in an order that depends on the length of the vector alone. The sums stay on
         /// the device, so the host does not wait.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own), meta(nothing);
 
         /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
         /// f64 vector `digits` from `at` on. The result does not depend on how the sum is cut over ranks. Exact for up
         /// to 2^21 additions to the same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own), meta(nothing);
 
         /// Applies one update of a rule to elements of all these flat vectors; a device may process many vectors in one
         /// launch.
@@ -32,7 +33,7 @@ kernels! {
         /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
         /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
         fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>
-            | profile(= Traffic::update(flats)), halves(own);
+            | profile(= Traffic::update(flats)), halves(own), meta(nothing);
 
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
         /// measures to `into`; without `into`, only the states of elements are updated. Refuses rules as
@@ -45,15 +46,15 @@ kernels! {
             vectors: WholeVectors<'_>,
             into: Option<Measured<'_>>,
         ) -> Result<()>
-            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own);
+            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own), meta(nothing);
 
         /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
         fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
-            | profile(Optimizer: x, x), halves(as_is);
+            | profile(Optimizer: x, x), halves(as_is), meta(nothing);
 
         /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
         fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
-            | profile(Optimizer: digits), halves(as_is);
+            | profile(Optimizer: digits), halves(as_is), meta(F64 => digits.count() / LIMBS);
 
         /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements
         /// of `totals` from `at` on.
@@ -65,11 +66,11 @@ kernels! {
             at: usize,
             sets: &mut [Buffer],
         ) -> Result<()>
-            | profile(= Traffic::settle(totals, sets)), halves(as_is);
+            | profile(= Traffic::settle(totals, sets)), halves(as_is), meta(nothing);
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>
-            | profile(= Traffic::whole("update", part, weights, &vectors)), halves(own);
+            | profile(= Traffic::whole("update", part, weights, &vectors)), halves(own), meta(nothing);
     }
 }
 

@@ -2,29 +2,14 @@
 //! communication of any rank of any mesh, without data and without the other ranks. Values do not exist; downloads give
 //! zeros.
 //!
-//! Each operation allocates the same buffers as its CPU sibling, in the same order, so that peak memory agrees.
-
-mod attention;
-mod channel_norm;
-mod compression;
-mod elementwise;
-mod embedding;
-mod grouped;
-mod layout;
-mod loss;
-mod matmul;
-mod norm;
-mod optim;
-mod permutation;
-mod pointwise;
-mod reduction;
-mod routing;
-mod windows;
+//! Each operation allocates the buffers that its CPU sibling does, so that peak memory agrees: the
+//! [table of kernels](crate::kernel) says which.
 
 use crate::device::{Device, Kernels, Meter};
 use crate::error::Result;
-use crate::kernel::{self, Precision};
+use crate::kernel::{self, Pick, Precision, Routing, Selected, Selection};
 use crate::memory::Category;
+use crate::tape::RowBlocks;
 use meshwork_core::{Buffer, DType, HostMemory, Memory};
 use std::sync::Arc;
 
@@ -131,5 +116,64 @@ impl Device for Meta {
 
     fn kernels(&self) -> Kernels<'_> {
         Kernels::all(self)
+    }
+}
+
+/// A type of elements, or a buffer that has it.
+pub(crate) trait Typed {
+    fn typed(&self) -> DType;
+}
+
+impl Typed for DType {
+    fn typed(&self) -> DType {
+        *self
+    }
+}
+
+impl Typed for Buffer {
+    fn typed(&self) -> DType {
+        self.dtype()
+    }
+}
+
+/// Results that the table of kernels does not state.
+impl Meta {
+    /// The gradient of x of a norm over rows of `n`, in the memory of `sum` if there is one, and those of its
+    /// parameters.
+    pub(crate) fn norm_grad<const PARAMS: usize>(
+        &self,
+        x: &Buffer,
+        n: usize,
+        blocks: RowBlocks,
+        sum: Option<Buffer>,
+    ) -> Result<(Buffer, [Buffer; PARAMS])> {
+        let sums = x.dtype().widened();
+        let _parts = self.alloc(sums, PARAMS * n * blocks.parts(x.count() / n))?;
+        let dx = sum.map_or_else(|| self.alloc(x.dtype(), x.count()), Ok)?;
+        let mut params = std::array::from_fn(|_| Buffer::empty());
+        for param in &mut params {
+            *param = self.alloc(sums, n * blocks.count())?;
+        }
+        Ok((dx, params))
+    }
+
+    /// The worst case: the largest packed form that is still smaller than `x`.
+    pub(crate) fn packed_nonzeros(&self, x: &Buffer) -> Result<Option<[Buffer; 2]>> {
+        let bits = x.count().div_ceil(u8::BITS as usize);
+        let values = (x.bytes() - bits.min(x.bytes())).div_ceil(x.dtype().size());
+        Ok(Some([self.alloc(DType::U8, bits)?, self.alloc(x.dtype(), values)?]))
+    }
+
+    /// The choices of tokens: ranked and chosen ones are the same buffer if no choice is rerouted.
+    pub(crate) fn selected(&self, scores: &Buffer, selection: &Selection, pick: Pick) -> Result<Selected> {
+        let tokens = scores.count() / selection.experts;
+        let choices = || self.alloc(DType::I32, tokens * selection.k);
+        let ranked = self.alloc(DType::I32, tokens * selection.ranked())?;
+        let (kept, weights) = (choices()?, self.pick(scores, None, pick)?);
+        let (chosen, routed) = match selection.ranked() == selection.k {
+            true => (ranked.clone(), ranked),
+            false => (choices()?, choices()?),
+        };
+        Ok(Selected { chosen, routed, kept, weights })
     }
 }
