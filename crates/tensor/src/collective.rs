@@ -275,16 +275,11 @@ impl Op for Collective {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        match cx.needs(0) {
-            true => {
-                let grad = match self.zeros {
-                    Some(zeros) => zeros.append(&grad)?,
-                    None => grad,
-                };
-                Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
-            }
-            false => Ok(vec![None]),
-        }
+        let grad = match self.zeros {
+            Some(zeros) => zeros.append(&grad)?,
+            None => grad,
+        };
+        Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
     }
 }
 

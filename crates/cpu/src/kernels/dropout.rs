@@ -3,6 +3,7 @@
 
 use super::Float;
 use meshwork_core::simd::wide;
+use meshwork_tensor::kernel::DropoutMask;
 use meshwork_tensor::random::{Key, fill_uniform};
 
 /// The mask of one global tensor.
@@ -24,6 +25,19 @@ pub struct Region<'a> {
     pub offset: &'a [u64],
     /// Global extents.
     pub global: &'a [u64],
+}
+
+impl From<&DropoutMask> for Mask {
+    fn from(mask: &DropoutMask) -> Self {
+        Self { key: mask.key, p: mask.p }
+    }
+}
+
+impl<'a> From<&'a DropoutMask> for Region<'a> {
+    fn from(mask: &'a DropoutMask) -> Self {
+        let DropoutMask { ndim, local, offset, global, .. } = mask;
+        Self { shape: &local[..*ndim], offset: &offset[..*ndim], global: &global[..*ndim] }
+    }
 }
 
 /// `y = x · keep / (1 - p)` over the elements `first .. first + x.len()` of a region. Overwrites `y`. The backward is

@@ -75,7 +75,12 @@ kernels! {
 
         /// y; `affine` are gamma and beta.
         fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer>
-            | profile(Norm: x, by.mean, by.variance, affine[0], affine[1]), halves(own), meta(like x);
+            | profile(Norm: x, by.mean, by.variance, affine[0], affine[1]), halves({
+                  let [mean, variance, gamma, beta] = &self.all_wide([by.mean, by.variance, affine[0], affine[1]])?;
+                  let by = MeanVariance { mean, variance, ..by };
+                  let y = self.inner.channel_norm()?.normalise(groups, &self.wide(x)?, by, [gamma, beta])?;
+                  self.rounded(y, x.dtype())
+              }), meta(like x);
 
         /// (dx, dgamma, dbeta). dgamma and dbeta are `[blocks, channels]`, summed over the rows of each block as in
         /// [`moments`](Self::moments).
@@ -88,7 +93,12 @@ kernels! {
             statistics: Statistics,
             gamma: &Buffer,
         ) -> Result<(Buffer, Buffer, Buffer)>
-            | profile(Norm: dy, x, by.mean, by.variance, gamma), halves(own),
+            | profile(Norm: dy, x, by.mean, by.variance, gamma), halves({
+                  let dtype = x.dtype();
+                  let [dy, x, mean, variance, gamma] = &self.all_wide([dy, x, by.mean, by.variance, gamma])?;
+                  let by = MeanVariance { mean, variance, ..by };
+                  self.rounded(self.inner.channel_norm()?.normalise_grad(groups, dy, x, by, statistics, gamma)?, dtype)
+              }),
               meta(scratch x => 2 * groups.channels * groups.parts();
                    x => x.count(), x => groups.vectors(), x => groups.vectors());
     }

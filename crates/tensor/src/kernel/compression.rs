@@ -40,7 +40,11 @@ kernels! {
             out: &mut Buffer,
             at: usize,
         ) -> Result<()>
-            | profile(Compression: message, out), halves(own), meta(nothing);
+            | profile(Compression: message, out), halves({
+                  self.write(out, at..at + shape.rows() * shape.cols(), fold == Fold::Add, |out, at| {
+                      self.inner.compression()?.unpack(scheme, shape, message, fold, out, at)
+                  })
+              }), meta(nothing);
 
         /// The elements of `x`, of this shape, at `indices`: the [index bytes](Sparse::index_bytes) of a message of
         /// this scheme.

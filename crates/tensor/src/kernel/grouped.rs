@@ -1,5 +1,6 @@
 //! Products of groups of rows, each group with its own matrix: the linear layers of experts.
 
+use super::Pointwise;
 use super::table::*;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
@@ -69,7 +70,7 @@ kernels! {
     pub trait Grouped at grouped_matmul {
         /// `Y_g = X_g · W_gᵀ`: `[rows, k]` and `[groups, n, k]` to `[rows, n]`.
         fn grouped_linear(&self, spec: GroupedGemm<'_>, x: &Buffer, w: &Buffer) -> Result<Buffer>
-            | profile(= Traffic::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(own),
+            | profile(= Traffic::grouped("grouped gemm nt", spec, w.dtype(), &[x, w])), halves(factor x, w -> w),
               meta(flops Matmul: spec.flops(); GroupedGemm::result(x, w) => spec.all_rows() * spec.n);
 
         /// (Y of [`grouped_linear`](Self::grouped_linear), [`swiglu`](super::Pointwise::swiglu) of Y's pairs
@@ -81,12 +82,19 @@ kernels! {
             w: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w])), halves(own),
+            | profile(= Traffic::grouped("grouped gemm nt, swiglu", spec, w.dtype(), &[x, w])), halves({
+                  if !w.dtype().is_half() {
+                      return self.inner.grouped_matmul()?.grouped_linear_swiglu(spec, &self.factor(x)?, w, stored);
+                  }
+                  let product = self.grouped_linear(spec, x, w)?;
+                  let gated = self.swiglu(&product, stored)?;
+                  Ok((product, gated))
+              }),
               meta(flops Matmul: spec.flops();
                    GroupedGemm::result(x, w) => spec.all_rows() * spec.n, stored => spec.all_rows() * spec.n / 2);
         /// `dX_g = dY_g · W_g`.
         fn grouped_input_grad(&self, spec: GroupedGemm<'_>, dy: &Buffer, w: &Buffer) -> Result<Buffer>
-            | profile(= Traffic::grouped("grouped gemm nn", spec, w.dtype(), &[dy, w])), halves(own),
+            | profile(= Traffic::grouped("grouped gemm nn", spec, w.dtype(), &[dy, w])), halves(factor dy, w -> dy),
               meta(flops Matmul: spec.flops(); GroupedGemm::result(dy, w) => spec.all_rows() * spec.k);
         /// `dW_g = dY_gᵀ · X_g` over the rows of its blocks.
         fn grouped_weight_grad(
@@ -97,13 +105,23 @@ kernels! {
             x: &Buffer,
             dw: GroupedGrad<'_>,
         ) -> Result<()>
-            | profile(= Traffic::grouped_weight_grad(spec, [dy, x], &dw)), halves(own),
+            | profile(= Traffic::grouped_weight_grad(spec, [dy, x], &dw)), halves({
+                  let (dy, x, count) = (self.factor(dy)?, self.factor(x)?, spec.rows.len() * spec.n * spec.k);
+                  self.write_groups(dw, count, |dw| {
+                      self.inner.grouped_matmul()?.grouped_weight_grad(spec, blocks, &dy, &x, dw)
+                  })
+              }),
               meta(flops Matmul: spec.over(&block_rows(blocks)).flops(); nothing);
         /// `Y_g = X_g + b_g`, `[rows, n]` and `[groups, n]`.
         fn grouped_bias(&self, rows: &[usize], x: &Buffer, bias: &Buffer) -> Result<Buffer>
             | profile(Pointwise: x, bias), halves(wide x, bias -> x), meta(like x);
         /// `db_g = Σ dY_g` over the rows of its blocks, in order from zero within each block.
         fn grouped_bias_grad(&self, blocks: &GroupBlocks, n: usize, dy: &Buffer, db: GroupedGrad<'_>) -> Result<()>
-            | profile(Pointwise: dy), halves(own), meta(nothing);
+            | profile(Pointwise: dy), halves({
+                  let dy = self.wide(dy)?;
+                  self.write_groups(db, blocks.len() * n, |db| {
+                      self.inner.grouped_matmul()?.grouped_bias_grad(blocks, n, &dy, db)
+                  })
+              }), meta(nothing);
     }
 }

@@ -59,16 +59,9 @@ kernels! {
             | profile(Loss: max, sums, targets), halves(as_is), meta(F64 => samples, max => max.count());
 
         /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and
-        /// padding. `scale` has an f64 per sample: the gradient of the sample's total.
-        fn grad(
-            &self,
-            logits: &mut Buffer,
-            targets: &Buffer,
-            lse: &Buffer,
-            scale: &Buffer,
-            shard: VocabShard,
-        ) -> Result<()>
-            | profile(Loss: logits, logits, targets, lse), halves(as_is), meta(nothing);
+        /// padding. `ids` are the targets, `scale` has an f64 per sample: the gradient of the sample's total.
+        fn grad(&self, logits: &mut Buffer, ids: &Buffer, lse: &Buffer, scale: &Buffer, shard: VocabShard) -> Result<()>
+            | profile(Loss: logits, logits, ids, lse), halves(as_is), meta(nothing);
 
         /// An f64 per sample: the number of rows of logits `[rows, width]` whose target has the largest logit. Of equal
         /// logits, the first counts as the largest. Masked rows do not count.

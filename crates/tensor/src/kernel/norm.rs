@@ -8,19 +8,16 @@ use meshwork_core::{Buffer, DType};
 kernels! {
     /// Norms and their gradients, over `rows = x.count() / n`. They take 16 bits.
     pub trait Norm at norm {
-        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`). `stored` is the type of x or its
-        /// [operand type](crate::Device::operand_dtype).
-        fn layer_norm(
-            &self,
-            x: &Buffer,
-            gamma: &Buffer,
-            beta: &Buffer,
-            eps: f64,
-            stored: DType,
-        ) -> Result<(Buffer, Buffer, Buffer)>
-            | profile(Norm: x, gamma, beta), halves(alike x, gamma, beta => stored),
-              meta(stored => x.count(), x.dtype().widened() => x.count() / gamma.count(),
-                   x.dtype().widened() => x.count() / gamma.count());
+        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`); `affine` are gamma and beta. `stored` is the type of x or
+        /// its [operand type](crate::Device::operand_dtype).
+        fn layer_norm(&self, x: &Buffer, affine: [&Buffer; 2], eps: f64, stored: DType) -> Result<(Buffer, Buffer, Buffer)>
+            | profile(Norm: x, affine[0], affine[1]), halves({
+                  let [x, gamma, beta] = &self.alike([x, affine[0], affine[1]])?;
+                  let inner = self.stored(x.dtype(), stored);
+                  self.rounded(self.inner.norm()?.layer_norm(x, [gamma, beta], eps, inner)?, stored)
+              }),
+              meta(stored => x.count(), x.dtype().widened() => x.count() / affine[0].count(),
+                   x.dtype().widened() => x.count() / affine[0].count());
 
         /// (dx, dgamma and dbeta, each `[blocks, n]`); in each block, rows are summed in order in parts of 64, then the
         /// parts in order. `stats` are mean and rstd. Given a `sum`, dx is added to it, in place: (sum + dx, dgamma,

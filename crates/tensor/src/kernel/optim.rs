@@ -8,6 +8,7 @@ use meshwork_core::exact::LIMBS;
 use meshwork_optim::{ParamShape, Rule, Update};
 use std::ops::Range;
 
+// The weights of a widened device are the optimizer's f32 weights; gradients may have 16 bits.
 kernels! {
     /// Flat vectors of weights, gradients and optimizer states.
     pub trait Optim at optim {
@@ -19,13 +20,17 @@ kernels! {
         /// Each sum is accumulated in f64 in an order that depends on the length of the vector alone. The sums stay on
         /// the device, so the host does not wait.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own), meta(nothing);
+            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves({
+                  self.wide_in_turn(vectors, |vectors| self.inner.optim()?.sum_of_squares(vectors, sums, at))
+              }), meta(nothing);
 
         /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
         /// f64 vector `digits` from `at` on. The result does not depend on how the sum is cut over ranks. Exact for up
         /// to 2^21 additions to the same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own), meta(nothing);
+            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves({
+                  self.wide_in_turn(vectors, |vectors| self.inner.optim()?.exact_sum_of_squares(vectors, digits, at))
+              }), meta(nothing);
 
         /// Applies one update of a rule to elements of all these flat vectors; a device may process many vectors in one
         /// launch.
@@ -33,7 +38,17 @@ kernels! {
         /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
         /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
         fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>
-            | profile(= Traffic::update(flats)), halves(own), meta(nothing);
+            | profile(= Traffic::update(flats)), halves({
+                  let optim = self.inner.optim()?;
+                  if flats.iter().all(|flat| !flat.grads.dtype().is_half()) {
+                      return optim.update(rule, update, flats);
+                  }
+                  // One vector after the other, so that only one vector of gradients exists in f32 at a time.
+                  flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
+                      let grads = &self.wide(grads)?;
+                      optim.update(rule, update, &mut [FlatParts { weights, grads, states, ranges }])
+                  })
+              }), meta(nothing);
 
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
         /// measures to `into`; without `into`, only the states of elements are updated. Refuses rules as
@@ -46,7 +61,10 @@ kernels! {
             vectors: WholeVectors<'_>,
             into: Option<Measured<'_>>,
         ) -> Result<()>
-            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own), meta(nothing);
+            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves({
+                  let grads = &self.wide(vectors.grads)?;
+                  self.inner.optim()?.measure(part, pass, weights, WholeVectors { grads, ..vectors }, into)
+              }), meta(nothing);
 
         /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
         fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
@@ -70,7 +88,10 @@ kernels! {
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>
-            | profile(= Traffic::whole("update", part, weights, &vectors)), halves(own), meta(nothing);
+            | profile(= Traffic::whole("update", part, weights, &vectors)), halves({
+                  let grads = &self.wide(vectors.grads)?;
+                  self.inner.optim()?.update_whole(part, weights, WholeVectors { grads, ..vectors })
+              }), meta(nothing);
     }
 }
 

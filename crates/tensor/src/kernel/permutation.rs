@@ -51,7 +51,11 @@ kernels! {
         /// of the rows. The terms are added in the [tree](meshwork_core::tree) over the ids; absent ids are skipped. So
         /// another rank may sum a whole subtree of ids first, with the same bits.
         fn combine(&self, rows: &Buffer, choices: Choices<'_>, weights: Option<&Buffer>, width: usize) -> Result<Buffer>
-            | profile(Memory: rows, choices.ids, choices.slots), halves(own),
+            | profile(Memory: rows, choices.ids, choices.slots), halves({
+                  let weights = weights.map(|weights| self.wide(weights)).transpose()?;
+                  let sums = self.inner.permutation()?.combine(&self.wide(rows)?, choices, weights.as_ref(), width)?;
+                  self.rounded(sums, rows.dtype())
+              }),
               meta(rows => choices.ids.count() / choices.k * width);
 
         /// The gradients of [`combine`](Self::combine) with respect to its rows and its weights:
@@ -66,7 +70,11 @@ kernels! {
             weights: &Buffer,
             width: usize,
         ) -> Result<(Buffer, Buffer)>
-            | profile(Memory: dout, rows, choices.slots, order, weights), halves(own),
+            | profile(Memory: dout, rows, choices.slots, order, weights), halves({
+                  let [dout, wide, by] = &self.all_wide([dout, rows, weights])?;
+                  let (drows, dweights) = self.inner.permutation()?.combine_grad(dout, wide, choices, order, by, width)?;
+                  Ok((self.rounded(drows, rows.dtype())?, self.rounded(dweights, weights.dtype())?))
+              }),
               meta(rows => rows.count(), rows => choices.slots.count());
     }
 }

@@ -81,7 +81,11 @@ kernels! {
         /// The choices of each token, and their weights as in `pick`, whose experts and k are the selection's. Capacity
         /// is given to all first choices before second choices, and to tokens in order (GShard, algorithm 1).
         fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>
-            | profile(Pointwise: scores), halves(own), meta(= self.selected(scores, selection, pick));
+            | profile(Pointwise: scores), halves({
+                  let bias = bias.map(|bias| self.wide(bias)).transpose()?;
+                  let selected = self.inner.routing()?.select(&self.wide(scores)?, bias.as_ref(), selection, pick)?;
+                  self.rounded(selected, scores.dtype())
+              }), meta(= self.selected(scores, selection, pick));
 
         /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
         /// scores; ties go to the earlier token. Result `[tokens, experts]`: expert or -1.
@@ -104,18 +108,13 @@ kernels! {
         fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
             | profile(Pointwise: scores, counts), halves(wide scores), meta(F64 => samples);
 
-        /// Its gradient with respect to the scores, where `dout` has an f64 per sample and the scores have type
-        /// `dtype`.
-        fn balance_grad(
-            &self,
-            dout: &Buffer,
-            counts: &Buffer,
-            tokens: usize,
-            experts: usize,
-            scale: f64,
-            dtype: DType,
-        ) -> Result<Buffer>
-            | profile(Pointwise: dout, counts), halves(own), meta(dtype => tokens * experts);
+        /// Its gradient with respect to the scores, `dims` of tokens and experts of type `dtype`, where `dout` has an f64
+        /// per sample.
+        fn balance_grad(&self, dout: &Buffer, counts: &Buffer, dims: [usize; 2], scale: f64, dtype: DType) -> Result<Buffer>
+            | profile(Pointwise: dout, counts), halves({
+                  let (routing, wide) = (self.inner.routing()?, dtype.widened());
+                  self.rounded(routing.balance_grad(dout, counts, dims, scale, wide)?, dtype)
+              }), meta(dtype => dims[0] * dims[1]);
 
         /// An f64 per sample: the mean over its tokens of `ln(Σ_e e^logit)²`.
         fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>

@@ -13,7 +13,9 @@
 //! | `halves(as_is)` | [`Widened`] | every device takes operands in 16 bits, and rounds its results itself |
 //! | `halves(wide x -> x)` | | these operands are copied to f32; the (first) result is rounded to the type of `x` |
 //! | `halves(alike x, bias -> x)` | | the same, but only where these operands differ in type. `=> stored`: the result gets the type of that argument. `; sum`: an operand to which the result is added |
-//! | `halves(own)` | | implemented by the method of `Widened` with the same name |
+//! | `halves(factor x, w -> w)` | | `wide` for operands of a product, which an inner device may take in 16 bits |
+//! | `halves(alike x, y else {..})` | | the operands that differ in type are treated by this code |
+//! | `halves({..})` | | this code, for every call |
 //! | `meta(x => n, F32 => m)` | [`Meta`] | the results: n elements of the type of `x`, m in f32. `like x`: the type and number of x. `nothing`: no result |
 //! | `meta(flops Matmul: n; ..)` | | the floating point operations. `scratch x => n; ..`: memory that the call itself needs |
 //! | `meta(= ..)` | | the result, or an error |
@@ -27,7 +29,7 @@ pub(super) use crate::error::Result;
 pub(super) use crate::meta::{Meta, Typed};
 pub(super) use crate::profiled::Profiled;
 pub(super) use crate::proxy::{Proxy, hidden};
-pub(super) use crate::widened::Widened;
+pub(super) use crate::widened::{Widened, are_alike};
 pub(super) use meshwork_core::DType::{F32, F64, I32, U8};
 pub(super) use meshwork_core::profile::Class;
 pub(super) use std::fmt::Debug;
@@ -101,7 +103,15 @@ macro_rules! kernels {
     (@meta $this:ident $($of:expr => $count:expr),*) => { Ok([$($this.alloc($of.typed(), $count)?),*].into()) };
 
     (@halves $this:ident $name:ident $args:tt $call:block as_is) => { $call };
-    (@halves $this:ident $name:ident [$($arg:ident)*] $call:block own) => { Widened::$name($this, $($arg),*) };
+    (@halves $this:ident $name:ident $args:tt $call:block $own:block) => { $own };
+    (@halves $this:ident $name:ident $args:tt $call:block alike $($x:ident),* else $own:block) => {
+        if are_alike(&[$(&*$x),*]) { $call } else { $own }
+    };
+    (@halves $this:ident $name:ident $args:tt $call:block factor $($x:ident),* -> $to:ident) => {{
+        let to = $to.dtype();
+        $(let $x = &$this.factor($x)?;)*
+        $this.rounded($call?, to)
+    }};
     (@halves $this:ident $name:ident $args:tt $call:block wide $($x:ident),*) => {{
         $(let $x = &$this.wide($x)?;)*
         $call

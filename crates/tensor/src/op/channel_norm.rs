@@ -12,13 +12,10 @@
 
 use super::bias::or_zeros;
 use super::images::whole_images;
-use crate::error::{Error, Result};
+use super::prelude::*;
 use crate::kernel::{Groups, MeanVariance, Statistics};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::Operand;
-use meshwork_core::{Buffer, SpmdError, Types};
+use crate::tape::RowBlocks;
+use meshwork_core::Buffer;
 
 /// Mean and variance of each channel; the variance divides by the number of elements.
 #[derive(Clone, Debug)]

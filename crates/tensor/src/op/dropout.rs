@@ -1,15 +1,12 @@
 //! Dropout whose mask is a function of global position, so that it does not depend on the mesh, and every rank of an
 //! `Invariant` value drops the same elements.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
 use crate::kernel::DropoutMask;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
-use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::tape::Mode;
 
 #[derive(Debug)]
 struct Dropout {
@@ -51,20 +48,10 @@ pub(super) fn random_scalars(p: f32, key: Key) -> Vec<(&'static str, f64)> {
 }
 
 impl Op for Dropout {
-    fn name(&self) -> &'static str {
-        "dropout"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
+    stated! { "dropout": x; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::linear_map(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {

@@ -1,12 +1,9 @@
 //! Noise around 1 that multiplies a value, a function of global position.
 
 use super::dropout::random_scalars;
-use crate::error::Result;
+use super::prelude::*;
 use crate::kernel::DropoutMask;
-use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::tape::Mode;
 
 #[derive(Debug)]
 struct Jitter(DropoutMask);
@@ -30,16 +27,10 @@ impl Jitter {
 }
 
 impl Op for Jitter {
-    fn name(&self) -> &'static str {
-        "jitter"
-    }
+    stated! { "jitter": x; padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::linear_map(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {

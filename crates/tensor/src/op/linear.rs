@@ -2,14 +2,11 @@
 //! pass `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
 
 use super::bias::{bias_grad, or_zeros};
+use super::prelude::*;
 use super::swiglu;
-use crate::error::Result;
 use crate::kernel::Gemm;
-use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Padded, RowBlocks, Terms, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::shape::MAX_DIMS;
+use crate::tape::{RowBlocks, Terms};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 

@@ -16,11 +16,9 @@
 //!
 //! Operands of f32 and f64 pass through, with the bits of the inner device.
 
-mod kernels;
-
 use crate::device::{Device, Download, Kernels, Meter, Upload};
 use crate::error::Result;
-use crate::kernel::Outcome;
+use crate::kernel::{Gemm, GroupedGrad, Matmul, Outcome, TableGrad};
 use crate::launches::Launches;
 use crate::pinned::Pinned;
 use meshwork_core::{Buffer, DType};
@@ -62,9 +60,23 @@ impl Widened {
         }
     }
 
+    /// Operands in f32.
+    pub(crate) fn all_wide<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
+        let mut wide = operands.map(Buffer::clone);
+        for (x, operand) in wide.iter_mut().zip(operands) {
+            *x = self.wide(operand)?;
+        }
+        Ok(wide)
+    }
+
+    /// An operand that the inner device casts to `to`: between two types of 16 bits, it casts from f32.
+    pub(crate) fn castable(&self, x: &Buffer, to: DType) -> Result<Buffer> {
+        if to.is_half() { self.wide(x) } else { Ok(x.clone()) }
+    }
+
     /// Runs `work` on vectors in f32. If any has 16 bits, `work` gets one vector at a time, so that only one copy in
     /// f32 exists at once.
-    fn wide_in_turn(&self, vectors: &[Buffer], mut work: impl FnMut(&[Buffer]) -> Result<()>) -> Result<()> {
+    pub(crate) fn wide_in_turn(&self, vectors: &[Buffer], mut work: impl FnMut(&[Buffer]) -> Result<()>) -> Result<()> {
         match vectors.iter().any(|vector| vector.dtype().is_half()) {
             true => vectors.iter().try_for_each(|vector| work(&[self.wide(vector)?])),
             false => work(vectors),
@@ -74,13 +86,7 @@ impl Widened {
     /// Operands for kernels that read and write tensors of 16 bits directly: unchanged if all have one type, else
     /// converted to f32.
     pub(crate) fn alike<const N: usize>(&self, operands: [&Buffer; N]) -> Result<[Buffer; N]> {
-        let mut alike = operands.map(Buffer::clone);
-        if !are_alike(&operands) {
-            for (x, operand) in alike.iter_mut().zip(operands) {
-                *x = self.wide(operand)?;
-            }
-        }
-        Ok(alike)
+        if are_alike(&operands) { Ok(operands.map(Buffer::clone)) } else { self.all_wide(operands) }
     }
 
     /// The same, with an operand to which the result is added.
@@ -93,15 +99,11 @@ impl Widened {
         if are_alike(&[&operands[..], &[&sum]].concat()) {
             return Ok((operands.map(Buffer::clone), Some(sum)));
         }
-        let mut wide = operands.map(Buffer::clone);
-        for (x, operand) in wide.iter_mut().zip(operands) {
-            *x = self.wide(operand)?;
-        }
-        Ok((wide, Some(self.wide(&sum)?)))
+        Ok((self.all_wide(operands)?, Some(self.wide(&sum)?)))
     }
 
     /// An operand of a product.
-    fn factor(&self, x: &Buffer) -> Result<Buffer> {
+    pub(crate) fn factor(&self, x: &Buffer) -> Result<Buffer> {
         match self.is_factor(x.dtype()) {
             true => Ok(x.clone()),
             false => self.wide(x),
@@ -128,7 +130,7 @@ impl Widened {
 
     /// Writes elements of `x`: `write` gets the memory and the index of the first element. `read`: the memory must hold
     /// the old values.
-    fn write<T>(
+    pub(crate) fn write<T>(
         &self,
         x: &mut Buffer,
         range: Range<usize>,
@@ -146,10 +148,38 @@ impl Widened {
         self.inner.pointwise()?.cast_into(&wide, x, range.start)?;
         Ok(result)
     }
+
+    /// `x · wᵀ`, rounded.
+    pub(crate) fn product(&self, [m, n, k]: [usize; 3], x: &Buffer, w: &Buffer) -> Result<Buffer> {
+        let mut product = self.inner.alloc(w.dtype(), m * n)?;
+        self.gemm(Gemm::linear(m, n, k), x, w, &mut product, 0)?;
+        Ok(product)
+    }
+
+    /// Writes the gradient of a table.
+    pub(crate) fn write_table(&self, to: TableGrad<'_>, write: impl FnOnce(TableGrad<'_>) -> Result<()>) -> Result<()> {
+        let TableGrad { buffer, start, rows, width, accumulate, blocks } = to;
+        self.write(buffer, start..start + rows * width, accumulate, |buffer, start| {
+            write(TableGrad { buffer, start, rows, width, accumulate, blocks })
+        })
+    }
+
+    /// Writes `count` elements of the gradients of groups.
+    pub(crate) fn write_groups(
+        &self,
+        grad: GroupedGrad<'_>,
+        count: usize,
+        write: impl FnOnce(GroupedGrad<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let GroupedGrad { buffer, start, accumulate } = grad;
+        self.write(buffer, start..start + count, accumulate, |buffer, start| {
+            write(GroupedGrad { buffer, start, accumulate })
+        })
+    }
 }
 
 /// Whether all operands have the same type.
-fn are_alike(operands: &[&Buffer]) -> bool {
+pub(crate) fn are_alike(operands: &[&Buffer]) -> bool {
     operands.windows(2).all(|two| two[0].dtype() == two[1].dtype())
 }
 
