@@ -286,7 +286,7 @@ impl Updates {
         read: impl Fn(ParamId) -> Result<Before, TrainError>,
         states: &mut States,
     ) -> Result<Totals, TrainError> {
-        let optim = self.device.optim()?;
+        let (optim, whole_optim) = (self.device.optim()?, self.device.whole_optim()?);
         let exact_sums = self.layout.declarations.reduction_blocks().is_some();
         let mut totals = Totals::new();
         let rules = || self.whole.iter().filter_map(|&id| Some((id, self.rule_of(id)?)));
@@ -316,7 +316,7 @@ impl Updates {
                 }
                 for (id, of) in takers() {
                     let (part, sets) = (self.whole_part(of, &read(id)?.param), &mut states.sets[id.index()]);
-                    optim.settle(&part, pass, &mut sums, of.starts[pass], sets)?;
+                    whole_optim.settle(&part, pass, &mut sums, of.starts[pass], sets)?;
                 }
                 measured[number] = Some(sums);
             }
@@ -346,7 +346,7 @@ impl Updates {
         let (elements, masters) = self.split(states.elements.get(page)?);
         let weights = masters.map_or(&weights, |masters| masters);
         let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &totals, gathered: None };
-        Ok(self.device.optim()?.measure(&self.whole_part(of, &param), pass, weights, vectors, into)?)
+        Ok(self.device.whole_optim()?.measure(&self.whole_part(of, &param), pass, weights, vectors, into)?)
     }
 
     /// Brings together the matrices of the parameters whose rules read them, and transforms them. Each rank
@@ -447,7 +447,7 @@ impl Updates {
         totals: &Totals,
         gathered: Option<&Gathered>,
     ) -> Result<(), TrainError> {
-        let optim = self.device.optim()?;
+        let optim = self.device.whole_optim()?;
         for OpenPage { weights, masters, grads, states, params } in open {
             let weights = masters.as_deref_mut().unwrap_or(weights);
             for param in params.iter() {

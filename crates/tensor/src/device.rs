@@ -48,6 +48,8 @@ macro_rules! families {
             layout: Layout, "layout";
             /// Flat vectors of weights, gradients and optimizer states.
             optim: Optim, "optim";
+            /// Update rules that read whole matrices.
+            whole_optim: WholeOptim, "optim";
             /// Lossy compression.
             compression: Compression, "compression";
         }

@@ -104,25 +104,20 @@ pub trait WindowPlace: Copy + Send + Sync {
     fn get(self) -> usize;
 }
 
-impl WindowPlace for u8 {
-    fn new(place: usize) -> Self {
-        place as Self
-    }
+macro_rules! window_place {
+    ($($t:ty),*) => {$(
+        impl WindowPlace for $t {
+            fn new(place: usize) -> Self {
+                place as Self
+            }
 
-    fn get(self) -> usize {
-        self.into()
-    }
+            fn get(self) -> usize {
+                self as usize
+            }
+        }
+    )*};
 }
-
-impl WindowPlace for i32 {
-    fn new(place: usize) -> Self {
-        place as Self
-    }
-
-    fn get(self) -> usize {
-        self as usize
-    }
-}
+window_place!(u8, i32);
 
 /// `out[rows, channels]`: the largest pixel of each window, and its index in the window, in `places`. Overwrites.
 pub fn max_pool<T: Float, P: WindowPlace>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {

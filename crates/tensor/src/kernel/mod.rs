@@ -44,7 +44,7 @@ pub use layout::{Layout, check_copy};
 pub use loss::{Loss, VocabShard};
 pub use matmul::{Gemm, Matmul};
 pub use norm::Norm;
-pub use optim::{FlatParts, Measured, Optim, WholePart, WholeVectors};
+pub use optim::{FlatParts, Measured, Optim, WholeOptim, WholePart, WholeVectors};
 pub(crate) use outcome::Outcome;
 pub use permutation::{Choices, Permutation};
 pub use pointwise::{DropoutMask, Pointwise};

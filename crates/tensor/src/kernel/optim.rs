@@ -50,9 +50,22 @@ kernels! {
                   })
               }), meta(nothing);
 
+        /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
+        fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
+            | profile(Optimizer: x, x), halves(as_is), meta(nothing);
+
+        /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
+        fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
+            | profile(Optimizer: digits), halves(as_is), meta(F64 => digits.count() / LIMBS);
+    }
+}
+
+kernels! {
+    /// Rules that read whole matrices.
+    pub trait WholeOptim at whole_optim {
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
         /// measures to `into`; without `into`, only the states of elements are updated. Refuses rules as
-        /// [`update`](Self::update) does.
+        /// [`update`](Optim::update) does.
         fn measure(
             &self,
             part: &WholePart<'_>,
@@ -63,16 +76,8 @@ kernels! {
         ) -> Result<()>
             | profile(= Traffic::whole("measure", part, weights, &vectors)), halves({
                   let grads = &self.wide(vectors.grads)?;
-                  self.inner.optim()?.measure(part, pass, weights, WholeVectors { grads, ..vectors }, into)
+                  self.inner.whole_optim()?.measure(part, pass, weights, WholeVectors { grads, ..vectors }, into)
               }), meta(nothing);
-
-        /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
-        fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
-            | profile(Optimizer: x, x), halves(as_is), meta(nothing);
-
-        /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
-        fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
-            | profile(Optimizer: digits), halves(as_is), meta(F64 => digits.count() / LIMBS);
 
         /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements
         /// of `totals` from `at` on.
@@ -90,7 +95,7 @@ kernels! {
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>
             | profile(= Traffic::whole("update", part, weights, &vectors)), halves({
                   let grads = &self.wide(vectors.grads)?;
-                  self.inner.optim()?.update_whole(part, weights, WholeVectors { grads, ..vectors })
+                  self.inner.whole_optim()?.update_whole(part, weights, WholeVectors { grads, ..vectors })
               }), meta(nothing);
     }
 }

@@ -55,7 +55,6 @@ mod gelu;
 mod grouped_attention;
 mod grouped_linear;
 mod images;
-mod jitter;
 mod linear;
 mod linear_cross_entropy;
 mod loss;

@@ -67,7 +67,7 @@ impl Cut {
 
     fn step(&mut self, update: Update, grads: &[f32]) -> Result<()> {
         let (device, rule, shape, dims) = (&self.device, &self.rule, self.shape, self.dims);
-        let optim = device.optim()?;
+        let (optim, whole_optim) = (device.optim()?, device.whole_optim()?);
         let part = |slice: LocalSlice, part: Range<usize>| (slice, part);
         let places: Vec<_> = self.ranks.iter().map(|rank| part(rank.slice.clone(), rank.part.clone())).collect();
         let whole = |rank: usize| WholePart {
@@ -96,7 +96,7 @@ impl Cut {
                 let (sets, states) = (&rank.sets, &mut rank.states);
                 let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
                 let into = if exact { Measured::Digits(&mut own, 0) } else { Measured::Sums(&mut own, 0) };
-                optim.measure(&whole(at), number, &rank.weights, vectors, Some(into))?;
+                whole_optim.measure(&whole(at), number, &rank.weights, vectors, Some(into))?;
                 let own = device.download(&own)?;
                 for (sum, &own) in sum.iter_mut().zip(own.as_slice::<f64>()?) {
                     *sum = if matches!(pass, Pass::Squares(_)) { *sum + own } else { own.max(*sum) };
@@ -107,7 +107,7 @@ impl Cut {
                 if exact {
                     all = optim.exact_sums(&all)?;
                 }
-                optim.settle(&whole(at), number, &mut all, 0, &mut rank.sets)?;
+                whole_optim.settle(&whole(at), number, &mut all, 0, &mut rank.sets)?;
                 totals[at].push(all);
             }
         }
@@ -118,7 +118,7 @@ impl Cut {
                 let (sets, states) = (&rank.sets, &mut rank.states);
                 let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
                 let into = Some(Measured::Values(&mut values));
-                optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
+                whole_optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
             }
             let sides = [shape.rows, shape.columns];
             for matrix in 0..shape.matrices {
@@ -130,7 +130,7 @@ impl Cut {
             let (sets, states) = (&rank.sets, &mut rank.states);
             let gathered = gathered.as_ref();
             let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered };
-            optim.update_whole(&whole(at), &mut rank.weights, vectors)?;
+            whole_optim.update_whole(&whole(at), &mut rank.weights, vectors)?;
         }
         Ok(())
     }
