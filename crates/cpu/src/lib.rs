@@ -202,8 +202,8 @@ impl Cpu {
         Ok(out)
     }
 
-    /// A result of the type and number of the first input: `f(first, inputs, out)` computes it in `T` in pieces of whole
-    /// rows of `n` elements, from element `first` on.
+    /// A result of the type and number of the first input: `f(first, inputs, out)` computes it in `T` in pieces of
+    /// whole rows of `n` elements, from element `first` on.
     fn elements<T: Element + Float, const N: usize>(
         &self,
         inputs: [&Buffer; N],

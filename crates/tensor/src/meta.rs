@@ -138,8 +138,8 @@ impl Typed for Buffer {
 
 /// Results that the table of kernels does not state.
 impl Meta {
-    /// The gradient of x of a norm over rows of `n`, in the memory of `sum` if there is one, and those of its
-    /// parameters.
+    /// The gradient of x of a norm over rows of `n`, in the memory of `sum` if there is one, and the gradients of
+    /// the norm's parameters.
     pub(crate) fn norm_grad<const PARAMS: usize>(
         &self,
         x: &Buffer,

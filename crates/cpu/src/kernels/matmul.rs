@@ -380,8 +380,8 @@ fn serial<T: Float>(
 /// The product over `matrixmultiply`, whose operands are rounded in copies.
 ///
 /// # Safety
-/// A and B lie inside their slices. C with its (row, column) strides must be valid for writing the whole matrix, and all
-/// strides fit isize; no two elements of C may share memory, nor C with A or B.
+/// A and B lie inside their slices. C with its (row, column) strides must be valid for writing the whole matrix, and
+/// all strides fit isize; no two elements of C may share memory, nor C with A or B.
 unsafe fn portable<T: Float>(
     precision: Precision,
     [m, n, k]: [usize; 3],

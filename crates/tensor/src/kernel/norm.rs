@@ -8,8 +8,8 @@ use meshwork_core::{Buffer, DType};
 kernels! {
     /// Norms and their gradients, over `rows = x.count() / n`. They take 16 bits.
     pub trait Norm at norm {
-        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`); `affine` are gamma and beta. `stored` is the type of x or
-        /// its [operand type](crate::Device::operand_dtype).
+        /// (y of type `stored`, mean `[rows]`, rstd `[rows]`); `affine` are gamma and beta. `stored` is the type of x
+        /// or its [operand type](crate::Device::operand_dtype).
         fn layer_norm(&self, x: &Buffer, affine: [&Buffer; 2], eps: f64, stored: DType) -> Result<(Buffer, Buffer, Buffer)>
             | profile(Norm: x, affine[0], affine[1]), halves({
                   let [x, gamma, beta] = &self.alike([x, affine[0], affine[1]])?;

@@ -108,8 +108,8 @@ kernels! {
         fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
             | profile(Pointwise: scores, counts), halves(wide scores), meta(F64 => samples);
 
-        /// Its gradient with respect to the scores, `dims` of tokens and experts of type `dtype`, where `dout` has an f64
-        /// per sample.
+        /// Its gradient with respect to the scores, `dims` of tokens and experts of type `dtype`, where `dout` has an
+        /// f64 per sample.
         fn balance_grad(&self, dout: &Buffer, counts: &Buffer, dims: [usize; 2], scale: f64, dtype: DType) -> Result<Buffer>
             | profile(Pointwise: dout, counts), halves({
                   let (routing, wide) = (self.inner.routing()?, dtype.widened());

@@ -215,7 +215,7 @@ impl ChannelNorm {
         MeanVariance { mean, variance, eps: self.eps }
     }
 
-    /// The gradient of gamma or beta from that of each block.
+    /// The gradient of gamma or beta from the gradients of the blocks.
     fn affine_grad(&self, cx: &mut Backward<'_>, i: usize, sums: Buffer) -> Result<Option<Tensor>> {
         let device = cx.tape().device().clone();
         let Some(tokens) = self.tokens else {

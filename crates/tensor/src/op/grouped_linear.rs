@@ -125,7 +125,7 @@ struct GroupedLinear {
     groups: Rc<RowGroups>,
     contract: usize,
     weight_shape: Shape,
-    /// How the sums of the product, and those of the gradient of x, are cut.
+    /// How the sums of the product and of the gradient of x are cut.
     terms: [Terms; 2],
     then: Then,
 }
@@ -169,7 +169,7 @@ impl GroupedLinear {
         Self { groups: Rc::clone(groups), contract, weight_shape: weight.shape(), terms, then }
     }
 
-    /// The gradient of the product from that of the result.
+    /// The gradient of the product from the gradient of the result.
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Tensor> {
         match &self.then {
             Then::Nothing => Ok(grad),

@@ -16,7 +16,7 @@ struct Linear {
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
-    /// How the sums of the product, and those of the input's gradient, are cut.
+    /// How the sums of the product and of the input's gradient are cut.
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
@@ -107,7 +107,7 @@ impl Linear {
         })
     }
 
-    /// From the gradient of the result: (that of the product, that of the bias if it is needed).
+    /// From the gradient of the result: (the gradient of the product, the gradient of the bias if it is needed).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         match &self.then {
             Then::Nothing => Ok((grad, None)),

@@ -1,8 +1,8 @@
 //! Local operations: each states its algebra, its gradient and, through a rule of `meshwork_core::rules`, its SPMD
 //! types. None of them communicates.
 
-/// The methods of an [`Op`](crate::tape::Op) that are constants: its name, unless it has several; its operands; and which
-/// of its properties hold.
+/// The methods of an [`Op`](crate::tape::Op) that are constants: its name, unless it has several; its operands; and
+/// which of its properties hold.
 macro_rules! stated {
     ($name:literal: $($rest:tt)*) => {
         fn name(&self) -> &'static str {
@@ -30,7 +30,7 @@ macro_rules! stated {
     };
 }
 
-/// What most operations use.
+/// Items that most operations use.
 mod prelude {
     pub(super) use crate::error::{Error, Result};
     pub(super) use crate::shape::Shape;

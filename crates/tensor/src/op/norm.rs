@@ -91,7 +91,7 @@ impl Op for LayerNorm {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
-        // Of gamma and beta either may be frozen: both sums have the blocks of the one that is trained.
+        // Gamma or beta may be frozen: both sums have the blocks of the trained one.
         let trained = (1..=1 + usize::from(self.shifted)).find(|&i| cx.needs(i));
         let blocks = trained.map_or(RowBlocks::WHOLE, |i| cx.row_blocks(i, self.tokens));
         let norm = grad.device().norm()?;

@@ -14,7 +14,7 @@ enum Pool {
 #[derive(Debug)]
 struct Pooling {
     how: Pool,
-    /// Height and width of the windows; `None`: those of the image.
+    /// Height and width of the windows; `None`: the whole image.
     kernel: Option<[usize; 2]>,
     stride: usize,
     padding: usize,

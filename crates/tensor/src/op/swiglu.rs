@@ -23,7 +23,7 @@ pub(super) fn gated(pairs: &[usize]) -> Option<Shape> {
     pairs.split_last().filter(|(two, _)| **two == 2).map(|(_, shape)| Shape::new(shape))
 }
 
-/// The gradient of pairs from that of their result. It overwrites the pairs if nothing else holds them.
+/// The gradient of pairs from the gradient of their result. It overwrites the pairs if nothing else holds them.
 pub(super) fn gradient(grad: &Tensor, pairs: Tensor) -> Result<Tensor> {
     let (device, shape) = (grad.device(), pairs.shape());
     let mut pairs = pairs.into_buffer();

@@ -40,13 +40,13 @@ pub trait Op: Debug {
         false
     }
 
-    /// What it makes of operands whose shards are padded with zeros, because the degree does not divide their extent.
+    /// Its result on operands whose shards are padded with zeros, because the degree does not divide their extent.
     fn padded(&self) -> Padded {
         Padded::Refused
     }
 
     /// The numbers that it computes with beside its operands, by name: a factor, an epsilon, the key of a mask. They
-    /// are those of one rank on every mesh; a trainer refuses an operation of which they are not.
+    /// are the same on every mesh as on one rank; a trainer refuses an operation whose numbers differ.
     fn scalars(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
@@ -54,8 +54,8 @@ pub trait Op: Debug {
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// The gradients of the inputs that [`Backward::needs`] asks for, at least one; `None` for the others. With deferred
-    /// weight gradients it may be called twice, with different needs.
+    /// The gradients of the inputs that [`Backward::needs`] asks for, at least one; `None` for the others. With
+    /// deferred weight gradients it may be called twice, with different needs.
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
