@@ -55,13 +55,13 @@ pub struct StoredTensor {
     #[serde(flatten)]
     pub tensor: Tensor,
     /// Its slices: disjoint, and together the whole tensor.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<StoredPiece>,
 }
 
 /// A slice of a tensor, and its bytes: row-major, without padding.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Piece {
+pub struct StoredPiece {
     /// The slice.
     pub slice: Slice,
     /// The index of its file in `Index::files`.
@@ -110,8 +110,8 @@ impl Index {
         for (rank, Written { header_bytes, header_checksum, checksums }) in written.into_iter().enumerate() {
             for (piece, checksum) in plan.pieces(rank).iter().zip(checksums) {
                 let bytes = (header_bytes + piece.bytes.start, header_bytes + piece.bytes.end);
-                let piece_of_index = Piece { slice: piece.slice.clone(), file: rank, bytes, checksum };
-                tensors[piece.tensor].pieces.push(piece_of_index);
+                let stored = StoredPiece { slice: piece.slice.clone(), file: rank, bytes, checksum };
+                tensors[piece.tensor].pieces.push(stored);
             }
             let bytes = header_bytes + plan.bytes(rank);
             files.push(File { name: file_name(rank), bytes, header_bytes, header_checksum });
@@ -197,7 +197,7 @@ impl Index {
                 return Err(format!("{name} {dims:?} has more bytes than can be counted"));
             };
             let mut held = 0u64;
-            for (at, Piece { slice, file, bytes: (start, end), .. }) in pieces.iter().enumerate() {
+            for (at, StoredPiece { slice, file, bytes: (start, end), .. }) in pieces.iter().enumerate() {
                 let fits = slice.fits(dims) && slice.elements() > 0;
                 let sized = end.checked_sub(*start) == slice.elements().checked_mul(tensor.dtype.size());
                 let (true, true, Some(of_file)) = (fits, sized, ranges.get_mut(*file)) else {

@@ -36,6 +36,7 @@ pub struct Writer {
     rank: usize,
     /// The memory of the last snapshot, to be reused.
     memory: Vec<u8>,
+    /// Whether a save is in progress, or its outcome was not returned yet.
     saving: bool,
     /// The newest checkpoint that is known to be intact.
     whole: Option<u64>,
@@ -66,40 +67,20 @@ pub struct Saved {
 /// A failed save. Earlier checkpoints are unchanged, and the next save may succeed.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum SaveError {
     /// A rank could not write. Every rank is told.
     #[error("no checkpoint of step {step}: rank {rank} failed: {problem}")]
-    Write {
-        /// The step.
-        step: u64,
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        problem: String,
-    },
+    Write { step: u64, rank: usize, problem: String },
     /// A rank had no disk space, and no older checkpoint but the newest intact one was left to remove.
     #[error(
         "no checkpoint of step {step}: rank {rank} failed: {problem}; it takes {bytes} bytes, and the newest whole checkpoint stays: make \
          room, or use a larger disk"
     )]
-    Full {
-        /// The step.
-        step: u64,
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        problem: String,
-        /// The bytes of the checkpoint.
-        bytes: u64,
-    },
+    Full { step: u64, rank: usize, problem: String, bytes: u64 },
     /// The exchange between the ranks failed.
     #[error("no checkpoint of step {step}: {source}")]
-    Exchange {
-        /// The step.
-        step: u64,
-        /// The reason.
-        source: ExchangeError,
-    },
+    Exchange { step: u64, source: ExchangeError },
     /// The writer's thread ended, or could not be started.
     #[error("the thread that writes checkpoints has ended, or could not be started")]
     Ended,
@@ -208,11 +189,6 @@ impl Writer {
             _ = jobs.send(job);
         }
         self.saving = true;
-    }
-
-    /// Whether a save is in progress, or its outcome was not returned yet.
-    pub fn is_saving(&self) -> bool {
-        self.saving
     }
 
     /// The outcome of the save in progress, if it is known. Does not wait.

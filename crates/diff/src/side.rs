@@ -120,18 +120,14 @@ impl<'a> Side<'a> {
 /// Why two runs were not compared.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum Error {
     /// They are different programs: another model, or values without a counterpart.
     #[error("the two runs cannot be compared: {0}")]
     Structure(String),
     /// A run failed.
     #[error("side {side}: {error}")]
-    Run {
-        /// `A` or `B`.
-        side: char,
-        /// Why.
-        error: String,
-    },
+    Run { side: char, error: String },
     /// A run could not be set up.
     #[error(transparent)]
     Train(#[from] TrainError),

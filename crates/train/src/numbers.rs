@@ -30,15 +30,7 @@ pub fn count(number: usize, of: &str) -> String {
 /// 1234567 as `1,234,567`.
 #[must_use]
 pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    indicatif::HumanCount(number).to_string()
 }
 
 /// Bytes in binary units.

@@ -7,7 +7,7 @@
 use super::save::little_endian;
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use crate::stop::is_asked;
-use meshwork_checkpoint::{Checkpoint, Dtype, Index, Kind, ReadError, Unread, folder_name, share, steps};
+use meshwork_checkpoint::{Checkpoint, Dtype, Index, ReadError, TensorKind, Unread, folder_name, share, steps};
 use meshwork_core::{Group, ReduceOp};
 use meshwork_engine::{Plan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer, state_layout};
 use meshwork_tensor::param::LocalSlice;
@@ -115,7 +115,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
-        let stored = checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == Kind::OptimizerState);
+        let stored = checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == TensorKind::OptimizerState);
         let dropped = if drops { stored.count() } else { 0 };
         let loaded = load(trainer, layout, &checkpoint, drops, stop)?;
         match agree(&world, &path, loaded.as_ref().err())? {
@@ -173,11 +173,12 @@ fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
             false => fit.anew.push(format!("{name}: the checkpoint has {found:?}, this run {dims:?}")),
         }
     }
-    let extra = stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != Kind::Feedback);
+    let extra =
+        stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != TensorKind::Feedback);
     for (name, tensor) in extra {
         let told = format!("{name}: the checkpoint has {:?}, the model none", tensor.dims);
         match tensor.kind {
-            Kind::OptimizerState => fit.misfit_states.push(told),
+            TensorKind::OptimizerState => fit.misfit_states.push(told),
             _ => fit.misfits.push(told),
         }
     }

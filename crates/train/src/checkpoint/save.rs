@@ -1,7 +1,7 @@
 //! Saves the state of a trainer.
 
 use super::{CUTS, CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
-use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
+use meshwork_checkpoint::{Dtype, Held, SaveError, SavePlan, Saved, Tensor, TensorKind, Writer};
 use meshwork_engine::{Plan, StateKind, StateSlice, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
 use meshwork_tensor::Role;
@@ -26,10 +26,10 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
             let kind = match (&of.key.state, of.kind) {
-                (_, StateKind::Feedback | StateKind::PerReplica) => Kind::Feedback,
-                (Some(_), _) => Kind::OptimizerState,
-                (None, StateKind::Parameter(Role::Buffer)) => Kind::Buffer,
-                (None, _) => Kind::Weight,
+                (_, StateKind::Feedback | StateKind::PerReplica) => TensorKind::Feedback,
+                (Some(_), _) => TensorKind::OptimizerState,
+                (None, StateKind::Parameter(Role::Buffer)) => TensorKind::Buffer,
+                (None, _) => TensorKind::Weight,
             };
             tensors.push(Tensor { name, kind, dtype: dtype_of(of.dtype), dims: dims_of(of.dims) });
             tensors.len() - 1

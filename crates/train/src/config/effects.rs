@@ -151,8 +151,12 @@ fn balances_by_cut(config: &Config) -> bool {
 impl Config {
     /// Whether weights change while the schedule runs.
     pub(crate) fn is_asynchronous(&self) -> bool {
-        let named = by_name(&self.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
-        named && self.pipeline.schedule_file.is_none()
+        self.names_asynchronous() && self.pipeline.schedule_file.is_none()
+    }
+
+    /// Whether `pipeline.schedule` is one in which they do, also where a file is used instead.
+    pub(super) fn names_asynchronous(&self) -> bool {
+        by_name(&self.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous())
     }
 }
 

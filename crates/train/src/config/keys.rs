@@ -93,13 +93,8 @@ pub enum ValueKind {
     Switch,
     /// Any text.
     Text,
-    /// One of some words; `planned` ones are not implemented yet.
-    Choice {
-        /// Words that are implemented.
-        landed: &'static [&'static str],
-        /// Words that are planned.
-        planned: &'static [&'static str],
-    },
+    /// One of these words.
+    Choice(&'static [&'static str]),
     /// One of these words, or a whole number of at least 1.
     WordOrCount(&'static [&'static str]),
     /// One of these words, or the id of a token.
@@ -215,9 +210,6 @@ pub(super) const fn is(value: &'static str) -> Fallback {
 }
 pub(super) const OFF: Fallback = Is(Literal::Bool(false));
 pub(super) const ON: Fallback = Is(Literal::Bool(true));
-pub(super) const fn one_of(landed: &'static [&'static str]) -> ValueKind {
-    ValueKind::Choice { landed, planned: &[] }
-}
 
 /// All keys with the name of their section.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {

@@ -41,7 +41,7 @@ mod words;
 mod zero;
 
 pub use arguments::{help, parse_all};
-pub use cards::{CARDS, Card, Shares, card};
+pub use cards::{CARDS, Card, card};
 pub use cli::Args;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint};

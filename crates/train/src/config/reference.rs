@@ -56,12 +56,11 @@ fn values(key: &Key) -> String {
         ValueKind::Number(interval) | ValueKind::Double(interval) => format!("number {}", interval.words()),
         ValueKind::Switch => "true or false".to_string(),
         ValueKind::Text => "text".to_string(),
-        ValueKind::Choice { landed, planned: [] } => landed.join(", "),
+        ValueKind::Choice(words) => words.join(", "),
         ValueKind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
         ValueKind::WordOrId(words) => format!("{}, or an id", words.join(", ")),
         ValueKind::Texts => "list of texts".to_string(),
         ValueKind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
-        ValueKind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }
 }
 

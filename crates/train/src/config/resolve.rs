@@ -30,12 +30,7 @@ use super::zero;
 /// values at fault have their defaults.
 pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings) {
     settings.faults.extend(args.faults.iter().cloned());
-    if let Some(path) = &args.config {
-        settings.read_file(path);
-    }
-    for (key, raw, flag) in &args.assignments {
-        settings.assign(key, raw, flag);
-    }
+    settings.read_args(args);
     if let Some(text) = &args.mesh {
         merge_mesh(&mut settings, text);
     }

@@ -127,34 +127,8 @@ struct About {
     notices: Vec<String>,
 }
 
-/// Receives tokens.
-trait Sink {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()>;
-    fn end_document(&mut self) -> io::Result<()>;
-}
-
-impl Sink for indexed::Writer {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
-        self.add(ids)
-    }
-
-    fn end_document(&mut self) -> io::Result<()> {
-        self.end_document()
-    }
-}
-
-/// Tokens, and where documents end.
-impl Sink for (Vec<i32>, Vec<u64>) {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
-        self.0.extend(ids.iter().map(|&id| id as i32));
-        Ok(())
-    }
-
-    fn end_document(&mut self) -> io::Result<()> {
-        self.1.push(self.0.len() as u64);
-        Ok(())
-    }
-}
+/// Receives the tokens of a part of a document, and whether the document ends with it.
+type Sink<'a> = dyn FnMut(&[u32], bool) -> io::Result<()> + 'a;
 
 impl Tokenisation<'_> {
     /// The stream of some texts, from the cache if they are long, and notices about how it was made.
@@ -164,9 +138,12 @@ impl Tokenisation<'_> {
     }
 
     fn in_memory(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
-        let mut sink = (Vec::new(), vec![0]);
-        let notices = self.run(path, texts, &mut sink)?;
-        let (tokens, mut starts) = sink;
+        let (mut tokens, mut starts): (Vec<i32>, _) = (Vec::new(), vec![0]);
+        let notices = self.run(path, texts, &mut |ids, ends| {
+            tokens.extend(ids.iter().map(|&id| id as i32));
+            starts.extend(ends.then_some(tokens.len() as u64));
+            Ok(())
+        })?;
         starts.pop();
         starts.dedup();
         Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts(starts.into()))?, notices))
@@ -237,7 +214,10 @@ impl Tokenisation<'_> {
         let part = |extension: &str| place.at(&format!("part.{extension}"));
         let began = Instant::now();
         let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
-        let told = self.run(path, texts, &mut writer)?;
+        let told = self.run(path, texts, &mut |ids, ends| {
+            writer.add(ids)?;
+            if ends { writer.end_document() } else { Ok(()) }
+        })?;
         writer.finish().map_err(failed)?;
         let (tokens, _) = indexed::open(&part("idx"), &part("bin"))?;
         let about = About {
@@ -278,7 +258,7 @@ impl Tokenisation<'_> {
     }
 
     /// Gives the tokens of all documents in their order. Returns notices about what is left out.
-    fn run(&self, path: &Path, texts: &Texts, sink: &mut impl Sink) -> Result<Vec<String>, DataError> {
+    fn run(&self, path: &Path, texts: &Texts, sink: &mut Sink<'_>) -> Result<Vec<String>, DataError> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
         let mut encode = |waiting: &mut Vec<DocumentPiece>, held: &mut usize| {
@@ -287,11 +267,8 @@ impl Tokenisation<'_> {
                 let beginning = self.beginning_of_text.filter(|_| begins);
                 let end = self.end_of_text.filter(|_| piece.last);
                 begins = piece.last;
-                let write = |sink: &mut dyn Sink| {
-                    sink.add(&[beginning.as_slice(), &ids, end.as_slice()].concat())?;
-                    if piece.last { sink.end_document() } else { Ok(()) }
-                };
-                write(&mut *sink).map_err(|error| Problem::Cache(error).of(path))?;
+                let ids = [beginning.as_slice(), &ids, end.as_slice()].concat();
+                sink(&ids, piece.last).map_err(|error| Problem::Cache(error).of(path))?;
             }
             progress.add(std::mem::take(held));
             Ok(())
