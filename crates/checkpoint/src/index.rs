@@ -15,7 +15,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-/// The name of the file.
 pub(crate) const FILE: &str = "index.json";
 
 /// The contents of a checkpoint, and their places.
@@ -120,7 +119,6 @@ impl Index {
         Self { format: FORMAT, step, metadata, files, tensors }
     }
 
-    /// The bytes of the file.
     pub(crate) fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let mut body = serde_json::to_vec(self)?;
         body.push(b'\n');
@@ -137,7 +135,7 @@ impl Index {
         }
     }
 
-    /// The index, or the version of an unknown format. The error describes what is wrong with the bytes.
+    /// The index, or the version of an unknown format. The error describes the fault of the bytes.
     fn decode_sound(bytes: &[u8]) -> Result<Result<Self, u64>, String> {
         /// The one field that every version of the format has.
         #[derive(Deserialize)]

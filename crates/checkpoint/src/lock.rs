@@ -36,7 +36,6 @@ struct Holder {
     host: String,
 }
 
-/// The name of the file.
 const FILE: &str = "lock";
 /// A larger file was not written by this crate.
 const MOST_BYTES: u64 = 4096;

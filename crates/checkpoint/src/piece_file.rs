@@ -9,7 +9,6 @@
 use crate::{SavePlan, Slice, Tensor};
 use serde_json::{Map, Value, json};
 
-/// The name of the file that a rank writes.
 pub(crate) fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }

@@ -108,7 +108,6 @@ impl Checkpoint {
         self.names.get(name).map(|&at| &self.index.tensors[at].tensor)
     }
 
-    /// The pieces of a tensor.
     pub(crate) fn pieces(&self, name: &str) -> &[StoredPiece] {
         self.names.get(name).map_or(&[], |&at| &self.index.tensors[at].pieces)
     }
@@ -218,14 +217,12 @@ impl Checkpoint {
         open().map_err(|source| self.failed(file, source))
     }
 
-    /// The checksum of a range of a file.
     pub(crate) fn file_checksum(&self, file: usize, range: (u64, u64)) -> Result<Checksum, Unread> {
         let mut checksum = Summing::default();
         self.for_each_block(file, range, |block| checksum.add(block))?;
         Ok(checksum.checksum())
     }
 
-    /// The bytes of a range of a file.
     pub(crate) fn file_bytes(&self, file: usize, range: (u64, u64)) -> Result<Vec<u8>, Unread> {
         let mut bytes = Vec::new();
         self.for_each_block(file, range, |block| bytes.extend_from_slice(block))?;

@@ -51,7 +51,7 @@ pub enum Damage {
 
 debug_as_display!(Damage);
 
-/// What cannot be read now or by this program, which says nothing about its content.
+/// A file or folder that cannot be read now or by this program, which says nothing about its content.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 #[expect(missing_docs, reason = "the message of a variant names its fields")]

@@ -186,8 +186,8 @@ impl<'a> Pair<'a> {
             self.pieces(step, (side, with[side]), &sides[side], place, report)
         });
         let [a, b] = [0, 1].map(|side| self.value_of(side, with[side]));
-        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums what another has
-        // whole.
+        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums a value that
+        // another has whole.
         if a.dtype != b.dtype && self.programs[0].stored == self.programs[1].stored {
             let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
             pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));

@@ -72,7 +72,7 @@ impl<'a> Side<'a> {
         Ok(Self { note, timeout, devices, init_from, ..Self::of(config.model(), config.plan()?, data) })
     }
 
-    /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the
+    /// A run of any model on the CPU. Its steps are not [verified](Verify): differences between ranks are in the
     /// report.
     pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
         let plan = Plan { verify: Verify::Off, ..plan };

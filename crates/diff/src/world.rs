@@ -34,7 +34,7 @@ pub(super) struct Record {
 pub(super) struct Held {
     pub(super) rank: usize,
     /// The reduced gradient, the weights, and the optimizer's states. A frozen parameter has only weights, and no
-    /// elements in place of the gradient. Of what ranks share out, a rank has several slices or none.
+    /// elements in place of the gradient. Of vectors that ranks share out, a rank has several slices or none.
     pub(super) vectors: Vec<Vec<Piece>>,
     /// The optimizer's states of rows, columns and other sets of its elements, each whole.
     pub(super) sets: Vec<Vec<f32>>,

@@ -116,7 +116,7 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
     Some(Fault::new(key, written.display(), problem, "use another file"))
 }
 
-/// The fault of a folder in which no file can be made for what is offloaded.
+/// The fault of a folder in which no file for offloaded tensors can be made.
 fn folder_of_offload(config: &Config) -> Option<Fault> {
     let offload = config.memory.offload().filter(|_| config.training.steps > 0)?;
     let problem = match offload.to?.open(0).err()? {
@@ -143,7 +143,8 @@ fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
 /// Bytes of a rank beside its tensors: its thread's stack, its plans and its ends of groups, as `benches/README.md`
 /// measures them.
 const RANK_BYTES: u128 = 384 << 10;
-/// Bytes that each rank has of every other one: what a step reports of each rank's memory and input, sent and received.
+/// Bytes that each rank has of every other one: the report of a step on each rank's memory and input, sent and
+/// received.
 const PEER_BYTES: u128 = 160;
 /// Address space of the stack of a thread, which takes memory only as far as it is used.
 const STACK_BYTES: u128 = 2 << 20;

@@ -22,7 +22,6 @@ use serde::{Serialize, Serializer};
 use crate::config::{AXES, Config, Fault};
 use crate::error::OutputError;
 
-/// In errors.
 const WHAT: &str = "metrics";
 
 /// The content of a line.
@@ -96,7 +95,6 @@ impl fmt::Display for StepLaunches {
 /// The configuration of a run.
 #[derive(Debug, Serialize)]
 pub struct Start<'a> {
-    /// Version of meshwork.
     version: &'static str,
     /// Degree of each axis.
     #[serde(serialize_with = "map")]
@@ -159,12 +157,12 @@ pub struct Step {
     /// Bytes communicated per axis, averaged over ranks.
     #[serde(serialize_with = "map")]
     pub comm_bytes: Vec<(&'static str, u64)>,
-    /// What was offloaded, where anything is.
+    /// Bytes to and from offload, where anything is offloaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadTraffic>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
-    /// What the loss was multiplied by before backward, where that is not 1.
+    /// The factor of the loss before backward, where that is not 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
     /// Whether the step changed no weight: a gradient overflowed at this scale, or it is `masked`.
@@ -173,12 +171,12 @@ pub struct Step {
     /// Whether every target of the batch is masked, so that the loss has no mean.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub masked: bool,
-    /// What the routers of experts report.
+    /// The report of the routers of experts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
 }
 
-/// What the offload of a rank moved in one step, averaged over ranks.
+/// Bytes that the offload of a rank moved in one step, averaged over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct OffloadTraffic {
     /// Bytes read.
@@ -190,13 +188,13 @@ pub struct OffloadTraffic {
 }
 
 impl OffloadTraffic {
-    /// What a report has of it.
+    /// From the report of a step.
     pub fn of(Offloaded { read, written, waited }: Offloaded) -> Self {
         Self { read: read.round() as u64, written: written.round() as u64, wait_ms: waited * 1e3 }
     }
 }
 
-/// What the routers of experts report of one step, over its global batch.
+/// The report of the routers of experts of one step, over its global batch.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Experts {
     /// The largest number of tokens of an expert over the mean of all experts, as a mean over layers: 1 where they are
@@ -307,7 +305,7 @@ impl Metrics {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// The file at `path`, to go on after its last line; a new one if there is none. What is left of a line that was
+    /// The file at `path`, to go on after its last line; a new one if there is none. The rest of a line that was
     /// cut short is removed.
     ///
     /// # Errors

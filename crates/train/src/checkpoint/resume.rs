@@ -1,6 +1,6 @@
 //! Resumes a trainer from the newest checkpoint that is whole, on any mesh.
 //!
-//! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share.
+//! Each rank reads the bytes of its slices. Pieces that no rank reads whole are verified by all ranks together.
 //! Then they agree: if any of them found damage, all go on to the checkpoint before; if any of them could not read, all
 //! end with its error.
 
@@ -101,7 +101,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
         let checkpoint = opened.map_err(CheckpointError::from)?;
         // The index is the same for all ranks, and so is the answer.
         let leeway = accept(step, checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
-        // If one rank alone refuses it, its reason is the error, and not what the others find next.
+        // If one rank alone refuses it, its reason is the error, and not the faults that the others find next.
         world.barrier().map_err(CheckpointError::from)?;
         let Fit { mut misfits, misfit_states, anew } = fit(checkpoint.index(), layout, leeway);
         let drops = match leeway.states {
@@ -133,7 +133,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
     }
 }
 
-/// In what the state of a checkpoint differs from what ranks hold.
+/// The differences between the state of a checkpoint and the state that ranks hold.
 #[derive(Debug, Default)]
 struct Fit {
     /// Vectors that only one of them has, and parameters of other extents: the checkpoint cannot be used.
@@ -185,8 +185,8 @@ fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
     fit
 }
 
-/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner
-/// error is that of this rank's reads, on which all ranks have to agree.
+/// Verifies this rank's share of the pieces that no rank reads whole, and reads this rank's slices into the trainer.
+/// The inner error is that of this rank's reads, on which all ranks have to agree.
 fn load(
     trainer: &mut Trainer,
     layout: &[StateSlice],
@@ -201,7 +201,8 @@ fn load(
     let is_read = |of: &&StateSlice| {
         !dropped.contains(&of.key) && stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims))
     };
-    // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
+    // Shares are read as another number of replicas left them: they are verified with the pieces that nobody reads
+    // whole.
     let slices = layout.iter().filter(|of| of.kind != StateKind::PerReplica).filter(is_read);
     let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));

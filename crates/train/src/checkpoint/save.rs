@@ -10,8 +10,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Which rank writes what of the state of a run: a pure function of model and plan. [`SavePlan::bytes`] is the memory
-/// that saving takes on a rank.
+/// The slices of the state of a run that each rank writes: a pure function of model and plan. [`SavePlan::bytes`] is
+/// the memory that saving takes on a rank.
 ///
 /// # Errors
 /// A plan that does not fit the model.
@@ -39,7 +39,7 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
     Ok(SavePlan::new(world, tensors, &held)?)
 }
 
-/// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is
+/// Starts to save the state of a trainer, with the caller's own value `run`, and returns when it is
 /// copied. The writer is made with the [`save_plan`] of the trainer's model and plan. Every rank calls this after the
 /// same step.
 ///

@@ -11,7 +11,7 @@ const HIDDEN: &str = "model.hidden_size";
 const HEADS: &str = "model.num_heads";
 const KV_HEADS: &str = "model.num_kv_heads";
 
-/// Adds what no model of this kind can have, and what cannot be split over `tp`, to the faults of `settings`.
+/// Adds the faults of sizes that no model of this kind can have, or that cannot be split over `tp`, to `settings`.
 pub(crate) fn check(model: &Model, tp: usize, settings: &mut Settings) {
     match model.kind {
         ModelKind::Gpt2 => check_gpt2(model, settings),

@@ -21,7 +21,7 @@ impl Config {
     }
 }
 
-/// Appends what is wrong with the experts and with their ranks to the faults of `settings`.
+/// Adds the faults of the experts and of their ranks to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let (mesh, layers) = (&config.parallelism, config.model.num_layers);
     let (ep, dp, tp, etp) =

@@ -2,7 +2,7 @@
 //!
 //! Each key is declared once, in `sections.rs`. From that declaration come the fields of [`Config`] and the table
 //! [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an unknown key, the notice of a key
-//! that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
+//! that is not read, the keys that a resumed run must keep, `--help` and the [reference](super::reference()).
 
 use super::Config;
 pub use super::sections::SECTIONS;
@@ -39,7 +39,7 @@ pub struct Key {
 /// The effect of a key, which decides whether it may differ in a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// The model: which weights it has, or what it computes of them.
+    /// The model: its weights, or its function of them.
     Model,
     /// The numbers of a step: its loss, gradients and weights.
     Numbers,
@@ -134,8 +134,8 @@ impl Interval {
             }
     }
 
-    /// What `x` is rounded to in f32, in which ranks compute, if that is a number of another kind: out of the interval,
-    /// infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
+    /// The value to which `x` is rounded in f32, in which ranks compute, if that is a number of another kind: out of
+    /// the interval, infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
     #[must_use]
     pub fn lost(self, x: f64) -> Option<f32> {
         let rounded = x as f32;

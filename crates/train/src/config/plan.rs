@@ -220,7 +220,7 @@ impl Parallelism {
 }
 
 impl Memory {
-    /// How what forward keeps for backward is encoded.
+    /// The encodings of activations that forward keeps for backward.
     #[must_use]
     pub fn encodings(&self) -> Vec<Encoding> {
         let encodings: [Option<Encoding>; 2] = [self.saved_dtype.into(), self.saved_encoding.into()];

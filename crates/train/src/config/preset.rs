@@ -127,7 +127,6 @@ const DEEPSEEK: Preset =
 
 const TINY: Preset = gpt2("tiny", [256, 4, 128, 4, 128]);
 
-/// All presets.
 pub(crate) const PRESETS: [Preset; 13] = [
     TINY,
     gpt2("small", [256, 6, 384, 6, 256]),
@@ -144,7 +143,6 @@ pub(crate) const PRESETS: [Preset; 13] = [
     with_experts("deepseek-v3", DEEPSEEK, DEEPSEEK_V3),
 ];
 
-/// Their names.
 pub(crate) const NAMES: [&str; PRESETS.len()] = {
     let mut names = [""; PRESETS.len()];
     let mut at = 0;

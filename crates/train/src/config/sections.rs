@@ -25,7 +25,6 @@ use super::words::{
 use super::{partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
-/// The names of all schedules.
 const SCHEDULES: [&str; Generator::ALL.len()] = {
     let mut names = [""; Generator::ALL.len()];
     let mut at = 0;

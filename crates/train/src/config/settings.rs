@@ -31,7 +31,6 @@ impl Settings {
         }
     }
 
-    /// Reads a TOML file.
     pub(crate) fn read_file(&mut self, path: &Path) {
         let source = path.display().to_string();
         let text = match fs::read(path).map(String::from_utf8) {
@@ -173,7 +172,6 @@ impl Settings {
     }
 }
 
-/// The default of `key`, if it has one.
 fn default(key: &str) -> Option<Value> {
     let (section, name) = key.split_once('.')?;
     match keys::find(section, name)?.1.default {
@@ -222,7 +220,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
 fn misfit(kind: ValueKind, value: &Value) -> Option<(String, String)> {
     let (integer, list) = (value.as_integer(), value.as_array());
     let wrong = |noun: &str| format!("is {}, not {noun}", type_of(value));
-    // One of some words, or what stands in their place: a noun, and what is wrong with this one unless it fits.
+    // One of some words, or a value in their place: its noun, whether this one fits, and the problem if not.
     let or_word = |known: &[&str], noun: &str, fits: Option<bool>, bad: &str, or: &str| {
         let problem = match (value.as_str(), fits) {
             (Some(word), _) if known.contains(&word) => return None,

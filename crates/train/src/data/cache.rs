@@ -6,12 +6,12 @@
 //! web.jsonl.tokens/
 //!     4c2b…91.bin   the tokens            of the text and the tokenizer whose hash is the name
 //!     4c2b…91.idx   where documents begin
-//!     4c2b…91.json  what they are of, and the hash of the tokens; renamed into place last
+//!     4c2b…91.json  their source, and the hash of the tokens; renamed into place last
 //!     4c2b…91.lock  held by the process that writes them
 //! ```
 //! Reading needs no right to write: a whole dataset is taken wherever it lies, beside the text or in the user's own
-//! folder of caches. Only what writes one takes the lock. Where the folder beside the text cannot be written, that is
-//! the user's own.
+//! folder of caches. Only a process that writes one takes the lock. Where the folder beside the text cannot be written,
+//! that is the user's own.
 //!
 //! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise
 //! it is written anew. Files are written under another name and renamed, so that a process that dies leaves nothing
@@ -67,7 +67,6 @@ pub(super) fn own_folder() -> Option<PathBuf> {
     Some(caches?.join("meshwork"))
 }
 
-/// The files of a cache.
 struct CacheFiles {
     folder: PathBuf,
     hash: String,
@@ -83,13 +82,13 @@ impl CacheFiles {
         fs::create_dir_all(&self.folder)?;
         let file = File::options().write(true).create(true).truncate(false).open(self.at("lock"))?;
         match file.lock() {
-            // Two processes may then do the same work; what they rename into place is the same.
+            // Two processes may then do the same work, and rename the same files into place.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
             locked => locked.map(|()| file),
         }
     }
 
-    /// The stream that lies here. The inner `None` if there is none, else what is wrong with it.
+    /// The stream that lies here. The inner `None` if there is none, else its damage.
     fn read(&self) -> Result<(Stream, About), Option<String>> {
         let told = match fs::read(self.at("json")) {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -257,7 +256,7 @@ impl Tokenisation<'_> {
         marks.map(|id| id as usize + 1).fold(self.tokenizer.vocab_size(), usize::max)
     }
 
-    /// Gives the tokens of all documents in their order. Returns notices about what is left out.
+    /// Gives the tokens of all documents in their order. Returns notices about documents that are left out.
     fn run(&self, path: &Path, texts: &Texts, sink: &mut Sink<'_>) -> Result<Vec<String>, DataError> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);

@@ -5,7 +5,7 @@ use meshwork_engine::TrainError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file of data with its problem, the place of that, and what would be valid.
+/// A file of data and its problem.
 #[derive(thiserror::Error)]
 #[error("{}: {problem}; {}", path.display(), problem.valid())]
 pub struct DataError {
@@ -168,7 +168,6 @@ impl Problem {
         }
     }
 
-    /// The problem of a file.
     pub(crate) fn of(self, path: &Path) -> DataError {
         DataError { path: path.to_path_buf(), problem: self }
     }

@@ -34,7 +34,6 @@ pub(crate) struct Index {
     /// Document indices: one more than documents.
     documents: u64,
     width: Width,
-    /// Bytes of the tokens.
     bytes: u64,
 }
 
@@ -46,22 +45,9 @@ pub(super) fn paths(path: &Path) -> Option<(PathBuf, PathBuf)> {
         Some("idx") => Some((path.to_path_buf(), with("bin"))),
         Some("bin") => Some((with("idx"), path.to_path_buf())).filter(|(index, _)| index.is_file()),
         _ => {
-            let [index, tokens] =
-                [".idx", ".bin"].map(|end| PathBuf::from([path.as_os_str(), end.as_ref()].concat_os()));
+            let [index, tokens] = ["idx", "bin"].map(|extension| path.with_added_extension(extension));
             (!path.exists() && index.is_file()).then_some((index, tokens))
         }
-    }
-}
-
-trait ConcatOs {
-    fn concat_os(self) -> std::ffi::OsString;
-}
-
-impl ConcatOs for [&std::ffi::OsStr; 2] {
-    fn concat_os(self) -> std::ffi::OsString {
-        let mut joined = self[0].to_owned();
-        joined.push(self[1]);
-        joined
     }
 }
 

@@ -60,7 +60,7 @@ use tokens::{Fnv, Tokens};
 /// A target with this value is masked: it adds nothing to the loss.
 pub const MASKED: i32 = -1;
 
-/// Tokens, what marks their documents, and a hash.
+/// Tokens, the marks of their documents, and a hash.
 #[derive(Clone, Debug)]
 pub(crate) struct Stream {
     tokens: Tokens,

@@ -71,7 +71,7 @@ impl Texts {
         })
     }
 
-    /// Gives all documents piece by piece. Returns notices about what is left out.
+    /// Gives all documents piece by piece. Returns notices about documents and files that are left out.
     pub fn read(
         &self,
         reading: &Reading<'_>,
@@ -151,8 +151,8 @@ fn plain(
     see: &mut See<'_>,
 ) -> Result<(), DataError> {
     let Pieces { bytes: size, margin } = reading.pieces;
-    // What is read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece before,
-    // which are as many tokens.
+    // Bytes that are read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece
+    // before, which are as many tokens.
     let (mut bytes, mut start, mut left, mut left_tokens, mut wanted) = (Vec::new(), 0u64, 0, 0, size);
     loop {
         let more = (wanted - bytes.len()) as u64;

@@ -107,7 +107,7 @@ fn pass(decoder: &mut Decoder, tokens: &[i32], vocab: usize) -> Result<Vec<f32>,
     decoder.next(&language::batch(tokens.to_vec(), vec![-1; count], count)?, count, vocab)
 }
 
-/// The text of tokens as they arrive: what a token adds is given out as soon as it is whole characters.
+/// The text of tokens as they arrive, given out as soon as characters are whole.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     trained: &'a Trained,
