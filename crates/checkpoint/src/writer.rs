@@ -45,8 +45,8 @@ pub struct Writer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`.
-#[derive(Clone, Debug, PartialEq)]
+/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`: the leader tells the others of the rest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
     /// Its step.
     pub step: u64,
@@ -115,15 +115,6 @@ impl From<String> for Failure {
     fn from(problem: String) -> Self {
         Self { full: false, problem }
     }
-}
-
-/// The leader's message to the others at the end.
-#[derive(Serialize, Deserialize)]
-struct Committed {
-    path: PathBuf,
-    removed: Vec<PathBuf>,
-    made_room: Vec<PathBuf>,
-    not_removed: Option<String>,
 }
 
 impl Writer {
@@ -294,13 +285,12 @@ impl Task {
             Some(leader) => self.commit(job, leader, written, made_room).map(Some),
         };
         let committed = agree(step, bytes, &committed, exchange)?.into_iter().flatten().next();
-        let Some(Committed { path, removed, made_room, not_removed }) = committed else {
+        let Some(committed) = committed else {
             let problem = "no rank leads the others: the writer of rank 0 is made with Writer::lead".to_owned();
             return Err(SaveError::Write { step, rank: 0, problem });
         };
-        let bytes = self.plan.bytes(self.rank);
-        let seconds = job.began.elapsed().as_secs_f64();
-        Ok(Saved { step, path, bytes, seconds, removed, made_room, not_removed })
+        let (bytes, seconds) = (self.plan.bytes(self.rank), job.began.elapsed().as_secs_f64());
+        Ok(Saved { bytes, seconds, ..committed })
     }
 
     /// Writes this rank's file and syncs it to disk.
@@ -340,7 +330,7 @@ impl Task {
         leader: &Leader,
         written: Vec<Written>,
         made_room: &[PathBuf],
-    ) -> Result<Committed, Failure> {
+    ) -> Result<Saved, Failure> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
         let index = Index::of(&self.plan, job.step, job.metadata.clone(), written);
@@ -363,7 +353,8 @@ impl Task {
             Ok(removed) => (removed, None),
             Err(error) => (Vec::new(), Some(told(&self.dir)(error).problem)),
         };
-        Ok(Committed { path, removed, made_room: made_room.to_vec(), not_removed })
+        let made_room = made_room.to_vec();
+        Ok(Saved { step: job.step, path, bytes: 0, seconds: 0.0, removed, made_room, not_removed })
     }
 }
 

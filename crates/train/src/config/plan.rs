@@ -96,17 +96,9 @@ impl Config {
     }
 
     pub(super) fn gpt2(&self) -> Gpt2Config {
-        let model = &self.model;
-        Gpt2Config {
-            vocab_size: model.vocab_size,
-            num_layers: model.num_layers,
-            hidden_size: model.hidden_size,
-            num_heads: model.num_heads,
-            ffn_hidden_size: model.ffn_hidden_size,
-            seq_len: model.seq_len,
-            tie_embeddings: model.tie_embeddings,
-            dropout: model.dropout as f32,
-        }
+        let &Model { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, .. } = &self.model;
+        let (tie_embeddings, dropout) = (self.model.tie_embeddings, self.model.dropout as f32);
+        Gpt2Config { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, tie_embeddings, dropout }
     }
 
     pub(super) fn llama(&self) -> LlamaConfig {

@@ -98,7 +98,11 @@ impl Rows {
             operations.iter().for_each(|row| sum.merge(row));
             (sum, operations)
         };
-        let classes = CLASSES.into_iter().map(|(class, _)| with_sum(class)).filter(|(_, operations)| !operations.is_empty()).collect();
+        let classes = CLASSES
+            .into_iter()
+            .map(|(class, _)| with_sum(class))
+            .filter(|(_, operations)| !operations.is_empty())
+            .collect();
         Self {
             steps: tracks.iter().flat_map(Track::steps).collect(),
             classes,
