@@ -5,10 +5,9 @@
 //! lists them.
 
 use crate::checksum::Summing;
-use crate::index;
 use crate::slice::for_each_run;
 use crate::unread::failed;
-use crate::{Block, Checksum, Damage, FORMAT, Index, Slice, StoredPiece, Tensor, Unread};
+use crate::{Block, Checksum, Damage, FORMAT, Index, Slice, StoredPiece, Tensor, Unread, index};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom};

@@ -3,8 +3,7 @@
 use crate::config::{Config, Device as Where, Fault};
 use meshwork_core::Communicator;
 use meshwork_cpu::Cpu;
-use meshwork_tensor::Precision;
-use meshwork_tensor::{Device, Error};
+use meshwork_tensor::{Device, Error, Precision};
 use std::fmt;
 use std::sync::Arc;
 

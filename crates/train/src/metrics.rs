@@ -224,37 +224,31 @@ impl Experts {
 impl Step {
     /// Its numbers by the tags under which TensorBoard shows them.
     pub fn scalars(&self) -> Vec<(String, f64)> {
-        let of_loss = [("train/loss", self.loss), ("train/gradient_norm", self.grad_norm)];
-        let named = [
-            ("train/learning_rate", self.lr),
-            ("speed/step_ms", self.step_ms),
-            ("speed/tokens_per_s", self.tokens_per_s),
-        ];
-        let communication =
-            self.comm_bytes.iter().map(|(axis, bytes)| (format!("communication/{axis}"), *bytes as f64));
-        let memory =
-            self.peak_bytes.iter().enumerate().map(|(rank, &bytes)| (format!("memory/rank {rank}"), bytes as f64));
-        let experts = self
-            .moe
+        let mut scalars = Vec::new();
+        let mut add = |section: &str, name: &str, value: f64| scalars.push((format!("{section}/{name}"), value));
+        if !self.masked {
+            add("train", "loss", self.loss);
+            add("train", "gradient_norm", self.grad_norm);
+        }
+        add("train", "learning_rate", self.lr);
+        add("speed", "step_ms", self.step_ms);
+        add("speed", "tokens_per_s", self.tokens_per_s);
+        self.comm_bytes.iter().for_each(|&(axis, bytes)| add("communication", axis, bytes as f64));
+        self.peak_bytes
             .iter()
-            .flat_map(|moe| [("load_imbalance", moe.load_imbalance)].into_iter().chain(moe.metrics.clone()));
-        let experts = experts.map(|(name, value)| (format!("moe/{name}"), value));
-        let loss_scale = self.loss_scale.map(|scale| ("train/loss_scale".to_owned(), scale));
-        let offload = self.offload.iter().flat_map(|of| {
-            [("read", of.read as f64), ("written", of.written as f64), ("wait_ms", of.wait_ms)]
-                .map(|(name, value)| (format!("offload/{name}"), value))
-        });
-        of_loss
-            .into_iter()
-            .filter(|_| !self.masked)
-            .chain(named)
-            .map(|(tag, value)| (tag.to_owned(), value))
-            .chain(communication)
-            .chain(memory)
-            .chain(experts)
-            .chain(loss_scale)
-            .chain(offload)
-            .collect()
+            .enumerate()
+            .for_each(|(rank, &bytes)| add("memory", &format!("rank {rank}"), bytes as f64));
+        if let Some(moe) = &self.moe {
+            add("moe", "load_imbalance", moe.load_imbalance);
+            moe.metrics.iter().for_each(|&(name, value)| add("moe", name, value));
+        }
+        self.loss_scale.iter().for_each(|&scale| add("train", "loss_scale", scale));
+        if let Some(OffloadTraffic { read, written, wait_ms }) = self.offload {
+            add("offload", "read", read as f64);
+            add("offload", "written", written as f64);
+            add("offload", "wait_ms", wait_ms);
+        }
+        scalars
     }
 }
 

@@ -6,10 +6,9 @@ use meshwork_core::tree;
 use super::batch::multiple;
 use super::device::Device;
 use super::fault::Fault;
-use super::partition;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
-use super::{Config, architecture, permit};
+use super::{Config, architecture, partition, permit};
 
 /// Adds the faults across keys to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {

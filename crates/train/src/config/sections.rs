@@ -10,7 +10,6 @@
 use meshwork_pipeline::{Generator, Schedule};
 use serde::Serialize;
 
-use super::conditions;
 use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, NotNegative, Positive, Unit};
@@ -22,7 +21,7 @@ use super::words::{
     MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
     SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
-use super::{partition, preset};
+use super::{conditions, partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
 const SCHEDULES: [&str; Generator::ALL.len()] = {

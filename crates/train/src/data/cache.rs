@@ -18,12 +18,11 @@
 //! that counts.
 
 use super::error::{DataError, Problem};
-use super::indexed;
 use super::piece::{DocumentPiece, Reading};
 use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
-use super::{Documents, Stream};
+use super::{Documents, Stream, indexed};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use meshwork_core::hash;
 use serde::{Deserialize, Serialize};
