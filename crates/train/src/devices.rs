@@ -39,7 +39,6 @@ pub struct RankDevice {
 
 impl Devices {
     /// The threads of this process.
-    #[must_use]
     pub fn cpu(precision: Precision) -> Self {
         Self(DeviceKind::Cpu(precision))
     }

@@ -75,7 +75,6 @@ pub struct StepLaunches {
 
 impl StepLaunches {
     /// After one more step, in which `last_step` was queued.
-    #[must_use]
     pub fn next(before: Option<Self>, last_step: Launches) -> Self {
         Self { first_step: before.map_or(last_step, |before| before.first_step), last_step }
     }
@@ -116,7 +115,6 @@ pub struct Start<'a> {
 impl<'a> Start<'a> {
     /// The start of a run of `config` on data of this [hash](crate::Data::hash), and the memory that it is
     /// [predicted](crate::plan::memory) to take.
-    #[must_use]
     pub fn new(config: &'a Config, parameters: u64, data_hash: String, memory_predicted: Vec<MemoryUse>) -> Self {
         let mesh = &config.parallelism;
         let degrees = [mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep];
@@ -210,7 +208,6 @@ pub struct Experts {
 
 impl Experts {
     /// From the report of a step; `None` of a model without experts.
-    #[must_use]
     pub fn of(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
         let layer = |buffer: &str| buffer.rsplit_once('.').map_or(buffer, |(layer, _)| layer).to_owned();
         let loads = statistics.iter().filter(|statistic| statistic.name == TOKENS);

@@ -78,7 +78,6 @@ pub const CARDS: &[Card] = &[
 ];
 
 /// The card of this name.
-#[must_use]
 pub fn card(name: &str) -> Option<&'static Card> {
     CARDS.iter().find(|card| card.name == name)
 }

@@ -31,7 +31,6 @@ impl Device {
     pub const WORDS: &[&str] = &["cpu", "cuda", "cuda-emulated"];
 
     /// Its first word, as in messages of the device.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",

@@ -158,7 +158,6 @@ impl Config {
 
 impl Key {
     /// Whether a configuration reads it.
-    #[must_use]
     pub fn is_read(&self, config: &Config) -> bool {
         self.conditions.iter().all(|condition| (condition.holds)(config))
     }

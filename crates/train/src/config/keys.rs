@@ -55,7 +55,6 @@ pub enum Effect {
 
 impl Effect {
     /// The effect in a word, as the reference has it.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -122,7 +121,6 @@ pub enum Interval {
 
 impl Interval {
     /// Whether the interval holds `x`; never for infinities and NaN.
-    #[must_use]
     pub fn holds(self, x: f64) -> bool {
         x.is_finite()
             && match self {
@@ -136,7 +134,6 @@ impl Interval {
 
     /// The value to which `x` is rounded in f32, in which ranks compute, if that is a number of another kind: out of
     /// the interval, infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
-    #[must_use]
     pub fn lost(self, x: f64) -> Option<f32> {
         let rounded = x as f32;
         let kept = x == 0.0 || rounded.is_normal() && self.holds(f64::from(rounded));
@@ -144,7 +141,6 @@ impl Interval {
     }
 
     /// The smallest number above 0 and the largest one of the interval that are kept in f32.
-    #[must_use]
     pub fn of_f32(self) -> [f32; 2] {
         let below_one = 1.0 - f32::EPSILON / 2.0;
         let least = if self.holds(0.5) { f32::MIN_POSITIVE } else { 1.0 };
@@ -153,7 +149,6 @@ impl Interval {
     }
 
     /// The interval in words, to follow "a number".
-    #[must_use]
     pub const fn words(self) -> &'static str {
         match self {
             Self::NotNegative => "of at least 0",
@@ -220,7 +215,6 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {
 const FORMER: [(&str, &str, &str); 1] = [("numerics", "leaves", "reduction_blocks")];
 
 /// The key called `section.name`, now or formerly, if there is one.
-#[must_use]
 pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
     let former = FORMER.iter().find(|(of, former, _)| (*of, *former) == (section, name));
     let name = former.map_or(name, |&(_, _, name)| name);

@@ -69,7 +69,6 @@ impl Config {
     }
 
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
-    #[must_use]
     pub fn reduction_blocks(&self) -> Option<usize> {
         (self.training.numerics == "canonical").then_some(self.numerics.reduction_blocks)
     }

@@ -8,7 +8,6 @@ use super::keys::{Fallback, Key, SECTIONS, ValueKind};
 use super::settings::show_literal;
 
 /// All keys as Markdown: a section each, with default, valid values, effect and meaning.
-#[must_use]
 pub fn reference() -> String {
     let mut out = String::new();
     for section in SECTIONS {
@@ -28,7 +27,6 @@ pub fn reference() -> String {
 }
 
 /// The text that `--help` prints.
-#[must_use]
 pub fn usage(program: &str) -> String {
     let mut keys = String::from("All settings have a key in a section:\n");
     for section in SECTIONS {

@@ -69,7 +69,6 @@ macro_rules! words {
             pub const WORDS: &[&str] = &[$($word),+];
 
             /// The word, as in the configuration and in messages.
-            #[must_use]
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $word,)+

@@ -151,7 +151,6 @@ impl From<Recomputed> for Recompute {
 
 impl MatmulDtype {
     /// The corresponding precision of a device.
-    #[must_use]
     pub const fn precision(self) -> Precision {
         match self {
             Self::F32 => Precision::F32,

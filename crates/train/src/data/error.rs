@@ -121,7 +121,6 @@ pub(super) fn of_line(error: &serde_json::Error) -> String {
 
 impl Problem {
     /// A valid value, or the way to one.
-    #[must_use]
     pub fn valid(&self) -> String {
         match self {
             Self::Missing | Self::Empty | Self::Unreadable(_) | Self::NotUtf8 { .. } | Self::Nul { .. } => {

@@ -114,7 +114,6 @@ impl Tokenizer {
     }
 
     /// The tokens that end and begin a document, as the files of the tokenizer say; `bytes` have neither.
-    #[must_use]
     pub fn special(&self) -> &SpecialTokens {
         match &self.0 {
             TokenizerKind::Unopened(special) => special,
@@ -124,13 +123,11 @@ impl Tokenizer {
 
     /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what
     /// [`SpecialTokens`] says.
-    #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
         self.special().end.as_ref().map(|end| end.id)
     }
 
     /// The id that the tokenizer itself puts before a text, if it does.
-    #[must_use]
     pub fn beginning_of_text(&self) -> Option<u32> {
         self.library().beginning_of_text()
     }
@@ -171,13 +168,11 @@ impl Tokenizer {
     }
 
     /// One more than the largest id of the tokenizer.
-    #[must_use]
     pub fn vocab_size(&self) -> usize {
         self.library().vocab_size()
     }
 
     /// One more than the largest id that a text becomes: without special tokens, which text never becomes.
-    #[must_use]
     pub fn vocab_size_of_text(&self) -> usize {
         self.library().vocab_size_of_text()
     }
@@ -213,7 +208,6 @@ impl Tokenizer {
     }
 
     /// The text of `ids`, for display: invalid text and unknown ids become the replacement character.
-    #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
         self.library().decode(ids)
     }

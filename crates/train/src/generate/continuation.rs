@@ -118,7 +118,6 @@ pub struct TextStream<'a> {
 
 impl<'a> TextStream<'a> {
     /// The text after `prompt`, which is not given out.
-    #[must_use]
     pub fn new(trained: &'a Trained, prompt: &[u32]) -> Self {
         let shown = trained.tokenizer.decode(prompt).len();
         Self { trained, ids: prompt.to_vec(), shown }
