@@ -45,7 +45,8 @@ pub struct Writer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`: the leader tells the others of the rest.
+/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`: the leader tells the others of the
+/// rest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
     /// Its step.
