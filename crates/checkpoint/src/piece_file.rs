@@ -15,10 +15,7 @@ pub(crate) fn file_name(rank: usize) -> String {
 
 /// The name of a piece in its file: its tensor's name, with the slice unless it is all of it.
 fn piece_name(tensor: &Tensor, slice: &Slice) -> String {
-    match *slice == Slice::whole(&tensor.dims) {
-        true => tensor.name.clone(),
-        false => format!("{}{slice}", tensor.name),
-    }
+    if *slice == Slice::whole(&tensor.dims) { tensor.name.clone() } else { format!("{}{slice}", tensor.name) }
 }
 
 /// The header of the file that a rank writes.

@@ -178,10 +178,7 @@ impl Index {
         let (mut low, mut high) = (0, self.documents());
         while low < high {
             let middle = low + (high - low) / 2;
-            match self.start(middle)? < window.start {
-                true => low = middle + 1,
-                false => high = middle,
-            }
+            if self.start(middle)? < window.start { low = middle + 1 } else { high = middle }
         }
         let mut starts: Vec<u64> = Vec::new();
         for document in low..self.documents() {
