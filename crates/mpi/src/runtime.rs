@@ -1,8 +1,9 @@
 //! MPI in this process: started once, with a thread that moves messages while ranks compute, and ended when nothing
 //! needs it any more.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -68,8 +69,8 @@ struct Running {
     options: Options,
     description: String,
     origin: Instant,
-    /// Worlds made so far. All processes make the same.
-    worlds: AtomicU64,
+    /// Worlds made so far, of each size.
+    worlds: Mutex<HashMap<usize, u64>>,
     life: Arc<Life>,
 }
 
@@ -146,7 +147,7 @@ impl Runtime {
         let life = Arc::new(Life { over, thread: Some(thread) });
         let Started { port, description } =
             told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
-        let (origin, worlds) = (Instant::now(), AtomicU64::new(1));
+        let (origin, worlds) = (Instant::now(), Mutex::default());
         let mut running = Running { port, options, description, origin, worlds, life };
         running.origin = running.shared_origin()?;
         Ok(Runtime(Arc::new(running)))
@@ -180,10 +181,15 @@ impl Runtime {
     }
 
     /// A new world of the first `ranks` ranks, with a timeout of its own; `None` in a process that has none of them.
-    /// Every process makes the same worlds, in the same order.
+    /// All processes that have ranks of worlds of this size make as many of them.
     pub fn world_of(&self, ranks: usize, timeout: Duration) -> Option<World> {
-        let number = self.0.worlds.fetch_add(1, Ordering::Relaxed);
-        let here = self.0.join(combine(number, 0), "world", ranks, Some(timeout));
+        let number = {
+            let mut worlds = self.0.worlds.lock().unwrap_or_else(PoisonError::into_inner);
+            let number = worlds.entry(ranks).or_default();
+            *number += 1;
+            *number
+        };
+        let here = self.0.join(combine(ranks as u64, number), "world", ranks, Some(timeout));
         (!here.is_empty()).then(|| World::Joined(here))
     }
 }
