@@ -186,19 +186,12 @@ impl Endpoint {
             _ => None,
         };
         let (seq, ranks, me) = match message {
-            Some((pair, me)) => {
-                (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), me)
-            }
+            Some((pair, me)) => (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), me),
             None => (next(&mut counts.collectives), group.ranks.clone(), group.member),
         };
         let key = Key { group: group.id, message: message.map(|(pair, _)| pair), seq };
-        let site = Site {
-            group: group.name.clone(),
-            group_id: group.id,
-            world_rank: self.rank,
-            seq,
-            op: Some(info.clone()),
-        };
+        let site =
+            Site { group: group.name.clone(), group_id: group.id, world_rank: self.rank, seq, op: Some(info.clone()) };
         state.last = Some(site.clone());
         if let Some((fault, _)) = &state.fault {
             return Err(CommError::Stopped { site, fault: fault.clone() });
@@ -300,7 +293,8 @@ impl Endpoint {
             }
             Place::Wrong => {
                 // What members say of themselves agrees, so this is a fault of their programs' builds, or of the wire.
-                let (mine, theirs) = (flight.info.clone(), OpInfo { elements: bytes, dtype: Some(DType::U8), ..flight.info.clone() });
+                let (mine, theirs) =
+                    (flight.info.clone(), OpInfo { elements: bytes, dtype: Some(DType::U8), ..flight.info.clone() });
                 let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
                 self.tell(state, Tell::Found { kind, site });
             }
@@ -332,7 +326,8 @@ impl Endpoint {
     }
 
     fn lost(&self, state: &mut State, process: usize, why: &str) {
-        let ranks: Vec<usize> = self.ranks.iter().copied().filter(|&rank| self.port.layout.process_of(rank) == process).collect();
+        let ranks: Vec<usize> =
+            self.ranks.iter().copied().filter(|&rank| self.port.layout.process_of(rank) == process).collect();
         for &rank in &ranks {
             state.lost.insert(rank, why.to_owned());
         }

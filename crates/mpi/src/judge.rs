@@ -169,7 +169,8 @@ impl Bench {
     fn compare(&mut self, rank: usize, say: &mut Vec<(To, Judge)>) {
         let Some(wait) = self.waits.get(&rank) else { return };
         let other = self.waits.iter().find_map(|(other, theirs)| {
-            let (mine, theirs) = (wait.site.op.as_ref()?, theirs.site.op.as_ref().filter(|_| theirs.site.is_at(&wait.site))?);
+            let (mine, theirs) =
+                (wait.site.op.as_ref()?, theirs.site.op.as_ref().filter(|_| theirs.site.is_at(&wait.site))?);
             (!mine.agrees(theirs)).then(|| ((*other, theirs.clone()), (rank, mine.clone())))
         });
         if let Some((a, b)) = other {
@@ -181,7 +182,9 @@ impl Bench {
 
     /// Asks a rank about an edge that leads to it, unless it was asked a short time ago.
     fn ask(&mut self, edge: Edge, say: &mut Vec<(To, Judge)>) {
-        let Some(key) = self.waits.get(&edge.0).filter(|wait| wait.number == edge.1).map(|wait| wait.key) else { return };
+        let Some(key) = self.waits.get(&edge.0).filter(|wait| wait.number == edge.1).map(|wait| wait.key) else {
+            return;
+        };
         let now = Instant::now();
         let again = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1] / 4));
         if self.asked_at.get(&edge).is_some_and(|asked| now.duration_since(*asked) < again) {
@@ -278,7 +281,8 @@ impl Bench {
                     Some(next) => {
                         if let Some(at) = path.iter().position(|(rank, _)| *rank == next) {
                             let mut cycle: Vec<usize> = path[at..].iter().map(|(rank, _)| *rank).collect();
-                            let lowest = cycle.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(at, _)| at);
+                            let lowest =
+                                cycle.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(at, _)| at);
                             cycle.rotate_left(lowest);
                             return Some(cycle);
                         }
@@ -339,10 +343,6 @@ impl Bench {
         if self.is_stopped() {
             return;
         }
-        if self.first.is_none() {
-            let fault = Fault { kind: kind.clone(), site: site.clone(), ranks: Vec::new() };
-            self.first = Some((kind.culprit(), fault.headline()));
-        }
         let reports = vec![None; self.ended.len()];
         self.found = Some(Found { kind, site, at: Instant::now(), reports });
         say.push((To::All, Judge::Report));
@@ -366,6 +366,7 @@ impl Bench {
         };
         let ranks = reports.into_iter().enumerate().map(report).collect();
         let fault = Arc::new(Fault { kind, site, ranks });
+        self.first.get_or_insert_with(|| (fault.kind.culprit(), fault.headline()));
         self.fault = Some((fault.clone(), Instant::now()));
         say.push((To::All, Judge::Stopped(fault)));
         self.finish(say);

@@ -308,8 +308,7 @@ impl Library {
     pub(crate) fn largest_tag(&self, comm: Handle) -> Result<usize, MpiError> {
         let (mut value, mut flag) = (std::ptr::null_mut(), 0);
         // SAFETY: for this key it writes the address of an `int`.
-        let code =
-            unsafe { (self.0.functions.comm_get_attr)(comm, self.0.abi.tag_ub, &mut value, &mut flag) };
+        let code = unsafe { (self.0.functions.comm_get_attr)(comm, self.0.abi.tag_ub, &mut value, &mut flag) };
         self.check("MPI_Comm_get_attr", code)?;
         // The standard promises this much where the attribute is missing.
         if flag == 0 || value.is_null() {
@@ -527,7 +526,10 @@ mod tests {
     fn versions_are_short() {
         assert_eq!(short_version("Open MPI v5.0.11, package: Open MPI root@b, ident: 5.0.11"), "Open MPI 5.0.11");
         assert_eq!(short_version("MPICH Version:      5.0.2\nMPICH Release date: unreleased"), "MPICH 5.0.2");
-        assert_eq!(short_version("Intel(R) MPI Library 2021.19 for Linux* OS"), "Intel(R) MPI Library 2021.19 for Linux* OS");
+        assert_eq!(
+            short_version("Intel(R) MPI Library 2021.19 for Linux* OS"),
+            "Intel(R) MPI Library 2021.19 for Linux* OS"
+        );
     }
 
     #[test]

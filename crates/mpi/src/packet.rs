@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, OpInfo, RankReport, Site};
 use meshwork_core::Buffer;
+use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, OpInfo, RankReport, Site};
 use serde::{Deserialize, Serialize};
 
 use crate::ground::Claim;

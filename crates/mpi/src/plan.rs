@@ -36,12 +36,19 @@ enum Shape {
     Barrier,
     Gather,
     /// Where the part of each member begins in the input and in the output, in elements, and the end.
-    AllToAll { send: Vec<usize>, recv: Vec<usize> },
+    AllToAll {
+        send: Vec<usize>,
+        recv: Vec<usize>,
+    },
     Scatter,
     ReduceAtOnce,
     ReduceSegments,
-    BroadcastWhole { root: usize },
-    BroadcastSegments { root: usize },
+    BroadcastWhole {
+        root: usize,
+    },
+    BroadcastSegments {
+        root: usize,
+    },
     Send,
     Recv,
 }
@@ -158,9 +165,7 @@ impl Plan {
             }
             (Shape::BroadcastWhole { root }, 0) => (from == *root).then(|| Dest::Output(self.whole())),
             (Shape::BroadcastSegments { root }, 0) => (from == *root).then(|| Dest::Output(self.segment(self.me))),
-            (Shape::BroadcastSegments { root }, 1) => {
-                (self.me != *root).then(|| Dest::Output(self.segment(from)))
-            }
+            (Shape::BroadcastSegments { root }, 1) => (self.me != *root).then(|| Dest::Output(self.segment(from))),
             (Shape::Recv, 0) => Some(Dest::Output(self.whole())),
             _ => None,
         }
@@ -229,12 +234,16 @@ mod tests {
             same(&|| Call::new(Op::AllReduce(ReduceOp::Sum), None, buffer(count))),
             same(&|| Call::new(Op::Broadcast { root: members - 1 }, None, buffer(count))),
         ];
-        calls.push((0..members).map(|me| {
-            let send_counts: Vec<_> = (0..members).map(|to| part(me, to)).collect();
-            let recv_counts: Vec<_> = (0..members).map(|from| part(from, me)).collect();
-            let [input, output] = [&send_counts, &recv_counts].map(|counts| buffer(counts.iter().sum()));
-            Call::new(Op::AllToAll { send_counts, recv_counts }, input, output)
-        }).collect());
+        calls.push(
+            (0..members)
+                .map(|me| {
+                    let send_counts: Vec<_> = (0..members).map(|to| part(me, to)).collect();
+                    let recv_counts: Vec<_> = (0..members).map(|from| part(from, me)).collect();
+                    let [input, output] = [&send_counts, &recv_counts].map(|counts| buffer(counts.iter().sum()));
+                    Call::new(Op::AllToAll { send_counts, recv_counts }, input, output)
+                })
+                .collect(),
+        );
         if members == 2 {
             let [send, recv] = [Op::Send { to: 1, signature: 0 }, Op::Recv { from: 0, signature: 0 }];
             calls.push(vec![Call::new(send, buffer(count), None), Call::new(recv, None, buffer(count))]);

@@ -164,7 +164,9 @@ impl Port {
         };
         let any = wire.poll(|event| match event {
             Event::First(message) => opened(None, &message),
-            Event::Landed(Landing::Rank(inbox, number), claim) => lock(&inbox).push_back(Arrival::Landed(number, claim)),
+            Event::Landed(Landing::Rank(inbox, number), claim) => {
+                lock(&inbox).push_back(Arrival::Landed(number, claim))
+            }
             Event::Landed(Landing::Head(process), claim) => opened(Some(process), &claim),
             Event::Landed(Landing::Nobody, _) => {}
             Event::Lost(process, why) => {

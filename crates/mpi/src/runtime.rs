@@ -8,9 +8,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use meshwork_core::Communicator;
+use meshwork_core::World;
 use meshwork_core::comm::shared_moment;
 use meshwork_core::hash::combine;
-use meshwork_core::World;
 
 use crate::communicator::MpiComm;
 use crate::endpoint::Endpoint;

@@ -101,7 +101,19 @@ impl<T> Wire<T> {
         let (slots, noticed) = (VecDeque::new(), VecDeque::new());
         let (sends, receives) = (Vec::new(), Vec::new());
         let mut wire = Wire {
-            library, level, process, processes, firsts, larges, largest_tag, slots, sends, receives, tags, lost, noticed,
+            library,
+            level,
+            process,
+            processes,
+            firsts,
+            larges,
+            largest_tag,
+            slots,
+            sends,
+            receives,
+            tags,
+            lost,
+            noticed,
         };
         for _ in 0..SLOTS {
             wire.listen(vec![0; ROOM]);
