@@ -6,6 +6,7 @@ mod callers;
 mod conformance;
 mod faults;
 mod group;
+mod launcher;
 mod mesh;
 mod ops;
 mod pending;
