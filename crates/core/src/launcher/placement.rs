@@ -1,7 +1,7 @@
 //! Where the ranks of a mesh are: their processes and hosts.
 //!
-//! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie inside
-//! a process, then inside a host, wherever their degrees allow it and the launcher fills a host before the next.
+//! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie
+//! inside a process, then inside a host, wherever their degrees allow it and the launcher fills a host before the next.
 
 use crate::comm::{CommError, Group};
 use crate::mesh::{Axis, Mesh};
