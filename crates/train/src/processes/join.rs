@@ -1,0 +1,40 @@
+//! How the processes of a run meet.
+
+use crate::config::Config;
+use crate::error::RankError;
+use meshwork_core::launcher::Launch;
+use meshwork_core::{RankEnd, RunError, World};
+
+/// The world of a run.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    pub world: World,
+    /// What joined its processes, in words; none of threads.
+    pub library: Option<String>,
+}
+
+impl Joined {
+    /// Threads of this process, or the processes that were launched, joined by MPI.
+    ///
+    /// # Errors
+    /// No library, one that fails, or processes that met as another number than were launched.
+    pub fn of(config: &Config) -> Result<Self, RunError> {
+        let Some(launch) = &config.comm.launch else {
+            return Ok(Self { world: config.world(), library: None });
+        };
+        start(config, launch).map_err(|error| {
+            // Of this process alone: what became of the others is not known.
+            let rank = launch.rank * config.comm.ranks_per_process;
+            let cause = format!("{} cannot join the others: {error}", launch.place());
+            let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()).max(rank + 1);
+            let mut ends: Vec<Option<RankEnd>> = (0..ranks).map(|_| None).collect();
+            ends[rank] = Some(RankEnd::Error(error.into()));
+            RunError { rank, cause, fault: None, ends }
+        })
+    }
+}
+
+fn start(_: &Config, launch: &Launch) -> Result<Joined, RankError> {
+    launch.require_met(1, "no MPI, which has not landed yet")?;
+    Err(RankError::Differences(Vec::new()))
+}
