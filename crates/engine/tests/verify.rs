@@ -367,7 +367,7 @@ fn a_flipped_bit_of_a_replica_is_found_with_rank_parameter_and_step() {
     let run = |mesh: &str, stage: ZeroStage, flips: bool| {
         let plan = Plan { zero: Zero { stage, group: None }, ..plan(mesh, Verify::Off) };
         let model: Arc<dyn Model> = Arc::new(Line(right));
-        refusals(thread::run_mesh(&plan.mesh, |rank| {
+        refusals(World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
             for _ in 1..=3 {
                 trainer.step(&batch(trainer.samples(), 1.0))?;
