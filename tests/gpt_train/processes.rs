@@ -11,7 +11,7 @@ const STEPS: &str = "--steps 3 --set training.numerics=canonical";
 
 /// The folders of the libraries that are installed.
 fn installed() -> Vec<PathBuf> {
-    let target = path().ancestors().nth(3).unwrap().join("mpi");
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/mpi");
     let all: Vec<PathBuf> = ["mpich", "openmpi"]
         .map(|name| target.join(name))
         .into_iter()
@@ -31,9 +31,13 @@ fn launched(mpi: &Path, processes: usize, line: &str) -> Ended {
 fn mpirun(mpi: &Path, processes: usize, program: &Path, line: &str) -> Command {
     let mut command = Command::new(mpi.join("bin/mpirun"));
     if mpi.ends_with("openmpi") {
-        command.args(["--oversubscribe"]);
+        command.args(["--oversubscribe", "--bind-to", "none"]);
     }
-    command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1").env("OPAL_PREFIX", mpi);
+    command
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        .env("OPAL_PREFIX", mpi)
+        .env("LD_LIBRARY_PATH", mpi.join("lib"));
     command.args(["-n", &processes.to_string()]).arg(program).args(line.split_whitespace()).stdin(Stdio::null());
     command
 }

@@ -43,6 +43,9 @@ pub enum RankError {
     /// A model that gives no probabilities.
     #[error("the logits after {token} tokens are not all numbers: the weights are damaged, or training has diverged")]
     Logits { token: usize },
+    /// A process that cannot join the others.
+    #[error("comm.kind: {0}")]
+    Mpi(Box<meshwork_mpi::MpiError>),
     /// Processes that were launched and did not meet.
     #[error(transparent)]
     Launch(#[from] meshwork_core::launcher::LaunchError),

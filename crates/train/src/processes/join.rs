@@ -4,6 +4,8 @@ use crate::config::Config;
 use crate::error::RankError;
 use meshwork_core::launcher::Launch;
 use meshwork_core::{RankEnd, RunError, World};
+use meshwork_mpi::{Library, MpiError, Options, Runtime};
+use std::path::Path;
 
 /// The world of a run.
 #[derive(Debug)]
@@ -22,7 +24,7 @@ impl Joined {
         let Some(launch) = &config.comm.launch else {
             return Ok(Self { world: config.world(), library: None });
         };
-        start(config, launch).map_err(|error| {
+        Self::by_mpi(config, launch).map_err(|error| {
             // Of this process alone: what became of the others is not known.
             let rank = launch.rank * config.comm.ranks_per_process;
             let cause = format!("{} cannot join the others: {error}", launch.place());
@@ -32,9 +34,20 @@ impl Joined {
             RunError { rank, cause, fault: None, ends }
         })
     }
+
+    fn by_mpi(config: &Config, launch: &Launch) -> Result<Self, RankError> {
+        let comm = &config.comm;
+        let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
+        let name = library.to_string();
+        let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
+        let runtime = Runtime::start(library, options)?;
+        launch.require_met(runtime.processes(), &name)?;
+        Ok(Self { world: runtime.world(), library: Some(runtime.describe().to_owned()) })
+    }
 }
 
-fn start(_: &Config, launch: &Launch) -> Result<Joined, RankError> {
-    launch.require_met(1, "no MPI, which has not landed yet")?;
-    Err(RankError::Differences(Vec::new()))
+impl From<MpiError> for RankError {
+    fn from(error: MpiError) -> Self {
+        Self::Mpi(Box::new(error))
+    }
 }
