@@ -7,21 +7,21 @@
 //! ```
 //! docs/clusters.md says when it is needed.
 
+mod child;
 #[path = "../shared/output.rs"]
 mod output;
 
+use child::{in_words, signal, wait};
 use clap::{Arg, ArgAction, Command as Cli};
 use meshwork::train::config::{Fault, help, parse_all};
 use output::{BAD_INPUT, FAILED, fail, show, tell};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often the program is looked at.
-const LOOK: Duration = Duration::from_millis(20);
 /// A program that fails sooner is not started again at once.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -94,34 +94,4 @@ fn main() -> ExitCode {
         thread::sleep(SOON.saturating_sub(begun.elapsed()));
     }
     unreachable!("the last restart returns")
-}
-
-/// Waits for the end of the program; a request to stop is passed on once.
-fn wait(child: &mut Child, stop: &AtomicBool) -> std::io::Result<ExitStatus> {
-    let mut told = false;
-    loop {
-        if let Some(ended) = child.try_wait()? {
-            return Ok(ended);
-        }
-        if stop.load(Ordering::Relaxed) && !std::mem::replace(&mut told, true) {
-            signal(child, "TERM");
-        }
-        thread::sleep(LOOK);
-    }
-}
-
-/// Sends a signal to all processes of the program's group; there may be none left.
-fn signal(child: &Child, name: &str) {
-    _ = Command::new("kill")
-        .args(["-s", name, "--", &format!("-{}", child.id())])
-        .stderr(std::process::Stdio::null())
-        .status();
-}
-
-fn in_words(ended: ExitStatus) -> String {
-    match (ended.code(), ended.signal()) {
-        (Some(code), _) => format!("the program ended with code {code}"),
-        (_, Some(signal)) => format!("the program was ended by signal {signal}"),
-        _ => "the program ended".to_owned(),
-    }
 }

@@ -94,6 +94,24 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
     fs::remove_dir_all(folder).unwrap();
 }
 
+/// A program of one's own, without a configuration: each of two processes has four of the eight ranks.
+#[test]
+fn a_model_of_ones_own_trains_over_processes() {
+    let program = path().with_file_name("custom_model");
+    for mpi in installed() {
+        let ended = Running::start(mpirun(&mpi, 2, &program, "")).end();
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        assert_eq!(ended.out.matches("step  50  loss ").count(), 1, "{}", ended.out);
+        let ended = Running::start(mpirun(&mpi, 3, &program, "")).end();
+        assert!(
+            ended.code.is_some_and(|code| code != 0)
+                && ended.err.contains("started 3 processes, and a mesh of 8 ranks"),
+            "{}",
+            ended.err
+        );
+    }
+}
+
 /// The library of one MPI, and the launcher of the other.
 #[test]
 fn processes_that_met_as_several_worlds_are_refused() {

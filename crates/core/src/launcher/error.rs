@@ -62,6 +62,18 @@ pub enum LaunchError {
         /// The command to use instead.
         command: String,
     },
+    /// The ranks of a mesh cannot be shared out evenly.
+    #[error(
+        "{launcher} started {processes} processes, and a mesh of {ranks} ranks needs a number of them that divides it"
+    )]
+    Uneven {
+        /// Who started them.
+        launcher: Launcher,
+        /// How many were started.
+        processes: usize,
+        /// Ranks of the mesh.
+        ranks: usize,
+    },
     /// The processes met as several worlds.
     #[error("{launcher} started {launched} processes, and this one met a world of {met} by {library}: {cause}")]
     Split {

@@ -1,9 +1,10 @@
 //! How the processes of a run meet.
 
+use super::environment;
 use crate::config::Config;
 use crate::error::RankError;
-use meshwork_core::launcher::Launch;
-use meshwork_core::{RankEnd, RunError, World};
+use meshwork_core::launcher::{Launch, LaunchError, detect};
+use meshwork_core::{Mesh, RankEnd, RunError, World};
 use meshwork_mpi::{Library, MpiError, Options, Runtime};
 use std::path::Path;
 
@@ -38,12 +39,35 @@ impl Joined {
     fn by_mpi(config: &Config, launch: &Launch) -> Result<Self, RankError> {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
-        let name = library.to_string();
         let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
-        let runtime = Runtime::start(library, options)?;
-        launch.require_met(runtime.processes(), &name)?;
+        let runtime = meet(launch, library, options)?;
         Ok(Self { world: runtime.world(), library: Some(runtime.describe().to_owned()) })
     }
+}
+
+fn meet(launch: &Launch, library: Library, options: Options) -> Result<Runtime, RankError> {
+    let name = library.to_string();
+    let runtime = Runtime::start(library, options)?;
+    launch.require_met(runtime.processes(), &name)?;
+    Ok(runtime)
+}
+
+/// The world of a program without a configuration: the processes that a launcher started, each with an equal number of
+/// the ranks of `mesh`, joined by MPI; threads of a process that was started by itself.
+///
+/// # Errors
+/// A launch that cannot be joined, or whose number of processes does not divide the ranks.
+pub fn world(mesh: &Mesh) -> Result<World, RankError> {
+    let Some(launch) = detect(&environment())?.filter(Launch::has_others) else { return Ok(World::threads(mesh)) };
+    launch.require_mpi(std::env::args())?;
+    let (ranks, library) = (mesh.world_size(), Library::find()?);
+    let ranks_per_process = match launch.size {
+        Some(processes) if !ranks.is_multiple_of(processes) => {
+            return Err(LaunchError::Uneven { launcher: launch.launcher, processes, ranks }.into());
+        }
+        size => size.map_or(1, |processes| ranks / processes),
+    };
+    Ok(meet(&launch, library, Options { ranks_per_process, ..Options::default() })?.world())
 }
 
 impl From<MpiError> for RankError {

@@ -11,6 +11,7 @@ mod straggler;
 
 pub(crate) use handshake::Handshake;
 pub(crate) use join::Joined;
+pub use join::world;
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
