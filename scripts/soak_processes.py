@@ -76,7 +76,7 @@ def chain(args, draw, kills, folder):
     mesh = draw.choice(["dp=2", "tp=2", "pp=2"])
 
     def command(run, *more):
-        sets = [*MODEL.split(), f"training.steps={steps}", f"lr_scheduler.decay_steps={steps}", *more]
+        sets = [*MODEL.split(), f"training.steps={steps}", *more]
         return [program, "--mesh", mesh, "--metrics", run / "metrics.jsonl", *(word for one in sets for word in ("--set", one))]
 
     whole, run = folder / "whole", folder / "run"

@@ -38,7 +38,13 @@ fn mpirun(mpi: &Path, processes: usize, program: &Path, line: &str) -> Command {
         .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
         .env("OPAL_PREFIX", mpi)
         .env("LD_LIBRARY_PATH", mpi.join("lib"));
-    command.args(["-n", &processes.to_string()]).arg(program).args(line.split_whitespace()).stdin(Stdio::null());
+    // Open MPI gives ranks a terminal, on which they would draw a bar.
+    command
+        .env("TERM", "dumb")
+        .args(["-n", &processes.to_string()])
+        .arg(program)
+        .args(line.split_whitespace())
+        .stdin(Stdio::null());
     command
 }
 
@@ -112,25 +118,26 @@ fn a_model_of_ones_own_trains_over_processes() {
     }
 }
 
-/// The library of one MPI, and the launcher of the other.
+/// The library of one MPI, and the launcher of the other. (MPICH's library under `mpirun` of Open MPI ends the process by
+/// itself, with a message of its own.)
 #[test]
 fn processes_that_met_as_several_worlds_are_refused() {
     let all = installed();
     let [mpich, open_mpi] = &all[..] else { return };
-    for (launcher, library, starter) in [
-        (mpich, open_mpi.join("lib/libmpi.so.40"), "mpiexec"),
-        (open_mpi, mpich.join("lib/libmpi.so.12"), "Open MPI's mpirun"),
-    ] {
+    for (launcher, library) in [(mpich, open_mpi.join("lib/libmpi.so.40")), (open_mpi, mpich.join("lib/libmpi.so.12"))]
+    {
         let line = format!("{SMALL} {UNSAMPLED} {STEPS} --mesh dp=2 --set comm.library={}", library.display());
         let ended = launched(launcher, 2, &line);
         assert!(ended.code.is_some_and(|code| code != 0), "{}", ended.out);
-        assert!(
-            ended.err.contains(&format!("{starter} started 2 processes, and this one met a world of 1 by ")),
-            "{}",
-            ended.err
-        );
-        assert!(ended.err.contains("the library is not that of this"), "{}", ended.err);
         assert!(!ended.out.contains("step 1"), "nothing was trained: {}", ended.out);
+        if launcher == mpich {
+            let told = "mpiexec started 2 processes, and this one met a world of 1 by Open MPI ";
+            assert!(
+                ended.err.contains(told) && ended.err.contains("the library is not that of this mpiexec"),
+                "{}",
+                ended.err
+            );
+        }
     }
 }
 
@@ -157,7 +164,7 @@ fn another_build_of_the_program_is_told_before_the_first_step() {
             "{}",
             ended.err
         );
-        assert_eq!(ended.err.matches("the ranks of this run differ").count(), 1, "one report: {}", ended.err);
+        assert_eq!(ended.err.matches("error: ").count(), 1, "one report: {}", ended.err);
     }
     fs::remove_dir_all(folder).unwrap();
 }
