@@ -15,44 +15,64 @@ type Measured = fn(&Group, &mut [Option<Buffer>; 2]) -> Result<(), CommError>;
 
 /// The operations, with the elements of input and output for n ranks and a message of c elements.
 const OPERATIONS: [(&str, fn(usize, usize) -> [usize; 2], Measured); 5] = [
-    ("all_reduce", |_, c| [0, c], |group, [_, x]| {
-        *x = x.take().map(|x| group.all_reduce(x, ReduceOp::Sum)).transpose()?;
-        Ok(())
-    }),
-    ("all_gather", |n, c| [c / n, c / n * n], |group, [x, y]| {
-        let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
-        *y = Some(group.all_gather(input.clone(), output)?);
-        Ok(())
-    }),
-    ("reduce_scatter", |n, c| [c / n * n, c / n], |group, [x, y]| {
-        let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
-        *y = Some(group.reduce_scatter(input.clone(), output, ReduceOp::Sum)?);
-        Ok(())
-    }),
-    ("all_to_all", |n, c| [c / n * n, c / n * n], |group, [x, y]| {
-        let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
-        let counts = vec![input.count() / group.size(); group.size()];
-        *y = Some(group.all_to_all(input.clone(), output, &counts, &counts)?);
-        Ok(())
-    }),
-    ("send_recv", |_, c| [c, c], |group, [x, y]| {
-        // There and back.
-        let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
-        let other = group.size() - 1 - group.rank();
-        *y = Some(match group.rank() {
-            0 if other > 0 => {
-                group.send(input.clone(), other, 0)?;
-                group.recv(output, other, 0)?
-            }
-            _ if other == 0 && group.rank() > 0 => {
-                let output = group.recv(output, other, 0)?;
-                group.send(input.clone(), other, 0)?;
-                output
-            }
-            _ => output,
-        });
-        Ok(())
-    }),
+    (
+        "all_reduce",
+        |_, c| [0, c],
+        |group, [_, x]| {
+            *x = x.take().map(|x| group.all_reduce(x, ReduceOp::Sum)).transpose()?;
+            Ok(())
+        },
+    ),
+    (
+        "all_gather",
+        |n, c| [c / n, c / n * n],
+        |group, [x, y]| {
+            let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
+            *y = Some(group.all_gather(input.clone(), output)?);
+            Ok(())
+        },
+    ),
+    (
+        "reduce_scatter",
+        |n, c| [c / n * n, c / n],
+        |group, [x, y]| {
+            let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
+            *y = Some(group.reduce_scatter(input.clone(), output, ReduceOp::Sum)?);
+            Ok(())
+        },
+    ),
+    (
+        "all_to_all",
+        |n, c| [c / n * n, c / n * n],
+        |group, [x, y]| {
+            let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
+            let counts = vec![input.count() / group.size(); group.size()];
+            *y = Some(group.all_to_all(input.clone(), output, &counts, &counts)?);
+            Ok(())
+        },
+    ),
+    (
+        "send_recv",
+        |_, c| [c, c],
+        |group, [x, y]| {
+            // There and back.
+            let (Some(input), Some(output)) = (&*x, y.take()) else { return Ok(()) };
+            let other = group.size() - 1 - group.rank();
+            *y = Some(match group.rank() {
+                0 if other > 0 => {
+                    group.send(input.clone(), other, 0)?;
+                    group.recv(output, other, 0)?
+                }
+                _ if other == 0 && group.rank() > 0 => {
+                    let output = group.recv(output, other, 0)?;
+                    group.send(input.clone(), other, 0)?;
+                    output
+                }
+                _ => output,
+            });
+            Ok(())
+        },
+    ),
 ];
 
 fn main() {

@@ -54,7 +54,11 @@ fn gone(output: &Output) -> usize {
 /// Files in shared memory of the libraries.
 fn shared_memory() -> usize {
     let files = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    files.filter(|file| ["mpich", "vader", "sm_segment"].iter().any(|of| file.file_name().to_string_lossy().contains(of))).count()
+    files
+        .filter(|file| {
+            ["mpich", "vader", "sm_segment"].iter().any(|of| file.file_name().to_string_lossy().contains(of))
+        })
+        .count()
 }
 
 #[test]
@@ -102,7 +106,8 @@ fn a_stopped_process_is_named_within_the_timeout() {
     }
     for mpi in Mpi::installed() {
         let begun = Instant::now();
-        let output = mpi.command("a_stopped_process_is_named_within_the_timeout", 3, &[]).output().expect("mpirun starts");
+        let output =
+            mpi.command("a_stopped_process_is_named_within_the_timeout", 3, &[]).output().expect("mpirun starts");
         // The first survivor to end ends the job.
         assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
         assert!(!output.status.success() && begun.elapsed() < Duration::from_secs(60), "{}", text(&output));
