@@ -1,6 +1,6 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
-use crate::{PlanError, Recompute, TrainError, Watch};
+use crate::{PlanError, Recompute, Result, Watch};
 use meshwork_core::{Axis, Buffer, Rank, SpmdError, Ty};
 use meshwork_nn::{Activation, Batch, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
@@ -66,7 +66,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    pub fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
+    pub fn micro(&self, micro: usize) -> Result<MicroBatch> {
         let first = micro * self.micro_batch;
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
         let samples = self.batch.part(first..first + self.micro_batch)?;
@@ -84,7 +84,7 @@ impl Pass {
     ///
     /// # Errors
     /// Numbers of the samples of other ranks, gathered and not cut again.
-    pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
+    pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<()> {
         let shared = |&axis: &Axis| value.types().get(axis).is_some_and(|ty| ty != Ty::Shard(0));
         if let Some(axis) = Axis::DATA.into_iter().rev().find(shared) {
             let name = row.checked_sub(1).map_or("loss", |metric| self.metrics[metric].name);
@@ -114,7 +114,7 @@ impl Pass {
 
     /// Counts the metrics that layers of a stage noted. Metrics of a prediction count nowhere: its samples are in no
     /// step.
-    pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
+    pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<()> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);
         if self.purpose == Purpose::Predict {

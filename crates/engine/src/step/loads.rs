@@ -6,7 +6,7 @@
 
 use super::Trainer;
 use crate::statistics::StatisticSums;
-use crate::{TrainError, Verify};
+use crate::{Result, Verify};
 use meshwork_core::Buffer;
 use meshwork_core::hash::combine;
 use meshwork_tensor::verify::Claims;
@@ -53,7 +53,7 @@ impl Loads {
 impl Trainer {
     /// Says in the numbers of a step, at [`loads_at`](Self::loads_at), whether this rank has loaded something since the
     /// step before.
-    pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<(), TrainError> {
+    pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<()> {
         let several = self.rank.world().size() > 1 && self.device.has_values();
         if std::mem::take(&mut self.loads.untold) && several && self.plan.verify != Verify::Off {
             self.device.upload_into(&Buffer::from_vec(vec![1.0f64]), numbers, self.loads_at())?;
@@ -67,7 +67,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn verify_told(&mut self) -> Result<(), TrainError> {
+    pub(super) fn verify_told(&mut self) -> Result<()> {
         let Some(step) = self.loads.told.take() else { return Ok(()) };
         let claims = || Claims::new(self.rank.clone(), step);
         let (weights, gradients) = (claims(), claims());

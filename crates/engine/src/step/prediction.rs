@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::offload::Traffic;
-use crate::{Compress, Plan, TrainError};
+use crate::{Compress, Plan, Result};
 use meshwork_core::{Rank, Record};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::meta::Meta;
@@ -50,7 +50,7 @@ pub fn bytes_on(records: &[Record], group: &str) -> f64 {
 ///
 /// # Errors
 /// A plan that does not fit, and a program that is wrongly distributed.
-pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction, TrainError> {
+pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction> {
     // Memory is the most of both: a step that does not compress yet, and a step that does.
     let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
     let start_step = plan.compress.start_step.min(2);
@@ -87,7 +87,7 @@ pub(crate) fn trainer(
     plan: &Plan,
     world_rank: usize,
     device: Arc<dyn Device>,
-) -> Result<Trainer, TrainError> {
+) -> Result<Trainer> {
     Trainer::new(model.clone(), plan, Arc::new(Rank::recording(&plan.mesh, world_rank)?), device)
 }
 
