@@ -75,7 +75,7 @@ impl Optim for Cpu {
         Ok(sums)
     }
 
-    fn settle(
+    fn finish_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,
@@ -83,7 +83,7 @@ impl Optim for Cpu {
         at: usize,
         sets: &mut [Buffer],
     ) -> Result<()> {
-        whole::settle(part, pass, totals, at, sets)
+        whole::finish_pass(part, pass, totals, at, sets)
     }
 
     fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {

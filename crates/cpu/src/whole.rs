@@ -7,7 +7,7 @@ use super::kernels::reduce::sum_of_squares;
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, SetPart, WholeOptimizer};
+use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, PassTotals, Run, SetPart, WholeOptimizer};
 use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
 use meshwork_tensor::{Error, Result};
 use std::ops::Range;
@@ -218,6 +218,7 @@ pub(super) fn measure(
             let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
             let inner = range.start - job.range.start..range.end - job.range.start;
             let mut run = Run {
+                update: part.update,
                 shape,
                 first: *first,
                 grads: &grads[range.clone()],
@@ -227,7 +228,7 @@ pub(super) fn measure(
                 totals: &totals,
                 gathered: &[],
             };
-            rule.measure(pass, &part.update, &weights[range.clone()], &mut run, &mut out)?;
+            rule.measure(pass, &weights[range.clone()], &mut run, &mut out)?;
             let mut base = 0;
             for (over, x) in over.iter().zip(&out) {
                 measured.add(*over, &shape, base, *first, x);
@@ -267,7 +268,7 @@ pub(super) fn measure(
     Ok(())
 }
 
-pub(super) fn settle(
+pub(super) fn finish_pass(
     part: &WholePart<'_>,
     pass: usize,
     totals: &mut Buffer,
@@ -282,7 +283,8 @@ pub(super) fn settle(
         .iter_mut()
         .map(|set| set.as_mut_slice::<f32>().map_err(Error::from))
         .collect::<Result<Vec<&mut [f32]>>>()?;
-    Ok(rule.settle(pass, &part.update, &part.shape, &mut totals, &mut sets)?)
+    let WholePart { update, shape, .. } = part;
+    Ok(rule.finish_pass(PassTotals { pass, update, shape, totals: &mut totals, sets: &mut sets })?)
 }
 
 pub(super) fn update(part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
@@ -299,6 +301,7 @@ pub(super) fn update(part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeV
         for (first, range) in &job.runs {
             let inner = range.start - job.range.start..range.end - job.range.start;
             let mut run = Run {
+                update: part.update,
                 shape,
                 first: *first,
                 grads: &grads[range.clone()],
@@ -308,7 +311,7 @@ pub(super) fn update(part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeV
                 totals: &totals,
                 gathered: gathered.map_or(&[], |gathered| &gathered[*first..first + range.len()]),
             };
-            rule.update(&part.update, &mut weights[inner.clone()], &mut run)?;
+            rule.update(&mut weights[inner.clone()], &mut run)?;
         }
         Ok(())
     })

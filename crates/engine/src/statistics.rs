@@ -10,7 +10,7 @@ use crate::model_plan::Tied;
 use meshwork_core::{DType, Rank, ReduceOp};
 use meshwork_tensor::param::{Statistic, StatisticId};
 use meshwork_tensor::tape::StatisticNote;
-use meshwork_tensor::{Declarations, Device, Error, ParamSpec};
+use meshwork_tensor::{Declarations, Device, ParamSpec};
 use std::collections::BTreeMap;
 
 /// Notes of one stage, or of all stages of a rank.

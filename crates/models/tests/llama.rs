@@ -1,4 +1,4 @@
-//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/llama.rs` compares
+//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/suite/llama.rs` compares
 //! it with PyTorch.)
 
 use meshwork_core::{Axis, Mesh};

@@ -143,7 +143,7 @@ impl Optim for CudaDevice {
         Ok(sums)
     }
 
-    fn settle(
+    fn finish_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,
@@ -151,7 +151,7 @@ impl Optim for CudaDevice {
         at: usize,
         sets: &mut [Buffer],
     ) -> Result<()> {
-        self.settle_whole(part, pass, totals, at, sets)
+        self.finish_whole_pass(part, pass, totals, at, sets)
     }
 
     fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {

@@ -221,7 +221,7 @@ impl CudaDevice {
         }
     }
 
-    pub(super) fn settle_whole(
+    pub(super) fn finish_whole_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,

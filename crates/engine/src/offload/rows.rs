@@ -6,7 +6,7 @@ use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
 use crate::Result;
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::{Device, Error};
+use meshwork_tensor::Device;
 use std::mem::take;
 use std::ops::Range;
 use std::rc::Rc;

@@ -46,7 +46,15 @@ impl Driver {
             let schedule = lower(schedule)?;
             let overlap = Overlap::new(&schedule, pp_rank, plan.schedule.overlaps_steps());
             let ends = vec![schedule.actions(pp_rank).len()];
-            return Ok(Self { asynchronous, schedules: vec![schedule], ends, micros, begun: 0, updates_before: 0, overlap });
+            return Ok(Self {
+                asynchronous,
+                schedules: vec![schedule],
+                ends,
+                micros,
+                begun: 0,
+                updates_before: 0,
+                overlap,
+            });
         }
         // The first rank is up to pp micro-batches ahead of its backwards, so the pipeline fills up during this number
         // of steps.

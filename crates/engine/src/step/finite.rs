@@ -5,7 +5,7 @@
 use super::Trainer;
 use crate::{Result, TrainError};
 use meshwork_core::{Buffer, DType, ReduceOp};
-use meshwork_tensor::{Error, ParamId, Params};
+use meshwork_tensor::{ParamId, Params};
 
 /// Elements that one call checks.
 const PIECE: usize = 1 << 18;

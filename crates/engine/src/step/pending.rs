@@ -12,7 +12,6 @@ use meshwork_core::exact;
 use meshwork_core::hash::combine;
 use meshwork_core::{Buffer, DType, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
-use meshwork_tensor::Error;
 
 /// A step that is complete on this rank, but not certain yet.
 #[derive(Debug)]

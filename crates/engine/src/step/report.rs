@@ -10,7 +10,7 @@ use crate::{OPTIMIZER, Plan, Result, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLI
 use meshwork_core::agreement::Disagreement;
 use meshwork_core::{Axis, Buffer, EXPERT_DATA, Mesh, Record, ReduceOp};
 use meshwork_nn::Metric;
-use meshwork_tensor::{Category, Error, MemoryUse};
+use meshwork_tensor::{Category, MemoryUse};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::rc::Rc;

@@ -20,7 +20,6 @@ use crate::trace::takes;
 use crate::{Result, TrainError};
 use meshwork_core::{DType, ReduceOp};
 use meshwork_nn::Batch;
-use meshwork_tensor::Error;
 
 const VALID: &str = "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or say by \
                      Tape::mixes_samples that samples depend on each other by design";

@@ -55,9 +55,9 @@ kernels! {
         fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
             | profile(Optimizer: digits), halves(as_is);
 
-        /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements
+        /// [Finishes](meshwork_optim::WholeOptimizer::finish_pass) pass `pass` of a parameter, whose totals are the elements
         /// of `totals` from `at` on.
-        fn settle(
+        fn finish_pass(
             &self,
             part: &WholePart<'_>,
             pass: usize,
@@ -65,7 +65,7 @@ kernels! {
             at: usize,
             sets: &mut [Buffer],
         ) -> Result<()>
-            | profile(= Traffic::settle(totals, sets)), halves(as_is);
+            | profile(= Traffic::finish_pass(totals, sets)), halves(as_is);
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>

@@ -43,7 +43,7 @@ impl Optim for Meta {
         self.alloc(DType::F64, digits.count() / LIMBS)
     }
 
-    fn settle(
+    fn finish_pass(
         &self,
         _part: &WholePart<'_>,
         _pass: usize,

@@ -6,7 +6,8 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_cpu::Cpu;
 use meshwork_optim::{
-    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
+    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, PassTotals, Rule, Run, SetPart, State,
+    Update,
 };
 use meshwork_optim::{WholeOptimizer, clip_factor};
 use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
@@ -107,7 +108,7 @@ impl Cut {
                 if exact {
                     all = optim.exact_sums(&all)?;
                 }
-                optim.settle(&whole(at), number, &mut all, 0, &mut rank.sets)?;
+                optim.finish_pass(&whole(at), number, &mut all, 0, &mut rank.sets)?;
                 totals[at].push(all);
             }
         }
@@ -263,39 +264,26 @@ impl WholeOptimizer for Blocks {
     fn measure(
         &self,
         _: usize,
-        update: &Update,
         _: &[f32],
         run: &mut Run<'_, '_>,
         out: &mut [&mut [f32]],
     ) -> std::result::Result<(), OptimError> {
         run.codes[0].iter_mut().for_each(|code| *code += 1);
-        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = update.grad_scale * grad);
+        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = run.update.grad_scale * grad);
         Ok(())
     }
 
-    fn settle(
-        &self,
-        _: usize,
-        _: &Update,
-        _: &ParamShape,
-        totals: &mut [&mut [f64]],
-        sets: &mut [&mut [f32]],
-    ) -> std::result::Result<(), OptimError> {
+    fn finish_pass(&self, PassTotals { totals, sets, .. }: PassTotals<'_, '_>) -> std::result::Result<(), OptimError> {
         sets[0].iter_mut().zip(&*totals[0]).for_each(|(set, &total)| *set += total as f32);
         Ok(())
     }
 
-    fn update(
-        &self,
-        update: &Update,
-        weights: &mut [f32],
-        run: &mut Run<'_, '_>,
-    ) -> std::result::Result<(), OptimError> {
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> std::result::Result<(), OptimError> {
         for SetPart { range, set, .. } in Over::Blocks(7).sets(&run.shape, run.first, weights.len()) {
             for at in range {
                 run.states[0][at] += run.totals[0][set] as f32;
-                assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (update.step, run.sets[0][set]));
-                weights[at] -= update.lr as f32 * run.states[0][at];
+                assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (run.update.step, run.sets[0][set]));
+                weights[at] -= run.update.lr as f32 * run.states[0][at];
             }
         }
         Ok(())
@@ -365,9 +353,9 @@ fn matrices_of_one_parameter_are_updated_as_parameters_of_their_own() {
                     let grads = normal(dims, step).into_iter().enumerate().map(|(stored, grad)| grad * size(stored));
                     let (grads, update) =
                         (grads.collect::<Vec<_>>(), Update { step, lr: 0.1, grad_scale: 0.5, decay_factor: 0.5 });
-                    whole.step(update, &grads).unwrap();
+                    whole.step(&update, &grads).unwrap();
                     for (part, grads) in parts.iter_mut().zip(apart(&grads)) {
-                        part.step(update, &grads).unwrap();
+                        part.step(&update, &grads).unwrap();
                     }
                 }
                 let wanted: Vec<Vec<f32>> = parts.iter().map(Cut::weights).collect();
@@ -423,6 +411,6 @@ fn rules_of_elements_and_of_whole_parameters_are_not_mistaken_for_each_other() {
     let dims = Shape::new(&[1]);
     let sgd = Rule::from(meshwork_optim::Sgd::default());
     let mut cut = Cut::new(&device, &sgd, shape_of(dims), dims, &[1.0], &cuttings(dims)[0]);
-    let refused = cut.step(update, &[1.0]).unwrap_err().to_string();
+    let refused = cut.step(&update, &[1.0]).unwrap_err().to_string();
     assert_eq!(refused, "optimizer: sgd: it updates element by element and measures nothing");
 }
