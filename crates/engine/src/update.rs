@@ -2,8 +2,9 @@
 //! nothing here knows a rule.
 //!
 //! A rule that reads whole parameters takes passes: each rank measures the elements that it updates, one all-reduce
-//! brings together the measures of all parameters, and every rank finishes the pass with the totals. In canonical numerics sums travel
-//! as the digits of [exact ones](meshwork_core::exact): they do not depend on who has which elements.
+//! brings together the measures of all parameters, and every rank finishes the pass with the totals. In canonical
+//! numerics sums travel as the digits of [exact ones](meshwork_core::exact): they do not depend on who has which
+//! elements.
 //!
 //! More than 400 lines: the states, passes, gathers and updates of a parameter, which follow from one table of
 //! declarations.

@@ -1,5 +1,7 @@
 //! Update rules that read whole matrices, bit by bit against the CPU: their elements in runs, as of a parameter that is
 //! cut, and what is measured.
+//!
+//! More than 400 lines: a rule of each kind, beside the CPU's.
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::exact::{self, LIMBS};

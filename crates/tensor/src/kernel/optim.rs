@@ -55,8 +55,8 @@ kernels! {
         fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
             | profile(Optimizer: digits), halves(as_is);
 
-        /// [Finishes](meshwork_optim::WholeOptimizer::finish_pass) pass `pass` of a parameter, whose totals are the elements
-        /// of `totals` from `at` on.
+        /// [Finishes](meshwork_optim::WholeOptimizer::finish_pass) pass `pass` of a parameter, whose totals are the
+        /// elements of `totals` from `at` on.
         fn finish_pass(
             &self,
             part: &WholePart<'_>,
