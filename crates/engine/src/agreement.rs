@@ -1,4 +1,4 @@
-//! What must be the same on all ranks of a trainer or decoder, as facts with names, from one place: ranks compare them
+//! Facts that must be the same on all ranks of a trainer or decoder, with names, from one place: ranks compare them
 //! before anything else, so that an error says which setting or parameter differs, and how.
 
 use crate::{ModelPlan, Plan, Result};

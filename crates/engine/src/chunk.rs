@@ -117,7 +117,7 @@ impl Chunk {
             let of_tape = pass.encoded(if checkpoint.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, of_tape, None)?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
-            // What crosses a cut takes a gradient, as what arrives from another rank does.
+            // A value that crosses a cut takes a gradient, as one from another rank does.
             let takes_gradient = segment.spec.cut.is_some() || run.output.takes_gradient();
             start = Start { input: None, takes_gradient, params, applied };
             let decisions = run.tape.take_decisions();

@@ -123,7 +123,7 @@ pub enum TrainError {
 meshwork_core::debug_as_display!(TrainError);
 
 impl TrainError {
-    /// What the device lacks, if that is what ended the step: an operation, an element type, an update rule.
+    /// The operation, element type or update rule that the device lacks, if its lack ended the step.
     #[must_use]
     pub fn lack(&self) -> Option<&meshwork_tensor::Error> {
         use meshwork_tensor::Error;

@@ -26,7 +26,7 @@ const BUCKET_ELEMENTS: usize = 1 << 18;
 /// rank's parameters, about a layer.
 const BUCKETS_OF_SLICES: usize = 16;
 
-/// What the parameters of one bucket have in common.
+/// The properties that all parameters of a bucket share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketKey {
     /// The axes over which gradients are Partial, in the order of the rounds of the reduction.

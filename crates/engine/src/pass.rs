@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What a pass over the batch is for.
+/// The purpose of a pass over the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     Train,
@@ -28,7 +28,7 @@ pub struct Seeds {
     pub auxiliary: f64,
 }
 
-/// What every stage of a rank needs in one pass over the batch.
+/// The inputs of every stage of a rank in one pass over the batch.
 #[derive(Debug)]
 pub struct Pass {
     pub rank: Arc<Rank>,
@@ -41,7 +41,7 @@ pub struct Pass {
     /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
     pub seeds: Vec<Seeds>,
-    /// What these seeds are multiplied by, and gradients are to be divided by.
+    /// The factor of these seeds, by which gradients are to be divided.
     pub loss_scale: f64,
     /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
     pub first_micro: usize,
@@ -75,7 +75,7 @@ impl Pass {
 
     /// The policy that encodes what `policy` then keeps, if anything is to be encoded.
     pub fn encoded(&self, policy: Rc<dyn SavedPolicy>) -> Rc<dyn SavedPolicy> {
-        // What encodes first is the outermost policy.
+        // The policy that encodes first is the outermost one.
         self.saved.iter().rev().fold(policy, |policy, &encoding| Rc::new(Encoded::new(policy, encoding)))
     }
 

@@ -57,7 +57,7 @@ pub struct TrainState {
 pub struct StateSlice {
     /// The name of the vector.
     pub key: StateKey,
-    /// What it belongs to.
+    /// The parameter, or the other owner, of the vector.
     pub kind: StateKind,
     /// Extents of the whole vector.
     pub dims: Shape,
@@ -69,8 +69,8 @@ pub struct StateSlice {
     pub rank: usize,
 }
 
-/// What every rank holds of the state of a run: a pure function of model and plan, so that all ranks know it of each
-/// other.
+/// The part of a run's state that every rank holds: a pure function of model and plan, so that all ranks know it of
+/// each other.
 ///
 /// # Errors
 /// A plan that does not fit the model.

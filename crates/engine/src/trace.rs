@@ -1,6 +1,7 @@
 //! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each
 //! parameter's gradient is Partial, and the order in which gradients become final. One over all stages finds names of
-//! randomness that are used twice, and lists the operations that are [held against those of one rank](crate::one_rank).
+//! randomness that are used twice, and lists the operations that are
+//! [held against the operations of one rank](crate::one_rank).
 
 use crate::message::outgoing;
 use crate::program::{Listing, ListingOf, Program};
@@ -177,7 +178,7 @@ impl<'a> Forward<'a> {
 #[derive(Debug)]
 pub struct Whole {
     pub declarations: Arc<Declarations>,
-    /// What crosses each cut.
+    /// The activation that crosses each cut.
     pub activations: Vec<Activation>,
     pub program: Program,
     /// The metrics and auxiliary losses that layers note, in order: their names, and the coefficients of the latter.

@@ -85,7 +85,7 @@ pub struct Scales {
 /// not depend on timing.
 const IN_FLIGHT: usize = 2;
 
-/// What happens to the version that an update starts from.
+/// The fate of the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Old {
     /// Nothing reads it any more.

@@ -9,14 +9,14 @@
 //! α = max(ε₂, RMS(w))·min(lr, 1/√t)       with relative steps, else α = lr
 //! ```
 //! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), algorithms 4 and 5, with
-//! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of a whole matrix or vector:
+//! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is taken over a whole matrix or vector:
 //! queries, keys and values have one each, and so has each expert.
 
 use meshwork_core::simd::wide;
 
 use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
 
-/// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of what is none.
+/// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of a vector.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adafactor {
     /// Whether the step is relative to the size of the matrix or vector and falls as 1/√t, with the learning rate as
@@ -131,7 +131,7 @@ impl WholeOptimizer for Adafactor {
     }
 
     /// After the first pass over a matrix the factors of rows and columns take the places of their sums; after the last
-    /// pass the step size takes that of the squares.
+    /// pass the step size takes the place of the squares.
     fn finish_pass(&self, PassTotals { pass, update, shape, totals, sets, .. }: PassTotals<'_, '_>) -> Result<()> {
         let [first, second] = totals else { return Err(Run::wrong(self.name(), "measures", totals.len(), 2)) };
         if shape.is_matrix() && pass == 0 {

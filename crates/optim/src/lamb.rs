@@ -8,7 +8,7 @@
 //! w = w - lr·‖w‖/‖u‖·u
 //! ```
 //! You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019), algorithm 2 with φ(x)
-//! = x. The norms are those of a whole matrix or vector: queries, keys and values have one each, and so has each
+//! = x. The norms are taken over a whole matrix or vector: queries, keys and values have one each, and so has each
 //! expert. Where one of them is 0, the ratio is 1.
 
 use meshwork_core::simd::wide;

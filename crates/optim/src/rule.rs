@@ -1,4 +1,4 @@
-//! An update rule as data: its kind, its hyper-parameters, what it keeps and what it measures.
+//! An update rule as data: its kind, its hyper-parameters, its states and its measures.
 
 use std::sync::Arc;
 

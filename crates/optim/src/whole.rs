@@ -79,7 +79,7 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     fn passes(&self, shape: &ParamShape) -> Vec<Pass>;
 
     /// The function of whole matrices that the update reads, if it does. They are brought together from the numbers
-    /// that `measure` gives in a call after the passes, with their number as that of the pass: one for each element.
+    /// that `measure` gives in a call after the passes, whose `pass` is the number of passes: one for each element.
     fn gathers(&self, _shape: &ParamShape) -> Option<Transform> {
         None
     }
@@ -106,7 +106,7 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()>;
 }
 
-/// What every rule checks first.
+/// The checks that every rule makes first.
 impl<'a> Run<'_, 'a> {
     /// The states of elements, as an array.
     ///

@@ -36,7 +36,7 @@ pub struct Codec {
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
-    /// With feedback, the states of each message of a step: those of its sender, or the estimate of its receiver.
+    /// With feedback, the states of each message of a step: the states of its sender, or the estimate of its receiver.
     kept: BTreeMap<Site, Sender<Buffer>>,
     /// In a pass that may have to be repeated, the states before it that have changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,

@@ -262,7 +262,7 @@ impl Disk {
     /// A region of so many bytes. A region of bytes that were never used is zero; the contents of others are
     /// unspecified.
     pub fn region(self: &Rc<Self>, bytes: usize) -> Rc<Region> {
-        Rc::new(Region::of(&self.space, bytes as u64))
+        Rc::new(Region::new(&self.space, bytes as u64))
     }
 
     /// Writes memory of the device to a region, `from` bytes behind its beginning.

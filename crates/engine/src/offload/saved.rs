@@ -1,6 +1,6 @@
-//! Tensors that forward saves for backward, on a disk meanwhile. Those of a segment are written while the next segment
-//! runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until another
-//! segment runs forward, because its backward may come next.
+//! Tensors that forward saves for backward, on a disk meanwhile. The tensors of a segment are written while the next
+//! segment runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until
+//! another segment runs forward, because its backward may come next.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
@@ -116,7 +116,7 @@ impl Shelf {
         self.write_fresh()
     }
 
-    /// Before a walk back over a segment: reads its tensors, and then those of `next`, the segment before it.
+    /// Before a walk back over a segment: reads its tensors, and then the tensors of `next`, the segment before it.
     pub fn begin_backward(&self, segment: &Shelved, next: Option<&Shelved>) -> Result<()> {
         let wanted = || segment.slots().chain(next.into_iter().flat_map(Shelved::slots));
         wanted().for_each(|slot| slot.wanted.set(true));

@@ -1,5 +1,5 @@
-//! What is cut over the mesh: the model into stages, their parameters into flat buffers and slices, the batch into
-//! micro-batches.
+//! The partition of a run over the mesh: the model into stages, their parameters into flat buffers and slices, the
+//! batch into micro-batches.
 
 use crate::agreement::require_same_model;
 use crate::compress::crossing::{Crossing, Staged, crossings};

@@ -17,8 +17,8 @@ use meshwork_tensor::param::host_floats;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// What happens in a pass that does not train to values that training compresses: at the cuts, to weights that ranks
-/// gather, and to the tokens of experts.
+/// The treatment, in a pass that does not train, of values that training compresses: at the cuts, weights that ranks
+/// gather, and the tokens of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtCuts {
     /// They are compressed as in training, without feedback.
@@ -47,7 +47,7 @@ impl Trainer {
         self.evaluate_at(AtCuts::AsTrained, batches)
     }
 
-    /// As [`evaluate`](Self::evaluate), with a choice of what happens at the cuts. A model that was trained with
+    /// As [`evaluate`](Self::evaluate), with a choice for values at the cuts. A model that was trained with
     /// compression may need it, or do without.
     pub fn evaluate_at(&mut self, cuts: AtCuts, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation> {
         let _entered = self.enter("evaluate");

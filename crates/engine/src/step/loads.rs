@@ -1,8 +1,9 @@
 //! Weights and states that come from outside. A load is no collective: nothing holds what one rank was given against
 //! what others have. So the first step after a load is verified, whatever the plan says but
 //! [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers that every step sums over the world, and
-//! before the update all ranks then compare weights, optimizer states, and what was loaded of each parameter. The last
-//! tells of a parameter that is cut, of which no rank has what another has: one rank alone with a new slice.
+//! before the update all ranks then compare weights, optimizer states, and the values that were loaded for each
+//! parameter. The last tells of a parameter that is cut, of which no rank has what another has: one rank alone with a
+//! new slice.
 
 use super::Trainer;
 use crate::statistics::StatisticSums;
@@ -12,11 +13,11 @@ use meshwork_core::hash::combine;
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 
-/// What was loaded since ranks last compared it. Only the last load of something counts: ranks that could not read a
+/// The loads since ranks last compared them. Only the last load of something counts: ranks that could not read a
 /// checkpoint all took an older one, however far each of them had come with the newer.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
-    /// The hash of what was loaded of single parameters, by name.
+    /// The hash of the values loaded for single parameters, by name.
     parameters: BTreeMap<String, u64>,
     /// Whether all weights were loaded, and the hash of the load of a whole state.
     weights: bool,

@@ -2,8 +2,8 @@
 //! starts the reducer, the gradient norm counts each element once, tied weights are summed across stages, the loss is
 //! averaged over the terms of the whole batch.
 //!
-//! A [`Trainer`] is made of four parts: what is [cut](cut), what is [stored](stored), what [travels](pipeline) and what
-//! is [reported](report). [`one_step`] has the step, [`train`] the loop over steps.
+//! A [`Trainer`] has four parts: the [partition](cut), the [store](stored), the [messages](pipeline) and the
+//! [report](report). [`one_step`] has the step, [`train`] the loop over steps.
 
 mod cut;
 mod driver;

@@ -1,4 +1,4 @@
-//! What a step is made of: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
+//! The parts of a step: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
 
 use super::Trainer;
 use crate::Result;
@@ -15,7 +15,7 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 impl Trainer {
-    /// Refuses a batch that is not this rank's samples of what the model takes.
+    /// Refuses a batch without this rank's samples of each field of the model.
     pub(super) fn require_batch(&self, batch: &Batch) -> Result<()> {
         Ok(batch.require(&self.cut.model.model().fields(), self.samples().len())?)
     }

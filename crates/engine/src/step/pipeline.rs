@@ -1,4 +1,4 @@
-//! What travels: micro-batches through the stages of this rank, in the order of a schedule, and values over cuts.
+//! Messages: micro-batches through the stages of this rank, in the order of a schedule, and values over cuts.
 
 use super::cut::Cut;
 use super::driver::Driver;

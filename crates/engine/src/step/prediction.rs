@@ -9,14 +9,14 @@ use meshwork_tensor::meta::Meta;
 use meshwork_tensor::{Device, MemoryUse};
 use std::sync::Arc;
 
-/// What one rank holds, computes and communicates in a step.
+/// The memory, computation and communication of one rank in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prediction {
     /// Elements of the parameters on this rank, padding not counted.
     pub parameters: usize,
     /// Bytes of weights, gradients and optimizer states.
     pub model_bytes: u64,
-    /// What holds memory at the moment when most bytes are alive.
+    /// The use of memory at the moment when most bytes are alive.
     pub memory: MemoryUse,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,

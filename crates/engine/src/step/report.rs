@@ -1,4 +1,4 @@
-//! What is reported: losses, metrics and statistics of a step, what it communicated, and what held memory.
+//! The report of a step: losses, metrics and statistics, its communications, and its use of memory.
 
 use super::Trainer;
 use super::cut::Cut;
@@ -53,7 +53,7 @@ pub struct StepReport {
     pub comm_bytes: BTreeMap<&'static str, f64>,
     /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,
-    /// What held the memory of each world rank when most bytes were alive.
+    /// The use of the memory of each world rank when most bytes were alive.
     pub memory: Vec<MemoryUse>,
     /// The communications of this rank in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
@@ -85,7 +85,7 @@ pub(super) struct Reporting {
     pub statistics: Reported,
     /// Groups whose bytes are reported.
     groups: Vec<&'static str>,
-    /// What offload had moved, and how long this rank had waited for it, at the last report.
+    /// The bytes that offload had moved, and the time that this rank had waited for it, at the last report.
     moved: Cell<(Traffic, Duration)>,
 }
 

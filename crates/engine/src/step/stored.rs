@@ -1,4 +1,4 @@
-//! What is stored: weights, gradients and optimizer states of this rank, in memory or offloaded.
+//! The store of a rank: weights, gradients and optimizer states of this rank, in memory or offloaded.
 
 use super::cut::Cut;
 use super::driver::Driver;

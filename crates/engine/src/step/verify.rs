@@ -1,4 +1,4 @@
-//! When a step is verified, and what it claims about parameters.
+//! The steps that are verified, and their claims about parameters.
 
 use super::Trainer;
 use super::loads::Loads;
@@ -98,8 +98,8 @@ impl Trainer {
         })
     }
 
-    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums
-    /// that update buffers; and that the same was loaded of a parameter wherever some of it is.
+    /// Claims that the replicas of weights and optimizer states are the same, and the replicas of gradients and of the
+    /// sums that update buffers; and that the same was loaded of a parameter wherever some of it is.
     pub(super) fn claim_parameters(
         &self,
         weights: &Claims,
@@ -119,7 +119,7 @@ impl Trainer {
                 .into_iter()
                 .chain(tied.map(|tied| Over::Group(tied_name(&tied.pp_ranks))))
                 .collect();
-            // What ranks share out is not the same on those that cut the batch.
+            // Vectors that are shared out differ on the ranks that cut the batch.
             let over = |vector: Vector| -> Vec<Over> {
                 let layout = &self.cut.layout;
                 let cut = layout.cuts.cuts(vector) && layout.is_cut(layout.span(id).flat);
