@@ -4,7 +4,7 @@
     scripts/check_export.py FOLDER LOGITS
 
 LOGITS is a JSON file, of which each part may be missing: `tokens` `[batch, seq]` with `logits` `[batch, seq, vocab]`; a `text` with the `ids`
-that the folder's tokenizer must give, and which a pipeline must continue; `ends`, the tokens that must end a text. `cargo test -p meshwork-train --test huggingface` writes
+that the folder's tokenizer must give, and which a pipeline must continue; `ends`, the tokens that must end a text. `cargo test -p meshwork-train --test suite huggingface::` writes
 one and calls this, if MESHWORK_PEER_PYTHON names a Python that has torch and transformers.
 """
 

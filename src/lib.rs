@@ -7,6 +7,7 @@ pub use meshwork_compress as compress;
 pub use meshwork_core as core;
 pub use meshwork_cpu as cpu;
 pub use meshwork_data_parallel as data_parallel;
+#[cfg(feature = "diff")]
 pub use meshwork_diff as diff;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
@@ -25,6 +26,7 @@ pub use meshwork_train as train;
 mod guides {
     #[doc = include_str!("../docs/checkpoints.md")]
     mod checkpoints {}
+    #[cfg(feature = "diff")]
     #[doc = include_str!("../docs/mesh_diff.md")]
     mod mesh_diff {}
     #[doc = include_str!("../docs/partition.md")]

@@ -6,7 +6,7 @@ mod output;
 
 use clap::Parser;
 use meshwork::checkpoint::{
-    Checkpoint, Damage, DiffError, ReadError, Summary, Unread, Unreadable, diff, folder_name, json_differences, steps,
+    Checkpoint, Damage, ReadError, Summary, Unread, Unreadable, diff, folder_name, json_differences, steps,
 };
 use output::{BAD_INPUT, fail, show};
 use std::io::ErrorKind;
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     };
     let tensors = match diff(&first, &second) {
         Ok(tensors) => tensors,
-        Err(DiffError(ReadError::Unread(unread))) => return not_read(&unread),
+        Err(ReadError::Unread(unread)) => return not_read(&unread),
         Err(error) => return fail(DAMAGED, &error),
     };
     let (a, b) = (first.index(), second.index());

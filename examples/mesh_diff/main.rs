@@ -1,6 +1,6 @@
 //! Compares the values that two meshes compute:
-//! `cargo run --release --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md explains the
-//! output.
+//! `cargo run --release --features diff --example mesh_diff -- --mesh dp=1 --mesh dp=2,tp=2,pp=2`. docs/mesh_diff.md
+//! explains the output.
 
 mod options;
 #[path = "../shared/output.rs"]
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let options = Options::parse(std::env::args_os().skip(1));
     if options.help {
-        return show_fitted(&usage("cargo run --release --example mesh_diff --"));
+        return show_fitted(&usage("cargo run --release --features diff --example mesh_diff --"));
     }
     let comparison = match options.load() {
         Ok(comparison) => comparison,

@@ -1,6 +1,6 @@
 //! The program `checkpoint_info` as a user runs it.
 
-use meshwork::checkpoint::{Alone, Dtype, Held, Kind, Lock, SavePlan, Slice, Tensor, Writer};
+use meshwork::checkpoint::{Alone, Dtype, Held, Lock, SavePlan, Slice, Tensor, TensorKind, Writer};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -25,7 +25,7 @@ impl Folder {
         let dir = std::env::temp_dir().join(format!("meshwork-{test}-{}", std::process::id()));
         let tensor = |name: &str, dims: &[u64]| Tensor {
             name: name.to_owned(),
-            kind: Kind::Weight,
+            kind: TensorKind::Weight,
             dtype: Dtype::F32,
             dims: dims.to_vec(),
         };

@@ -12,7 +12,11 @@ fn run(line: &str) -> (Option<i32>, String, String) {
     let test = std::env::current_exe().unwrap();
     let profile = test.parent().and_then(Path::parent).unwrap();
     let program = profile.join("examples").join(format!("mesh_diff{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is missing: build it with `cargo build --example mesh_diff`", program.display());
+    assert!(
+        program.is_file(),
+        "{} is missing: build it with `cargo build --features diff --example mesh_diff`",
+        program.display()
+    );
     let mut command = Command::new(program);
     // The kernels of the emulated device are kept among the files of the tests.
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("caches"));

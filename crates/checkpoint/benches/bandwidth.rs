@@ -15,7 +15,7 @@
 //!
 //! Without `--bench` (as under `cargo test`), it runs one round of a model of a few kilobytes.
 
-use meshwork_checkpoint::{Checkpoint, Dtype, Held, Kind, Lock, SavePlan, Slice, Tensor, Writer, threads};
+use meshwork_checkpoint::{Checkpoint, Dtype, Held, Lock, SavePlan, Slice, Tensor, TensorKind, Writer, threads};
 use std::error::Error;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -94,7 +94,11 @@ fn gpt2(layers: u64, hidden: u64, vocab: u64, seq: u64) -> Vec<Tensor> {
     let ends = [("wte.weight", vec![vocab, hidden]), ("wpe.weight", vec![seq, hidden]), ("ln_f.weight", vec![hidden])];
     let of_layer = |number: u64| layer.clone().map(|(name, dims)| (format!("h.{number}.{name}"), dims));
     let all = ends.map(|(name, dims)| (name.to_owned(), dims)).into_iter().chain((0..layers).flat_map(of_layer));
-    let states = [("", Kind::Weight), (":exp_avg", Kind::OptimizerState), (":exp_avg_sq", Kind::OptimizerState)];
+    let states = [
+        ("", TensorKind::Weight),
+        (":exp_avg", TensorKind::OptimizerState),
+        (":exp_avg_sq", TensorKind::OptimizerState),
+    ];
     all.flat_map(|(name, dims)| {
         states.map(|(state, kind)| Tensor {
             name: format!("{name}{state}"),

@@ -41,22 +41,11 @@ pub enum Difference {
     },
 }
 
-/// Failure to compare two checkpoints.
-#[derive(thiserror::Error)]
-#[error(transparent)]
-pub struct DiffError(
-    /// One of them cannot be read.
-    #[from]
-    pub ReadError,
-);
-
-debug_as_display!(DiffError);
-
 /// The tensors that differ, in the order of the first checkpoint. Reads both, piece by piece.
 ///
 /// # Errors
 /// Files that cannot be read or are damaged.
-pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Vec<TensorDifference>, DiffError> {
+pub fn diff(first: &Checkpoint, second: &Checkpoint) -> Result<Vec<TensorDifference>, ReadError> {
     let mut differences = Vec::new();
     let mut push = |name: &str, difference| differences.push(TensorDifference { name: name.to_owned(), difference });
     for stored in &first.index().tensors {

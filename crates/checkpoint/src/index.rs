@@ -15,7 +15,6 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-/// The name of the file.
 pub(crate) const FILE: &str = "index.json";
 
 /// The contents of a checkpoint, and their places.
@@ -55,13 +54,13 @@ pub struct StoredTensor {
     #[serde(flatten)]
     pub tensor: Tensor,
     /// Its slices: disjoint, and together the whole tensor.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<StoredPiece>,
 }
 
 /// A slice of a tensor, and its bytes: row-major, without padding.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Piece {
+pub struct StoredPiece {
     /// The slice.
     pub slice: Slice,
     /// The index of its file in `Index::files`.
@@ -110,8 +109,8 @@ impl Index {
         for (rank, Written { header_bytes, header_checksum, checksums }) in written.into_iter().enumerate() {
             for (piece, checksum) in plan.pieces(rank).iter().zip(checksums) {
                 let bytes = (header_bytes + piece.bytes.start, header_bytes + piece.bytes.end);
-                let piece_of_index = Piece { slice: piece.slice.clone(), file: rank, bytes, checksum };
-                tensors[piece.tensor].pieces.push(piece_of_index);
+                let stored = StoredPiece { slice: piece.slice.clone(), file: rank, bytes, checksum };
+                tensors[piece.tensor].pieces.push(stored);
             }
             let bytes = header_bytes + plan.bytes(rank);
             files.push(File { name: file_name(rank), bytes, header_bytes, header_checksum });
@@ -120,7 +119,6 @@ impl Index {
         Self { format: FORMAT, step, metadata, files, tensors }
     }
 
-    /// The bytes of the file.
     pub(crate) fn encode(&self) -> serde_json::Result<Vec<u8>> {
         let mut body = serde_json::to_vec(self)?;
         body.push(b'\n');
@@ -137,7 +135,7 @@ impl Index {
         }
     }
 
-    /// The index, or the version of an unknown format. The error describes what is wrong with the bytes.
+    /// The index, or the version of an unknown format. The error describes the fault of the bytes.
     fn decode_sound(bytes: &[u8]) -> Result<Result<Self, u64>, String> {
         /// The one field that every version of the format has.
         #[derive(Deserialize)]
@@ -197,7 +195,7 @@ impl Index {
                 return Err(format!("{name} {dims:?} has more bytes than can be counted"));
             };
             let mut held = 0u64;
-            for (at, Piece { slice, file, bytes: (start, end), .. }) in pieces.iter().enumerate() {
+            for (at, StoredPiece { slice, file, bytes: (start, end), .. }) in pieces.iter().enumerate() {
                 let fits = slice.fits(dims) && slice.elements() > 0;
                 let sized = end.checked_sub(*start) == slice.elements().checked_mul(tensor.dtype.size());
                 let (true, true, Some(of_file)) = (fits, sized, ranges.get_mut(*file)) else {

@@ -18,23 +18,14 @@ pub struct Lock {
 /// Failure to lock a folder.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum LockError {
     /// Another run holds the lock.
     #[error("{} is the checkpoint folder of another run, {holder}: wait for it, end it, or use another folder", dir.display())]
-    Held {
-        /// The folder.
-        dir: PathBuf,
-        /// The process and host of the holder, as recorded in the lock file.
-        holder: String,
-    },
+    Held { dir: PathBuf, holder: String },
     /// The folder cannot be used.
     #[error("the checkpoint folder {} cannot be used: {source}", dir.display())]
-    Io {
-        /// The folder.
-        dir: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { dir: PathBuf, source: io::Error },
 }
 
 debug_as_display!(LockError);
@@ -45,7 +36,6 @@ struct Holder {
     host: String,
 }
 
-/// The name of the file.
 const FILE: &str = "lock";
 /// A larger file was not written by this crate.
 const MOST_BYTES: u64 = 4096;

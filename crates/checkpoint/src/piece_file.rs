@@ -9,17 +9,13 @@
 use crate::{SavePlan, Slice, Tensor};
 use serde_json::{Map, Value, json};
 
-/// The name of the file that a rank writes.
 pub(crate) fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
 
 /// The name of a piece in its file: its tensor's name, with the slice unless it is all of it.
 fn piece_name(tensor: &Tensor, slice: &Slice) -> String {
-    match *slice == Slice::whole(&tensor.dims) {
-        true => tensor.name.clone(),
-        false => format!("{}{slice}", tensor.name),
-    }
+    if *slice == Slice::whole(&tensor.dims) { tensor.name.clone() } else { format!("{}{slice}", tensor.name) }
 }
 
 /// The header of the file that a rank writes.

@@ -48,57 +48,23 @@ pub struct SavePlan {
 /// A state that cannot be saved.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum PlanError {
     /// Two tensors with the same name.
     #[error("two tensors are called {name}: give each a name of its own")]
-    Name {
-        /// The name.
-        name: String,
-    },
+    Name { name: String },
     /// A tensor with more bytes than a file can hold.
     #[error("{name} of {dims:?} has more bytes than can be counted")]
-    Size {
-        /// Its name.
-        name: String,
-        /// Its extents.
-        dims: Vec<u64>,
-    },
+    Size { name: String, dims: Vec<u64> },
     /// A slice outside its tensor.
     #[error("slice {slice} of {name} does not lie in its extents {dims:?}")]
-    Slice {
-        /// The tensor.
-        name: String,
-        /// The slice.
-        slice: Slice,
-        /// The extents of the tensor.
-        dims: Vec<u64>,
-    },
+    Slice { name: String, slice: Slice, dims: Vec<u64> },
     /// An unknown tensor or rank.
     #[error("slice {slice} is of tensor {tensor} on ranks {ranks:?}; there are {tensors} tensors and {world} ranks")]
-    Holder {
-        /// The index of the tensor.
-        tensor: usize,
-        /// The slice.
-        slice: Slice,
-        /// Its holders.
-        ranks: Vec<usize>,
-        /// The number of tensors.
-        tensors: usize,
-        /// The number of ranks.
-        world: usize,
-    },
+    Holder { tensor: usize, slice: Slice, ranks: Vec<usize>, tensors: usize, world: usize },
     /// Elements that no rank holds.
     #[error("no rank holds {missing} of the {elements} elements of {name} {dims:?}")]
-    Missing {
-        /// The tensor.
-        name: String,
-        /// Its extents.
-        dims: Vec<u64>,
-        /// Elements that no rank holds.
-        missing: u64,
-        /// All elements.
-        elements: u64,
-    },
+    Missing { name: String, dims: Vec<u64>, missing: u64, elements: u64 },
 }
 
 debug_as_display!(PlanError);
@@ -247,10 +213,10 @@ fn shared_out(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Kind;
+    use crate::TensorKind;
 
     fn tensor(name: &str, dims: &[u64]) -> Tensor {
-        Tensor { name: name.to_owned(), kind: Kind::Weight, dtype: Dtype::F32, dims: dims.to_vec() }
+        Tensor { name: name.to_owned(), kind: TensorKind::Weight, dtype: Dtype::F32, dims: dims.to_vec() }
     }
 
     fn whole(tensor: usize, dims: &[u64], ranks: &[usize]) -> Held {

@@ -5,10 +5,9 @@
 //! lists them.
 
 use crate::checksum::Summing;
-use crate::index;
 use crate::slice::for_each_run;
 use crate::unread::failed;
-use crate::{Block, Checksum, Damage, FORMAT, Index, Piece, Slice, Tensor, Unread};
+use crate::{Block, Checksum, Damage, FORMAT, Index, Slice, StoredPiece, Tensor, Unread, index};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
@@ -30,41 +29,17 @@ pub struct Checkpoint {
 /// Failure to read a slice.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum ReadError {
     /// An unknown tensor.
     #[error("{} has no tensor {name}", path.display())]
-    Unknown {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The name.
-        name: String,
-    },
+    Unknown { path: PathBuf, name: String },
     /// A slice outside its tensor.
     #[error("{} cannot give slice {slice} of {name}: {}", path.display(), out_of_range(name, slice, dims))]
-    OutOfRange {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// Its extents.
-        dims: Vec<u64>,
-        /// The slice.
-        slice: Slice,
-    },
+    OutOfRange { path: PathBuf, name: String, dims: Vec<u64>, slice: Slice },
     /// Memory that does not fit the slice.
     #[error("{given} bytes of extents {extents:?} cannot take slice {slice} of {name} {dims:?}")]
-    Misfit {
-        /// The tensor.
-        name: String,
-        /// Its extents.
-        dims: Vec<u64>,
-        /// The slice.
-        slice: Slice,
-        /// The extents of the memory.
-        extents: Vec<u64>,
-        /// The bytes of the memory.
-        given: usize,
-    },
+    Misfit { name: String, dims: Vec<u64>, slice: Slice, extents: Vec<u64>, given: usize },
     /// A file that is damaged, or cannot be read now.
     #[error(transparent)]
     Unread(#[from] Unread),
@@ -132,8 +107,7 @@ impl Checkpoint {
         self.names.get(name).map(|&at| &self.index.tensors[at].tensor)
     }
 
-    /// The pieces of a tensor.
-    pub(crate) fn pieces(&self, name: &str) -> &[Piece] {
+    pub(crate) fn pieces(&self, name: &str) -> &[StoredPiece] {
         self.names.get(name).map_or(&[], |&at| &self.index.tensors[at].pieces)
     }
 
@@ -170,28 +144,22 @@ impl Checkpoint {
             return Err(ReadError::OutOfRange { path, name, dims, slice: slice.clone() });
         }
         let size = tensor.dtype.size();
-        let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
-        let wanted = Block::padded(slice, extents.to_vec());
-        if !large
-            || extents.len() != tensor.dims.len()
-            || wanted.elements().checked_mul(size) != Some(into.len() as u64)
-        {
+        let Some(wanted) = Block::in_memory(tensor, slice, extents, into.len()) else {
             let (name, dims, given) = (name.to_owned(), tensor.dims.clone(), into.len());
             return Err(ReadError::Misfit { name, dims, slice: slice.clone(), extents: extents.to_vec(), given });
-        }
+        };
         let bytes = |start: u64, run: u64| (start * size) as usize..((start + run) * size) as usize;
         for piece in self.pieces(name) {
             let Some(both) = slice.overlap(&piece.slice) else { continue };
             let stored = Block::of(&piece.slice);
+            let failed = |source| self.failed(piece.file, source);
             if both == piece.slice {
                 let mut checksum = Summing::default();
                 let length = piece.bytes.1 - piece.bytes.0;
                 self.bytes_read.fetch_add(length, Ordering::Relaxed);
-                let failed = |source| self.failed(piece.file, source);
-                let mut file = File::open(self.file_path(piece.file)).map_err(failed)?;
-                file.seek(SeekFrom::Start(piece.bytes.0)).map_err(failed)?;
                 // Buffered, because runs may be short; reads of whole blocks bypass the buffer.
-                let mut file = BufReader::with_capacity(length.min(BLOCK as u64) as usize, file.take(length));
+                let file = self.open_at(piece.file, piece.bytes.0)?.take(length);
+                let mut file = BufReader::with_capacity(length.min(BLOCK as u64) as usize, file);
                 // The runs are consecutive in the file, because the slice covers the whole piece.
                 for_each_run(&both, &stored, &wanted, |_, to, run| {
                     for block in into[bytes(to, run)].chunks_mut(BLOCK) {
@@ -202,8 +170,7 @@ impl Checkpoint {
                 })?;
                 self.require_written(tensor, piece, checksum.checksum()).map_err(Unread::from)?;
             } else {
-                let failed = |source| self.failed(piece.file, source);
-                let mut file = File::open(self.file_path(piece.file)).map_err(failed)?;
+                let mut file = self.open_at(piece.file, 0)?;
                 for_each_run(&both, &stored, &wanted, |from, to, run| {
                     let taken = &mut into[bytes(to, run)];
                     self.bytes_read.fetch_add(taken.len() as u64, Ordering::Relaxed);
@@ -216,7 +183,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    pub(crate) fn require_written(&self, tensor: &Tensor, piece: &Piece, found: Checksum) -> Result<(), Damage> {
+    pub(crate) fn require_written(&self, tensor: &Tensor, piece: &StoredPiece, found: Checksum) -> Result<(), Damage> {
         if found == piece.checksum {
             return Ok(());
         }
@@ -240,37 +207,38 @@ impl Checkpoint {
         self.path.join(&self.index.files[file].name)
     }
 
-    /// The checksum of a range of a file.
-    pub(crate) fn file_checksum(&self, file: usize, (start, end): (u64, u64)) -> Result<Checksum, Unread> {
-        let path = self.file_path(file);
-        let sum = || -> io::Result<Checksum> {
-            let (mut checksum, mut left) = (Summing::default(), end - start);
-            let mut block = vec![0; left.min(BLOCK as u64) as usize];
-            let mut file = File::open(&path)?;
-            file.seek(SeekFrom::Start(start))?;
-            while left > 0 {
-                let block = &mut block[..left.min(BLOCK as u64) as usize];
-                file.read_exact(block)?;
-                checksum.add(block);
-                left -= block.len() as u64;
-            }
-            Ok(checksum.checksum())
+    /// A file, to be read from byte `at` on.
+    fn open_at(&self, file: usize, at: u64) -> Result<File, Unread> {
+        let open = || {
+            let mut opened = File::open(self.file_path(file))?;
+            opened.seek(SeekFrom::Start(at)).map(|_| opened)
         };
-        sum().map_err(|source| self.failed(file, source))
+        open().map_err(|source| self.failed(file, source))
     }
 
-    /// A range of a file. The index is sound, so the range was inside the file when the checkpoint was opened.
-    pub(crate) fn file_bytes(&self, file: usize, (start, end): (u64, u64)) -> Result<Vec<u8>, Unread> {
-        let path = self.file_path(file);
-        let mut bytes = vec![0; (end - start) as usize];
-        let read = |into: &mut [u8]| -> io::Result<()> {
-            let mut file = File::open(&path)?;
-            file.seek(SeekFrom::Start(start))?;
-            file.read_exact(into)
-        };
-        match read(&mut bytes) {
-            Ok(()) => Ok(bytes),
-            Err(source) => Err(self.failed(file, source)),
+    pub(crate) fn file_checksum(&self, file: usize, range: (u64, u64)) -> Result<Checksum, Unread> {
+        let mut checksum = Summing::default();
+        self.for_each_block(file, range, |block| checksum.add(block))?;
+        Ok(checksum.checksum())
+    }
+
+    pub(crate) fn file_bytes(&self, file: usize, range: (u64, u64)) -> Result<Vec<u8>, Unread> {
+        let mut bytes = Vec::new();
+        self.for_each_block(file, range, |block| bytes.extend_from_slice(block))?;
+        Ok(bytes)
+    }
+
+    /// Reads a range of a file block by block. The index is sound, so the range was inside the file when the checkpoint
+    /// was opened.
+    fn for_each_block(&self, file: usize, (start, end): (u64, u64), mut see: impl FnMut(&[u8])) -> Result<(), Unread> {
+        let (mut from, mut left) = (self.open_at(file, start)?, end - start);
+        let mut block = vec![0; left.min(BLOCK as u64) as usize];
+        while left > 0 {
+            let block = &mut block[..left.min(BLOCK as u64) as usize];
+            from.read_exact(block).map_err(|source| self.failed(file, source))?;
+            see(block);
+            left -= block.len() as u64;
         }
+        Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! Slices of tensors: a range per dim. Slices are the unit of cutting, assignment, writing and reading.
 
+use crate::Tensor;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
@@ -121,6 +122,15 @@ impl Block {
     /// The array of `extents` that holds a slice; `extents` are at least the slice's.
     pub fn padded(slice: &Slice, extents: Vec<u64>) -> Self {
         Self { origin: slice.ranges().map(|range| range.start).collect(), extents }
+    }
+
+    /// The array of `extents` in `bytes` bytes of memory that holds a slice of a tensor; `None` if they do not fit.
+    pub(crate) fn in_memory(tensor: &Tensor, slice: &Slice, extents: &[u64], bytes: usize) -> Option<Self> {
+        let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
+        let block = Self::padded(slice, extents.to_vec());
+        let fits = slice.fits(&tensor.dims) && large && extents.len() == tensor.dims.len();
+        let wanted = block.elements().checked_mul(tensor.dtype.size());
+        (fits && wanted == Some(bytes as u64)).then_some(block)
     }
 
     /// The elements of the array.

@@ -21,47 +21,20 @@ pub struct Snapshot {
 /// A tensor that cannot go into a snapshot, or a snapshot that cannot be written.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum SnapshotError {
     /// A tensor that is not in the plan.
     #[error("the plan of the checkpoint has no tensor {name}")]
-    Unknown {
-        /// Its name.
-        name: String,
-    },
+    Unknown { name: String },
     /// A slice that does not fit its tensor, or memory that does not fit the slice.
     #[error("{given} bytes of extents {extents:?} are not slice {slice} of {name} {dims:?}")]
-    Misfit {
-        /// The tensor.
-        name: String,
-        /// Its extents.
-        dims: Vec<u64>,
-        /// The slice.
-        slice: Slice,
-        /// The extents of the memory.
-        extents: Vec<u64>,
-        /// The given bytes.
-        given: usize,
-    },
+    Misfit { name: String, dims: Vec<u64>, slice: Slice, extents: Vec<u64>, given: usize },
     /// No memory for the copy.
     #[error("rank {rank} has no memory for the {bytes} bytes that it writes")]
-    Memory {
-        /// The rank.
-        rank: usize,
-        /// The bytes of the copy.
-        bytes: u64,
-    },
+    Memory { rank: usize, bytes: u64 },
     /// Elements that this rank must write but was not given.
     #[error("rank {rank} was not given {missing} elements of slice {slice} of {name}, which it writes")]
-    Missing {
-        /// The rank.
-        rank: usize,
-        /// The tensor.
-        name: String,
-        /// The slice.
-        slice: Slice,
-        /// The number of elements.
-        missing: u64,
-    },
+    Missing { rank: usize, name: String, slice: Slice, missing: u64 },
 }
 
 debug_as_display!(SnapshotError);
@@ -96,16 +69,10 @@ impl Snapshot {
         };
         let of = &self.plan.tensors()[tensor];
         let size = of.dtype.size();
-        let large = slice.extents().iter().zip(extents).all(|(extent, stored)| extent <= stored);
-        let held = Block::padded(slice, extents.to_vec());
-        if !slice.fits(&of.dims)
-            || !large
-            || extents.len() != of.dims.len()
-            || held.elements().checked_mul(size) != Some(bytes.len() as u64)
-        {
+        let Some(held) = Block::in_memory(of, slice, extents, bytes.len()) else {
             let (name, dims, given) = (of.name.clone(), of.dims.clone(), bytes.len());
             return Err(SnapshotError::Misfit { name, dims, slice: slice.clone(), extents: extents.to_vec(), given });
-        }
+        };
         for &at in self.of_tensor.get(&tensor).into_iter().flatten() {
             let piece = &self.plan.pieces(self.rank)[at];
             let Some(both) = slice.overlap(&piece.slice) else { continue };

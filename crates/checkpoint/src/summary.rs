@@ -42,7 +42,7 @@ impl fmt::Display for Summary<'_> {
         for StoredTensor { tensor, pieces } in &index.tensors {
             let (name, kind, dtype) = (&tensor.name, tensor.kind.name(), tensor.dtype.name());
             write!(f, "{name:width$}  {kind:15}  {dtype:4}  {:?}", tensor.dims)?;
-            let slice = |piece: &crate::Piece| format!("{} in {}", piece.slice, index.files[piece.file].name);
+            let slice = |piece: &crate::StoredPiece| format!("{} in {}", piece.slice, index.files[piece.file].name);
             match &pieces[..] {
                 [piece] => writeln!(f, "  in {}", index.files[piece.file].name)?,
                 _ => writeln!(f, "  {}", pieces.iter().map(slice).collect::<Vec<_>>().join(", "))?,

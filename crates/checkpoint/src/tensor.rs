@@ -8,7 +8,7 @@ pub struct Tensor {
     /// Its global name, unique in the checkpoint.
     pub name: String,
     /// Its kind.
-    pub kind: Kind,
+    pub kind: TensorKind,
     /// The type of its elements.
     pub dtype: Dtype,
     /// Its extents, outermost first; none for a single number.
@@ -26,7 +26,7 @@ impl Tensor {
 /// The kind of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum TensorKind {
     /// A weight.
     Weight,
     /// An optimizer state of a weight.
@@ -39,7 +39,7 @@ pub enum Kind {
     Feedback,
 }
 
-impl Kind {
+impl TensorKind {
     /// The kind as text.
     pub const fn name(self) -> &'static str {
         match self {

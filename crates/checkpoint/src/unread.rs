@@ -27,85 +27,41 @@ debug_as_display!(Unread);
 /// A file of a checkpoint that is not as it was written. A file that could not be read is not damage: see [`Unread`].
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum Damage {
     /// The folder has no such name, or the name is no file.
     #[error("{}: there is no such file", path.display())]
-    Missing {
-        /// The file.
-        path: PathBuf,
-    },
+    Missing { path: PathBuf },
     /// An index that cannot be trusted.
     #[error("{}: {problem}", path.display())]
-    Index {
-        /// The file.
-        path: PathBuf,
-        /// The reason.
-        problem: String,
-    },
+    Index { path: PathBuf, problem: String },
     /// A file that was cut, or is another one.
     #[error("{}: has {found} bytes, and was written with {written}", path.display())]
-    Size {
-        /// The file.
-        path: PathBuf,
-        /// Its bytes.
-        found: u64,
-        /// Its bytes by the index.
-        written: u64,
-    },
+    Size { path: PathBuf, found: u64, written: u64 },
     /// A header that was changed, or belongs to another file.
     #[error("{}: its header is not the one that was written: {problem}", path.display())]
-    Header {
-        /// The file.
-        path: PathBuf,
-        /// The words of the header.
-        problem: String,
-    },
+    Header { path: PathBuf, problem: String },
     /// A piece that was changed.
     #[error("{}: slice {slice} of {tensor} has checksum {found}, and was written with {written}", path.display())]
-    Piece {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        tensor: String,
-        /// The slice.
-        slice: Slice,
-        /// The checksum of its bytes.
-        found: Checksum,
-        /// The checksum by the index.
-        written: Checksum,
-    },
+    Piece { path: PathBuf, tensor: String, slice: Slice, found: Checksum, written: Checksum },
     /// A checkpoint in the folder of another step.
     #[error("{}: holds step {step}", path.display())]
-    Step {
-        /// The folder.
-        path: PathBuf,
-        /// The step by the index.
-        step: u64,
-    },
+    Step { path: PathBuf, step: u64 },
 }
 
 debug_as_display!(Damage);
 
-/// What cannot be read now or by this program, which says nothing about its content.
+/// A file or folder that cannot be read now or by this program, which says nothing about its content.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum Unreadable {
     /// Permissions, a failing disk, a file system that is not mounted, too many open files.
     #[error("{} cannot be read: {source}", path.display())]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// The system error.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
     /// A sound index of another version of the format.
     #[error("{} has format {found}, and this program reads {FORMAT}: use the version that wrote it", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// Its version.
-        found: u64,
-    },
+    Format { path: PathBuf, found: u64 },
 }
 
 debug_as_display!(Unreadable);

@@ -89,7 +89,6 @@ impl Checkpoint {
         }
     }
 
-    /// The bytes of a unit.
     fn unit_bytes(&self, unit: Unit) -> u64 {
         match unit {
             Unit::Header { file } => self.index().files[file].header_bytes,

@@ -36,6 +36,7 @@ pub struct Writer {
     rank: usize,
     /// The memory of the last snapshot, to be reused.
     memory: Vec<u8>,
+    /// Whether a save is in progress, or its outcome was not returned yet.
     saving: bool,
     /// The newest checkpoint that is known to be intact.
     whole: Option<u64>,
@@ -44,8 +45,9 @@ pub struct Writer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`.
-#[derive(Clone, Debug, PartialEq)]
+/// A complete checkpoint. The same on every rank, except `bytes` and `seconds`: the leader tells the others of the
+/// rest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
     /// Its step.
     pub step: u64,
@@ -66,40 +68,20 @@ pub struct Saved {
 /// A failed save. Earlier checkpoints are unchanged, and the next save may succeed.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum SaveError {
     /// A rank could not write. Every rank is told.
     #[error("no checkpoint of step {step}: rank {rank} failed: {problem}")]
-    Write {
-        /// The step.
-        step: u64,
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        problem: String,
-    },
+    Write { step: u64, rank: usize, problem: String },
     /// A rank had no disk space, and no older checkpoint but the newest intact one was left to remove.
     #[error(
         "no checkpoint of step {step}: rank {rank} failed: {problem}; it takes {bytes} bytes, and the newest whole checkpoint stays: make \
          room, or use a larger disk"
     )]
-    Full {
-        /// The step.
-        step: u64,
-        /// The rank.
-        rank: usize,
-        /// The reason.
-        problem: String,
-        /// The bytes of the checkpoint.
-        bytes: u64,
-    },
+    Full { step: u64, rank: usize, problem: String, bytes: u64 },
     /// The exchange between the ranks failed.
     #[error("no checkpoint of step {step}: {source}")]
-    Exchange {
-        /// The step.
-        step: u64,
-        /// The reason.
-        source: ExchangeError,
-    },
+    Exchange { step: u64, source: ExchangeError },
     /// The writer's thread ended, or could not be started.
     #[error("the thread that writes checkpoints has ended, or could not be started")]
     Ended,
@@ -134,15 +116,6 @@ impl From<String> for Failure {
     fn from(problem: String) -> Self {
         Self { full: false, problem }
     }
-}
-
-/// The leader's message to the others at the end.
-#[derive(Serialize, Deserialize)]
-struct Committed {
-    path: PathBuf,
-    removed: Vec<PathBuf>,
-    made_room: Vec<PathBuf>,
-    not_removed: Option<String>,
 }
 
 impl Writer {
@@ -208,11 +181,6 @@ impl Writer {
             _ = jobs.send(job);
         }
         self.saving = true;
-    }
-
-    /// Whether a save is in progress, or its outcome was not returned yet.
-    pub fn is_saving(&self) -> bool {
-        self.saving
     }
 
     /// The outcome of the save in progress, if it is known. Does not wait.
@@ -318,13 +286,12 @@ impl Task {
             Some(leader) => self.commit(job, leader, written, made_room).map(Some),
         };
         let committed = agree(step, bytes, &committed, exchange)?.into_iter().flatten().next();
-        let Some(Committed { path, removed, made_room, not_removed }) = committed else {
+        let Some(committed) = committed else {
             let problem = "no rank leads the others: the writer of rank 0 is made with Writer::lead".to_owned();
             return Err(SaveError::Write { step, rank: 0, problem });
         };
-        let bytes = self.plan.bytes(self.rank);
-        let seconds = job.began.elapsed().as_secs_f64();
-        Ok(Saved { step, path, bytes, seconds, removed, made_room, not_removed })
+        let (bytes, seconds) = (self.plan.bytes(self.rank), job.began.elapsed().as_secs_f64());
+        Ok(Saved { bytes, seconds, ..committed })
     }
 
     /// Writes this rank's file and syncs it to disk.
@@ -364,7 +331,7 @@ impl Task {
         leader: &Leader,
         written: Vec<Written>,
         made_room: &[PathBuf],
-    ) -> Result<Committed, Failure> {
+    ) -> Result<Saved, Failure> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
         let index = Index::of(&self.plan, job.step, job.metadata.clone(), written);
@@ -387,7 +354,8 @@ impl Task {
             Ok(removed) => (removed, None),
             Err(error) => (Vec::new(), Some(told(&self.dir)(error).problem)),
         };
-        Ok(Committed { path, removed, made_room: made_room.to_vec(), not_removed })
+        let made_room = made_room.to_vec();
+        Ok(Saved { step: job.step, path, bytes: 0, seconds: 0.0, removed, made_room, not_removed })
     }
 }
 

@@ -107,6 +107,30 @@ pub fn wide<R>(f: impl FnOnce() -> R) -> R {
     Closure(f).wide()
 }
 
+/// Runs an expression with the widest vectors this CPU has: [`wide`] of a closure that is always inlined.
+///
+/// ```
+/// use meshwork_core::simd::wide;
+///
+/// let mut x = [1.0_f32; 1000];
+/// wide!(for x in &mut x {
+///     *x = *x * 2.0 + 1.0;
+/// });
+/// assert_eq!(x, [3.0; 1000]);
+/// ```
+#[macro_export]
+macro_rules! wide {
+    ($body:expr) => {
+        $crate::simd::wide(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+
+#[doc(inline)]
+pub use crate::wide;
+
 /// A loop that is too long for [`wide`]: the compiler does not inline a long closure. It does inline `run`, marked
 /// `#[inline(always)]`.
 pub trait Wide: Sized {

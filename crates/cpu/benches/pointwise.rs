@@ -48,7 +48,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
     // Where the slope is one, a gradient does not change, however often it is taken.
     let (mut graded, far) = (numbers(wide), Buffer::from_vec(vec![40.0_f32; wide]));
     let [x_narrow, dy_narrow, narrow] = [numbers(count), numbers(count), numbers(hidden)];
-    let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32)?;
+    let (_, mean, rstd) = device.norm()?.layer_norm(&x_narrow, [&narrow, &narrow], 1e-5, DType::F32)?;
     // Pairs whose gradient is zero, however often it is taken; they have half as many features.
     let (mut pairs, still) = (numbers(wide), Buffer::zeros(DType::F32, wide / 2));
     let (_, rms_rstd) = device.norm()?.rms_norm(&x_narrow, &narrow, 1e-5, DType::F32)?;
@@ -106,7 +106,7 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             "layer_norm",
             count,
             8,
-            Box::new(|| device.norm()?.layer_norm(&x_narrow, &narrow, &narrow, 1e-5, DType::F32).map(drop)),
+            Box::new(|| device.norm()?.layer_norm(&x_narrow, [&narrow, &narrow], 1e-5, DType::F32).map(drop)),
         ),
         (
             "layer_norm_grad",
@@ -136,8 +136,15 @@ fn run(preset: &str, [tokens, hidden, vocab]: [usize; 3], budget: Duration) -> R
             vocab * hidden,
             4,
             Box::new(|| {
-                let dtable = TableGrad { buffer: &mut dtable, start: 0, rows: vocab, accumulate: false, blocks: 1 };
-                device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, hidden, dtable)
+                let dtable = TableGrad {
+                    buffer: &mut dtable,
+                    start: 0,
+                    rows: vocab,
+                    width: hidden,
+                    accumulate: false,
+                    blocks: 1,
+                };
+                device.embedding()?.lookup_grad(&ids, &dy_narrow, 0..vocab, dtable)
             }),
         ),
         (

@@ -81,13 +81,8 @@ impl ChannelNorm for Cpu {
         })
     }
 
-    fn normalise(
-        &self,
-        groups: Groups,
-        x: &Buffer,
-        by: MeanVariance<'_>,
-        [gamma, beta]: [&Buffer; 2],
-    ) -> Result<Buffer> {
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer> {
+        let [gamma, beta] = affine;
         for_float!(self, "channel_norm", x, T => {
             let (x, n) = (x.as_slice::<T>()?, groups.channels);
             let (gamma, beta) = (gamma.as_slice::<T>()?, beta.as_slice::<T>()?);

@@ -1,5 +1,5 @@
 use super::kernels::{Float, elementwise};
-use super::{Cpu, PIECE, for_float, row_piece};
+use super::{Cpu, for_float};
 use meshwork_core::Buffer;
 use meshwork_core::pool::share;
 use meshwork_tensor::Result;
@@ -10,36 +10,23 @@ const HOST_PIECE: usize = 1 << 12;
 
 impl Elementwise for Cpu {
     fn map(&self, f: Map, x: &Buffer) -> Result<Buffer> {
-        for_float!(self, "map", x, T => {
-            let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |out| {
-                share(out.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(out, x)| elementwise::map(f, x, out));
-            })
-        })
+        for_float!(self, "map", x, T => self.elements::<T, 1>([x], 1, |_, [x], out| elementwise::map(f, x, out)))
     }
 
     fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
         for_float!(self, "map", x, T => {
-            let (dy, x) = (dy.as_slice::<T>()?, x.as_slice::<T>()?);
-            self.output::<T>(x.len(), |dx| {
-                let pieces = dx.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(dy.chunks(PIECE));
-                share(pieces, |((dx, x), dy)| elementwise::map_backward(f, x, dy, dx));
-            })
+            self.elements::<T, 2>([x, dy], 1, |_, [x, dy], dx| elementwise::map_backward(f, x, dy, dx))
         })
     }
 
     fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer> {
         for_float!(self, "zip", x, T => {
-            let (x, y) = (x.as_slice::<T>()?, y.as_slice::<T>()?);
-            self.output::<T>(x.len(), |out| {
-                // Rows of y, or pieces of both.
-                if x.len() == y.len() {
-                    let pieces = out.chunks_mut(PIECE).zip(x.chunks(PIECE)).zip(y.chunks(PIECE));
-                    return share(pieces, |((out, x), y)| elementwise::zip(f, x, y, out));
-                }
-                let piece = row_piece(y.len());
-                share(out.chunks_mut(piece).zip(x.chunks(piece)), |(out, x)| elementwise::zip(f, x, y, out));
-            })
+            // Pieces of both, or rows of y.
+            if x.count() == y.count() {
+                return self.elements::<T, 2>([x, y], 1, |_, [x, y], out| elementwise::zip(f, x, y, out));
+            }
+            let y = y.as_slice::<T>()?;
+            self.elements([x], y.len(), |_, [x], out| elementwise::zip(f, x, y, out))
         })
     }
 

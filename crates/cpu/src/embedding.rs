@@ -28,17 +28,10 @@ impl Embedding for Cpu {
         })
     }
 
-    fn lookup_grad(
-        &self,
-        ids: &Buffer,
-        dout: &Buffer,
-        rows: Range<usize>,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()> {
+    fn lookup_grad(&self, ids: &Buffer, dout: &Buffer, rows: Range<usize>, dtable: TableGrad<'_>) -> Result<()> {
         for_widened!(self, "embedding", dout, T => {
             let (ids, dout) = (ids.as_slice::<i32>()?, loaded::<T>(dout)?);
-            let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
+            let TableGrad { buffer, start, rows: table_rows, width, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + table_rows * width];
             let (held, padding) = dtable.split_at_mut(rows.len() * width);
             if !accumulate {
@@ -79,17 +72,10 @@ impl Embedding for Cpu {
         })
     }
 
-    fn positions_grad(
-        &self,
-        dout: &Buffer,
-        first: usize,
-        seq: usize,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()> {
+    fn positions_grad(&self, dout: &Buffer, first: usize, seq: usize, dtable: TableGrad<'_>) -> Result<()> {
         for_widened!(self, "positions", dout, T => {
             let dout = loaded::<T>(dout)?;
-            let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
+            let TableGrad { buffer, start, rows, width, accumulate, blocks } = dtable;
             let dtable = &mut buffer.as_mut_slice::<T>()?[start..start + rows * width];
             let (before, rest) = dtable.split_at_mut(first * width);
             let (used, after) = rest.split_at_mut(seq * width);

@@ -351,7 +351,7 @@ mod tests {
         );
     }
 
-    /// Operands of 16 bits are read directly, and each result is rounded once: for small groups and for one that
+    /// Operands of 16 bits are read directly, and each result is rounded once: for small groups and for a group that
     /// threads share in blocks, for whole sums and for cut ones.
     #[test]
     fn results_have_the_16_bits_of_both_operands() {

@@ -23,7 +23,8 @@ mod windows;
 
 use arena::Arena;
 use kernels::Float;
-use kernels::round::{Cut, Loaded, Stored};
+use kernels::round::{Cut, Loaded, Stored, read};
+use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_tensor::tape::RowBlocks;
 use meshwork_tensor::{Device, Error, Kernels, Meter, Precision, Result, kernel};
@@ -199,6 +200,28 @@ impl Cpu {
         let mut out = self.alloc(x.dtype(), count)?;
         fill(stored(&mut out)?);
         Ok(out)
+    }
+
+    /// A result of the type and number of the first input: `f(first, inputs, out)` computes it in `T` in pieces of
+    /// whole rows of `n` elements, from element `first` on.
+    fn elements<T: Element + Float, const N: usize>(
+        &self,
+        inputs: [&Buffer; N],
+        n: usize,
+        f: impl Fn(usize, [&[T]; N], &mut [T]) + Sync,
+    ) -> Result<Buffer> {
+        let (x, piece) = (inputs[0], row_piece_of(inputs[0].dtype(), n));
+        let mut all = [Loaded::Full(&[][..]); N];
+        for (all, input) in all.iter_mut().zip(inputs) {
+            *all = loaded::<T>(input)?;
+        }
+        self.like::<T>(x, x.count(), |out| {
+            share(out.chunks(piece).enumerate(), |(i, out)| {
+                let range = i * piece..i * piece + out.len();
+                let inputs = all.map(|input| input.part(range.clone()));
+                read(inputs, |inputs| out.write(|out| f(range.start, inputs, out)));
+            });
+        })
     }
 
     fn unsupported(&self, op: &'static str, dtype: DType) -> Error {

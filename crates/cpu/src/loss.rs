@@ -66,16 +66,9 @@ impl Loss for Cpu {
         })
     }
 
-    fn grad(
-        &self,
-        logits: &mut Buffer,
-        targets: &Buffer,
-        lse: &Buffer,
-        scale: &Buffer,
-        shard: VocabShard,
-    ) -> Result<()> {
+    fn grad(&self, logits: &mut Buffer, ids: &Buffer, lse: &Buffer, scale: &Buffer, shard: VocabShard) -> Result<()> {
         for_float!(self, "cross_entropy", lse, T => {
-            let (targets, lse) = (targets.as_slice::<i32>()?, lse.as_slice::<T>()?);
+            let (targets, lse) = (ids.as_slice::<i32>()?, lse.as_slice::<T>()?);
             let scale = scale.as_slice::<f64>()?;
             // Pieces of the rows of one sample, which share a scale.
             let sample = (targets.len() / scale.len().max(1)).max(1);

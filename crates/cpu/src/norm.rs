@@ -13,13 +13,13 @@ impl Norm for Cpu {
     fn layer_norm(
         &self,
         x: &Buffer,
-        gamma: &Buffer,
-        beta: &Buffer,
+        affine: [&Buffer; 2],
         eps: f64,
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
         for_widened!(self, "layer_norm", x, T => {
-            let (all, gamma, beta) = (loaded::<T>(x)?, loaded::<T>(gamma)?.whole(), loaded::<T>(beta)?.whole());
+            let [gamma, beta] = [loaded::<T>(affine[0])?.whole(), loaded::<T>(affine[1])?.whole()];
+            let all = loaded::<T>(x)?;
             let n = gamma.len();
             let mut mean = self.output::<T>(all.len() / n, |_| {})?;
             let mut rstd = self.output::<T>(all.len() / n, |_| {})?;

@@ -1,12 +1,12 @@
 use super::kernels::reduce::sum_of_squares;
-use super::{Cpu, PIECE, whole};
+use super::{Cpu, PIECE};
 use meshwork_core::exact::{self, LIMBS};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
 use meshwork_tensor::Result;
 use meshwork_tensor::device::Device;
-use meshwork_tensor::kernel::{FlatParts, Measured, Optim, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{FlatParts, Optim};
 use std::iter;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -51,17 +51,6 @@ impl Optim for Cpu {
         })
     }
 
-    fn measure(
-        &self,
-        part: &WholePart<'_>,
-        pass: usize,
-        weights: &Buffer,
-        vectors: WholeVectors<'_>,
-        into: Option<Measured<'_>>,
-    ) -> Result<()> {
-        whole::measure(part, pass, weights, vectors, into)
-    }
-
     fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
         let norm = squares.as_slice::<f64>()?.iter().sum::<f64>().sqrt().max(least) as f32;
         share(x.as_mut_slice::<f32>()?.chunks_mut(PIECE), |piece| piece.iter_mut().for_each(|x| *x /= norm));
@@ -73,21 +62,6 @@ impl Optim for Cpu {
         let digits = digits.as_slice::<f64>()?.chunks_exact(LIMBS);
         sums.as_mut_slice::<f64>()?.iter_mut().zip(digits).for_each(|(sum, digits)| *sum = exact::value(digits));
         Ok(sums)
-    }
-
-    fn finish_pass(
-        &self,
-        part: &WholePart<'_>,
-        pass: usize,
-        totals: &mut Buffer,
-        at: usize,
-        sets: &mut [Buffer],
-    ) -> Result<()> {
-        whole::finish_pass(part, pass, totals, at, sets)
-    }
-
-    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
-        whole::update(part, weights, vectors)
     }
 }
 

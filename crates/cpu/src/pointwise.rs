@@ -10,13 +10,7 @@ use meshwork_tensor::{Error, Result};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {
-        for_widened!(self, "add", a, T => {
-            let ([a_all, b_all], piece) = ([loaded::<T>(a)?, loaded(b)?], row_piece_of(a.dtype(), 1));
-            self.like::<T>(a, a.count(), |out| {
-                let pieces = out.chunks(piece).zip(a_all.chunks(piece)).zip(b_all.chunks(piece));
-                share(pieces, |((out, a), b)| read([a, b], |[a, b]| out.write(|out| pointwise::add(a, b, out))));
-            })
-        })
+        for_widened!(self, "add", a, T => self.elements::<T, 2>([a, b], 1, |_, [a, b], out| pointwise::add(a, b, out)))
     }
 
     fn add_assign(&self, a: &mut Buffer, at: usize, b: &Buffer) -> Result<()> {
@@ -30,12 +24,8 @@ impl Pointwise for Cpu {
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {
         for_widened!(self, "bias", x, T => {
-            let (all, bias) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole());
-            let piece = row_piece_of(x.dtype(), bias.len());
-            self.like::<T>(x, x.count(), |out| {
-                let pieces = out.chunks(piece).zip(all.chunks(piece));
-                share(pieces, |(out, x)| read([x], |[x]| out.write(|out| pointwise::bias(x, &bias, out))));
-            })
+            let bias = loaded::<T>(bias)?.whole();
+            self.elements([x], bias.len(), |_, [x], out| pointwise::bias(x, &bias, out))
         })
     }
 
@@ -70,16 +60,9 @@ impl Pointwise for Cpu {
 
     fn bias_residual(&self, x: &Buffer, bias: &Buffer, residual: &Buffer) -> Result<Buffer> {
         for_widened!(self, "bias_residual", x, T => {
-            let (all, bias, residual) = (loaded::<T>(x)?, loaded::<T>(bias)?.whole(), loaded::<T>(residual)?);
-            let piece = row_piece_of(x.dtype(), bias.len());
-            self.like::<T>(x, x.count(), |out| {
-                let pieces = out.chunks(piece).zip(all.chunks(piece)).zip(residual.chunks(piece));
-                share(pieces, |((out, x), residual)| {
-                    read([x, residual], |[x, residual]| {
-                        out.write(|out| pointwise::bias_residual(x, &bias, residual, out));
-                    });
-                });
-            })
+            let bias = loaded::<T>(bias)?.whole();
+            let sum = |_, [x, residual]: [&[T]; 2], out: &mut [T]| pointwise::bias_residual(x, &bias, residual, out);
+            self.elements([x, residual], bias.len(), sum)
         })
     }
 
@@ -114,22 +97,12 @@ impl Pointwise for Cpu {
     }
 
     fn gelu(&self, x: &Buffer) -> Result<Buffer> {
-        for_widened!(self, "gelu", x, T => {
-            let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
-            self.like::<T>(x, x.count(), |out| {
-                let pieces = out.chunks(piece).zip(all.chunks(piece));
-                share(pieces, |(out, x)| read([x], |[x]| out.write(|out| gelu::gelu(x, out))));
-            })
-        })
+        for_widened!(self, "gelu", x, T => self.elements::<T, 1>([x], 1, |_, [x], out| gelu::gelu(x, out)))
     }
 
     fn gelu_grad(&self, dy: &Buffer, x: &Buffer) -> Result<Buffer> {
         for_widened!(self, "gelu", x, T => {
-            let (dy, all, piece) = (loaded::<T>(dy)?, loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
-            self.like::<T>(x, x.count(), |dx| {
-                let pieces = dx.chunks(piece).zip(all.chunks(piece)).zip(dy.chunks(piece));
-                share(pieces, |((dx, x), dy)| read([x, dy], |[x, dy]| dx.write(|dx| gelu::gelu_backward(x, dy, dx))));
-            })
+            self.elements::<T, 2>([x, dy], 1, |_, [x, dy], dx| gelu::gelu_backward(x, dy, dx))
         })
     }
 
@@ -200,19 +173,9 @@ impl Pointwise for Cpu {
     }
 
     fn dropout(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        let region = dropout::Region {
-            shape: &mask.local[..mask.ndim],
-            offset: &mask.offset[..mask.ndim],
-            global: &mask.global[..mask.ndim],
-        };
         for_widened!(self, "dropout", x, T => {
-            let (all, piece) = (loaded::<T>(x)?, row_piece_of(x.dtype(), 1));
-            let mask = dropout::Mask { key: mask.key, p: mask.p };
-            self.like::<T>(x, x.count(), |y| {
-                share(y.chunks(piece).zip(all.chunks(piece)).enumerate(), |(i, (y, x))| {
-                    read([x], |[x]| y.write(|y| dropout::dropout(mask, region, i * piece, x, y)));
-                });
-            })
+            let (mask, region) = (dropout::Mask::from(mask), dropout::Region::from(mask));
+            self.elements::<T, 1>([x], 1, |first, [x], y| dropout::dropout(mask, region, first, x, y))
         })
     }
 }

@@ -38,23 +38,12 @@ impl Reduction for Cpu {
     }
 
     fn softmax(&self, x: &Buffer, n: usize) -> Result<Buffer> {
-        for_float!(self, "softmax", x, T => {
-            let x = x.as_slice::<T>()?;
-            self.output::<T>(x.len(), |y| {
-                let piece = row_piece(n);
-                share(y.chunks_mut(piece).zip(x.chunks(piece)), |(y, x)| reduction::softmax(x, n, y));
-            })
-        })
+        for_float!(self, "softmax", x, T => self.elements::<T, 1>([x], n, |_, [x], y| reduction::softmax(x, n, y)))
     }
 
     fn softmax_grad(&self, dy: &Buffer, y: &Buffer, n: usize) -> Result<Buffer> {
         for_float!(self, "softmax", y, T => {
-            let (dy, y) = (dy.as_slice::<T>()?, y.as_slice::<T>()?);
-            self.output::<T>(y.len(), |dx| {
-                let piece = row_piece(n);
-                let pieces = dx.chunks_mut(piece).zip(y.chunks(piece)).zip(dy.chunks(piece));
-                share(pieces, |((dx, y), dy)| reduction::softmax_backward(y, dy, n, dx));
-            })
+            self.elements::<T, 2>([y, dy], n, |_, [y, dy], dx| reduction::softmax_backward(y, dy, n, dx))
         })
     }
 

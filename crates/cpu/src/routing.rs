@@ -1,5 +1,5 @@
 use super::kernels::{Float, dropout, permutation, routing};
-use super::{Cpu, PIECE, for_dtype, for_float, row_piece};
+use super::{Cpu, for_dtype, for_float, row_piece};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType, Element};
 use meshwork_tensor::Result;
@@ -117,11 +117,11 @@ impl Routing for Cpu {
         &self,
         dout: &Buffer,
         counts: &Buffer,
-        tokens: usize,
-        experts: usize,
+        dims: [usize; 2],
         scale: f64,
         dtype: DType,
     ) -> Result<Buffer> {
+        let [tokens, experts] = dims;
         for_dtype!(self, "balance", dtype, T => {
             let (dout, counts) = (dout.as_slice::<f64>()?, counts.as_slice::<i32>()?);
             let of_sample = (tokens / dout.len().max(1) * experts).max(1);
@@ -178,19 +178,9 @@ impl Routing for Cpu {
     }
 
     fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer> {
-        let region = dropout::Region {
-            shape: &mask.local[..mask.ndim],
-            offset: &mask.offset[..mask.ndim],
-            global: &mask.global[..mask.ndim],
-        };
         for_float!(self, "jitter", x, T => {
-            let x = x.as_slice::<T>()?;
-            let mask = dropout::Mask { key: mask.key, p: mask.p };
-            self.output::<T>(x.len(), |y| {
-                share(y.chunks_mut(PIECE).zip(x.chunks(PIECE)).enumerate(), |(i, (y, x))| {
-                    dropout::jitter(mask, region, i * PIECE, x, y);
-                });
-            })
+            let (mask, region) = (dropout::Mask::from(mask), dropout::Region::from(mask));
+            self.elements::<T, 1>([x], 1, |first, [x], y| dropout::jitter(mask, region, first, x, y))
         })
     }
 }

@@ -2,13 +2,13 @@
 //! matrix too; runs are grouped into jobs that threads share. Jobs depend only on extents, so that results do not
 //! depend on threads; the measures of jobs are added up in job order.
 
-use super::PIECE;
 use super::kernels::reduce::sum_of_squares;
+use super::{Cpu, PIECE};
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, PassTotals, Run, SetPart, WholeOptimizer};
-use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
 use meshwork_tensor::{Error, Result};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -177,142 +177,146 @@ fn within<'s, T>(vectors: &'s mut [&mut [T]], range: &Range<usize>) -> Vec<&'s m
     vectors.iter_mut().map(|vector| &mut vector[range.clone()]).collect()
 }
 
-pub(super) fn measure(
-    part: &WholePart<'_>,
-    pass: usize,
-    weights: &Buffer,
-    vectors: WholeVectors<'_>,
-    into: Option<Measured<'_>>,
-) -> Result<()> {
-    let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
-    let over = passes.get(pass).map_or(&[][..], Pass::over);
-    let sets: usize = over.iter().map(|over| over.count(&shape)).sum();
-    let measures = over.len().max(1); // one if matrices are gathered
-    let fewest = part.part.len().div_ceil(JOBS);
-    let jobs = jobs(part, fewest.max(PIECE));
-    let (weights, grads) = (weights.as_slice::<f32>()?, vectors.grads.as_slice::<f32>()?);
-    let (sets_kept, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
-    let digits = matches!(into, Some(Measured::Digits(..)));
-    let (sums, values) = match into {
-        Some(Measured::Values(values)) => (None, Some(values)),
-        Some(Measured::Sums(sums, at) | Measured::Digits(sums, at)) => {
-            (Some(Mutex::new(&mut sums.as_mut_slice::<f64>()?[at..])), None)
-        }
-        None => (None, None),
-    };
-    let room = || match passes.get(pass).filter(|_| sums.is_some()) {
-        None => Measures::Nothing,
-        Some(Pass::Largest(_)) => Measures::Largest(vec![0.0; sets]),
-        Some(Pass::Squares(_)) if digits => Measures::Digits(vec![[0; LIMBS]; sets]),
-        Some(Pass::Squares(_)) => Measures::Sums(vec![0.0; sets]),
-    };
-    // Sums of jobs, which are added up in job order; if the order does not matter, each job adds its own at once.
-    let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
-    // The numbers of each job, which are written to their places in the matrices when all are complete.
-    let written: Vec<Mutex<Vec<f32>>> = jobs.iter().map(|_| Mutex::default()).collect();
-    let writes = values.is_some();
-    let extra = ordered.iter().zip(&written);
-    for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (ordered, written), floats, codes| {
-        let (mut measured, mut room, mut numbers) = (room(), vec![0.0; measures * RUN], Vec::new());
-        for (first, range) in &job.runs {
-            let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
-            let inner = range.start - job.range.start..range.end - job.range.start;
-            let mut run = Run {
-                update: part.update,
-                shape,
-                first: *first,
-                grads: &grads[range.clone()],
-                states: &mut within(floats, &inner),
-                codes: &mut within(codes, &inner),
-                sets: &sets_kept,
-                totals: &totals,
-                gathered: &[],
-            };
-            rule.measure(pass, &weights[range.clone()], &mut run, &mut out)?;
-            let mut base = 0;
-            for (over, x) in over.iter().zip(&out) {
-                measured.add(*over, &shape, base, *first, x);
-                base += over.count(&shape);
+impl WholeOptim for Cpu {
+    fn measure(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        weights: &Buffer,
+        vectors: WholeVectors<'_>,
+        into: Option<Measured<'_>>,
+    ) -> Result<()> {
+        let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
+        let over = passes.get(pass).map_or(&[][..], Pass::over);
+        let sets: usize = over.iter().map(|over| over.count(&shape)).sum();
+        let measures = over.len().max(1); // one if matrices are gathered
+        let fewest = part.part.len().div_ceil(JOBS);
+        let jobs = jobs(part, fewest.max(PIECE));
+        let (weights, grads) = (weights.as_slice::<f32>()?, vectors.grads.as_slice::<f32>()?);
+        let (sets_kept, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
+        let digits = matches!(into, Some(Measured::Digits(..)));
+        let (sums, values) = match into {
+            Some(Measured::Values(values)) => (None, Some(values)),
+            Some(Measured::Sums(sums, at) | Measured::Digits(sums, at)) => {
+                (Some(Mutex::new(&mut sums.as_mut_slice::<f64>()?[at..])), None)
             }
-            if writes {
-                numbers.extend_from_slice(out[0]);
-            }
-        }
-        *written.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
-        if let Some(sums) = &sums {
-            match measured {
-                Measures::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
-                measured => measured.add_to(&mut sums.lock().unwrap_or_else(PoisonError::into_inner)),
-            }
-        }
-        Ok(())
-    })?;
-    if let Some(sums) = sums {
-        let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
-        for own in ordered {
-            Measures::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
-        }
-    }
-    if let Some(values) = values {
-        let values = values.as_mut_slice::<f32>()?;
-        for (job, numbers) in jobs.iter().zip(written) {
-            let numbers = numbers.into_inner().unwrap_or_else(PoisonError::into_inner);
-            let mut rest = &numbers[..];
+            None => (None, None),
+        };
+        let room = || match passes.get(pass).filter(|_| sums.is_some()) {
+            None => Measures::Nothing,
+            Some(Pass::Largest(_)) => Measures::Largest(vec![0.0; sets]),
+            Some(Pass::Squares(_)) if digits => Measures::Digits(vec![[0; LIMBS]; sets]),
+            Some(Pass::Squares(_)) => Measures::Sums(vec![0.0; sets]),
+        };
+        // Sums of jobs, which are added up in job order; if the order does not matter, each job adds its own at once.
+        let ordered: Vec<Mutex<Vec<f64>>> = jobs.iter().map(|_| Mutex::default()).collect();
+        // The numbers of each job, which are written to their places in the matrices when all are complete.
+        let written: Vec<Mutex<Vec<f32>>> = jobs.iter().map(|_| Mutex::default()).collect();
+        let writes = values.is_some();
+        let extra = ordered.iter().zip(&written);
+        for_runs(&jobs, states(vectors.states, &jobs)?, extra, |job, (ordered, written), floats, codes| {
+            let (mut measured, mut room, mut numbers) = (room(), vec![0.0; measures * RUN], Vec::new());
             for (first, range) in &job.runs {
-                let (run, behind) = rest.split_at(range.len());
-                values[*first..first + run.len()].copy_from_slice(run);
-                rest = behind;
+                let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
+                let inner = range.start - job.range.start..range.end - job.range.start;
+                let mut run = Run {
+                    update: part.update,
+                    shape,
+                    first: *first,
+                    grads: &grads[range.clone()],
+                    states: &mut within(floats, &inner),
+                    codes: &mut within(codes, &inner),
+                    sets: &sets_kept,
+                    totals: &totals,
+                    gathered: &[],
+                };
+                rule.measure(pass, &weights[range.clone()], &mut run, &mut out)?;
+                let mut base = 0;
+                for (over, x) in over.iter().zip(&out) {
+                    measured.add(*over, &shape, base, *first, x);
+                    base += over.count(&shape);
+                }
+                if writes {
+                    numbers.extend_from_slice(out[0]);
+                }
+            }
+            *written.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
+            if let Some(sums) = &sums {
+                match measured {
+                    Measures::Sums(own) => *ordered.lock().unwrap_or_else(PoisonError::into_inner) = own,
+                    measured => measured.add_to(&mut sums.lock().unwrap_or_else(PoisonError::into_inner)),
+                }
+            }
+            Ok(())
+        })?;
+        if let Some(sums) = sums {
+            let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+            for own in ordered {
+                Measures::Sums(own.into_inner().unwrap_or_else(PoisonError::into_inner)).add_to(sums);
             }
         }
-    }
-    Ok(())
-}
-
-pub(super) fn finish_pass(
-    part: &WholePart<'_>,
-    pass: usize,
-    totals: &mut Buffer,
-    at: usize,
-    sets: &mut [Buffer],
-) -> Result<()> {
-    let (rule, passes) = (rule(part)?, part.rule.passes(&part.shape));
-    let mut rest = &mut totals.as_mut_slice::<f64>()?[at..];
-    let counts = passes.get(pass).map_or(&[][..], Pass::over).iter().map(|over| over.count(&part.shape));
-    let mut totals: Vec<&mut [f64]> = counts.filter_map(|count| rest.split_off_mut(..count)).collect();
-    let mut sets = sets
-        .iter_mut()
-        .map(|set| set.as_mut_slice::<f32>().map_err(Error::from))
-        .collect::<Result<Vec<&mut [f32]>>>()?;
-    let WholePart { update, shape, .. } = part;
-    Ok(rule.finish_pass(PassTotals { pass, update, shape, totals: &mut totals, sets: &mut sets })?)
-}
-
-pub(super) fn update(part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
-    let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
-    let jobs = jobs(part, PIECE);
-    let grads = vectors.grads.as_slice::<f32>()?;
-    let (sets, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
-    let gathered = match vectors.gathered {
-        Some(gathered) => Some(gathered.as_slice::<f32>()?),
-        None => None,
-    };
-    let weights = cut(weights.as_mut_slice::<f32>()?, &jobs);
-    for_runs(&jobs, states(vectors.states, &jobs)?, weights, |job, weights, floats, codes| {
-        for (first, range) in &job.runs {
-            let inner = range.start - job.range.start..range.end - job.range.start;
-            let mut run = Run {
-                update: part.update,
-                shape,
-                first: *first,
-                grads: &grads[range.clone()],
-                states: &mut within(floats, &inner),
-                codes: &mut within(codes, &inner),
-                sets: &sets,
-                totals: &totals,
-                gathered: gathered.map_or(&[], |gathered| &gathered[*first..first + range.len()]),
-            };
-            rule.update(&mut weights[inner.clone()], &mut run)?;
+        if let Some(values) = values {
+            let values = values.as_mut_slice::<f32>()?;
+            for (job, numbers) in jobs.iter().zip(written) {
+                let numbers = numbers.into_inner().unwrap_or_else(PoisonError::into_inner);
+                let mut rest = &numbers[..];
+                for (first, range) in &job.runs {
+                    let (run, behind) = rest.split_at(range.len());
+                    values[*first..first + run.len()].copy_from_slice(run);
+                    rest = behind;
+                }
+            }
         }
         Ok(())
-    })
+    }
+
+    fn finish_pass(
+        &self,
+        part: &WholePart<'_>,
+        pass: usize,
+        totals: &mut Buffer,
+        at: usize,
+        sets: &mut [Buffer],
+    ) -> Result<()> {
+        let (rule, passes) = (rule(part)?, part.rule.passes(&part.shape));
+        let mut rest = &mut totals.as_mut_slice::<f64>()?[at..];
+        let counts = passes.get(pass).map_or(&[][..], Pass::over).iter().map(|over| over.count(&part.shape));
+        let mut totals: Vec<&mut [f64]> = counts.filter_map(|count| rest.split_off_mut(..count)).collect();
+        let mut sets = sets
+            .iter_mut()
+            .map(|set| set.as_mut_slice::<f32>().map_err(Error::from))
+            .collect::<Result<Vec<&mut [f32]>>>()?;
+        let WholePart { update, shape, .. } = part;
+        Ok(rule.finish_pass(PassTotals { pass, update, shape, totals: &mut totals, sets: &mut sets })?)
+    }
+
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
+        let (rule, shape, passes) = (rule(part)?, part.shape, part.rule.passes(&part.shape));
+        let jobs = jobs(part, PIECE);
+        let grads = vectors.grads.as_slice::<f32>()?;
+        let (sets, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
+        let gathered = match vectors.gathered {
+            Some(gathered) => Some(gathered.as_slice::<f32>()?),
+            None => None,
+        };
+        let weights = cut(weights.as_mut_slice::<f32>()?, &jobs);
+        for_runs(&jobs, states(vectors.states, &jobs)?, weights, |job, weights, floats, codes| {
+            for (first, range) in &job.runs {
+                let inner = range.start - job.range.start..range.end - job.range.start;
+                let mut run = Run {
+                    update: part.update,
+                    shape,
+                    first: *first,
+                    grads: &grads[range.clone()],
+                    states: &mut within(floats, &inner),
+                    codes: &mut within(codes, &inner),
+                    sets: &sets,
+                    totals: &totals,
+                    gathered: gathered.map_or(&[], |gathered| &gathered[*first..first + range.len()]),
+                };
+                rule.update(&mut weights[inner.clone()], &mut run)?;
+            }
+            Ok(())
+        })
+    }
 }

@@ -219,7 +219,7 @@ fn rows<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: 
         "layer_norm",
         Box::new(move || {
             let (x, gain) = (f32s(tokens * hidden)?, f32s(hidden)?);
-            let call = move || device.norm()?.layer_norm(&x, &gain, &gain, 1e-5, DType::F32).map(drop);
+            let call = move || device.norm()?.layer_norm(&x, [&gain, &gain], 1e-5, DType::F32).map(drop);
             Ok(Work { bytes: 8 * tokens * hidden, flops: 0, call: Box::new(call) })
         }),
     );
@@ -227,7 +227,7 @@ fn rows<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevice, sizes: 
         "layer_norm_grad",
         Box::new(move || {
             let (x, dy, gain) = (f32s(tokens * hidden)?, f32s(tokens * hidden)?, f32s(hidden)?);
-            let (_, mean, rstd) = device.norm()?.layer_norm(&x, &gain, &gain, 1e-5, DType::F32)?;
+            let (_, mean, rstd) = device.norm()?.layer_norm(&x, [&gain, &gain], 1e-5, DType::F32)?;
             let call = move || {
                 let norm = device.norm()?;
                 norm.layer_norm_grad(&dy, &x, &gain, [&mean, &rstd], RowBlocks::WHOLE, None).map(drop)
@@ -316,8 +316,9 @@ fn table_and_loss<'a>(works: &mut Vec<(String, Make<'a>)>, device: &'a CudaDevic
             let (ids, dy, mut table) =
                 (ids(tokens)?, f32s(tokens * hidden)?, device.zeros(DType::F32, vocab * hidden)?);
             let call = move || {
-                let into = TableGrad { buffer: &mut table, start: 0, rows: vocab, accumulate: true, blocks: 1 };
-                device.embedding()?.lookup_grad(&ids, &dy, 0..vocab, hidden, into)
+                let into =
+                    TableGrad { buffer: &mut table, start: 0, rows: vocab, width: hidden, accumulate: true, blocks: 1 };
+                device.embedding()?.lookup_grad(&ids, &dy, 0..vocab, into)
             };
             Ok(Work { bytes: 12 * tokens * hidden, flops: 0, call: Box::new(call) })
         }),

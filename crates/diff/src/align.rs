@@ -23,7 +23,7 @@ pub(super) struct Like {
     pub(super) place: Location,
     /// The values of A and B that have this place; `None` on a side that lacks the operation or the gradient.
     pub(super) of: [Option<At>; 2],
-    /// What is compared there, or why nothing is.
+    /// The values that are compared there, or why none are.
     pub(super) with: Result<[At; 2], &'static str>,
 }
 
@@ -33,7 +33,7 @@ impl Like {
     }
 }
 
-/// The values of each operation of two programs, in the order of forward, with what they are compared with.
+/// The values of each operation of two programs, in the order of forward, each with its counterpart.
 ///
 /// # Errors
 /// The first operation that no operation of the other side corresponds to.
@@ -102,7 +102,7 @@ impl Likes<'_> {
         op.values.iter().enumerate().map(like).collect()
     }
 
-    /// The output, on the other side, of what made the value that a layout lays out anew.
+    /// The output, on the other side, of the operation whose value a layout lays out anew.
     fn output_of(&self, side: usize, layout: usize, value: &Value) -> Option<At> {
         let other = self.0.like[side][self.0.origin(side, layout)?]?;
         let values = &self.0.programs[1 - side].ops[other].values;

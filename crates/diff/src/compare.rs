@@ -65,12 +65,11 @@ impl Delta {
         if self.apart == 0.0 { 0.0 } else { self.apart / self.scale.max(self.floor) }
     }
 
-    /// The divergence whose first difference is `found`.
-    fn divergence(&self, step: u64, place: Location, dims: Vec<usize>, found: Found) -> Divergence {
-        let Found { index, values, ulps, micros, samples, ranks } = found;
-        Divergence {
+    /// Reports the value at `place`, whose first difference is `found`, if there is one.
+    fn report(&self, step: u64, place: &Location, dims: Vec<usize>, found: Option<Found>, report: &mut Report) {
+        let divergence = found.map(|Found { index, values, ulps, micros, samples, ranks }| Divergence {
             step,
-            place,
+            place: place.clone(),
             between: Between::Sides,
             dims,
             index,
@@ -83,7 +82,8 @@ impl Delta {
             differing: self.differing,
             max_ulps: self.max_ulps,
             error: self.error(),
-        }
+        });
+        report.compared(place, step, &self.spread, self.error(), divergence);
     }
 }
 
@@ -186,8 +186,8 @@ impl<'a> Pair<'a> {
             self.pieces(step, (side, with[side]), &sides[side], place, report)
         });
         let [a, b] = [0, 1].map(|side| self.value_of(side, with[side]));
-        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums what another has
-        // whole.
+        // Shares of a sum are kept in f32, and a whole value in the type of the model: one mesh sums a value that
+        // another has whole.
         if a.dtype != b.dtype && self.programs[0].stored == self.programs[1].stored {
             let half = if a.dtype.is_half() { a.dtype } else { b.dtype };
             pieces.iter_mut().flat_map(BTreeMap::values_mut).for_each(|piece| piece.values.round_to(half));
@@ -234,8 +234,7 @@ impl<'a> Pair<'a> {
             let micros = [Some(a.micro), Some(b.micro)];
             found = Some(Found { index, values, ulps, micros, samples: Some(samples), ranks });
         }
-        let divergence = found.map(|found| delta.divergence(step, place.clone(), dims, found));
-        report.compared(place, step, &delta.spread, delta.error(), divergence);
+        delta.report(step, place, dims, found, report);
         Ok(delta.scale)
     }
 
@@ -302,13 +301,11 @@ impl<'a> Pair<'a> {
                 }
             };
             let mut delta = Delta { floor, ..Delta::default() };
-            let first = delta.add(a, b);
-            let divergence = first.map(|(at, values, ulps)| {
+            let found = delta.add(a, b).map(|(at, values, ulps)| {
                 let ranks = held.map(|held| holders_of(held, vector, at));
-                let found = Found { index: unravel(at, &spec.dims), values, ulps, ranks, ..Found::default() };
-                delta.divergence(step, place.clone(), spec.dims.to_vec(), found)
+                Found { index: unravel(at, &spec.dims), values, ulps, ranks, ..Found::default() }
             });
-            report.compared(&place, step, &delta.spread, delta.error(), divergence);
+            delta.report(step, &place, spec.dims.to_vec(), found, report);
         }
         Ok(())
     }
@@ -341,12 +338,11 @@ impl<'a> Pair<'a> {
                     continue;
                 }
                 let mut delta = Delta::default();
-                let divergence = delta.add(&a.values, &b.values).map(|(at, values, ulps)| {
+                let found = delta.add(&a.values, &b.values).map(|(at, values, ulps)| {
                     let ranks = parts.each_ref().map(|parts| parts.iter().map(|part| part.rank).collect());
-                    let found = Found { index: vec![at], values, ulps, ranks, ..Found::default() };
-                    delta.divergence(step, place.clone(), a.dims.clone(), found)
+                    Found { index: vec![at], values, ulps, ranks, ..Found::default() }
                 });
-                report.compared(&place, step, &delta.spread, delta.error(), divergence);
+                delta.report(step, &place, a.dims.clone(), found, report);
             }
         }
     }
@@ -398,11 +394,8 @@ fn holders_of(held: &[Held], vector: usize, at: usize) -> Vec<usize> {
 fn scalar(step: u64, place: Location, values: [f64; 2], report: &mut Report) {
     let mut delta = Delta::default();
     let first = delta.add(&values[..1], &values[1..]);
-    let divergence = first.map(|(_, values, ulps)| {
-        let found = Found { values, ulps, ..Found::default() };
-        delta.divergence(step, place.clone(), Vec::new(), found)
-    });
-    report.compared(&place, step, &delta.spread, delta.error(), divergence);
+    let found = first.map(|(_, values, ulps)| Found { values, ulps, ..Found::default() });
+    delta.report(step, &place, Vec::new(), found, report);
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! A value that differs: what it is, where, and by how much.
+//! A value that differs: its name and place, and by how much.
 
 use meshwork_train::numbers::{count as counted, grouped};
 use std::fmt;
 
-/// What was compared.
+/// The value that was compared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
     /// A value of an operation.
@@ -88,7 +88,7 @@ pub enum Between {
 pub struct Divergence {
     /// The step, from 1.
     pub step: u64,
-    /// What differs.
+    /// The value.
     pub place: Location,
     /// The sides or ranks that diverge.
     pub between: Between,
@@ -182,7 +182,6 @@ fn exact(value: f64) -> String {
     if f64::from(narrow) == value { format!("{narrow:e}") } else { format!("{value:e}") }
 }
 
-/// `1 step`, `1,200 steps`.
 pub(super) fn count(number: u64, noun: &str) -> String {
     counted(number as usize, noun)
 }

@@ -33,7 +33,6 @@ pub(super) enum Unit {
 pub(super) struct GlobalPiece {
     /// The micro-batch that it was computed in.
     pub(super) micro: usize,
-    /// Its rank on dp.
     pub(super) dp: usize,
     pub(super) dims: Vec<usize>,
     pub(super) values: Values,
@@ -50,7 +49,6 @@ pub(super) struct Replicas {
     pub(super) index: Vec<usize>,
     pub(super) values: [f64; 2],
     pub(super) ulps: u64,
-    /// Elements that differ.
     pub(super) differing: u64,
 }
 

@@ -8,16 +8,13 @@ use meshwork_engine::{ModelPlan, TrainError, dry_run};
 use meshwork_tensor::ParamSpec;
 use std::sync::Arc;
 
-/// What a side computes in a step.
+/// The operations of a side in a step.
 #[derive(Clone, Debug)]
 pub(super) struct Program {
-    /// The operations.
     pub(super) run: program::Program,
     /// Every parameter of the model.
     pub(super) parameters: Vec<ParamSpec>,
-    /// Samples of a micro-batch.
     pub(super) samples: usize,
-    /// Samples of a step.
     pub(super) batch: usize,
     /// The type in which the model stores its values.
     pub(super) stored: DType,

@@ -24,7 +24,7 @@ pub struct Row {
 }
 
 /// The result of a comparison.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Report {
     /// Descriptions of A and B.
     pub sides: [String; 2],
@@ -53,19 +53,7 @@ pub struct Report {
 
 impl Report {
     pub(super) fn new(sides: [String; 2], canonical: bool, rounding: f64) -> Self {
-        Self {
-            sides,
-            canonical,
-            steps: 0,
-            rows: Vec::new(),
-            first: None,
-            unexplained: None,
-            replicas: None,
-            skipped: BTreeMap::new(),
-            broken: None,
-            failed: None,
-            rounding,
-        }
+        Self { sides, canonical, rounding, ..Self::default() }
     }
 
     /// Whether nothing differed.

@@ -72,7 +72,7 @@ impl<'a> Side<'a> {
         Ok(Self { note, timeout, devices, init_from, ..Self::of(config.model(), config.plan()?, data) })
     }
 
-    /// A run of any model on the CPU. Its steps are not [verified](Verify): what differs between ranks is in the
+    /// A run of any model on the CPU. Its steps are not [verified](Verify): differences between ranks are in the
     /// report.
     pub fn of(model: Arc<dyn Model>, plan: Plan, data: &'a dyn BatchSource) -> Self {
         let plan = Plan { verify: Verify::Off, ..plan };
@@ -120,18 +120,14 @@ impl<'a> Side<'a> {
 /// Why two runs were not compared.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum Error {
     /// They are different programs: another model, or values without a counterpart.
     #[error("the two runs cannot be compared: {0}")]
     Structure(String),
     /// A run failed.
     #[error("side {side}: {error}")]
-    Run {
-        /// `A` or `B`.
-        side: char,
-        /// Why.
-        error: String,
-    },
+    Run { side: char, error: String },
     /// A run could not be set up.
     #[error(transparent)]
     Train(#[from] TrainError),

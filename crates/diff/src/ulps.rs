@@ -23,12 +23,10 @@ impl Values {
     }
 }
 
-/// A type of values.
 pub(super) trait Float: Copy + Debug + Add<Output = Self> + Into<f64> {
     /// The values, if they are of this type.
     fn of(values: &Values) -> Option<&[Self]>;
 
-    /// As values.
     fn wrap(values: Vec<Self>) -> Values;
 
     /// The distance in steps from one number to the next; 0 between the two zeros and between two NaNs; `u64::MAX`
@@ -166,7 +164,6 @@ impl Spread {
 /// Distances below this have a bin each.
 const EXACT: u64 = 16;
 
-/// The bin of a distance.
 fn bin(ulps: u64) -> usize {
     if ulps < EXACT {
         return ulps as usize;

@@ -34,7 +34,7 @@ pub(super) struct Record {
 pub(super) struct Held {
     pub(super) rank: usize,
     /// The reduced gradient, the weights, and the optimizer's states. A frozen parameter has only weights, and no
-    /// elements in place of the gradient. Of what ranks share out, a rank has several slices or none.
+    /// elements in place of the gradient. Of vectors that ranks share out, a rank has several slices or none.
     pub(super) vectors: Vec<Vec<Piece>>,
     /// The optimizer's states of rows, columns and other sets of its elements, each whole.
     pub(super) sets: Vec<Vec<f32>>,
@@ -51,14 +51,9 @@ pub(super) struct Stepped {
 }
 
 /// A message of a rank: the values of a step, or that the rank has ended.
-struct Told {
-    rank: usize,
-    what: Sent,
-}
-
-enum Sent {
-    Step { records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<Box<StepReport>> },
-    Gone,
+enum Told {
+    Step { rank: usize, records: Vec<(Key, Record)>, held: Vec<(String, Held)>, report: Option<Box<StepReport>> },
+    Gone { rank: usize },
 }
 
 /// A run under way.
@@ -100,13 +95,11 @@ impl<'scope> Run<'scope> {
         }
         let mut missing: BTreeSet<usize> = (0..self.go.len()).collect();
         while !missing.is_empty() {
-            let Told { rank, what } = self.told.recv().ok()?;
-            let Sent::Step { records, held, report } = what else {
+            let (rank, records, held, report) = match self.told.recv().ok()? {
+                Told::Step { rank, records, held, report } => (rank, records, held, report),
+                Told::Gone { rank } if missing.contains(&rank) => return None,
                 // It ended after it had sent everything; the next step will not include it.
-                if missing.contains(&rank) {
-                    return None;
-                }
-                continue;
+                Told::Gone { .. } => continue,
             };
             missing.remove(&rank);
             records.into_iter().for_each(|(key, record)| stepped.records.entry(key).or_default().push(record));
@@ -136,14 +129,14 @@ struct Teller {
 }
 
 impl Teller {
-    fn tell(&self, what: Sent) {
-        _ = self.to.send(Told { rank: self.rank, what }); // nobody listens once a comparison has failed
+    fn tell(&self, told: Told) {
+        _ = self.to.send(told); // nobody listens once a comparison has failed
     }
 }
 
 impl Drop for Teller {
     fn drop(&mut self) {
-        self.tell(Sent::Gone);
+        self.tell(Told::Gone { rank: self.rank });
     }
 }
 
@@ -183,7 +176,7 @@ fn run_rank(side: &Side<'_>, world: Group, wait: &Receiver<()>, teller: &Teller)
             Err(error @ (TrainError::NotFinite { .. } | TrainError::Weight { .. })) => (Vec::new(), None, Some(error)),
             Err(error) => return Err(error),
         };
-        teller.tell(Sent::Step { records, held, report });
+        teller.tell(Told::Step { rank: teller.rank, records, held, report });
         if let Some(error) = failed {
             return Err(error);
         }
@@ -265,16 +258,17 @@ mod tests {
     fn a_rank_that_is_gone_is_not_waited_for() {
         std::thread::scope(|scope| {
             let (tell, told) = channel();
-            let step = || Sent::Step { records: Vec::new(), held: Vec::new(), report: None };
+            let step = |rank| Told::Step { rank, records: Vec::new(), held: Vec::new(), report: None };
+            let gone = |rank| Told::Gone { rank };
             let mut world =
                 Run { name: 'A', go: vec![channel().0, channel().0], told, thread: scope.spawn(|| Ok(Vec::new())) };
             // Rank 1 ends after it has sent everything. Rank 0 must still be waited for.
-            for (rank, what) in [(1, step()), (1, Sent::Gone), (0, step())] {
-                tell.send(Told { rank, what }).unwrap();
+            for told in [step(1), gone(1), step(0)] {
+                tell.send(told).unwrap();
             }
             assert!(world.step().is_some());
-            for (rank, what) in [(0, step()), (1, Sent::Gone)] {
-                tell.send(Told { rank, what }).unwrap();
+            for told in [step(0), gone(1)] {
+                tell.send(told).unwrap();
             }
             assert!(world.step().is_none(), "with a rank that may still tell something");
             world.end().unwrap();

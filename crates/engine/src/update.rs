@@ -283,7 +283,7 @@ impl Updates {
     /// Takes the passes of all parameters that are read whole. `read` gives the part of a parameter that is updated
     /// here. Changes states; weights stay.
     pub fn measure(&self, read: impl Fn(ParamId) -> Result<Before>, states: &mut States) -> Result<Totals> {
-        let optim = self.device.optim()?;
+        let (optim, whole_optim) = (self.device.optim()?, self.device.whole_optim()?);
         let exact_sums = self.layout.declarations.reduction_blocks().is_some();
         let mut totals = Totals::new();
         let rules = || self.whole.iter().filter_map(|&id| Some((id, self.rule_of(id)?)));
@@ -313,7 +313,7 @@ impl Updates {
                 }
                 for (id, of) in takers() {
                     let (part, sets) = (self.whole_part(of, &read(id)?.param), &mut states.sets[id.index()]);
-                    optim.finish_pass(&part, pass, &mut sums, of.starts[pass], sets)?;
+                    whole_optim.finish_pass(&part, pass, &mut sums, of.starts[pass], sets)?;
                 }
                 measured[number] = Some(sums);
             }
@@ -343,7 +343,7 @@ impl Updates {
         let (elements, masters) = self.split(states.elements.get(page)?);
         let weights = masters.map_or(&weights, |masters| masters);
         let vectors = WholeVectors { grads: &grads, states: elements, sets, totals: &totals, gathered: None };
-        Ok(self.device.optim()?.measure(&self.whole_part(of, &param), pass, weights, vectors, into)?)
+        Ok(self.device.whole_optim()?.measure(&self.whole_part(of, &param), pass, weights, vectors, into)?)
     }
 
     /// Brings together the matrices of the parameters whose rules read them, and transforms them. Each rank
@@ -439,7 +439,7 @@ impl Updates {
         totals: &Totals,
         gathered: Option<&Gathered>,
     ) -> Result<()> {
-        let optim = self.device.optim()?;
+        let optim = self.device.whole_optim()?;
         for OpenPage { weights, masters, grads, states, params } in open {
             let weights = masters.as_deref_mut().unwrap_or(weights);
             for param in params.iter() {

@@ -19,7 +19,7 @@ pub const LABELS: &str = "labels";
 /// The metric: the share of samples whose class has the largest logit.
 pub const ACCURACY: &str = "accuracy";
 
-/// A layer as data. Extents are those of one sample: dim 0 of every tensor, the samples, is left out.
+/// A layer as data. Extents are of one sample: dim 0 of every tensor, the samples, is left out.
 pub trait Layer: Debug + Send + Sync {
     /// Extents of its result for an input with the extents `input`.
     fn output(&self, input: Shape) -> Shape;
@@ -75,7 +75,7 @@ impl Network {
         self.layers.len()
     }
 
-    /// Extents of a sample at the input of layer `at`; with `at` = [`layers`](Self::layers), those of the result.
+    /// Extents of a sample at the input of layer `at`; with `at` = [`layers`](Self::layers), of the result.
     pub fn boundary(&self, at: usize) -> Shape {
         self.layers[..at].iter().fold(self.input, |shape, (_, layer)| layer.output(shape))
     }

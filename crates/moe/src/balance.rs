@@ -185,7 +185,7 @@ impl Op for OfSequences {
         let (device, dout) = (grad.device(), grad.buffer());
         let dx = match &self.kind {
             AuxLoss::Balance { load, scale } => {
-                device.routing()?.balance_grad(dout, load.buffer(), tokens, experts, *scale, self.dtype)?
+                device.routing()?.balance_grad(dout, load.buffer(), [tokens, experts], *scale, self.dtype)?
             }
             AuxLoss::Z => device.routing()?.z_loss_grad(cx.saved(0)?.buffer(), dout, experts)?,
             AuxLoss::Entropy | AuxLoss::Unused => return Ok(vec![None]),

@@ -8,7 +8,7 @@ use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape
 
 /// `y = (x - mean) / √(var + eps) · weight + bias` per channel of `[n, h, w, channels]`, the bias optional.
 ///
-/// In training, mean and variance are those of the tape's samples: of one micro-batch on one rank. In evaluation they
+/// In training, mean and variance are taken over the tape's samples: of one micro-batch on one rank. In evaluation they
 /// are moving averages over whole mini-batches, kept in two buffers that are updated once a step (GPipe, section 2).
 #[derive(Clone, Copy, Debug)]
 pub struct BatchNorm2d {
@@ -55,7 +55,7 @@ impl BatchNorm2d {
 }
 
 /// Moving averages of mean and variance. The terms of a note are the number of elements of a mean, and per channel the
-/// sum of its elements and that of their squares.
+/// sum of its elements and the sum of their squares.
 #[derive(Debug)]
 struct Moving {
     momentum: f64,

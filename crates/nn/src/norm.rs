@@ -2,7 +2,7 @@
 
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
-/// What a norm ends with, `· weight + bias` per feature or channel, the bias optional. Both are replicated.
+/// The end of a norm, `· weight + bias` per feature or channel, the bias optional. Both are replicated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Affine {
     weight: ParamId,
@@ -57,8 +57,8 @@ impl LayerNorm {
     }
 }
 
-/// `y = x / √(mean of x² + eps) · weight` over the last dim. Its parameter is replicated, as those of a [`LayerNorm`]
-/// are.
+/// `y = x / √(mean of x² + eps) · weight` over the last dim. Its parameter is replicated, like the parameters of a
+/// [`LayerNorm`].
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNorm {
     weight: ParamId,

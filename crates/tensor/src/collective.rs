@@ -54,7 +54,7 @@ struct Collective {
     to: Ty,
     forward: Move,
     backward: Move,
-    /// What is gathered beyond the true extent, where the shards are padded with zeros.
+    /// The gathered zeros beyond the true extent, where shards are padded.
     zeros: Option<Zeros>,
 }
 
@@ -160,7 +160,7 @@ impl Var {
         Ok(self.tape().constant(tensor, types))
     }
 
-    /// Those of the axes that the mesh has; all, if it has none.
+    /// The axes that the mesh has; all, if it has none of them.
     fn on_mesh(&self, axes: Axes) -> Axes {
         let mesh = self.tape().rank().mesh();
         let on: Axes = axes.iter().copied().filter(|&axis| mesh.has(axis)).collect();
@@ -173,7 +173,7 @@ impl Var {
             self.tape().mixes_samples();
         }
         let zeros = match forward {
-            // What is left of the cuts keeps the padding.
+            // Remaining cuts keep the padding.
             Move::Gather(dim) if types.cuts(dim).all(|axis| axes.contains(&axis)) => {
                 let padded = types.cuts(dim).find_map(|axis| Some((axis, self.padding().extent(axis)?)));
                 padded.map(|(axis, extent)| {
@@ -275,16 +275,11 @@ impl Op for Collective {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        match cx.needs(0) {
-            true => {
-                let grad = match self.zeros {
-                    Some(zeros) => zeros.append(&grad)?,
-                    None => grad,
-                };
-                Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
-            }
-            false => Ok(vec![None]),
-        }
+        let grad = match self.zeros {
+            Some(zeros) => zeros.append(&grad)?,
+            None => grad,
+        };
+        Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
     }
 }
 

@@ -48,6 +48,8 @@ macro_rules! families {
             layout: Layout, "layout";
             /// Flat vectors of weights, gradients and optimizer states.
             optim: Optim, "optim";
+            /// Update rules that read whole matrices.
+            whole_optim: WholeOptim, "optim";
             /// Lossy compression.
             compression: Compression, "compression";
         }
@@ -75,12 +77,12 @@ macro_rules! kernels_of_a_device {
         )*}
 
         impl<'a> Kernels<'a> {
-            /// Those of a device that has all.
+            /// The kernels of a device that has all.
             pub fn all<D: $($Trait +)*>(device: &'a D) -> Self {
                 Self { $($family: Some(device)),* }
             }
 
-            /// Those of a device around an inner one that has these.
+            /// The kernels of a device around an inner one that has these.
             pub fn through<D: $($Trait +)*>(self, device: &D) -> Kernels<'_> {
                 Kernels { $($family: self.$family.map(|_| device as _)),* }
             }
@@ -149,7 +151,7 @@ pub trait Device: Send + Sync + Debug {
     /// are done when they return has nothing to wait for.
     ///
     /// # Errors
-    /// What went wrong in that work.
+    /// A failure of that work.
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
@@ -254,7 +256,7 @@ impl Meter {
         self.flops.iter().map(|flops| flops.load(Ordering::Relaxed)).sum()
     }
 
-    /// Leaves the floating point operations of `run` out of the count: those of a check beside the work.
+    /// Leaves the floating point operations of `run` out of the count, for a check beside the work.
     pub fn uncounted<T>(&self, run: impl FnOnce() -> T) -> T {
         let before = self.flops.each_ref().map(|flops| flops.load(Ordering::Relaxed));
         let done = run();
@@ -285,12 +287,12 @@ impl Meter {
         self.accounts.shrink(bytes as u64, category);
     }
 
-    /// What the buffers alive now are for.
+    /// The uses of the buffers alive now.
     pub fn live(&self) -> MemoryUse {
         self.accounts.live()
     }
 
-    /// What the buffers were for when they had the most bytes.
+    /// The uses of the buffers when they had the most bytes.
     pub fn peak(&self) -> MemoryUse {
         self.accounts.peak()
     }
@@ -337,7 +339,7 @@ pub struct Upload(Box<CopyToDevice>);
 type CopyToDevice = dyn FnOnce(&dyn Device, &Buffer) -> Result<Buffer>;
 
 impl Download {
-    /// One that `wait` waits for.
+    /// A copy that `wait` waits for.
     pub fn new(wait: impl FnOnce() -> Result<Buffer> + Send + 'static) -> Self {
         Self(Box::new(wait))
     }
@@ -352,7 +354,7 @@ impl Download {
 }
 
 impl Upload {
-    /// One that `copy` copies, given its device and the values.
+    /// Memory to which `copy` copies, given its device and the values.
     pub fn new(copy: impl FnOnce(&dyn Device, &Buffer) -> Result<Buffer> + 'static) -> Self {
         Self(Box::new(copy))
     }
@@ -360,7 +362,7 @@ impl Upload {
     /// Copies values to the memory, and gives it back: what is queued from now on has them.
     ///
     /// # Errors
-    /// Values of another type or number, and those of the device.
+    /// Values of another type or number, and errors of the device.
     pub fn copy(self, device: &dyn Device, values: &Buffer) -> Result<Buffer> {
         self.0(device, values)
     }

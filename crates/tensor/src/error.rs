@@ -23,7 +23,7 @@ pub enum Error {
     Shape {
         /// The operation.
         op: &'static str,
-        /// What does not fit.
+        /// The problem.
         problem: String,
         /// The shapes of all operands.
         shapes: Vec<Vec<usize>>,
@@ -37,7 +37,7 @@ pub enum Error {
         device: String,
         /// The given type.
         dtype: DType,
-        /// What would be valid.
+        /// A valid alternative.
         valid: &'static str,
     },
     /// The device has no kernels of this kind.
@@ -67,7 +67,7 @@ pub enum Error {
         op: &'static str,
         /// The device.
         device: String,
-        /// What it says.
+        /// The device's words.
         fault: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A function of the host on a device that cannot run any.
@@ -114,9 +114,9 @@ pub enum Error {
         degree: usize,
         /// Elements that all ranks store.
         stored: usize,
-        /// What does not fit.
+        /// The problem.
         problem: String,
-        /// What would be valid.
+        /// A valid alternative.
         valid: String,
     },
     /// A declaration that no mesh gives a meaning, or a name that is taken.
@@ -124,9 +124,9 @@ pub enum Error {
     Declaration {
         /// The parameter.
         name: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
-        /// What would be valid.
+        /// A valid alternative.
         valid: String,
     },
     /// A parameter id that other declarations gave.
@@ -137,7 +137,7 @@ pub enum Error {
     OtherDeclarations {
         /// Its position among the declarations that gave it.
         index: usize,
-        /// What it would have been taken for here.
+        /// The parameter here that has this position.
         problem: String,
     },
     /// A buffer for which the rank's limit leaves no room.
@@ -148,11 +148,11 @@ pub enum Error {
     MemoryLimit {
         /// Bytes of the buffer.
         bytes: u64,
-        /// What it is for.
+        /// The use of the buffer.
         category: Category,
         /// The limit, in bytes.
         limit: u64,
-        /// What the rank holds.
+        /// The memory that the rank holds.
         held: Box<MemoryUse>,
     },
     /// A device whose memory is full.
@@ -162,11 +162,11 @@ pub enum Error {
         device: String,
         /// Bytes of the buffer.
         bytes: u64,
-        /// What it is for.
+        /// The use of the buffer.
         category: Category,
-        /// What the device says.
+        /// The device's words.
         fault: Box<dyn std::error::Error + Send + Sync>,
-        /// What the rank holds.
+        /// The memory that the rank holds.
         held: Box<MemoryUse>,
     },
     /// A saved tensor that its policy cannot give back.
@@ -190,9 +190,9 @@ pub enum Error {
         op: &'static str,
         /// The operand.
         operand: &'static str,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
-        /// What would be valid.
+        /// A valid alternative.
         valid: String,
     },
     /// A gradient of a parameter that is still to be summed over ranks.
@@ -260,7 +260,7 @@ pub enum Error {
     Compress {
         /// The operation.
         op: &'static str,
-        /// What is wrong.
+        /// The problem.
         source: Box<meshwork_compress::CompressError>,
     },
     /// An update rule that refused its vectors.
@@ -286,15 +286,15 @@ pub enum Error {
         op: &'static str,
         /// The reason.
         problem: &'static str,
-        /// What would be valid.
+        /// A valid alternative.
         valid: &'static str,
     },
     /// Notes of layers that nobody took before backward, and that would be lost.
     #[error("backward: layers left {what} on the tape, and nobody took them; {valid}")]
     Untaken {
-        /// What they are, with names.
+        /// The notes, with names.
         what: String,
-        /// What would be valid.
+        /// A valid alternative.
         valid: &'static str,
     },
     /// A claim about values that does not hold: see [`verify`](crate::verify). Every rank of the world has the same.

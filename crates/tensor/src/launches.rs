@@ -18,7 +18,7 @@ pub struct Launches {
     pub launches: u64,
     /// Graphs among them.
     pub graphs: u64,
-    /// Those of them that were captured now.
+    /// Graphs that were captured now.
     pub captured: u64,
     /// Kernels of graphs whose numbers were set anew.
     pub changed: u64,
@@ -72,7 +72,7 @@ impl Add for Launches {
 impl Sub for Launches {
     type Output = Self;
 
-    /// What was queued since `before`.
+    /// The work queued since `before`.
     fn sub(self, before: Self) -> Self {
         self.combine(before, u64::wrapping_sub)
     }

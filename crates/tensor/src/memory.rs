@@ -1,8 +1,8 @@
-//! What memory is for.
+//! The uses of memory.
 
 use std::fmt;
 
-/// What a buffer is for.
+/// The use of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Category {
     /// Weights.
@@ -11,7 +11,7 @@ pub enum Category {
     Gradients,
     /// States of the optimizer.
     Optimizer,
-    /// What forward keeps for backward, and what either needs while it runs.
+    /// Values that forward keeps for backward, and that either needs while it runs.
     Activations,
     /// Messages between stages, weights that are brought together for a while, and copies for an update.
     Buffers,

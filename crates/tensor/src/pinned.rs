@@ -20,7 +20,7 @@ pub trait Pinned: Debug {
     /// do so far. The copy's number.
     ///
     /// # Errors
-    /// What the device refuses; room that was not reserved.
+    /// An error of the device; room that was not reserved.
     fn save(&self, from: &Buffer, at: u64) -> Result<u64>;
 
     /// Queues a copy back, in the same way.
@@ -32,7 +32,7 @@ pub trait Pinned: Debug {
     /// Queues that what the device is given to do from now on begins after a copy.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// An error of the device.
     fn wait(&self, copy: u64) -> Result<()>;
 
     /// Bytes of the room from `at` on, behind all copies: to host memory, for which the host waits.

@@ -20,10 +20,7 @@ pub fn normal(key: Key, index: u64) -> f32 {
 
 /// `out[i] = normal(key, start + i)`, bit for bit, at a fraction of the cost. Overwrites.
 pub fn fill_normal<T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
-    wide(
-        #[inline(always)]
-        || fill::<Normal, T>(key, start, out),
-    );
+    wide!(fill::<Normal, T>(key, start, out));
 }
 
 /// 2^-24, the step of the angles.

@@ -15,7 +15,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor over a buffer, whose number of elements must be that of `shape`.
+    /// A tensor over a buffer with as many elements as `shape`.
     pub fn from_buffer(device: &Arc<dyn Device>, buffer: Buffer, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         if shape.count() != buffer.count() {

@@ -96,9 +96,9 @@ pub enum Over {
     World,
     /// Those that have other samples.
     Data,
-    /// Those of an axis.
+    /// The ranks of an axis.
     Axis(Axis),
-    /// Those of a group that [`Claims::compare_with`] is given under this name.
+    /// The ranks of a group that [`Claims::compare_with`] is given under this name.
     Group(String),
 }
 
@@ -107,7 +107,7 @@ pub enum Over {
 pub enum StatePart {
     /// Its elements.
     Weights,
-    /// What the update rule keeps.
+    /// The states of the update rule.
     States,
     /// Its gradient, summed over ranks.
     Gradient,
@@ -138,7 +138,7 @@ impl Claims {
                 self.fact(Over::Axis(axis), Fact::value(name, &value, own));
             }
         }
-        // A position without a number of samples is one that nobody cared for.
+        // A position without a number of samples was never set.
         if rank_samples > 0 {
             let claim = format!("the first sample of {place}, in its Position,");
             let valid = "count it over the whole batch: what is random in a sample, and an auxiliary loss, follow from its place there";
@@ -349,7 +349,7 @@ fn of_tensor(tensor: &Tensor) -> Result<u64> {
 }
 
 impl StatePart {
-    /// What would be valid.
+    /// A valid alternative.
     fn advice(self) -> &'static str {
         match self {
             Self::Weights | Self::States => {

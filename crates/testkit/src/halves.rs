@@ -124,7 +124,7 @@ pub const CALLS: &[Call] = &[
         let (x, gamma, beta, dy) =
             (of.get("x", rows * n)?, of.get("gamma", n)?, of.get("beta", n)?, of.get("dy", rows * n)?);
         let kernels = of.device.norm()?;
-        let (y, mean, rstd) = kernels.layer_norm(&x, &gamma, &beta, 1e-5, of.stored)?;
+        let (y, mean, rstd) = kernels.layer_norm(&x, [&gamma, &beta], 1e-5, of.stored)?;
         let mut results = vec![y];
         for sum in [None, Some(of.get("sum", rows * n)?)] {
             let (dx, dgamma, dbeta) = kernels.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], BLOCKS, sum)?;
@@ -153,13 +153,13 @@ pub const CALLS: &[Call] = &[
         let mut results = vec![kernels.lookup(&index, &table, 0..rows, rows, width)?];
         for accumulate in [false, true] {
             let mut buffer = of.full("dtable", rows * width)?;
-            let dtable = TableGrad { buffer: &mut buffer, start: 0, rows, accumulate, blocks: 1 };
-            kernels.lookup_grad(&index, &dout, 0..rows, width, dtable)?;
+            let dtable = TableGrad { buffer: &mut buffer, start: 0, rows, width, accumulate, blocks: 1 };
+            kernels.lookup_grad(&index, &dout, 0..rows, dtable)?;
             results.push(buffer);
         }
         let mut buffer = of.full("blocks", rows * width)?;
-        let dtable = TableGrad { buffer: &mut buffer, start: 0, rows, accumulate: false, blocks: ids };
-        kernels.lookup_grad(&index, &dout, 0..rows, width, dtable)?;
+        let dtable = TableGrad { buffer: &mut buffer, start: 0, rows, width, accumulate: false, blocks: ids };
+        kernels.lookup_grad(&index, &dout, 0..rows, dtable)?;
         results.push(buffer);
         Ok(results)
     }),
@@ -168,8 +168,8 @@ pub const CALLS: &[Call] = &[
         let (x, table) = (of.get("x", batch * seq * width)?, of.get("table", (seq + 1) * width)?);
         let mut buffer = of.full("dtable", (seq + 1) * width)?;
         let y = of.device.embedding()?.positions(&x, &table, 1, seq, width)?;
-        let dtable = TableGrad { buffer: &mut buffer, start: 0, rows: seq + 1, accumulate: true, blocks: 2 };
-        of.device.embedding()?.positions_grad(&x, 1, seq, width, dtable)?;
+        let dtable = TableGrad { buffer: &mut buffer, start: 0, rows: seq + 1, width, accumulate: true, blocks: 2 };
+        of.device.embedding()?.positions_grad(&x, 1, seq, dtable)?;
         Ok(vec![y, buffer])
     }),
     ("cross entropy", |of| {

@@ -1,10 +1,9 @@
-//! The devices of a run: what each rank computes with.
+//! The devices of a run, one for each rank.
 
 use crate::config::{Config, Device as Where, Fault};
 use meshwork_core::Communicator;
 use meshwork_cpu::Cpu;
-use meshwork_tensor::Precision;
-use meshwork_tensor::{Device, Error};
+use meshwork_tensor::{Device, Error, Precision};
 use std::fmt;
 use std::sync::Arc;
 
@@ -40,12 +39,11 @@ pub struct RankDevice {
 
 impl Devices {
     /// The threads of this process.
-    #[must_use]
     pub fn cpu(precision: Precision) -> Self {
         Self(DeviceKind::Cpu(precision))
     }
 
-    /// Those of a configuration.
+    /// The devices of a configuration.
     ///
     /// # Errors
     /// A device that is not there: no driver, no such GPU, no compiler for the emulator.
@@ -57,7 +55,7 @@ impl Devices {
         Ok(Self::cpu(config.training.matmul_dtype.precision()))
     }
 
-    /// Those that `open` makes, by the rank's number among those of its host.
+    /// Devices that `open` makes, by the rank's number among those of its host.
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     pub fn cuda(open: impl Fn(usize) -> Result<Arc<meshwork_cuda::CudaDevice>, Error> + Send + Sync + 'static) -> Self {
         Self(DeviceKind::Cuda(Arc::new(open)))
@@ -76,7 +74,7 @@ impl Devices {
         }
     }
 
-    /// The device of rank 0, for what communicates with nobody.
+    /// The device of rank 0, for work without communication.
     ///
     /// # Errors
     /// As [`rank`](Self::rank).
@@ -89,7 +87,7 @@ impl Devices {
     }
 }
 
-/// The fault of a configuration whose device is not there, or lacks what it asks for.
+/// The fault of a configuration whose device is not there, or lacks a form that the configuration asks for.
 pub(crate) fn missing(config: &Config) -> Option<Fault> {
     if let Where::Card(_) = config.device {
         let problem = "is a card to predict for, and none that computes";
@@ -115,8 +113,8 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
     }
 }
 
-/// The fault of a configuration whose step needs what its device lacks: an operation, an element type, an update rule.
-/// One step of each stage runs on a device without contents.
+/// The fault of a configuration whose device lacks something that a step needs: an operation, an element type, an
+/// update rule. One step of each stage runs on a device without contents.
 pub(crate) fn lacking(config: &Config) -> Option<Fault> {
     #[cfg(any(feature = "cuda", feature = "emulator"))]
     return cuda::lacking(config);
@@ -195,7 +193,7 @@ mod cuda {
         }
     }
 
-    /// Looks for what the devices of a configuration need. `None` for other devices.
+    /// Looks for the drivers and libraries that the devices of a configuration need. `None` for other devices.
     pub(super) fn open(config: &Config) -> Result<Option<Arc<Open>>, Error> {
         let (products, precision) = (products(config), config.training.matmul_dtype.precision());
         let (tuning, name) = (config.cuda.tuning.clone(), config.device);

@@ -14,18 +14,14 @@ use std::path::{Path, PathBuf};
 /// The error of a run on one rank.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum RankError {
     /// Training.
     #[error(transparent)]
     Train(#[from] TrainError),
     /// The memory of a device is full.
     #[error("{error}{}", in_words(savings))]
-    OutOfMemory {
-        /// The message of the device, and the holders of its memory.
-        error: Box<TrainError>,
-        /// Settings that would hold less on the fullest rank, and by how many bytes, as predicted.
-        savings: Vec<(String, u64)>,
-    },
+    OutOfMemory { error: Box<TrainError>, savings: Vec<(String, u64)> },
     /// Data that could not be read.
     #[error(transparent)]
     Data(#[from] DataError),
@@ -46,10 +42,7 @@ pub enum RankError {
     Stopped,
     /// A model that gives no probabilities.
     #[error("the logits after {token} tokens are not all numbers: the weights are damaged, or training has diverged")]
-    Logits {
-        /// Tokens before.
-        token: usize,
-    },
+    Logits { token: usize },
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),

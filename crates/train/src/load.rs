@@ -59,13 +59,13 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         count_samples(&mut config, data, &mut settings);
         settings.faults.extend(if settings.faults.is_empty() { export::fault_of_files(&config, data) } else { None });
     }
-    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
-        settings.faults.extend(too_large(&config).or_else(|| plan_memory::too_large(&config)));
+    let trains = config.training.steps > 0 && !args.plan_memory;
+    if trains && settings.faults.is_empty() {
+        let checks: [fn(&Config) -> Option<Fault>; 4] =
+            [too_large, plan_memory::too_large, devices::missing, devices::lacking];
+        settings.faults.extend(checks.iter().find_map(|check| check(&config)));
     }
-    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
-        settings.faults.extend(devices::missing(&config).or_else(|| devices::lacking(&config)));
-    }
-    if settings.faults.is_empty() && config.training.steps > 0 && !args.plan_memory {
+    if trains && settings.faults.is_empty() {
         match Room::of(&config).map(|room| room.map_or(Ok(None), |room| room.check(&config))) {
             Ok(Ok(notice)) => config.notices.extend(notice),
             Ok(Err(fault)) => settings.faults.push(fault),
@@ -75,7 +75,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     match data {
         Some(data) if settings.faults.is_empty() => {
             config.notices.extend_from_slice(data.notices());
-            let computes = config.training.steps > 0 && !args.plan_memory && config.device == Device::Cpu;
+            let computes = trains && config.device == Device::Cpu;
             config.notices.extend(computes.then(slow_build_warning).flatten().map(str::to_owned));
             Ok((config, data))
         }
@@ -116,7 +116,7 @@ fn overwritten(key: &str, written: &Path, args: &Args, config: &Config) -> Optio
     Some(Fault::new(key, written.display(), problem, "use another file"))
 }
 
-/// The fault of a folder in which no file can be made for what is offloaded.
+/// The fault of a folder in which no file for offloaded tensors can be made.
 fn folder_of_offload(config: &Config) -> Option<Fault> {
     let offload = config.memory.offload().filter(|_| config.training.steps > 0)?;
     let problem = match offload.to?.open(0).err()? {
@@ -143,7 +143,8 @@ fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
 /// Bytes of a rank beside its tensors: its thread's stack, its plans and its ends of groups, as `benches/README.md`
 /// measures them.
 const RANK_BYTES: u128 = 384 << 10;
-/// Bytes that each rank has of every other one: what a step reports of each rank's memory and input, sent and received.
+/// Bytes that each rank has of every other one: the report of a step on each rank's memory and input, sent and
+/// received.
 const PEER_BYTES: u128 = 160;
 /// Address space of the stack of a thread, which takes memory only as far as it is used.
 const STACK_BYTES: u128 = 2 << 20;

@@ -22,7 +22,6 @@ use serde::{Serialize, Serializer};
 use crate::config::{AXES, Config, Fault};
 use crate::error::OutputError;
 
-/// In errors.
 const WHAT: &str = "metrics";
 
 /// The content of a line.
@@ -76,7 +75,6 @@ pub struct StepLaunches {
 
 impl StepLaunches {
     /// After one more step, in which `last_step` was queued.
-    #[must_use]
     pub fn next(before: Option<Self>, last_step: Launches) -> Self {
         Self { first_step: before.map_or(last_step, |before| before.first_step), last_step }
     }
@@ -96,7 +94,6 @@ impl fmt::Display for StepLaunches {
 /// The configuration of a run.
 #[derive(Debug, Serialize)]
 pub struct Start<'a> {
-    /// Version of meshwork.
     version: &'static str,
     /// Degree of each axis.
     #[serde(serialize_with = "map")]
@@ -118,7 +115,6 @@ pub struct Start<'a> {
 impl<'a> Start<'a> {
     /// The start of a run of `config` on data of this [hash](crate::Data::hash), and the memory that it is
     /// [predicted](crate::plan::memory) to take.
-    #[must_use]
     pub fn new(config: &'a Config, parameters: u64, data_hash: String, memory_predicted: Vec<MemoryUse>) -> Self {
         let mesh = &config.parallelism;
         let degrees = [mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep];
@@ -159,12 +155,12 @@ pub struct Step {
     /// Bytes communicated per axis, averaged over ranks.
     #[serde(serialize_with = "map")]
     pub comm_bytes: Vec<(&'static str, u64)>,
-    /// What was offloaded, where anything is.
+    /// Bytes to and from offload, where anything is offloaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadTraffic>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
-    /// What the loss was multiplied by before backward, where that is not 1.
+    /// The factor of the loss before backward, where that is not 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
     /// Whether the step changed no weight: a gradient overflowed at this scale, or it is `masked`.
@@ -173,12 +169,12 @@ pub struct Step {
     /// Whether every target of the batch is masked, so that the loss has no mean.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub masked: bool,
-    /// What the routers of experts report.
+    /// The report of the routers of experts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moe: Option<Experts>,
 }
 
-/// What the offload of a rank moved in one step, averaged over ranks.
+/// Bytes that the offload of a rank moved in one step, averaged over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct OffloadTraffic {
     /// Bytes read.
@@ -190,13 +186,13 @@ pub struct OffloadTraffic {
 }
 
 impl OffloadTraffic {
-    /// What a report has of it.
+    /// From the report of a step.
     pub fn of(Offloaded { read, written, waited }: Offloaded) -> Self {
         Self { read: read.round() as u64, written: written.round() as u64, wait_ms: waited * 1e3 }
     }
 }
 
-/// What the routers of experts report of one step, over its global batch.
+/// The report of the routers of experts of one step, over its global batch.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Experts {
     /// The largest number of tokens of an expert over the mean of all experts, as a mean over layers: 1 where they are
@@ -212,7 +208,6 @@ pub struct Experts {
 
 impl Experts {
     /// From the report of a step; `None` of a model without experts.
-    #[must_use]
     pub fn of(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
         let layer = |buffer: &str| buffer.rsplit_once('.').map_or(buffer, |(layer, _)| layer).to_owned();
         let loads = statistics.iter().filter(|statistic| statistic.name == TOKENS);
@@ -226,37 +221,31 @@ impl Experts {
 impl Step {
     /// Its numbers by the tags under which TensorBoard shows them.
     pub fn scalars(&self) -> Vec<(String, f64)> {
-        let of_loss = [("train/loss", self.loss), ("train/gradient_norm", self.grad_norm)];
-        let named = [
-            ("train/learning_rate", self.lr),
-            ("speed/step_ms", self.step_ms),
-            ("speed/tokens_per_s", self.tokens_per_s),
-        ];
-        let communication =
-            self.comm_bytes.iter().map(|(axis, bytes)| (format!("communication/{axis}"), *bytes as f64));
-        let memory =
-            self.peak_bytes.iter().enumerate().map(|(rank, &bytes)| (format!("memory/rank {rank}"), bytes as f64));
-        let experts = self
-            .moe
+        let mut scalars = Vec::new();
+        let mut add = |section: &str, name: &str, value: f64| scalars.push((format!("{section}/{name}"), value));
+        if !self.masked {
+            add("train", "loss", self.loss);
+            add("train", "gradient_norm", self.grad_norm);
+        }
+        add("train", "learning_rate", self.lr);
+        add("speed", "step_ms", self.step_ms);
+        add("speed", "tokens_per_s", self.tokens_per_s);
+        self.comm_bytes.iter().for_each(|&(axis, bytes)| add("communication", axis, bytes as f64));
+        self.peak_bytes
             .iter()
-            .flat_map(|moe| [("load_imbalance", moe.load_imbalance)].into_iter().chain(moe.metrics.clone()));
-        let experts = experts.map(|(name, value)| (format!("moe/{name}"), value));
-        let loss_scale = self.loss_scale.map(|scale| ("train/loss_scale".to_owned(), scale));
-        let offload = self.offload.iter().flat_map(|of| {
-            [("read", of.read as f64), ("written", of.written as f64), ("wait_ms", of.wait_ms)]
-                .map(|(name, value)| (format!("offload/{name}"), value))
-        });
-        of_loss
-            .into_iter()
-            .filter(|_| !self.masked)
-            .chain(named)
-            .map(|(tag, value)| (tag.to_owned(), value))
-            .chain(communication)
-            .chain(memory)
-            .chain(experts)
-            .chain(loss_scale)
-            .chain(offload)
-            .collect()
+            .enumerate()
+            .for_each(|(rank, &bytes)| add("memory", &format!("rank {rank}"), bytes as f64));
+        if let Some(moe) = &self.moe {
+            add("moe", "load_imbalance", moe.load_imbalance);
+            moe.metrics.iter().for_each(|&(name, value)| add("moe", name, value));
+        }
+        self.loss_scale.iter().for_each(|&scale| add("train", "loss_scale", scale));
+        if let Some(OffloadTraffic { read, written, wait_ms }) = self.offload {
+            add("offload", "read", read as f64);
+            add("offload", "written", written as f64);
+            add("offload", "wait_ms", wait_ms);
+        }
+        scalars
     }
 }
 
@@ -307,7 +296,7 @@ impl Metrics {
         Ok(Self { path: path.to_path_buf(), file })
     }
 
-    /// The file at `path`, to go on after its last line; a new one if there is none. What is left of a line that was
+    /// The file at `path`, to go on after its last line; a new one if there is none. The rest of a line that was
     /// cut short is removed.
     ///
     /// # Errors

@@ -3,7 +3,6 @@
 use meshwork_tensor::memory::Bytes;
 
 /// Ascending numbers as `0-3,8-11`.
-#[must_use]
 pub fn spans(numbers: &[usize]) -> String {
     let mut spans: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
@@ -17,7 +16,6 @@ pub fn spans(numbers: &[usize]) -> String {
 }
 
 /// `1 rank`, `2,000 ranks`.
-#[must_use]
 pub fn count(number: usize, of: &str) -> String {
     let ending = match number {
         1 => "",
@@ -28,21 +26,11 @@ pub fn count(number: usize, of: &str) -> String {
 }
 
 /// 1234567 as `1,234,567`.
-#[must_use]
 pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    indicatif::HumanCount(number).to_string()
 }
 
 /// Bytes in binary units.
-#[must_use]
 pub fn size(bytes: f64) -> String {
     Bytes(bytes.round() as u64).to_string()
 }

@@ -31,7 +31,7 @@ const WIDEST: usize = 4;
 const RECOMPUTE: [RecomputeWord; 5] =
     [RecomputeWord::None, RecomputeWord::Selective, RecomputeWord::Sqrt, RecomputeWord::Full, RecomputeWord::Stage];
 
-/// Settings, and what they are predicted to take.
+/// Settings with their predicted memory and time.
 struct Candidate {
     config: Config,
     /// The memory of the rank with the highest peak.
@@ -100,7 +100,6 @@ pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
     savings
 }
 
-/// The settings of [`candidates`].
 fn combinations(config: &Config) -> Vec<Config> {
     let dp = config.parallelism.dp;
     let (own_stage, own_micros) = (config.parallelism.zero_stage, config.pipeline.num_microbatches);
@@ -139,8 +138,8 @@ fn combinations(config: &Config) -> Vec<Config> {
     found
 }
 
-/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all do that are wider than
-/// what else a layer gives.
+/// How many tokens' logits may exist at a time: as many as now, and those of a chunk where all of them are wider than
+/// any other activation.
 fn loss_chunks(config: &Config) -> Vec<usize> {
     let (own, model) = (config.memory.loss_chunk, &config.model);
     let wide = model.vocab_size > WIDEST * model.hidden_size;
@@ -226,7 +225,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
     Ok(text)
 }
 
-/// The fault of a limit below what the run is predicted to take.
+/// The fault of a limit below the predicted memory.
 pub(crate) fn too_large(config: &Config) -> Option<Fault> {
     let limit = config.memory.limit()?;
     let own = Candidate::of(config.clone()).ok()?;

@@ -50,7 +50,6 @@ impl From<String> for Note {
 
 impl Progress {
     /// Progress of a run of `steps` steps.
-    #[must_use]
     pub fn new(steps: u64) -> Self {
         let target = ProgressDrawTarget::stdout();
         // Hidden where output is no terminal, and on one that cannot move its cursor: `TERM=dumb`, or none.
@@ -89,7 +88,6 @@ impl Progress {
     }
 
     /// Whether the reader of standard output has closed it, as `| head` does.
-    #[must_use]
     pub fn is_unread(&self) -> bool {
         self.unread.load(Ordering::Relaxed)
     }

@@ -18,7 +18,7 @@ pub(crate) fn is_asked(stop: &AtomicBool) -> bool {
     stop.load(Ordering::Relaxed)
 }
 
-/// Ends what comes before the first step.
+/// Ends the work before the first step.
 ///
 /// # Errors
 /// [`RankError::Stopped`] if the run was asked to stop.
@@ -33,7 +33,7 @@ pub(crate) fn agreed(world: &Group, stop: &AtomicBool) -> Result<bool, CommError
     Ok(asked[0] > 0)
 }
 
-/// The end of a world, where one that was stopped before its first step is no failure: then the value of `stopped`.
+/// The end of a world, where a world that was stopped before its first step is no failure: then the value of `stopped`.
 pub(crate) fn unless_stopped<T>(ended: Result<T, RunError>, stopped: impl FnOnce() -> T) -> Result<T, RunError> {
     // Of a rank in another process there is only the text.
     let is_stop = |end: &RankEnd| end.to_string() == RankError::Stopped.to_string();

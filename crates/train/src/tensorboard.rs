@@ -1,8 +1,8 @@
 //! Event files of TensorBoard: scalars by step.
 //!
 //! A file is a list of records, `[length: u64][crc of length: u32][data][crc of data: u32]`, all little-endian; a crc
-//! is a CRC-32C, rotated and offset. The data are `Event` messages of protocol buffers. Of these only what scalars need
-//! is written:
+//! is a CRC-32C, rotated and offset. The data are `Event` messages of protocol buffers. Only the fields of scalars
+//! are written:
 //!
 //! ```text
 //! Event   { 1: wall_time double, 2: step int64, 3: file_version string, 5: summary Summary }

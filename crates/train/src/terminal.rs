@@ -6,7 +6,6 @@ use console::Term;
 pub const COLUMNS: usize = 80;
 
 /// Columns of standard output: [`COLUMNS`], or more where a terminal has more.
-#[must_use]
 pub fn columns() -> usize {
     Term::stdout().size_checked().map_or(COLUMNS, |(_, columns)| COLUMNS.max(columns.into()))
 }
@@ -19,7 +18,6 @@ pub fn columns() -> usize {
 ///
 /// assert_eq!(fit("  memory   12 MiB of weights; 82 MiB\n", 24), "  memory   12 MiB of\n           weights; 82\n           MiB\n");
 /// ```
-#[must_use]
 pub fn fit(text: &str, columns: usize) -> String {
     text.split_inclusive('\n').map(|line| fit_line(line, columns)).collect()
 }

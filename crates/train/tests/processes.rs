@@ -1,6 +1,6 @@
 //! A run over processes: the losses, checkpoint and profile of threads, and the same error in every process.
 
-#[path = "small/mod.rs"]
+#[path = "suite/small.rs"]
 mod small;
 
 use meshwork_checkpoint::Checkpoint;

@@ -8,15 +8,17 @@
 //! all [peaks](Shares::PEAKS), and with the shares of them that good programs [reach](Shares::REACHED). Neither is a
 //! measurement; `docs/gpu_performance.md` holds them against published ones.
 
+mod shares;
 mod walk;
 
 use meshwork::core::Axis;
 use meshwork::core::profile::{Class, Detail, Recorder, Span};
 use meshwork::engine::{Plan, Recompute, TrainError, dry_run};
 use meshwork::pipeline::{ActionKind, Costs, Phase, simulate};
-use meshwork::train::config::{Card, Config, Device, Shares, card};
+use meshwork::train::config::{Card, Config, Device, card};
 use meshwork::train::numbers::{count, grouped, size, spans};
 use meshwork::train::plan::predict_all;
+use shares::Shares;
 use std::collections::BTreeMap;
 use std::time::Instant;
 use walk::{Of, Rates, Walk};

@@ -5,10 +5,11 @@
 //! it goes on when it is over. So what a program posts early is hidden behind the operations that follow. Messages
 //! between stages belong to the [schedule](super), which has the times of all ranks.
 
+use super::shares::Shares;
 use meshwork::core::DType;
 use meshwork::core::profile::{Class, Detail, Meeting, Span};
 use meshwork::pipeline::{Action, ActionKind, Interval};
-use meshwork::train::config::{Card, Shares};
+use meshwork::train::config::Card;
 use std::collections::{BTreeMap, HashMap};
 
 /// A card, the shares of its peaks that are reached, and how numbers are stored.

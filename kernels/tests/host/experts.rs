@@ -190,7 +190,7 @@ fn losses_and_measures_of_balance_are_those_of_the_cpu() {
         launch!("balance_forward", [samples, 0], &sums, &counts, pitch, 0.7_f64, &mut out, samples, experts);
         assert_eq!(out, vec::<f64>(&cpu.balance(&buffer(&x), &buffer(&counts), samples, experts, 0.7).unwrap()));
         launch!("balance_backward", [count, 0], &dout, &counts, pitch, 0.7_f64, &mut dx, count, each, experts);
-        let want = cpu.balance_grad(&buffer(&dout), &buffer(&counts), tokens, experts, 0.7, DType::F32).unwrap();
+        let want = cpu.balance_grad(&buffer(&dout), &buffer(&counts), [tokens, experts], 0.7, DType::F32).unwrap();
         assert_bits("gradient of balance", &dx, want.as_slice().unwrap());
     }
     let (mut terms, mut out, mut dx) = (vec![f64::NAN; tokens], vec![f64::NAN; samples], vec![f32::NAN; count]);

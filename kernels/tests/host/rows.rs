@@ -48,8 +48,8 @@ pub fn layer_norms_are_those_of_the_cpu() {
         launch!(args.1, [rows, n], &x, &gamma, &beta, EPS, &mut rounded, &mut mean, &mut rstd, rows, n);
         let cpu = Cpu::new(meshwork_tensor::Precision::Bf16);
         let [x_, gamma_, beta_] = [&x, &gamma, &beta].map(|x| Buffer::from_slice(x));
-        let want = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::F32).unwrap();
-        let (want_rounded, ..) = cpu.layer_norm(&x_, &gamma_, &beta_, f64::from(EPS), DType::Bf16).unwrap();
+        let want = cpu.layer_norm(&x_, [&gamma_, &beta_], f64::from(EPS), DType::F32).unwrap();
+        let (want_rounded, ..) = cpu.layer_norm(&x_, [&gamma_, &beta_], f64::from(EPS), DType::Bf16).unwrap();
         assert_bits(&format!("y of {what}"), &y, slice(&want.0));
         assert_bits(&format!("mean of {what}"), &mean, slice(&want.1));
         assert_bits(&format!("rstd of {what}"), &rstd, slice(&want.2));

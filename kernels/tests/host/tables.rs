@@ -47,9 +47,9 @@ pub fn embeddings_are_those_of_the_cpu() {
                 continue;
             }
             let mut buffer = Buffer::from_slice(&table);
-            let grad = TableGrad { buffer: &mut buffer, start: 0, rows, accumulate, blocks };
+            let grad = TableGrad { buffer: &mut buffer, start: 0, rows, width: h, accumulate, blocks };
             let (ids_, dout_) = (Buffer::from_slice(&ids), Buffer::from_slice(&dout));
-            Cpu::default().lookup_grad(&ids_, &dout_, first..first + rows, h, grad).unwrap();
+            Cpu::default().lookup_grad(&ids_, &dout_, first..first + rows, grad).unwrap();
             let (mut dtable, add) = (table.clone(), i32::from(accumulate));
             if blocks == 1 {
                 let sizes = [rows, h.div_ceil(4)];
@@ -97,8 +97,8 @@ fn positions_are_those_of_the_cpu() {
         assert_bits("positions", &out, &want);
         for (blocks, accumulate) in [(1, false), (1, true), (3, true), (8, false)] {
             let mut buffer = Buffer::from_slice(&table);
-            let grad = TableGrad { buffer: &mut buffer, start: 0, rows, accumulate, blocks };
-            Cpu::default().positions_grad(&Buffer::from_slice(&x), first, seq, h, grad).unwrap();
+            let grad = TableGrad { buffer: &mut buffer, start: 0, rows, width: h, accumulate, blocks };
+            Cpu::default().positions_grad(&Buffer::from_slice(&x), first, seq, grad).unwrap();
             let (mut dtable, run) = (table.clone(), batch.div_ceil(blocks));
             if !accumulate {
                 // What lies around the rows in use is zeroed by a fill, which is no kernel of ours.

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use meshwork_checkpoint::{
-    Checksum, Dtype, Held, Kind, Lock, SaveError, SavePlan, Saved, Slice, Tensor, Writer, threads,
+    Checksum, Dtype, Held, Lock, SaveError, SavePlan, Saved, Slice, Tensor, TensorKind, Writer, threads,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -17,11 +17,11 @@ pub fn tensors() -> Vec<Tensor> {
     let tensor =
         |name: &str, kind, dtype, dims: &[u64]| Tensor { name: name.to_owned(), kind, dtype, dims: dims.to_vec() };
     vec![
-        tensor("table", Kind::Weight, Dtype::F32, &[60, 32]),
-        tensor("down", Kind::Weight, Dtype::F32, &[32, 48]),
-        tensor("down:exp_avg", Kind::OptimizerState, Dtype::F32, &[32, 48]),
-        tensor("norm", Kind::Buffer, Dtype::Bf16, &[33]),
-        tensor("updates", Kind::Counter, Dtype::U64, &[]),
+        tensor("table", TensorKind::Weight, Dtype::F32, &[60, 32]),
+        tensor("down", TensorKind::Weight, Dtype::F32, &[32, 48]),
+        tensor("down:exp_avg", TensorKind::OptimizerState, Dtype::F32, &[32, 48]),
+        tensor("norm", TensorKind::Buffer, Dtype::Bf16, &[33]),
+        tensor("updates", TensorKind::Counter, Dtype::U64, &[]),
     ]
 }
 

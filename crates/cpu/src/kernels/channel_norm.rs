@@ -24,16 +24,11 @@ pub struct Channels<'a, T> {
 pub fn squares<T: Float>(x: &[T], mean: &[T], sum: &mut [T]) {
     assert_eq!(mean.len(), sum.len(), "channels of mean against sum");
     assert_rows(x.len(), mean.len());
-    wide(
-        #[inline(always)]
-        || {
-            for x in x.chunks_exact(mean.len().max(1)) {
-                for ((sum, &x), &mean) in sum.iter_mut().zip(x).zip(mean) {
-                    *sum += (x - mean) * (x - mean);
-                }
-            }
-        },
-    );
+    wide!(for x in x.chunks_exact(mean.len().max(1)) {
+        for ((sum, &x), &mean) in sum.iter_mut().zip(x).zip(mean) {
+            *sum += (x - mean) * (x - mean);
+        }
+    });
 }
 
 /// `y = (x - mean) rstd gamma + beta`. Overwrites.
@@ -43,17 +38,12 @@ pub fn normalise<T: Float>(x: &[T], stats: Channels<'_, T>, gamma: &[T], beta: &
     assert_eq!(x.len(), y.len(), "elements of x against y");
     assert_rows(x.len(), mean.len());
     let n = mean.len().max(1);
-    wide(
-        #[inline(always)]
-        || {
-            for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-                let channels = mean.iter().zip(rstd).zip(gamma).zip(beta);
-                for ((y, &x), (((&mean, &rstd), &gamma), &beta)) in y.iter_mut().zip(x).zip(channels) {
-                    *y = (x - mean) * rstd * gamma + beta;
-                }
-            }
-        },
-    );
+    wide!(for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
+        let channels = mean.iter().zip(rstd).zip(gamma).zip(beta);
+        for ((y, &x), (((&mean, &rstd), &gamma), &beta)) in y.iter_mut().zip(x).zip(channels) {
+            *y = (x - mean) * rstd * gamma + beta;
+        }
+    });
 }
 
 /// `dgamma[c] += Σ_rows dy x̂` and `dbeta[c] += Σ_rows dy`, the rows one after another.
@@ -63,18 +53,13 @@ pub fn affine_backward<T: Float>(dy: &[T], x: &[T], stats: Channels<'_, T>, dgam
     assert_eq!(x.len(), dy.len(), "elements of x against dy");
     assert_rows(x.len(), mean.len());
     let n = mean.len().max(1);
-    wide(
-        #[inline(always)]
-        || {
-            for (x, dy) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
-                let channels = mean.iter().zip(rstd).zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
-                for ((&x, &dy), (((&mean, &rstd), dgamma), dbeta)) in x.iter().zip(dy).zip(channels) {
-                    *dgamma += dy * ((x - mean) * rstd);
-                    *dbeta += dy;
-                }
-            }
-        },
-    );
+    wide!(for (x, dy) in x.chunks_exact(n).zip(dy.chunks_exact(n)) {
+        let channels = mean.iter().zip(rstd).zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
+        for ((&x, &dy), (((&mean, &rstd), dgamma), dbeta)) in x.iter().zip(dy).zip(channels) {
+            *dgamma += dy * ((x - mean) * rstd);
+            *dbeta += dy;
+        }
+    });
 }
 
 /// The means of `g` and of `g x̂`, per channel; zero if the statistics are given.
@@ -101,15 +86,12 @@ pub fn input_backward<T: Float>(
     let n = mean.len();
     assert_eq!([x.len(), dy.len()], [dx.len(); 2], "elements of x and dy against dx");
     assert_rows(x.len(), n);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = dx.chunks_exact_mut(n.max(1)).zip(dy.chunks_exact(n.max(1))).zip(x.chunks_exact(n.max(1)));
-            for ((dx, dy), x) in rows {
-                for (((dx, &dy), &x), &[mean, rstd, gamma, g, gx]) in dx.iter_mut().zip(dy).zip(x).zip(&scale) {
-                    *dx = rstd * (dy * gamma - g - (x - mean) * rstd * gx);
-                }
+    wide!({
+        let rows = dx.chunks_exact_mut(n.max(1)).zip(dy.chunks_exact(n.max(1))).zip(x.chunks_exact(n.max(1)));
+        for ((dx, dy), x) in rows {
+            for (((dx, &dy), &x), &[mean, rstd, gamma, g, gx]) in dx.iter_mut().zip(dy).zip(x).zip(&scale) {
+                *dx = rstd * (dy * gamma - g - (x - mean) * rstd * gx);
             }
-        },
-    );
+        }
+    });
 }

@@ -3,6 +3,7 @@
 
 use super::Float;
 use meshwork_core::simd::wide;
+use meshwork_tensor::kernel::DropoutMask;
 use meshwork_tensor::random::{Key, fill_uniform};
 
 /// The mask of one global tensor.
@@ -26,6 +27,19 @@ pub struct Region<'a> {
     pub global: &'a [u64],
 }
 
+impl From<&DropoutMask> for Mask {
+    fn from(mask: &DropoutMask) -> Self {
+        Self { key: mask.key, p: mask.p }
+    }
+}
+
+impl<'a> From<&'a DropoutMask> for Region<'a> {
+    fn from(mask: &'a DropoutMask) -> Self {
+        let DropoutMask { ndim, local, offset, global, .. } = mask;
+        Self { shape: &local[..*ndim], offset: &offset[..*ndim], global: &global[..*ndim] }
+    }
+}
+
 /// `y = x · keep / (1 - p)` over the elements `first .. first + x.len()` of a region. Overwrites `y`. The backward is
 /// the same call with `dy` and `dx`.
 pub fn dropout<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y: &mut [T]) {
@@ -37,10 +51,7 @@ pub fn jitter<T: Float>(mask: Mask, region: Region<'_>, first: usize, x: &[T], y
     let (low, step) = (T::from(1.0 - mask.p), T::from(2.0 * mask.p));
     scaled(region, first, x, y, |start, factors| {
         fill_uniform(mask.key, start, factors);
-        wide(
-            #[inline(always)]
-            || factors.iter_mut().for_each(|u| *u = low + step * *u),
-        );
+        wide!(factors.iter_mut().for_each(|u| *u = low + step * *u));
     });
 }
 
@@ -55,14 +66,9 @@ fn scaled<T: Float>(region: Region<'_>, first: usize, mut x: &[T], mut y: &mut [
         (x_run, x) = x.split_at(count);
         (y_run, y) = y.split_at_mut(count);
         factors(region.global_index(at), y_run);
-        wide(
-            #[inline(always)]
-            || {
-                for (y, &x) in y_run.iter_mut().zip(x_run) {
-                    *y *= x;
-                }
-            },
-        );
+        wide!(for (y, &x) in y_run.iter_mut().zip(x_run) {
+            *y *= x;
+        });
         at += count;
     }
 }
@@ -74,14 +80,9 @@ impl Mask {
         let p = T::from(self.p);
         let kept = T::from_f64(1.0 / (1.0 - self.p.to_f64()));
         fill_uniform(self.key, start, out);
-        wide(
-            #[inline(always)]
-            || {
-                for u in out {
-                    *u = if *u < p { T::ZERO } else { kept };
-                }
-            },
-        );
+        wide!(for u in out {
+            *u = if *u < p { T::ZERO } else { kept };
+        });
     }
 }
 

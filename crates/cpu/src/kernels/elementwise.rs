@@ -14,35 +14,15 @@ pub fn map<T: Float>(f: Map, x: &[T], out: &mut [T]) {
     match f {
         Map::Scale(factor) => {
             let factor = T::from_f64(factor);
-            each(
-                x,
-                out,
-                #[inline(always)]
-                |x| x * factor,
-            );
+            inlined!(each, (x, out), |x| x * factor);
         }
         Map::Exp => each(x, out, T::exp),
         Map::Tanh => each(x, out, T::tanh),
-        Map::Sigmoid => each(
-            x,
-            out,
-            #[inline(always)]
-            |x| sigmoid(x).0,
-        ),
-        Map::Silu => each(
-            x,
-            out,
-            #[inline(always)]
-            |x| x * sigmoid(x).0,
-        ),
+        Map::Sigmoid => inlined!(each, (x, out), |x| sigmoid(x).0),
+        Map::Silu => inlined!(each, (x, out), |x| x * sigmoid(x).0),
         Map::SoftCap(cap) => {
             let cap = T::from_f64(cap);
-            each(
-                x,
-                out,
-                #[inline(always)]
-                |x| cap * (x / cap).tanh(),
-            );
+            inlined!(each, (x, out), |x| cap * (x / cap).tanh());
         }
     }
 }
@@ -51,45 +31,21 @@ pub fn map<T: Float>(f: Map, x: &[T], out: &mut [T]) {
 pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
     match f {
         Map::Scale(_) => map(f, dy, dx),
-        Map::Exp => each_grad(
-            x,
-            dy,
-            dx,
-            #[inline(always)]
-            |x| x.exp(),
-        ),
+        Map::Exp => inlined!(each_grad, (x, dy, dx), |x| x.exp()),
         Map::Tanh => each_grad(x, dy, dx, tanh_derivative),
-        Map::Sigmoid => each_grad(
-            x,
-            dy,
-            dx,
-            #[inline(always)]
-            |x| {
-                let (at, against) = sigmoid(x);
-                at * against
-            },
-        ),
-        Map::Silu => each_grad(
-            x,
-            dy,
-            dx,
-            #[inline(always)]
-            |x| {
-                // Beyond ±200, σ(x) σ(-x) is zero and x may be infinite.
-                let near = T::from_f64(200.0).smaller(T::from_f64(-200.0).larger(x));
-                let (at, against) = sigmoid(x);
-                (near * at).mul_add(against, at)
-            },
-        ),
+        Map::Sigmoid => inlined!(each_grad, (x, dy, dx), |x| {
+            let (at, against) = sigmoid(x);
+            at * against
+        }),
+        Map::Silu => inlined!(each_grad, (x, dy, dx), |x| {
+            // Beyond ±200, σ(x) σ(-x) is zero and x may be infinite.
+            let near = T::from_f64(200.0).smaller(T::from_f64(-200.0).larger(x));
+            let (at, against) = sigmoid(x);
+            (near * at).mul_add(against, at)
+        }),
         Map::SoftCap(cap) => {
             let cap = T::from_f64(cap);
-            each_grad(
-                x,
-                dy,
-                dx,
-                #[inline(always)]
-                |x| tanh_derivative(x / cap),
-            );
+            inlined!(each_grad, (x, dy, dx), |x| tanh_derivative(x / cap));
         }
     }
 }
@@ -97,27 +53,9 @@ pub fn map_backward<T: Float>(f: Map, x: &[T], dy: &[T], dx: &mut [T]) {
 /// `out[i, j] = f(x[i, j], y[j])` over rows as long as `y`. Overwrites.
 pub fn zip<T: Float>(f: Zip, x: &[T], y: &[T], out: &mut [T]) {
     match f {
-        Zip::Sub => for_rows(
-            y,
-            [x, x],
-            out,
-            #[inline(always)]
-            |y, [x, _]| x - y,
-        ),
-        Zip::Mul => for_rows(
-            y,
-            [x, x],
-            out,
-            #[inline(always)]
-            |y, [x, _]| x * y,
-        ),
-        Zip::Div => for_rows(
-            y,
-            [x, x],
-            out,
-            #[inline(always)]
-            |y, [x, _]| x / y,
-        ),
+        Zip::Sub => inlined!(for_rows, (y, [x, x], out), |y, [x, _]| x - y),
+        Zip::Mul => inlined!(for_rows, (y, [x, x], out), |y, [x, _]| x * y),
+        Zip::Div => inlined!(for_rows, (y, [x, x], out), |y, [x, _]| x / y),
     }
 }
 
@@ -138,27 +76,17 @@ fn tanh_derivative<T: Float>(x: T) -> T {
 #[inline(always)]
 fn each<T: Float>(x: &[T], out: &mut [T], f: impl Fn(T) -> T) {
     assert_eq!(x.len(), out.len(), "elements of x against out");
-    wide(
-        #[inline(always)]
-        || {
-            for (out, &x) in out.iter_mut().zip(x) {
-                *out = f(x);
-            }
-        },
-    );
+    wide!(for (out, &x) in out.iter_mut().zip(x) {
+        *out = f(x);
+    });
 }
 
 #[inline(always)]
 fn each_grad<T: Float>(x: &[T], dy: &[T], dx: &mut [T], derivative: impl Fn(T) -> T) {
     assert_eq!([x.len(), dy.len()], [dx.len(); 2], "elements of x, dy against dx");
-    wide(
-        #[inline(always)]
-        || {
-            for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-                *dx = dy * derivative(x);
-            }
-        },
-    );
+    wide!(for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+        *dx = dy * derivative(x);
+    });
 }
 
 #[cfg(test)]

@@ -72,103 +72,76 @@ pub trait Float:
     }
 }
 
-impl Float for f32 {
-    const ZERO: f32 = 0.0;
-    const ONE: f32 = 1.0;
-    const NEG_INFINITY: f32 = f32::NEG_INFINITY;
+/// The constants and functions that are std's; `$own` are not.
+macro_rules! float {
+    ($t:ident: $($own:item)*) => {
+        impl Float for $t {
+            const ZERO: $t = 0.0;
+            const ONE: $t = 1.0;
+            const NEG_INFINITY: $t = $t::NEG_INFINITY;
 
-    #[inline(always)]
-    fn from_f64(value: f64) -> f32 {
-        value as f32
-    }
+            #[inline(always)]
+            fn from_f64(value: f64) -> $t {
+                value as $t
+            }
 
-    #[inline(always)]
-    fn to_f64(self) -> f64 {
-        f64::from(self)
-    }
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                self.into()
+            }
 
-    #[inline(always)]
-    fn sqrt(self) -> f32 {
-        f32::sqrt(self)
-    }
+            #[inline(always)]
+            fn sqrt(self) -> $t {
+                $t::sqrt(self)
+            }
 
-    #[inline(always)]
-    fn abs(self) -> f32 {
-        f32::abs(self)
-    }
+            #[inline(always)]
+            fn abs(self) -> $t {
+                $t::abs(self)
+            }
 
-    #[inline(always)]
-    fn mul_add(self, factor: f32, term: f32) -> f32 {
-        f32::mul_add(self, factor, term)
-    }
+            #[inline(always)]
+            fn mul_add(self, factor: $t, term: $t) -> $t {
+                $t::mul_add(self, factor, term)
+            }
 
-    #[inline(always)]
+            $(#[inline(always)]
+            $own)*
+        }
+    };
+}
+
+float! { f32:
     fn exp(self) -> f32 {
         exp_f32(self)
     }
 
-    #[inline(always)]
     fn ln(self) -> f32 {
         ln(self)
     }
 
-    #[inline(always)]
     fn tanh(self) -> f32 {
         tanh_f32(self)
     }
 
-    #[inline(always)]
     fn logistic_base_2(self) -> (f32, f32) {
         logistic_f32(self)
     }
 }
 
-impl Float for f64 {
-    const ZERO: f64 = 0.0;
-    const ONE: f64 = 1.0;
-    const NEG_INFINITY: f64 = f64::NEG_INFINITY;
-
-    #[inline(always)]
-    fn from_f64(value: f64) -> f64 {
-        value
-    }
-
-    #[inline(always)]
-    fn to_f64(self) -> f64 {
-        self
-    }
-
-    #[inline(always)]
-    fn sqrt(self) -> f64 {
-        f64::sqrt(self)
-    }
-
-    #[inline(always)]
-    fn abs(self) -> f64 {
-        f64::abs(self)
-    }
-
-    #[inline(always)]
-    fn mul_add(self, factor: f64, term: f64) -> f64 {
-        f64::mul_add(self, factor, term)
-    }
-
-    #[inline(always)]
+float! { f64:
     fn exp(self) -> f64 {
         f64::exp(self)
     }
 
-    #[inline(always)]
     fn ln(self) -> f64 {
         f64::ln(self)
     }
 
-    #[inline(always)]
     fn tanh(self) -> f64 {
         f64::tanh(self)
     }
 
-    #[inline(always)]
     fn logistic_base_2(self) -> (f64, f64) {
         let e = f64::exp2(-self);
         let near = 1.0 / (1.0 + e);

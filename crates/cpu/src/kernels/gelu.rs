@@ -12,27 +12,17 @@ use meshwork_core::simd::wide;
 /// `out = gelu(x)`. Overwrites.
 pub fn gelu<T: Float>(x: &[T], out: &mut [T]) {
     assert_eq!(x.len(), out.len(), "elements of x against out");
-    wide(
-        #[inline(always)]
-        || {
-            for (out, &x) in out.iter_mut().zip(x) {
-                *out = value(x);
-            }
-        },
-    );
+    wide!(for (out, &x) in out.iter_mut().zip(x) {
+        *out = value(x);
+    });
 }
 
 /// `dx = dy gelu'(x)`. Overwrites.
 pub fn gelu_backward<T: Float>(x: &[T], dy: &[T], dx: &mut [T]) {
     assert_eq!([x.len(), dy.len()], [dx.len(); 2], "elements of x, dy against dx");
-    wide(
-        #[inline(always)]
-        || {
-            for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-                *dx = dy * derivative(x);
-            }
-        },
-    );
+    wide!(for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+        *dx = dy * derivative(x);
+    });
 }
 
 /// `out[i, j] = gelu(x[i, j] + bias[j])`. Overwrites.
@@ -40,21 +30,16 @@ pub fn bias_gelu<T: Float>(x: &[T], bias: &[T], out: Stored<'_, T>) {
     assert_eq!(x.len(), out.len(), "elements of x against out");
     assert_rows(x.len(), bias.len());
     let n = bias.len().max(1);
-    wide(
-        #[inline(always)]
-        || {
-            for (x, out) in x.chunks_exact(n).zip(out.chunks(n)) {
-                out.fill(
-                    #[inline(always)]
-                    |at, out| {
-                        for ((out, &x), &b) in out.iter_mut().zip(&x[at..]).zip(&bias[at..]) {
-                            *out = value(x + b);
-                        }
-                    },
-                );
-            }
-        },
-    );
+    wide!(for (x, out) in x.chunks_exact(n).zip(out.chunks(n)) {
+        out.fill(
+            #[inline(always)]
+            |at, out| {
+                for ((out, &x), &b) in out.iter_mut().zip(&x[at..]).zip(&bias[at..]) {
+                    *out = value(x + b);
+                }
+            },
+        );
+    });
 }
 
 /// `dx[i, j] = dy[i, j] gelu'(x[i, j] + bias[j])`, in place of dy, and `dbias[j] += Σ_i dx[i, j]`, the rows one after
@@ -64,17 +49,12 @@ pub fn bias_gelu_backward<T: Float>(x: &[T], bias: &[T], dy: &mut [T], dbias: &m
     assert_eq!(bias.len(), dbias.len(), "elements of bias against dbias");
     assert_rows(dy.len(), bias.len());
     let n = bias.len().max(1);
-    wide(
-        #[inline(always)]
-        || {
-            for (dy, x) in dy.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
-                for (((dy, &x), &b), dbias) in dy.iter_mut().zip(x).zip(bias).zip(dbias.iter_mut()) {
-                    *dy *= derivative(x + b);
-                    *dbias += *dy;
-                }
-            }
-        },
-    );
+    wide!(for (dy, x) in dy.chunks_exact_mut(n).zip(x.chunks_exact(n)) {
+        for (((dy, &x), &b), dbias) in dy.iter_mut().zip(x).zip(bias).zip(dbias.iter_mut()) {
+            *dy *= derivative(x + b);
+            *dbias += *dy;
+        }
+    });
 }
 
 /// √(2/π) and the coefficient of the cube.

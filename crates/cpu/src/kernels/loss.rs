@@ -73,24 +73,17 @@ pub fn row_stats<T: Float>(
 ) {
     columns.check(logits, targets.len(), &[max.len(), sum_exp.len(), target_logit.len()]);
     let outputs = max.iter_mut().zip(sum_exp).zip(target_logit);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = logits.chunks_exact(columns.pitch).zip(targets);
-            for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
-                let words = &logits[columns.skipped..][..columns.valid];
-                *max = reduce::max(words);
-                // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
-                let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
-                *sum_exp = reduce::sum(
-                    words,
-                    #[inline(always)]
-                    |x| (x - from).exp(),
-                );
-                *target_logit = columns.of(target).map_or(T::ZERO, |column| words[column]);
-            }
-        },
-    );
+    wide!({
+        let rows = logits.chunks_exact(columns.pitch).zip(targets);
+        for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
+            let words = &logits[columns.skipped..][..columns.valid];
+            *max = reduce::max(words);
+            // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
+            let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
+            *sum_exp = inlined!(reduce::sum, (words), |x| (x - from).exp());
+            *target_logit = columns.of(target).map_or(T::ZERO, |column| words[column]);
+        }
+    });
 }
 
 /// `max[i] = max(max[i], other[i])`.
@@ -128,27 +121,24 @@ pub fn finish<T: Float>(targets: &[i32], max: &[T], sum_exp: &[T], target_logit:
 /// become zero.
 pub fn backward<T: Float>(columns: Columns, logits: &mut [T], targets: &[i32], lse: &[T], scale: T) {
     columns.check(logits, targets.len(), &[lse.len()]);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = logits.chunks_exact_mut(columns.pitch).zip(targets).zip(lse);
-            for ((logits, &target), &lse) in rows {
-                let logits = &mut logits[columns.skipped..][..columns.width];
-                if target < 0 {
-                    logits.fill(T::ZERO);
-                    continue;
-                }
-                let (words, padding) = logits.split_at_mut(columns.valid);
-                for x in words.iter_mut() {
-                    *x = (*x - lse).exp() * scale;
-                }
-                if let Some(column) = columns.of(target) {
-                    words[column] = words[column] - scale;
-                }
-                padding.fill(T::ZERO);
+    wide!({
+        let rows = logits.chunks_exact_mut(columns.pitch).zip(targets).zip(lse);
+        for ((logits, &target), &lse) in rows {
+            let logits = &mut logits[columns.skipped..][..columns.width];
+            if target < 0 {
+                logits.fill(T::ZERO);
+                continue;
             }
-        },
-    );
+            let (words, padding) = logits.split_at_mut(columns.valid);
+            for x in words.iter_mut() {
+                *x = (*x - lse).exp() * scale;
+            }
+            if let Some(column) = columns.of(target) {
+                words[column] = words[column] - scale;
+            }
+            padding.fill(T::ZERO);
+        }
+    });
 }
 
 #[cfg(test)]

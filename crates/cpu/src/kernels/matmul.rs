@@ -20,7 +20,7 @@ pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 use super::Float;
 use super::gemm::{self, Elements, Finish as _, PackedPart, Path, Right};
 use super::round::Stored;
-use super::traits::{Product, Sums};
+use super::traits::{Product, Routine, Sums};
 use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
 use meshwork_core::{Block, pool};
@@ -380,18 +380,23 @@ fn serial<T: Float>(
 /// The product over `matrixmultiply`, whose operands are rounded in copies.
 ///
 /// # Safety
-/// As [`Product::portable`], and A and B lie inside their slices.
+/// A and B lie inside their slices. C with its (row, column) strides must be valid for writing the whole matrix, and
+/// all strides fit isize; no two elements of C may share memory, nor C with A or B.
 unsafe fn portable<T: Float>(
     precision: Precision,
-    dims: [usize; 3],
+    [m, n, k]: [usize; 3],
     a: MatmulOperand<'_, T>,
     b: MatmulOperand<'_, T>,
-    c: (*mut T, Strides),
+    (c, c_strides): (*mut T, Strides),
     update: Update,
 ) {
     let (a_slice, b_slice) = (a.in_precision(precision), b.in_precision(precision));
-    // SAFETY: the caller's promise; a copy is as long as its operand.
-    unsafe { T::portable(dims, (a_slice.as_ptr(), a.strides()), (b_slice.as_ptr(), b.strides()), c, update) }
+    let beta = if update == Update::Accumulate { T::ONE } else { T::ZERO };
+    let [[a_row, a_column], [b_row, b_column], [c_row, c_column]] =
+        [a.strides(), b.strides(), c_strides].map(|(row, column)| [row as isize, column as isize]);
+    let (a, b) = (a_slice.as_ptr(), b_slice.as_ptr());
+    // SAFETY: the caller's promise is the routine's precondition; with a beta of zero it does not read C.
+    unsafe { (T::ROUTINE)(m, k, n, T::ONE, a, a_row, a_column, b, b_row, b_column, beta, c, c_row, c_column) }
 }
 
 /// The unchecked form of an epilogue. Everything has the layout of C, whose rows are contiguous; in SwiGLU, pairs of
@@ -519,6 +524,8 @@ fn assert_apart(rows: usize, columns: usize, strides: Strides) {
 }
 
 impl Product for f32 {
+    const ROUTINE: Routine<f32> = matrixmultiply::sgemm;
+
     fn sums() -> &'static LocalKey<Sums<f32>> {
         thread_local!(static SUMS: Sums<f32> = const { RefCell::new(Vec::new()) });
         &SUMS
@@ -535,71 +542,13 @@ impl Product for f32 {
     fn in_precision(self, precision: Precision) -> f32 {
         if f32::narrows(precision) { gemm::rounded(self) } else { self }
     }
-
-    unsafe fn portable(
-        dims: [usize; 3],
-        a: (*const f32, Strides),
-        b: (*const f32, Strides),
-        c: (*mut f32, Strides),
-        update: Update,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe { portable_f32(dims, a, b, c, update) }
-    }
 }
 
 impl Product for f64 {
+    const ROUTINE: Routine<f64> = matrixmultiply::dgemm;
+
     fn sums() -> &'static LocalKey<Sums<f64>> {
         thread_local!(static SUMS: Sums<f64> = const { RefCell::new(Vec::new()) });
         &SUMS
     }
-
-    fn path(_: Precision) -> Option<Path> {
-        None
-    }
-
-    fn narrows(_: Precision) -> bool {
-        false
-    }
-
-    fn in_precision(self, _: Precision) -> f64 {
-        self
-    }
-
-    unsafe fn portable(
-        dims: [usize; 3],
-        a: (*const f64, Strides),
-        b: (*const f64, Strides),
-        c: (*mut f64, Strides),
-        update: Update,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe { portable_f64(dims, a, b, c, update) }
-    }
 }
-
-macro_rules! portable {
-    ($name:ident, $t:ty, $routine:path) => {
-        /// [`Product::portable`].
-        ///
-        /// # Safety
-        /// As there.
-        unsafe fn $name(
-            [m, n, k]: [usize; 3],
-            (a, a_strides): (*const $t, Strides),
-            (b, b_strides): (*const $t, Strides),
-            (c, c_strides): (*mut $t, Strides),
-            update: Update,
-        ) {
-            let beta = if update == Update::Accumulate { 1.0 } else { 0.0 };
-            let [a_row, a_column, b_row, b_column, c_row, c_column] =
-                [a_strides.0, a_strides.1, b_strides.0, b_strides.1, c_strides.0, c_strides.1].map(|s| s as isize);
-            // SAFETY: the caller's promise is the routine's precondition; with a beta of zero it does not read C.
-            unsafe {
-                $routine(m, k, n, 1.0, a, a_row, a_column, b, b_row, b_column, beta, c, c_row, c_column);
-            }
-        }
-    };
-}
-portable!(portable_f32, f32, matrixmultiply::sgemm);
-portable!(portable_f64, f64, matrixmultiply::dgemm);

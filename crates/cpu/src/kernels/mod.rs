@@ -13,6 +13,17 @@
 //! every function and closure between `wide` and the arithmetic is `#[inline(always)]`; otherwise the compiler may not
 //! inline it and compiles it for the vector width of any x86-64.
 
+/// `f(args.., closure)` with a closure that is always inlined.
+macro_rules! inlined {
+    ($f:expr, ($($arg:expr),*), $closure:expr) => {
+        $f(
+            $($arg,)*
+            #[inline(always)]
+            $closure,
+        )
+    };
+}
+
 mod float;
 #[cfg_attr(
     not(target_arch = "x86_64"),

@@ -21,42 +21,29 @@ pub fn forward<T: Float>(x: &[T], gamma: &[T], beta: &[T], eps: T, y: Stored<'_,
     let n = row_len(gamma, [beta.len()], mean, rstd, [x.len(), y.len()]);
     let count = T::from_f64(n as f64);
     let stats = mean.chunks_mut(TOGETHER).zip(rstd.chunks_mut(TOGETHER));
-    wide(
-        #[inline(always)]
-        || {
-            for ((x, y), (mean, rstd)) in x.chunks(TOGETHER * n).zip(y.chunks(TOGETHER * n)).zip(stats) {
-                for (x, mean) in x.chunks_exact(n).zip(&mut *mean) {
-                    *mean = sum(
-                        x,
-                        #[inline(always)]
-                        |x| x,
-                    ) / count;
-                }
-                for (x, (&mut mean, rstd)) in x.chunks_exact(n).zip(mean.iter_mut().zip(&mut *rstd)) {
-                    *rstd = sum(
-                        x,
-                        #[inline(always)]
-                        |x| (x - mean) * (x - mean),
-                    ) / count;
-                }
-                for rstd in &mut *rstd {
-                    *rstd = T::ONE / (*rstd + eps).sqrt();
-                }
-                let rows = y.chunks(n).zip(x.chunks_exact(n)).zip(mean.iter().zip(rstd));
-                for ((y, x), (&mean, &mut rstd)) in rows {
-                    y.fill(
-                        #[inline(always)]
-                        |at, y| {
-                            let params = gamma[at..].iter().zip(&beta[at..]);
-                            for ((y, &x), (&gamma, &beta)) in y.iter_mut().zip(&x[at..]).zip(params) {
-                                *y = (x - mean) * rstd * gamma + beta;
-                            }
-                        },
-                    );
-                }
-            }
-        },
-    );
+    wide!(for ((x, y), (mean, rstd)) in x.chunks(TOGETHER * n).zip(y.chunks(TOGETHER * n)).zip(stats) {
+        for (x, mean) in x.chunks_exact(n).zip(&mut *mean) {
+            *mean = inlined!(sum, (x), |x| x) / count;
+        }
+        for (x, (&mut mean, rstd)) in x.chunks_exact(n).zip(mean.iter_mut().zip(&mut *rstd)) {
+            *rstd = inlined!(sum, (x), |x| (x - mean) * (x - mean)) / count;
+        }
+        for rstd in &mut *rstd {
+            *rstd = T::ONE / (*rstd + eps).sqrt();
+        }
+        let rows = y.chunks(n).zip(x.chunks_exact(n)).zip(mean.iter().zip(rstd));
+        for ((y, x), (&mean, &mut rstd)) in rows {
+            y.fill(
+                #[inline(always)]
+                |at, y| {
+                    let params = gamma[at..].iter().zip(&beta[at..]);
+                    for ((y, &x), (&gamma, &beta)) in y.iter_mut().zip(&x[at..]).zip(params) {
+                        *y = (x - mean) * rstd * gamma + beta;
+                    }
+                },
+            );
+        }
+    });
 }
 
 /// The results of the forward that the backward needs, and the incoming gradient.
@@ -84,33 +71,24 @@ pub fn backward<T: Float>(
     let Saved { dy, x, mean, rstd } = saved;
     let n = row_len(gamma, [dgamma.len(), dbeta.len()], mean, rstd, [dy.len(), x.len(), dx.len()]);
     let count = T::from_f64(n as f64);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
-            for (((dx, dy), x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-                let [g, gx] = sums(
-                    dy,
-                    gamma,
-                    x,
-                    #[inline(always)]
-                    |dy, gamma, x| {
-                        let g = dy * gamma;
-                        [g, g * ((x - mean) * rstd)]
-                    },
-                );
-                let (g_mean, gx_mean) = (g / count, gx / count);
-                let params = gamma.iter().zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
-                for (((dx, &dy), &x), ((&gamma, dgamma), dbeta)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
-                    let normal = (x - mean) * rstd;
-                    let share = rstd * (dy * gamma - g_mean - normal * gx_mean);
-                    *dx = if update == Update::Accumulate { *dx + share } else { share };
-                    *dgamma += dy * normal;
-                    *dbeta += dy;
-                }
+    wide!({
+        let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
+        for (((dx, dy), x), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+            let [g, gx] = inlined!(sums, (dy, gamma, x), |dy, gamma, x| {
+                let g = dy * gamma;
+                [g, g * ((x - mean) * rstd)]
+            });
+            let (g_mean, gx_mean) = (g / count, gx / count);
+            let params = gamma.iter().zip(dgamma.iter_mut()).zip(dbeta.iter_mut());
+            for (((dx, &dy), &x), ((&gamma, dgamma), dbeta)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
+                let normal = (x - mean) * rstd;
+                let share = rstd * (dy * gamma - g_mean - normal * gx_mean);
+                *dx = if update == Update::Accumulate { *dx + share } else { share };
+                *dgamma += dy * normal;
+                *dbeta += dy;
             }
-        },
-    );
+        }
+    });
 }
 
 /// The row length, after checking every length against it and the number of rows.

@@ -133,13 +133,10 @@ fn sum<T: Float>(rows: &[T], terms: &[Term<T>], out: &mut [T], scratch: &mut Vec
 /// `out[i] = f(out[i], weight · x[i])`.
 #[inline(always)]
 fn scaled<T: Float>(x: &[T], weight: Option<T>, out: &mut [T], f: impl Fn(T, T) -> T) {
-    wide(
-        #[inline(always)]
-        || match weight {
-            None => out.iter_mut().zip(x).for_each(|(out, &x)| *out = f(*out, x)),
-            Some(weight) => out.iter_mut().zip(x).for_each(|(out, &x)| *out = f(*out, weight * x)),
-        },
-    );
+    wide!(match weight {
+        None => out.iter_mut().zip(x).for_each(|(out, &x)| *out = f(*out, x)),
+        Some(weight) => out.iter_mut().zip(x).for_each(|(out, &x)| *out = f(*out, weight * x)),
+    });
 }
 
 /// `drows[i] = weights[order[i]] · dout[order[i] / k]`. Overwrites.
@@ -154,27 +151,16 @@ pub fn spread<T: Float>(dout: &[T], order: &[i32], weights: &[T], k: usize, widt
 /// `dweights[t, j] = dout[t] · rows[slots[t, j]]`, 0 without a slot. Overwrites.
 pub fn dots<T: Float>(dout: &[T], rows: &[T], slots: &[i32], k: usize, width: usize, dweights: &mut [T]) {
     assert_eq!(dweights.len(), slots.len(), "a weight for each choice");
-    wide(
-        #[inline(always)]
-        || {
-            for (at, (&slot, dweight)) in slots.iter().zip(dweights).enumerate() {
-                *dweight = match usize::try_from(slot) {
-                    Err(_) => T::ZERO,
-                    Ok(slot) => {
-                        let (x, y) = (&dout[at / k * width..][..width], &rows[slot * width..][..width]);
-                        let [dot] = reduce::sums(
-                            x,
-                            y,
-                            y,
-                            #[inline(always)]
-                            |x, y, _| [x * y],
-                        );
-                        dot
-                    }
-                };
+    wide!(for (at, (&slot, dweight)) in slots.iter().zip(dweights).enumerate() {
+        *dweight = match usize::try_from(slot) {
+            Err(_) => T::ZERO,
+            Ok(slot) => {
+                let (x, y) = (&dout[at / k * width..][..width], &rows[slot * width..][..width]);
+                let [dot] = inlined!(reduce::sums, (x, y, y), |x, y, _| [x * y]);
+                dot
             }
-        },
-    );
+        };
+    });
 }
 
 #[cfg(test)]

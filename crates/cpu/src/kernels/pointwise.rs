@@ -6,64 +6,37 @@ use meshwork_core::simd::wide;
 /// `out = a + b`. Overwrites.
 pub fn add<T: Float>(a: &[T], b: &[T], out: &mut [T]) {
     assert_eq!([a.len(), b.len()], [out.len(); 2], "elements of a, b against out");
-    wide(
-        #[inline(always)]
-        || {
-            for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
-                *out = a + b;
-            }
-        },
-    );
+    wide!(for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
+        *out = a + b;
+    });
 }
 
 /// `acc += x`.
 pub fn add_assign<T: Float>(acc: &mut [T], x: &[T]) {
     assert_eq!(acc.len(), x.len(), "elements of acc against x");
-    wide(
-        #[inline(always)]
-        || {
-            for (acc, &x) in acc.iter_mut().zip(x) {
-                *acc += x;
-            }
-        },
-    );
+    wide!(for (acc, &x) in acc.iter_mut().zip(x) {
+        *acc += x;
+    });
 }
 
 /// `out[i, j] = x[i, j] + bias[j]`. Overwrites.
 pub fn bias<T: Float>(x: &[T], bias: &[T], out: &mut [T]) {
-    for_rows(
-        bias,
-        [x, x],
-        out,
-        #[inline(always)]
-        |b, [x, _]| x + b,
-    );
+    inlined!(for_rows, (bias, [x, x], out), |b, [x, _]| x + b);
 }
 
 /// `out[i, j] = (x[i, j] + bias[j]) + residual[i, j]`. Overwrites.
 pub fn bias_residual<T: Float>(x: &[T], bias: &[T], residual: &[T], out: &mut [T]) {
-    for_rows(
-        bias,
-        [x, residual],
-        out,
-        #[inline(always)]
-        |b, [x, r]| (x + b) + r,
-    );
+    inlined!(for_rows, (bias, [x, residual], out), |b, [x, r]| (x + b) + r);
 }
 
 /// `dbias[j] += sum_i dy[i, j]`, the rows one after another.
 pub fn bias_backward<T: Float>(dy: &[T], dbias: &mut [T]) {
     assert_rows(dy.len(), dbias.len());
-    wide(
-        #[inline(always)]
-        || {
-            for dy in dy.chunks_exact(dbias.len().max(1)) {
-                for (dbias, &dy) in dbias.iter_mut().zip(dy) {
-                    *dbias += dy;
-                }
-            }
-        },
-    );
+    wide!(for dy in dy.chunks_exact(dbias.len().max(1)) {
+        for (dbias, &dy) in dbias.iter_mut().zip(dy) {
+            *dbias += dy;
+        }
+    });
 }
 
 /// The sum of the vectors of `n` elements in `x`, in the [tree](meshwork_core::tree), by `add(left, right)`, which adds
@@ -89,16 +62,11 @@ pub(super) fn for_rows<T: Float>(row: &[T], [x, y]: [&[T]; 2], out: &mut [T], f:
     assert_eq!([x.len(), y.len()], [out.len(); 2], "elements of the inputs against out");
     assert_rows(out.len(), row.len());
     let n = row.len().max(1);
-    wide(
-        #[inline(always)]
-        || {
-            for ((out, x), y) in out.chunks_exact_mut(n).zip(x.chunks_exact(n)).zip(y.chunks_exact(n)) {
-                for (((out, &x), &y), &b) in out.iter_mut().zip(x).zip(y).zip(row) {
-                    *out = f(b, [x, y]);
-                }
-            }
-        },
-    );
+    wide!(for ((out, x), y) in out.chunks_exact_mut(n).zip(x.chunks_exact(n)).zip(y.chunks_exact(n)) {
+        for (((out, &x), &y), &b) in out.iter_mut().zip(x).zip(y).zip(row) {
+            *out = f(b, [x, y]);
+        }
+    });
 }
 
 pub(super) fn assert_rows(len: usize, n: usize) {

@@ -14,13 +14,7 @@ const LANES: usize = 16;
 /// Computes `sum_i f(x[i])`.
 #[inline(always)]
 pub(super) fn sum<T: Float>(x: &[T], f: impl Fn(T) -> T) -> T {
-    let [sum] = sums(
-        x,
-        x,
-        x,
-        #[inline(always)]
-        |x, _, _| [f(x)],
-    );
+    let [sum] = inlined!(sums, (x, x, x), |x, _, _| [f(x)]);
     sum
 }
 
@@ -33,12 +27,7 @@ pub(super) fn sums<T: Float, const K: usize>(x: &[T], y: &[T], z: &[T], f: impl 
     for ((x, y), z) in blocks {
         let lanes = block_lanes(x, y, z, &f);
         for (total, lanes) in totals.iter_mut().zip(lanes) {
-            *total += fold_lanes(
-                lanes,
-                #[inline(always)]
-                |a, b| a + b,
-            )
-            .to_f64();
+            *total += inlined!(fold_lanes, (lanes), |a, b| a + b).to_f64();
         }
     }
     totals.map(T::from_f64)
@@ -94,14 +83,8 @@ pub(super) fn max<T: Float>(x: &[T]) -> T {
 /// Each step of the tree has its own code, because the compiler would turn a loop over widths into scalars in memory.
 #[inline(always)]
 fn fold_lanes<T: Copy>(lanes: [T; LANES], f: impl Fn(T, T) -> T) -> T {
-    let by_8: [T; 8] = std::array::from_fn(
-        #[inline(always)]
-        |l| f(lanes[l], lanes[l + 8]),
-    );
-    let by_4: [T; 4] = std::array::from_fn(
-        #[inline(always)]
-        |l| f(by_8[l], by_8[l + 4]),
-    );
+    let by_8: [T; 8] = inlined!(std::array::from_fn, (), |l| f(lanes[l], lanes[l + 8]));
+    let by_4: [T; 4] = inlined!(std::array::from_fn, (), |l| f(by_8[l], by_8[l + 4]));
     f(f(by_4[0], by_4[2]), f(by_4[1], by_4[3]))
 }
 
@@ -110,22 +93,19 @@ const SQUARES: usize = 32;
 
 /// `Σ x²` of a piece in f64: element `i` is added to lane `i % 32`, then the lanes one after another.
 pub(crate) fn sum_of_squares(x: &[f32]) -> f64 {
-    wide(
-        #[inline(always)]
-        || {
-            let mut lanes = [0_f64; SQUARES];
-            let (whole, rest) = x.as_chunks::<SQUARES>();
-            for x in whole {
-                for l in 0..SQUARES {
-                    lanes[l] += f64::from(x[l]) * f64::from(x[l]);
-                }
+    wide!({
+        let mut lanes = [0_f64; SQUARES];
+        let (whole, rest) = x.as_chunks::<SQUARES>();
+        for x in whole {
+            for l in 0..SQUARES {
+                lanes[l] += f64::from(x[l]) * f64::from(x[l]);
             }
-            for (lane, &x) in lanes.iter_mut().zip(rest) {
-                *lane += f64::from(x) * f64::from(x);
-            }
-            lanes.iter().sum()
-        },
-    )
+        }
+        for (lane, &x) in lanes.iter_mut().zip(rest) {
+            *lane += f64::from(x) * f64::from(x);
+        }
+        lanes.iter().sum()
+    })
 }
 
 #[cfg(test)]

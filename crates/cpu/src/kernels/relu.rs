@@ -17,34 +17,24 @@ pub fn relu<T: Float>(x: &[T], out: &mut [T], above: &mut [u8]) {
         [out.len(), out.len().div_ceil(PER_BYTE)],
         "elements of x and bytes against out"
     );
-    wide(
-        #[inline(always)]
-        || {
-            for ((out, x), above) in out.chunks_mut(PER_BYTE).zip(x.chunks(PER_BYTE)).zip(above) {
-                let mut bits = 0;
-                for (at, (out, &x)) in out.iter_mut().zip(x).enumerate() {
-                    *out = if x <= T::ZERO { T::ZERO } else { x };
-                    bits |= u8::from(x > T::ZERO) << at;
-                }
-                *above = bits;
-            }
-        },
-    );
+    wide!(for ((out, x), above) in out.chunks_mut(PER_BYTE).zip(x.chunks(PER_BYTE)).zip(above) {
+        let mut bits = 0;
+        for (at, (out, &x)) in out.iter_mut().zip(x).enumerate() {
+            *out = if x <= T::ZERO { T::ZERO } else { x };
+            bits |= u8::from(x > T::ZERO) << at;
+        }
+        *above = bits;
+    });
 }
 
 /// `dx = dy` where the bit in `above` is set, else 0. Overwrites.
 pub fn relu_backward<T: Float>(above: &[u8], dy: &[T], dx: &mut [T]) {
     assert_eq!([dy.len(), above.len()], [dx.len(), dx.len().div_ceil(PER_BYTE)], "elements of dy and bytes against dx");
-    wide(
-        #[inline(always)]
-        || {
-            for ((dx, dy), &bits) in dx.chunks_mut(PER_BYTE).zip(dy.chunks(PER_BYTE)).zip(above) {
-                for (at, (dx, &dy)) in dx.iter_mut().zip(dy).enumerate() {
-                    *dx = if bits >> at & 1 == 1 { dy } else { T::ZERO };
-                }
-            }
-        },
-    );
+    wide!(for ((dx, dy), &bits) in dx.chunks_mut(PER_BYTE).zip(dy.chunks(PER_BYTE)).zip(above) {
+        for (at, (dx, &dy)) in dx.iter_mut().zip(dy).enumerate() {
+            *dx = if bits >> at & 1 == 1 { dy } else { T::ZERO };
+        }
+    });
 }
 
 #[cfg(test)]

@@ -18,34 +18,27 @@ const TOGETHER: usize = 8;
 pub fn forward<T: Float>(x: &[T], weight: &[T], eps: T, y: Stored<'_, T>, rstd: &mut [T]) {
     let n = row_len(weight, rstd, [x.len(), y.len()]);
     let count = T::from_f64(n as f64);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = x.chunks(TOGETHER * n).zip(y.chunks(TOGETHER * n)).zip(rstd.chunks_mut(TOGETHER));
-            for ((x, y), rstd) in rows {
-                for (x, rstd) in x.chunks_exact(n).zip(&mut *rstd) {
-                    *rstd = sum(
-                        x,
-                        #[inline(always)]
-                        |x| x * x,
-                    ) / count;
-                }
-                for rstd in &mut *rstd {
-                    *rstd = T::ONE / (*rstd + eps).sqrt();
-                }
-                for ((y, x), &mut rstd) in y.chunks(n).zip(x.chunks_exact(n)).zip(rstd) {
-                    y.fill(
-                        #[inline(always)]
-                        |at, y| {
-                            for ((y, &x), &weight) in y.iter_mut().zip(&x[at..]).zip(&weight[at..]) {
-                                *y = x * rstd * weight;
-                            }
-                        },
-                    );
-                }
+    wide!({
+        let rows = x.chunks(TOGETHER * n).zip(y.chunks(TOGETHER * n)).zip(rstd.chunks_mut(TOGETHER));
+        for ((x, y), rstd) in rows {
+            for (x, rstd) in x.chunks_exact(n).zip(&mut *rstd) {
+                *rstd = inlined!(sum, (x), |x| x * x) / count;
             }
-        },
-    );
+            for rstd in &mut *rstd {
+                *rstd = T::ONE / (*rstd + eps).sqrt();
+            }
+            for ((y, x), &mut rstd) in y.chunks(n).zip(x.chunks_exact(n)).zip(rstd) {
+                y.fill(
+                    #[inline(always)]
+                    |at, y| {
+                        for ((y, &x), &weight) in y.iter_mut().zip(&x[at..]).zip(&weight[at..]) {
+                            *y = x * rstd * weight;
+                        }
+                    },
+                );
+            }
+        }
+    });
 }
 
 /// The results of the forward that the backward needs, and the incoming gradient.
@@ -66,29 +59,20 @@ pub fn backward<T: Float>(saved: Saved<'_, T>, weight: &[T], (dx, update): (&mut
     let n = row_len(weight, rstd, [dy.len(), x.len(), dx.len()]);
     assert_eq!(dweight.len(), n, "elements of dweight against weight");
     let count = T::from_f64(n as f64);
-    wide(
-        #[inline(always)]
-        || {
-            let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
-            for (((dx, dy), x), &rstd) in rows.zip(rstd) {
-                let [gx] = sums(
-                    dy,
-                    weight,
-                    x,
-                    #[inline(always)]
-                    |dy, weight, x| [dy * weight * (x * rstd)],
-                );
-                let gx_mean = gx / count;
-                let params = weight.iter().zip(dweight.iter_mut());
-                for (((dx, &dy), &x), (&weight, dweight)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
-                    let normal = x * rstd;
-                    let share = rstd * (dy * weight - normal * gx_mean);
-                    *dx = if update == Update::Accumulate { *dx + share } else { share };
-                    *dweight += dy * normal;
-                }
+    wide!({
+        let rows = dx.chunks_exact_mut(n).zip(dy.chunks_exact(n)).zip(x.chunks_exact(n));
+        for (((dx, dy), x), &rstd) in rows.zip(rstd) {
+            let [gx] = inlined!(sums, (dy, weight, x), |dy, weight, x| [dy * weight * (x * rstd)]);
+            let gx_mean = gx / count;
+            let params = weight.iter().zip(dweight.iter_mut());
+            for (((dx, &dy), &x), (&weight, dweight)) in dx.iter_mut().zip(dy).zip(x).zip(params) {
+                let normal = x * rstd;
+                let share = rstd * (dy * weight - normal * gx_mean);
+                *dx = if update == Update::Accumulate { *dx + share } else { share };
+                *dweight += dy * normal;
             }
-        },
-    );
+        }
+    });
 }
 
 /// The row length, after checking every length against it and the number of rows.

@@ -5,8 +5,6 @@
 //! bits are the same as with a copy of the whole tensor. Products in [`Precision::Bf16`](meshwork_tensor::Precision)
 //! round their operands anyway, and rounding twice changes nothing: an operand rounded when stored gives the same bits
 //! as one rounded when read.
-//!
-//! More than 400 lines: reading and writing of 16 bits mirror each other.
 
 use super::Float;
 use super::gemm;

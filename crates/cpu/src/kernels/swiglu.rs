@@ -11,36 +11,28 @@ use meshwork_core::simd::wide;
 pub fn swiglu<T: Float>(x: &[T], out: Stored<'_, T>) {
     assert_eq!(x.len(), 2 * out.len(), "elements of x against pairs of out");
     let pairs = x.as_chunks::<2>().0;
-    wide(
-        #[inline(always)]
-        || {
-            out.fill(
-                #[inline(always)]
-                |at, out| {
-                    for (out, &[gate, up]) in out.iter_mut().zip(&pairs[at..]) {
-                        *out = silu(gate) * up;
-                    }
-                },
-            );
-        },
-    );
+    wide!({
+        out.fill(
+            #[inline(always)]
+            |at, out| {
+                for (out, &[gate, up]) in out.iter_mut().zip(&pairs[at..]) {
+                    *out = silu(gate) * up;
+                }
+            },
+        );
+    });
 }
 
 /// Overwrites the pairs `x` with their gradients, given the gradient `dy` of [`swiglu`]'s result:
 /// `dy · up · silu'(gate)` and `dy · silu(gate)`.
 pub fn swiglu_backward<T: Float>(dy: &[T], x: &mut [T]) {
     assert_eq!(x.len(), 2 * dy.len(), "elements of x against pairs of dy");
-    wide(
-        #[inline(always)]
-        || {
-            for (&dy, x) in dy.iter().zip(x.as_chunks_mut::<2>().0) {
-                let [gate, up] = *x;
-                let (sigma, rest) = logistic(gate);
-                // σ (1 + x (1 - σ)): x (1 - σ) goes to zero or, where σ is zero, stays finite.
-                *x = [dy * up * (sigma * (gate * rest + T::ONE)), dy * (gate * sigma)];
-            }
-        },
-    );
+    wide!(for (&dy, x) in dy.iter().zip(x.as_chunks_mut::<2>().0) {
+        let [gate, up] = *x;
+        let (sigma, rest) = logistic(gate);
+        // σ (1 + x (1 - σ)): x (1 - σ) goes to zero or, where σ is zero, stays finite.
+        *x = [dy * up * (sigma * (gate * rest + T::ONE)), dy * (gate * sigma)];
+    });
 }
 
 #[inline(always)]

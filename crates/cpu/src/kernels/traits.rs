@@ -1,7 +1,6 @@
 //! The parts of [`Float`](super::Float) that depend on a type's width: conversions and products.
 
 use super::gemm::Path;
-use super::update::{Strides, Update};
 use meshwork_core::{bf16, f16};
 use meshwork_tensor::Precision;
 use std::cell::RefCell;
@@ -33,30 +32,30 @@ pub trait Narrow: bytemuck::Pod {
 /// Memory of a thread for waiting sums: for the largest number of waiting sums so far, each as long as the longest.
 pub(super) type Sums<T> = RefCell<Vec<Vec<T>>>;
 
+/// A product of `matrixmultiply`: m, k, n, a factor of A, A and its strides, B likewise, a factor of C, C likewise.
+pub(super) type Routine<T> =
+    unsafe fn(usize, usize, usize, T, *const T, isize, isize, *const T, isize, isize, T, *mut T, isize, isize);
+
 /// The parts of products that depend on the element type.
 pub trait Product: Sized + Copy + Send + Sync + 'static {
-    /// Our own implementation for this CPU: only for `f32`.
-    fn path(precision: Precision) -> Option<Path>;
-
-    /// Whether the precision rounds operands.
-    fn narrows(precision: Precision) -> bool;
+    /// The product where [`path`](Self::path) has none.
+    const ROUTINE: Routine<Self>;
 
     /// This thread's room for sums.
     fn sums() -> &'static LocalKey<Sums<Self>>;
 
-    /// An operand's element as the product reads it.
-    fn in_precision(self, precision: Precision) -> Self;
+    /// Our own implementation for this CPU: only for `f32`.
+    fn path(_: Precision) -> Option<Path> {
+        None
+    }
 
-    /// `C = A · B` or `C += A · B` for `[m, n, k]` over `matrixmultiply`; C is only read to be added to.
-    ///
-    /// # Safety
-    /// Each pointer with its (row, column) strides must be valid for the whole matrix, C for writing, and the strides
-    /// fit isize; no two elements of C may share memory, nor C with A or B.
-    unsafe fn portable(
-        dims: [usize; 3],
-        a: (*const Self, Strides),
-        b: (*const Self, Strides),
-        c: (*mut Self, Strides),
-        update: Update,
-    );
+    /// Whether the precision rounds operands.
+    fn narrows(_: Precision) -> bool {
+        false
+    }
+
+    /// An operand's element as the product reads it.
+    fn in_precision(self, _: Precision) -> Self {
+        self
+    }
 }

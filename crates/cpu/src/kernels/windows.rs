@@ -84,25 +84,16 @@ pub fn patches<T: Float>(windows: &Windows, x: &[T], out: &mut [T]) {
 pub fn patches_backward<T: Float>(windows: &Windows, dpatches: &[T], dx: &mut [T]) {
     let n = windows.patch();
     dx.fill(T::ZERO);
-    wide(
-        #[inline(always)]
-        || {
-            for (dx, dpatches) in images_mut(windows, dx, dpatches, n) {
-                for_windows(
-                    windows,
-                    #[inline(always)]
-                    |window, wi, wj| {
-                        let patch = &dpatches[window * n..][..n];
-                        for Run { patch: from, pixels } in runs(windows, wi, wj) {
-                            for (dx, &d) in dx[pixels].iter_mut().zip(&patch[from]) {
-                                *dx += d;
-                            }
-                        }
-                    },
-                );
+    wide!(for (dx, dpatches) in images_mut(windows, dx, dpatches, n) {
+        inlined!(for_windows, (windows), |window, wi, wj| {
+            let patch = &dpatches[window * n..][..n];
+            for Run { patch: from, pixels } in runs(windows, wi, wj) {
+                for (dx, &d) in dx[pixels].iter_mut().zip(&patch[from]) {
+                    *dx += d;
+                }
             }
-        },
-    );
+        });
+    });
 }
 
 /// A pixel's place in its window.
@@ -113,60 +104,46 @@ pub trait WindowPlace: Copy + Send + Sync {
     fn get(self) -> usize;
 }
 
-impl WindowPlace for u8 {
-    fn new(place: usize) -> Self {
-        place as Self
-    }
+macro_rules! window_place {
+    ($($t:ty),*) => {$(
+        impl WindowPlace for $t {
+            fn new(place: usize) -> Self {
+                place as Self
+            }
 
-    fn get(self) -> usize {
-        self.into()
-    }
+            fn get(self) -> usize {
+                self as usize
+            }
+        }
+    )*};
 }
-
-impl WindowPlace for i32 {
-    fn new(place: usize) -> Self {
-        place as Self
-    }
-
-    fn get(self) -> usize {
-        self as usize
-    }
-}
+window_place!(u8, i32);
 
 /// `out[rows, channels]`: the largest pixel of each window, and its index in the window, in `places`. Overwrites.
 pub fn max_pool<T: Float, P: WindowPlace>(windows: &Windows, x: &[T], out: &mut [T], places: &mut [P]) {
     let n = windows.channels;
     assert_eq!(out.len(), places.len(), "elements of out against places");
     let places_of = places.chunks_exact_mut((windows.over(1).rows() * n).max(1));
-    wide(
-        #[inline(always)]
-        || {
-            for ((x, out), places) in images(windows, x, out, n).zip(places_of) {
-                for_windows(
-                    windows,
-                    #[inline(always)]
-                    |window, wi, wj| {
-                        let best = &mut out[window * n..][..n];
-                        let places = &mut places[window * n..][..n];
-                        best.fill(T::NEG_INFINITY);
-                        // If no pixel beats -∞, the place is the first pixel of the image in the window.
-                        let first = runs(windows, wi, wj).next().map_or(0, |run| run.patch.start / n);
-                        places.fill(P::new(first));
-                        for Run { patch, pixels } in runs(windows, wi, wj) {
-                            for (at, pixel) in x[pixels].chunks_exact(n).enumerate() {
-                                let at = P::new(patch.start / n + at);
-                                for ((best, place), &x) in best.iter_mut().zip(&mut *places).zip(pixel) {
-                                    let beats = beats(x, *best);
-                                    *best = if beats { x } else { *best };
-                                    *place = if beats { at } else { *place };
-                                }
-                            }
-                        }
-                    },
-                );
+    wide!(for ((x, out), places) in images(windows, x, out, n).zip(places_of) {
+        inlined!(for_windows, (windows), |window, wi, wj| {
+            let best = &mut out[window * n..][..n];
+            let places = &mut places[window * n..][..n];
+            best.fill(T::NEG_INFINITY);
+            // If no pixel beats -∞, the place is the first pixel of the image in the window.
+            let first = runs(windows, wi, wj).next().map_or(0, |run| run.patch.start / n);
+            places.fill(P::new(first));
+            for Run { patch, pixels } in runs(windows, wi, wj) {
+                for (at, pixel) in x[pixels].chunks_exact(n).enumerate() {
+                    let at = P::new(patch.start / n + at);
+                    for ((best, place), &x) in best.iter_mut().zip(&mut *places).zip(pixel) {
+                        let beats = beats(x, *best);
+                        *best = if beats { x } else { *best };
+                        *place = if beats { at } else { *place };
+                    }
+                }
             }
-        },
-    );
+        });
+    });
 }
 
 /// Whether x replaces the largest element so far. NaN replaces any number, and is never replaced.
@@ -197,56 +174,38 @@ pub fn max_pool_backward<T: Float, P: WindowPlace>(windows: &Windows, dy: &[T], 
 /// `out[rows, channels]`: the mean of each window, its pixels one after another. Overwrites.
 pub fn average_pool<T: Float>(windows: &Windows, x: &[T], out: &mut [T]) {
     let (n, area) = (windows.channels, area(windows));
-    wide(
-        #[inline(always)]
-        || {
-            for (x, out) in images(windows, x, out, n) {
-                for_windows(
-                    windows,
-                    #[inline(always)]
-                    |window, wi, wj| {
-                        let sum = &mut out[window * n..][..n];
-                        sum.fill(T::ZERO);
-                        for Run { pixels, .. } in runs(windows, wi, wj) {
-                            for pixel in x[pixels].chunks_exact(n) {
-                                for (sum, &x) in sum.iter_mut().zip(pixel) {
-                                    *sum += x;
-                                }
-                            }
-                        }
-                        sum.iter_mut().for_each(|sum| *sum = *sum / area);
-                    },
-                );
+    wide!(for (x, out) in images(windows, x, out, n) {
+        inlined!(for_windows, (windows), |window, wi, wj| {
+            let sum = &mut out[window * n..][..n];
+            sum.fill(T::ZERO);
+            for Run { pixels, .. } in runs(windows, wi, wj) {
+                for pixel in x[pixels].chunks_exact(n) {
+                    for (sum, &x) in sum.iter_mut().zip(pixel) {
+                        *sum += x;
+                    }
+                }
             }
-        },
-    );
+            sum.iter_mut().for_each(|sum| *sum = *sum / area);
+        });
+    });
 }
 
 /// Gradient of the images from `dy[rows, channels]`. Overwrites.
 pub fn average_pool_backward<T: Float>(windows: &Windows, dy: &[T], dx: &mut [T]) {
     let (n, area) = (windows.channels, area(windows));
     dx.fill(T::ZERO);
-    wide(
-        #[inline(always)]
-        || {
-            for (dx, dy) in images_mut(windows, dx, dy, n) {
-                for_windows(
-                    windows,
-                    #[inline(always)]
-                    |window, wi, wj| {
-                        let dy = &dy[window * n..][..n];
-                        for Run { pixels, .. } in runs(windows, wi, wj) {
-                            for pixel in dx[pixels].chunks_exact_mut(n) {
-                                for (dx, &dy) in pixel.iter_mut().zip(dy) {
-                                    *dx += dy / area;
-                                }
-                            }
-                        }
-                    },
-                );
+    wide!(for (dx, dy) in images_mut(windows, dx, dy, n) {
+        inlined!(for_windows, (windows), |window, wi, wj| {
+            let dy = &dy[window * n..][..n];
+            for Run { pixels, .. } in runs(windows, wi, wj) {
+                for pixel in dx[pixels].chunks_exact_mut(n) {
+                    for (dx, &dy) in pixel.iter_mut().zip(dy) {
+                        *dx += dy / area;
+                    }
+                }
             }
-        },
-    );
+        });
+    });
 }
 
 /// Pixels of a window, including padding.

@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 #[derive(Debug, Default)]
 pub(super) struct AddressTables {
     known: HashMap<Vec<u64>, Address>,
-    /// Those of a length, the oldest first.
+    /// The tables of a length, the oldest first.
     ages: HashMap<usize, VecDeque<Vec<u64>>>,
 }
 

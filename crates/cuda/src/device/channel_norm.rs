@@ -41,13 +41,8 @@ impl ChannelNorm for CudaDevice {
         Ok((mean, variance))
     }
 
-    fn normalise(
-        &self,
-        groups: Groups,
-        x: &Buffer,
-        by: MeanVariance<'_>,
-        [gamma, beta]: [&Buffer; 2],
-    ) -> Result<Buffer> {
+    fn normalise(&self, groups: Groups, x: &Buffer, by: MeanVariance<'_>, affine: [&Buffer; 2]) -> Result<Buffer> {
+        let [gamma, beta] = affine;
         let (y, count) = (self.alloc(DType::F32, x.count())?, x.count());
         launch!(self, OP, "channel_norm_forward", [count / groups.channels.max(1), groups.channels];
             x, by.mean, by.variance, by.eps as f32, gamma, beta, &y, count, extents(groups)

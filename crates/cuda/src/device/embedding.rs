@@ -35,16 +35,9 @@ impl Embedding for CudaDevice {
         Ok(out)
     }
 
-    fn lookup_grad(
-        &self,
-        ids: &Buffer,
-        dout: &Buffer,
-        rows: Range<usize>,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()> {
+    fn lookup_grad(&self, ids: &Buffer, dout: &Buffer, rows: Range<usize>, dtable: TableGrad<'_>) -> Result<()> {
         let op = "embedding";
-        let TableGrad { buffer, start, rows: table_rows, accumulate, blocks } = dtable;
+        let TableGrad { buffer, start, rows: table_rows, width, accumulate, blocks } = dtable;
         self.f32s(op, &[buffer])?;
         let (held, count) = (rows.len(), ids.count());
         if !accumulate {
@@ -70,16 +63,9 @@ impl Embedding for CudaDevice {
         Ok(out)
     }
 
-    fn positions_grad(
-        &self,
-        dout: &Buffer,
-        first: usize,
-        seq: usize,
-        width: usize,
-        dtable: TableGrad<'_>,
-    ) -> Result<()> {
+    fn positions_grad(&self, dout: &Buffer, first: usize, seq: usize, dtable: TableGrad<'_>) -> Result<()> {
         let op = "positions";
-        let TableGrad { buffer, start, rows, accumulate, blocks } = dtable;
+        let TableGrad { buffer, start, rows, width, accumulate, blocks } = dtable;
         self.f32s(op, &[buffer])?;
         if !accumulate {
             self.zero(buffer, start..start + first * width)?;

@@ -36,17 +36,10 @@ impl Loss for CudaDevice {
         Ok((totals, lse))
     }
 
-    fn grad(
-        &self,
-        logits: &mut Buffer,
-        targets: &Buffer,
-        lse: &Buffer,
-        scale: &Buffer,
-        shard: VocabShard,
-    ) -> Result<()> {
-        let rows = targets.count();
+    fn grad(&self, logits: &mut Buffer, ids: &Buffer, lse: &Buffer, scale: &Buffer, shard: VocabShard) -> Result<()> {
+        let rows = ids.count();
         launch!(self, OP, "cross_entropy_backward", [rows, shard.width];
-            logits, targets, lse, scale, shard.pitch, shard.skipped, shard.width, shard.valid, shard.first,
+            logits, ids, lse, scale, shard.pitch, shard.skipped, shard.width, shard.valid, shard.first,
             scale.count(), rows
         )
     }

@@ -9,12 +9,11 @@ impl Norm for CudaDevice {
     fn layer_norm(
         &self,
         x: &Buffer,
-        gamma: &Buffer,
-        beta: &Buffer,
+        affine: [&Buffer; 2],
         eps: f64,
         stored: DType,
     ) -> Result<(Buffer, Buffer, Buffer)> {
-        let op = "layer_norm";
+        let (op, [gamma, beta]) = ("layer_norm", affine);
         let kernels = ["layer_norm_forward_f32", "layer_norm_forward_bf16", "layer_norm_forward_16"];
         let kernel = self.storing(op, x, stored, kernels)?;
         let (n, rows) = (gamma.count(), x.count() / gamma.count());

@@ -5,7 +5,7 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, BufferError, DType};
 use meshwork_kernels::{EXACT_PIECE, SQUARES_PIECE, UPDATE_PIECE};
 use meshwork_optim::{AdamWFactors, OnHost, OptimError, Rule, Update};
-use meshwork_tensor::kernel::{FlatParts, Measured, Optim, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{FlatParts, Optim};
 use meshwork_tensor::{Device, Error, Result};
 use std::ops::Range;
 
@@ -120,17 +120,6 @@ impl Optim for CudaDevice {
         launch!(self, op, kernel, [vectors.pieces * UPDATE_PIECE as usize, 0]; &vectors, numbers)
     }
 
-    fn measure(
-        &self,
-        part: &WholePart<'_>,
-        pass: usize,
-        weights: &Buffer,
-        vectors: WholeVectors<'_>,
-        into: Option<Measured<'_>>,
-    ) -> Result<()> {
-        self.measure_whole(part, pass, weights, vectors, into)
-    }
-
     fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()> {
         let count = x.count();
         launch!(self, "divide_by_root", "divide_by_root", [count, 0]; x, squares, least, count)
@@ -141,20 +130,5 @@ impl Optim for CudaDevice {
         let sums = self.alloc(DType::F64, count)?;
         launch!(self, "exact_sums", "exact_values", [count, 0]; digits, &sums, count)?;
         Ok(sums)
-    }
-
-    fn finish_pass(
-        &self,
-        part: &WholePart<'_>,
-        pass: usize,
-        totals: &mut Buffer,
-        at: usize,
-        sets: &mut [Buffer],
-    ) -> Result<()> {
-        self.finish_whole_pass(part, pass, totals, at, sets)
-    }
-
-    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
-        self.update_of_whole(part, weights, vectors)
     }
 }

@@ -131,12 +131,12 @@ impl Routing for CudaDevice {
         &self,
         dout: &Buffer,
         counts: &Buffer,
-        tokens: usize,
-        experts: usize,
+        dims: [usize; 2],
         scale: f64,
         dtype: DType,
     ) -> Result<Buffer> {
         const OP: &str = "balance";
+        let [tokens, experts] = dims;
         if dtype != DType::F32 {
             return Err(self.lacks(OP, dtype));
         }

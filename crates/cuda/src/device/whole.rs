@@ -10,7 +10,7 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Adam8bit, AdamWFactors, Lamb, LambFactors, Over, ParamShape, Pass, Rule};
 use meshwork_tensor::Result;
-use meshwork_tensor::kernel::{Measured, WholePart, WholeVectors};
+use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
 use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "update";
@@ -138,7 +138,22 @@ impl CudaDevice {
         Ok(())
     }
 
-    pub(super) fn measure_whole(
+    /// The totals of the two measures of the first pass: of rows and columns, or of means and squares.
+    fn factors(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer]) -> Result<[Address; 2]> {
+        Ok([self.total(shape, over, totals, 0, 0)?, self.total(shape, over, totals, 0, 1)?])
+    }
+
+    /// The largest values of blocks of means and squares.
+    fn largest<'a>(&self, part: &WholePart<'_>, sets: &'a [Buffer]) -> Result<[&'a Buffer; 2]> {
+        match sets {
+            [mean, square] => Ok([mean, square]),
+            _ => Err(self.no_rule(part.rule)),
+        }
+    }
+}
+
+impl WholeOptim for CudaDevice {
+    fn measure(
         &self,
         part: &WholePart<'_>,
         pass: usize,
@@ -208,20 +223,7 @@ impl CudaDevice {
         }
     }
 
-    /// The totals of the two measures of the first pass: of rows and columns, or of means and squares.
-    fn factors(&self, shape: &ParamShape, over: &[Over], totals: &[Buffer]) -> Result<[Address; 2]> {
-        Ok([self.total(shape, over, totals, 0, 0)?, self.total(shape, over, totals, 0, 1)?])
-    }
-
-    /// The largest values of blocks of means and squares.
-    fn largest<'a>(&self, part: &WholePart<'_>, sets: &'a [Buffer]) -> Result<[&'a Buffer; 2]> {
-        match sets {
-            [mean, square] => Ok([mean, square]),
-            _ => Err(self.no_rule(part.rule)),
-        }
-    }
-
-    pub(super) fn finish_whole_pass(
+    fn finish_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,
@@ -269,12 +271,7 @@ impl CudaDevice {
         }
     }
 
-    pub(super) fn update_of_whole(
-        &self,
-        part: &WholePart<'_>,
-        weights: &mut Buffer,
-        vectors: WholeVectors<'_>,
-    ) -> Result<()> {
+    fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
         let WholeVectors { grads, states, sets, totals, gathered } = vectors;
         let (shape, elements) = (&part.shape, self.elements_of(part)?);
         if elements.count() == 0 {

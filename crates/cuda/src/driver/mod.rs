@@ -51,7 +51,7 @@ pub enum Reach {
     Copies,
 }
 
-/// A place in the memory of a device, which may be another device than that of the call.
+/// A place in the memory of a device, which may be another device than the caller's.
 #[derive(Clone, Copy, Debug)]
 pub struct Remote<'a> {
     /// The device.

@@ -268,7 +268,7 @@ fn norms_have_the_cpus_bits() {
         same("norms", |device, up| {
             let of = device.norm()?;
             let [x, dy, gamma, beta] = [&x, &dy, &gamma, &beta].map(up);
-            let (y, mean, rstd) = of.layer_norm(&x, &gamma, &beta, 1e-5, DType::F32)?;
+            let (y, mean, rstd) = of.layer_norm(&x, [&gamma, &beta], 1e-5, DType::F32)?;
             let blocks = RowBlocks { samples: 1, slices: 4 };
             let back = of.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], RowBlocks::WHOLE, None)?;
             let more = of.layer_norm_grad(&dy, &x, &gamma, [&mean, &rstd], blocks, Some(up(&sum)))?;
@@ -288,8 +288,8 @@ fn gradients_of_a_table_take_the_cpus_memory() {
     let [cuda, cpu] = devices.map(|device| {
         let up = |host: &Buffer| device.upload(host).unwrap();
         let (ids, dout, mut grad) = (up(&ids(600, 9)), up(&values("dout", 600)), up(&values("old", 9)));
-        let into = TableGrad { buffer: &mut grad, start: 0, rows: 9, accumulate: true, blocks: 1 };
-        device.embedding().unwrap().lookup_grad(&ids, &dout, 0..9, 1, into).unwrap();
+        let into = TableGrad { buffer: &mut grad, start: 0, rows: 9, width: 1, accumulate: true, blocks: 1 };
+        device.embedding().unwrap().lookup_grad(&ids, &dout, 0..9, into).unwrap();
         device.meter().peak_bytes()
     });
     assert_eq!(cuda, cpu);
@@ -307,8 +307,8 @@ fn embeddings_have_the_cpus_bits() {
                 let of = device.embedding()?;
                 let (ids, dout) = (up(&ids(count, vocab)), up(&dout));
                 let mut grad = up(&values("old", 5 + held * h));
-                let into = TableGrad { buffer: &mut grad, start: 5, rows: held, accumulate, blocks };
-                of.lookup_grad(&ids, &dout, rows.clone(), h, into)?;
+                let into = TableGrad { buffer: &mut grad, start: 5, rows: held, width: h, accumulate, blocks };
+                of.lookup_grad(&ids, &dout, rows.clone(), into)?;
                 Ok(vec![of.lookup(&ids, &up(&table), rows.clone(), vocab, h)?, grad])
             });
         }
@@ -318,8 +318,8 @@ fn embeddings_have_the_cpus_bits() {
         for (blocks, accumulate) in [(1, false), (3, true), (8, false)] {
             same("positions", |device, up| {
                 let (x, mut grad) = (up(&x), up(&values("old", rows * h + 3)));
-                let into = TableGrad { buffer: &mut grad, start: 3, rows, accumulate, blocks };
-                device.embedding()?.positions_grad(&x, first, seq, h, into)?;
+                let into = TableGrad { buffer: &mut grad, start: 3, rows, width: h, accumulate, blocks };
+                device.embedding()?.positions_grad(&x, first, seq, into)?;
                 Ok(vec![device.embedding()?.positions(&x, &up(&values("table", rows * h)), first, seq, h)?, grad])
             });
         }

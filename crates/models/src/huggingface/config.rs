@@ -1,5 +1,5 @@
-//! `config.json`: from a Hugging Face model's settings to the sizes of ours. What changes the numbers of a model and is
-//! not supported is refused; what does not is not looked at.
+//! `config.json`: from a Hugging Face model's settings to the sizes of ours. Settings that change the numbers of a
+//! model and are not supported are refused; others are ignored.
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};
@@ -195,7 +195,7 @@ pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
     }
 }
 
-/// What a folder of quantized weights is told.
+/// The problem of a folder with quantized weights.
 fn quantization(key: &str, config: &Value) -> String {
     let text = |key: &str| config[key].as_str();
     let bits = ["bits", "w_bit"].into_iter().find_map(|key| config[key].as_u64());
@@ -304,8 +304,8 @@ pub(super) fn experts(width: usize, num_experts: usize, top_k: usize) -> Experts
     }
 }
 
-/// What these experts have that those of a `MixtralForCausalLM` do not. What training alone reads is not looked at:
-/// factors of losses, jitter.
+/// Properties of these experts that a `MixtralForCausalLM` does not have. Settings of training alone, such as factors
+/// of losses and jitter, are ignored.
 pub fn not_of_mixtral(experts: &ExpertsConfig) -> Vec<String> {
     let MoeConfig { router, capacity_factor, normalise, routed_scaling, groups, .. } = experts.moe;
     let rules = [

@@ -1,9 +1,9 @@
-//! What a folder and its files really are, where they are not what is looked for: the content says it, not the name.
+//! The real content of a folder and its files, where the names promise something else.
 
 use super::Error;
 use std::path::Path;
 
-/// What a repository has in place of a large file that was not fetched.
+/// The stand-in of a large file that was not fetched.
 pub(super) const LFS: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 /// The first bytes of files that lie under the names of others, and what such a file is.
@@ -22,7 +22,7 @@ const KINDS: [(&[u8], &str); 9] = [
     (b"<html", "a web page, not the file: download the file itself"),
 ];
 
-/// What a file that begins with these bytes is, if it is nothing that a folder of Hugging Face has under that name.
+/// The kind of a file that begins with these bytes, if a folder of Hugging Face has no such file under that name.
 #[must_use]
 pub fn foreign(first: &[u8]) -> Option<&'static str> {
     let first = first.strip_prefix(b"\xef\xbb\xbf").unwrap_or(first);

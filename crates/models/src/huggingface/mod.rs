@@ -68,7 +68,7 @@ pub enum Error {
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// Files that are not what their names say, or that cannot be read: all of them.
@@ -190,7 +190,7 @@ impl Architecture {
 pub struct Pretrained {
     architecture: Architecture,
     tensors: Tensors,
-    /// What the names of the tensors begin with in these files.
+    /// The prefix of the tensors' names in these files.
     prefix: &'static str,
     settings: Settings,
     ends_of_text: Vec<u32>,

@@ -90,7 +90,7 @@ impl Staged {
             fs::rename(dir, target).map_err(failed)?;
         } else {
             swap(dir, target).map_err(failed)?;
-            // What lies there now is the folder before. A file that has appeared meanwhile stays.
+            // The folder before lies there now. A file that has appeared meanwhile stays.
             remove_files(dir, |name| of_a_model(name) || kept.iter().any(|kept| kept == name)).map_err(failed)?;
             _ = fs::remove_dir(dir);
         }

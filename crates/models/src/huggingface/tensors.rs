@@ -91,7 +91,7 @@ impl Dtype {
 #[derive(Clone, Debug)]
 pub(super) struct Tensor {
     file: usize,
-    /// Its type, or the name of one that weights do not have.
+    /// Its type, or the name of a type that weights do not have.
     pub(super) dtype: Result<Dtype, String>,
     pub(super) shape: Vec<usize>,
     /// Its first byte in the file.

@@ -23,8 +23,8 @@ pub(super) fn ends_of_text(settings: &Settings) -> Vec<u32> {
     said.map(config::ends_of_text).find(|ends| !ends.is_empty()).unwrap_or_default()
 }
 
-/// The settings of an export, whose weights are of this dtype. `from` are those of the folder that the model comes
-/// from. The tokens in `ends` end a text beside those that `from` names.
+/// The settings of an export, whose weights are of this dtype. `from` are the settings of the folder that the model
+/// comes from. The tokens in `ends` end a text beside those that `from` names.
 pub(super) fn settings(architecture: &Architecture, dtype: Dtype, ends: &[u32], from: Option<&Settings>) -> Settings {
     let mut now = of_architecture(architecture);
     let Some(from) = from else {
@@ -41,7 +41,7 @@ pub(super) fn settings(architecture: &Architecture, dtype: Dtype, ends: &[u32], 
         return Settings { config: now, generation: Some(generation) };
     };
     let Settings { mut config, mut generation } = from.clone();
-    // What we would write of the folder's own model: a key of another value now is one that the run changed.
+    // The settings that we would write for the folder's own model: a key with another value now was changed by the run.
     let before =
         config::read(&Value::Object(config.clone())).map(|before| of_architecture(&before)).unwrap_or_default();
     let rotary = ["rope_theta", "rope_scaling"].into_iter().any(|key| before.get(key) != now.get(key));
@@ -89,7 +89,7 @@ fn of_architecture(architecture: &Architecture) -> Map<String, Value> {
     }
 }
 
-/// What `config.json` says of an architecture.
+/// The settings of an architecture in `config.json`.
 fn sizes(architecture: &Architecture) -> Value {
     match architecture {
         Architecture::Gpt2(config) => json!({

@@ -140,7 +140,9 @@ kernels! {
     pub trait Attention at attention {
         /// (out, lse [batch, heads, seq]): lse is the log-sum-exp of each row of scores.
         fn causal(&self, shape: AttentionShape, qkv: &Buffer, masks: AttentionMasks<'_>) -> Result<(Buffer, Buffer)>
-            | profile(Attention: qkv), halves(as_is);
+            | profile(Attention: qkv), halves(as_is),
+              meta(flops Attention: shape.forward_flops();
+                   qkv => qkv.count() / 3, qkv.dtype().widened() => shape.batch * shape.heads * shape.seq);
 
         /// dqkv; probabilities are recomputed from lse.
         fn causal_grad(
@@ -152,7 +154,8 @@ kernels! {
             lse: &Buffer,
             masks: AttentionMasks<'_>,
         ) -> Result<Buffer>
-            | profile(Attention: dout, qkv, out, lse), halves(alike dout, qkv, out -> qkv);
+            | profile(Attention: dout, qkv, out, lse), halves(alike dout, qkv, out -> qkv),
+              meta(flops Attention: shape.backward_flops(); like qkv);
 
         /// (out, lse) of groups.
         fn grouped(
@@ -162,12 +165,20 @@ kernels! {
             kv: &Buffer,
             masks: AttentionMasks<'_>,
         ) -> Result<(Buffer, Buffer)>
-            | profile(Attention: q, kv), halves(alike q, kv -> q);
+            | profile(Attention: q, kv), halves(alike q, kv -> q),
+              meta(flops Attention: shape.forward_flops(); q => q.count(),
+                   q.dtype().widened() => shape.queries.batch * shape.queries.heads * shape.queries.seq);
 
         /// Writes the keys, rotated, and the values of the queries' tokens into the cache, `[batch, keys, 2, kv_heads,
         /// head_dim]`, behind those of the tokens before, and returns the output of the queries.
         fn decode(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer>
-            | profile(Attention: q, kv), halves(own);
+            | profile(Attention: q, kv), halves({
+                  let [wide_q, kv] = self.all_wide([q, kv])?;
+                  let out = self.write(cache, 0..cache.count(), true, |cache, _| {
+                      self.inner.attention()?.decode(shape, &wide_q, &kv, cache)
+                  })?;
+                  self.rounded(out, q.dtype())
+              }), meta(flops Attention: shape.forward_flops(); like q);
 
         /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), and
         /// zero, of either sign, for keys and values that no query here sees.
@@ -182,6 +193,11 @@ kernels! {
             lse: &Buffer,
             masks: AttentionMasks<'_>,
         ) -> Result<(Buffer, Buffer)>
-            | profile(Attention: dout, q, kv, out, lse), halves(own);
+            | profile(Attention: dout, q, kv, out, lse), halves({
+                  let (dtypes, [dout, q, kv, out]) = ([q, kv].map(Buffer::dtype), &self.alike([dout, q, kv, out])?);
+                  let (dq, dkv) = self.inner.attention()?.grouped_grad(shape, dout, q, kv, out, lse, masks)?;
+                  Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
+              }),
+              meta(flops Attention: shape.backward_flops(); q => q.count(), kv => kv.count());
     }
 }

@@ -24,7 +24,7 @@ kernels! {
             message: &mut Buffer,
             at: usize,
         ) -> Result<()>
-            | profile(Compression: x, message), halves(wide x);
+            | profile(Compression: x, message), halves(wide x), meta(nothing);
 
         /// Decodes a message into the elements of `out` from `at` on, or adds it to them. `message` has exactly its
         /// bytes: a [slice](Buffer::slice) of the received buffer.
@@ -40,7 +40,11 @@ kernels! {
             out: &mut Buffer,
             at: usize,
         ) -> Result<()>
-            | profile(Compression: message, out), halves(own);
+            | profile(Compression: message, out), halves({
+                  self.write(out, at..at + shape.rows() * shape.cols(), fold == Fold::Add, |out, at| {
+                      self.inner.compression()?.unpack(scheme, shape, message, fold, out, at)
+                  })
+              }), meta(nothing);
 
         /// The elements of `x`, of this shape, at `indices`: the [index bytes](Sparse::index_bytes) of a message of
         /// this scheme.
@@ -48,23 +52,23 @@ kernels! {
         /// # Errors
         /// Bytes that encode no indices.
         fn take(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, x: &Buffer) -> Result<Buffer>
-            | profile(Compression: indices), halves(wide x);
+            | profile(Compression: indices), halves(wide x), meta(F32 => sparse.count(shape));
 
         /// A tensor of this shape with `values` at `indices` and zeros elsewhere.
         ///
         /// # Errors
         /// As [`take`](Self::take).
         fn put(&self, sparse: &Sparse, shape: Shape, indices: &Buffer, values: &Buffer) -> Result<Buffer>
-            | profile(Compression: indices, values), halves(wide values);
+            | profile(Compression: indices, values), halves(wide values), meta(F32 => shape.len());
 
         /// The value that is compressed instead of `x`: [`Feedback::outgoing`]. `first`: whether this is the first
         /// value of this sender.
         fn outgoing(&self, feedback: Feedback, x: &Buffer, first: bool, sender: &mut Sender<Buffer>) -> Result<Buffer>
-            | profile(Compression: x, x), halves(wide x);
+            | profile(Compression: x, x), halves(wide x), meta(F32 => x.count());
 
         /// Updates the sender's state with the value sent for a target: [`Feedback::sent`].
         fn sent(&self, feedback: Feedback, target: &Buffer, sent: &Buffer, sender: &mut Sender<Buffer>) -> Result<()>
-            | profile(Compression: target, sent, target), halves(wide target, sent);
+            | profile(Compression: target, sent, target), halves(wide target, sent), meta(nothing);
 
         /// The first half of PowerSGD for a matrix `m` of this shape: draws random values for the columns of `q` that
         /// are zero, and writes `p = m q`. `p` and `q` have the elements of [`PowerSgd::factors`].
@@ -77,14 +81,14 @@ kernels! {
             q: &mut Buffer,
             p: &mut Buffer,
         ) -> Result<()>
-            | profile(Compression: m, q, p), halves(wide m);
+            | profile(Compression: m, q, p), halves(wide m), meta(nothing);
 
         /// The second half: makes the columns of `p` orthonormal, and writes `q = mᵀ p`.
         fn right_factor(&self, of: PowerSgd, shape: Shape, m: &Buffer, p: &mut Buffer, q: &mut Buffer) -> Result<()>
-            | profile(Compression: m, p, q), halves(wide m);
+            | profile(Compression: m, p, q), halves(wide m), meta(nothing);
 
         /// Writes `p qᵀ / among` for the factors `[p, q]`.
         fn join(&self, of: PowerSgd, shape: Shape, factors: &[Buffer; 2], among: usize, out: &mut Buffer) -> Result<()>
-            | profile(= Traffic::compression("join", &[&factors[0], &factors[1], out])), halves(as_is);
+            | profile(= Traffic::compression("join", &[&factors[0], &factors[1], out])), halves(as_is), meta(nothing);
     }
 }

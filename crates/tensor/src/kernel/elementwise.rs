@@ -39,17 +39,22 @@ kernels! {
     pub trait Elementwise at elementwise {
         /// f(x).
         fn map(&self, f: Map, x: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: x), halves(wide x -> x);
+            | profile(Pointwise: x), halves(wide x -> x), meta(like x);
         /// dy · f'(x).
         fn map_grad(&self, f: Map, dy: &Buffer, x: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: dy, x), halves(wide dy, x -> x);
+            | profile(Pointwise: dy, x), halves(wide dy, x -> x), meta(like dy);
         /// f(x, y), with y repeated over rows of its length.
         fn zip(&self, f: Zip, x: &Buffer, y: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: x, y), halves(wide x, y -> x);
+            | profile(Pointwise: x, y), halves(wide x, y -> x), meta(like x);
         /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no
         /// functions of the host.
         fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>>
-            | profile(= Traffic::of(Class::Pointwise, "host_map", inputs)), halves(own), proxy(default)
+            | profile(= Traffic::of(Class::Pointwise, "host_map", inputs)), halves({
+                  let wide = inputs.iter().map(|x| self.wide(x)).collect::<Result<Vec<_>>>()?;
+                  let y = self.inner.elementwise()?.host_map(&wide.iter().collect::<Vec<_>>(), f)?;
+                  y.map(|y| self.rounded(y, inputs.first().map_or(F32, |x| x.dtype()))).transpose()
+              }),
+              meta(= inputs.first().map(|x| self.alloc(x.dtype(), x.count())).transpose()), proxy(default)
             | default {
                 _ = (inputs, f);
                 Ok(None)

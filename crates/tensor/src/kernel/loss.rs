@@ -41,37 +41,31 @@ kernels! {
         /// (max `[rows]`: the largest valid logit of each row, -inf where the shard is empty; sums `[2, rows]`: the sum
         /// of exp(logit - max) over the shard, then the target's logit if the shard holds it, else 0), in one pass.
         fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::row_stats(logits, targets, shard)), halves(as_is);
+            | profile(= Traffic::row_stats(logits, targets, shard)), halves(as_is),
+              meta(logits.dtype().widened() => targets.count(), logits.dtype().widened() => 2 * targets.count());
 
         /// Elementwise maximum of `max` and `other`, in `max`.
         fn larger(&self, max: &mut Buffer, other: &Buffer) -> Result<()>
-            | profile(Loss: other, other, other), halves(as_is);
+            | profile(Loss: other, other, other), halves(as_is), meta(nothing);
 
         /// Rescales the sums of exp from the maxima of this shard to the maxima over all shards. Then they can be
         /// summed over the shards, like the logits of the targets.
         fn rescale(&self, sums: &mut Buffer, local: &Buffer, global: &Buffer) -> Result<()>
-            | profile(Loss: sums, sums, local, global), halves(as_is);
+            | profile(Loss: sums, sums, local, global), halves(as_is), meta(nothing);
 
         /// (an f64 per sample: Σ (lse - target logit) over its unmasked rows, in order; lse `[rows]`), where lse = max
         /// + ln(sum of exp).
         fn total(&self, max: &Buffer, sums: &Buffer, targets: &Buffer, samples: usize) -> Result<(Buffer, Buffer)>
-            | profile(Loss: max, sums, targets), halves(as_is);
+            | profile(Loss: max, sums, targets), halves(as_is), meta(F64 => samples, max => max.count());
 
         /// Turns logits into their gradient, in place: (exp(logit - lse) - onehot) · scale, 0 for masked rows and
-        /// padding. `scale` has an f64 per sample: the gradient of the sample's total.
-        fn grad(
-            &self,
-            logits: &mut Buffer,
-            targets: &Buffer,
-            lse: &Buffer,
-            scale: &Buffer,
-            shard: VocabShard,
-        ) -> Result<()>
-            | profile(Loss: logits, logits, targets, lse), halves(as_is);
+        /// padding. `ids` are the targets, `scale` has an f64 per sample: the gradient of the sample's total.
+        fn grad(&self, logits: &mut Buffer, ids: &Buffer, lse: &Buffer, scale: &Buffer, shard: VocabShard) -> Result<()>
+            | profile(Loss: logits, logits, ids, lse), halves(as_is), meta(nothing);
 
         /// An f64 per sample: the number of rows of logits `[rows, width]` whose target has the largest logit. Of equal
         /// logits, the first counts as the largest. Masked rows do not count.
         fn correct(&self, logits: &Buffer, targets: &Buffer, width: usize, samples: usize) -> Result<Buffer>
-            | profile(Loss: logits, targets), halves(as_is);
+            | profile(Loss: logits, targets), halves(as_is), meta(F64 => samples);
     }
 }

@@ -1,5 +1,6 @@
 //! Matrix products.
 
+use super::Pointwise;
 use super::table::*;
 use crate::tape::Terms;
 use meshwork_core::{Buffer, DType};
@@ -76,10 +77,17 @@ impl Gemm {
 
     /// Floating point operations: a multiplication and an addition per term.
     pub fn flops(&self) -> u64 {
-        2 * self.m as u64 * self.n as u64 * self.k as u64
+        product_flops([self.m, self.n, self.k])
     }
 }
 
+/// A multiplication and an addition per term.
+fn product_flops(mnk: [usize; 3]) -> u64 {
+    2 * mnk.iter().map(|&extent| extent as u64).product::<u64>()
+}
+
+// Widened products that allocate their result have weights in f32, because the result has the type of the weights.
+// Operations fused with a product in 16 bits read the rounded product, because backward recomputes them from that.
 kernels! {
     /// Matrix products. The bits of a result depend only on k and its reduction blocks, never on m, n, layout or thread
     /// count. Either operand may be stored in the device's type for [operands](crate::Device::operand_dtype), with the
@@ -87,15 +95,28 @@ kernels! {
     pub trait Matmul at matmul {
         /// Computes `spec` into the elements of `c` from `start` on.
         fn gemm(&self, spec: Gemm, a: &Buffer, b: &Buffer, c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= Traffic::gemm(spec, [a, b], c)), halves(own);
+            | profile(= Traffic::gemm(spec, [a, b], c)), halves({
+                  let operand = |x| if spec.exact { self.wide(x) } else { self.factor(x) };
+                  self.inner.matmul()?.gemm(spec, &operand(a)?, &operand(b)?, c, start)
+              }), meta(flops Matmul: spec.flops(); nothing);
         /// Computes the sum of two products with the same rows, columns and number of blocks, into the elements of `c`
         /// from `start` on. Each block sums the terms of the first product, then those of the second.
         fn gemm_sum(&self, specs: [Gemm; 2], a: [&Buffer; 2], b: [&Buffer; 2], c: &mut Buffer, start: usize) -> Result<()>
-            | profile(= Traffic::gemm_sum(specs, a, b, c)), halves(own);
+            | profile(= Traffic::gemm_sum(specs, a, b, c)), halves({
+                  let operand = |x| if specs.iter().any(|spec| spec.exact) { self.wide(x) } else { self.factor(x) };
+                  let ([a0, a1], [b0, b1]) = (a.map(operand), b.map(operand));
+                  self.inner.matmul()?.gemm_sum(specs, [&a0?, &a1?], [&b0?, &b1?], c, start)
+              }),
+              meta(flops Matmul: specs[0].flops() + specs[1].flops(); nothing);
         /// `X[m, k] · W[n, k]ᵀ + bias[n]`, of the type of the bias, bitwise equal to the product followed by
         /// [`bias`](super::Pointwise::bias).
         fn linear_bias(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, bias: &Buffer) -> Result<Buffer>
-            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias", mnk, w.dtype(), &[x, w, bias])), halves({
+                  let bias = if are_alike(&[w, bias]) { bias.clone() } else { self.wide(bias)? };
+                  let y = self.inner.matmul()?.linear_bias(mnk, &self.factor(x)?, &self.factor(w)?, &bias)?;
+                  self.rounded(y, w.dtype())
+              }),
+              meta(flops Matmul: product_flops(mnk); bias => mnk[0] * mnk[1]);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, `gelu(Y + bias[n])` of type `stored`), tanh form, bitwise equal to the product,
         /// then [`bias`](super::Pointwise::bias), then [`gelu`](super::Pointwise::gelu). Y is an input of
         /// [`bias_gelu_grad`](super::Pointwise::bias_gelu_grad); `stored` is the type of Y or its
@@ -108,10 +129,26 @@ kernels! {
             bias: &Buffer,
             stored: DType,
         ) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves(own);
+            | profile(= Traffic::product("gemm nt + bias, gelu", mnk, w.dtype(), &[x, w, bias])), halves({
+                  if !w.dtype().is_half() {
+                      return self.inner.matmul()?.linear_bias_gelu(mnk, &self.factor(x)?, w, &self.wide(bias)?, stored);
+                  }
+                  let product = self.product(mnk, x, w)?;
+                  let gelu = self.bias_gelu(&product, bias, stored)?;
+                  Ok((product, gelu))
+              }),
+              meta(flops Matmul: product_flops(mnk); bias => mnk[0] * mnk[1], stored => mnk[0] * mnk[1]);
         /// (`Y = X[m, k] · W[n, k]ᵀ`, [`swiglu`](super::Pointwise::swiglu) of Y's pairs `[m, n / 2]` of type `stored`),
         /// bitwise equal to the two calls in sequence.
         fn linear_swiglu(&self, mnk: [usize; 3], x: &Buffer, w: &Buffer, stored: DType) -> Result<(Buffer, Buffer)>
-            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves(own);
+            | profile(= Traffic::product("gemm nt, swiglu", mnk, w.dtype(), &[x, w])), halves({
+                  if !w.dtype().is_half() {
+                      return self.inner.matmul()?.linear_swiglu(mnk, &self.factor(x)?, w, stored);
+                  }
+                  let product = self.product(mnk, x, w)?;
+                  let gated = self.swiglu(&product, stored)?;
+                  Ok((product, gated))
+              }),
+              meta(flops Matmul: product_flops(mnk); w => mnk[0] * mnk[1], stored => mnk[0] * mnk[1] / 2);
     }
 }

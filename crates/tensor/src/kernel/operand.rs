@@ -13,24 +13,33 @@ use std::ops::Range;
 
 /// An argument of a kernel.
 pub(super) trait Operand: Sized {
-    /// Its counterpart on the inner device.
+    /// Its counterpart on the inner device, with the memory of that.
     type Inner<'a>;
 
     /// Runs `work` on its inner buffer.
     fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self::Inner<'a>) -> Result<T>) -> Result<T>;
 }
 
-/// Arguments without device memory.
-macro_rules! plain {
-    ($($type:ty),* $(,)?) => {$(
+/// `Type => its counterpart, |x, proxy, work| what lend does;`
+macro_rules! operands {
+    ($($(#[$on:meta])* $type:ty => $inner:ty, |$x:ident, $proxy:ident, $work:ident| $lend:expr;)*) => {$(
+        $(#[$on])*
         impl Operand for $type {
-            type Inner<'a> = Self;
+            type Inner<'a> = $inner;
 
-            fn lend<T>(self, _proxy: &impl Proxy, work: impl for<'a> FnOnce(Self) -> Result<T>) -> Result<T> {
-                work(self)
+            fn lend<T>(self, $proxy: &impl Proxy, $work: impl for<'a> FnOnce($inner) -> Result<T>) -> Result<T> {
+                let $x = self;
+                $lend
             }
         }
     )*};
+}
+
+/// Arguments without device memory.
+macro_rules! plain {
+    ($($type:ty),* $(,)?) => {
+        operands! { $($type => Self, |x, _proxy, work| work(x);)* }
+    };
 }
 
 plain!(
@@ -39,6 +48,7 @@ plain!(
     bool,
     DType,
     [usize; 3],
+    [usize; 2],
     &[usize],
     Range<usize>,
     RowBlocks,
@@ -68,200 +78,93 @@ plain!(
     Update,
 );
 
-impl Operand for &Rule {
-    type Inner<'a> = Self;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self) -> Result<T>) -> Result<T> {
-        proxy.accepts(self)?;
-        work(self)
-    }
-}
-
-impl Operand for &WholePart<'_> {
-    type Inner<'a> = Self;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self) -> Result<T>) -> Result<T> {
-        proxy.accepts(self.rule)?;
-        work(self)
-    }
-}
-
-impl Operand for &Buffer {
-    type Inner<'a> = &'a Buffer;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a Buffer) -> Result<T>) -> Result<T> {
-        work(&proxy.read(self))
-    }
-}
-
-impl Operand for &mut Buffer {
-    type Inner<'a> = &'a mut Buffer;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a mut Buffer) -> Result<T>) -> Result<T> {
-        let mut inner = proxy.take(self);
+operands! {
+    &Rule => Self, |rule, proxy, work| {
+        proxy.accepts(rule)?;
+        work(rule)
+    };
+    &WholePart<'_> => Self, |part, proxy, work| {
+        proxy.accepts(part.rule)?;
+        work(part)
+    };
+    &Buffer => &'a Buffer, |x, proxy, work| work(&proxy.read(x));
+    &mut Buffer => &'a mut Buffer, |x, proxy, work| {
+        let mut inner = proxy.take(x);
         let result = work(&mut inner);
-        proxy.give_back(self, inner);
+        proxy.give_back(x, inner);
         result
-    }
-}
-
-impl Operand for &[Buffer] {
-    type Inner<'a> = &'a [Buffer];
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a [Buffer]) -> Result<T>) -> Result<T> {
-        work(&self.iter().map(|x| proxy.read(x)).collect::<Vec<_>>())
-    }
-}
-
-impl Operand for &mut [Buffer] {
-    type Inner<'a> = &'a mut [Buffer];
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a mut [Buffer]) -> Result<T>) -> Result<T> {
-        let mut inner: Vec<Buffer> = self.iter_mut().map(|x| proxy.take(x)).collect();
+    };
+    &[Buffer] => &'a [Buffer], |all, proxy, work| work(&all.iter().map(|x| proxy.read(x)).collect::<Vec<_>>());
+    &mut [Buffer] => &'a mut [Buffer], |all, proxy, work| {
+        let mut inner: Vec<Buffer> = all.iter_mut().map(|x| proxy.take(x)).collect();
         let result = work(&mut inner);
-        self.iter_mut().zip(inner).for_each(|(x, inner)| proxy.give_back(x, inner));
+        all.iter_mut().zip(inner).for_each(|(x, inner)| proxy.give_back(x, inner));
         result
-    }
-}
-
-impl Operand for [&Buffer; 2] {
-    type Inner<'a> = [&'a Buffer; 2];
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce([&'a Buffer; 2]) -> Result<T>) -> Result<T> {
-        work(self.map(|x| proxy.read(x)).each_ref())
-    }
-}
-
-impl Operand for &[Buffer; 2] {
-    type Inner<'a> = &'a [Buffer; 2];
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a [Buffer; 2]) -> Result<T>) -> Result<T> {
-        work(&self.each_ref().map(|x| proxy.read(x)))
-    }
-}
-
-impl Operand for Option<&Buffer> {
-    type Inner<'a> = Option<&'a Buffer>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Option<&'a Buffer>) -> Result<T>) -> Result<T> {
-        work(self.map(|x| proxy.read(x)).as_ref())
-    }
-}
-
-/// An operand whose ownership the kernel takes.
-impl Operand for Option<Buffer> {
-    type Inner<'a> = Self;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Self) -> Result<T>) -> Result<T> {
-        work(self.map(|x| proxy.keep(x)))
-    }
-}
-
-impl Operand for MeanVariance<'_> {
-    type Inner<'a> = MeanVariance<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(MeanVariance<'a>) -> Result<T>) -> Result<T> {
-        let (mean, variance) = (proxy.read(self.mean), proxy.read(self.variance));
-        work(MeanVariance { mean: &mean, variance: &variance, eps: self.eps })
-    }
-}
-
-impl Operand for Choices<'_> {
-    type Inner<'a> = Choices<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Choices<'a>) -> Result<T>) -> Result<T> {
-        let (ids, slots) = (proxy.read(self.ids), proxy.read(self.slots));
-        work(Choices { ids: &ids, slots: &slots, k: self.k })
-    }
-}
-
-impl Operand for AttentionMasks<'_> {
-    type Inner<'a> = AttentionMasks<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(AttentionMasks<'a>) -> Result<T>) -> Result<T> {
-        let positions = self.documents.map(|documents| proxy.read(documents.positions));
-        let documents = self.documents.zip(positions.as_ref());
+    };
+    [&Buffer; 2] => [&'a Buffer; 2], |both, proxy, work| work(both.map(|x| proxy.read(x)).each_ref());
+    &[Buffer; 2] => &'a [Buffer; 2], |both, proxy, work| work(&both.each_ref().map(|x| proxy.read(x)));
+    Option<&Buffer> => Option<&'a Buffer>, |x, proxy, work| work(x.map(|x| proxy.read(x)).as_ref());
+    /// An operand whose ownership the kernel takes.
+    Option<Buffer> => Self, |x, proxy, work| work(x.map(|x| proxy.keep(x)));
+    MeanVariance<'_> => MeanVariance<'a>, |by, proxy, work| {
+        work(MeanVariance { mean: &proxy.read(by.mean), variance: &proxy.read(by.variance), ..by })
+    };
+    Choices<'_> => Choices<'a>, |choices, proxy, work| {
+        work(Choices { ids: &proxy.read(choices.ids), slots: &proxy.read(choices.slots), ..choices })
+    };
+    AttentionMasks<'_> => AttentionMasks<'a>, |masks, proxy, work| {
+        let positions = masks.documents.map(|documents| proxy.read(documents.positions));
+        let documents = masks.documents.zip(positions.as_ref());
         let documents = documents.map(|(documents, positions)| DocumentPositions { positions, ..documents });
-        work(AttentionMasks { documents, ..self })
-    }
-}
-
-impl Operand for TableGrad<'_> {
-    type Inner<'a> = TableGrad<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(TableGrad<'a>) -> Result<T>) -> Result<T> {
-        let Self { buffer, start, rows, accumulate, blocks } = self;
-        buffer.lend(proxy, |buffer| work(TableGrad { buffer, start, rows, accumulate, blocks }))
-    }
-}
-
-impl Operand for GroupedGrad<'_> {
-    type Inner<'a> = GroupedGrad<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(GroupedGrad<'a>) -> Result<T>) -> Result<T> {
-        let Self { buffer, start, accumulate } = self;
+        work(AttentionMasks { documents, ..masks })
+    };
+    TableGrad<'_> => TableGrad<'a>, |grad, proxy, work| {
+        let TableGrad { buffer, start, rows, width, accumulate, blocks } = grad;
+        buffer.lend(proxy, |buffer| work(TableGrad { buffer, start, rows, width, accumulate, blocks }))
+    };
+    GroupedGrad<'_> => GroupedGrad<'a>, |grad, proxy, work| {
+        let GroupedGrad { buffer, start, accumulate } = grad;
         buffer.lend(proxy, |buffer| work(GroupedGrad { buffer, start, accumulate }))
-    }
-}
-
-impl Operand for Option<Measured<'_>> {
-    type Inner<'a> = Option<Measured<'a>>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(Option<Measured<'a>>) -> Result<T>) -> Result<T> {
-        match self {
-            None => work(None),
-            Some(Measured::Sums(into, at)) => into.lend(proxy, |into| work(Some(Measured::Sums(into, at)))),
-            Some(Measured::Digits(into, at)) => into.lend(proxy, |into| work(Some(Measured::Digits(into, at)))),
-            Some(Measured::Values(into)) => into.lend(proxy, |into| work(Some(Measured::Values(into)))),
-        }
-    }
-}
-
-impl Operand for WholeVectors<'_> {
-    type Inner<'a> = WholeVectors<'a>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(WholeVectors<'a>) -> Result<T>) -> Result<T> {
-        let Self { grads, states, sets, totals, gathered } = self;
+    };
+    Option<Measured<'_>> => Option<Measured<'a>>, |measured, proxy, work| match measured {
+        None => work(None),
+        Some(Measured::Sums(into, at)) => into.lend(proxy, |into| work(Some(Measured::Sums(into, at)))),
+        Some(Measured::Digits(into, at)) => into.lend(proxy, |into| work(Some(Measured::Digits(into, at)))),
+        Some(Measured::Values(into)) => into.lend(proxy, |into| work(Some(Measured::Values(into)))),
+    };
+    WholeVectors<'_> => WholeVectors<'a>, |vectors, proxy, work| {
+        let WholeVectors { grads, states, sets, totals, gathered } = vectors;
         let read = |vectors: &[Buffer]| vectors.iter().map(|x| proxy.read(x)).collect::<Vec<_>>();
         let (sets, totals) = (read(sets), read(totals));
         let (grads, gathered) = (proxy.read(grads), gathered.map(|x| proxy.read(x)));
         states.lend(proxy, |states| {
             work(WholeVectors { grads: &grads, states, sets: &sets, totals: &totals, gathered: gathered.as_ref() })
         })
-    }
-}
-
-impl Operand for &mut [FlatParts<'_>] {
-    type Inner<'a> = &'a mut [FlatParts<'a>];
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a mut [FlatParts<'a>]) -> Result<T>) -> Result<T> {
+    };
+    &mut [FlatParts<'_>] => &'a mut [FlatParts<'a>], |flats, proxy, work| {
         let read_or_taken = |flat: &mut FlatParts<'_>| {
             let states = flat.states.iter_mut().map(|x| proxy.take(x)).collect::<Vec<_>>();
             (proxy.take(flat.weights), proxy.read(flat.grads), states)
         };
-        let mut inner: Vec<_> = self.iter_mut().map(read_or_taken).collect();
-        let flats = inner.iter_mut().zip(&*self).map(|((weights, grads, states), flat)| {
+        let mut inner: Vec<_> = flats.iter_mut().map(read_or_taken).collect();
+        let lent = inner.iter_mut().zip(&*flats).map(|((weights, grads, states), flat)| {
             let ranges = flat.ranges;
             FlatParts { weights, grads, states, ranges }
         });
-        let result = work(&mut flats.collect::<Vec<_>>());
-        for (flat, (weights, _, states)) in self.iter_mut().zip(inner) {
+        let result = work(&mut lent.collect::<Vec<_>>());
+        for (flat, (weights, _, states)) in flats.iter_mut().zip(inner) {
             proxy.give_back(flat.weights, weights);
             flat.states.iter_mut().zip(states).for_each(|(x, inner)| proxy.give_back(x, inner));
         }
         result
-    }
-}
-
-impl Operand for &mut Sender<Buffer> {
-    type Inner<'a> = &'a mut Sender<Buffer>;
-
-    fn lend<T>(self, proxy: &impl Proxy, work: impl for<'a> FnOnce(&'a mut Sender<Buffer>) -> Result<T>) -> Result<T> {
-        let [residual, estimate, momentum] = self.all_mut().map(|x| proxy.take(x));
+    };
+    &mut Sender<Buffer> => &'a mut Sender<Buffer>, |sender, proxy, work| {
+        let [residual, estimate, momentum] = sender.all_mut().map(|x| proxy.take(x));
         let mut inner = Sender { residual, estimate, momentum };
         let result = work(&mut inner);
         let Sender { residual, estimate, momentum } = inner;
-        self.all_mut().into_iter().zip([residual, estimate, momentum]).for_each(|(x, inner)| proxy.give_back(x, inner));
+        let inner = [residual, estimate, momentum];
+        sender.all_mut().into_iter().zip(inner).for_each(|(x, inner)| proxy.give_back(x, inner));
         result
-    }
+    };
 }

@@ -4,27 +4,33 @@ use super::table::*;
 use crate::param::LocalSlice;
 use crate::shape::Shape;
 use meshwork_core::Buffer;
+use meshwork_core::exact::LIMBS;
 use meshwork_optim::{ParamShape, Rule, Update};
 use std::ops::Range;
 
+// The weights of a widened device are the optimizer's f32 weights; gradients may have 16 bits.
 kernels! {
     /// Flat vectors of weights, gradients and optimizer states.
     pub trait Optim at optim {
         /// Sets a range of elements to zero.
         fn zero(&self, x: &mut Buffer, range: Range<usize>) -> Result<()>
-            | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is);
+            | profile(= Traffic::moved(Class::Optimizer, "zero", x, range.len())), halves(as_is), meta(nothing);
 
         /// Adds Σ x² of each of these vectors, one vector after the other, to element `at` of the f64 vector `sums`.
         /// Each sum is accumulated in f64 in an order that depends on the length of the vector alone. The sums stay on
         /// the device, so the host does not wait.
         fn sum_of_squares(&self, vectors: &[Buffer], sums: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("sum_of_squares", vectors)), halves({
+                  self.wide_in_turn(vectors, |vectors| self.inner.optim()?.sum_of_squares(vectors, sums, at))
+              }), meta(nothing);
 
         /// Adds Σ x² of all of these vectors, exactly, to the [`LIMBS`](meshwork_core::exact::LIMBS) elements of the
         /// f64 vector `digits` from `at` on. The result does not depend on how the sum is cut over ranks. Exact for up
         /// to 2^21 additions to the same digits.
         fn exact_sum_of_squares(&self, vectors: &[Buffer], digits: &mut Buffer, at: usize) -> Result<()>
-            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves(own);
+            | profile(= Traffic::vectors("exact_sum_of_squares", vectors)), halves({
+                  self.wide_in_turn(vectors, |vectors| self.inner.optim()?.exact_sum_of_squares(vectors, digits, at))
+              }), meta(nothing);
 
         /// Applies one update of a rule to elements of all these flat vectors; a device may process many vectors in one
         /// launch.
@@ -32,11 +38,34 @@ kernels! {
         /// A device whose memory the host cannot read matches on `rule` and runs its own kernel. For [`Rule::Custom`],
         /// and for a rule without a kernel, it returns [`Error::UpdateRule`](crate::Error::UpdateRule).
         fn update(&self, rule: &Rule, update: Update, flats: &mut [FlatParts<'_>]) -> Result<()>
-            | profile(= Traffic::update(flats)), halves(own);
+            | profile(= Traffic::update(flats)), halves({
+                  let optim = self.inner.optim()?;
+                  if flats.iter().all(|flat| !flat.grads.dtype().is_half()) {
+                      return optim.update(rule, update, flats);
+                  }
+                  // One vector after the other, so that only one vector of gradients exists in f32 at a time.
+                  flats.iter_mut().try_for_each(|FlatParts { weights, grads, states, ranges }| {
+                      let grads = &self.wide(grads)?;
+                      optim.update(rule, update, &mut [FlatParts { weights, grads, states, ranges }])
+                  })
+              }), meta(nothing);
 
+        /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
+        fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
+            | profile(Optimizer: x, x), halves(as_is), meta(nothing);
+
+        /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
+        fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
+            | profile(Optimizer: digits), halves(as_is), meta(F64 => digits.count() / LIMBS);
+    }
+}
+
+kernels! {
+    /// Rules that read whole matrices.
+    pub trait WholeOptim at whole_optim {
         /// [Measures](meshwork_optim::WholeOptimizer::measure) elements of a parameter in pass `pass`, and adds the
         /// measures to `into`; without `into`, only the states of elements are updated. Refuses rules as
-        /// [`update`](Self::update) does.
+        /// [`update`](Optim::update) does.
         fn measure(
             &self,
             part: &WholePart<'_>,
@@ -45,15 +74,10 @@ kernels! {
             vectors: WholeVectors<'_>,
             into: Option<Measured<'_>>,
         ) -> Result<()>
-            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves(own);
-
-        /// Divides x by the square root of the only element of `squares`, an f64, or by `least` if that is larger.
-        fn divide_by_root(&self, x: &mut Buffer, squares: &Buffer, least: f64) -> Result<()>
-            | profile(Optimizer: x, x), halves(as_is);
-
-        /// The values of exact sums, from [`LIMBS`](meshwork_core::exact::LIMBS) digits in `digits` for each.
-        fn exact_sums(&self, digits: &Buffer) -> Result<Buffer>
-            | profile(Optimizer: digits), halves(as_is);
+            | profile(= Traffic::whole("measure", part, weights, &vectors)), halves({
+                  let grads = &self.wide(vectors.grads)?;
+                  self.inner.whole_optim()?.measure(part, pass, weights, WholeVectors { grads, ..vectors }, into)
+              }), meta(nothing);
 
         /// [Finishes](meshwork_optim::WholeOptimizer::finish_pass) pass `pass` of a parameter, whose totals are the
         /// elements of `totals` from `at` on.
@@ -65,11 +89,14 @@ kernels! {
             at: usize,
             sets: &mut [Buffer],
         ) -> Result<()>
-            | profile(= Traffic::finish_pass(totals, sets)), halves(as_is);
+            | profile(= Traffic::finish_pass(totals, sets)), halves(as_is), meta(nothing);
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>
-            | profile(= Traffic::whole("update", part, weights, &vectors)), halves(own);
+            | profile(= Traffic::whole("update", part, weights, &vectors)), halves({
+                  let grads = &self.wide(vectors.grads)?;
+                  self.inner.whole_optim()?.update_whole(part, weights, WholeVectors { grads, ..vectors })
+              }), meta(nothing);
     }
 }
 

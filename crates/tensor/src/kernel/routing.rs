@@ -81,63 +81,64 @@ kernels! {
         /// The choices of each token, and their weights as in `pick`, whose experts and k are the selection's. Capacity
         /// is given to all first choices before second choices, and to tokens in order (GShard, algorithm 1).
         fn select(&self, scores: &Buffer, bias: Option<&Buffer>, selection: &Selection, pick: Pick) -> Result<Selected>
-            | profile(Pointwise: scores), halves(own);
+            | profile(Pointwise: scores), halves({
+                  let bias = bias.map(|bias| self.wide(bias)).transpose()?;
+                  let selected = self.inner.routing()?.select(&self.wide(scores)?, bias.as_ref(), selection, pick)?;
+                  self.rounded(selected, scores.dtype())
+              }), meta(= self.selected(scores, selection, pick));
 
         /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
         /// scores; ties go to the earlier token. Result `[tokens, experts]`: expert or -1.
         fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
-            | profile(= Traffic::of(Class::Pointwise, "select", &[scores])), halves(wide scores);
+            | profile(= Traffic::of(Class::Pointwise, "select", &[scores])), halves(wide scores),
+              meta(I32 => scores.count());
 
         /// The scores of the `k` choices of each token (0 for -1), or of all experts if `choices` is `None`; times
         /// `scale`, and divided by their sum if `normalise`.
         fn pick(&self, scores: &Buffer, choices: Option<&Buffer>, pick: Pick) -> Result<Buffer>
-            | profile(Pointwise: scores), halves(wide scores -> scores);
+            | profile(Pointwise: scores), halves(wide scores -> scores),
+              meta(scores => scores.count() / pick.experts * pick.k);
 
         /// Its gradient with respect to the scores.
         fn pick_grad(&self, scores: &Buffer, choices: Option<&Buffer>, dout: &Buffer, pick: Pick) -> Result<Buffer>
-            | profile(Pointwise: scores, dout), halves(wide scores, dout -> scores);
+            | profile(Pointwise: scores, dout), halves(wide scores, dout -> scores), meta(like scores);
 
         /// An f64 per sample: `scale · Σ_e counts[e] · Σ_t scores[t, e]`. The counts are i32, per sample or one set for
         /// all samples.
         fn balance(&self, scores: &Buffer, counts: &Buffer, samples: usize, experts: usize, scale: f64) -> Result<Buffer>
-            | profile(Pointwise: scores, counts), halves(wide scores);
+            | profile(Pointwise: scores, counts), halves(wide scores), meta(F64 => samples);
 
-        /// Its gradient with respect to the scores, where `dout` has an f64 per sample and the scores have type
-        /// `dtype`.
-        fn balance_grad(
-            &self,
-            dout: &Buffer,
-            counts: &Buffer,
-            tokens: usize,
-            experts: usize,
-            scale: f64,
-            dtype: DType,
-        ) -> Result<Buffer>
-            | profile(Pointwise: dout, counts), halves(own);
+        /// Its gradient with respect to the scores, `dims` of tokens and experts of type `dtype`, where `dout` has an
+        /// f64 per sample.
+        fn balance_grad(&self, dout: &Buffer, counts: &Buffer, dims: [usize; 2], scale: f64, dtype: DType) -> Result<Buffer>
+            | profile(Pointwise: dout, counts), halves({
+                  let (routing, wide) = (self.inner.routing()?, dtype.widened());
+                  self.rounded(routing.balance_grad(dout, counts, dims, scale, wide)?, dtype)
+              }), meta(dtype => dims[0] * dims[1]);
 
         /// An f64 per sample: the mean over its tokens of `ln(Σ_e e^logit)²`.
         fn z_loss(&self, logits: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
-            | profile(Pointwise: logits), halves(wide logits);
+            | profile(Pointwise: logits), halves(wide logits), meta(F64 => samples);
 
         /// Its gradient with respect to the logits, where `dout` has an f64 per sample.
         fn z_loss_grad(&self, logits: &Buffer, dout: &Buffer, experts: usize) -> Result<Buffer>
-            | profile(Pointwise: logits, dout), halves(wide logits -> logits);
+            | profile(Pointwise: logits, dout), halves(wide logits -> logits), meta(like logits);
 
         /// An f64 per sample: the mean over its tokens of `-Σ_e p ln p`, where p are the scores divided by their sum.
         fn entropy(&self, scores: &Buffer, samples: usize, experts: usize) -> Result<Buffer>
-            | profile(Pointwise: scores), halves(wide scores);
+            | profile(Pointwise: scores), halves(wide scores), meta(F64 => samples);
 
         /// An f64 per sample: the fraction of its choices that are dropped.
         fn unused(&self, kept: &Buffer, samples: usize) -> Result<Buffer>
-            | profile(Pointwise: kept), halves(as_is);
+            | profile(Pointwise: kept), halves(as_is), meta(F64 => samples);
 
         /// The number of choices of each expert, `[experts]` in f32, for a [note](crate::Tape::note).
         fn loads(&self, choices: &Buffer, experts: usize) -> Result<Buffer>
-            | profile(Pointwise: choices), halves(as_is);
+            | profile(Pointwise: choices), halves(as_is), meta(F32 => experts);
 
         /// `x · (1 + p (2u - 1))`, u uniform in [0, 1) by global position: the input jitter of the Switch router.
         fn jitter(&self, x: &Buffer, mask: &DropoutMask) -> Result<Buffer>
-            | profile(Pointwise: x), halves(wide x -> x);
+            | profile(Pointwise: x), halves(wide x -> x), meta(like x);
     }
 }
 

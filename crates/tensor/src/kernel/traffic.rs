@@ -95,13 +95,13 @@ impl Traffic {
 
     /// Each row of `dout` is added to a row that is read and written; all other rows are written if the gradient is
     /// overwritten.
-    pub(crate) fn lookup_grad(ids: &Buffer, dout: &Buffer, width: usize, dtable: &TableGrad<'_>) -> Self {
-        let whole = if dtable.accumulate { 0 } else { dtable.rows * width };
+    pub(crate) fn lookup_grad(ids: &Buffer, dout: &Buffer, dtable: &TableGrad<'_>) -> Self {
+        let whole = if dtable.accumulate { 0 } else { dtable.rows * dtable.width };
         Self::moved(Class::Embedding, "lookup_grad", dout, 3 * dout.count() + whole).and(ids.bytes())
     }
 
-    pub(crate) fn positions_grad(dout: &Buffer, width: usize, dtable: &TableGrad<'_>) -> Self {
-        let table = dtable.rows * width * if dtable.accumulate { 2 } else { 1 };
+    pub(crate) fn positions_grad(dout: &Buffer, dtable: &TableGrad<'_>) -> Self {
+        let table = dtable.rows * dtable.width * if dtable.accumulate { 2 } else { 1 };
         Self::moved(Class::Embedding, "positions_grad", dout, dout.count() + table)
     }
 

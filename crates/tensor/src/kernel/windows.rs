@@ -70,29 +70,31 @@ kernels! {
     pub trait Window at window {
         /// `[rows, patch]`: each window, row by row (im2col).
         fn patches(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
-            | profile(Memory: x), halves(wide x -> x);
+            | profile(Memory: x), halves(wide x -> x), meta(x => windows.rows() * windows.patch());
 
         /// The gradient of the images from the gradient of their patches: for each pixel the sum over the windows that
         /// hold it, in order.
         fn patches_grad(&self, windows: Windows, dpatches: &Buffer) -> Result<Buffer>
-            | profile(Memory: dpatches), halves(wide dpatches -> dpatches);
+            | profile(Memory: dpatches), halves(wide dpatches -> dpatches),
+              meta(dpatches => windows.samples * windows.pixels());
 
         /// (the largest pixel of each window, its place in the window), `[rows, channels]` each. Ties go to the first
         /// pixel, and NaN is larger than all numbers. Places count the pixels of a window row by row, padding included,
         /// in [`place_dtype`](Windows::place_dtype).
         fn max_pool(&self, windows: Windows, x: &Buffer) -> Result<(Buffer, Buffer)>
-            | profile(Pointwise: x), halves(wide x -> x);
+            | profile(Pointwise: x), halves(wide x -> x),
+              meta(x => windows.rows() * windows.channels, windows.place_dtype() => windows.rows() * windows.channels);
 
         /// The gradient of the images from the gradient of [`max_pool`](Self::max_pool)'s output and the places.
         fn max_pool_grad(&self, windows: Windows, dy: &Buffer, places: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: dy, places), halves(wide dy -> dy);
+            | profile(Pointwise: dy, places), halves(wide dy -> dy), meta(dy => windows.samples * windows.pixels());
 
         /// `[rows, channels]`: the sum over each window, divided by its number of pixels, including padding.
         fn average_pool(&self, windows: Windows, x: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: x), halves(wide x -> x);
+            | profile(Pointwise: x), halves(wide x -> x), meta(x => windows.rows() * windows.channels);
 
         /// The gradient of the images from the gradient of [`average_pool`](Self::average_pool)'s output.
         fn average_pool_grad(&self, windows: Windows, dy: &Buffer) -> Result<Buffer>
-            | profile(Pointwise: dy), halves(wide dy -> dy);
+            | profile(Pointwise: dy), halves(wide dy -> dy), meta(dy => windows.samples * windows.pixels());
     }
 }

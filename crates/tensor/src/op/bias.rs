@@ -1,12 +1,7 @@
 //! `y = x + b`: `b` is repeated over the leading dims of `x`.
 
+use super::prelude::*;
 use super::whole::require_whole_values;
-use crate::error::Result;
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
 struct Bias {
@@ -24,24 +19,10 @@ impl Var {
 }
 
 impl Op for Bias {
-    fn name(&self) -> &'static str {
-        "bias"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "bias"]
-    }
+    stated! { "bias": x, bias; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::add(self.name(), operands[0], operands[1])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

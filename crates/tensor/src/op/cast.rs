@@ -1,11 +1,8 @@
 //! A value in another type of floats.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{DType, SpmdError, Types};
+use meshwork_core::DType;
 
 #[derive(Debug)]
 struct Cast {
@@ -38,16 +35,10 @@ impl Var {
 }
 
 impl Op for Cast {
-    fn name(&self) -> &'static str {
-        "cast"
-    }
+    stated! { "cast": x; padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

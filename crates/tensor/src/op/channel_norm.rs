@@ -12,13 +12,10 @@
 
 use super::bias::or_zeros;
 use super::images::whole_images;
-use crate::error::{Error, Result};
+use super::prelude::*;
 use crate::kernel::{Groups, MeanVariance, Statistics};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::Operand;
-use meshwork_core::{Buffer, SpmdError, Types};
+use crate::tape::RowBlocks;
+use meshwork_core::Buffer;
 
 /// Mean and variance of each channel; the variance divides by the number of elements.
 #[derive(Clone, Debug)]
@@ -218,7 +215,7 @@ impl ChannelNorm {
         MeanVariance { mean, variance, eps: self.eps }
     }
 
-    /// The gradient of gamma or beta from that of each block.
+    /// The gradient of gamma or beta from the gradients of the blocks.
     fn affine_grad(&self, cx: &mut Backward<'_>, i: usize, sums: Buffer) -> Result<Option<Tensor>> {
         let device = cx.tape().device().clone();
         let Some(tokens) = self.tokens else {

@@ -1,11 +1,6 @@
 //! Concatenation of two values along a dim, as in a skip connection that keeps both.
 
-use crate::error::{Error, Result};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use super::prelude::*;
 
 #[derive(Debug)]
 struct Concat {
@@ -37,17 +32,7 @@ impl Var {
 }
 
 impl Op for Concat {
-    fn name(&self) -> &'static str {
-        "concat"
-    }
-
-    fn only_moves(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "y"]
-    }
+    stated! { "concat": x, y; only_moves }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let types = rules::add(self.name(), operands[0], operands[1])?;

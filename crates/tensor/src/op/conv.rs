@@ -10,13 +10,10 @@
 use super::bias::bias_grad;
 use super::images::whole_images;
 use super::pool::{require_images, require_windows};
-use crate::error::Result;
+use super::prelude::*;
 use crate::kernel::{Gemm, Windows};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Terms, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::Operand;
-use meshwork_core::{Buffer, SpmdError, Types};
+use crate::tape::Terms;
+use meshwork_core::Buffer;
 
 #[derive(Debug)]
 struct Conv2d {

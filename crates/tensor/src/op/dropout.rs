@@ -1,19 +1,24 @@
-//! Dropout whose mask is a function of global position, so that it does not depend on the mesh, and every rank of an
-//! `Invariant` value drops the same elements.
+//! Random factors that are functions of global position, so that they do not depend on the mesh, and every rank of an
+//! `Invariant` value has the same: dropout, and noise around 1.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
 use crate::kernel::DropoutMask;
 use crate::random::Key;
 use crate::shape::MAX_DIMS;
-use crate::tape::{Backward, Forward, Mode, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::tape::Mode;
 
+/// x times the factors of its elements.
 #[derive(Debug)]
-struct Dropout {
+struct Drawn {
+    factors: Factors,
     mask: DropoutMask,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Factors {
+    Dropout,
+    Jitter,
 }
 
 impl Var {
@@ -21,26 +26,47 @@ impl Var {
     /// `name` is the name of the layer; each use needs its own. On an axis where the value is `Varying` it has no
     /// global position, and every rank drops the same places.
     pub fn dropout(&self, p: f32, name: &str) -> Result<Var> {
+        self.times_drawn(Factors::Dropout, p, name)
+    }
+
+    /// Multiplies each element by a number drawn from `[1 - p, 1 + p)`; the identity when evaluating or at p = 0.
+    /// `name` is the name of the layer; each use needs its own. (Switch Transformers, section 2.2, of a router's
+    /// input.)
+    pub fn jitter(&self, p: f32, name: &str) -> Result<Var> {
+        self.times_drawn(Factors::Jitter, p, name)
+    }
+
+    fn times_drawn(&self, factors: Factors, p: f32, name: &str) -> Result<Var> {
         if p == 0.0 || self.tape().mode() == Mode::Evaluate {
             return Ok(self.clone());
         }
-        let mask = self.random_mask("dropout", p, name)?;
-        self.tape().apply(Dropout { mask }, &[self])
-    }
-
-    /// What `op`, a layer called `name`, draws for each element.
-    pub(super) fn random_mask(&self, op: &'static str, p: f32, name: &str) -> Result<DropoutMask> {
+        let op = factors.name();
         require_whole(op, &[self])?;
         let (offset, global) = self.global_position();
         let mut local = [1; MAX_DIMS];
         local[..self.shape().len()].copy_from_slice(&self.shape());
-        Ok(DropoutMask { p, key: self.tape().random_key(name)?, ndim: self.shape().len(), local, offset, global })
+        let mask =
+            DropoutMask { p, key: self.tape().random_key(name)?, ndim: self.shape().len(), local, offset, global };
+        self.tape().apply(Drawn { factors, mask }, &[self])
     }
 }
 
-impl Dropout {
-    fn masked(&self, x: &Tensor) -> Result<Tensor> {
-        Tensor::from_buffer(x.device(), x.device().pointwise()?.dropout(x.buffer(), &self.mask)?, x.shape())
+impl Factors {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Dropout => "dropout",
+            Self::Jitter => "jitter",
+        }
+    }
+}
+
+impl Drawn {
+    fn times(&self, x: &Tensor) -> Result<Tensor> {
+        let y = match self.factors {
+            Factors::Dropout => x.device().pointwise()?.dropout(x.buffer(), &self.mask)?,
+            Factors::Jitter => x.device().routing()?.jitter(x.buffer(), &self.mask)?,
+        };
+        Tensor::from_buffer(x.device(), y, x.shape())
     }
 }
 
@@ -50,21 +76,19 @@ pub(super) fn random_scalars(p: f32, key: Key) -> Vec<(&'static str, f64)> {
     vec![("p", p.into()), ("key word 0", first.into()), ("key word 1", second.into())]
 }
 
-impl Op for Dropout {
+impl Op for Drawn {
     fn name(&self) -> &'static str {
-        "dropout"
+        self.factors.name()
     }
 
+    stated! { x; padded Zeros }
+
     fn reads_values(&self) -> bool {
-        true
+        matches!(self.factors, Factors::Dropout)
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::linear_map(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {
@@ -72,13 +96,10 @@ impl Op for Dropout {
     }
 
     fn forward(&self, _cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
-        self.masked(inputs[0])
+        self.times(inputs[0])
     }
 
-    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        match cx.needs(0) {
-            true => Ok(vec![Some(self.masked(&grad)?)]),
-            false => Ok(vec![None]),
-        }
+    fn backward(&self, _cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(self.times(&grad)?)])
     }
 }

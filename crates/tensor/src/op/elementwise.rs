@@ -2,14 +2,9 @@
 //! dims of `x`.
 
 use super::bias::bias_grad;
+use super::prelude::*;
 use super::whole::{require_whole, require_whole_values};
-use crate::error::Result;
 use crate::kernel::{Map, Zip};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
 struct Zipped {
@@ -86,9 +81,7 @@ impl Op for Zipped {
         }
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "y"]
-    }
+    stated! { x, y }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         match self.f {

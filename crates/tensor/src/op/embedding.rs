@@ -1,12 +1,9 @@
 //! Rows of a table by id, and positions added to a sequence.
 
-use crate::error::{Error, Result};
+use super::prelude::*;
 use crate::kernel::TableGrad;
-use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{Axis, SpmdError, Ty, Types};
+use crate::shape::MAX_DIMS;
+use meshwork_core::Axis;
 use std::ops::Range;
 
 #[derive(Debug)]
@@ -50,13 +47,7 @@ impl Op for Lookup {
         }
     }
 
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["ids", "table"]
-    }
+    stated! { ids, table; reads_values }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (ids, table) = (operands[0], operands[1]);
@@ -101,8 +92,8 @@ impl Op for Lookup {
         let samples = ids.shape().first().copied().unwrap_or(1);
         let dtable = cx.write_grad(1, grad.dtype(), self.table_shape, self.tokens, |room| {
             let (ids, dout) = (room.rows(&ids, samples)?, room.rows(&grad, samples)?);
-            let dtable = TableGrad::new(room, rows);
-            grad.device().embedding()?.lookup_grad(&ids, &dout, self.rows.clone(), width, dtable)
+            let dtable = TableGrad::new(room, [rows, width]);
+            grad.device().embedding()?.lookup_grad(&ids, &dout, self.rows.clone(), dtable)
         })?;
         Ok(vec![None, dtable])
     }
@@ -139,17 +130,7 @@ impl Var {
 }
 
 impl Op for Positions {
-    fn name(&self) -> &'static str {
-        "positions"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "table"]
-    }
+    stated! { "positions": x, table; reads_values }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (x, table) = (operands[0], operands[1]);
@@ -190,8 +171,8 @@ impl Op for Positions {
         let dtable = cx.write_own_rows(1, grad.dtype(), self.table_shape, samples, |room| {
             let sample = seq * width;
             let dout = grad.buffer().slice(room.samples.start * sample..room.samples.end * sample)?;
-            let dtable = TableGrad::new(room, self.table_shape[0]);
-            grad.device().embedding()?.positions_grad(&dout, self.first, seq, width, dtable)
+            let dtable = TableGrad::new(room, [self.table_shape[0], width]);
+            grad.device().embedding()?.positions_grad(&dout, self.first, seq, dtable)
         })?;
         Ok(vec![cx.needs(0).then_some(grad), dtable])
     }

@@ -1,11 +1,7 @@
 //! `y = gelu(x) = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))`.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
 struct Gelu;
@@ -23,20 +19,10 @@ fn gelu(x: &Tensor) -> Result<Tensor> {
 }
 
 impl Op for Gelu {
-    fn name(&self) -> &'static str {
-        "gelu"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
+    stated! { "gelu": x; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -46,9 +32,6 @@ impl Op for Gelu {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
         let dx = grad.device().pointwise()?.gelu_grad(grad.buffer(), cx.saved(0)?.buffer())?;
         Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, grad.shape())?)])
     }

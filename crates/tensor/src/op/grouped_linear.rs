@@ -4,14 +4,11 @@
 //! experts, and there the rows are `Varying`: each rank has those of its own experts, whichever rank their tokens are
 //! from.
 
+use super::prelude::*;
 use super::swiglu;
-use crate::error::Result;
 use crate::kernel::{GroupedGemm, GroupedGrad};
-use crate::shape::Shape;
-use crate::tape::{Backward, BlockSlot, Forward, Op, Terms, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{Axis, SpmdError, Ty, Types};
+use crate::tape::{BlockSlot, Terms};
+use meshwork_core::Axis;
 use std::cell::Cell;
 use std::ops::Range;
 use std::rc::Rc;
@@ -128,7 +125,7 @@ struct GroupedLinear {
     groups: Rc<RowGroups>,
     contract: usize,
     weight_shape: Shape,
-    /// How the sums of the product, and those of the gradient of x, are cut.
+    /// How the sums of the product and of the gradient of x are cut.
     terms: [Terms; 2],
     then: Then,
 }
@@ -172,7 +169,7 @@ impl GroupedLinear {
         Self { groups: Rc::clone(groups), contract, weight_shape: weight.shape(), terms, then }
     }
 
-    /// The gradient of the product from that of the result.
+    /// The gradient of the product from the gradient of the result.
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Tensor> {
         match &self.then {
             Then::Nothing => Ok(grad),
@@ -201,9 +198,7 @@ impl Op for GroupedLinear {
         }
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "weight"]
-    }
+    stated! { x, weight }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let [x, w] = self.groups.of_one(self.name(), [operands[0], operands[1]])?;
@@ -286,13 +281,7 @@ struct GroupedBias {
 }
 
 impl Op for GroupedBias {
-    fn name(&self) -> &'static str {
-        "grouped_bias"
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "bias"]
-    }
+    stated! { "grouped_bias": x, bias }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let [x, bias] = self.groups.of_one(self.name(), [operands[0], operands[1]])?;

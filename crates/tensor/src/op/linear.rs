@@ -2,14 +2,11 @@
 //! pass `y + b[N..]`, `gelu(y + b)` (b optional) and the SwiGLU of y, with the bits of the separate operations.
 
 use super::bias::{bias_grad, or_zeros};
+use super::prelude::*;
 use super::swiglu;
-use crate::error::Result;
 use crate::kernel::Gemm;
-use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Padded, RowBlocks, Terms, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::shape::MAX_DIMS;
+use crate::tape::{RowBlocks, Terms};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
@@ -19,7 +16,7 @@ struct Linear {
     contract: usize,
     weight_shape: Shape,
     input_shape: Shape,
-    /// How the sums of the product, and those of the input's gradient, are cut.
+    /// How the sums of the product and of the input's gradient are cut.
     terms: [Terms; 2],
     tokens: Tokens,
     then: Then,
@@ -110,7 +107,7 @@ impl Linear {
         })
     }
 
-    /// From the gradient of the result: (that of the product, that of the bias if it is needed).
+    /// From the gradient of the result: (the gradient of the product, the gradient of the bias if it is needed).
     fn product_grad(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<(Tensor, Option<Tensor>)> {
         match &self.then {
             Then::Nothing => Ok((grad, None)),

@@ -8,15 +8,12 @@
 //! `cross_entropy`; the gradient of w is summed chunk by chunk.
 
 use super::loss::VocabLoss;
+use super::prelude::*;
 use crate::device::Device;
-use crate::error::Result;
 use crate::kernel::Gemm;
-use crate::shape::Shape;
-use crate::tape::{Backward, BlockSlot, Forward, Op, Padded, Terms, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
+use crate::tape::{BlockSlot, Terms};
 use meshwork_core::tree::Counter;
-use meshwork_core::{Axis, Buffer, DType, SpmdError, Types};
+use meshwork_core::{Axis, Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -178,9 +175,7 @@ impl Op for LinearLoss {
         }
     }
 
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "weight", "targets"]
-    }
+    stated! { x, weight, targets }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (x, weight) = (operands[0], operands[1]);

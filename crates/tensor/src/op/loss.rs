@@ -5,14 +5,12 @@
 //! The vocab-parallel form (Megatron-LM, section 3) is the only collective operation here, as its name says: an
 //! all-reduce of the row maxima, then one of the sums and the target logit together.
 
+use super::prelude::*;
 use crate::device::Device;
-use crate::error::Result;
 use crate::kernel::VocabShard;
-use crate::tape::{Backward, Forward, Op, Padded, Tape, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
+use crate::tape::Tape;
 use meshwork_core::tree::Counter;
-use meshwork_core::{Axis, Buffer, ReduceOp, SpmdError, Ty, Types};
+use meshwork_core::{Axis, Buffer, ReduceOp};
 use std::sync::Arc;
 
 /// The operation behind both forms of the loss.
@@ -155,13 +153,7 @@ impl Op for VocabLoss {
         }
     }
 
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["logits", "targets"]
-    }
+    stated! { logits, targets; reads_values }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         self.types(self.name(), operands[0], operands[1])
@@ -217,17 +209,7 @@ impl Var {
 }
 
 impl Op for Correct {
-    fn name(&self) -> &'static str {
-        "correct"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["logits", "targets"]
-    }
+    stated! { "correct": logits, targets; reads_values }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::summed_loss(self.name(), operands[0], operands[0].ndim.saturating_sub(1), operands[1])

@@ -1,6 +1,45 @@
 //! Local operations: each states its algebra, its gradient and, through a rule of `meshwork_core::rules`, its SPMD
 //! types. None of them communicates.
 
+/// The methods of an [`Op`](crate::tape::Op) that are constants: its name, unless it has several; its operands; and
+/// which of its properties hold.
+macro_rules! stated {
+    ($name:literal: $($rest:tt)*) => {
+        fn name(&self) -> &'static str {
+            $name
+        }
+
+        stated! { $($rest)* }
+    };
+    ($($operand:ident),+ $(; $($property:ident $($value:ident)?),+)?) => {
+        fn operands(&self) -> &'static [&'static str] {
+            &[$(stringify!($operand)),+]
+        }
+
+        $($(stated! { @ $property $($value)? })+)?
+    };
+    (@ padded $padded:ident) => {
+        fn padded(&self) -> crate::tape::Padded {
+            crate::tape::Padded::$padded
+        }
+    };
+    (@ $holds:ident) => {
+        fn $holds(&self) -> bool {
+            true
+        }
+    };
+}
+
+/// Items that most operations use.
+mod prelude {
+    pub(super) use crate::error::{Error, Result};
+    pub(super) use crate::shape::Shape;
+    pub(super) use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
+    pub(super) use crate::tensor::Tensor;
+    pub(super) use meshwork_core::rules::{self, Operand};
+    pub(super) use meshwork_core::{SpmdError, Ty, Types};
+}
+
 mod attention;
 mod bias;
 mod cast;
@@ -16,7 +55,6 @@ mod gelu;
 mod grouped_attention;
 mod grouped_linear;
 mod images;
-mod jitter;
 mod linear;
 mod linear_cross_entropy;
 mod loss;

@@ -1,11 +1,9 @@
 //! Layer norm over the last dim: `y = (x - mean) / √(var + eps) · gamma + beta`.
 
 use super::bias::or_zeros;
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{DType, SpmdError, Types};
+use super::prelude::*;
+use crate::tape::RowBlocks;
+use meshwork_core::DType;
 
 #[derive(Debug)]
 struct LayerNorm {
@@ -70,7 +68,7 @@ impl Op for LayerNorm {
         )?;
         let (eps, stored) = (self.eps, self.stored);
         let norm = x.device().norm()?;
-        let (y, mean, rstd) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
+        let (y, mean, rstd) = norm.layer_norm(x.buffer(), [gamma.buffer(), beta.buffer()], eps, stored)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
         for statistic in [mean, rstd] {
@@ -84,7 +82,7 @@ impl Op for LayerNorm {
             let (x, gamma) = (saved[0].restore()?, saved[1].restore()?);
             let beta = or_zeros(saved.get(4).map(|beta| beta.restore()).transpose()?, &gamma, gamma.shape())?;
             let norm = x.device().norm()?;
-            let (y, ..) = norm.layer_norm(x.buffer(), gamma.buffer(), beta.buffer(), eps, stored)?;
+            let (y, ..) = norm.layer_norm(x.buffer(), [gamma.buffer(), beta.buffer()], eps, stored)?;
             Tensor::from_buffer(x.device(), y, x.shape())
         });
         Tensor::from_buffer(x.device(), y, x.shape())
@@ -93,7 +91,7 @@ impl Op for LayerNorm {
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (x, gamma) = (cx.saved(0)?, cx.saved(1)?);
         let (mean, rstd) = (cx.saved(2)?, cx.saved(3)?);
-        // Of gamma and beta either may be frozen: both sums have the blocks of the one that is trained.
+        // Gamma or beta may be frozen: both sums have the blocks of the trained one.
         let trained = (1..=1 + usize::from(self.shifted)).find(|&i| cx.needs(i));
         let blocks = trained.map_or(RowBlocks::WHOLE, |i| cx.row_blocks(i, self.tokens));
         let norm = grad.device().norm()?;

@@ -1,13 +1,8 @@
 //! Pooling of images `[samples, height, width, channels]`: each window becomes a pixel, channel by channel.
 
 use super::images::whole_images;
-use crate::error::Result;
+use super::prelude::*;
 use crate::kernel::Windows;
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::Operand;
-use meshwork_core::{SpmdError, Types};
 
 /// How a window becomes a pixel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +14,7 @@ enum Pool {
 #[derive(Debug)]
 struct Pooling {
     how: Pool,
-    /// Height and width of the windows; `None`: those of the image.
+    /// Height and width of the windows; `None`: the whole image.
     kernel: Option<[usize; 2]>,
     stride: usize,
     padding: usize,
@@ -99,9 +94,6 @@ impl Op for Pooling {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
         let device = grad.device();
         let dx = match self.how {
             Pool::Max => device.window()?.max_pool_grad(self.windows(), grad.buffer(), cx.saved(0)?.buffer())?,

@@ -1,11 +1,7 @@
 //! `y = max(x, 0)`. Backward keeps a bit of each element, and the element itself only if others recompute y from it.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
 struct Relu;
@@ -26,16 +22,10 @@ fn relu(x: &Tensor) -> Result<(Tensor, Tensor)> {
 }
 
 impl Op for Relu {
-    fn name(&self) -> &'static str {
-        "relu"
-    }
+    stated! { "relu": x; padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::pointwise(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -49,9 +39,6 @@ impl Op for Relu {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
         let dx = grad.device().pointwise()?.relu_grad(grad.buffer(), cx.saved(0)?.buffer())?;
         Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, grad.shape())?)])
     }

@@ -2,13 +2,10 @@
 //! in another order (`transpose`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the
 //! zeros of padded shards.
 
+use super::prelude::*;
 use crate::device::Device;
-use crate::error::{Error, Result};
-use crate::shape::{MAX_DIMS, Shape};
-use crate::tape::{Backward, Forward, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{Buffer, SpmdError, Types};
+use crate::shape::MAX_DIMS;
+use meshwork_core::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -193,9 +190,7 @@ impl Op for Reshaped {
         }
     }
 
-    fn only_moves(&self) -> bool {
-        true
-    }
+    stated! { x; only_moves }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let (name, x) = (self.name(), operands[0]);
@@ -224,10 +219,7 @@ impl Op for Reshaped {
         }
     }
 
-    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
+    fn backward(&self, _cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         Ok(vec![Some(match &self.how {
             Reshape::Free | Reshape::Regroup(..) => grad.reshape(self.from)?,
             Reshape::Transpose(a, b) => transposed(&grad, *a, *b)?,

@@ -1,13 +1,8 @@
 //! `y = x + r`, and in one pass `y = x + b + r`: the end of a residual branch.
 
 use super::bias::bias_grad;
+use super::prelude::*;
 use super::whole::require_whole_values;
-use crate::error::Result;
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Padded, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 use std::cmp::Ordering;
 
 #[derive(Debug)]
@@ -42,24 +37,10 @@ impl Var {
 }
 
 impl Op for Add {
-    fn name(&self) -> &'static str {
-        "add"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "y"]
-    }
+    stated! { "add": x, y; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::add(self.name(), operands[0], operands[1])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -74,25 +55,11 @@ impl Op for Add {
 }
 
 impl Op for BiasResidual {
-    fn name(&self) -> &'static str {
-        "bias_residual"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "bias", "residual"]
-    }
+    stated! { "bias_residual": x, bias, residual; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let sum = rules::add(self.name(), operands[0], operands[1])?;
         rules::add(self.name(), Operand::value("x + bias", sum, operands[0].ndim), operands[2])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -1,10 +1,8 @@
 //! Root mean square norm over the last dim: `y = x / √(mean of x² + eps) · weight`.
 
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, RowBlocks, Tokens, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{DType, SpmdError, Types};
+use super::prelude::*;
+use crate::tape::RowBlocks;
+use meshwork_core::DType;
 
 #[derive(Debug)]
 struct RmsNorm {
@@ -31,17 +29,7 @@ impl Var {
 }
 
 impl Op for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms_norm"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "weight"]
-    }
+    stated! { "rms_norm": x, weight; reads_values }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &operands[1..])

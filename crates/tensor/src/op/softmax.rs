@@ -1,11 +1,7 @@
 //! `y = e^x / Σ e^x` along the last dim.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
-use crate::tape::{Backward, Forward, Op, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
 
 #[derive(Debug)]
 struct Softmax;
@@ -19,9 +15,7 @@ impl Var {
 }
 
 impl Op for Softmax {
-    fn name(&self) -> &'static str {
-        "softmax"
-    }
+    stated! { "softmax": x }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::along_dim(self.name(), operands[0], operands[0].ndim.saturating_sub(1), &[])
@@ -37,9 +31,6 @@ impl Op for Softmax {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
         let n = grad.shape()[grad.shape().len() - 1];
         let dx = grad.device().reduction()?.softmax_grad(grad.buffer(), cx.saved(0)?.buffer(), n)?;
         Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, grad.shape())?)])

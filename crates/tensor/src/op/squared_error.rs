@@ -1,12 +1,9 @@
 //! `L_s = 1/n Σ_i (x_si - t_si)²` over the n elements of each sample: the loss of a regression.
 
+use super::prelude::*;
 use super::whole::require_whole;
-use crate::error::Result;
 use crate::kernel::Map;
-use crate::tape::{Backward, Forward, Op, Terms, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use crate::tape::Terms;
 
 #[derive(Debug)]
 struct SquaredError {
@@ -43,13 +40,7 @@ impl Var {
 }
 
 impl Op for SquaredError {
-    fn name(&self) -> &'static str {
-        "mean_squared_error"
-    }
-
-    fn operands(&self) -> &'static [&'static str] {
-        &["x", "targets"]
-    }
+    stated! { "mean_squared_error": x, targets }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         rules::sample_loss(self.name(), operands[0], operands[1])
@@ -75,9 +66,6 @@ impl Op for SquaredError {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) && !cx.needs(1) {
-            return Ok(vec![None, None]);
-        }
         let (x, targets, device) = (cx.saved(0)?, cx.saved(1)?, grad.device());
         let dx = device.reduction()?.squared_error_grad(x.buffer(), targets.buffer(), grad.buffer(), self.scale)?;
         let dtargets = match cx.needs(1) {

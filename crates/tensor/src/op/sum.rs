@@ -3,13 +3,9 @@
 //! In canonical numerics a sum over a dim has reduction blocks, whether this mesh cuts the dim or not; a mean scales
 //! each block. Micro-batches also cut the samples, so no sum over samples is canonical.
 
+use super::prelude::*;
 use super::whole::require_whole_values;
-use crate::error::{Error, Result};
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Ty, Types, tree};
+use meshwork_core::tree;
 
 #[derive(Debug)]
 struct Sum {
@@ -119,10 +115,7 @@ impl Op for Sum {
         Tensor::from_buffer(device, sums, &left[..])
     }
 
-    fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
+    fn backward(&self, _cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let (outer, extent, inner) = self.shape.around(self.dim);
         let dx = grad.device().reduction()?.spread(grad.buffer(), [outer, extent, inner], self.scale)?;
         Ok(vec![Some(Tensor::from_buffer(grad.device(), dx, self.shape)?)])

@@ -1,11 +1,6 @@
 //! `y[.., i] = silu(x[.., i, 0]) · x[.., i, 1]`: pairs of a gate and the value that it scales.
 
-use crate::error::Result;
-use crate::shape::Shape;
-use crate::tape::{Backward, Forward, Op, Padded, Var};
-use crate::tensor::Tensor;
-use meshwork_core::rules::{self, Operand};
-use meshwork_core::{SpmdError, Types};
+use super::prelude::*;
 
 #[derive(Debug)]
 struct Swiglu;
@@ -28,7 +23,7 @@ pub(super) fn gated(pairs: &[usize]) -> Option<Shape> {
     pairs.split_last().filter(|(two, _)| **two == 2).map(|(_, shape)| Shape::new(shape))
 }
 
-/// The gradient of pairs from that of their result. It overwrites the pairs if nothing else holds them.
+/// The gradient of pairs from the gradient of their result. It overwrites the pairs if nothing else holds them.
 pub(super) fn gradient(grad: &Tensor, pairs: Tensor) -> Result<Tensor> {
     let (device, shape) = (grad.device(), pairs.shape());
     let mut pairs = pairs.into_buffer();
@@ -40,20 +35,10 @@ pub(super) fn gradient(grad: &Tensor, pairs: Tensor) -> Result<Tensor> {
 }
 
 impl Op for Swiglu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn reads_values(&self) -> bool {
-        true
-    }
+    stated! { "swiglu": x; reads_values, padded Zeros }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         infer(self.name(), operands[0])
-    }
-
-    fn padded(&self) -> Padded {
-        Padded::Zeros
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -70,9 +55,6 @@ impl Op for Swiglu {
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        if !cx.needs(0) {
-            return Ok(vec![None]);
-        }
         Ok(vec![Some(gradient(&grad, cx.take_saved(0)?)?)])
     }
 }

@@ -111,7 +111,7 @@ impl Gradients {
     }
 
     /// One step of plain gradient descent, `w -= rate · gradient`: for first experiments. The rate of a parameter is
-    /// `rate` times that of its [group](crate::param::ParamGroup::learning_rate).
+    /// `rate` times the rate of its [group](crate::param::ParamGroup::learning_rate).
     ///
     /// # Errors
     /// A tape or anything else still reads the weights; a gradient is still to be summed over ranks.

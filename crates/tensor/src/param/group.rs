@@ -33,7 +33,7 @@ pub struct ParamGroup {
 ///
 /// A parameter may hold several projections, because one product then computes them: queries, keys and values, gate and
 /// up, those of all experts. Whatever reads a whole matrix (the update rules LAMB, Adafactor, Muon and 8-bit Adam,
-/// PowerSGD) takes each by itself, so the numbers are those of a model that keeps them apart.
+/// PowerSGD) takes each by itself, so the numbers are the same as in a model that keeps them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matrices {
     /// The number of leading dims that number matrices: experts; queries, keys and values.
@@ -55,7 +55,7 @@ impl Matrices {
         Self { interleaved, ..self }
     }
 
-    /// Those of the biases `[stacked.., rows.., interleaved..]` of such weights: vectors.
+    /// The matrices of the biases `[stacked.., rows.., interleaved..]` of such weights: vectors.
     pub const fn of_bias(self) -> Self {
         Self { columns: 0, ..self }
     }

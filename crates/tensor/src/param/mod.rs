@@ -160,8 +160,8 @@ impl Declarations {
         if self.spec(id).role == Role::Buffer { DType::F32 } else { self.dtype() }
     }
 
-    /// What `declare` declares or ties is [frozen](ParamGroup::frozen), if `frozen` says so: training does not change
-    /// it. Layers need not know of it.
+    /// Parameters that `declare` declares or ties are [frozen](ParamGroup::frozen) if `frozen`: training does not
+    /// change it. Layers need not know of it.
     ///
     /// ```
     /// # use meshwork_tensor::{Declarations, Init, Placement, Role};
@@ -271,7 +271,7 @@ impl Declarations {
         self.tie_in(name, dims, placement, role, init, ParamGroup::of(role))
     }
 
-    /// The same for a parameter that is [declared in](Self::declare_in) another group than that of its role: frozen, or
+    /// The same for a parameter that is [declared in](Self::declare_in) another group than its role's: frozen, or
     /// with another learning rate.
     ///
     /// ```

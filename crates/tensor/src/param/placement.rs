@@ -51,7 +51,7 @@ impl Placement {
         self.in_blocks
     }
 
-    /// What each of `degree` ranks stores of a cut dim of this extent.
+    /// Elements that each of `degree` ranks stores of a cut dim of this extent.
     pub(super) fn stored(&self, extent: usize, degree: usize) -> usize {
         let next = |count: usize, multiple: Option<usize>| count.next_multiple_of(multiple.unwrap_or(1).max(1));
         next(next(extent, self.multiple).div_ceil(degree), self.each)

@@ -93,7 +93,7 @@ impl LocalSlice {
     }
 
     /// Calls `visit(global start, local range)` for each run of elements contiguous both globally and here, in order.
-    /// `dims` are those of the whole parameter.
+    /// `dims` are the extents of the whole parameter.
     pub fn for_each_run(&self, dims: Shape, mut visit: impl FnMut(u64, Range<usize>)) {
         if self.elements() == 0 {
             return;

@@ -160,26 +160,14 @@ impl Tape {
             if deferred {
                 inner.deferred.borrow_mut().push((at, grad.clone()));
             }
-            let params = weights == Weights::Now;
-            let grads_so_far = &mut grads[..];
-            let name = op.name();
-            let mut cx = Backward {
-                op: name,
-                tape: self,
-                sink: &mut *sink,
-                saved,
-                sources,
-                grads: grads_so_far,
-                at,
-                uses: &uses,
-                params,
-                values: true,
-                summed: Vec::new(),
-                written: Vec::new(),
+            let (name, params) = (op.name(), weights == Weights::Now);
+            let (input_grads, summed) = {
+                let (tape, sink, uses, grads) = (self, &mut *sink, &uses, &mut grads[..]);
+                let (values, summed, written) = (true, Vec::new(), Vec::new());
+                let cx =
+                    Backward { op: name, tape, sink, saved, sources, grads, at, uses, params, values, summed, written };
+                cx.run(&**op, grad)?
             };
-            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
-            let input_grads = cx.checked(&**op, input_grads)?;
-            let summed = cx.summed;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 let Some(input_grad) = input_grad else { continue };
                 let input_grad = self.fitted(&nodes, (at, slot), input_grad)?;
@@ -265,22 +253,13 @@ impl Tape {
             let Node { op, sources, saved, .. } = &mut nodes[at];
             let Some(op) = op else { continue };
             let name = op.name();
-            let mut cx = Backward {
-                op: name,
-                tape: self,
-                sink: &mut *sink,
-                saved,
-                sources,
-                grads: &mut [],
-                at,
-                uses: &uses,
-                params: true,
-                values: false,
-                summed: Vec::new(),
-                written: Vec::new(),
+            let (input_grads, _) = {
+                let (tape, sink, uses, grads) = (self, &mut *sink, &uses, &mut [][..]);
+                let (params, values, summed, written) = (true, false, Vec::new(), Vec::new());
+                let cx =
+                    Backward { op: name, tape, sink, saved, sources, grads, at, uses, params, values, summed, written };
+                cx.run(&**op, grad)?
             };
-            let input_grads = op.backward(&mut cx, grad).map_err(|error| error.during(name))?;
-            let input_grads = cx.checked(&**op, input_grads)?;
             for (slot, input_grad) in input_grads.into_iter().enumerate() {
                 if let (Source::Param(id), Some(input_grad)) = (nodes[at].sources[slot], input_grad) {
                     let input_grad = self.fitted(&nodes, (at, slot), input_grad)?;

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 #[derive(Clone, Debug, Default)]
 pub struct Decisions(VecDeque<Vec<Tensor>>);
 
-/// Those of a tape.
+/// The decisions of a tape.
 #[derive(Debug, Default)]
 pub(super) struct Decided {
     made: Decisions,
@@ -22,10 +22,10 @@ pub(super) struct Decided {
 }
 
 impl Tape {
-    /// What `decide` makes, or what was decided at this place of the forward that this one repeats.
+    /// The result of `decide`, or the decision at this place of the forward that this one repeats.
     ///
     /// # Errors
-    /// Those of `decide`; a forward that decides on other things than the one that it repeats.
+    /// Errors of `decide`; a forward that decides about other things than the forward that it repeats.
     pub fn decide<const N: usize>(&self, decide: impl FnOnce() -> Result<[Tensor; N]>) -> Result<[Tensor; N]> {
         self.note_decision();
         if let Some(repeated) = &mut self.inner.decided.borrow_mut().repeated {

@@ -1,4 +1,4 @@
-//! Decoding: a pass over the tokens that follow those of earlier passes. The keys and values of the earlier ones are
+//! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of the earlier ones are
 //! cached, so that each token goes through the model once.
 
 use super::{Mode, Position, Tape};

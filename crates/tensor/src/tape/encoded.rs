@@ -162,7 +162,7 @@ impl SavedPolicy for Encoded {
         self.policy.save_exact(op, tensor)
     }
 
-    /// What is computed from rounded values is not what forward had.
+    /// Results recomputed from rounded values differ from the results of forward.
     fn recomputes(&self) -> bool {
         match self.encoding {
             Encoding::Half(_) => false,

@@ -149,7 +149,7 @@ impl Observers {
         self.0.borrow_mut().push(observer);
     }
 
-    /// What they made of a value, if it was replaced.
+    /// The value that replaces the seen one, if any observer replaced it.
     pub(super) fn see(&self, seen: &Seen<'_>) -> Result<Option<Tensor>> {
         let observers = self.0.borrow().clone();
         let mut now: Option<Tensor> = None;

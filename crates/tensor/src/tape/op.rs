@@ -40,13 +40,13 @@ pub trait Op: Debug {
         false
     }
 
-    /// What it makes of operands whose shards are padded with zeros, because the degree does not divide their extent.
+    /// Its result on operands whose shards are padded with zeros, because the degree does not divide their extent.
     fn padded(&self) -> Padded {
         Padded::Refused
     }
 
     /// The numbers that it computes with beside its operands, by name: a factor, an epsilon, the key of a mask. They
-    /// are those of one rank on every mesh; a trainer refuses an operation of which they are not.
+    /// are the same on every mesh as on one rank; a trainer refuses an operation whose numbers differ.
     fn scalars(&self) -> Vec<(&'static str, f64)> {
         Vec::new()
     }
@@ -54,8 +54,8 @@ pub trait Op: Debug {
     /// Computes the result, and saves the tensors that backward needs.
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// The gradients of the inputs that [`Backward::needs`] asks for; `None` for the others. With deferred weight
-    /// gradients it is called twice, with different needs.
+    /// The gradients of the inputs that [`Backward::needs`] asks for, at least one; `None` for the others. With
+    /// deferred weight gradients it may be called twice, with different needs.
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
@@ -218,8 +218,17 @@ impl Backward<'_> {
         }
     }
 
+    /// The gradients that an operation gives where any is needed, and the inputs whose sum they contain.
+    pub(super) fn run(mut self, op: &dyn Op, grad: Tensor) -> Result<(Vec<Option<Tensor>>, Vec<usize>)> {
+        if !(0..self.sources.len()).any(|input| self.needs(input)) {
+            return Ok((Vec::new(), Vec::new()));
+        }
+        let gradients = op.backward(&mut self, grad).map_err(|error| error.during(self.op))?;
+        Ok((self.checked(op, gradients)?, self.summed))
+    }
+
     /// The gradients that an operation gave, those that were not asked for left out; refused where one is missing.
-    pub(super) fn checked(&self, op: &dyn Op, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    fn checked(&self, op: &dyn Op, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let operands = op.operands();
         let refuse = |slot: usize, problem: String, valid: &str| {
             let operand = operands.get(slot).copied().unwrap_or("an operand");

@@ -28,7 +28,7 @@ impl Padding {
     }
 }
 
-/// What an [operation](super::Op::padded) makes of operands whose shards are padded with zeros.
+/// The result of an [operation](super::Op::padded) on operands whose shards are padded with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padded {
     /// It would compute with the zeros as if they were elements: such operands are refused.

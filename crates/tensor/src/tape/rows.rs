@@ -36,7 +36,7 @@ pub struct RowCodec {
     device: Arc<dyn Device>,
     seed: u64,
     step: u64,
-    /// What is drawn is drawn for this name: the operation and its first sample.
+    /// The name of the random stream: the operation and its first sample.
     name: String,
 }
 

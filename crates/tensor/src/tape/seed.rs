@@ -10,7 +10,7 @@ use meshwork_core::{ReduceOp, SpmdError, Ty, Types};
 #[derive(Clone, Debug)]
 pub struct Seed {
     pub(super) tensor: Tensor,
-    /// `None`: that of a value which has the types of its gradient.
+    /// `None`: the value has the types of its gradient.
     types: Option<Types>,
 }
 
@@ -62,7 +62,7 @@ impl From<Tensor> for Seed {
     }
 }
 
-/// What the sum of all losses is divided by, or multiplied with, before its gradient is taken.
+/// The divisor or factor of the sum of all losses, before its gradient is taken.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Normaliser {
     /// The mean over the terms of the loss (tokens, samples), given how many of them *this rank's samples* have, those

@@ -1,4 +1,4 @@
-//! What a value on a tape says of itself.
+//! Properties of a value on a tape.
 
 use super::{Padding, Source, Tape, Var};
 use crate::error::Result;

@@ -68,7 +68,7 @@ impl Cut {
 
     fn step(&mut self, update: Update, grads: &[f32]) -> Result<()> {
         let (device, rule, shape, dims) = (&self.device, &self.rule, self.shape, self.dims);
-        let optim = device.optim()?;
+        let (optim, whole_optim) = (device.optim()?, device.whole_optim()?);
         let part = |slice: LocalSlice, part: Range<usize>| (slice, part);
         let places: Vec<_> = self.ranks.iter().map(|rank| part(rank.slice.clone(), rank.part.clone())).collect();
         let whole = |rank: usize| WholePart {
@@ -97,7 +97,7 @@ impl Cut {
                 let (sets, states) = (&rank.sets, &mut rank.states);
                 let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
                 let into = if exact { Measured::Digits(&mut own, 0) } else { Measured::Sums(&mut own, 0) };
-                optim.measure(&whole(at), number, &rank.weights, vectors, Some(into))?;
+                whole_optim.measure(&whole(at), number, &rank.weights, vectors, Some(into))?;
                 let own = device.download(&own)?;
                 for (sum, &own) in sum.iter_mut().zip(own.as_slice::<f64>()?) {
                     *sum = if matches!(pass, Pass::Squares(_)) { *sum + own } else { own.max(*sum) };
@@ -108,7 +108,7 @@ impl Cut {
                 if exact {
                     all = optim.exact_sums(&all)?;
                 }
-                optim.finish_pass(&whole(at), number, &mut all, 0, &mut rank.sets)?;
+                whole_optim.finish_pass(&whole(at), number, &mut all, 0, &mut rank.sets)?;
                 totals[at].push(all);
             }
         }
@@ -119,7 +119,7 @@ impl Cut {
                 let (sets, states) = (&rank.sets, &mut rank.states);
                 let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered: None };
                 let into = Some(Measured::Values(&mut values));
-                optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
+                whole_optim.measure(&whole(at), rule.passes(&shape).len(), &rank.weights, vectors, into)?;
             }
             let sides = [shape.rows, shape.columns];
             for matrix in 0..shape.matrices {
@@ -131,7 +131,7 @@ impl Cut {
             let (sets, states) = (&rank.sets, &mut rank.states);
             let gathered = gathered.as_ref();
             let vectors = WholeVectors { grads: &grads[at], states, sets, totals: &totals[at], gathered };
-            optim.update_whole(&whole(at), &mut rank.weights, vectors)?;
+            whole_optim.update_whole(&whole(at), &mut rank.weights, vectors)?;
         }
         Ok(())
     }
@@ -268,8 +268,9 @@ impl WholeOptimizer for Blocks {
         run: &mut Run<'_, '_>,
         out: &mut [&mut [f32]],
     ) -> std::result::Result<(), OptimError> {
+        let update = run.update;
         run.codes[0].iter_mut().for_each(|code| *code += 1);
-        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = run.update.grad_scale * grad);
+        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = update.grad_scale * grad);
         Ok(())
     }
 
@@ -279,11 +280,12 @@ impl WholeOptimizer for Blocks {
     }
 
     fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> std::result::Result<(), OptimError> {
+        let update = run.update;
         for SetPart { range, set, .. } in Over::Blocks(7).sets(&run.shape, run.first, weights.len()) {
             for at in range {
                 run.states[0][at] += run.totals[0][set] as f32;
-                assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (run.update.step, run.sets[0][set]));
-                weights[at] -= run.update.lr as f32 * run.states[0][at];
+                assert_eq!((u64::from(run.codes[0][at]), run.states[0][at]), (update.step, run.sets[0][set]));
+                weights[at] -= update.lr as f32 * run.states[0][at];
             }
         }
         Ok(())
@@ -353,9 +355,9 @@ fn matrices_of_one_parameter_are_updated_as_parameters_of_their_own() {
                     let grads = normal(dims, step).into_iter().enumerate().map(|(stored, grad)| grad * size(stored));
                     let (grads, update) =
                         (grads.collect::<Vec<_>>(), Update { step, lr: 0.1, grad_scale: 0.5, decay_factor: 0.5 });
-                    whole.step(&update, &grads).unwrap();
+                    whole.step(update, &grads).unwrap();
                     for (part, grads) in parts.iter_mut().zip(apart(&grads)) {
-                        part.step(&update, &grads).unwrap();
+                        part.step(update, &grads).unwrap();
                     }
                 }
                 let wanted: Vec<Vec<f32>> = parts.iter().map(Cut::weights).collect();
@@ -411,6 +413,6 @@ fn rules_of_elements_and_of_whole_parameters_are_not_mistaken_for_each_other() {
     let dims = Shape::new(&[1]);
     let sgd = Rule::from(meshwork_optim::Sgd::default());
     let mut cut = Cut::new(&device, &sgd, shape_of(dims), dims, &[1.0], &cuttings(dims)[0]);
-    let refused = cut.step(&update, &[1.0]).unwrap_err().to_string();
+    let refused = cut.step(update, &[1.0]).unwrap_err().to_string();
     assert_eq!(refused, "optimizer: sgd: it updates element by element and measures nothing");
 }

@@ -223,19 +223,15 @@ fn gradients_of_tables_are_summed_by_samples() {
         let sample = |i: usize| (i * tokens..(i + 1) * tokens, i * tokens * width..(i + 1) * tokens * width);
         let lookup = |ids: &[i32], dout: &[f32], blocks| {
             let mut table = buffer(&vec![7.0; rows * width]);
-            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, blocks };
+            let dtable = TableGrad { buffer: &mut table, start: 0, rows, width, accumulate: false, blocks };
             let held = first..first + rows - 1; // and one row of padding
-            device
-                .embedding()
-                .unwrap()
-                .lookup_grad(&Buffer::from_slice(ids), &buffer(dout), held, width, dtable)
-                .unwrap();
+            device.embedding().unwrap().lookup_grad(&Buffer::from_slice(ids), &buffer(dout), held, dtable).unwrap();
             floats(&table)
         };
         let positions = |dout: &[f32], blocks| {
             let mut table = buffer(&vec![7.0; rows * width]);
-            let dtable = TableGrad { buffer: &mut table, start: 0, rows, accumulate: false, blocks };
-            device.embedding().unwrap().positions_grad(&buffer(dout), first, tokens, width, dtable).unwrap();
+            let dtable = TableGrad { buffer: &mut table, start: 0, rows, width, accumulate: false, blocks };
+            device.embedding().unwrap().positions_grad(&buffer(dout), first, tokens, dtable).unwrap();
             floats(&table)
         };
         let by_sample: Vec<Vec<f32>> =

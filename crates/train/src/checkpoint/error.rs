@@ -9,6 +9,7 @@ use std::path::PathBuf;
 /// Why a trainer cannot be saved or resumed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum CheckpointError {
     /// The trainer.
     #[error(transparent)]
@@ -30,49 +31,22 @@ pub enum CheckpointError {
         "the newest checkpoint in {} is of another run:\n  {}\nuse the same values, start anew in another folder, or permit them by checkpoint.permit = {:?}",
         dir.display(), differences.join("\n  "), permit.join(",")
     )]
-    Different {
-        /// The folder.
-        dir: PathBuf,
-        /// The differences.
-        differences: Vec<String>,
-        /// The words of `checkpoint.permit` that allow it.
-        permit: Vec<String>,
-    },
+    Different { dir: PathBuf, differences: Vec<String>, permit: Vec<String> },
     /// A folder that cannot be read.
     #[error("the checkpoint folder {} cannot be read: {problem}", dir.display())]
-    Folder {
-        /// The folder.
-        dir: PathBuf,
-        /// The error of the system.
-        problem: String,
-    },
+    Folder { dir: PathBuf, problem: String },
     /// A state of another model or update rule.
     #[error(
         "{} does not fit this run:\n  {}\ncheckpoint.permit = \"optimizer\" drops states of the optimizer that do not fit",
         path.display(), misfits.join("\n  ")
     )]
-    Misfit {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The misfits.
-        misfits: Vec<String>,
-    },
+    Misfit { path: PathBuf, misfits: Vec<String> },
     /// A checkpoint without the counters of a trainer.
     #[error("{} was not written by a trainer: its metadata has no number {key:?}", path.display())]
-    Foreign {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The missing key.
-        key: &'static str,
-    },
+    Foreign { path: PathBuf, key: &'static str },
     /// Not one checkpoint of the folder is whole.
     #[error("every checkpoint in {} is damaged:\n  {}", dir.display(), damage.join("\n  "))]
-    AllDamaged {
-        /// The folder.
-        dir: PathBuf,
-        /// The damage of each, the newest first.
-        damage: Vec<String>,
-    },
+    AllDamaged { dir: PathBuf, damage: Vec<String> },
     /// A model that could not be written for Hugging Face.
     #[error("checkpoint.export: {0}")]
     Export(#[source] Box<huggingface::Error>),
@@ -86,14 +60,7 @@ pub enum CheckpointError {
          or move it away to go on from the one before",
         path.display()
     )]
-    Unreadable {
-        /// The checkpoint.
-        path: PathBuf,
-        /// The first rank that cannot read it.
-        rank: usize,
-        /// Its error.
-        problem: String,
-    },
+    Unreadable { path: PathBuf, rank: usize, problem: String },
     /// A file that is not as it was written, or that cannot be read now.
     #[error(transparent)]
     Unread(#[from] Unread),

@@ -4,7 +4,7 @@ use meshwork_checkpoint::{Exchange, ExchangeError};
 use meshwork_core::{CommError, Group, Rank};
 use std::sync::Arc;
 
-/// A world beside that of training, for the threads that write: a checkpoint under way is finished also where a rank
+/// A second world of the same ranks, for the threads that write: a checkpoint under way is finished also where a rank
 /// has failed.
 #[derive(Debug)]
 struct Beside(Group);

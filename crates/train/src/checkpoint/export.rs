@@ -47,7 +47,7 @@ impl Planned {
     }
 }
 
-/// The export without what other files say.
+/// The export by the configuration alone.
 fn bare(config: &Config) -> Export {
     let dtype = match config.checkpoint.export_dtype {
         Dtype::F32 => huggingface::Dtype::F32,
@@ -120,8 +120,8 @@ pub(crate) fn end_of_text(config: &Config, data: &Data) -> Option<u32> {
     }
 }
 
-/// The tokens that end a text of the model that this run trains: those of the folder that it starts from and of its
-/// tokenizer, and the one that ended documents.
+/// The tokens that end a text of the model of this run: by the folder that it starts from, by its tokenizer, and the
+/// token that ended documents.
 pub(crate) fn ends_of_text(config: &Config, data: &Data) -> Vec<u32> {
     let from = config.model.init_from.as_deref().and_then(|folder| Pretrained::open(Path::new(folder)).ok());
     let mut ends = from.map(|from| from.ends_of_text().to_vec()).unwrap_or_default();
@@ -206,7 +206,7 @@ type Slice = (Ranges, usize);
 /// Slices of a parameter with their elements, without padding.
 type Held = Vec<(Ranges, Vec<f32>)>;
 
-/// The weights of a trainer. What this rank is the first to hold is copied.
+/// The weights of a trainer, with copies of the slices that this rank is the first to hold.
 struct Weights<'a> {
     world: &'a Group,
     slices: BTreeMap<String, Vec<Slice>>,
@@ -245,7 +245,7 @@ impl<'a> Weights<'a> {
         Ok(Self { world, slices, mine })
     }
 
-    /// Sends what rank 0 needs of a parameter.
+    /// Sends rank 0 the slices of a parameter that this rank is the first to hold.
     fn send(&self, spec: &ParamSpec) -> Result<(), CheckpointError> {
         for (ranges, _) in self.of_spec(spec).iter().filter(|(_, first)| *first == self.world.rank()) {
             let values = self.own(spec, ranges);

@@ -32,7 +32,7 @@ use meshwork_tensor::param::LocalSlice;
 const UPDATES: &str = "updates";
 /// The key of the caller's own value in the metadata.
 const RUN: &str = "run";
-/// Where the run is in its data, inside what the caller keeps.
+/// Where the run is in its data: a key of the caller's own value.
 pub(crate) const POSITION: &str = "position";
 /// The layers before the cuts of the model, in the metadata: where activations are compressed, if they are.
 pub(crate) const CUTS: &str = "cuts";

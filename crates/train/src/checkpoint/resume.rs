@@ -1,13 +1,13 @@
 //! Resumes a trainer from the newest checkpoint that is whole, on any mesh.
 //!
-//! Each rank reads the bytes of its slices. What no rank reads whole is verified by all ranks together, each a share.
+//! Each rank reads the bytes of its slices. Pieces that no rank reads whole are verified by all ranks together.
 //! Then they agree: if any of them found damage, all go on to the checkpoint before; if any of them could not read, all
 //! end with its error.
 
 use super::save::little_endian;
 use super::{CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
 use crate::stop::is_asked;
-use meshwork_checkpoint::{Checkpoint, Dtype, Index, Kind, ReadError, Unread, folder_name, share, steps};
+use meshwork_checkpoint::{Checkpoint, Dtype, Index, ReadError, TensorKind, Unread, folder_name, share, steps};
 use meshwork_core::{Group, ReduceOp};
 use meshwork_engine::{Plan, StateKey, StateKind, StateSlice, StateSource, TrainError, Trainer, state_layout};
 use meshwork_tensor::param::LocalSlice;
@@ -101,7 +101,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
         let checkpoint = opened.map_err(CheckpointError::from)?;
         // The index is the same for all ranks, and so is the answer.
         let leeway = accept(step, checkpoint.index().metadata.get(RUN).unwrap_or(&Value::Null))?;
-        // If one rank alone refuses it, its reason is the error, and not what the others find next.
+        // If one rank alone refuses it, its reason is the error, and not the faults that the others find next.
         world.barrier().map_err(CheckpointError::from)?;
         let Fit { mut misfits, misfit_states, anew } = fit(checkpoint.index(), layout, leeway);
         let drops = match leeway.states {
@@ -115,7 +115,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
         if !misfits.is_empty() {
             return Err(CheckpointError::Misfit { path: checkpoint.path().to_path_buf(), misfits }.into());
         }
-        let stored = checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == Kind::OptimizerState);
+        let stored = checkpoint.index().tensors.iter().filter(|of| of.tensor.kind == TensorKind::OptimizerState);
         let dropped = if drops { stored.count() } else { 0 };
         let loaded = load(trainer, layout, &checkpoint, drops, stop)?;
         match agree(&world, &path, loaded.as_ref().err())? {
@@ -133,7 +133,7 @@ pub(crate) fn resume_into<E: From<CheckpointError>>(
     }
 }
 
-/// In what the state of a checkpoint differs from what ranks hold.
+/// The differences between the state of a checkpoint and the state that ranks hold.
 #[derive(Debug, Default)]
 struct Fit {
     /// Vectors that only one of them has, and parameters of other extents: the checkpoint cannot be used.
@@ -173,19 +173,20 @@ fn fit(index: &Index, layout: &[StateSlice], leeway: Leeway) -> Fit {
             false => fit.anew.push(format!("{name}: the checkpoint has {found:?}, this run {dims:?}")),
         }
     }
-    let extra = stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != Kind::Feedback);
+    let extra =
+        stored.iter().filter(|(name, tensor)| !wanted.contains_key(**name) && tensor.kind != TensorKind::Feedback);
     for (name, tensor) in extra {
         let told = format!("{name}: the checkpoint has {:?}, the model none", tensor.dims);
         match tensor.kind {
-            Kind::OptimizerState => fit.misfit_states.push(told),
+            TensorKind::OptimizerState => fit.misfit_states.push(told),
             _ => fit.misfits.push(told),
         }
     }
     fit
 }
 
-/// Verifies this rank's share of what no rank reads whole, and reads this rank's slices into the trainer. The inner
-/// error is that of this rank's reads, on which all ranks have to agree.
+/// Verifies this rank's share of the pieces that no rank reads whole, and reads this rank's slices into the trainer.
+/// The inner error is that of this rank's reads, on which all ranks have to agree.
 fn load(
     trainer: &mut Trainer,
     layout: &[StateSlice],
@@ -200,7 +201,8 @@ fn load(
     let is_read = |of: &&StateSlice| {
         !dropped.contains(&of.key) && stored.get(&*name_of(&of.key)).is_some_and(|held| **held == *dims_of(of.dims))
     };
-    // Shares are read as another number of replicas left them: they are verified as what nobody reads whole.
+    // Shares are read as another number of replicas left them: they are verified with the pieces that nobody reads
+    // whole.
     let slices = layout.iter().filter(|of| of.kind != StateKind::PerReplica).filter(is_read);
     let slices: Vec<_> = slices.map(|of| (name_of(&of.key), slice_of(&of.slice))).collect();
     let units = checkpoint.units_not_read_whole(slices.iter().map(|(name, slice)| (&**name, slice)));

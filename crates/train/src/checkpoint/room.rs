@@ -1,4 +1,4 @@
-//! The room that checkpoints take on their disk, compared with what there is before the first step.
+//! The room that checkpoints take on their disk, compared with the free room before the first step.
 
 use super::{CheckpointError, save_plan};
 use crate::config::{Config, Fault};
@@ -60,8 +60,8 @@ impl Room {
         format!("checkpoint.keep = {keep} takes {wanted} of disk while one more is written{free}\n")
     }
 
-    /// The fault of a disk on which this run could not save, or what there is to say of one on which it must remove
-    /// before it writes.
+    /// The fault of a disk on which this run could not save, or the notice of a disk on which it must remove
+    /// checkpoints before it writes.
     pub fn check(&self, config: &Config) -> Result<Option<String>, Fault> {
         let Some(Found { free, newest, older }) = self.found.filter(|_| self.saves > 0) else { return Ok(None) };
         let dir = config.checkpoint.dir.as_deref().unwrap_or_default();

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What every rank holds of the state of a run, and who writes what of it. Made once for the ranks of a process,
+/// The slices of the state of a run that every rank holds, and their writers. Made once for the ranks of a process,
 /// because it grows with their number.
 #[derive(Clone, Debug)]
 pub(crate) struct Files {
@@ -23,7 +23,7 @@ pub(crate) struct Files {
 }
 
 impl Files {
-    /// Those of a run that saves; `None` for another.
+    /// The files of a run that saves; `None` for another.
     pub fn of(config: &Config) -> Result<Option<Self>, CheckpointError> {
         if config.checkpoint.dir.is_none() {
             return Ok(None);
@@ -35,7 +35,7 @@ impl Files {
     }
 }
 
-/// Saves a run, and says what became of it.
+/// Saves a run, and reports each save.
 pub(crate) struct Saver {
     writer: Writer,
     every: u64,
@@ -66,7 +66,7 @@ impl Saver {
         step == steps || self.every > 0 && step.is_multiple_of(self.every)
     }
 
-    /// Starts to save a trainer whose steps are complete, and where it is in its data. What there is to say of the save
+    /// Starts to save a trainer whose steps are complete, and where it is in its data. Returns the notes about the save
     /// before. Weights that are not finite are refused, on all ranks.
     pub fn save(&mut self, trainer: &Trainer, position: &Position) -> Result<Vec<Note>, CheckpointError> {
         trainer.require_finite()?;
@@ -82,7 +82,7 @@ impl Saver {
         self.told(outcome)
     }
 
-    /// Waits for the save under way: what there is to say of it. An error if the newest state was not saved.
+    /// Waits for the save under way and returns the notes about it. An error if the newest state was not saved.
     pub fn finish(mut self) -> (Vec<Note>, Result<(), SaveError>) {
         let outcome = self.writer.wait();
         let told = self.told(outcome);
@@ -121,7 +121,7 @@ impl Saver {
 /// Where a run says the hash of its tokenizer.
 pub(crate) const TOKENIZER_HASH: &str = "tokenizer_hash";
 
-/// The tokens at which texts of the model end, among what a run keeps.
+/// The key of the tokens at which texts of the model end.
 pub(crate) const ENDS_OF_TEXT: &str = "ends_of_text";
 
 /// The description of a run beside its state, to compare with when it is resumed.
@@ -140,7 +140,7 @@ pub(crate) struct Continued {
     pub resumed: Resumed,
     /// The data, from where the run was.
     pub data: Data,
-    /// What there is to say of it, beside what [`Resumed`] has: what differs, by permission.
+    /// Notes beside [`Resumed`]: permitted differences.
     pub notes: Vec<String>,
 }
 

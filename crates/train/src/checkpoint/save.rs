@@ -1,7 +1,7 @@
 //! Saves the state of a trainer.
 
 use super::{CUTS, CheckpointError, RUN, UPDATES, dims_of, dtype_of, name_of, slice_of};
-use meshwork_checkpoint::{Dtype, Held, Kind, SaveError, SavePlan, Saved, Tensor, Writer};
+use meshwork_checkpoint::{Dtype, Held, SaveError, SavePlan, Saved, Tensor, TensorKind, Writer};
 use meshwork_engine::{Plan, StateKind, StateSlice, StateView, Trainer, state_layout};
 use meshwork_nn::Model;
 use meshwork_tensor::Role;
@@ -10,8 +10,8 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Which rank writes what of the state of a run: a pure function of model and plan. [`SavePlan::bytes`] is the memory
-/// that saving takes on a rank.
+/// The slices of the state of a run that each rank writes: a pure function of model and plan. [`SavePlan::bytes`] is
+/// the memory that saving takes on a rank.
 ///
 /// # Errors
 /// A plan that does not fit the model.
@@ -26,10 +26,10 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
         let name = name_of(&of.key);
         let tensor = *places.entry(name.clone()).or_insert_with(|| {
             let kind = match (&of.key.state, of.kind) {
-                (_, StateKind::Feedback | StateKind::PerReplica) => Kind::Feedback,
-                (Some(_), _) => Kind::OptimizerState,
-                (None, StateKind::Parameter(Role::Buffer)) => Kind::Buffer,
-                (None, _) => Kind::Weight,
+                (_, StateKind::Feedback | StateKind::PerReplica) => TensorKind::Feedback,
+                (Some(_), _) => TensorKind::OptimizerState,
+                (None, StateKind::Parameter(Role::Buffer)) => TensorKind::Buffer,
+                (None, _) => TensorKind::Weight,
             };
             tensors.push(Tensor { name, kind, dtype: dtype_of(of.dtype), dims: dims_of(of.dims) });
             tensors.len() - 1
@@ -39,7 +39,7 @@ pub(crate) fn save_plan_of(layout: &[StateSlice], world: usize) -> Result<SavePl
     Ok(SavePlan::new(world, tensors, &held)?)
 }
 
-/// Starts to save the state of a trainer, with `run`, which is what the caller keeps beside it, and returns when it is
+/// Starts to save the state of a trainer, with the caller's own value `run`, and returns when it is
 /// copied. The writer is made with the [`save_plan`] of the trainer's model and plan. Every rank calls this after the
 /// same step.
 ///

@@ -55,7 +55,6 @@ pub fn parse_all<T: Into<OsString>>(command: Command, args: impl IntoIterator<It
 }
 
 /// The text that `--help` prints for a program of the name `program`.
-#[must_use]
 pub fn help(command: Command, program: &str) -> String {
     let mut command = with_help(command).bin_name(program).help_template("Usage: {usage}\n\n{options}{after-help}\n");
     command.render_help().to_string()

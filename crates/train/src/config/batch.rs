@@ -24,6 +24,9 @@ pub(crate) struct BatchSplit {
     pub(crate) notice: Option<String>,
 }
 
+/// Micro-batches, samples of each, and a notice.
+type Chosen = (usize, usize, Option<String>);
+
 const BATCH: &str = "training.global_batch_size";
 const MICROS: &str = "pipeline.num_microbatches";
 const CHUNKS: &str = "pipeline.virtual_stages";
@@ -37,8 +40,12 @@ impl BatchRequest {
         Shape { pp: self.pp, virtual_stages: self.virtual_stages, micros }
     }
 
+    /// A fault of the global batch.
+    fn fault(self, problem: String, valid: String) -> Fault {
+        Fault::new(BATCH, self.global_batch_size, problem, valid)
+    }
+
     pub(crate) fn split(self) -> Result<BatchSplit, Vec<Fault>> {
-        let mut faults = Vec::new();
         let some = self.schedule.micros(self.pp).min;
         if let Err(error @ ShapeError::VirtualStages { only, .. }) = self.schedule.takes(self.shape(some)) {
             let valid = only.map_or("use 1 or more".to_owned(), |only| format!("use {only}, or another schedule"));
@@ -51,46 +58,34 @@ impl BatchRequest {
             (None, None) => self.neither(),
         };
         let micros = chosen.as_ref().ok().map(|split| split.0).or(self.num_microbatches);
-        if let Some(Err(error)) = micros.map(|micros| self.schedule.takes(self.shape(micros))) {
-            let fault = match (self.num_microbatches, self.micro_batch_size) {
-                (None, Some(size)) => Fault::new(
-                    SIZE,
-                    size,
-                    format!("leaves too few micro-batches: {error}"),
-                    format!("use a smaller {SIZE} or a larger {BATCH}"),
-                ),
-                _ => Fault::new(
-                    MICROS,
-                    micros.unwrap_or_default(),
-                    error.to_string(),
-                    format!("use {}, or a smaller pp", counts(self.schedule.micros(self.pp))),
-                ),
-            };
-            faults.push(fault);
-        }
-        match chosen {
-            Err(fault) => faults.insert(0, fault),
-            Ok((num_microbatches, micro_batch_size, notice)) if faults.is_empty() => {
-                return Ok(BatchSplit { num_microbatches, micro_batch_size, notice });
+        let untaken = micros.and_then(|micros| Some((micros, self.schedule.takes(self.shape(micros)).err()?)));
+        let untaken = untaken.map(|(micros, error)| match (self.num_microbatches, self.micro_batch_size) {
+            (None, Some(size)) => {
+                let problem = format!("leaves too few micro-batches: {error}");
+                Fault::new(SIZE, size, problem, format!("use a smaller {SIZE} or a larger {BATCH}"))
             }
-            Ok(_) => {}
+            _ => {
+                let valid = format!("use {}, or a smaller pp", counts(self.schedule.micros(self.pp)));
+                Fault::new(MICROS, micros, error.to_string(), valid)
+            }
+        });
+        match (chosen, untaken) {
+            (Ok((num_microbatches, micro_batch_size, notice)), None) => {
+                Ok(BatchSplit { num_microbatches, micro_batch_size, notice })
+            }
+            (chosen, untaken) => Err(chosen.err().into_iter().chain(untaken).collect()),
         }
-        Err(faults)
     }
 
-    fn both(self, micros: usize, size: usize) -> Result<(usize, usize, Option<String>), Fault> {
+    fn both(self, micros: usize, size: usize) -> Result<Chosen, Fault> {
         let Self { global_batch_size, dp, .. } = self;
         // Three factors of up to 2^63 each overflow, so the product saturates.
         let product = dp.saturating_mul(micros).saturating_mul(size);
         if product == global_batch_size {
             return Ok((micros, size, None));
         }
-        Err(Fault::new(
-            BATCH,
-            global_batch_size,
-            format!("is not dp · num_microbatches · micro_batch_size = {dp} · {micros} · {size} = {product}"),
-            format!("use {BATCH} = {product}, or leave out {MICROS} or {SIZE}"),
-        ))
+        let problem = format!("is not dp · num_microbatches · micro_batch_size = {dp} · {micros} · {size} = {product}");
+        Err(self.fault(problem, format!("use {BATCH} = {product}, or leave out {MICROS} or {SIZE}")))
     }
 
     /// The share of the batch that is left after dividing by dp and by the factor that `key` gives.
@@ -101,60 +96,40 @@ impl BatchRequest {
             return Ok(global_batch_size / divisor);
         }
         let (_, name) = key.split_once('.').unwrap_or(("", key));
-        Err(Fault::new(
-            BATCH,
-            global_batch_size,
-            format!("is not divisible by dp · {name} = {dp} · {factor} = {divisor}"),
-            multiple(global_batch_size, divisor),
-        ))
+        let problem = format!("is not divisible by dp · {name} = {dp} · {factor} = {divisor}");
+        Err(self.fault(problem, multiple(global_batch_size, divisor)))
     }
 
-    fn neither(self) -> Result<(usize, usize, Option<String>), Fault> {
+    fn neither(self) -> Result<Chosen, Fault> {
         let Self { global_batch_size, dp, pp, schedule, .. } = self;
         if !global_batch_size.is_multiple_of(dp) {
-            return Err(Fault::new(
-                BATCH,
-                global_batch_size,
-                format!("is not divisible by dp = {dp}"),
-                multiple(global_batch_size, dp),
-            ));
+            return Err(self.fault(format!("is not divisible by dp = {dp}"), multiple(global_batch_size, dp)));
         }
         let per_rank = global_batch_size / dp;
         let divides = |micros| per_rank.is_multiple_of(micros);
-        match default_micros(schedule, pp, self.virtual_stages, per_rank.min(MAX_DEFAULT), divides) {
-            None => {
-                let (name, min) = (schedule.name(), schedule.micros(pp).min);
-                let (problem, valid) = if per_rank < min {
-                    let need = dp.saturating_mul(min);
-                    (
-                        format!(
-                            "gives each of dp = {dp} ranks {per_rank} samples, but schedule {name} over pp = {pp} needs \
-                             at least {min} micro-batches"
-                        ),
-                        format!("use {BATCH} = {need} or more, or a smaller pp"),
-                    )
-                } else {
-                    (
-                        format!(
-                            "no number of micro-batches from {min} to {MAX_DEFAULT} divides its {per_rank} samples per rank"
-                        ),
-                        format!("give {MICROS}, or use a rounder batch"),
-                    )
-                };
-                Err(Fault::new(BATCH, global_batch_size, problem, valid))
-            }
-            Some(choice) => {
-                let micros = choice.micros;
-                let notice = (!choice.under_quarter()).then(|| {
-                    format!(
-                        "{MICROS} = {micros}, the largest that {BATCH} = {global_batch_size} allows over dp = {dp}, leaves \
-                         the pipeline idle for {:.0}% of the time: a larger batch or fewer stages would help",
-                        100.0 * choice.bubble
-                    )
-                });
-                Ok((micros, per_rank / micros, notice))
-            }
-        }
+        let (name, min) = (schedule.name(), schedule.micros(pp).min);
+        let Some(choice) = default_micros(schedule, pp, self.virtual_stages, per_rank.min(MAX_DEFAULT), divides) else {
+            return Err(if per_rank < min {
+                let problem = format!(
+                    "gives each of dp = {dp} ranks {per_rank} samples, but schedule {name} over pp = {pp} needs at least {min} micro-batches"
+                );
+                self.fault(problem, format!("use {BATCH} = {} or more, or a smaller pp", dp.saturating_mul(min)))
+            } else {
+                let problem = format!(
+                    "no number of micro-batches from {min} to {MAX_DEFAULT} divides its {per_rank} samples per rank"
+                );
+                self.fault(problem, format!("give {MICROS}, or use a rounder batch"))
+            });
+        };
+        let micros = choice.micros;
+        let notice = (!choice.under_quarter()).then(|| {
+            format!(
+                "{MICROS} = {micros}, the largest that {BATCH} = {global_batch_size} allows over dp = {dp}, leaves the pipeline idle for {:.0}% of \
+                 the time: a larger batch or fewer stages would help",
+                100.0 * choice.bubble
+            )
+        });
+        Ok((micros, per_rank / micros, notice))
     }
 }
 

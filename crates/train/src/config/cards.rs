@@ -1,4 +1,4 @@
-//! Cards as data: what their makers state, and which share of it good programs are known to reach.
+//! Cards as data: what their makers state.
 
 /// A card, and the machine that it is in: numbers for each card.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,102 +27,57 @@ pub struct Card {
     pub source: &'static str,
 }
 
+/// The common numbers of the cards of this generation.
+const H100: Card = Card {
+    name: "h100",
+    title: "NVIDIA H100 SXM5 80 GB",
+    memory: 80e9,
+    bandwidth: 3.35e12,
+    f32: 66.9e12,
+    bf16: 989.4e12,
+    link: 450e9,
+    on_machine: 8,
+    host: 64e9,
+    network: 50e9,
+    source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
+    PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
+};
+
 /// The cards that are known.
 pub const CARDS: &[Card] = &[
     Card {
         name: "a100",
         title: "NVIDIA A100 SXM4 80 GB",
-        memory: 80e9,
         bandwidth: 2.039e12,
         f32: 19.5e12,
         bf16: 312e12,
         link: 300e9,
-        on_machine: 8,
         host: 32e9,
         network: 25e9,
         source: "NVIDIA A100 datasheet (SXM): NVLink 600 GB/s both ways together; PCIe 4.0 of 16 lanes; DGX A100: 200 Gb/s of InfiniBand a card",
+        ..H100
     },
-    Card {
-        name: "h100",
-        title: "NVIDIA H100 SXM5 80 GB",
-        memory: 80e9,
-        bandwidth: 3.35e12,
-        f32: 66.9e12,
-        bf16: 989.4e12,
-        link: 450e9,
-        on_machine: 8,
-        host: 64e9,
-        network: 50e9,
-        source: "NVIDIA H100 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
-        PCIe 5.0 of 16 lanes; DGX H100: 400 Gb/s of InfiniBand a card",
-    },
+    H100,
     Card {
         name: "h100-96",
         title: "NVIDIA H100 SXM5 96 GB of HBM2e",
         memory: 96e9,
         bandwidth: 2.4e12,
-        f32: 66.9e12,
-        bf16: 989.4e12,
-        link: 450e9,
-        on_machine: 8,
-        host: 64e9,
-        network: 50e9,
         source: "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, whose cards were limited to 500 W; rates as of the other H100",
+        ..H100
     },
     Card {
         name: "h200",
         title: "NVIDIA H200 SXM 141 GB",
         memory: 141e9,
         bandwidth: 4.8e12,
-        f32: 66.9e12,
-        bf16: 989.4e12,
-        link: 450e9,
-        on_machine: 8,
-        host: 64e9,
-        network: 50e9,
         source: "NVIDIA H200 datasheet (SXM): half of the rates with sparsity; NVLink 900 GB/s both ways together; \
-            PCIe 5.0 of 16 lanes; DGX H200: 400 Gb/s of InfiniBand a card",
+        PCIe 5.0 of 16 lanes; DGX H200: 400 Gb/s of InfiniBand a card",
+        ..H100
     },
 ];
 
 /// The card of this name.
-#[must_use]
 pub fn card(name: &str) -> Option<&'static Card> {
     CARDS.iter().find(|card| card.name == name)
-}
-
-/// Which share of a card's peaks is reached, and what is lost for each operation.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shares {
-    /// Of its operations a second, by products.
-    pub products: f64,
-    /// The same by attention.
-    pub attention: f64,
-    /// Of its memory's bandwidth.
-    pub memory: f64,
-    /// Of its links.
-    pub links: f64,
-    /// Seconds from the end of one kernel to the start of the next: where each is launched by itself, and within a
-    /// graph.
-    pub launch: [f64; 2],
-    /// Seconds of a message or a collective without bytes, within a machine and between machines.
-    pub latency: [f64; 2],
-}
-
-impl Shares {
-    /// The least time: all peaks at once, and nothing lost.
-    pub const PEAKS: Self =
-        Self { products: 1.0, attention: 1.0, memory: 1.0, links: 1.0, launch: [0.0; 2], latency: [0.0; 2] };
-
-    /// What good programs reach; docs/gpu_performance.md has the sources. Products of large matrices reach 0.79 of an
-    /// H100's peak where tiles are tuned to the shape; attention forward and backward together less; copies within its
-    /// memory 0.87; an all-reduce within a machine 0.8. Graphs leave 0.55 of a launch.
-    pub const REACHED: Self = Self {
-        products: 0.7,
-        attention: 0.45,
-        memory: 0.87,
-        links: 0.8,
-        launch: [3e-6, 1.7e-6],
-        latency: [10e-6, 20e-6],
-    };
 }

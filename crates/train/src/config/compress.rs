@@ -60,7 +60,7 @@ impl Compress {
     }
 }
 
-/// Appends what is wrong with `[compress]` to the faults of `settings`.
+/// Adds the faults of `[compress]` to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let (compress, feedback) = (&config.compress, "compress.feedback");
     for (key, text) in SCHEMES.into_iter().zip(compress.schemes()) {
@@ -104,7 +104,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     }
 }
 
-/// Appends what of a sound configuration does not go with what the model sends.
+/// Appends the faults of schemes that do not fit the messages of the model, if the configuration is sound otherwise.
 pub(crate) fn check_values(config: &Config, settings: &mut Settings) {
     let compress = &config.compress;
     if !settings.faults.is_empty() || !compress.plan().is_ok_and(|plan| plan.is_some()) {

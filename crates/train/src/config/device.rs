@@ -11,7 +11,7 @@ use super::fault::{Fault, choose_from};
 pub enum Device {
     /// The threads of this process.
     Cpu,
-    /// This GPU for all ranks, or for each rank that of its number modulo their count.
+    /// This GPU for all ranks, or for each rank the GPU of its number modulo their count.
     Cuda(Option<usize>),
     /// A card of this name that is not here: with `--steps 0` the time of a step on it is predicted.
     Card(&'static str),
@@ -19,12 +19,11 @@ pub enum Device {
     CudaEmulated {
         /// The seed of the order of their streams.
         seed: u64,
-        /// How many they are, all of them peers; a rank has that of its number modulo their count.
+        /// How many they are, all of them peers; rank r has device r modulo their count.
         devices: usize,
     },
 }
 
-/// The most devices that are emulated.
 const MOST_EMULATED: usize = 64;
 
 impl Device {
@@ -32,7 +31,6 @@ impl Device {
     pub const WORDS: &[&str] = &["cpu", "cuda", "cuda-emulated"];
 
     /// Its first word, as in messages of the device.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -41,7 +39,7 @@ impl Device {
         }
     }
 
-    /// The feature that a build needs for it, if it needs one that this build lacks.
+    /// The feature that it needs and that this build lacks.
     const fn missing_feature(self) -> Option<&'static str> {
         match self {
             Self::Cuda(_) if !cfg!(feature = "cuda") => Some("cuda"),

@@ -36,7 +36,7 @@ pub(crate) fn changes(saved: &Value, now: &Config) -> Vec<Change> {
     let before = of_checkpoint(saved);
     let [read, given] = [&before, now].map(|config| serde_json::to_value(config).unwrap_or_default());
     let change = |(section, key): (&'static str, &'static Key)| {
-        // A key that is newer than the checkpoint: its default, or what follows from the others.
+        // A key that is newer than the checkpoint: its default, given or derived.
         let was = stored(saved, section, key.name).unwrap_or(&read[section][key.name]);
         let is = &given[section][key.name];
         if was == is || !key.is_read(&before) && !key.is_read(now) {
@@ -59,8 +59,8 @@ fn stored<'a>(saved: &'a Value, section: &str, name: &str) -> Option<&'a Value> 
     keys.get(name).or_else(|| keys.get(keys::former(section, name)?))
 }
 
-/// The configuration that a checkpoint holds. What it lacks, or has in a form that this version does not know, is as if
-/// it were not given.
+/// The configuration that a checkpoint holds. Keys that it lacks, or has in a form that this version does not know,
+/// count as not given.
 pub(crate) fn of_checkpoint(saved: &Value) -> Config {
     let mut settings = Settings::default();
     for (section, keys) in saved.as_object().into_iter().flatten() {
@@ -75,51 +75,50 @@ pub(crate) fn of_checkpoint(saved: &Value) -> Config {
 
 /// Keys that change the numbers of some runs and not of others.
 struct Raised {
-    which: Which,
+    /// Whether these are the keys that change the order of sums, by which a run is cut over ranks, stages and
+    /// micro-batches.
+    cuts: bool,
+    /// Further keys.
+    keys: &'static [&'static str],
     /// Whether they do, from one configuration to another.
     when: fn(&Config, &Config) -> bool,
     why: &'static str,
 }
 
-enum Which {
-    /// All that change the order of sums: by these a run is cut over ranks, stages and micro-batches.
-    Cuts,
-    These(&'static [&'static str]),
-}
-
-const RAISED: [Raised; 7] = [
+const RAISED: [Raised; 6] = [
     Raised {
-        which: Which::Cuts,
+        cuts: true,
+        keys: &[],
         when: |a, b| a.is_asynchronous() || b.is_asynchronous(),
         why: "an asynchronous schedule trains each stage and micro-batch with weights of another age",
     },
     Raised {
-        which: Which::These(&["checkpoint.every", "validation.every"]),
+        cuts: false,
+        keys: &["checkpoint.every", "validation.every"],
         when: |a, b| a.is_asynchronous() || b.is_asynchronous(),
         why: "saving and validating drain the pipeline of an asynchronous schedule",
     },
     Raised {
-        which: Which::Cuts,
-        when: |a, b| compresses_what_ranks_send(a) || compresses_what_ranks_send(b),
+        cuts: true,
+        keys: &["pipeline.scatter_gather"],
+        when: |a, b| compresses_between_ranks(a) || compresses_between_ranks(b),
         why: "what ranks send each other is compressed",
     },
     Raised {
-        which: Which::These(&["pipeline.scatter_gather"]),
-        when: |a, b| compresses_what_ranks_send(a) || compresses_what_ranks_send(b),
-        why: "what ranks send each other is compressed",
-    },
-    Raised {
-        which: Which::Cuts,
+        cuts: true,
+        keys: &[],
         when: |a, b| balances_by_cut(a) || balances_by_cut(b),
         why: "moe.aux_loss_scope is global_batch",
     },
     Raised {
-        which: Which::These(&["memory.loss_chunk"]),
+        cuts: false,
+        keys: &["memory.loss_chunk"],
         when: |_, b| b.reduction_blocks().is_some(),
         why: "canonical sums are over whole chunks",
     },
     Raised {
-        which: Which::These(&["validation.every"]),
+        cuts: false,
+        keys: &["validation.every"],
         when: |a, b| a.validation.held_out() != b.validation.held_out(),
         why: "other data are held out",
     },
@@ -127,15 +126,12 @@ const RAISED: [Raised; 7] = [
 
 /// Why a key that usually leaves the numbers alone changes them here, if it does.
 fn raised(name: &str, key: &Key, before: &Config, now: &Config) -> Option<&'static str> {
-    let applies = |rule: &&Raised| match rule.which {
-        Which::Cuts => key.effect == Effect::Rounding,
-        Which::These(names) => names.contains(&name),
-    };
+    let applies = |rule: &&Raised| rule.cuts && key.effect == Effect::Rounding || rule.keys.contains(&name);
     RAISED.iter().filter(applies).find(|rule| (rule.when)(before, now)).map(|rule| rule.why)
 }
 
-/// Whether the numbers follow from what ranks send each other. Cuts that every mesh has are none of them.
-fn compresses_what_ranks_send(config: &Config) -> bool {
+/// Whether the numbers follow from messages between ranks. Those at virtual cuts, which every mesh has, do not count.
+fn compresses_between_ranks(config: &Config) -> bool {
     let (of, mesh) = (&config.compress, &config.parallelism);
     let given = |schemes: [&String; 2]| schemes.iter().any(|scheme| *scheme != "none");
     given([&of.activations, &of.activation_gradients]) && mesh.pp > 1 && of.virtual_cuts.is_empty()
@@ -151,14 +147,17 @@ fn balances_by_cut(config: &Config) -> bool {
 impl Config {
     /// Whether weights change while the schedule runs.
     pub(crate) fn is_asynchronous(&self) -> bool {
-        let named = by_name(&self.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
-        named && self.pipeline.schedule_file.is_none()
+        self.names_asynchronous() && self.pipeline.schedule_file.is_none()
+    }
+
+    /// Whether `pipeline.schedule` is one in which they do, also where a file is used instead.
+    pub(super) fn names_asynchronous(&self) -> bool {
+        by_name(&self.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous())
     }
 }
 
 impl Key {
     /// Whether a configuration reads it.
-    #[must_use]
     pub fn is_read(&self, config: &Config) -> bool {
         self.conditions.iter().all(|condition| (condition.holds)(config))
     }

@@ -75,24 +75,8 @@ pub(super) fn quoted(words: &[&str]) -> String {
 /// Edit distance (Levenshtein), except that a word contained in the other is one edit away, so that `heads` is near
 /// `num_heads`.
 pub(crate) fn distance(a: &str, b: &str) -> usize {
-    if a == b {
-        return 0;
-    }
-    if a.len().min(b.len()) >= 3 && (a.contains(b) || b.contains(a)) {
-        return 1;
-    }
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, &to) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(from != to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
+    let inside = a.len().min(b.len()) >= 3 && (a.contains(b) || b.contains(a));
+    if inside && a != b { 1 } else { strsim::levenshtein(a, b) }
 }
 
 #[cfg(test)]

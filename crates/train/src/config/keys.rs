@@ -2,7 +2,7 @@
 //!
 //! Each key is declared once, in `sections.rs`. From that declaration come the fields of [`Config`] and the table
 //! [`SECTIONS`], which drives parsing, `--set`, the defaults, the suggestion for an unknown key, the notice of a key
-//! that is not read, what a resumed run must keep, `--help` and the [reference](super::reference()).
+//! that is not read, the keys that a resumed run must keep, `--help` and the [reference](super::reference()).
 
 use super::Config;
 pub use super::sections::SECTIONS;
@@ -39,7 +39,7 @@ pub struct Key {
 /// The effect of a key, which decides whether it may differ in a resumed run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// The model: which weights it has, or what it computes of them.
+    /// The model: its weights, or its function of them.
     Model,
     /// The numbers of a step: its loss, gradients and weights.
     Numbers,
@@ -55,7 +55,6 @@ pub enum Effect {
 
 impl Effect {
     /// The effect in a word, as the reference has it.
-    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -93,13 +92,8 @@ pub enum ValueKind {
     Switch,
     /// Any text.
     Text,
-    /// One of some words; `planned` ones are not implemented yet.
-    Choice {
-        /// Words that are implemented.
-        landed: &'static [&'static str],
-        /// Words that are planned.
-        planned: &'static [&'static str],
-    },
+    /// One of these words.
+    Choice(&'static [&'static str]),
     /// One of these words, or a whole number of at least 1.
     WordOrCount(&'static [&'static str]),
     /// One of these words, or the id of a token.
@@ -127,7 +121,6 @@ pub enum Interval {
 
 impl Interval {
     /// Whether the interval holds `x`; never for infinities and NaN.
-    #[must_use]
     pub fn holds(self, x: f64) -> bool {
         x.is_finite()
             && match self {
@@ -139,9 +132,8 @@ impl Interval {
             }
     }
 
-    /// What `x` is rounded to in f32, in which ranks compute, if that is a number of another kind: out of the interval,
-    /// infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
-    #[must_use]
+    /// The value to which `x` is rounded in f32, in which ranks compute, if that is a number of another kind: out of
+    /// the interval, infinite, or 0 and the numbers next to it, which have few digits, though `x` is not 0.
     pub fn lost(self, x: f64) -> Option<f32> {
         let rounded = x as f32;
         let kept = x == 0.0 || rounded.is_normal() && self.holds(f64::from(rounded));
@@ -149,7 +141,6 @@ impl Interval {
     }
 
     /// The smallest number above 0 and the largest one of the interval that are kept in f32.
-    #[must_use]
     pub fn of_f32(self) -> [f32; 2] {
         let below_one = 1.0 - f32::EPSILON / 2.0;
         let least = if self.holds(0.5) { f32::MIN_POSITIVE } else { 1.0 };
@@ -158,7 +149,6 @@ impl Interval {
     }
 
     /// The interval in words, to follow "a number".
-    #[must_use]
     pub const fn words(self) -> &'static str {
         match self {
             Self::NotNegative => "of at least 0",
@@ -215,9 +205,6 @@ pub(super) const fn is(value: &'static str) -> Fallback {
 }
 pub(super) const OFF: Fallback = Is(Literal::Bool(false));
 pub(super) const ON: Fallback = Is(Literal::Bool(true));
-pub(super) const fn one_of(landed: &'static [&'static str]) -> ValueKind {
-    ValueKind::Choice { landed, planned: &[] }
-}
 
 /// All keys with the name of their section.
 pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {
@@ -228,7 +215,6 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static Key)> {
 const FORMER: [(&str, &str, &str); 1] = [("numerics", "leaves", "reduction_blocks")];
 
 /// The key called `section.name`, now or formerly, if there is one.
-#[must_use]
 pub fn find(section: &str, name: &str) -> Option<(&'static str, &'static Key)> {
     let former = FORMER.iter().find(|(of, former, _)| (*of, *former) == (section, name));
     let name = former.map_or(name, |&(_, _, name)| name);

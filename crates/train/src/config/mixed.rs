@@ -2,7 +2,6 @@
 
 use meshwork_compress::Feedback;
 use meshwork_engine::{LossScale, MixedPrecision};
-use meshwork_pipeline::by_name;
 use meshwork_tensor::tape::HalfType;
 
 use super::Config;
@@ -42,80 +41,57 @@ impl Training {
 
 /// Adds the faults of mixed precision to `settings`.
 pub(super) fn check(config: &Config, settings: &mut Settings) {
-    let mut faults = Vec::new();
-    let mut fail = |fault| faults.push(fault);
     let training = &config.training;
     let (dtype, name) = (training.dtype, training.dtype.name());
+    let (in_halves, canonical) = (dtype != Dtype::F32, config.reduction_blocks().is_some());
     let (key, reduced) = ("training.reduce_dtype", training.reduce_dtype);
-    if settings.sound(&[key, "training.dtype"]) && reduced != Dtype::F32 && reduced != dtype {
-        let valid = match dtype {
-            Dtype::F32 => "use f32".to_owned(),
-            _ => format!("use f32 or {name}"),
-        };
-        fail(Fault::new(key, reduced.name(), format!("gradients come in training.dtype = {name:?}"), valid));
-    }
-    let (key, products) = ("training.matmul_dtype", training.matmul_dtype);
+    settings.require(&[key, "training.dtype"], [Dtype::F32, dtype].contains(&reduced), || {
+        let valid = if in_halves { format!("use f32 or {name}") } else { "use f32".to_owned() };
+        Fault::new(key, reduced.name(), format!("gradients come in training.dtype = {name:?}"), valid)
+    });
+    let products = training.matmul_dtype;
     let rounds_twice = dtype == Dtype::F16 && products == MatmulDtype::Bf16;
-    if settings.sound(&[key, "training.dtype"]) && rounds_twice {
-        fail(Fault::new(
-            key,
-            products.name(),
-            "would round values of f16 once more",
-            "use f32, or training.dtype = \"bf16\"",
-        ));
-    }
-    if settings.sound(&["training.reduce_dtype", "training.dtype", "training.numerics"])
-        && dtype != Dtype::F32
-        && reduced == dtype
-        && config.reduction_blocks().is_some()
-    {
+    settings.require(&["training.matmul_dtype", "training.dtype"], !rounds_twice, || {
+        let problem = "would round values of f16 once more";
+        Fault::new("training.matmul_dtype", products.name(), problem, "use f32, or training.dtype = \"bf16\"")
+    });
+    let rounds_shares = in_halves && reduced == dtype && canonical;
+    settings.require(&[key, "training.dtype", "training.numerics"], !rounds_shares, || {
         let problem = "rounds each rank's share of a gradient before the shares are added up, and training.numerics = \"canonical\" needs exact sums";
-        fail(Fault::new("training.reduce_dtype", name, problem, "use f32, or training.numerics = \"fast\""));
-    }
-    let (key, feedback) = ("compress.feedback", &config.compress.feedback);
-    if settings.sound(&[key, "training.dtype", "training.loss_scale"])
-        && dtype != Dtype::F32
-        && training.loss_scale == DYNAMIC
-        && config.compress.plan().is_ok_and(|plan| plan.is_some() && plan.feedback != Feedback::None)
-    {
+        Fault::new(key, name, problem, "use f32, or training.numerics = \"fast\"")
+    });
+    let (key, scale, feedback) = ("training.loss_scale", training.loss_scale, &config.compress.feedback);
+    let feeds_back = || config.compress.plan().is_ok_and(|plan| plan.is_some() && plan.feedback != Feedback::None);
+    let other_scale = in_halves && scale == DYNAMIC && feeds_back();
+    settings.require(&["compress.feedback", "training.dtype", key], !other_scale, || {
         let problem = "adds what a step lost, in that step's loss scale, to the gradients of another";
         let valid = "use \"none\", a fixed training.loss_scale such as 1024, or training.dtype = \"bf16\"";
-        fail(Fault::new(key, format!("{feedback:?}"), problem, valid));
-    }
-    let key = "training.loss_scale";
-    if settings.sound(&[key, "training.dtype", "pipeline.schedule"]) {
-        let asynchronous = by_name(&config.pipeline.schedule).is_ok_and(|schedule| !schedule.is_synchronous());
-        match training.loss_scale {
-            DYNAMIC if dtype == Dtype::F32 => {
-                fail(Fault::new(
-                    key,
-                    DYNAMIC,
-                    "there is nothing to scale in f32",
-                    "use 1, or training.dtype = \"f16\"",
-                ));
-            }
-            DYNAMIC if asynchronous => {
-                let problem = format!(
-                    "has no meaning with pipeline.schedule = {:?}, whose ranks update before a step's norm is known",
-                    config.pipeline.schedule
-                );
-                fail(Fault::new(key, DYNAMIC, problem, "use a number such as 1024, or training.dtype = \"bf16\""));
-            }
-            LossScaling::Number(1) if dtype == Dtype::F16 => {
-                let problem = "without a scale, gradients below 6e-8 become zeros in f16";
-                fail(Fault::new(key, 1, problem, "use \"dynamic\", or a number such as 1024"));
-            }
-            _ => {}
+        Fault::new("compress.feedback", format!("{feedback:?}"), problem, valid)
+    });
+    let wrong = match scale {
+        DYNAMIC if dtype == Dtype::F32 => {
+            Some(("there is nothing to scale in f32".to_owned(), "use 1, or training.dtype = \"f16\""))
         }
+        DYNAMIC if config.names_asynchronous() => {
+            let problem = format!(
+                "has no meaning with pipeline.schedule = {:?}, whose ranks update before a step's norm is known",
+                config.pipeline.schedule
+            );
+            Some((problem, "use a number such as 1024, or training.dtype = \"bf16\""))
+        }
+        LossScaling::Number(1) if dtype == Dtype::F16 => {
+            let problem = "without a scale, gradients below 6e-8 become zeros in f16".to_owned();
+            Some((problem, "use \"dynamic\", or a number such as 1024"))
+        }
+        _ => None,
+    };
+    if let Some((problem, valid)) = wrong {
+        let keys = [key, "training.dtype", "pipeline.schedule"];
+        settings.require(&keys, false, || Fault::new(key, scale, problem, valid));
     }
     let (key, initial) = ("training.loss_scale_initial", training.loss_scale_initial);
-    if settings.sound(&[key]) && (!initial.is_power_of_two() || initial as f64 > LossScale::LARGEST) {
-        fail(Fault::new(
-            key,
-            initial,
-            "is no power of two up to 2^32",
-            format!("use {}", initial.clamp(1, 1 << 32).next_power_of_two()),
-        ));
-    }
-    settings.faults.extend(faults);
+    settings.require(&[key], initial.is_power_of_two() && initial as f64 <= LossScale::LARGEST, || {
+        let valid = format!("use {}", initial.clamp(1, 1 << 32).next_power_of_two());
+        Fault::new(key, initial, "is no power of two up to 2^32", valid)
+    });
 }

@@ -41,7 +41,7 @@ mod words;
 mod zero;
 
 pub use arguments::{help, parse_all};
-pub use cards::{CARDS, Card, Shares, card};
+pub use cards::{CARDS, Card, card};
 pub use cli::Args;
 pub use device::Device;
 pub(crate) use effects::{Change, changes, of_checkpoint};
@@ -69,7 +69,6 @@ impl Config {
     }
 
     /// Reduction blocks along a dim that a mesh may cut, in canonical numerics; `None` in fast ones.
-    #[must_use]
     pub fn reduction_blocks(&self) -> Option<usize> {
         (self.training.numerics == "canonical").then_some(self.numerics.reduction_blocks)
     }

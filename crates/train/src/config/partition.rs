@@ -27,9 +27,7 @@ pub(super) const WORDS: &[&str] = &["uniform", "cost"];
 pub(crate) struct Costs {
     /// The beginning of the model: the embedding.
     pub(crate) embedding: u64,
-    /// Each layer.
     pub(crate) layer: u64,
-    /// Head and loss.
     pub(crate) head: u64,
 }
 

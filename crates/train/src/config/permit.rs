@@ -10,7 +10,6 @@ const WORDS: [(&str, &[&str]); 3] = [
     ("data", &["validation.every", "validation.fraction"]),
 ];
 
-/// The words of `checkpoint.permit`.
 fn words(permit: &str) -> impl Iterator<Item = &str> {
     permit.split(',').map(str::trim).filter(|word| !word.is_empty())
 }

@@ -29,7 +29,6 @@ impl Config {
     }
 
     /// Where its ranks are: threads of this process. Of a mesh that cannot be it is one rank, which says why.
-    #[must_use]
     pub fn world(&self) -> World {
         World::Threads(self.mesh().map_or(1, |mesh| mesh.world_size()))
     }
@@ -51,7 +50,6 @@ impl Config {
     }
 
     /// The rule of `data.documents` for the model.
-    #[must_use]
     pub fn boundary(&self) -> Boundary {
         match &*self.data.documents {
             "positions" => Boundary::Positions,
@@ -61,7 +59,6 @@ impl Config {
     }
 
     /// Section `[moe]`: the experts of the model, if it has any.
-    #[must_use]
     pub fn experts(&self) -> Option<ExpertsConfig> {
         let moe = &self.moe;
         let best = if moe.router == MoeRouter::Bias { 2 } else { 1 };
@@ -96,17 +93,9 @@ impl Config {
     }
 
     pub(super) fn gpt2(&self) -> Gpt2Config {
-        let model = &self.model;
-        Gpt2Config {
-            vocab_size: model.vocab_size,
-            num_layers: model.num_layers,
-            hidden_size: model.hidden_size,
-            num_heads: model.num_heads,
-            ffn_hidden_size: model.ffn_hidden_size,
-            seq_len: model.seq_len,
-            tie_embeddings: model.tie_embeddings,
-            dropout: model.dropout as f32,
-        }
+        let &Model { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, .. } = &self.model;
+        let (tie_embeddings, dropout) = (self.model.tie_embeddings, self.model.dropout as f32);
+        Gpt2Config { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, tie_embeddings, dropout }
     }
 
     pub(super) fn llama(&self) -> LlamaConfig {
@@ -172,7 +161,6 @@ impl Config {
 
 impl Model {
     /// The parts that are not trained. With tied embeddings the head is the table.
-    #[must_use]
     pub fn frozen(&self) -> Frozen {
         self.freeze.parse().unwrap_or_default() // checked
     }
@@ -206,35 +194,30 @@ impl Parallelism {
     }
 
     /// The ZeRO stage and group.
-    #[must_use]
     pub fn zero(&self) -> Zero {
         let stage = ZeroStage::ALL.get(self.zero_stage).copied().unwrap_or_default();
         Zero { stage, group: Some(self.zero_group).filter(|&group| group > 0) }
     }
 
     /// Number of ranks of the [mesh](Self::mesh), or `None` if it overflows.
-    #[must_use]
     pub fn world_size(&self) -> Option<usize> {
         [self.dp, self.tp, self.pp, self.cp].into_iter().try_fold(1usize, usize::checked_mul)
     }
 }
 
 impl Memory {
-    /// How what forward keeps for backward is encoded.
-    #[must_use]
+    /// The encodings of activations that forward keeps for backward.
     pub fn encodings(&self) -> Vec<Encoding> {
         let encodings: [Option<Encoding>; 2] = [self.saved_dtype.into(), self.saved_encoding.into()];
         encodings.into_iter().flatten().collect()
     }
 
     /// The bytes that a rank may have at once, if they are limited.
-    #[must_use]
     pub fn limit(&self) -> Option<u64> {
         Some(self.limit_bytes).filter(|&bytes| bytes > 0)
     }
 
     /// The offload, if anything leaves memory.
-    #[must_use]
     pub fn offload(&self) -> Option<Offload> {
         if self.offload == OffloadWord::None {
             return None;
@@ -250,7 +233,6 @@ impl Memory {
 
 impl Optimizer {
     /// The update rule that the section describes.
-    #[must_use]
     pub fn rule(&self) -> Rule {
         let &Self { beta1, beta2, eps, weight_decay, momentum, relative_step, decay_rate, clip_threshold, .. } = self;
         let adamw = AdamW { beta1, beta2, eps, weight_decay };
@@ -269,7 +251,6 @@ impl Optimizer {
 
 impl LrScheduler {
     /// The schedule that the section describes, for a full learning rate of `base`.
-    #[must_use]
     pub fn schedule(&self, base: f64) -> LrSchedule {
         let &Self { warmup_steps, decay_steps, min_lr_factor, .. } = self;
         LrSchedule { base, warmup_steps, decay: self.decay.into(), decay_steps, min_lr_factor }
@@ -278,7 +259,6 @@ impl LrScheduler {
 
 impl Validation {
     /// Share of each stream that is held out: none without validation.
-    #[must_use]
     pub fn held_out(&self) -> f64 {
         if self.every > 0 { self.fraction } else { 0.0 }
     }
@@ -286,13 +266,11 @@ impl Validation {
 
 impl Comm {
     /// The timeout as a duration. A longer one is cut to a century, so that it can be added to a clock.
-    #[must_use]
     pub fn timeout(&self) -> Duration {
         Duration::from_secs_f64(self.timeout_seconds.min(3e9))
     }
 
     /// The settings of ranks that are threads.
-    #[must_use]
     pub fn options(&self) -> Options {
         Options { timeout: self.timeout() }
     }

@@ -30,7 +30,7 @@ pub(crate) struct Moe {
     pub(crate) every_n_layers: usize,
     pub(crate) num_shared_experts: usize,
     pub(crate) expert_hidden_size: usize,
-    /// Groups of experts, those among which a token chooses.
+    /// Groups of experts, and how many of them a token chooses among.
     pub(crate) groups: [usize; 2],
     pub(crate) routed_scaling: f64,
 }
@@ -46,27 +46,24 @@ pub(crate) struct Llama {
 /// The default `rope_theta`, if the preset has none.
 pub(crate) const ROPE_THETA: f64 = 10_000.0;
 
-const GPT2: ModelKind = ModelKind::Gpt2;
+/// Vocabulary, layers, width, heads and positions.
+type Sizes = [usize; 5];
+
+const fn gpt2(name: &'static str, sizes: Sizes) -> Preset {
+    let [vocab_size, num_layers, hidden_size, num_heads, seq_len] = sizes;
+    let kind = ModelKind::Gpt2;
+    Preset { name, kind, vocab_size, num_layers, hidden_size, num_heads, seq_len, llama: None, moe: None }
+}
+
+const fn large(name: &'static str, sizes: Sizes, own: Llama) -> Preset {
+    Preset { kind: ModelKind::Llama, llama: Some(own), ..gpt2(name, sizes) }
+}
 
 /// One of the Llama presets of `meshwork_models`.
 const fn llama(at: usize) -> Preset {
-    let (name, config) = llama::PRESETS[at];
-    let own = Llama {
-        num_kv_heads: config.num_kv_heads,
-        ffn_hidden_size: config.ffn_hidden_size,
-        rope_theta: config.rotary.theta,
-    };
-    Preset {
-        name,
-        kind: ModelKind::Llama,
-        vocab_size: config.vocab_size,
-        num_layers: config.num_layers,
-        hidden_size: config.hidden_size,
-        num_heads: config.num_heads,
-        seq_len: config.seq_len,
-        llama: Some(own),
-        moe: None,
-    }
+    let (name, of) = llama::PRESETS[at];
+    let own = Llama { num_kv_heads: of.num_kv_heads, ffn_hidden_size: of.ffn_hidden_size, rope_theta: of.rotary.theta };
+    large(name, [of.vocab_size, of.num_layers, of.hidden_size, of.num_heads, of.seq_len], own)
 }
 
 /// A preset with experts in place of feed-forward layers.
@@ -122,53 +119,23 @@ const MIXTRAL_8X7B: Moe = Moe { expert_hidden_size: 14336, ..PLAIN };
 const DEEPSEEK_V3: Moe =
     Moe { num_experts: 256, top_k: 8, expert_hidden_size: 2048, groups: [8, 4], routed_scaling: 2.5, ..DEEPSEEK_TINY };
 
-const fn large(
-    vocab_size: usize,
-    num_layers: usize,
-    hidden_size: usize,
-    num_heads: usize,
-    seq_len: usize,
-    own: Llama,
-) -> Preset {
-    Preset {
-        name: "",
-        kind: ModelKind::Llama,
-        vocab_size,
-        num_layers,
-        hidden_size,
-        num_heads,
-        seq_len,
-        llama: Some(own),
-        moe: None,
-    }
-}
-
 const MIXTRAL: Preset =
-    large(32000, 32, 4096, 32, 32768, Llama { num_kv_heads: 8, ffn_hidden_size: 14336, rope_theta: 1e6 });
+    large("", [32000, 32, 4096, 32, 32768], Llama { num_kv_heads: 8, ffn_hidden_size: 14336, rope_theta: 1e6 });
 /// With plain attention of 128 heads, where the published model has multi-head latent attention.
 const DEEPSEEK: Preset =
-    large(129_280, 61, 7168, 128, 4096, Llama { num_kv_heads: 128, ffn_hidden_size: 18432, rope_theta: 1e4 });
+    large("", [129_280, 61, 7168, 128, 4096], Llama { num_kv_heads: 128, ffn_hidden_size: 18432, rope_theta: 1e4 });
 
-const TINY: Preset = Preset {
-    name: "tiny",
-    kind: GPT2,
-    vocab_size: 256,
-    num_layers: 4,
-    hidden_size: 128,
-    num_heads: 4,
-    seq_len: 128,
-    llama: None,
-    moe: None,
-};
+const TINY: Preset = gpt2("tiny", [256, 4, 128, 4, 128]);
 
-/// All presets.
-#[rustfmt::skip] // A table: one preset, one line.
 pub(crate) const PRESETS: [Preset; 13] = [
     TINY,
-    Preset { name: "small",  kind: GPT2, vocab_size: 256,   num_layers: 6,  hidden_size: 384, num_heads: 6,  seq_len: 256, llama: None, moe: None },
-    Preset { name: "medium", kind: GPT2, vocab_size: 50257, num_layers: 6,  hidden_size: 512, num_heads: 8,  seq_len: 256, llama: None, moe: None },
-    Preset { name: "gpt2",   kind: GPT2, vocab_size: 50257, num_layers: 12, hidden_size: 768, num_heads: 12, seq_len: 512, llama: None, moe: None },
-    llama(0), llama(1), llama(2), llama(3),
+    gpt2("small", [256, 6, 384, 6, 256]),
+    gpt2("medium", [50257, 6, 512, 8, 256]),
+    gpt2("gpt2", [50257, 12, 768, 12, 512]),
+    llama(0),
+    llama(1),
+    llama(2),
+    llama(3),
     with_experts("switch-tiny", TINY, SWITCH_TINY),
     with_experts("mixtral-tiny", llama(0), MIXTRAL_TINY),
     with_experts("deepseek-tiny", llama(0), DEEPSEEK_TINY),
@@ -176,7 +143,6 @@ pub(crate) const PRESETS: [Preset; 13] = [
     with_experts("deepseek-v3", DEEPSEEK, DEEPSEEK_V3),
 ];
 
-/// Their names.
 pub(crate) const NAMES: [&str; PRESETS.len()] = {
     let mut names = [""; PRESETS.len()];
     let mut at = 0;

@@ -1,5 +1,5 @@
 //! `model.init_from`: the sizes of a model in a Hugging Face folder become the defaults of `[model]` and `[moe]`, and
-//! its tokenizer that of `[data]`.
+//! its tokenizer becomes the default of `data.tokenizer`.
 
 use super::Config;
 use super::settings::{Settings, check};
@@ -31,7 +31,7 @@ pub(crate) fn is_free(key: &str, given: &Value, trained: &Value, learned_positio
     FREE.contains(&key) || key == "model.seq_len" && (!learned_positions || shorter)
 }
 
-/// Takes the sizes of the folder, if one is given. What the user gave too must be that of the folder, or be
+/// Takes the sizes of the folder, if one is given. A size that the user gave too must be the same, or be
 /// [free](is_free).
 pub(crate) fn derive(settings: &mut Settings) {
     let Some(folder) = settings.given::<String>(KEY) else { return };

@@ -8,7 +8,6 @@ use super::keys::{Fallback, Key, SECTIONS, ValueKind};
 use super::settings::show_literal;
 
 /// All keys as Markdown: a section each, with default, valid values, effect and meaning.
-#[must_use]
 pub fn reference() -> String {
     let mut out = String::new();
     for section in SECTIONS {
@@ -28,7 +27,6 @@ pub fn reference() -> String {
 }
 
 /// The text that `--help` prints.
-#[must_use]
 pub fn usage(program: &str) -> String {
     let mut keys = String::from("All settings have a key in a section:\n");
     for section in SECTIONS {
@@ -56,12 +54,11 @@ fn values(key: &Key) -> String {
         ValueKind::Number(interval) | ValueKind::Double(interval) => format!("number {}", interval.words()),
         ValueKind::Switch => "true or false".to_string(),
         ValueKind::Text => "text".to_string(),
-        ValueKind::Choice { landed, planned: [] } => landed.join(", "),
+        ValueKind::Choice(words) => words.join(", "),
         ValueKind::WordOrCount(words) => format!("{}, or a whole number of at least 1", words.join(", ")),
         ValueKind::WordOrId(words) => format!("{}, or an id", words.join(", ")),
         ValueKind::Texts => "list of texts".to_string(),
         ValueKind::WordOrCounts(words) => format!("{}, or a list such as [3, 1]", words.join(", ")),
-        ValueKind::Choice { landed, planned } => format!("{} (not yet: {})", landed.join(", "), planned.join(", ")),
     }
 }
 

@@ -6,36 +6,22 @@ use std::ffi::OsString;
 use std::path::Path;
 use toml::Value;
 
-use super::Config;
 use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
-use super::compress;
-use super::conditions;
 use super::device::Device;
-use super::experts;
 use super::fault::Fault;
 use super::mesh::{AXES, parse_mesh};
-use super::mixed;
-use super::partition;
 use super::preset::{self, Moe, preset};
-use super::pretrained;
-use super::schedule;
 use super::settings::Settings;
-use super::size;
 use super::words::{Dtype, ModelKind, MoeRouter};
-use super::zero;
+use super::{Config, compress, conditions, experts, mixed, partition, pretrained, schedule, size, zero};
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
 /// values at fault have their defaults.
 pub(crate) fn resolve(args: &Args, mut settings: Settings) -> (Config, Settings) {
     settings.faults.extend(args.faults.iter().cloned());
-    if let Some(path) = &args.config {
-        settings.read_file(path);
-    }
-    for (key, raw, flag) in &args.assignments {
-        settings.assign(key, raw, flag);
-    }
+    settings.read_args(args);
     if let Some(text) = &args.mesh {
         merge_mesh(&mut settings, text);
     }

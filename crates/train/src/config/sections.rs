@@ -10,22 +10,20 @@
 use meshwork_pipeline::{Generator, Schedule};
 use serde::Serialize;
 
-use super::conditions;
 use super::device::Device;
 use super::keys::Fallback::{Derived, Unset};
 use super::keys::Interval::{BelowOne, FromOne, NotNegative, Positive, Unit};
 use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts, WordOrCount, WordOrCounts, WordOrId};
-use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, one_of, sections};
+use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
     AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
     MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
     SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
-use super::{partition, preset};
+use super::{conditions, partition, preset};
 
 const BY_PRESET: Fallback = Derived("by preset");
-/// The names of all schedules.
 const SCHEDULES: [&str; Generator::ALL.len()] = {
     let mut names = [""; Generator::ALL.len()];
     let mut at = 0;
@@ -60,9 +58,9 @@ sections! {
     /// The model to train.
     [model] Model {
         /// Size of the model; any other key of the section overrides it.
-        preset: String = is("tiny"), one_of(&preset::NAMES), Model;
+        preset: String = is("tiny"), Choice(&preset::NAMES), Model;
         /// Architecture.
-        kind: ModelKind = BY_PRESET, one_of(ModelKind::WORDS), Model;
+        kind: ModelKind = BY_PRESET, Choice(ModelKind::WORDS), Model;
         /// Number of token ids.
         vocab_size: usize = BY_PRESET, Count(1), Model;
         /// Number of transformer blocks.
@@ -136,12 +134,12 @@ sections! {
         /// Experts of a token: always 1 with switch, 2 with gshard.
         top_k: usize = Derived("by preset, else 2; switch: 1"), Count(1), Model, if EXPERTS;
         /// How tokens find their experts. expert_choice compares a token with later ones: not for text.
-        router: MoeRouter = Derived("by preset, else topk"), one_of(MoeRouter::WORDS), Model, if EXPERTS;
+        router: MoeRouter = Derived("by preset, else topk"), Choice(MoeRouter::WORDS), Model, if EXPERTS;
         /// Tokens of a sequence that an expert takes, over their even share. 0: all that come.
         capacity_factor: f64 = Derived("by preset, else 0"), Number(NotNegative), Model, if EXPERTS;
         /// What becomes of tokens over the capacity: they pass the expert by, or each goes to its next best expert with
         /// room.
-        overflow: MoeOverflow = is("drop"), one_of(MoeOverflow::WORDS), Model, if EXPERTS && CAPACITY;
+        overflow: MoeOverflow = is("drop"), Choice(MoeOverflow::WORDS), Model, if EXPERTS && CAPACITY;
         /// Factor of the loss that balances the load.
         aux_loss_coeff: f64 = Derived("by preset, else 0.01; bias and expert_choice: 0"), Number(NotNegative), Numbers, if EXPERTS;
         /// Factor of the loss that keeps the router's logits small.
@@ -155,7 +153,7 @@ sections! {
         /// What a step adds to or takes from the bias of an expert, with router bias.
         bias_update_rate: f64 = Derived("0.001 with router bias, else 0"), Number(NotNegative), Numbers, if EXPERTS;
         /// The tokens whose load the balancing loss counts. global_batch depends on how the batch is cut.
-        aux_loss_scope: AuxScope = is("sequence"), one_of(AuxScope::WORDS), Numbers, if EXPERTS && BALANCES;
+        aux_loss_scope: AuxScope = is("sequence"), Choice(AuxScope::WORDS), Numbers, if EXPERTS && BALANCES;
         /// The router's input is multiplied by numbers from 1 - jitter to 1 + jitter, in training.
         jitter: f64 = float(0.0), Number(BelowOne), Numbers, if EXPERTS;
         /// Whether the weights of a token's experts add up to 1, with router topk.
@@ -171,7 +169,7 @@ sections! {
     /// How the layers are cut into stages, and in which order the stages run.
     [pipeline] Pipeline {
         /// Order of forward and backward passes.
-        schedule: String = is("1f1b"), one_of(&SCHEDULES), Rounding;
+        schedule: String = is("1f1b"), Choice(&SCHEDULES), Rounding;
         /// A synchronous schedule of your own in the text form of docs/schedules.md, used instead of schedule. It fixes
         /// the number of micro-batches.
         schedule_file: Option<String> = Unset, Text, Rounding;
@@ -210,13 +208,13 @@ sections! {
         seed: u64 = int(1234), Count(0), Numbers;
         /// Type in which weights, activations and their gradients are stored and sent. bf16 and f16: half of the memory
         /// and traffic; every operation computes in f32, and the optimizer keeps weights in f32 (mixed precision).
-        dtype: Dtype = is("f32"), one_of(Dtype::WORDS), Numbers;
+        dtype: Dtype = is("f32"), Choice(Dtype::WORDS), Numbers;
         /// Type of the operands of matrix products and attention: bf16 rounds them and adds up in f32. With dtype f32,
         /// activations that only products read are stored rounded, and everything else that is kept or sent is f32.
-        matmul_dtype: MatmulDtype = Derived("bf16 with dtype bf16, else f32"), one_of(MatmulDtype::WORDS), Numbers;
+        matmul_dtype: MatmulDtype = Derived("bf16 with dtype bf16, else f32"), Choice(MatmulDtype::WORDS), Numbers;
         /// Type in which gradients of weights are added up over micro-batches and summed over ranks: f32, or that of
         /// dtype, in half of the memory and traffic.
-        reduce_dtype: Dtype = is("f32"), one_of(Dtype::WORDS), Numbers;
+        reduce_dtype: Dtype = is("f32"), Choice(Dtype::WORDS), Numbers;
         /// What the loss is multiplied by before backward, so that small gradients are no zeros in f16. dynamic: halved
         /// when a gradient overflows, in a step that is then skipped, and doubled after loss_scale_growth_interval
         /// steps without.
@@ -229,7 +227,7 @@ sections! {
         max_norm: f64 = float(1.0), Double(NotNegative), Numbers;
         /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number
         /// of micro-batches gives the same bits, at a price in time and memory.
-        numerics: String = is("fast"), one_of(&["fast", "canonical"]), Numbers;
+        numerics: String = is("fast"), Choice(&["fast", "canonical"]), Numbers;
         /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations,
         /// gradients, weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches
         /// are compared in every step. Unless it is off, the step after a load is verified too, and before the first
@@ -240,7 +238,7 @@ sections! {
     /// The update rule.
     [optimizer] Optimizer {
         /// Update rule. muon and adam8bit are for the matrices of hidden layers and leave everything else to adamw.
-        name: OptimizerName = is("adamw"), one_of(OptimizerName::WORDS), Numbers;
+        name: OptimizerName = is("adamw"), Choice(OptimizerName::WORDS), Numbers;
         /// Full learning rate.
         lr: f64 = float(3e-4), Number(NotNegative), Numbers;
         /// Decay of the mean gradient of adamw, adam8bit and lamb.
@@ -271,7 +269,7 @@ sections! {
         /// Steps of linear warm-up.
         warmup_steps: u64 = int(0), Count(0), Numbers;
         /// Shape of the decay after the warm-up.
-        decay: DecayName = is("none"), one_of(DecayName::WORDS), Numbers;
+        decay: DecayName = is("none"), Choice(DecayName::WORDS), Numbers;
         /// Step after which the rate stays at its floor; counts the warm-up.
         decay_steps: u64 = Derived("training.steps"), Count(1), Numbers, if DECAYS;
         /// The floor, as a share of optimizer.lr.
@@ -291,7 +289,7 @@ sections! {
         sources: Vec<String> = Unset, Texts, Data;
         /// What texts are. auto: what each is by its content, JSON or one document. text: one document each, also where
         /// it is JSON. json_lines: a document a line.
-        format: TextFormat = is("auto"), one_of(TextFormat::WORDS), Data;
+        format: TextFormat = is("auto"), Choice(TextFormat::WORDS), Data;
         /// The key of the text in an object of JSON.
         text_key: String = is("text"), Text, Data;
         /// Whether documents of JSON that cannot be read are left out, counted and told; else the first of them ends
@@ -299,7 +297,7 @@ sections! {
         skip_bad_lines: bool = OFF, Switch, Data;
         /// The type of the ids in a .bin file without a header, little-endian. auto: u16; ids that look wider are
         /// refused.
-        token_type: TokenType = is("auto"), one_of(TokenType::WORDS), Data;
+        token_type: TokenType = is("auto"), Choice(TokenType::WORDS), Data;
         /// bytes, gpt2, or the path of a tokenizer.json or of its folder; the last two need a build with the feature
         /// tokenizers.
         tokenizer: String = Derived("the tokenizer.json of model.init_from, else bytes"), Text, Data;
@@ -312,7 +310,7 @@ sections! {
         /// What the boundary between two documents inside a sample means. stream: nothing. loss: the first token of a
         /// document is no target, so that nothing is learnt across the boundary. positions: also, positions start anew
         /// in each document. attention: also, tokens see only those of their own document.
-        documents: String = is("stream"), Choice { landed: &["stream", "loss", "positions", "attention"], planned: &[] }, Numbers;
+        documents: String = is("stream"), Choice(&["stream", "loss", "positions", "attention"]), Numbers;
         /// Folder for the tokens of long texts, which are tokenised once; unset: beside the text.
         cache_dir: Option<String> = Unset, Text, Speed;
         /// Whether each epoch permutes the samples, by seed and epoch.
@@ -334,7 +332,7 @@ sections! {
         /// Where activations between stages, gathers of weights or tokens of experts are compressed, how validation
         /// treats them. as_trained: it compresses them too. off: they are sent as they are. both: one pass of each; the
         /// second is loss_uncompressed in metrics.
-        compression: ValidationCompression = is("as_trained"), one_of(ValidationCompression::WORDS), Output, if FORWARD && VALIDATES;
+        compression: ValidationCompression = is("as_trained"), Choice(ValidationCompression::WORDS), Output, if FORWARD && VALIDATES;
     }
 
     /// Ways to save memory.
@@ -347,11 +345,11 @@ sections! {
         /// Type in which forward keeps the activations that backward reads: f32 as they are, bf16 and f16 rounded, in
         /// half of the memory. Forward computes with exact values, and so does a recomputed one. Each of them is
         /// rounded by up to 0.4% in bf16, and 0.05% in f16.
-        saved_dtype: SavedDtype = is("f32"), one_of(SavedDtype::WORDS), Numbers, if IN_F32;
+        saved_dtype: SavedDtype = is("f32"), Choice(SavedDtype::WORDS), Numbers, if IN_F32;
         /// In what form forward keeps them. dense: as vectors. sparse: a bit for each element and those that are not
         /// zero, where that takes less memory; outputs of ReLU and of dropout have many zeros. Backward reads the same
         /// bits.
-        saved_encoding: SavedEncoding = is("dense"), one_of(SavedEncoding::WORDS), Speed, if ZEROS;
+        saved_encoding: SavedEncoding = is("dense"), Choice(SavedEncoding::WORDS), Speed, if ZEROS;
         /// Tokens of a sequence whose logits exist at a time in training; 0 = those of all. The loss and its gradient
         /// are computed chunk by chunk from what the head reads, and backward computes the logits once more. The loss
         /// of a step keeps its bits, the gradient of the head is summed in another order.
@@ -360,7 +358,7 @@ sections! {
         /// optimizer, which a step reads and writes page by page. activations: what forward keeps for backward, layer
         /// by layer. samples: the activations that compress.aqsgd keeps, micro-batch by micro-batch. all: these, and
         /// gradients of weights, bucket by bucket. It changes no bit of a run.
-        offload: OffloadWord = is("none"), one_of(OffloadWord::WORDS), Speed, if SAMPLES;
+        offload: OffloadWord = is("none"), Choice(OffloadWord::WORDS), Speed, if SAMPLES;
         /// Folder for these files, one for each rank. They are gone when the run ends, and runs may share the folder.
         /// Without a folder, a CUDA device takes pinned memory of the host; other devices need one.
         offload_dir: Option<String> = Unset, Text, Speed, if OFFLOADS;
@@ -393,7 +391,7 @@ sections! {
         /// needed. It appears whole, or not at all.
         export: Option<String> = Unset, Text, Output;
         /// Type of the weights there.
-        export_dtype: Dtype = Derived("that of model.init_from, else f32"), one_of(Dtype::WORDS), Output, if EXPORTS;
+        export_dtype: Dtype = Derived("that of model.init_from, else f32"), Choice(Dtype::WORDS), Output, if EXPORTS;
         /// Whether a model that lies in that folder is replaced. Otherwise a folder with one is refused.
         export_overwrite: bool = OFF, Switch, Output, if EXPORTS;
     }
@@ -478,7 +476,7 @@ sections! {
         feedback: String = is("none"), Text, Numbers, if COMPRESSES;
         /// How quantisation rounds. stochastic: up or down at random, so that the mean is right, also where a scheme
         /// does not say so.
-        rounding: RoundingName = is("nearest"), one_of(RoundingName::WORDS), Numbers, if COMPRESSES;
+        rounding: RoundingName = is("nearest"), Choice(RoundingName::WORDS), Numbers, if COMPRESSES;
         /// The first step that compresses.
         start_step: u64 = int(1), Count(1), Numbers, if COMPRESSES;
     }

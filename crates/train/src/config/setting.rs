@@ -59,6 +59,7 @@ macro_rules! words {
     ($($(#[$meta:meta])* $name:ident { $($(#[$variant_meta:meta])* $variant:ident = $word:literal),+ $(,)? })+) => {$(
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+        #[allow(missing_docs, reason = "the key of the configuration says what most words mean")]
         pub enum $name {
             $($(#[$variant_meta])* #[serde(rename = $word)] $variant,)+
         }
@@ -68,7 +69,6 @@ macro_rules! words {
             pub const WORDS: &[&str] = &[$($word),+];
 
             /// The word, as in the configuration and in messages.
-            #[must_use]
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $word,)+

@@ -7,7 +7,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use super::cli::Args;
-use super::fault::{Fault, choose_from, distance, nearest, quoted};
+use super::fault::{Fault, choose_from, distance, quoted};
 use super::keys::{self, Fallback, Key, Literal, ValueKind};
 use super::setting::Setting;
 
@@ -21,19 +21,16 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// The settings of a command line.
-    pub(crate) fn of(args: &Args) -> Self {
-        let mut settings = Self::default();
+    /// Reads the file and the assignments of a command line.
+    pub(crate) fn read_args(&mut self, args: &Args) {
         if let Some(path) = &args.config {
-            settings.read_file(path);
+            self.read_file(path);
         }
         for (key, raw, flag) in &args.assignments {
-            settings.assign(key, raw, flag);
+            self.assign(key, raw, flag);
         }
-        settings
     }
 
-    /// Reads a TOML file.
     pub(crate) fn read_file(&mut self, path: &Path) {
         let source = path.display().to_string();
         let text = match fs::read(path).map(String::from_utf8) {
@@ -93,7 +90,7 @@ impl Settings {
     pub(crate) fn assign(&mut self, path: &str, raw: &str, flag: &str) {
         let (section, name) = path.split_once('.').unwrap_or(("", path));
         let kind = keys::find(section, name).map(|(_, key)| key.kind);
-        let words = matches!(kind, Some(ValueKind::Text | ValueKind::Choice { .. }));
+        let words = matches!(kind, Some(ValueKind::Text | ValueKind::Choice(_)));
         if matches!(kind, Some(ValueKind::Count(_))) && raw.parse::<i64>().is_err() && raw.parse::<i128>().is_ok() {
             let valid = format!("use a whole number of at most {}", i64::MAX);
             return self.fault(path, format!("{raw} (from {flag})"), "is out of range", valid);
@@ -146,6 +143,13 @@ impl Settings {
         keys.iter().all(|key| !self.unsound.contains(*key))
     }
 
+    /// Records the fault of a rule that does not hold, unless one of the keys that the rule reads is at fault itself.
+    pub(crate) fn require(&mut self, reads: &[&str], holds: bool, fault: impl FnOnce() -> Fault) {
+        if !holds && self.sound(reads) {
+            self.faults.push(fault());
+        }
+    }
+
     /// Sets the value of `key`, computed from the keys `from`, if none is given. If one of those is at fault, `key` is
     /// not sound either.
     pub(crate) fn derive(&mut self, key: &'static str, from: &[&str], value: impl Into<Value>) {
@@ -168,7 +172,6 @@ impl Settings {
     }
 }
 
-/// The default of `key`, if it has one.
 fn default(key: &str) -> Option<Value> {
     let (section, name) = key.split_once('.')?;
     match keys::find(section, name)?.1.default {
@@ -197,94 +200,10 @@ pub(crate) fn check(path: &str, value: &Value) -> Result<(), (String, String)> {
 /// Checks a value against its key's type and range, and refuses features that are not implemented yet. On refusal: the
 /// problem, and what is valid.
 fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
-    let wrong = |what: &str| format!("is {}, not {what}", type_of(&value));
-    let value = match (key.kind, &value) {
-        (ValueKind::Count(min), Value::Integer(count)) if *count >= min => value,
-        (ValueKind::Count(min), Value::Integer(_)) => {
-            return Err((format!("is below {min}"), format!("use a whole number of at least {min}")));
-        }
-        (ValueKind::Count(min), _) => {
-            return Err((wrong("a whole number"), format!("use a whole number of at least {min}")));
-        }
-        (ValueKind::Number(interval) | ValueKind::Double(interval), Value::Integer(_) | Value::Float(_)) => {
-            let number = value.as_float().or(value.as_integer().map(|n| n as f64)).unwrap_or(f64::NAN);
-            if !interval.holds(number) {
-                return Err(("is out of range".to_string(), format!("use a number {}", interval.words())));
-            }
-            if let (ValueKind::Number(_), Some(rounded)) = (key.kind, interval.lost(number)) {
-                let problem = format!("is rounded to {rounded:e} in f32, in which ranks compute");
-                let [least, most] = interval.of_f32();
-                let valid = format!("use a number {} that f32 has: from {least:e} to {most:e}", interval.words());
-                return Err((problem, valid));
-            }
-            Value::Float(number)
-        }
-        (ValueKind::Number(interval) | ValueKind::Double(interval), _) => {
-            return Err((wrong("a number"), format!("use a number {}", interval.words())));
-        }
-        (ValueKind::Switch, Value::Boolean(_)) => value,
-        (ValueKind::Switch, _) => return Err((wrong("a boolean"), "use true or false".to_string())),
-        (ValueKind::Text, Value::String(_)) => value,
-        (ValueKind::Text, _) => return Err((wrong("a string"), "use a string".to_string())),
-        (ValueKind::Choice { landed, planned }, Value::String(word)) => {
-            if planned.contains(&word.as_str()) {
-                return Err(("has not landed yet".to_string(), format!("use {}", landed.join(" or "))));
-            }
-            if !landed.contains(&word.as_str()) {
-                // The advice for a misspelt planned word names that word.
-                let near = nearest(word, landed.iter().chain(planned).copied());
-                return Err(match near.filter(|near| planned.contains(near)) {
-                    Some(near) => (
-                        format!("unknown; the nearest, {near}, has not landed yet"),
-                        format!("use {}", landed.join(" or ")),
-                    ),
-                    None => ("unknown".to_string(), choose_from(word, landed)),
-                });
-            }
-            value
-        }
-        (ValueKind::Choice { landed, .. }, _) => {
-            return Err((wrong("a string"), format!("use {}", landed.join(" or "))));
-        }
-        (ValueKind::WordOrCount(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (ValueKind::WordOrCount(_), Value::Integer(count)) if *count >= 1 => value,
-        (ValueKind::WordOrCount(known), _) => {
-            let problem = match &value {
-                Value::String(_) => "unknown".to_string(),
-                Value::Integer(_) => "is below 1".to_string(),
-                _ => wrong("a whole number"),
-            };
-            return Err((problem, format!("use {}, or a whole number of at least 1", quoted(known))));
-        }
-        (ValueKind::WordOrId(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (ValueKind::WordOrId(_), Value::Integer(id)) if i32::try_from(*id).is_ok_and(|id| id >= 0) => value,
-        (ValueKind::WordOrId(known), _) => {
-            let problem = match &value {
-                Value::String(_) => "unknown".to_string(),
-                Value::Integer(_) => "is no id".to_string(),
-                _ => wrong("a whole number"),
-            };
-            return Err((problem, format!("use {}, or an id of at least 0", quoted(known))));
-        }
-        (ValueKind::Texts, Value::Array(list)) if !list.is_empty() && list.iter().all(Value::is_str) => value,
-        (ValueKind::Texts, _) => {
-            let problem = match &value {
-                Value::Array(list) if list.is_empty() => "is empty".to_string(),
-                Value::Array(_) => "holds what is no string".to_string(),
-                _ => wrong("a list"),
-            };
-            return Err((problem, "use a list of strings, such as [\"a.jsonl:7\", \"b.bin:3\"]".to_string()));
-        }
-        (ValueKind::WordOrCounts(known), Value::String(word)) if known.contains(&word.as_str()) => value,
-        (ValueKind::WordOrCounts(_), Value::Array(list)) if list.iter().all(is_count) => value,
-        (ValueKind::WordOrCounts(known), _) => {
-            let problem = match &value {
-                Value::String(_) => "unknown".to_string(),
-                Value::Array(_) => "holds what is no whole number of at least 0".to_string(),
-                _ => wrong("a list"),
-            };
-            return Err((problem, format!("use {}, or a list of whole numbers, such as [3, 1]", quoted(known))));
-        }
+    misfit(key.kind, &value).map_or(Ok(()), Err)?;
+    let value = match (key.kind, value) {
+        (ValueKind::Number(_) | ValueKind::Double(_), Value::Integer(whole)) => Value::Float(whole as f64),
+        (_, value) => value,
     };
     match (key.awaits, key.default) {
         (Some(feature), Fallback::Is(default)) if Value::from(default) != value => {
@@ -297,8 +216,76 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
     }
 }
 
-fn is_count(value: &Value) -> bool {
-    value.as_integer().is_some_and(|count| count >= 0)
+/// The problem of a value that is none of this kind, and what is valid.
+fn misfit(kind: ValueKind, value: &Value) -> Option<(String, String)> {
+    let (integer, list) = (value.as_integer(), value.as_array());
+    let wrong = |noun: &str| format!("is {}, not {noun}", type_of(value));
+    // One of some words, or a value in their place: its noun, whether this one fits, and the problem if not.
+    let or_word = |known: &[&str], noun: &str, fits: Option<bool>, bad: &str, or: &str| {
+        let problem = match (value.as_str(), fits) {
+            (Some(word), _) if known.contains(&word) => return None,
+            (Some(_), _) => "unknown".to_owned(),
+            (None, Some(true)) => return None,
+            (None, Some(false)) => bad.to_owned(),
+            (None, None) => wrong(noun),
+        };
+        Some((problem, format!("use {}, or {or}", quoted(known))))
+    };
+    let (problem, valid) = match kind {
+        ValueKind::Count(min) => {
+            let problem = match integer {
+                Some(count) if count >= min => return None,
+                Some(_) => format!("is below {min}"),
+                None => wrong("a whole number"),
+            };
+            (problem, format!("use a whole number of at least {min}"))
+        }
+        ValueKind::Number(interval) | ValueKind::Double(interval) => {
+            let valid = format!("use a number {}", interval.words());
+            match value.as_float().or(integer.map(|whole| whole as f64)) {
+                None => (wrong("a number"), valid),
+                Some(number) if !interval.holds(number) => ("is out of range".to_owned(), valid),
+                Some(number) => {
+                    let rounded = interval.lost(number).filter(|_| matches!(kind, ValueKind::Number(_)))?;
+                    let [least, most] = interval.of_f32();
+                    let problem = format!("is rounded to {rounded:e} in f32, in which ranks compute");
+                    (problem, format!("{valid} that f32 has: from {least:e} to {most:e}"))
+                }
+            }
+        }
+        ValueKind::Switch if value.is_bool() => return None,
+        ValueKind::Switch => (wrong("a boolean"), "use true or false".to_owned()),
+        ValueKind::Text if value.is_str() => return None,
+        ValueKind::Text => (wrong("a string"), "use a string".to_owned()),
+        ValueKind::Choice(words) => match value.as_str() {
+            Some(word) if words.contains(&word) => return None,
+            Some(word) => ("unknown".to_owned(), choose_from(word, words)),
+            None => (wrong("a string"), format!("use {}", words.join(" or "))),
+        },
+        ValueKind::WordOrCount(known) => {
+            let fits = integer.map(|count| count >= 1);
+            return or_word(known, "a whole number", fits, "is below 1", "a whole number of at least 1");
+        }
+        ValueKind::WordOrId(known) => {
+            let fits = integer.map(|id| i32::try_from(id).is_ok_and(|id| id >= 0));
+            return or_word(known, "a whole number", fits, "is no id", "an id of at least 0");
+        }
+        ValueKind::WordOrCounts(known) => {
+            let fits = list.map(|list| list.iter().all(|count| count.as_integer().is_some_and(|count| count >= 0)));
+            let or = "a list of whole numbers, such as [3, 1]";
+            return or_word(known, "a list", fits, "holds what is no whole number of at least 0", or);
+        }
+        ValueKind::Texts => {
+            let problem = match list {
+                Some(list) if list.is_empty() => "is empty".to_owned(),
+                Some(list) if list.iter().all(Value::is_str) => return None,
+                Some(_) => "holds what is no string".to_owned(),
+                None => wrong("a list"),
+            };
+            (problem, "use a list of strings, such as [\"a.jsonl:7\", \"b.bin:3\"]".to_owned())
+        }
+    };
+    Some((problem, valid))
 }
 
 /// The known key most like `section.name`: the same name in the nearest section, else the fewest edits over both.

@@ -45,170 +45,37 @@ words! {
     }
 
     /// `moe.overflow`.
-    MoeOverflow {
-        /// The token passes the expert by.
-        Drop = "drop",
-        /// It goes to its next best expert with room.
-        Reroute = "reroute",
-    }
-
+    MoeOverflow { Drop = "drop", Reroute = "reroute" }
     /// `training.dtype` and `training.reduce_dtype`.
-    Dtype {
-        /// Single precision.
-        F32 = "f32",
-        /// bfloat16.
-        Bf16 = "bf16",
-        /// Half precision.
-        F16 = "f16",
-    }
-
+    Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
     /// `training.matmul_dtype`.
-    MatmulDtype {
-        /// Products of operands as they are.
-        F32 = "f32",
-        /// Products of bf16, added up in f32.
-        Bf16 = "bf16",
-    }
-
+    MatmulDtype { F32 = "f32", Bf16 = "bf16" }
     /// `training.loss_scale`, unless it is a number.
-    LossScaleWord {
-        /// Found by the overflows of the run.
-        Dynamic = "dynamic",
-    }
-
+    LossScaleWord { Dynamic = "dynamic" }
     /// `optimizer.name`.
-    OptimizerName {
-        /// [`AdamW`](meshwork_optim::AdamW).
-        Adamw = "adamw",
-        /// [`Sgd`](meshwork_optim::Sgd).
-        Sgd = "sgd",
-        /// [`Lamb`](meshwork_optim::Lamb).
-        Lamb = "lamb",
-        /// [`Adafactor`](meshwork_optim::Adafactor).
-        Adafactor = "adafactor",
-        /// [`Muon`](meshwork_optim::Muon) for hidden matrices, AdamW for everything else.
-        Muon = "muon",
-        /// [`Adam8bit`](meshwork_optim::Adam8bit) for hidden matrices, AdamW for everything else.
-        Adam8bit = "adam8bit",
-    }
-
+    OptimizerName { Adamw = "adamw", Sgd = "sgd", Lamb = "lamb", Adafactor = "adafactor", Muon = "muon", Adam8bit = "adam8bit" }
     /// `lr_scheduler.decay`.
-    DecayName {
-        /// [`Decay::None`](meshwork_optim::Decay::None).
-        None = "none",
-        /// [`Decay::Linear`](meshwork_optim::Decay::Linear).
-        Linear = "linear",
-        /// [`Decay::Cosine`](meshwork_optim::Decay::Cosine).
-        Cosine = "cosine",
-    }
-
+    DecayName { None = "none", Linear = "linear", Cosine = "cosine" }
     /// `training.verify`, unless it is a number.
-    VerifyWord {
-        /// In no step.
-        Off = "off",
-        /// In the first step.
-        FirstStep = "first_step",
-    }
-
+    VerifyWord { Off = "off", FirstStep = "first_step" }
     /// `memory.recompute`, unless it is a number.
-    RecomputeWord {
-        /// Nothing.
-        None = "none",
-        /// Norms and activation functions.
-        Selective = "selective",
-        /// Each layer from its input.
-        Full = "full",
-        /// Groups of layers, √n of them in a stage of n.
-        Sqrt = "sqrt",
-        /// Each stage from its input.
-        Stage = "stage",
-    }
-
+    RecomputeWord { None = "none", Selective = "selective", Full = "full", Sqrt = "sqrt", Stage = "stage" }
     /// `memory.saved_dtype`.
-    SavedDtype {
-        /// As they are.
-        F32 = "f32",
-        /// bfloat16.
-        Bf16 = "bf16",
-        /// IEEE floats of 16 bits.
-        F16 = "f16",
-    }
-
+    SavedDtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
     /// `memory.saved_encoding`.
-    SavedEncoding {
-        /// Vectors.
-        Dense = "dense",
-        /// Without zeros.
-        Sparse = "sparse",
-    }
-
+    SavedEncoding { Dense = "dense", Sparse = "sparse" }
     /// `memory.offload`.
-    OffloadWord {
-        /// Nothing.
-        None = "none",
-        /// States of the optimizer.
-        Optimizer = "optimizer",
-        /// Activations that forward keeps for backward.
-        Activations = "activations",
-        /// AQ-SGD's histories of samples.
-        Samples = "samples",
-        /// All of it, and gradients.
-        All = "all",
-    }
-
+    OffloadWord { None = "none", Optimizer = "optimizer", Activations = "activations", Samples = "samples", All = "all" }
     /// `data.end_of_text` and `data.beginning_of_text`, unless it is an id.
-    EndOfTextWord {
-        /// That of the tokenizer.
-        Auto = "auto",
-        /// None.
-        None = "none",
-    }
-
+    EndOfTextWord { Auto = "auto", None = "none" }
     /// `data.format`.
-    TextFormat {
-        /// Recognised by the content of each file.
-        Auto = "auto",
-        /// One document each.
-        Text = "text",
-        /// A document a line.
-        JsonLines = "json_lines",
-    }
-
+    TextFormat { Auto = "auto", Text = "text", JsonLines = "json_lines" }
     /// `data.token_type`.
-    TokenType {
-        /// u16, unless the ids look wider.
-        Auto = "auto",
-        /// 8 bits.
-        U8 = "u8",
-        /// 16 bits.
-        U16 = "u16",
-        /// 32 bits.
-        U32 = "u32",
-        /// 32 bits with a sign.
-        I32 = "i32",
-        /// 64 bits.
-        U64 = "u64",
-        /// 64 bits with a sign.
-        I64 = "i64",
-    }
-
+    TokenType { Auto = "auto", U8 = "u8", U16 = "u16", U32 = "u32", I32 = "i32", U64 = "u64", I64 = "i64" }
     /// `validation.compression`.
-    ValidationCompression {
-        /// Validation compresses what training does.
-        AsTrained = "as_trained",
-        /// It compresses nothing.
-        Off = "off",
-        /// One pass of each.
-        Both = "both",
-    }
-
+    ValidationCompression { AsTrained = "as_trained", Off = "off", Both = "both" }
     /// `compress.rounding`.
-    RoundingName {
-        /// To the nearest code.
-        Nearest = "nearest",
-        /// Up or down at random.
-        Stochastic = "stochastic",
-    }
+    RoundingName { Nearest = "nearest", Stochastic = "stochastic" }
 }
 
 /// A word, or a number in its place.
@@ -284,7 +151,6 @@ impl From<Recomputed> for Recompute {
 
 impl MatmulDtype {
     /// The corresponding precision of a device.
-    #[must_use]
     pub const fn precision(self) -> Precision {
         match self {
             Self::F32 => Precision::F32,

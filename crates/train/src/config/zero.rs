@@ -1,4 +1,4 @@
-//! Checks of ZeRO: what is shared out, and by whom.
+//! Checks of ZeRO: its stage, and the ranks that share out.
 
 use super::Config;
 use super::fault::Fault;
@@ -7,7 +7,7 @@ use super::settings::Settings;
 /// The highest stage.
 const STAGES: usize = 3;
 
-/// Appends what is wrong with ZeRO to the faults of `settings`.
+/// Adds the faults of ZeRO to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mesh = &config.parallelism;
     let (key, dp, ep, group) = ("parallelism.zero_stage", "parallelism.dp", "parallelism.ep", "parallelism.zero_group");

@@ -20,8 +20,8 @@ fn characters() -> [char; 256] {
     .map(Option::unwrap_or_default)
 }
 
-/// The `tokenizer.json` of these tokens, by id: the bytes first, then what pairs of earlier tokens are merged to. With
-/// more than the bytes, text is cut into words as GPT-2 does. `end` is the id of [`END`].
+/// The `tokenizer.json` of these tokens, by id: the bytes first, then the results of merging pairs of earlier tokens.
+/// With more than the bytes, text is cut into words as GPT-2 does. `end` is the id of [`END`].
 pub(crate) fn byte_level(tokens: &[Vec<u8>], end: Option<u32>) -> String {
     let characters = characters();
     let text = |bytes: &[u8]| bytes.iter().map(|&byte| characters[usize::from(byte)]).collect::<String>();

@@ -6,24 +6,23 @@
 //! web.jsonl.tokens/
 //!     4c2b…91.bin   the tokens            of the text and the tokenizer whose hash is the name
 //!     4c2b…91.idx   where documents begin
-//!     4c2b…91.json  what they are of, and the hash of the tokens; renamed into place last
+//!     4c2b…91.json  their source, and the hash of the tokens; renamed into place last
 //!     4c2b…91.lock  held by the process that writes them
 //! ```
 //! Reading needs no right to write: a whole dataset is taken wherever it lies, beside the text or in the user's own
-//! folder of caches. Only what writes one takes the lock. Where the folder beside the text cannot be written, that is
-//! the user's own.
+//! folder of caches. Only a process that writes one takes the lock. Where the folder beside the text cannot be written,
+//! that is the user's own.
 //!
 //! A dataset counts only if its `.json` is there, names this hash, and the tokens have the hash that it says. Otherwise
 //! it is written anew. Files are written under another name and renamed, so that a process that dies leaves nothing
 //! that counts.
 
 use super::error::{DataError, Problem};
-use super::indexed;
 use super::piece::{DocumentPiece, Reading};
 use super::text::Texts;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
-use super::{Documents, Stream};
+use super::{Documents, Stream, indexed};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use meshwork_core::hash;
 use serde::{Deserialize, Serialize};
@@ -67,7 +66,6 @@ pub(super) fn own_folder() -> Option<PathBuf> {
     Some(caches?.join("meshwork"))
 }
 
-/// The files of a cache.
 struct CacheFiles {
     folder: PathBuf,
     hash: String,
@@ -83,13 +81,13 @@ impl CacheFiles {
         fs::create_dir_all(&self.folder)?;
         let file = File::options().write(true).create(true).truncate(false).open(self.at("lock"))?;
         match file.lock() {
-            // Two processes may then do the same work; what they rename into place is the same.
+            // Two processes may then do the same work, and rename the same files into place.
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
             locked => locked.map(|()| file),
         }
     }
 
-    /// The stream that lies here. The inner `None` if there is none, else what is wrong with it.
+    /// The stream that lies here. The inner `None` if there is none, else its damage.
     fn read(&self) -> Result<(Stream, About), Option<String>> {
         let told = match fs::read(self.at("json")) {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -127,34 +125,8 @@ struct About {
     notices: Vec<String>,
 }
 
-/// Receives tokens.
-trait Sink {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()>;
-    fn end_document(&mut self) -> io::Result<()>;
-}
-
-impl Sink for indexed::Writer {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
-        self.add(ids)
-    }
-
-    fn end_document(&mut self) -> io::Result<()> {
-        self.end_document()
-    }
-}
-
-/// Tokens, and where documents end.
-impl Sink for (Vec<i32>, Vec<u64>) {
-    fn add(&mut self, ids: &[u32]) -> io::Result<()> {
-        self.0.extend(ids.iter().map(|&id| id as i32));
-        Ok(())
-    }
-
-    fn end_document(&mut self) -> io::Result<()> {
-        self.1.push(self.0.len() as u64);
-        Ok(())
-    }
-}
+/// Receives the tokens of a part of a document, and whether the document ends with it.
+type Sink<'a> = dyn FnMut(&[u32], bool) -> io::Result<()> + 'a;
 
 impl Tokenisation<'_> {
     /// The stream of some texts, from the cache if they are long, and notices about how it was made.
@@ -164,9 +136,12 @@ impl Tokenisation<'_> {
     }
 
     fn in_memory(&self, path: &Path, texts: &Texts) -> Result<(Stream, Vec<String>), DataError> {
-        let mut sink = (Vec::new(), vec![0]);
-        let notices = self.run(path, texts, &mut sink)?;
-        let (tokens, mut starts) = sink;
+        let (mut tokens, mut starts): (Vec<i32>, _) = (Vec::new(), vec![0]);
+        let notices = self.run(path, texts, &mut |ids, ends| {
+            tokens.extend(ids.iter().map(|&id| id as i32));
+            starts.extend(ends.then_some(tokens.len() as u64));
+            Ok(())
+        })?;
         starts.pop();
         starts.dedup();
         Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts(starts.into()))?, notices))
@@ -237,7 +212,10 @@ impl Tokenisation<'_> {
         let part = |extension: &str| place.at(&format!("part.{extension}"));
         let began = Instant::now();
         let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
-        let told = self.run(path, texts, &mut writer)?;
+        let told = self.run(path, texts, &mut |ids, ends| {
+            writer.add(ids)?;
+            if ends { writer.end_document() } else { Ok(()) }
+        })?;
         writer.finish().map_err(failed)?;
         let (tokens, _) = indexed::open(&part("idx"), &part("bin"))?;
         let about = About {
@@ -277,8 +255,8 @@ impl Tokenisation<'_> {
         marks.map(|id| id as usize + 1).fold(self.tokenizer.vocab_size(), usize::max)
     }
 
-    /// Gives the tokens of all documents in their order. Returns notices about what is left out.
-    fn run(&self, path: &Path, texts: &Texts, sink: &mut impl Sink) -> Result<Vec<String>, DataError> {
+    /// Gives the tokens of all documents in their order. Returns notices about documents that are left out.
+    fn run(&self, path: &Path, texts: &Texts, sink: &mut Sink<'_>) -> Result<Vec<String>, DataError> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
         let mut encode = |waiting: &mut Vec<DocumentPiece>, held: &mut usize| {
@@ -287,11 +265,8 @@ impl Tokenisation<'_> {
                 let beginning = self.beginning_of_text.filter(|_| begins);
                 let end = self.end_of_text.filter(|_| piece.last);
                 begins = piece.last;
-                let write = |sink: &mut dyn Sink| {
-                    sink.add(&[beginning.as_slice(), &ids, end.as_slice()].concat())?;
-                    if piece.last { sink.end_document() } else { Ok(()) }
-                };
-                write(&mut *sink).map_err(|error| Problem::Cache(error).of(path))?;
+                let ids = [beginning.as_slice(), &ids, end.as_slice()].concat();
+                sink(&ids, piece.last).map_err(|error| Problem::Cache(error).of(path))?;
             }
             progress.add(std::mem::take(held));
             Ok(())

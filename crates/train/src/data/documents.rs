@@ -14,7 +14,6 @@ pub(crate) enum Documents {
     EndOfText(i32),
     /// The first token of each, ascending.
     Starts(Arc<[u64]>),
-    /// The index of an indexed dataset.
     Indexed(Index),
 }
 

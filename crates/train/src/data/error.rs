@@ -5,7 +5,7 @@ use meshwork_engine::TrainError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A file of data with its problem, the place of that, and what would be valid.
+/// A file of data and its problem.
 #[derive(thiserror::Error)]
 #[error("{}: {problem}; {}", path.display(), problem.valid())]
 pub struct DataError {
@@ -20,6 +20,7 @@ meshwork_core::debug_as_display!(DataError);
 /// A problem of a file of data. Lines are counted from 1, everything else from 0.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "the message of a variant names its fields")]
 pub enum Problem {
     /// No file or folder of this name.
     #[error("does not exist")]
@@ -35,45 +36,22 @@ pub enum Problem {
     Unreadable(io::Error),
     /// Bytes that the system does not give: the file was cut short after it was opened, or the disk fails.
     #[error("cannot be read at byte {at}: {error}")]
-    Read {
-        /// The first of the bytes.
-        at: u64,
-        /// The error of the system.
-        error: io::Error,
-    },
+    Read { at: u64, error: io::Error },
     /// Text that is not UTF-8.
     #[error("is not UTF-8 from byte {at} on")]
-    NotUtf8 {
-        /// The first wrong byte.
-        at: u64,
-    },
+    NotUtf8 { at: u64 },
     /// Text with a byte that no text has.
     #[error("has a NUL byte at byte {at}: it is binary")]
-    Nul {
-        /// The byte.
-        at: u64,
-    },
+    Nul { at: u64 },
     /// A file of another format.
     #[error("is {}", .0.name)]
     Foreign(Foreign),
     /// A line of JSON lines that is no JSON object.
     #[error("line {line} is no JSON object: {error}")]
-    NotJson {
-        /// The line.
-        line: u64,
-        /// The error of the parser.
-        error: String,
-    },
+    NotJson { line: u64, error: String },
     /// A document of JSON without its text.
     #[error("{place} has no string {key:?}{instead}")]
-    NoTextField {
-        /// The line, or the element of an array.
-        place: String,
-        /// The key of the text (`data.text_key`).
-        key: String,
-        /// The value or the keys that it has instead.
-        instead: String,
-    },
+    NoTextField { place: String, key: String, instead: String },
     /// An array that is no JSON.
     #[error("is no JSON array: {0}")]
     NotArray(String),
@@ -82,44 +60,19 @@ pub enum Problem {
     Json(String),
     /// Token ids that are of another type by all signs.
     #[error("looks like ids of {bits} bits, not of 16: {sign}")]
-    OtherWidth {
-        /// Bits of an id.
-        bits: u32,
-        /// How that is known.
-        sign: String,
-    },
+    OtherWidth { bits: u32, sign: String },
     /// A header of llm.c, which says another type than `data.token_type`.
     #[error("has an llm.c header that says {header}, and data.token_type = {asked:?}")]
-    HeaderType {
-        /// The type in the header.
-        header: &'static str,
-        /// The type that was asked for.
-        asked: &'static str,
-    },
+    HeaderType { header: &'static str, asked: &'static str },
     /// Bytes that are no whole number of ids.
     #[error("has {bytes} bytes of ids, of {width} bytes each")]
-    PartOfAnId {
-        /// Bytes of ids.
-        bytes: u64,
-        /// Bytes of an id.
-        width: u64,
-    },
+    PartOfAnId { bytes: u64, width: u64 },
     /// A header of llm.c of another version.
     #[error("has an llm.c header of version {found}")]
-    HeaderVersion {
-        /// The version in the file.
-        found: u32,
-        /// The version of its magic number.
-        valid: u32,
-    },
+    HeaderVersion { found: u32, valid: u32 },
     /// Another number of tokens than the header of llm.c says.
     #[error("has {found} tokens, but its header says {header}")]
-    HeaderCount {
-        /// Tokens that follow the header.
-        found: u64,
-        /// Tokens according to the header.
-        header: u64,
-    },
+    HeaderCount { found: u64, header: u64 },
     /// An index that does not begin as Megatron's.
     #[error("does not begin with the magic bytes of a Megatron index")]
     IndexMagic,
@@ -131,55 +84,22 @@ pub enum Problem {
     IndexDtype(u8),
     /// An index of another length than its header says.
     #[error("has {found} bytes: an index of {sequences} sequences and {documents} document indices has {wanted}")]
-    IndexLength {
-        /// Bytes of the file.
-        found: u64,
-        /// Sequences according to the header.
-        sequences: u64,
-        /// Document indices according to the header.
-        documents: u64,
-        /// Bytes of such an index.
-        wanted: u128,
-    },
+    IndexLength { found: u64, sequences: u64, documents: u64, wanted: u128 },
     /// A sequence of negative length.
     #[error("sequence {sequence} has {size} tokens")]
-    IndexSize {
-        /// The sequence.
-        sequence: u64,
-        /// Its length.
-        size: i64,
-    },
+    IndexSize { sequence: u64, size: i64 },
     /// A sequence that does not begin where the one before ends, or that ends beyond the tokens.
     #[error("{what} {found}, not at byte {wanted} of the tokens")]
-    IndexPointer {
-        /// The sequence, and which end of it.
-        what: String,
-        /// Where it lies.
-        found: i64,
-        /// Where the sequence before ends, or the tokens do.
-        wanted: i64,
-    },
+    IndexPointer { what: String, found: i64, wanted: i64 },
     /// A document index that does not fit its neighbours or the sequences.
     #[error("document index {at} is {found}: {why}")]
-    IndexDocument {
-        /// The place of the index.
-        at: u64,
-        /// Its value.
-        found: i64,
-        /// The contradiction.
-        why: &'static str,
-    },
+    IndexDocument { at: u64, found: i64, why: &'static str },
     /// An index without its tokens, or the reverse.
     #[error("has no {} beside it", .0.display())]
     NoPartner(PathBuf),
     /// An id that no vocabulary has.
     #[error("token {at} is {id}")]
-    Id {
-        /// Its place in the stream.
-        at: u64,
-        /// The id.
-        id: i64,
-    },
+    Id { at: u64, id: i64 },
     /// Text that the tokenizer does not take.
     #[error("cannot be encoded by the tokenizer: {0}")]
     Encode(String),
@@ -201,7 +121,6 @@ pub(super) fn of_line(error: &serde_json::Error) -> String {
 
 impl Problem {
     /// A valid value, or the way to one.
-    #[must_use]
     pub fn valid(&self) -> String {
         match self {
             Self::Missing | Self::Empty | Self::Unreadable(_) | Self::NotUtf8 { .. } | Self::Nul { .. } => {
@@ -248,7 +167,6 @@ impl Problem {
         }
     }
 
-    /// The problem of a file.
     pub(crate) fn of(self, path: &Path) -> DataError {
         DataError { path: path.to_path_buf(), problem: self }
     }

@@ -1,7 +1,7 @@
 //! Recognises a file by its first bytes: text, JSON, or a format that must not be learnt as text.
 //!
-//! A name can be missing or wrong: of a link, of standard input, of a download. So a file is what its content says; its
-//! extension decides only where the content leaves it open.
+//! A name can be missing or wrong: of a link, of standard input, of a download. So the content of a file says its
+//! format; its extension decides only where the content leaves it open.
 
 use serde::de::IgnoredAny;
 use std::path::Path;
@@ -17,7 +17,7 @@ const LINES: usize = 16;
 /// pictures, settings, a `tokenizer.json`.
 pub(super) const EXTENSIONS: [&str; 9] = ["txt", "text", "md", "markdown", "rst", "tex", "org", "jsonl", "ndjson"];
 
-/// A file that is not text: what it is, and what to do.
+/// A format that is not text, and the way to text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Foreign {
     /// Its format, with an article.

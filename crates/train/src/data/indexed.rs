@@ -34,7 +34,6 @@ pub(crate) struct Index {
     /// Document indices: one more than documents.
     documents: u64,
     width: Width,
-    /// Bytes of the tokens.
     bytes: u64,
 }
 
@@ -46,22 +45,9 @@ pub(super) fn paths(path: &Path) -> Option<(PathBuf, PathBuf)> {
         Some("idx") => Some((path.to_path_buf(), with("bin"))),
         Some("bin") => Some((with("idx"), path.to_path_buf())).filter(|(index, _)| index.is_file()),
         _ => {
-            let [index, tokens] =
-                [".idx", ".bin"].map(|end| PathBuf::from([path.as_os_str(), end.as_ref()].concat_os()));
+            let [index, tokens] = ["idx", "bin"].map(|extension| path.with_added_extension(extension));
             (!path.exists() && index.is_file()).then_some((index, tokens))
         }
-    }
-}
-
-trait ConcatOs {
-    fn concat_os(self) -> std::ffi::OsString;
-}
-
-impl ConcatOs for [&std::ffi::OsStr; 2] {
-    fn concat_os(self) -> std::ffi::OsString {
-        let mut joined = self[0].to_owned();
-        joined.push(self[1]);
-        joined
     }
 }
 
@@ -192,10 +178,7 @@ impl Index {
         let (mut low, mut high) = (0, self.documents());
         while low < high {
             let middle = low + (high - low) / 2;
-            match self.start(middle)? < window.start {
-                true => low = middle + 1,
-                false => high = middle,
-            }
+            if self.start(middle)? < window.start { low = middle + 1 } else { high = middle }
         }
         let mut starts: Vec<u64> = Vec::new();
         for document in low..self.documents() {

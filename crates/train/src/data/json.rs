@@ -3,7 +3,8 @@
 use super::error::{DataError, Problem, of_line};
 use super::format::BYTE_ORDER_MARK;
 use super::piece::{DocumentPiece, Reading, See};
-use serde::de::{DeserializeSeed, Error as _, SeqAccess, Visitor};
+use serde::Deserializer as _;
+use serde::de::{Error as _, SeqAccess, Visitor};
 use serde_json::Value;
 use std::io::BufRead;
 use std::path::Path;
@@ -36,57 +37,99 @@ impl Bad {
     }
 }
 
-/// The documents of JSON lines: the text of each. Blank lines and empty texts are no documents.
-pub(super) fn json_lines(
-    path: &Path,
-    mut from: impl BufRead,
-    reading: &Reading<'_>,
-    bad: &mut Bad,
-    see: &mut See<'_>,
-) -> Result<(), DataError> {
-    let (mut bytes, mut at) = (Vec::new(), 0);
-    for line in 1.. {
-        bytes.clear();
-        let read = from.read_until(b'\n', &mut bytes).map_err(|error| Problem::Read { at, error }.of(path))?;
-        if read == 0 {
-            break;
-        }
-        let mark = if line == 1 && bytes.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
-        let start = at + mark as u64;
-        at += read as u64;
-        let document = std::str::from_utf8(&bytes[mark..])
-            .map_err(|error| Problem::NotUtf8 { at: start + error.valid_up_to() as u64 })
-            .and_then(|text| match text.trim() {
-                "" => Ok(String::new()),
-                text if !text.starts_with('{') => {
-                    let error = serde_json::from_str::<Value>(text);
-                    let error = error.map_or_else(|error| of_line(&error), |value| format!("it is {}", kind(&value)));
-                    Err(Problem::NotJson { line, error })
-                }
-                text => serde_json::from_str(text)
-                    .map_err(|error| Problem::NotJson { line, error: of_line(&error) })
-                    .and_then(|value| text_of(value, || format!("line {line}"), reading)),
-            });
-        give(document, path, reading, bad, see)?;
-    }
-    Ok(())
+/// The documents of one file of JSON, on their way to the receiver of pieces.
+pub(super) struct JsonDocuments<'a, 'see> {
+    pub path: &'a Path,
+    pub reading: &'a Reading<'a>,
+    pub bad: &'a mut Bad,
+    pub see: &'a mut See<'see>,
 }
 
-/// Gives a document, or leaves it out.
-fn give(
-    document: Result<String, Problem>,
-    path: &Path,
-    reading: &Reading<'_>,
-    bad: &mut Bad,
-    see: &mut See<'_>,
-) -> Result<(), DataError> {
-    match document {
-        Ok(text) if text.is_empty() => Ok(()),
-        Ok(text) => {
-            bad.documents += 1;
-            see(DocumentPiece::whole(text))
+impl JsonDocuments<'_, '_> {
+    /// Gives a document, or leaves it out.
+    fn give(&mut self, document: Result<String, Problem>) -> Result<(), DataError> {
+        match document {
+            Ok(text) if text.is_empty() => Ok(()),
+            Ok(text) => {
+                self.bad.documents += 1;
+                (self.see)(DocumentPiece::whole(text))
+            }
+            Err(problem) => self.bad.leave_out(problem.of(self.path), self.reading),
         }
-        Err(problem) => bad.leave_out(problem.of(path), reading),
+    }
+
+    /// The documents of JSON lines: the text of each. Blank lines and empty texts are no documents.
+    pub fn read_lines(mut self, mut from: impl BufRead) -> Result<(), DataError> {
+        let (mut bytes, mut at) = (Vec::new(), 0);
+        for line in 1.. {
+            bytes.clear();
+            let read = from.read_until(b'\n', &mut bytes);
+            let read = read.map_err(|error| Problem::Read { at, error }.of(self.path))?;
+            if read == 0 {
+                break;
+            }
+            let mark = if line == 1 && bytes.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len() } else { 0 };
+            let start = at + mark as u64;
+            at += read as u64;
+            let document = std::str::from_utf8(&bytes[mark..])
+                .map_err(|error| Problem::NotUtf8 { at: start + error.valid_up_to() as u64 })
+                .and_then(|text| self.text_of_line(line, text.trim()));
+            self.give(document)?;
+        }
+        Ok(())
+    }
+
+    fn text_of_line(&self, line: u64, text: &str) -> Result<String, Problem> {
+        if text.is_empty() {
+            return Ok(String::new());
+        }
+        match serde_json::from_str::<Value>(text) {
+            Err(error) => Err(Problem::NotJson { line, error: of_line(&error) }),
+            Ok(value) if !text.starts_with('{') => {
+                Err(Problem::NotJson { line, error: format!("it is {}", kind(&value)) })
+            }
+            Ok(value) => text_of(value, || format!("line {line}"), self.reading),
+        }
+    }
+
+    /// The documents of a JSON array: strings, or the texts of objects. One is in memory at a time.
+    pub fn read_array(self, mut from: impl BufRead) -> Result<(), DataError> {
+        if from.fill_buf().is_ok_and(|begin| begin.starts_with(BYTE_ORDER_MARK)) {
+            from.consume(BYTE_ORDER_MARK.len());
+        }
+        let (path, mut parser, mut failed) = (self.path, serde_json::Deserializer::from_reader(from), None);
+        let read = parser.deserialize_seq(Elements(self, &mut failed)).and_then(|()| parser.end());
+        match (failed, read) {
+            (Some(error), _) => Err(error),
+            (None, read) => read.map_err(|error| Problem::NotArray(error.to_string()).of(path)),
+        }
+    }
+}
+
+/// The elements of an array as they are read, and the error of a receiver that takes no more of them.
+struct Elements<'a, 'b, 'see>(JsonDocuments<'a, 'see>, &'b mut Option<DataError>);
+
+impl<'de> Visitor<'de> for Elements<'_, '_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an array")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+        let Self(mut documents, failed) = self;
+        for at in 0u64.. {
+            let document = match elements.next_element()? {
+                None => break,
+                Some(Value::String(text)) => Ok(text),
+                Some(value) => text_of(value, || format!("element {at}"), documents.reading),
+            };
+            if let Err(error) = documents.give(document) {
+                *failed = Some(error);
+                return Err(A::Error::custom("stopped"));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -117,54 +160,4 @@ fn text_of(value: Value, place: impl Fn() -> String, reading: &Reading<'_>) -> R
         other => format!(": it is {}", kind(&other)),
     };
     Err(Problem::NoTextField { place: place(), key: key.to_owned(), instead })
-}
-
-/// The documents of a JSON array: strings, or the texts of objects. One is in memory at a time.
-pub(super) fn json_array(
-    path: &Path,
-    mut from: impl BufRead,
-    reading: &Reading<'_>,
-    bad: &mut Bad,
-    see: &mut See<'_>,
-) -> Result<(), DataError> {
-    struct Elements<'a, 'b>(&'a Path, &'a Reading<'a>, &'a mut Bad, &'a mut See<'b>, &'a mut Option<DataError>);
-    impl<'de> Visitor<'de> for Elements<'_, '_> {
-        type Value = ();
-
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str("an array")
-        }
-
-        fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
-            let Self(path, reading, bad, see, failed) = self;
-            for at in 0u64.. {
-                let document = match elements.next_element()? {
-                    None => break,
-                    Some(Value::String(text)) => Ok(text),
-                    Some(value) => text_of(value, || format!("element {at}"), reading),
-                };
-                if let Err(error) = give(document, path, reading, bad, see) {
-                    *failed = Some(error);
-                    return Err(A::Error::custom("stopped"));
-                }
-            }
-            Ok(())
-        }
-    }
-    impl<'de> DeserializeSeed<'de> for Elements<'_, '_> {
-        type Value = ();
-
-        fn deserialize<D: serde::Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-            from.deserialize_seq(self)
-        }
-    }
-    if from.fill_buf().is_ok_and(|begin| begin.starts_with(BYTE_ORDER_MARK)) {
-        from.consume(BYTE_ORDER_MARK.len());
-    }
-    let (mut parser, mut failed) = (serde_json::Deserializer::from_reader(from), None);
-    let read = Elements(path, reading, bad, see, &mut failed).deserialize(&mut parser).and_then(|()| parser.end());
-    match (failed, read) {
-        (Some(error), _) => Err(error),
-        (None, read) => read.map_err(|error| Problem::NotArray(error.to_string()).of(path)),
-    }
 }

@@ -14,7 +14,6 @@ use super::format;
 use super::library::{Library, Opened};
 use super::special_tokens::{SpecialToken, SpecialTokens};
 
-/// The tokenizer of GPT-2.
 pub(super) fn gpt2() -> Opened {
     Ok(Arc::new(Gpt2(r50k_base_singleton())))
 }

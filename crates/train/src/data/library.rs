@@ -21,11 +21,11 @@ pub(super) trait Library: std::fmt::Debug + Send + Sync {
     fn beginning_of_text(&self) -> Option<u32> {
         None
     }
-    /// A hash of the tokenizer.
     fn fingerprint(&self) -> u64;
     /// See [`Tokenizer::encode`](super::Tokenizer::encode).
     fn encode(&self, text: &str) -> Result<Vec<u32>, String>;
-    /// The ids of `text` with what the tokenizer adds, and, if `_spelled`, special tokens where the text spells them.
+    /// The ids of `text` with the tokens that the tokenizer adds, and, if `_spelled`, special tokens where the text
+    /// spells them.
     fn encode_prompt(&self, text: &str, _spelled: bool) -> Result<Vec<u32>, String> {
         self.encode(text)
     }

@@ -50,8 +50,7 @@ use crate::config::{Config, ConfigError, Fault};
 use documents::Documents;
 use meshwork_core::hash;
 use meshwork_models::language::{self, Boundary};
-use meshwork_nn::SAMPLE;
-use meshwork_nn::{Batch, BatchSource};
+use meshwork_nn::{Batch, BatchSource, SAMPLE};
 use mixture::Mixture;
 use position::Origin;
 pub(crate) use position::Position;
@@ -60,7 +59,7 @@ use tokens::{Fnv, Tokens};
 /// A target with this value is masked: it adds nothing to the loss.
 pub const MASKED: i32 = -1;
 
-/// Tokens, what marks their documents, and a hash.
+/// Tokens, the marks of their documents, and a hash.
 #[derive(Clone, Debug)]
 pub(crate) struct Stream {
     tokens: Tokens,
@@ -211,7 +210,6 @@ impl Data {
     /// Samples from your own tokens, in order, with nothing held out or masked.
     ///
     /// There must be more tokens than `seq_len`, which is at least 1.
-    #[must_use]
     pub fn from_tokens(tokens: Vec<i32>, seq_len: usize) -> Self {
         let mut fnv = Fnv::default();
         tokens.iter().for_each(|id| fnv.add(&id.to_le_bytes()));
@@ -224,7 +222,6 @@ impl Data {
     /// and Evil, in order, with nothing held out or masked. For examples and tests.
     ///
     /// The text has 49,068 bytes, and `seq_len` is at least 1 and less.
-    #[must_use]
     pub fn sample_text(seq_len: usize) -> Self {
         Self::from_tokens(lipsum::LIBER_PRIMUS.bytes().map(i32::from).collect(), seq_len)
     }
@@ -310,7 +307,6 @@ impl Data {
 
     /// Number of batches of a validation with `validation.steps` = `steps`. If `steps` is 0, it is the number in which
     /// no held-out sample comes twice, and at least one; else it is `steps`, starting again at the end of the data.
-    #[must_use]
     pub fn validation_batches(&self, steps: u64, global_batch_size: usize) -> u64 {
         match steps {
             0 => (self.validation_samples() / global_batch_size.max(1)).max(1) as u64,
@@ -375,19 +371,16 @@ impl Data {
 
     /// Number of whole training samples: those of one epoch. Of several streams, the samples before the first of them
     /// starts again.
-    #[must_use]
     pub fn training_samples(&self) -> usize {
         self.samples(false)
     }
 
     /// Number of different training samples of all streams.
-    #[must_use]
     pub fn distinct_samples(&self) -> usize {
         (0..self.parts.len()).map(|source| self.samples_of(source, false) as usize).sum()
     }
 
     /// Number of whole held-out samples, counted likewise.
-    #[must_use]
     pub fn validation_samples(&self) -> usize {
         self.samples(true)
     }
@@ -396,7 +389,6 @@ impl Data {
     /// i32. Of a stream of more than 2²⁴ tokens, over their number and 1024 evenly spread blocks of 4096 ids. Of
     /// several streams, over the fingerprint and the share of each. Where only an id marks documents, and boundaries
     /// count, that id is part of it.
-    #[must_use]
     pub fn hash(&self) -> String {
         let combined = |parts: &[SplitStream]| {
             let mut hash = Fnv::default();
@@ -416,13 +408,11 @@ impl Data {
     }
 
     /// The first tokens of the first stream, at most `count` and 1024, as a prompt for a model.
-    #[must_use]
     pub fn prompt(&self, count: usize) -> &[i32] {
         &self.prompt[..count.min(self.prompt.len())]
     }
 
     /// The text of some tokens, for showing; masked ones are left out.
-    #[must_use]
     pub fn decode(&self, tokens: &[i32]) -> String {
         let ids: Vec<u32> = tokens.iter().filter_map(|&token| u32::try_from(token).ok()).collect();
         self.tokenizer.decode(&ids)
@@ -439,7 +429,6 @@ impl Data {
     }
 
     /// Notices for the user about how the data was read.
-    #[must_use]
     pub fn notices(&self) -> &[String] {
         &self.notices
     }

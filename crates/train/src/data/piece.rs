@@ -34,7 +34,7 @@ impl Default for Pieces {
 }
 
 impl Reading<'_> {
-    /// A hash of what decides which texts a file becomes.
+    /// A hash of the keys that decide which texts a file becomes.
     pub fn fingerprint(&self) -> u64 {
         let said = format!("{} {} {}", self.format.name(), self.skip_bad_lines, self.text_key);
         hash::hash(said.as_bytes())

@@ -1,5 +1,5 @@
-//! Where a run is in its data: what it has taken of each stream, and not how many steps it made. So a run that is
-//! resumed takes the samples that come next, whatever its batch, its mesh, its other sources or the length of its
+//! Where a run is in its data: the samples that it has taken of each stream, and not its number of steps. So a run that
+//! is resumed takes the samples that come next, whatever its batch, its mesh, its other sources or the length of its
 //! samples.
 //!
 //! ```text
@@ -19,7 +19,6 @@ pub(crate) struct Position {
     pub samples: u64,
     /// Tokens in them.
     pub tokens: u64,
-    /// The shares of the streams.
     shares: Vec<u64>,
     /// The place in the sequence of streams from which the next sample comes.
     next: u64,
@@ -33,7 +32,6 @@ struct StreamPosition {
     stream: String,
     /// Tokens of its training part.
     tokens: u64,
-    /// Tokens of a sample.
     seq_len: u64,
     /// Times that it was read to its end.
     epoch: u64,
@@ -158,7 +156,7 @@ impl Data {
         was.position(samples)
     }
 
-    /// The same data, from where a run is that is resumed, and what there is to say of it. A stream that the run did
+    /// The same data, from where the resumed run is, and notes about it. A stream that the run did
     /// not have begins at its beginning. With `anew`, a stream that cannot go on begins its next epoch.
     ///
     /// # Errors

@@ -23,7 +23,7 @@ pub(crate) struct Sources {
     pub(super) notices: Vec<String>,
 }
 
-/// A stream, and what messages call it.
+/// A stream, and its name in messages.
 #[derive(Debug)]
 pub(super) struct Source {
     pub stream: Stream,
@@ -158,7 +158,7 @@ fn tokenizer(
     }
 }
 
-/// Which tokenizer makes the tokens, and what marks documents.
+/// The notice of the tokenizer and of the marks of documents.
 fn described(tokenisation: &Tokenisation<'_>, settings: &Settings) -> String {
     let tokenizer = tokenisation.tokenizer;
     let known = [&tokenizer.special().beginning, &tokenizer.special().end];

@@ -8,7 +8,7 @@
 
 use super::error::{DataError, Problem};
 use super::format::{self, BYTE_ORDER_MARK, EXTENSIONS, Format, HEAD, extension};
-use super::json::{Bad, json_array, json_lines};
+use super::json::{Bad, JsonDocuments};
 use super::piece::{DocumentPiece, Pieces, Reading, See};
 use super::tokenizer::Tokenizer;
 use meshwork_core::hash;
@@ -71,7 +71,7 @@ impl Texts {
         })
     }
 
-    /// Gives all documents piece by piece. Returns notices about what is left out.
+    /// Gives all documents piece by piece. Returns notices about documents and files that are left out.
     pub fn read(
         &self,
         reading: &Reading<'_>,
@@ -89,9 +89,10 @@ impl Texts {
             // Of a folder, only what is text is read; a file that is named must be. A pointer stands for text that was
             // not fetched.
             let of_folder = self.other.is_some();
+            let json = JsonDocuments { path: file, reading, bad: &mut bad, see: &mut see };
             match format {
-                Format::JsonLines => json_lines(file, from, reading, &mut bad, &mut see)?,
-                Format::JsonArray => json_array(file, from, reading, &mut bad, &mut see)?,
+                Format::JsonLines => json.read_lines(from)?,
+                Format::JsonArray => json.read_array(from)?,
                 Format::Foreign(foreign) if of_folder && foreign != format::LFS => {
                     *skipped.entry(foreign.name.to_owned()).or_default() += 1;
                 }
@@ -150,8 +151,8 @@ fn plain(
     see: &mut See<'_>,
 ) -> Result<(), DataError> {
     let Pieces { bytes: size, margin } = reading.pieces;
-    // What is read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece before,
-    // which are as many tokens.
+    // Bytes that are read and not yet given, from `start` of the file on. It begins with `left` bytes of the piece
+    // before, which are as many tokens.
     let (mut bytes, mut start, mut left, mut left_tokens, mut wanted) = (Vec::new(), 0u64, 0, 0, size);
     loop {
         let more = (wanted - bytes.len()) as u64;

@@ -38,6 +38,42 @@ enum TokenizerKind {
     Unopened(Arc<SpecialTokens>),
 }
 
+/// A token for each byte.
+#[derive(Debug)]
+struct Bytes;
+
+impl Library for Bytes {
+    fn vocab_size(&self) -> usize {
+        256
+    }
+
+    fn special(&self) -> &SpecialTokens {
+        &NONE
+    }
+
+    fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
+        Some(byte_level::bytes())
+    }
+
+    fn fingerprint(&self) -> u64 {
+        0
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        Ok(text.bytes().map(u32::from).collect())
+    }
+
+    /// Ids that are not bytes become a byte that never occurs in UTF-8 text.
+    fn decode(&self, ids: &[u32]) -> String {
+        let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
+        text.is_char_boundary(at).then(|| [at, text.len() - at])
+    }
+}
+
 impl Tokenizer {
     /// One token per byte, ids 0 to 255.
     pub const BYTES: Self = Self(TokenizerKind::Bytes);
@@ -70,49 +106,43 @@ impl Tokenizer {
         Self(TokenizerKind::Unopened(special.into()))
     }
 
+    fn library(&self) -> &dyn Library {
+        match &self.0 {
+            TokenizerKind::Library(library) => &**library,
+            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => &Bytes,
+        }
+    }
+
     /// The tokens that end and begin a document, as the files of the tokenizer say; `bytes` have neither.
-    #[must_use]
     pub fn special(&self) -> &SpecialTokens {
         match &self.0 {
-            TokenizerKind::Bytes => &NONE,
-            TokenizerKind::Library(library) => library.special(),
             TokenizerKind::Unopened(special) => special,
+            _ => self.library().special(),
         }
     }
 
     /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what
     /// [`SpecialTokens`] says.
-    #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
         self.special().end.as_ref().map(|end| end.id)
     }
 
     /// The id that the tokenizer itself puts before a text, if it does.
-    #[must_use]
     pub fn beginning_of_text(&self) -> Option<u32> {
-        match &self.0 {
-            TokenizerKind::Library(library) => library.beginning_of_text(),
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => None,
-        }
+        self.library().beginning_of_text()
     }
 
     /// Whether a cut of `text` at byte `at` changes no token, also where `text` is part of a longer text. If so, how
     /// many tokens of `text` lie before the cut, and how many behind it.
     pub(super) fn cut(&self, text: &str, at: usize) -> Option<[usize; 2]> {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => {
-                text.is_char_boundary(at).then(|| [at, text.len() - at])
-            }
-            TokenizerKind::Library(library) => library.cut(text, at),
-        }
+        self.library().cut(text, at)
     }
 
     /// The tokens by id, if they are byte strings: of `bytes` and `gpt2`.
     pub(crate) fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
         match &self.0 {
-            TokenizerKind::Bytes => Some(byte_level::bytes()),
             TokenizerKind::Unopened(_) => None,
-            TokenizerKind::Library(library) => library.byte_level(),
+            _ => self.library().byte_level(),
         }
     }
 
@@ -123,10 +153,7 @@ impl Tokenizer {
 
     /// A hash of everything that decides which tokens a text becomes.
     pub(super) fn fingerprint(&self) -> u64 {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 0,
-            TokenizerKind::Library(library) => library.fingerprint(),
-        }
+        self.library().fingerprint()
     }
 
     /// The same in hexadecimal; none of a tokenizer that could not be opened.
@@ -141,21 +168,13 @@ impl Tokenizer {
     }
 
     /// One more than the largest id of the tokenizer.
-    #[must_use]
     pub fn vocab_size(&self) -> usize {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 256,
-            TokenizerKind::Library(library) => library.vocab_size(),
-        }
+        self.library().vocab_size()
     }
 
     /// One more than the largest id that a text becomes: without special tokens, which text never becomes.
-    #[must_use]
     pub fn vocab_size_of_text(&self) -> usize {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => 256,
-            TokenizerKind::Library(library) => library.vocab_size_of_text(),
-        }
+        self.library().vocab_size_of_text()
     }
 
     /// The ids of `text`. No special tokens are added or recognised.
@@ -163,10 +182,7 @@ impl Tokenizer {
     /// # Errors
     /// The error message of the library, if a `tokenizer.json` cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => Ok(text.bytes().map(u32::from).collect()),
-            TokenizerKind::Library(library) => library.encode(text),
-        }
+        self.library().encode(text)
     }
 
     /// The ids of a text that a model is to continue.
@@ -174,10 +190,10 @@ impl Tokenizer {
     /// # Errors
     /// As [`encode`](Self::encode).
     pub fn encode_prompt(&self, text: &str, special: PromptTokens) -> Result<Vec<u32>, String> {
-        match (&self.0, special) {
-            (TokenizerKind::Library(library), PromptTokens::Add) => library.encode_prompt(text, false),
-            (TokenizerKind::Library(library), PromptTokens::Parse) => library.encode_prompt(text, true),
-            _ => self.encode(text),
+        match special {
+            PromptTokens::None => self.encode(text),
+            PromptTokens::Add => self.library().encode_prompt(text, false),
+            PromptTokens::Parse => self.library().encode_prompt(text, true),
         }
     }
 
@@ -192,16 +208,8 @@ impl Tokenizer {
     }
 
     /// The text of `ids`, for display: invalid text and unknown ids become the replacement character.
-    #[must_use]
     pub fn decode(&self, ids: &[u32]) -> String {
-        match &self.0 {
-            TokenizerKind::Bytes | TokenizerKind::Unopened(_) => {
-                // Ids that are not bytes become a byte that never occurs in UTF-8 text.
-                let bytes: Vec<u8> = ids.iter().map(|&id| u8::try_from(id).unwrap_or(0xff)).collect();
-                String::from_utf8_lossy(&bytes).into_owned()
-            }
-            TokenizerKind::Library(library) => library.decode(ids),
-        }
+        self.library().decode(ids)
     }
 }
 

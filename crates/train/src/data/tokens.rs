@@ -173,7 +173,6 @@ impl Tokens {
     }
 }
 
-/// FNV-1a of 64 bits.
 pub(crate) struct Fnv(pub u64);
 
 impl Default for Fnv {

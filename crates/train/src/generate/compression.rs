@@ -1,5 +1,5 @@
-//! What a trained model compressed between its stages, and so may need where it is used: models that were trained with
-//! TopK do well only with it (docs/compression.md).
+//! The compression between the stages of a trained model, which it may need where it is used: models that were trained
+//! with TopK do well only with it (docs/compression.md).
 
 use crate::config::Config;
 use meshwork_checkpoint::Index;
@@ -8,7 +8,7 @@ use meshwork_models::huggingface::Pretrained;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The name of what an export says in the metadata of its weights.
+/// The key of meshwork's own entry in the metadata of exported weights.
 const MESHWORK: &str = "meshwork";
 
 /// `[compress]` of a run, and the layers before its cuts.

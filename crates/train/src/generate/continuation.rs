@@ -107,7 +107,7 @@ fn pass(decoder: &mut Decoder, tokens: &[i32], vocab: usize) -> Result<Vec<f32>,
     decoder.next(&language::batch(tokens.to_vec(), vec![-1; count], count)?, count, vocab)
 }
 
-/// The text of tokens as they arrive: what a token adds is given out as soon as it is whole characters.
+/// The text of tokens as they arrive, given out as soon as characters are whole.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     trained: &'a Trained,
@@ -118,7 +118,6 @@ pub struct TextStream<'a> {
 
 impl<'a> TextStream<'a> {
     /// The text after `prompt`, which is not given out.
-    #[must_use]
     pub fn new(trained: &'a Trained, prompt: &[u32]) -> Self {
         let shown = trained.tokenizer.decode(prompt).len();
         Self { trained, ids: prompt.to_vec(), shown }

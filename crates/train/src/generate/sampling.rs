@@ -24,7 +24,6 @@ impl Default for Sampling {
 impl Sampling {
     /// The token at `place`, counted from the first one that is drawn. Of equally likely tokens the first counts as
     /// more likely. `None` unless every logit is a number.
-    #[must_use]
     pub fn pick(&self, logits: &[f32], place: u64) -> Option<usize> {
         let chance = random::uniform(random::key(self.seed, "sample"), place);
         self.pick_by(logits, f64::from(chance))

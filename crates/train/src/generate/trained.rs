@@ -59,29 +59,29 @@ impl Trained {
     pub fn open_at(cuts: AtCuts, folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
         let earlier = args.faults.clone();
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
+        let refuse = |problem: &str, valid: &str| one(Fault::new(MODEL, folder.display(), problem, valid));
         let given: Vec<String> = args.assignments.iter().map(|(key, ..)| key.clone()).collect();
-        let (asked, mut misfits, mut unread) = (Settings::of(&args), Vec::new(), Vec::new());
+        let (mut asked, mut misfits, mut unread) = (Settings::default(), Vec::new(), Vec::new());
+        asked.read_args(&args);
         for (section, key) in keys::all() {
             let name = format!("{section}.{}", key.name);
             let by_default = args.assignments.iter().any(|(of, _, from)| *of == name && *from == BY_DEFAULT);
-            if let Some(value) = asked.given::<toml::Value>(&name).filter(|_| !by_default && !is_of_forward(&name, key))
-            {
+            let read = by_default || is_of_forward(&name, key);
+            if let Some(value) = asked.given::<toml::Value>(&name).filter(|_| !read) {
                 unread.push(format!("{name} = {value} has no effect on generation"));
             }
         }
         let mut set = |key: String, value: String| args.assignments.push((key, value, MODEL));
         let checkpoints = steps(folder).is_ok_and(|steps| !steps.is_empty());
         if checkpoints && folder.join("config.json").is_file() {
-            let problem = "has a model of Hugging Face and checkpoints, which are two models";
             let valid = format!("name one checkpoint, as {}/step-00000010, or move one of them", folder.display());
-            return Err(one(Fault::new(MODEL, folder.display(), problem, valid)));
+            return Err(refuse("has a model of Hugging Face and checkpoints, which are two models", &valid));
         }
         // The reader of models explains adapters.
         let of_hugging_face = ["config.json", "adapter_config.json"].iter().any(|name| folder.join(name).is_file());
         let (weights, of_run, features) = if of_hugging_face || folder.is_file() {
-            let pretrained = Pretrained::open(folder).map_err(|error| {
-                one(Fault::new(MODEL, folder.display(), error.to_string(), "give a folder with a model"))
-            })?;
+            let pretrained = Pretrained::open(folder);
+            let pretrained = pretrained.map_err(|error| refuse(&error.to_string(), "give a folder with a model"))?;
             set("model.init_from".to_owned(), folder.display().to_string());
             let features = pretrained.architecture().hidden_size();
             (Weights::HuggingFace(Box::new(pretrained)), None, features)
@@ -91,7 +91,7 @@ impl Trained {
             let section = |name| run.as_ref().and_then(|run| run.get(name)).and_then(Value::as_object);
             if section("model").is_none() {
                 let problem = "is a checkpoint of another program: it does not say what its model is";
-                return Err(one(Fault::new(MODEL, folder.display(), problem, "give a checkpoint of gpt_train")));
+                return Err(refuse(problem, "give a checkpoint of gpt_train"));
             }
             let learned_positions =
                 section("model").and_then(|model| model.get("kind")?.as_str()) == Some(ModelKind::Gpt2.name());
@@ -100,18 +100,17 @@ impl Trained {
                 for (key, value) in keys.filter(|(key, value)| *key != "init_from" && !value.is_null()) {
                     let (name, trained) = (format!("{name}.{key}"), toml::Value::try_from(value).ok());
                     let asked = asked.given::<toml::Value>(&name).zip(trained);
-                    match asked.filter(|(asked, trained)| !same(asked, trained)) {
-                        Some((asked, trained)) if is_free(&name, &asked, &trained, learned_positions) => continue,
-                        Some((asked, trained)) => {
-                            let problem = format!("the model in {} has {trained}", folder.display());
-                            misfits.push(Fault::new(
-                                name.clone(),
-                                asked,
-                                problem,
-                                format!("use {trained}, or leave the key out"),
-                            ));
+                    if let Some((asked, trained)) = asked.filter(|(asked, trained)| !same(asked, trained)) {
+                        if is_free(&name, &asked, &trained, learned_positions) {
+                            continue;
                         }
-                        None => {}
+                        let problem = format!("the model in {} has {trained}", folder.display());
+                        misfits.push(Fault::new(
+                            &*name,
+                            asked,
+                            problem,
+                            format!("use {trained}, or leave the key out"),
+                        ));
                     }
                     set(name, value.as_str().map_or_else(|| value.to_string(), str::to_owned));
                 }
@@ -125,10 +124,8 @@ impl Trained {
             Weights::Checkpoint(checkpoint) => Compressed::of_checkpoint(checkpoint.index()),
         };
         if let Some(compressed) = compressed.filter(|_| cuts == AtCuts::AsTrained) {
-            let settings = compressed.settings().into_iter();
-            settings
-                .filter(|(key, _)| !given.iter().any(|given| given == key))
-                .for_each(|(key, value)| set(key.to_owned(), value));
+            let settings = compressed.settings().into_iter().filter(|(key, _)| !given.iter().any(|given| given == key));
+            settings.for_each(|(key, value)| set(key.to_owned(), value));
             let numerics =
                 args.assignments.iter_mut().find(|(key, _, from)| key == "training.numerics" && *from == BY_DEFAULT);
             if let Some((_, numerics, _)) = numerics.filter(|_| !compressed.is_canonical(features)) {
@@ -145,13 +142,13 @@ impl Trained {
         if settings.faults.is_empty() {
             settings.faults.extend(devices::missing(&config));
         }
-        let asked = tokenizer.is_some();
-        let tokenizer = tokenizer_of(folder, tokenizer, of_run, &config);
-        let tokenizer = tokenizer
-            .and_then(|of_folder| if asked { Ok(of_folder) } else { same_as_in_training(of_folder, &weights) });
-        let tokenizer = tokenizer.map_err(|fault| settings.faults.push(fault)).ok();
-        match tokenizer {
-            Some(tokenizer) if settings.faults.is_empty() => {
+        let of_folder = tokenizer_of(folder, tokenizer, of_run, &config);
+        let tokenizer = match tokenizer {
+            Some(_) => of_folder,
+            None => of_folder.and_then(|of_folder| same_as_in_training(of_folder, &weights)),
+        };
+        match tokenizer.map_err(|fault| settings.faults.push(fault)) {
+            Ok(tokenizer) if settings.faults.is_empty() => {
                 let ends_of_text = ends_of_text(&weights, &tokenizer);
                 Ok(Self { config, tokenizer, ends_of_text, weights })
             }
@@ -243,12 +240,8 @@ fn same_as_in_training(tokenizer: Tokenizer, weights: &Weights) -> Result<Tokeni
         (Some(said), Some(hash)) if said != hash => {
             let name = run.and_then(|run| run["config"]["data"]["tokenizer"].as_str()).unwrap_or_default();
             let problem = format!("has the hash {hash}, and the model was trained with one of {said}");
-            Err(Fault::new(
-                TOKENIZER,
-                format!("{name:?}"),
-                problem,
-                "name the tokenizer that the model was trained with",
-            ))
+            let valid = "name the tokenizer that the model was trained with";
+            Err(Fault::new(TOKENIZER, format!("{name:?}"), problem, valid))
         }
         _ => Ok(tokenizer),
     }

@@ -25,8 +25,8 @@ const STEPS: usize = 5;
 /// plan's precision. Times are medians of a few steps. A micro-batch is what PipeDream calls a mini-batch.
 /// A parameter that two layers share is counted at both.
 ///
-/// The layers are `layer.0`, `layer.1`, ..., named after their parameters. `input` comes before them, with what the
-/// model binds to its beginning; `output` after them, with what it binds to its end, and the loss.
+/// The layers are `layer.0`, `layer.1`, ..., named after their parameters. `input` comes before them, with the
+/// parts that the model binds to its beginning; `output` after them, with those that it binds to its end, and the loss.
 ///
 /// ```
 /// use meshwork_engine::Plan;
@@ -133,7 +133,7 @@ fn names(part: &StageSpec, parameters: &[ParamSpec]) -> (String, String) {
     let mut owners: Vec<&str> = parameters.iter().map(|spec| owner(&spec.name)).collect();
     owners.dedup();
     let name = match owners.iter().copied().reduce(common) {
-        // The planner does not place what is called so: data is wherever it is needed.
+        // The planner places no layer of this name: data is wherever it is needed.
         None if part.first => "Input".to_owned(),
         None if part.last => "loss".to_owned(),
         None => "no parameters".to_owned(),

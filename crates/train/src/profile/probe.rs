@@ -19,7 +19,7 @@ pub(super) const NAMES: [(ActionKind, &str); 5] = [
     (ActionKind::Update, "update"),
 ];
 
-/// What the ranks of a profile share: the steps to record, and the speed that the machine can reach. Each
+/// The common part of the ranks of a profile: the steps to record, and the speed that the machine can reach. Each
 /// rank puts a [`probe`](Self::probe) around its communicator, its device and its steps; the tracks of all ranks are
 /// the [`profile`](Self::profile). `docs/profile.md` of the repository has a whole program.
 #[derive(Clone, Debug)]

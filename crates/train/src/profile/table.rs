@@ -98,7 +98,11 @@ impl Rows {
             operations.iter().for_each(|row| sum.merge(row));
             (sum, operations)
         };
-        let classes = CLASSES.into_iter().map(with_sum).filter(|(_, operations)| !operations.is_empty()).collect();
+        let classes = CLASSES
+            .into_iter()
+            .map(|(class, _)| with_sum(class))
+            .filter(|(_, operations)| !operations.is_empty())
+            .collect();
         Self {
             steps: tracks.iter().flat_map(Track::steps).collect(),
             classes,
@@ -114,40 +118,35 @@ impl Rows {
     }
 }
 
-/// Classes in the order in which they are shown.
-const CLASSES: [&str; 13] = [
-    "products",
-    "attention",
-    "norm",
-    "pointwise",
-    "embedding",
-    "loss",
-    "optimizer",
-    "memory",
-    "compression",
-    "data",
-    "communication",
-    "waiting",
-    "the rest",
+/// The names of classes in the order in which they are shown, with the work of each.
+const CLASSES: [(&str, &[Class]); 13] = [
+    ("products", &[Class::Product]),
+    ("attention", &[Class::Attention]),
+    ("norm", &[Class::Norm]),
+    ("pointwise", &[Class::Pointwise]),
+    ("embedding", &[Class::Embedding]),
+    ("loss", &[Class::Loss]),
+    ("optimizer", &[Class::Optimizer]),
+    ("memory", &[Class::Memory]),
+    ("compression", &[Class::Compression]),
+    ("data", &[Class::Data]),
+    ("communication", &[Class::Post, Class::Wait, Class::Flight]),
+    (WAITING, &[]),
+    (REST, &[Class::Step, Class::Action]),
 ];
+const WAITING: &str = "waiting";
+const REST: &str = "the rest";
 const HIDDEN: &str = "behind other work";
 
 fn class(slice: &Slice<'_>) -> &'static str {
-    match (slice.kind, slice.span.class) {
-        (SliceKind::Hidden, _) => HIDDEN,
-        (SliceKind::Waiting, _) => "waiting",
-        (SliceKind::Rest, _) | (SliceKind::Work, Class::Step | Class::Action) => "the rest",
-        (SliceKind::Work, Class::Product) => "products",
-        (SliceKind::Work, Class::Attention) => "attention",
-        (SliceKind::Work, Class::Norm) => "norm",
-        (SliceKind::Work, Class::Pointwise) => "pointwise",
-        (SliceKind::Work, Class::Embedding) => "embedding",
-        (SliceKind::Work, Class::Loss) => "loss",
-        (SliceKind::Work, Class::Optimizer) => "optimizer",
-        (SliceKind::Work, Class::Memory) => "memory",
-        (SliceKind::Work, Class::Compression) => "compression",
-        (SliceKind::Work, Class::Data) => "data",
-        (SliceKind::Work, Class::Post | Class::Wait | Class::Flight) => "communication",
+    match slice.kind {
+        SliceKind::Hidden => HIDDEN,
+        SliceKind::Waiting => WAITING,
+        SliceKind::Rest => REST,
+        SliceKind::Work => {
+            let class = CLASSES.iter().find(|(_, work)| work.contains(&slice.span.class));
+            class.map_or(REST, |(name, _)| name)
+        }
     }
 }
 

@@ -27,7 +27,6 @@ pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), OutputError> {
     write().map_err(OutputError::of("a timeline", path))
 }
 
-/// Writes a picture of a timeline.
 pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), OutputError> {
     std::fs::write(path, picture).map_err(OutputError::of("a picture of the pipeline", path))
 }

@@ -15,8 +15,8 @@ pub struct Track {
     pub spans: Vec<Span>,
 }
 
-/// What spans of a track have in common: the head of its form between ranks, of which the rest is ten numbers for each
-/// span.
+/// The common parts of the spans of a track: the head of its form between ranks, of which the rest is ten numbers for
+/// each span.
 #[derive(Default, Serialize, Deserialize)]
 struct Head {
     name: String,

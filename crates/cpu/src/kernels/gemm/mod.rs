@@ -358,14 +358,9 @@ pub(super) fn round(from: &[f32], to: &mut [bf16]) {
 /// [`round`] without the instruction for it.
 fn round_plainly(from: &[f32], to: &mut [bf16]) {
     assert_eq!(from.len(), to.len(), "elements to round against their places");
-    wide(
-        #[inline(always)]
-        || {
-            for (to, &x) in to.iter_mut().zip(from) {
-                *to = bf16::from_bits((rounded(x).to_bits() >> 16) as u16);
-            }
-        },
-    );
+    wide!(for (to, &x) in to.iter_mut().zip(from) {
+        *to = bf16::from_bits((rounded(x).to_bits() >> 16) as u16);
+    });
 }
 
 /// An operation on the elements of C as soon as they are complete, while they are in the cache.

@@ -1,0 +1,25 @@
+//! All tests of the crate in one program, because each program costs a build and a link. `processes` starts its own
+//! program again, and stands apart.
+
+mod checkpoint;
+mod config;
+mod configurations;
+mod data;
+mod diff;
+mod effects;
+#[cfg(feature = "emulator")]
+mod emulated;
+mod faults;
+mod generation;
+mod huggingface;
+mod images;
+mod mesh;
+mod metrics;
+mod mutations;
+mod plan;
+mod profile;
+mod reference;
+mod slices;
+mod small;
+mod special_tokens;
+mod tensorboard;
