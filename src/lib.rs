@@ -12,6 +12,7 @@ pub use meshwork_diff as diff;
 pub use meshwork_engine as engine;
 pub use meshwork_models as models;
 pub use meshwork_moe as moe;
+pub use meshwork_mpi as mpi;
 pub use meshwork_nn as nn;
 pub use meshwork_optim as optim;
 pub use meshwork_pipeline as pipeline;
@@ -26,6 +27,8 @@ pub use meshwork_train as train;
 mod guides {
     #[doc = include_str!("../docs/checkpoints.md")]
     mod checkpoints {}
+    #[doc = include_str!("../docs/clusters.md")]
+    mod clusters {}
     #[cfg(feature = "diff")]
     #[doc = include_str!("../docs/mesh_diff.md")]
     mod mesh_diff {}

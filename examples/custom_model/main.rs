@@ -109,7 +109,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = Arc::new(Parallel { vocab: 256, layers: 4, hidden: 64, seq: 64 });
     let plan = Plan { mesh: "dp=2,tp=2,pp=2".parse()?, ..Plan::default() };
     let data = Data::sample_text(64); // Cicero, byte by byte
-    World::Threads(8).run_mesh(&plan.mesh, |rank| {
+    meshwork::train::processes::world(&plan.mesh)?.run_mesh(&plan.mesh, |rank| {
         let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
         trainer.train(&data, 50, |report| {
             (rank.world_rank() == 0).then(|| println!("step {:3}  loss {:.4}", report.step, report.loss));

@@ -8,6 +8,7 @@ use meshwork::cpu::Cpu;
 use meshwork::diff::{Side, compare};
 use meshwork::nn::Model;
 use meshwork::train::data::Images;
+use meshwork::train::processes::require_alone;
 use meshwork::train::profile::{self, layers, write_layers};
 use options::{Options, SCHEDULE, TRACE, usage};
 use std::error::Error;
@@ -22,6 +23,9 @@ use std::sync::atomic::AtomicBool;
 const COMPARED: u64 = 2;
 
 fn main() -> ExitCode {
+    if let Err(fault) = require_alone("digits") {
+        return fail(2, &fault);
+    }
     let options = match Options::read(std::env::args_os().skip(1)) {
         Ok(Some(options)) => options,
         Ok(None) => match show(&usage("cargo run --release --features digits --example digits --")) {

@@ -8,7 +8,7 @@ mod output;
 
 use meshwork::train::generate::{TextStream, Trained, continue_text};
 use options::{Options, usage};
-use output::{BAD_INPUT, FAILED, fail, show, tell};
+use output::{BAD_INPUT, FAILED, fail, fail_together, show, tell};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,8 @@ fn main() -> ExitCode {
             Ok(trained) => trained,
             Err(error) => return fail(BAD_INPUT, &error),
         };
-    trained.config.notices.iter().for_each(|notice| tell(&format_args!("note: {notice}")));
+    let leads = trained.config.leads();
+    trained.config.notices.iter().filter(|_| leads).for_each(|notice| tell(&format_args!("note: {notice}")));
     let prompt = match trained.encode_with(&options.prompt, options.special_tokens) {
         Ok(prompt) => prompt,
         Err(fault) => return fail(BAD_INPUT, &fault),
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
         }
     });
 
-    let mut shown = show(&options.prompt);
+    let mut shown = if leads { show(&options.prompt) } else { ExitCode::SUCCESS };
     let mut stream = TextStream::new(&trained, &prompt);
     let done = continue_text(&trained, &prompt, options.tokens, options.sampling, &stop, |token| {
         if show(&stream.push(token)) != ExitCode::SUCCESS {
@@ -51,8 +52,14 @@ fn main() -> ExitCode {
     });
     let done = match done {
         Ok(done) => done,
-        Err(error) => return fail(FAILED, &format_args!("\n{error}")),
+        Err(error) => {
+            _ = show(&if leads { "\n" } else { "" });
+            return fail_together(&trained.config, &error);
+        }
     };
+    if !leads {
+        return ExitCode::SUCCESS;
+    }
     let ended = show(&format_args!("{}\n", stream.finish()));
     let speed = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     tell(&format_args!(

@@ -1,5 +1,6 @@
 //! Trains a GPT over any mesh, every rank a thread of this process:
-//! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting.
+//! `cargo run --release --example gpt_train -- --mesh dp=2,tp=4,pp=2`. `--help` lists every setting. Started by
+//! `mpirun` or `srun`, its ranks are processes: docs/clusters.md.
 
 mod card;
 mod compression;
@@ -9,7 +10,7 @@ mod output;
 use meshwork::train::config::{Args, Config, usage};
 use meshwork::train::profile::{self, Profile};
 use meshwork::train::{load, plan, plan_memory, train};
-use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
+use output::{BAD_INPUT, FAILED, fail, fail_together, show, show_fitted, tell};
 use signal_hook::consts::SIGTERM;
 use std::path::Path;
 use std::process::ExitCode;
@@ -28,8 +29,12 @@ fn main() -> ExitCode {
         Ok(loaded) => loaded,
         Err(error) => return fail(BAD_INPUT, &error),
     };
-    for notice in &config.notices {
+    let leads = config.leads();
+    for notice in config.notices.iter().filter(|_| leads) {
         tell(&format_args!("note: {notice}"));
+    }
+    if !leads && (args.plan_memory || config.training.steps == 0) {
+        return ExitCode::SUCCESS; // the process of rank 0 reports
     }
     if args.plan_memory {
         return match plan_memory::report(&config) {
@@ -45,7 +50,7 @@ fn main() -> ExitCode {
     }
 
     let stop = Arc::new(AtomicBool::new(false));
-    if let Err(error) = stop_on_signals(stop.clone()) {
+    if let Err(error) = stop_on_signals(stop.clone(), leads) {
         tell(&format_args!("note: Ctrl-C will end the run at once, not after a step: {error}"));
     }
     if config.checkpoint.dir.is_some() && !config.checkpoint.on_sigterm {
@@ -57,8 +62,11 @@ fn main() -> ExitCode {
     }
     let outcome = match train(&config, &data, args.metrics.as_deref(), &stop) {
         Ok(outcome) => outcome,
-        Err(error) => return fail(FAILED, &error),
+        Err(error) => return fail_together(&config, &error),
     };
+    if !leads {
+        return ExitCode::SUCCESS;
+    }
     let ending = match outcome.stopped {
         true if outcome.loss.is_none() => show(&"stopped before the first step as asked\n"),
         true => show(&format_args!("stopped after step {} as asked\n", outcome.steps)),
@@ -92,11 +100,13 @@ fn tell_profile(profile: &Profile, config: &Config) -> ExitCode {
 
 /// The first Ctrl-C, SIGTERM or SIGHUP ends the run after the current step or validation batch; the second one ends it
 /// at once.
-fn stop_on_signals(stop: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
+fn stop_on_signals(stop: Arc<AtomicBool>, leads: bool) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if stop.swap(true, Ordering::Relaxed) {
             std::process::exit(INTERRUPTED);
         }
-        tell(&"\nstopping after this step; once more to stop at once");
+        if leads {
+            tell(&"\nstopping after this step; once more to stop at once");
+        }
     })
 }

@@ -6,6 +6,7 @@ mod options;
 #[path = "../shared/output.rs"]
 mod output;
 
+use meshwork::train::processes::require_alone;
 use options::{Options, usage};
 use output::{BAD_INPUT, FAILED, fail, show, show_fitted, tell};
 use std::process::ExitCode;
@@ -14,6 +15,9 @@ fn main() -> ExitCode {
     let options = Options::parse(std::env::args_os().skip(1));
     if options.help {
         return show_fitted(&usage("cargo run --release --features diff --example mesh_diff --"));
+    }
+    if let Err(fault) = require_alone("mesh_diff") {
+        return fail(BAD_INPUT, &fault);
     }
     let comparison = match options.load() {
         Ok(comparison) => comparison,

@@ -1,9 +1,12 @@
 //! Standard output, standard error and exit codes of the examples.
 
-use meshwork::train::terminal;
+use meshwork::train::config::Config;
+use meshwork::train::{RunError, terminal};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
 
 /// The exit code of bad input.
 pub const BAD_INPUT: u8 = 2;
@@ -30,6 +33,17 @@ pub fn show_fitted(text: &str) -> ExitCode {
 /// Writes a line to standard error. A closed standard error is ignored.
 pub fn tell(text: &dyn Display) {
     _ = writeln!(io::stderr(), "{text}");
+}
+
+/// Reports the error of a run. Of several processes, which all have it, one does; the others give it a moment, because
+/// a launcher may end all when the first has ended.
+#[allow(dead_code, reason = "not every example runs over processes")]
+pub fn fail_together(config: &Config, error: &RunError) -> ExitCode {
+    if config.tells(error) {
+        return fail(FAILED, error);
+    }
+    thread::sleep(Duration::from_secs(1));
+    ExitCode::from(FAILED)
 }
 
 /// Reports an error, and returns the exit code.

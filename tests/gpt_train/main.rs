@@ -15,6 +15,8 @@ mod ending;
 mod graphs;
 mod inputs;
 mod metrics;
+#[cfg(unix)]
+mod processes;
 mod program;
 mod refusals;
 mod terminal;

@@ -56,7 +56,10 @@ fn every_line_has_every_field() {
     for (place, step) in events(&run, "step").into_iter().enumerate() {
         let fields =
             ["event", "step", "loss", "grad_norm", "lr", "step_ms", "tokens_per_s", "comm_bytes", "peak_bytes"];
-        assert_eq!(keys(step), fields);
+        assert_eq!(keys(step), [&fields[..], &["compute_ms", "wait_ms"]].concat());
+        for times in ["compute_ms", "wait_ms"].map(|key| step[key].as_array().unwrap()) {
+            assert!(times.len() == 8 && times.iter().all(|time| time.as_f64().unwrap() >= 0.0), "{step}");
+        }
         assert_eq!((step["step"].as_u64(), step["lr"].as_f64()), (Some(place as u64 + 1), Some(3e-4)));
         let number = |key: &str| step[key].as_f64().unwrap();
         assert!((4.0..6.0).contains(&number("loss")) && number("grad_norm") > 0.0, "{step}");

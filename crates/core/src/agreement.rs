@@ -22,6 +22,8 @@
 //! ));
 //! ```
 
+mod differences;
+
 pub use crate::comm::Disagreement;
 use crate::comm::{CommError, Group, ReduceOp, runs};
 use crate::hash::{combine, hash};

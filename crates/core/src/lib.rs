@@ -21,6 +21,7 @@ mod dtype;
 pub mod exact;
 mod flat;
 pub mod hash;
+pub mod launcher;
 mod memory;
 mod mesh;
 pub mod pool;

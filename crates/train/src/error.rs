@@ -43,6 +43,15 @@ pub enum RankError {
     /// A model that gives no probabilities.
     #[error("the logits after {token} tokens are not all numbers: the weights are damaged, or training has diverged")]
     Logits { token: usize },
+    /// A process that cannot join the others.
+    #[error("comm.kind: {0}")]
+    Mpi(Box<meshwork_mpi::MpiError>),
+    /// Processes that were launched and did not meet.
+    #[error(transparent)]
+    Launch(#[from] meshwork_core::launcher::LaunchError),
+    /// Ranks that are not the same run.
+    #[error("the ranks of this run differ:\n  {}", .0.join("\n  "))]
+    Differences(Vec<String>),
     /// A file could not be written.
     #[error(transparent)]
     Output(#[from] OutputError),

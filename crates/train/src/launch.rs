@@ -10,14 +10,16 @@ use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
 use crate::generate::generate;
 use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepLaunches};
+use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
 use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
+use meshwork_core::launcher::Placement;
 use meshwork_core::profile::Class;
-use meshwork_core::{Communicator, Rank, RunError, World};
-use meshwork_engine::{AtCuts, ModelPlan, StepReport, TrainError, Trainer};
+use meshwork_core::{Communicator, Group, Mesh, Rank, RunError, World};
+use meshwork_engine::{AtCuts, ModelPlan, RankTime, StepReport, TrainError, Trainer};
 use meshwork_models::huggingface::Pretrained;
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::{Device, MemoryUse, ParamSpec};
@@ -45,9 +47,9 @@ pub struct Outcome {
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    let world = config.world();
+    let Joined { world, library } = Joined::of(config)?;
     let devices = world.prepare(|| Devices::open(config))?;
-    train_in(&world, &devices, config, data, metrics, stop)
+    train_by(&world, library, &devices, config, data, metrics, stop)
 }
 
 /// [`train`] in any world of as many ranks as the mesh has, on devices that are open. In each process of a
@@ -58,6 +60,19 @@ pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &Atomic
 /// As [`train`], and a world of another size than the mesh.
 pub fn train_in(
     world: &World,
+    devices: &Devices,
+    config: &Config,
+    data: &Data,
+    metrics: Option<&Path>,
+    stop: &AtomicBool,
+) -> Result<Outcome, RunError> {
+    train_by(world, None, devices, config, data, metrics, stop)
+}
+
+/// [`train_in`] a world that was joined by `library`.
+fn train_by(
+    world: &World,
+    library: Option<String>,
     devices: &Devices,
     config: &Config,
     data: &Data,
@@ -85,7 +100,8 @@ pub fn train_in(
         (true, false) => Some(Profiler::follow(steps, profiled)),
     };
     let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
-    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref() };
+    let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
+    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), handshake, library };
     let ended = world.run_with(config.comm.options(), |world| {
         let world = world.communicator().clone();
         launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
@@ -105,26 +121,74 @@ struct Launch<'a> {
     stop: &'a AtomicBool,
     devices: &'a Devices,
     files: Option<&'a Files>,
+    /// What processes compare, where there are several.
+    handshake: Option<Handshake>,
+    /// What joined them, in words.
+    library: Option<String>,
 }
 
 impl Launch<'_> {
     /// Runs one rank: its outcome, and on rank 0 the tracks of all ranks, if there is a profile.
     fn run(&self, probe: Probe, world: Arc<dyn Communicator>) -> Result<(Outcome, Vec<Track>), RankError> {
-        let &Self { config, data, metrics, stop, devices, files } = self;
+        let &Self { config, data, metrics, stop, devices, files, .. } = self;
         require_unasked(stop)?;
         let mesh = config.mesh().map_err(TrainError::from)?;
-        let RankDevice { device, world } = devices.rank(world)?;
-        let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
-        let outcome = run(config, data, metrics, stop, (rank.clone(), probe.device(device)), files, &probe);
-        let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
-        Ok((outcome, probe.tracks(&rank)?))
+        let group = Group::from(world.clone());
+        let dir = config.comm.log_dir.as_deref().map(Path::new);
+        let mut log = dir.map(|dir| RankLog::open(dir, &group)).transpose()?;
+        let run = || {
+            let notes = self.meet(&mesh, &group)?;
+            let RankDevice { device, world } = devices.rank(world)?;
+            let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
+            if let Some(log) = &mut log {
+                let at = mesh.axes().map(|axis| format!("{axis}={}", rank.coords().get(axis)));
+                let (at, host, pid) =
+                    (at.collect::<Vec<_>>().join(","), gethostname::gethostname(), std::process::id());
+                log.line(format_args!("rank {} ({at}) in process {pid} of {}", rank.world_rank(), host.display()))?;
+            }
+            let told = Told {
+                metrics,
+                notes,
+                log: &mut log,
+                stragglers: self.handshake.is_some().then(|| Stragglers::new(&mesh)),
+            };
+            let outcome = run(config, data, told, stop, (rank.clone(), probe.device(device)), files, &probe);
+            let outcome = outcome.map_err(|error| error.with_savings(|| plan_memory::savings(config)))?;
+            Ok((outcome, probe.tracks(&rank)?))
+        };
+        let ended = run();
+        if let (Some(log), Err(error)) = (&mut log, &ended) {
+            log.line(format_args!("failed: {error}"))?;
+        }
+        ended
     }
+
+    /// The processes of the world compare what they are. Returns where the ranks are, on rank 0. Collective.
+    fn meet(&self, mesh: &Mesh, world: &Group) -> Result<Vec<String>, RankError> {
+        let Some(handshake) = &self.handshake else { return Ok(Vec::new()) };
+        let warnings = handshake.compare(world)?;
+        let comm = &self.config.comm;
+        let by = comm.launch.as_ref().map_or("their caller".to_owned(), |launch| launch.launcher.to_string());
+        let placement = Placement::gather(world, &handshake.host, comm.ranks_per_process)?;
+        let of_ranks = placement.iter().flat_map(|at| [Some(at.describe(mesh, &by)), at.warning(mesh)]);
+        let library = self.library.clone().filter(|_| world.rank() == 0);
+        Ok(library.into_iter().chain(of_ranks.flatten()).chain(warnings).collect())
+    }
+}
+
+/// Where a rank tells of its run.
+struct Told<'a> {
+    metrics: Option<&'a Path>,
+    /// What is told first, by rank 0.
+    notes: Vec<String>,
+    log: &'a mut Option<RankLog>,
+    stragglers: Option<Stragglers>,
 }
 
 fn run(
     config: &Config,
     data: &Data,
-    metrics: Option<&Path>,
+    Told { metrics, notes, log, mut stragglers }: Told<'_>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
     files: Option<&Files>,
@@ -165,7 +229,7 @@ fn run(
         loaded?;
     }
     if number == 0 {
-        reporter = Some(Reporter::new(config, data, metrics, resumed.as_ref())?);
+        reporter = Some(Reporter::new(config, data, metrics, resumed.as_ref(), notes)?);
     }
     require_unasked(stop)?;
     let data = resumed.as_ref().map_or(data, |continued| &continued.data);
@@ -180,7 +244,8 @@ fn run(
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
         let asked = || is_asked(stop);
-        let validates = config.validation.every > 0 && (begun + 1).is_multiple_of(config.validation.every);
+        let is_due = |every: u64| every > 0 && (begun + 1).is_multiple_of(every);
+        let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
         let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
             let read = || data.batch_at(taken, trainer.samples());
@@ -193,14 +258,25 @@ fn run(
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
-        if validates || saves || stopped || begun == steps {
+        if validates || checks || saves || stopped || begun == steps {
             reports.extend(trainer.flush(|event| probe.observe(event))?);
+        }
+        if checks {
+            trainer.check_replicas()?;
+        }
+        let times = if reports.is_empty() { Vec::new() } else { trainer.times() };
+        if let (Some(log), Some(own)) = (log.as_mut(), times.get(number)) {
+            for StepReport { step, loss, .. } in &reports {
+                let RankTime { computed, waited } = own;
+                log.line(format_args!("step {step}: loss {loss}, computed {computed:.4} s, waited {waited:.4} s"))?;
+            }
         }
         if let (Some(reporter), false) = (&mut reporter, reports.is_empty()) {
             let seconds = std::mem::replace(&mut began, Instant::now()).elapsed().as_secs_f64() / reports.len() as f64;
             for report in &reports {
-                reporter.step(config, report, seconds)?;
+                reporter.step(config, report, seconds, &times)?;
             }
+            reporter.notes(stragglers.as_mut().map_or(Vec::new(), |stragglers| stragglers.step(&times)));
             if reporter.progress.is_unread() {
                 stop.store(true, Ordering::Relaxed);
             }
@@ -313,7 +389,13 @@ struct Reporter {
 }
 
 impl Reporter {
-    fn new(config: &Config, data: &Data, metrics: Option<&Path>, from: Option<&Continued>) -> Result<Self, RankError> {
+    fn new(
+        config: &Config,
+        data: &Data,
+        metrics: Option<&Path>,
+        from: Option<&Continued>,
+        notes: Vec<String>,
+    ) -> Result<Self, RankError> {
         let parameters = ModelPlan::new(config.model(), &config.plan()?)?.parameters()?;
         let parameters = parameters.iter().map(|spec| spec.global_elements() as u64).sum();
         let open = if from.is_some() { Metrics::append } else { Metrics::create };
@@ -332,6 +414,7 @@ impl Reporter {
             memory: Vec::new(),
             masked_steps: 0,
         };
+        reporter.notes(notes);
         reporter.notes(config.warning().map(str::to_owned));
         match (from, &config.checkpoint.dir) {
             (Some(Continued { resumed, notes, .. }), _) => {
@@ -356,7 +439,13 @@ impl Reporter {
         notes.into_iter().for_each(|note| self.progress.note(note.into()));
     }
 
-    fn step(&mut self, config: &Config, report: &StepReport, seconds: f64) -> Result<(), RankError> {
+    fn step(
+        &mut self,
+        config: &Config,
+        report: &StepReport,
+        seconds: f64,
+        times: &[RankTime],
+    ) -> Result<(), RankError> {
         let tokens = config.training.global_batch_size * config.model.seq_len;
         let step = Step {
             step: report.step,
@@ -368,6 +457,8 @@ impl Reporter {
             comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
             offload: report.offload.map(OffloadTraffic::of),
             peak_bytes: report.peak_bytes(),
+            compute_ms: times.iter().map(|time| time.computed * 1e3).collect(),
+            wait_ms: times.iter().map(|time| time.waited * 1e3).collect(),
             loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
             skipped: report.skipped,
             masked: report.terms == 0,

@@ -15,6 +15,7 @@ pub mod numbers;
 pub mod plan;
 pub mod plan_memory;
 mod predict;
+pub mod processes;
 pub mod profile;
 pub mod progress;
 mod stop;

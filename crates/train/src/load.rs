@@ -6,7 +6,7 @@ use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, resolve}
 use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
 use crate::numbers::size;
-use crate::{devices, metrics, plan_memory, predict};
+use crate::{devices, metrics, plan_memory, predict, processes};
 use meshwork_engine::offload::OffloadError;
 use meshwork_engine::slow_build_warning;
 use std::fs;
@@ -54,6 +54,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
     settings.faults.extend(folder_of_checkpoints(&config));
     settings.faults.extend(folder_of_offload(&config));
     settings.faults.extend(if settings.sound(&["model.init_from"]) { export::fault(&config) } else { None });
+    processes::launch(&mut config, &mut settings);
     let data = if settings.sound(&DATA) { open(&config, &mut settings) } else { None };
     if let Some(data) = &data {
         count_samples(&mut config, data, &mut settings);
@@ -145,7 +146,7 @@ fn folder_of_checkpoints(config: &Config) -> Option<Fault> {
 const RANK_BYTES: u128 = 384 << 10;
 /// Bytes that each rank has of every other one: the report of a step on each rank's memory and input, sent and
 /// received.
-const PEER_BYTES: u128 = 160;
+const PEER_BYTES: u128 = 192;
 /// Address space of the stack of a thread, which takes memory only as far as it is used.
 const STACK_BYTES: u128 = 2 << 20;
 
@@ -157,9 +158,10 @@ fn too_large(config: &Config) -> Option<Fault> {
     let machine = Machine::here();
     let ranks = config.mesh().map_or(1, |mesh| mesh.world_size()) as u128;
     // Where checkpoints are written, each rank has a second thread for it.
-    let threads = ranks * if config.checkpoint.dir.is_some() { 2 } else { 1 };
+    let here = config.ranks_here() as u128;
+    let threads = here * if config.checkpoint.dir.is_some() { 2 } else { 1 };
     if let Some(Left { amount, whose }) = machine.threads().filter(|left| threads > left.amount) {
-        let problem = format!("{ranks} ranks take {threads} threads, and {whose} {amount}");
+        let problem = format!("{here} ranks take {threads} threads, and {whose} {amount}");
         return fault(problem, "use fewer ranks, or raise the limit; --steps 0 reports on any mesh");
     }
     let tensors = match predict::world_bytes(config) {
@@ -167,9 +169,9 @@ fn too_large(config: &Config) -> Option<Fault> {
         Err(error) => return fault(format!("no such step: {error}"), "use another mesh"),
     };
     let on_host = !matches!(config.device, Device::Cuda(_) | Device::Card(_));
-    let needed = (if on_host { tensors } else { 0 })
-        .saturating_add(ranks * RANK_BYTES)
-        .saturating_add(ranks * ranks * PEER_BYTES);
+    let needed = (if on_host { tensors * here / ranks.max(1) } else { 0 })
+        .saturating_add(here * RANK_BYTES)
+        .saturating_add(here * ranks * PEER_BYTES);
     let space = needed.saturating_add(threads * STACK_BYTES);
     let memory = machine.memory().filter(|left| needed > left.amount).map(|left| (needed, left));
     let (needed, Left { amount, whose }) =

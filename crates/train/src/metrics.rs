@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! {"event":"start","version":"0.1.0","mesh":{"dp":2,..},"parameters":820736,"data_hash":"..","memory_predicted":[{"parameters":..,..},..],"config":{..}}
-//! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"offload":{"read":..,"written":..,"wait_ms":..},"peak_bytes":[..]}
+//! {"event":"step","step":1,"loss":5.54,"grad_norm":..,"lr":..,"step_ms":..,"tokens_per_s":..,"comm_bytes":{..},"offload":{"read":..,"written":..,"wait_ms":..},"peak_bytes":[..],"compute_ms":[..],"wait_ms":[..]}
 //! {"event":"validation","step":..,"loss":..}
 //! {"event":"end","steps":..,"loss":..,"seconds":..,"memory_measured":[{"parameters":..,..},..],"launches":{"first_step":{"asked":..,..},"last_step":{..}}}
 //! ```
@@ -160,6 +160,10 @@ pub struct Step {
     pub offload: Option<OffloadTraffic>,
     /// Peak memory of each world rank.
     pub peak_bytes: Vec<u64>,
+    /// Milliseconds in which each world rank did its own work, since its report before.
+    pub compute_ms: Vec<f64>,
+    /// Milliseconds in which it waited for communications.
+    pub wait_ms: Vec<f64>,
     /// The factor of the loss before backward, where that is not 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,

@@ -224,6 +224,8 @@ mod tests {
         moe: None,
         offload: None,
         peak_bytes: vec![],
+        compute_ms: vec![],
+        wait_ms: vec![],
     };
 
     #[test]

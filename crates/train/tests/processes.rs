@@ -6,7 +6,8 @@ mod small;
 use meshwork_checkpoint::Checkpoint;
 use meshwork_core::World;
 use meshwork_testkit::comm::processes::{is_rank, run};
-use meshwork_train::config::Config;
+use meshwork_train::config::{Args, Config};
+use meshwork_train::generate::{Sampling, Trained, continue_text_in};
 use meshwork_train::{Devices, Outcome, RunError, train_in};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,10 +18,11 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// A run of four steps on `mesh` that saves, is profiled and says what it did, in a folder of its own.
 fn config(mesh: &str, folder: &Path) -> Config {
-    let [dir, layers] = ["saved", "layers"].map(|name| folder.join(name).display().to_string());
+    let [dir, layers, logs] = ["saved", "layers", "logs"].map(|name| folder.join(name).display().to_string());
     small::config(&format!(
         "{mesh} --steps 4 --set checkpoint.dir={dir} --set checkpoint.every=2 --set metrics.profile=true --set \
-         metrics.profile_steps=2 --set metrics.layer_profile={layers}"
+         metrics.profile_steps=2 --set metrics.layer_profile={layers} --set comm.log_dir={logs} \
+         --set training.check_replicas_every=2"
     ))
 }
 
@@ -87,4 +89,68 @@ fn a_run_over_processes_is_that_over_threads() {
     };
     assert_eq!(weights(&over_processes), weights(&over_threads));
     assert!(over_processes.join("layers").exists(), "the profile of layers, by rank 0");
+    // Each rank has a log, of threads too, and rank 0 writes the times of both.
+    for folder in [&over_processes, &over_threads] {
+        for rank in 0..2 {
+            let log = fs::read_to_string(folder.join(format!("logs/rank-{rank}.log"))).unwrap();
+            assert!(log.contains(&format!("rank {rank} (tp=0,cp=0,ep=0,dp={rank},pp=0) in process ")), "{log}");
+            assert_eq!(log.lines().filter(|line| line.contains(" waited ")).count(), 4, "{log}");
+        }
+        let lines = fs::read_to_string(folder.join("metrics")).unwrap();
+        let steps = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let steps: Vec<_> = steps.filter(|event| event["event"] == "step").collect();
+        for name in ["compute_ms", "wait_ms"] {
+            let times = steps.iter().map(|step| step[name].as_array().map_or(0, Vec::len));
+            assert_eq!(times.collect::<Vec<_>>(), [2; 4], "{name}");
+        }
+    }
+}
+
+/// One process has another learning rate: every process ends before the first step, with who has what.
+#[test]
+fn processes_with_other_settings_are_refused_before_the_first_step() {
+    let folder = folder("other_settings");
+    let exits = run(3, "processes_with_other_settings_are_refused_before_the_first_step", |worlds| {
+        let world = worlds.world(3, LONG).unwrap();
+        let rate = if world.leads() { "5e-1" } else { "1e-3" };
+        let config = small::config(&format!("pp=3 --set model.num_layers=3 --set optimizer.lr={rate}"));
+        let error = train(&world, &config, &folder.join("metrics")).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("the ranks of this run differ:") && text.contains("rank 0 on host "), "{text}");
+        assert!(text.contains(": optimizer.lr 0.5, others 0.001"), "{text}");
+        assert!(!folder.join("metrics").exists());
+    });
+    let Some(exits) = exits else { return };
+    exits.iter().for_each(|exit| assert_eq!(exit.code, Some(0), "{}", exit.errors));
+}
+
+/// What rank 0 draws over processes is what it draws over threads.
+#[test]
+fn a_text_over_processes_is_that_over_threads() {
+    let folder = folder("text");
+    let drawn = |world: &World, config: &Config| {
+        let trained = Trained::open(&folder.join("saved"), None, Args::parse(["--mesh", "tp=2"])).unwrap();
+        assert_eq!(config.model.seq_len, trained.config.model.seq_len);
+        let mut tokens = Vec::new();
+        let sampling = Sampling::default();
+        let done = continue_text_in(world, &trained, &[1, 2, 3], 12, sampling, &AtomicBool::new(false), |token| {
+            tokens.push(token)
+        });
+        assert_eq!(done.unwrap().drawn, 12);
+        tokens
+    };
+    let config = config("dp=2 --set model.vocab_size=256", &folder);
+    if !is_rank() {
+        train(&config.world(), &config, &folder.join("metrics")).unwrap();
+        let tokens = drawn(&World::Threads(2), &config);
+        fs::write(folder.join("tokens"), format!("{tokens:?}")).unwrap();
+    }
+    let exits = run(2, "a_text_over_processes_is_that_over_threads", |worlds| {
+        let world = worlds.world(2, LONG).unwrap();
+        let tokens = drawn(&world, &config);
+        let wanted = fs::read_to_string(folder.join("tokens")).unwrap();
+        assert_eq!(format!("{tokens:?}"), if world.leads() { &wanted } else { "[]" });
+    });
+    let Some(exits) = exits else { return };
+    exits.iter().for_each(|exit| assert_eq!(exit.code, Some(0), "{}", exit.errors));
 }

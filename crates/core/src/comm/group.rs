@@ -113,7 +113,7 @@ impl Group {
         let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
         let elements = leaving(&call, self.rank());
         call.caller = call.caller.take().or_else(|| self.log.caller());
-        let pending = self.comm.start(call)?;
+        let pending = self.comm.start(call)?.timed(&self.log);
         self.log.push(Record { group: self.name().to_owned(), op, dtype, elements, ranks: size });
         Ok(pending)
     }

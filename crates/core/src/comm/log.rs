@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::{Caller, OpKind};
 use crate::dtype::DType;
@@ -49,6 +50,8 @@ struct Log {
     callers: Vec<Arc<Caller>>,
     /// Objects that were numbered, by kind.
     numbers: BTreeMap<&'static str, usize>,
+    /// The time of all waits.
+    waited: Duration,
 }
 
 /// A rank is in a call as long as this lives: see [`CommLog::enter`].
@@ -94,6 +97,16 @@ impl CommLog {
     /// Takes all records, in the order of the calls.
     pub fn drain(&self) -> Vec<Record> {
         std::mem::take(&mut self.log().records)
+    }
+
+    /// The time that the rank has waited for operations.
+    pub fn waited(&self) -> Duration {
+        self.log().waited
+    }
+
+    /// Adds the time of a wait.
+    pub(super) fn wait(&self, time: Duration) {
+        self.log().waited += time;
     }
 
     /// Logical bytes per group, of the records not yet drained.

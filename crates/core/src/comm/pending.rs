@@ -1,8 +1,9 @@
 //! The handle of an operation in flight.
 
 use std::fmt;
+use std::time::Instant;
 
-use super::CommError;
+use super::{CommError, CommLog};
 use crate::buffer::Buffer;
 
 /// The backend's part of a [`Pending`]. Dropping it detaches from the operation, whose memory must stay
@@ -17,7 +18,11 @@ pub trait PendingOp: Send {
 
 /// An operation in flight, which owns its memory. Dropping it detaches: the operation still takes place.
 #[must_use = "the operation's memory comes back from `wait`"]
-pub struct Pending(State);
+pub struct Pending {
+    state: State,
+    /// Which adds up the time of the wait.
+    log: Option<CommLog>,
+}
 
 enum State {
     Done(Buffer),
@@ -27,25 +32,34 @@ enum State {
 impl Pending {
     /// A handle for a backend's operation.
     pub fn new(op: impl PendingOp + 'static) -> Pending {
-        Pending(State::Running(Box::new(op)))
+        Pending { state: State::Running(Box::new(op)), log: None }
     }
 
     /// An operation that is already over.
     pub fn done(buffer: Buffer) -> Pending {
-        Pending(State::Done(buffer))
+        Pending { state: State::Done(buffer), log: None }
+    }
+
+    /// The same operation, whose wait counts in `log`.
+    pub(super) fn timed(self, log: &CommLog) -> Pending {
+        Pending { log: Some(log.clone()), ..self }
     }
 
     /// Blocks until the operation is over. Returns the output, the input of a send, or an empty buffer for a barrier.
     pub fn wait(self) -> Result<Buffer, CommError> {
-        match self.0 {
-            State::Done(buffer) => Ok(buffer),
-            State::Running(op) => op.wait(),
-        }
+        let op = match self.state {
+            State::Done(buffer) => return Ok(buffer),
+            State::Running(op) => op,
+        };
+        let begun = Instant::now();
+        let over = op.wait();
+        self.log.iter().for_each(|log| log.wait(begun.elapsed()));
+        over
     }
 
     /// Whether [`Pending::wait`] would return at once.
     pub fn is_done(&self) -> bool {
-        match &self.0 {
+        match &self.state {
             State::Done(_) => true,
             State::Running(op) => op.is_done(),
         }

@@ -183,3 +183,67 @@ fn ranks_of_one_world_join_one_mesh() {
         }
     }
 }
+
+/// The lines that each of `n` ranks gets; rank r has `facts(r)` and is at `place(r)`.
+fn differences(
+    n: usize,
+    facts: impl Fn(usize) -> Vec<(&'static str, String)> + Sync,
+    place: impl Fn(usize) -> &'static str + Sync,
+) -> Vec<String> {
+    let all = World::Threads(n).run(|world| {
+        let mut agreement = Agreement::default();
+        for (name, value) in facts(world.rank()) {
+            agreement.push(Fact::value(name, &format_args!("{value}"), ""));
+        }
+        agreement.differences(&world, place(world.rank()))
+    });
+    let all = all.unwrap();
+    assert!(all.iter().all(|lines| *lines == all[0]), "the same on every rank: {all:?}");
+    all[0].clone()
+}
+
+#[test]
+fn every_difference_is_named_with_rank_and_place() {
+    let hosts = |rank: usize| ["on host a", "on host b"][rank / 2];
+    let lr = |rank: usize| if rank == 3 { "1e-3" } else { "3e-4" };
+    let dir = |rank: usize| format!("/scratch/{}", ["x", "y"][rank / 2]);
+    let facts =
+        |rank| vec![("version", "1".to_owned()), ("optimizer.lr", lr(rank).to_owned()), ("checkpoint.dir", dir(rank))];
+    assert_eq!(
+        differences(4, facts, hosts),
+        [
+            "rank 3 on host b: optimizer.lr 1e-3, others 3e-4",
+            "checkpoint.dir: /scratch/x on ranks 0, 1 on host a, /scratch/y on ranks 2, 3 on host b",
+        ]
+    );
+    let two = |rank: usize| vec![("seed", u32::from(rank == 0 || rank == 3).to_string()), ("steps", "5".into())];
+    assert_eq!(
+        differences(5, two, |rank| hosts(rank.min(3))),
+        ["rank 0 on host a and rank 3 on host b: seed 1, others 0"]
+    );
+    assert!(differences(4, |_| vec![("seed", "1".into())], hosts).is_empty());
+    assert!(differences(1, |_| vec![("seed", "1".into())], hosts).is_empty());
+}
+
+/// Programs of two versions have other keys: the versions are told, and where the lists part.
+#[test]
+fn ranks_that_compare_other_facts_are_told_apart() {
+    let facts = |rank: usize| match rank {
+        0 => vec![("version", "2".to_owned()), ("new", "1".to_owned()), ("seed", "1".to_owned())],
+        _ => vec![("version", "1".to_owned()), ("seed", "1".to_owned())],
+    };
+    let lines = differences(3, facts, |_| "on host a");
+    assert_eq!(lines[0], "rank 0 on host a: version 2, others 1");
+    assert!(lines[1].contains("rank 0 claims \"new should be the same\""), "{lines:?}");
+    assert_eq!(lines.len(), 2);
+}
+
+/// Values are cut, and not all differences are exchanged.
+#[test]
+fn many_and_long_differences_are_cut() {
+    const NAMES: [&str; 25] = ["key"; 25];
+    let facts = |rank: usize| NAMES.map(|name| (name, format!("{rank}").repeat(5000))).to_vec();
+    let lines = differences(2, facts, |_| "");
+    assert_eq!((lines.len(), &*lines[20]), (21, "and 5 more"));
+    assert!(lines.iter().all(|line| line.len() < 400), "{lines:?}");
+}

@@ -7,6 +7,7 @@ mod conformance;
 mod faults;
 mod group;
 mod hash;
+mod launcher;
 mod mesh;
 mod mesh_arithmetic;
 mod ops;

@@ -23,7 +23,7 @@ mod train;
 mod verify;
 
 pub use evaluate::{AtCuts, Evaluation};
-pub use report::{Offloaded, StepReport};
+pub use report::{Offloaded, RankTime, StepReport};
 
 use crate::agreement::require_same_plan;
 use crate::fit::require_fit;

@@ -11,16 +11,19 @@ use meshwork_core::agreement::Disagreement;
 use meshwork_core::{Axis, Buffer, EXPERT_DATA, Mesh, Record, ReduceOp};
 use meshwork_nn::Metric;
 use meshwork_tensor::{Category, MemoryUse};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
 
 /// Numbers by which a rank sends what holds its memory.
 const CATEGORIES: usize = Category::ALL.len();
+
+/// Numbers by which a rank sends how it spent its time.
+const TIMES: usize = 2;
 
 /// Numbers by which a rank sends its steps and the hash of its input, as two halves, which f64 holds exactly.
 const HASHES: usize = 3;
@@ -72,6 +75,15 @@ pub struct Offloaded {
     pub waited: f64,
 }
 
+/// How a rank spent its time between two reports.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankTime {
+    /// Seconds in which it did its own work. On a device that queues its work, the wait for it counts.
+    pub computed: f64,
+    /// Seconds in which it waited for communications.
+    pub waited: f64,
+}
+
 impl StepReport {
     /// Most bytes ever alive on each world rank.
     pub fn peak_bytes(&self) -> Vec<u64> {
@@ -87,6 +99,10 @@ pub(super) struct Reporting {
     groups: Vec<&'static str>,
     /// The bytes that offload had moved, and the time that this rank had waited for it, at the last report.
     moved: Cell<(Traffic, Duration)>,
+    /// When the last report began, and how long this rank had waited by then.
+    last: Cell<(Instant, Duration)>,
+    /// How each world rank spent its time, by the last report that is complete.
+    times: RefCell<Vec<RankTime>>,
 }
 
 impl Reporting {
@@ -109,6 +125,8 @@ impl Reporting {
             statistics: Reported::new(&whole, &layout.declarations, first),
             groups: groups.chain([TIED, WORLD]).collect(),
             moved: Cell::new((traffic, Duration::ZERO)),
+            last: Cell::new((Instant::now(), Duration::ZERO)),
+            times: RefCell::default(),
         })
     }
 }
@@ -126,17 +144,25 @@ impl Trainer {
         values.push(f64::from(u8::from(stop)));
         values.extend(self.moved());
         let peaks = values.len();
-        values.resize(peaks + world.size() * (CATEGORIES + HASHES), 0.0);
+        values.resize(peaks + world.size() * (CATEGORIES + HASHES + TIMES), 0.0);
         for (at, (_, bytes)) in self.device.meter().peak().iter().enumerate() {
             values[peaks + world.rank() * CATEGORIES + at] = bytes as f64;
         }
         let hashes = peaks + world.size() * CATEGORIES + world.rank() * HASHES;
         let [high, low] = [(step.input >> 32) as f64, f64::from(step.input as u32)];
         values[hashes..hashes + HASHES].copy_from_slice(&[self.steps_begun as f64, high, low]);
+        let times = peaks + world.size() * (CATEGORIES + HASHES) + world.rank() * TIMES;
+        values[times..times + TIMES].copy_from_slice(&self.spent());
         values.extend(self.reporting.statistics.part(&step.statistics));
         step.stats = Some(world.start_all_reduce(Buffer::from_vec(values), ReduceOp::Sum)?);
         self.rank.log().drain(); // the report itself does not count
         Ok(())
+    }
+
+    /// How each world rank spent its time before the last report that is complete, since the report before that one. It
+    /// is no part of the report, because it differs from run to run.
+    pub fn times(&self) -> Vec<RankTime> {
+        self.reporting.times.borrow().clone()
     }
 
     /// Bytes read and written and seconds waited by the offload since the last call; nothing without offload.
@@ -146,6 +172,14 @@ impl Trainer {
         let (traffic, waited) = self.reporting.moved.replace(now);
         let moved = now.0.since(traffic);
         vec![moved.read as f64, moved.written as f64, (now.1 - waited).as_secs_f64()]
+    }
+
+    /// Seconds in which this rank computed, and in which it waited, since the last call.
+    fn spent(&self) -> [f64; TIMES] {
+        let now = (Instant::now(), self.rank.log().waited());
+        let (begun, before) = self.reporting.last.replace(now);
+        let waited = now.1.saturating_sub(before);
+        [now.0.duration_since(begun).saturating_sub(waited), waited].map(|time| time.as_secs_f64())
     }
 
     /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other
@@ -210,8 +244,11 @@ impl Trainer {
             (_, rest) => (None, rest),
         };
         let (peaks, rest) = rest.split_at(world * CATEGORIES);
-        let (hashes, statistics) = rest.split_at(world * HASHES);
+        let (hashes, rest) = rest.split_at(world * HASHES);
+        let (times, statistics) = rest.split_at(world * TIMES);
         self.require_agreement(number, hashes)?;
+        let times = times.as_chunks().0.iter().map(|&[computed, waited]| RankTime { computed, waited });
+        self.reporting.times.replace(times.collect());
         Ok(StepReport {
             step: number,
             loss,

@@ -65,6 +65,22 @@ impl Trainer {
         self.compare_claims([weights, values])
     }
 
+    /// Compares the replicas of weights and optimizer states over all ranks, by hash: what a broken memory or a wrong
+    /// update leaves behind, at the cost of one pass over them. Collective, between steps.
+    ///
+    /// # Errors
+    /// The first parameter whose replicas differ, and the ranks that differ from most; [`TrainError::Claim`].
+    pub fn check_replicas(&self) -> Result<(), TrainError> {
+        let _entered = self.enter("check_replicas");
+        if self.rank.world().size() == 1 || !self.device.has_values() {
+            return Ok(());
+        }
+        let claims = || Claims::new(self.rank.clone(), self.steps_begun);
+        let (weights, gradients) = (claims(), claims());
+        self.claim_parameters(&weights, &gradients, &StatisticSums::new())?;
+        self.compare_claims([weights])
+    }
+
     /// Compares claims with the claims of the other ranks, in this order. Collective over the world.
     ///
     /// # Errors

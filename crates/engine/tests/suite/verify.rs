@@ -10,7 +10,7 @@ use meshwork_core::{Axis, DType, Mesh, Rank, SpmdError, Ty, Types};
 use meshwork_core::{RankEnd, RunError};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    Decoder, Numerics, Plan, Samples, StateKey, TrainError, TrainState, Trainer, Verify, WholeState,
+    Decoder, Numerics, Plan, Samples, StateKey, TrainError, TrainState, Trainer, Verify, WholeState, Zero, ZeroStage,
 };
 use meshwork_nn::{Activation, Batch, Field, Model, Stage, StageSpec};
 use meshwork_optim::{LrSchedule, Sgd};
@@ -358,6 +358,44 @@ fn weights_that_have_drifted_apart_are_named() {
             "{loaded:?}"
         );
         assert!(run(&plan("dp=2,tp=2", Verify::Off), right, 3, drift(part)).is_empty(), "unnoticed without");
+    }
+}
+
+/// A bit of one weight flips on one rank, in a run that verifies nothing: the next comparison of replicas tells.
+#[test]
+fn a_flipped_bit_of_a_replica_is_found_with_rank_parameter_and_step() {
+    let run = |mesh: &str, stage: ZeroStage, flips: bool| {
+        let plan = Plan { zero: Zero { stage, group: None }, ..plan(mesh, Verify::Off) };
+        let model: Arc<dyn Model> = Arc::new(Line(right));
+        refusals(World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let mut trainer = Trainer::new(model.clone(), &plan, rank.clone(), Cpu::device())?;
+            for _ in 1..=3 {
+                trainer.step(&batch(trainer.samples(), 1.0))?;
+                trainer.check_replicas()?;
+            }
+            if flips && rank.world_rank() == 2 {
+                let mut state = trainer.state()?;
+                let held = state.pieces.iter_mut().find(|held| held.key.state.is_none()).expect("weights");
+                held.piece.values[0] = f32::from_bits(held.piece.values[0].to_bits() ^ 1);
+                trainer.load_state(&WholeState::merge(&[state])?)?;
+            }
+            trainer.check_replicas()
+        }))
+    };
+    for stage in [ZeroStage::Off, ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
+        for mesh in ["dp=4", "dp=2,tp=2"] {
+            assert_eq!(run(mesh, stage, false), Vec::<String>::new(), "{mesh} {stage:?}: no false alarm");
+        }
+    }
+    for (mesh, told) in
+        [("dp=4", "the bits of rank 2 differ from those of the others"), ("dp=2,tp=2", "have different bits")]
+    {
+        let found = run(mesh, ZeroStage::Off, true);
+        assert_eq!(found.len(), 4, "{mesh}: every rank has the error");
+        for error in found {
+            assert!(error.starts_with("step 3: the weights of w should be the same over "), "{mesh}: {error}");
+            assert!(error.contains(told), "{mesh}: {error}");
+        }
     }
 }
 

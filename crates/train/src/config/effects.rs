@@ -94,9 +94,9 @@ const RAISED: [Raised; 6] = [
     },
     Raised {
         cuts: false,
-        keys: &["checkpoint.every", "validation.every"],
+        keys: &["checkpoint.every", "validation.every", "training.check_replicas_every"],
         when: |a, b| a.is_asynchronous() || b.is_asynchronous(),
-        why: "saving and validating drain the pipeline of an asynchronous schedule",
+        why: "saving, validating and comparing replicas drain the pipeline of an asynchronous schedule",
     },
     Raised {
         cuts: true,

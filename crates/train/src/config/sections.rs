@@ -7,6 +7,7 @@
 //!
 //! More than 400 lines: the table of all keys.
 
+use meshwork_core::launcher::Launch;
 use meshwork_pipeline::{Generator, Schedule};
 use serde::Serialize;
 
@@ -17,7 +18,7 @@ use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts,
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
+    AuxScope, CommKind, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
     MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
     SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
@@ -228,6 +229,9 @@ sections! {
         /// Order of sums. fast: one mesh gives the same bits on every run. canonical: every mesh, schedule and number
         /// of micro-batches gives the same bits, at a price in time and memory.
         numerics: String = is("fast"), Choice(&["fast", "canonical"]), Numbers;
+        /// After every so many steps ranks compare the replicas of weights and optimizer states, by hash; 0: never. A
+        /// difference ends the run, with rank, parameter and step. Cheaper than verify, which compares all values.
+        check_replicas_every: u64 = int(0), Count(0), Output;
         /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations,
         /// gradients, weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches
         /// are compared in every step. Unless it is off, the step after a load is verified too, and before the first
@@ -423,6 +427,19 @@ sections! {
         /// Bytes a second that a rank can send: what --steps 0 and a profile weigh compression by; 0 = do not. It
         /// changes no run.
         bandwidth: f64 = float(0.0), Double(NotNegative), Output, if WEIGHS;
+        /// Where the ranks are. auto: in the processes that a launcher (mpirun, srun) has started, joined by MPI, and
+        /// without one threads of this process. threads: each process trains by itself. docs/clusters.md says more.
+        kind: CommKind = is("auto"), Choice(CommKind::WORDS), Speed;
+        /// Ranks of a process that MPI joins to others: consecutive ranks, as threads.
+        ranks_per_process: usize = int(1), Count(1), Speed;
+        /// The MPI library, by path or name (libmpi.so.40); unset: the one that fits the launcher, else any that is
+        /// found.
+        library: Option<String> = Unset, Text, Speed;
+        /// A folder for a log of each rank: its place, steps, times and error.
+        log_dir: Option<String> = Unset, Text, Output;
+    } beside {
+        /// The launch that this process belongs to, if MPI joins it to others.
+        launch: Option<Launch>,
     }
 
     /// How a CUDA device queues its work. Other devices refuse what is not the default.

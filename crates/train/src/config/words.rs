@@ -46,6 +46,8 @@ words! {
 
     /// `moe.overflow`.
     MoeOverflow { Drop = "drop", Reroute = "reroute" }
+    /// `comm.kind`.
+    CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi" }
     /// `training.dtype` and `training.reduce_dtype`.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
     /// `training.matmul_dtype`.

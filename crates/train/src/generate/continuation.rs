@@ -3,8 +3,10 @@
 use super::{Sampling, Trained};
 use crate::devices::{Devices, RankDevice};
 use crate::error::RankError;
+use crate::processes::{Handshake, Joined};
 use crate::stop;
-use meshwork_core::{Rank, RunError};
+use meshwork_core::hash::hash;
+use meshwork_core::{Rank, RunError, World};
 use meshwork_engine::{Decoder, TrainError};
 use meshwork_models::language;
 use meshwork_tensor::ParamSpec;
@@ -28,7 +30,8 @@ pub struct Continued {
     pub cache_bytes: usize,
 }
 
-/// Draws up to `tokens` tokens after `prompt`, with every rank of the model's mesh as a thread of this process. `each`
+/// Draws up to `tokens` tokens after `prompt`, by every rank of the model's mesh: threads of this process, or
+/// the processes that a launcher started. `each`
 /// is called with each of them, in order. A token that ends a text is not shown and ends this one; so does `asked`, a
 /// request to stop.
 ///
@@ -46,10 +49,30 @@ pub fn continue_text(
     asked: &AtomicBool,
     each: impl FnMut(u32) + Send,
 ) -> Result<Continued, RunError> {
-    let config = &trained.config;
-    let (each, world) = (Mutex::new(each), config.world());
+    let world = Joined::of(&trained.config)?.world;
+    continue_text_in(&world, trained, prompt, tokens, sampling, asked, each)
+}
+
+/// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world
+/// it is called with the same arguments, and `each` is called where rank 0 is.
+///
+/// # Errors
+/// As [`continue_text`].
+pub fn continue_text_in(
+    world: &World,
+    trained: &Trained,
+    prompt: &[u32],
+    tokens: usize,
+    sampling: Sampling,
+    asked: &AtomicBool,
+    each: impl FnMut(u32) + Send,
+) -> Result<Continued, RunError> {
+    let (config, each) = (&trained.config, Mutex::new(each));
     let devices = world.prepare(|| Devices::open(config))?;
+    let input = || format!("{:016x}", hash(format!("{prompt:?} {tokens} {sampling:?}").as_bytes()));
+    let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, input()));
     let ended = world.run_with(config.comm.options(), |world| {
+        handshake.as_ref().map_or(Ok(Vec::new()), |handshake| handshake.compare(&world))?;
         let plan = config.plan()?;
         let RankDevice { device, world } = devices.rank(world.communicator().clone())?;
         let (model, rank) = (config.model(), Arc::new(Rank::new(&plan.mesh, world)?));

@@ -7,7 +7,7 @@ mod sampling;
 mod trained;
 
 pub(crate) use compression::Compressed;
-pub use continuation::{Continued, TextStream, continue_text};
+pub use continuation::{Continued, TextStream, continue_text, continue_text_in};
 pub use sampling::Sampling;
 pub use trained::{BY_DEFAULT, Trained};
 

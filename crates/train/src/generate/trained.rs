@@ -6,7 +6,7 @@ use crate::checkpoint::run::{ENDS_OF_TEXT, TOKENIZER_HASH};
 use crate::config::keys::{self, Effect, Key};
 use crate::config::{Args, Config, ConfigError, Fault, ModelKind, Settings, is_free, resolve, same};
 use crate::data::{PromptTokens, Tokenizer};
-use crate::devices;
+use crate::{devices, processes};
 use meshwork_checkpoint::{Checkpoint, folder_name, steps};
 use meshwork_engine::AtCuts;
 use meshwork_models::huggingface::Pretrained;
@@ -135,6 +135,7 @@ impl Trained {
         let (mut config, mut settings) = resolve(&args, Settings::default());
         settings.faults.extend(misfits);
         config.notices = unread;
+        processes::launch(&mut config, &mut settings);
         let dp = config.parallelism.dp;
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");

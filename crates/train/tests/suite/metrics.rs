@@ -21,6 +21,8 @@ fn step(loss: f64) -> Step {
         comm_bytes: vec![("dp", 7), ("tp", 0)],
         offload: None,
         peak_bytes: vec![5, 6],
+        compute_ms: vec![1.5, 2.5],
+        wait_ms: vec![0.5, 0.25],
         loss_scale: None,
         skipped: false,
         masked: false,
@@ -65,7 +67,7 @@ fn lines_are_those_of_the_contract() {
     });
     let rest: Vec<&str> = text.lines().skip(1).collect();
     let tail = "\"grad_norm\":0.30000000000000004,\"lr\":0.0003,\"step_ms\":12.5,\"tokens_per_s\":1000.0,\
-                \"comm_bytes\":{\"dp\":7,\"tp\":0},\"peak_bytes\":[5,6]}";
+                \"comm_bytes\":{\"dp\":7,\"tp\":0},\"peak_bytes\":[5,6],\"compute_ms\":[1.5,2.5],\"wait_ms\":[0.5,0.25]}";
     assert_eq!(
         rest,
         [

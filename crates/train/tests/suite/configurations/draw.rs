@@ -789,6 +789,11 @@ impl Frame {
             },
             "comm.bandwidth" => one_of(rng, &["0", "1e9"]),
             "comm.timeout_seconds" => one_of(rng, &["30", "90.5"]),
+            "comm.kind" => one_of(rng, &["auto", "threads"]),
+            "comm.ranks_per_process" => one_of(rng, &["1", "2"]),
+            "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
+            "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
+            "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
                 _ if self.tp == 3 => some(&rng.pick(&[12, 24])),

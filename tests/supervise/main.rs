@@ -1,0 +1,91 @@
+//! The program `supervise` as a user runs it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// (exit code, standard output, standard error).
+fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    let program = profile.join("examples").join(format!("supervise{}", std::env::consts::EXE_SUFFIX));
+    assert!(program.is_file(), "{} is missing: build it with `cargo build --examples`", program.display());
+    let ended = Command::new(program).args(arguments).stdin(Stdio::null()).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (ended.status.code(), text(ended.stdout), text(ended.stderr))
+}
+
+/// A file that counts starts, removed at the end.
+struct Count(PathBuf);
+
+impl Count {
+    fn new(test: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("meshwork-{test}-{}", std::process::id()));
+        _ = fs::remove_file(&path);
+        Self(path)
+    }
+
+    /// A script that counts its start in `$n`, and goes on with `then`.
+    fn script(&self, then: &str) -> String {
+        let path = self.0.display();
+        format!("echo x >>{path}; n=$(wc -l <{path}); {then}")
+    }
+
+    fn starts(&self) -> usize {
+        fs::read_to_string(&self.0).unwrap_or_default().lines().count()
+    }
+}
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        _ = fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn a_program_that_fails_or_is_killed_is_started_again_until_it_ends_well() {
+    let count = Count::new("supervise-again");
+    let script = count.script("case $n in 1) exit 1;; 2) kill -9 $$;; *) echo done;; esac");
+    let (code, out, errors) = run(&["--restarts", "5", "--", "sh", "-c", &script]);
+    assert_eq!((code, &*out, count.starts()), (Some(0), "done\n", 3), "{errors}");
+    assert_eq!(
+        errors,
+        "supervise: the program ended with code 1, start 1 of 5 more\n\
+         supervise: the program was ended by signal 9, start 2 of 5 more\n"
+    );
+}
+
+#[test]
+fn bad_input_is_not_tried_again_and_the_last_failure_is_passed_on() {
+    let count = Count::new("supervise-input");
+    let (code, _, errors) = run(&["--", "sh", "-c", &count.script("exit 2")]);
+    assert_eq!((code, count.starts(), &*errors), (Some(2), 1, ""));
+    let count = Count::new("supervise-last");
+    let (code, ..) = run(&["--restarts", "1", "--", "sh", "-c", &count.script("exit 7")]);
+    assert_eq!((code, count.starts()), (Some(7), 2));
+}
+
+/// What a killed launcher leaves behind would write to the same files.
+#[test]
+fn nothing_of_a_program_is_left_behind() {
+    let count = Count::new("supervise-left");
+    let left = Count::new("supervise-left-pid");
+    let pid = left.0.display();
+    let script = count.script(&format!("[ $n = 2 ] && exit 0; sleep 100 & echo $! >{pid}; kill -9 $$"));
+    let (code, ..) = run(&["--", "sh", "-c", &script]);
+    assert_eq!((code, count.starts()), (Some(0), 2));
+    let pid = fs::read_to_string(&left.0).unwrap();
+    // It may be a zombie until the system has reaped it.
+    let state = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(" Z "), "{state}");
+}
+
+#[test]
+fn a_wrong_command_line_is_told() {
+    let (code, _, errors) = run(&["--restart", "3"]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("--restart: unknown flag") && errors.contains("COMMAND: there is none"), "{errors}");
+    let (code, _, errors) = run(&["--", "/no/such/program"]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("/no/such/program cannot be started"), "{errors}");
+}
