@@ -63,7 +63,7 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         };
         let most = (1..=cp).rev().find(|&degree| fits(degree)).unwrap_or(1);
         refuse(
-        settings,
+            settings,
             &[],
             !fits(cp),
             format!("does not share out the {held} heads of queries on each rank of tp in equal parts of groups"),
@@ -77,7 +77,9 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         settings,
         &[key, tp],
         !tree::fits(blocks, parts),
-        format!("does not fit canonical numerics with {key} = {blocks}: each of {parts} parts of a sequence must be a power of two"),
+        format!(
+            "does not fit canonical numerics with {key} = {blocks}: each of {parts} parts of a sequence must be a power of two"
+        ),
         format!("use {}, or another {key}", degrees.join(", ")),
     );
     refuse(
