@@ -1,8 +1,8 @@
-//! Attention by all-to-all (DeepSpeed-Ulysses, arXiv:2309.14509): before it each rank has all heads of its tokens, in it
-//! all tokens of its heads.
+//! Attention by all-to-all (DeepSpeed-Ulysses, arXiv:2309.14509): before it each rank has all heads of its tokens, in
+//! it all tokens of its heads.
 //!
-//! Where a rank's heads of keys and values are fewer than the ranks, or not divisible by them, keys and values of all of
-//! these heads come to every rank. Backward runs the same exchanges the other way round.
+//! Where a rank's heads of keys and values are fewer than the ranks, or not divisible by them, keys and values of all
+//! of these heads come to every rank. Backward runs the same exchanges the other way round.
 
 use meshwork_core::{Axis, Buffer, DType, Group, ReduceOp, tree};
 use meshwork_tensor::kernel::{AttentionDropout, AttentionMasks, AttentionShape, GroupedShape};
@@ -80,7 +80,8 @@ impl AllToAll {
             return refuse(
                 heads,
                 format!(
-                    "in canonical numerics the {sharing} ranks that share a group of {} heads must be a power of two, with values                      in f32: use all_gather",
+                    "in canonical numerics the {sharing} ranks that share a group of {} heads must be a power of two, \
+                     with values in f32: use all_gather",
                     of.group
                 ),
             );

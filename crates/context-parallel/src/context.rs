@@ -33,8 +33,8 @@ pub struct ContextParallel {
 
 impl ContextParallel {
     /// Sequences whose tokens lie in `order` before ranks cut them into equal parts. Where their number of tokens is no
-    /// multiple of the chunks of the order and of `multiple`, such as the number of ranks, others follow the last, which
-    /// no token sees and which have no loss.
+    /// multiple of the chunks of the order and of `multiple`, such as the number of ranks, others follow the last,
+    /// which no token sees and which have no loss.
     pub fn new(method: Method, order: Order, multiple: usize) -> Self {
         Self { method, order, multiple: multiple.max(1), axis: Axis::Cp }
     }
@@ -69,8 +69,8 @@ impl ContextParallel {
         self.order.is_natural() && self.places(seq) == seq
     }
 
-    /// The numbers of tokens of sequences `[samples, seq]`, as they lie before ranks cut them: `[samples, places]`, with
-    /// `fill` for what follows the last token.
+    /// The numbers of tokens of sequences `[samples, seq]`, as they lie before ranks cut them: `[samples, places]`,
+    /// with `fill` for what follows the last token.
     ///
     /// # Errors
     /// Numbers of no whole sequences.
@@ -124,8 +124,8 @@ impl ContextParallel {
         }
     }
 
-    /// Values of the tokens of each rank, `[b, s/cp, ..]`, as those of all places in the order of the sequence, whole on
-    /// every rank.
+    /// Values of the tokens of each rank, `[b, s/cp, ..]`, as those of all places in the order of the sequence, whole
+    /// on every rank.
     ///
     /// # Errors
     /// A sequence that does not fit the order.

@@ -53,8 +53,8 @@ impl Positions {
         x.positions(&tape.param(self.weight)?)
     }
 
-    /// The same with a position for each token, i32 `[b, s]`, cut along the sequence over some of the axes that cut x, or
-    /// none.
+    /// The same with a position for each token, i32 `[b, s]`, cut along the sequence over some of the axes that cut x,
+    /// or none.
     ///
     /// Over the others each rank looks up all positions and takes its slice, so that the gradient of the table is not
     /// summed over slices.

@@ -11,8 +11,8 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// An attention whose sequence an axis cuts: what its ranks send each other, and which kernels they call. The types, the
-/// masks and the place on the tape are those of [`Var::exchanged_attention`](crate::Var::exchanged_attention).
+/// An attention whose sequence an axis cuts: what its ranks send each other, and which kernels they call. The types,
+/// the masks and the place on the tape are those of [`Var::exchanged_attention`](crate::Var::exchanged_attention).
 pub trait Exchange: Debug + Send + Sync {
     /// The name of the operation.
     fn name(&self) -> &'static str;

@@ -1,5 +1,7 @@
 //! Causal self-attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
 //! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
+//!
+//! More than 400 lines: the heads that fit, the runs of queries, and both directions of one operation.
 
 use super::documents::{self, Documents, Masking};
 use super::exchange::{Exchange, Exchanged};
@@ -66,7 +68,8 @@ impl Var {
         self.grouped_attention_in(&Order::default(), kv, rotary, documents, dropout)
     }
 
-    /// The same with queries whose tokens lie in `order`. Keys, values and `documents` lie in the order of the sequence.
+    /// The same with queries whose tokens lie in `order`. Keys, values and `documents` lie in the order of the
+    /// sequence.
     ///
     /// # Errors
     /// A sequence that is not divisible into the chunks of the order.

@@ -3,9 +3,9 @@
 //! knows all samples, sums over them.
 //!
 //! The vocab-parallel form (Megatron-LM, section 3) is the only collective operation here, as its name says: an
-//! all-reduce of the row maxima, then one of the sums and the target logit together. Where ranks cut the sequence too, as
-//! cp does, it gathers these three numbers of each token, so that the loss of a sample is summed over its tokens as on
-//! one rank.
+//! all-reduce of the row maxima, then one of the sums and the target logit together. Where ranks cut the sequence too,
+//! as cp does, it gathers these three numbers of each token, so that the loss of a sample is summed over its tokens as
+//! on one rank.
 
 use super::prelude::*;
 use crate::device::Device;
@@ -47,8 +47,8 @@ impl VocabLoss {
         Self { shard, cut_over: None, sequence: Axes::NONE }
     }
 
-    /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`. The tokens lie
-    /// as those of x `[samples, .., features]`.
+    /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`. The tokens
+    /// lie as those of x `[samples, .., features]`.
     pub(super) fn cut(x: &Var, axis: Axis, width: usize, vocab: usize) -> Self {
         let first = (x.tape().rank().coords().get(axis) * width).min(vocab);
         let sequence = x.types().cuts(1).filter(|_| x.shape().len() == 3).collect();

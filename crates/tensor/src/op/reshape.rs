@@ -1,6 +1,6 @@
 //! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`),
-//! in another order (`transpose`, `to_order`, `from_order`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the
-//! zeros of padded shards.
+//! in another order (`transpose`, `to_order`, `from_order`), and a part of them (`narrow`). Nothing is computed, so all
+//! keep `Partial`, and the zeros of padded shards.
 
 use super::order::{self, Order};
 use super::prelude::*;

@@ -219,7 +219,8 @@ pub(super) fn former(section: &str, name: &str) -> Option<&'static str> {
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
 /// A key is `name: type = default, kind, effect;` under its meaning. Before the semicolon stands `, if A && B` if the
-/// key is read on [conditions](super::conditions) alone. `beside { .. }` adds fields to a section that are not keys; they start with the default of their type.
+/// key is read on [conditions](super::conditions) alone. `beside { .. }` adds fields to a section that are not keys;
+/// they start with the default of their type.
 macro_rules! sections {
     (
         $(#[$config_doc:meta])*

@@ -122,12 +122,13 @@ sections! {
         zero_stage: usize = int(0), Count(0), Rounding;
         /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
-        /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses), heads
-        /// for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than none sums
-        /// gradients in the blocks of a sequence that is cut: canonical numerics then have the bits of any cp.
+        /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
+        /// heads for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than
+        /// none sums gradients in the blocks of a sequence that is cut: canonical numerics then have the bits of any
+        /// cp.
         context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
-        /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work under
-        /// the causal mask; contiguous.
+        /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
+        /// under the causal mask; contiguous.
         context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;
