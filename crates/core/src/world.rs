@@ -18,9 +18,9 @@ use crate::run_error::{Cause, RankEnd, RunError, contained};
 pub enum World {
     /// This many threads of this process.
     Threads(usize),
-    /// One rank is here, and its communicator of the world joins it to the others: of other processes, or on other
-    /// threads of the caller.
-    Joined(Arc<dyn Communicator>),
+    /// Some ranks are here, at least one, each by its communicator of the world, which joins it to the others: of other
+    /// processes, or on other threads of the caller.
+    Joined(Vec<Arc<dyn Communicator>>),
 }
 
 impl World {
@@ -70,9 +70,32 @@ impl World {
     {
         match self {
             World::Threads(n) => threads::run(*n, options, body),
-            World::Joined(world) => {
-                let (result, how) = contained(|| body(Group::from(world.clone())));
-                ended(world, result, how).map(|value| vec![value])
+            World::Joined(ranks) => {
+                let run = &|world: &Arc<dyn Communicator>| {
+                    let (result, how) = contained(|| body(Group::from(world.clone())));
+                    ended(world, result, how)
+                };
+                let ends = match &ranks[..] {
+                    [alone] => vec![run(alone)],
+                    several => thread::scope(|scope| {
+                        let mut started = Vec::with_capacity(several.len());
+                        for world in several {
+                            let name = format!("rank {}", world.rank());
+                            let thread = thread::Builder::new().name(name).spawn_scoped(scope, move || run(world));
+                            started.push(thread.map_err(|error| {
+                                let how = format!("its thread did not start: {error}");
+                                ended(world, Err(RankEnd::Panic(how.clone())), Activity::Failed(how))
+                            }));
+                        }
+                        let end = |rank: Result<thread::ScopedJoinHandle<'_, _>, _>| match rank {
+                            // `run` contains the panics of its body.
+                            Ok(rank) => rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                            Err(failed) => failed,
+                        };
+                        started.into_iter().map(end).collect()
+                    }),
+                };
+                together(ranks, ends)
             }
         }
     }
@@ -107,7 +130,7 @@ impl World {
     pub fn leads(&self) -> bool {
         match self {
             World::Threads(_) => true,
-            World::Joined(world) => world.rank() == 0,
+            World::Joined(ranks) => ranks.iter().any(|world| world.rank() == 0),
         }
     }
 
@@ -117,7 +140,7 @@ impl World {
     /// # Errors
     /// What `make` returns, as the error of the rank that is here; of threads, of a world of one rank.
     pub fn prepare<T: Send, E: Into<Cause>>(&self, make: impl FnOnce() -> Result<T, E> + Send) -> Result<T, RunError> {
-        let World::Joined(world) = self else {
+        let World::Joined(ranks) = self else {
             let (made, how) = contained(make);
             return made.map_err(|end| RunError { rank: 0, cause: how.failure(0), fault: None, ends: vec![Some(end)] });
         };
@@ -125,14 +148,24 @@ impl World {
         let (made, how) = thread::scope(|scope| {
             scope.spawn(move || {
                 while beats.recv_timeout(BEAT) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    world.membership().heartbeat();
+                    ranks.iter().for_each(|world| world.membership().heartbeat());
                 }
             });
             let made = contained(make);
             drop(over);
             made
         });
-        made.or_else(|end| ended(world, Err(end), how))
+        made.or_else(|end| {
+            // All of them at once: each waits for the ends of all. The failure is the first rank's.
+            let others = ranks.get(1..).unwrap_or_default();
+            thread::scope(|scope| {
+                for world in others {
+                    scope.spawn(|| world.membership().end(Activity::Left));
+                }
+                let Some(first) = ranks.first() else { unreachable!("a process has a rank") };
+                ended(first, Err(end), how.clone())
+            })
+        })
     }
 }
 
@@ -142,6 +175,19 @@ const BEAT: Duration = Duration::from_millis(50);
 /// The first rank that did not end well, where the world does not say which it was.
 fn first_of(ends: &[Option<RankEnd>]) -> Option<(usize, String)> {
     ends.iter().enumerate().find_map(|(rank, end)| Some((rank, format!("rank {rank} {}", end.as_ref()?))))
+}
+
+/// The results of the ranks of a process; or the error of their world, with each rank's own end from that rank.
+fn together<T>(ranks: &[Arc<dyn Communicator>], ended: Vec<Result<T, RunError>>) -> Result<Vec<T>, RunError> {
+    let (mut values, mut failed) = (Vec::with_capacity(ended.len()), None::<RunError>);
+    for (world, ended) in ranks.iter().zip(ended) {
+        match (ended, &mut failed) {
+            (Ok(value), _) => values.push(value),
+            (Err(error), None) => failed = Some(error),
+            (Err(mut error), Some(failed)) => failed.ends[world.rank()] = error.ends[world.rank()].take(),
+        }
+    }
+    failed.map_or(Ok(values), Err)
 }
 
 /// Ends the rank of a joined world, and waits for the others.

@@ -6,11 +6,6 @@ use meshwork_core::pool::share;
 use meshwork_tensor::kernel::{Loss, VocabShard};
 use meshwork_tensor::{Error, Result};
 
-fn columns(shard: VocabShard) -> loss::Columns {
-    let VocabShard { width, skipped, pitch, valid, first, .. } = shard;
-    loss::Columns { width, skipped, pitch, valid, first }
-}
-
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {
         for_widened!(self, "cross_entropy", logits, T => {
@@ -27,7 +22,7 @@ impl Loss for Cpu {
                 let outputs = maxima.chunks_mut(rows).zip(sum_exp.chunks_mut(rows)).zip(target.chunks_mut(rows));
                 let pieces = logits.chunks(piece).zip(ids.chunks(rows)).zip(outputs);
                 share(pieces, |((logits, ids), ((max, sum_exp), target))| {
-                    read([logits], |[logits]| loss::row_stats(columns(shard), logits, ids, max, sum_exp, target));
+                    read([logits], |[logits]| loss::row_stats(shard, logits, ids, max, sum_exp, target));
                 });
             })?;
             Ok((max, sums))
@@ -78,7 +73,7 @@ impl Loss for Cpu {
                 logits.chunks(rows * shard.pitch).zip(targets.chunks(rows).zip(lse.chunks(rows))).map(move |piece| (piece, scale))
             });
             share(pieces, |((logits, (targets, lse)), scale)| {
-                logits.update(|logits| loss::backward(columns(shard), logits, targets, lse, T::from_f64(scale)));
+                logits.update(|logits| loss::backward(shard, logits, targets, lse, T::from_f64(scale)));
             });
             Ok(())
         })

@@ -314,7 +314,7 @@ impl OpInfo {
     /// Whether two members are in the same operation, part of the same call. The parts of an all-to-all are compared
     /// one by one instead. A sender and a receiver name each other by being there; where steps overlap, they may be in
     /// different calls.
-    pub(crate) fn agrees(&self, other: &OpInfo) -> bool {
+    pub fn agrees(&self, other: &OpInfo) -> bool {
         let message = |of: &OpInfo| (of.dtype, of.elements, of.signature);
         match (self.kind, other.kind) {
             (OpKind::Send, OpKind::Recv) | (OpKind::Recv, OpKind::Send) => message(self) == message(other),
@@ -327,7 +327,7 @@ impl OpInfo {
     }
 
     /// Whether it is part of the call that `other` is part of.
-    pub(crate) fn is_part_of(&self, other: &OpInfo) -> bool {
+    pub fn is_part_of(&self, other: &OpInfo) -> bool {
         let name = |of: &OpInfo| of.caller.as_ref().map(|caller| caller.name.clone());
         name(self) == name(other)
     }

@@ -26,7 +26,7 @@ pub struct Site {
 impl Site {
     /// Whether two members are at the same place of their programs: in the same collective, or at the two ends of
     /// one message.
-    fn is_at(&self, other: &Site) -> bool {
+    pub fn is_at(&self, other: &Site) -> bool {
         let key = |site: &Site| (site.group_id, site.seq, site.op.is_some(), site.message());
         key(self) == key(other)
     }
@@ -185,7 +185,7 @@ impl Activity {
     }
 
     /// The end of `rank` as the cause of a failure.
-    pub(crate) fn failure(&self, rank: usize) -> String {
+    pub fn failure(&self, rank: usize) -> String {
         match self {
             Activity::Failed(error) => format!("rank {rank} returned an error: {error}"),
             Activity::Panicked(message) => format!("rank {rank} panicked: {message}"),

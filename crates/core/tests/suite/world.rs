@@ -11,7 +11,7 @@ const PATIENT: Options = Options { timeout: Duration::from_secs(600) };
 /// Runs `body` as the ranks of joined worlds, each on a thread of its own: what each of them gets.
 fn joined<T: Send, R: Send>(n: usize, body: impl Fn(World) -> Result<T, R> + Sync) -> Vec<Result<T, R>> {
     thread::scope(|scope| {
-        let start = |comm| scope.spawn(|| body(World::Joined(comm)));
+        let start = |comm| scope.spawn(|| body(World::Joined(vec![comm])));
         let ranks: Vec<_> = world(n, PATIENT).into_iter().map(start).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })

@@ -59,9 +59,9 @@ pub fn zip<T: Float>(f: Zip, x: &[T], y: &[T], out: &mut [T]) {
     }
 }
 
-/// σ(x) and σ(-x).
+/// σ(x) and σ(-x) = 1 - σ(x), both computed from `e^-|x| <= 1`, so that nothing overflows or cancels.
 #[inline(always)]
-fn sigmoid<T: Float>(x: T) -> (T, T) {
+pub(super) fn sigmoid<T: Float>(x: T) -> (T, T) {
     let (near, far) = (x.abs() * T::from_f64(std::f64::consts::LOG2_E)).logistic_base_2();
     if x > T::ZERO { (near, far) } else { (far, near) }
 }

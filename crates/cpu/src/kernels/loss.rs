@@ -11,52 +11,33 @@
 use super::Float;
 use super::reduce;
 use meshwork_core::simd::wide;
+use meshwork_tensor::kernel::VocabShard;
 
-/// The columns of the vocabulary that one `logits` buffer holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Columns {
-    /// Number of columns to use.
-    pub width: usize,
-    /// Columns of the buffer before the used ones.
-    pub skipped: usize,
-    /// Columns of the buffer.
-    pub pitch: usize,
-    /// Number of columns that are words; the columns from `valid` to `width` are padding, which is never read and has
-    /// gradient zero.
-    pub valid: usize,
-    /// The word of column 0.
-    pub first: usize,
+/// The column of a target, if it is in this shard.
+fn column_of(shard: VocabShard, target: i32) -> Option<usize> {
+    let column = usize::try_from(target).ok()?.checked_sub(shard.first)?;
+    (column < shard.valid).then_some(column)
 }
 
-impl Columns {
-    /// A whole vocabulary without padding.
-    pub fn whole(words: usize) -> Columns {
-        Columns { width: words, skipped: 0, pitch: words, valid: words, first: 0 }
-    }
-
-    /// The column of a target, if it is in this shard.
-    fn of(&self, target: i32) -> Option<usize> {
-        let column = usize::try_from(target).ok()?.checked_sub(self.first)?;
-        (column < self.valid).then_some(column)
-    }
-
-    fn check<T>(&self, logits: &[T], rows: usize, others: &[usize]) {
-        let fits = self.valid <= self.width && self.skipped + self.width <= self.pitch && self.pitch > 0;
-        assert!(fits, "no columns, or more words than columns: {self:?}");
-        assert_eq!(logits.len(), rows * self.pitch, "elements of logits for {rows} rows of {}", self.pitch);
-        assert!(others.iter().all(|&len| len == rows), "{rows} rows against {others:?}");
-    }
+fn check<T>(shard: VocabShard, logits: &[T], rows: usize, others: &[usize]) {
+    let VocabShard { valid, width, skipped, pitch, .. } = shard;
+    assert!(
+        valid <= width && skipped + width <= pitch && pitch > 0,
+        "no columns, or more words than columns: {shard:?}"
+    );
+    assert_eq!(logits.len(), rows * pitch, "elements of logits for {rows} rows of {pitch}");
+    assert!(others.iter().all(|&len| len == rows), "{rows} rows against {others:?}");
 }
 
 /// The loss over a whole vocabulary: returns its sum over unmasked rows and saves `lse[rows]` (overwrites).
-pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &mut [T]) -> f64 {
-    columns.check(logits, targets.len(), &[lse.len()]);
-    let known = |target: &&i32| **target < 0 || columns.of(**target).is_some();
+pub fn forward<T: Float>(shard: VocabShard, logits: &[T], targets: &[i32], lse: &mut [T]) -> f64 {
+    check(shard, logits, targets.len(), &[lse.len()]);
+    let known = |target: &&i32| **target < 0 || column_of(shard, **target).is_some();
     if let Some(target) = targets.iter().find(|target| !known(target)) {
-        panic!("target {target} is not in {columns:?}");
+        panic!("target {target} is not in {shard:?}");
     }
     let [mut max, mut sum_exp, mut target_logit] = [(); 3].map(|()| vec![T::ZERO; targets.len()]);
-    row_stats(columns, logits, targets, &mut max, &mut sum_exp, &mut target_logit);
+    row_stats(shard, logits, targets, &mut max, &mut sum_exp, &mut target_logit);
     finish(targets, &max, &sum_exp, &target_logit, lse)
 }
 
@@ -64,24 +45,24 @@ pub fn forward<T: Float>(columns: Columns, logits: &[T], targets: &[i32], lse: &
 /// `sum_exp[i] = Σ_j e^{logits[i, j] - max[i]}`; and `target_logit[i] = logits[i, targets[i]]` if that word is in this
 /// shard, else 0. Overwrites all three. Both passes over a row run while it is in the cache.
 pub fn row_stats<T: Float>(
-    columns: Columns,
+    shard: VocabShard,
     logits: &[T],
     targets: &[i32],
     max: &mut [T],
     sum_exp: &mut [T],
     target_logit: &mut [T],
 ) {
-    columns.check(logits, targets.len(), &[max.len(), sum_exp.len(), target_logit.len()]);
+    check(shard, logits, targets.len(), &[max.len(), sum_exp.len(), target_logit.len()]);
     let outputs = max.iter_mut().zip(sum_exp).zip(target_logit);
     wide!({
-        let rows = logits.chunks_exact(columns.pitch).zip(targets);
+        let rows = logits.chunks_exact(shard.pitch).zip(targets);
         for ((logits, &target), ((max, sum_exp), target_logit)) in rows.zip(outputs) {
-            let words = &logits[columns.skipped..][..columns.valid];
+            let words = &logits[shard.skipped..][..shard.valid];
             *max = reduce::max(words);
             // If all words have probability zero, exponentials relative to zero add up to 0 and not to NaN.
             let from = if *max > T::NEG_INFINITY { *max } else { T::ZERO };
             *sum_exp = inlined!(reduce::sum, (words), |x| (x - from).exp());
-            *target_logit = columns.of(target).map_or(T::ZERO, |column| words[column]);
+            *target_logit = column_of(shard, target).map_or(T::ZERO, |column| words[column]);
         }
     });
 }
@@ -119,21 +100,21 @@ pub fn finish<T: Float>(targets: &[i32], max: &[T], sum_exp: &[T], target_logit:
 
 /// Replaces `logits` by `(e^{logits - lse} - onehot(target)) scale` from the global `lse`; masked rows and padding
 /// become zero.
-pub fn backward<T: Float>(columns: Columns, logits: &mut [T], targets: &[i32], lse: &[T], scale: T) {
-    columns.check(logits, targets.len(), &[lse.len()]);
+pub fn backward<T: Float>(shard: VocabShard, logits: &mut [T], targets: &[i32], lse: &[T], scale: T) {
+    check(shard, logits, targets.len(), &[lse.len()]);
     wide!({
-        let rows = logits.chunks_exact_mut(columns.pitch).zip(targets).zip(lse);
+        let rows = logits.chunks_exact_mut(shard.pitch).zip(targets).zip(lse);
         for ((logits, &target), &lse) in rows {
-            let logits = &mut logits[columns.skipped..][..columns.width];
+            let logits = &mut logits[shard.skipped..][..shard.width];
             if target < 0 {
                 logits.fill(T::ZERO);
                 continue;
             }
-            let (words, padding) = logits.split_at_mut(columns.valid);
+            let (words, padding) = logits.split_at_mut(shard.valid);
             for x in words.iter_mut() {
                 *x = (*x - lse).exp() * scale;
             }
-            if let Some(column) = columns.of(target) {
+            if let Some(column) = column_of(shard, target) {
                 words[column] = words[column] - scale;
             }
             padding.fill(T::ZERO);
@@ -167,7 +148,7 @@ mod tests {
         (0..rows).map(|i| if i % 3 == 2 { -100 } else { (i * 7 % words) as i32 }).collect()
     }
 
-    fn run<T: Float>(columns: Columns, logits: &[T], targets: &[i32], scale: T) -> (f64, Vec<T>, Vec<T>) {
+    fn run<T: Float>(columns: VocabShard, logits: &[T], targets: &[i32], scale: T) -> (f64, Vec<T>, Vec<T>) {
         let mut lse = vec![T::ZERO; targets.len()];
         let loss = forward(columns, logits, targets, &mut lse);
         let mut grad = logits.to_vec();
@@ -178,7 +159,7 @@ mod tests {
     proptest! {
         #[test]
         fn loss_and_gradient_match_the_definition(rows in 0..7_usize, words in 1..3000_usize, padding in 0..20_usize) {
-            let columns = Columns { width: words + padding, pitch: words + padding, ..Columns::whole(words) };
+            let columns = VocabShard { width: words + padding, pitch: words + padding, ..VocabShard::whole(words) };
             let mut logits: Vec<f32> = values("logits", rows * columns.width);
             logits.iter_mut().for_each(|x| *x *= 3.0);
             let targets = targets(rows, words);
@@ -200,15 +181,15 @@ mod tests {
         fn shards_and_rows_give_the_whole(rows in 1..6_usize, words in 1..200_usize, shards in 1..5_usize) {
             let logits: Vec<f32> = values("logits", rows * words);
             let targets = targets(rows, words);
-            let (loss, lse, grad) = run(Columns::whole(words), &logits, &targets, 2.0);
+            let (loss, lse, grad) = run(VocabShard::whole(words), &logits, &targets, 2.0);
 
             let width = words / shards + 1;
-            let parts: Vec<(Columns, Vec<f32>)> = (0..shards).map(|shard| {
+            let parts: Vec<(VocabShard, Vec<f32>)> = (0..shards).map(|shard| {
                 let first = shard * width;
                 let valid = words.saturating_sub(first).min(width);
                 let row = |i: usize| (0..width).map(move |j| (i, j));
                 let at = |(i, j): (usize, usize)| if j < valid { logits[i * words + first + j] } else { f32::NAN };
-                (Columns { width, skipped: 0, pitch: width, valid, first }, (0..rows).flat_map(row).map(at).collect())
+                (VocabShard { width, skipped: 0, pitch: width, valid, first, vocab: words }, (0..rows).flat_map(row).map(at).collect())
             }).collect();
             let stats: Vec<[Vec<f32>; 3]> = parts.iter().map(|(columns, logits)| {
                 let [mut max, mut sum, mut target] = [(); 3].map(|()| vec![9.0; rows]);
@@ -242,7 +223,7 @@ mod tests {
                 }
             }
 
-            let alone = |i: usize| run(Columns::whole(words), &logits[i * words..][..words], &targets[i..=i], 2.0);
+            let alone = |i: usize| run(VocabShard::whole(words), &logits[i * words..][..words], &targets[i..=i], 2.0);
             let mut total = 0.0;
             for i in 0..rows {
                 let (loss, lse_alone, grad_alone) = alone(i);
@@ -257,8 +238,8 @@ mod tests {
         fn the_gradient_matches_finite_differences(rows in 1..5_usize, words in 1..20_usize) {
             let logits: Vec<f64> = values("logits", rows * words);
             let targets = targets(rows, words);
-            let (_, _, grad) = run(Columns::whole(words), &logits, &targets, 1.0);
-            check_gradient(&logits, &grad, |x| run(Columns::whole(words), x, &targets, 1.0).0);
+            let (_, _, grad) = run(VocabShard::whole(words), &logits, &targets, 1.0);
+            check_gradient(&logits, &grad, |x| run(VocabShard::whole(words), x, &targets, 1.0).0);
         }
     }
 
@@ -266,7 +247,7 @@ mod tests {
     #[test]
     fn extreme_logits_are_handled() {
         let logits = [1e30_f32, 1e30, f32::NEG_INFINITY, -1e30];
-        let (loss, _, grad) = run(Columns::whole(4), &logits, &[0], 1.0);
+        let (loss, _, grad) = run(VocabShard::whole(4), &logits, &[0], 1.0);
         assert!((loss - 2_f64.ln()).abs() < 1e-6, "{loss}");
         assert_eq!(grad[2..], [0.0, 0.0]);
     }
@@ -274,7 +255,7 @@ mod tests {
     /// A shard whose words all have probability zero adds nothing to the others.
     #[test]
     fn a_shard_of_minus_infinities_adds_nothing() {
-        let (columns, logits) = (Columns::whole(3), [f32::NEG_INFINITY; 3]);
+        let (columns, logits) = (VocabShard::whole(3), [f32::NEG_INFINITY; 3]);
         let [mut max, mut sum, mut target] = [[9.0]; 3];
         row_stats(columns, &logits, &[7], &mut max, &mut sum, &mut target);
         rescale(&max, &[2.0], &mut sum);
@@ -284,6 +265,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "target 4 is not in")]
     fn targets_outside_the_vocabulary_are_refused() {
-        run(Columns { width: 8, pitch: 8, ..Columns::whole(4) }, &[0.0_f32; 8], &[4], 1.0);
+        run(VocabShard { width: 8, pitch: 8, ..VocabShard::whole(4) }, &[0.0_f32; 8], &[4], 1.0);
     }
 }

@@ -4,6 +4,7 @@
 //! `1.5e-7 max(1, |x|)` of the exact one and its derivative within 3e-7.
 
 use super::Float;
+use super::elementwise::sigmoid;
 use super::round::Stored;
 use meshwork_core::simd::wide;
 
@@ -29,7 +30,7 @@ pub fn swiglu_backward<T: Float>(dy: &[T], x: &mut [T]) {
     assert_eq!(x.len(), 2 * dy.len(), "elements of x against pairs of dy");
     wide!(for (&dy, x) in dy.iter().zip(x.as_chunks_mut::<2>().0) {
         let [gate, up] = *x;
-        let (sigma, rest) = logistic(gate);
+        let (sigma, rest) = sigmoid(gate);
         // σ (1 + x (1 - σ)): x (1 - σ) goes to zero or, where σ is zero, stays finite.
         *x = [dy * up * (sigma * (gate * rest + T::ONE)), dy * (gate * sigma)];
     });
@@ -37,14 +38,7 @@ pub fn swiglu_backward<T: Float>(dy: &[T], x: &mut [T]) {
 
 #[inline(always)]
 fn silu<T: Float>(x: T) -> T {
-    x * logistic(x).0
-}
-
-/// `σ(x)` and `1 - σ(x)`, both computed from `e^(-|x|) <= 1`, so that nothing overflows or cancels.
-#[inline(always)]
-fn logistic<T: Float>(x: T) -> (T, T) {
-    let (near, far) = (x * T::from_f64(std::f64::consts::LOG2_E)).abs().logistic_base_2();
-    if x > T::ZERO { (near, far) } else { (far, near) }
+    x * sigmoid(x).0
 }
 
 #[cfg(test)]

@@ -23,6 +23,11 @@ pub struct VocabShard {
 }
 
 impl VocabShard {
+    /// A whole vocabulary without padding.
+    pub fn whole(vocab: usize) -> Self {
+        Self { first: 0, valid: vocab, width: vocab, skipped: 0, pitch: vocab, vocab }
+    }
+
     /// `count` equal parts of this shard; boundaries are rounded down.
     pub fn parts(self, count: usize) -> impl Iterator<Item = Self> {
         (0..count).map(move |part| {

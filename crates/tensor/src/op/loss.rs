@@ -43,8 +43,7 @@ impl Var {
 impl VocabLoss {
     /// Of logits of all `width` ids.
     pub(super) fn whole(width: usize) -> Self {
-        let shard = VocabShard { first: 0, valid: width, width, skipped: 0, pitch: width, vocab: width };
-        Self { shard, cut_over: None, sequence: Axes::NONE }
+        Self { shard: VocabShard::whole(width), cut_over: None, sequence: Axes::NONE }
     }
 
     /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`. The tokens

@@ -179,14 +179,17 @@ fn a_rank_that_failed_is_the_cause_with_its_own_words(worlds: &dyn Worlds) {
 
 /// Also a rank that ended well, because it needed nobody.
 fn every_rank_gets_the_same_failure(worlds: &dyn Worlds) {
-    let error = fails(worlds, 4, PATIENT, |world| match world.rank() {
-        0 => Ok(()),
-        1 => Err("the disk is full".into()),
-        2 => {
-            sleep(Duration::from_millis(50));
-            panic!("out of cheese")
+    let error = fails(worlds, 4, PATIENT, |world| {
+        world.barrier()?; // processes come one after the other
+        match world.rank() {
+            0 => Ok(()),
+            1 => Err("the disk is full".into()),
+            2 => {
+                sleep(Duration::from_millis(50));
+                panic!("out of cheese")
+            }
+            _ => Ok(world.recv(zeros(4), 2, 0).map(drop)?),
         }
-        _ => Ok(world.recv(zeros(4), 2, 0).map(drop)?),
     });
     let Some(error) = error else { return };
     assert_eq!((error.rank, &*error.cause), (1, "rank 1 returned an error: the disk is full"));

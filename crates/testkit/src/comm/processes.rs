@@ -131,7 +131,7 @@ impl Worlds for Processes {
             *number
         };
         let join = Ask::Join { number, ranks, rank: self.rank, millis: timeout.as_millis() as u64 };
-        Some(World::Joined(join_hub(self.port, &join).expect("the hub is there")))
+        Some(World::Joined(vec![join_hub(self.port, &join).expect("the hub is there")]))
     }
 }
 

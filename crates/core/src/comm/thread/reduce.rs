@@ -5,12 +5,15 @@
 //! of an element therefore depend on the ranks' values alone, not on where the element lies, which thread reduces it,
 //! or how the work is cut.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::dtype::Element;
+use crate::comm::ReduceOp;
+use crate::dtype::{DType, Element};
+use crate::simd::Wide;
 
 /// Number of elements reduced at a time: small enough that each is in a register from its first read to its write. All
 /// ranks' buffers tend to have the same offset in a page, so larger blocks would push each other out of the first-level
@@ -220,10 +223,63 @@ fn leaves<'a, T: Reduce>(
     1 << ranks.len().min(8).ilog2()
 }
 
+/// Reduces equally many elements of several ranks in the balanced tree of [`tree`](crate::tree), as this backend does,
+/// bit for bit: for backends that bring the elements together themselves. `parts` has the bytes of each rank, in the
+/// order of the group; `None` stands for the elements that `into` has before. The bytes need not be aligned.
+///
+/// # Panics
+/// If there are no parts, or one of another length than `into`.
+pub fn reduce_parts(op: ReduceOp, dtype: DType, parts: &[Option<&[u8]>], into: &mut [u8]) {
+    fn of<T: Reduce>(op: ReduceOp, parts: &[Option<&[u8]>], into: &mut [u8]) {
+        match op {
+            ReduceOp::Sum => (Parts { f: T::sum, parts, into, elements: PhantomData::<T> }).wide(),
+            ReduceOp::Max => (Parts { f: T::max, parts, into, elements: PhantomData::<T> }).wide(),
+            ReduceOp::Min => (Parts { f: T::min, parts, into, elements: PhantomData::<T> }).wide(),
+        }
+    }
+    match dtype {
+        DType::F32 => of::<f32>(op, parts, into),
+        DType::F64 => of::<f64>(op, parts, into),
+        DType::Bf16 => of::<bf16>(op, parts, into),
+        DType::F16 => of::<f16>(op, parts, into),
+        DType::I32 => of::<i32>(op, parts, into),
+        DType::I64 => of::<i64>(op, parts, into),
+        DType::U8 => of::<u8>(op, parts, into),
+    }
+}
+
+/// The parts of [`reduce_parts`], to be reduced by `f`.
+struct Parts<'a, T, F> {
+    f: F,
+    parts: &'a [Option<&'a [u8]>],
+    into: &'a mut [u8],
+    elements: PhantomData<T>,
+}
+
+impl<T: Reduce, F: Fn(T::Acc, T::Acc) -> T::Acc + Copy> Wide for Parts<'_, T, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let mut scratch = Scratch::default();
+        let mut blocks = vec![[T::zeroed(); BLOCK]; self.parts.len()];
+        let step = BLOCK * size_of::<T>();
+        for start in (0..self.into.len()).step_by(step) {
+            let range = start..self.into.len().min(start + step);
+            for (block, part) in blocks.iter_mut().zip(self.parts) {
+                let from = &part.unwrap_or(self.into)[range.clone()];
+                bytemuck::cast_slice_mut(block)[..from.len()].copy_from_slice(from);
+            }
+            let into = &mut self.into[range];
+            let put = |block: &[T; BLOCK]| into.copy_from_slice(&bytemuck::cast_slice(block)[..into.len()]);
+            tree(self.f, |rank| &blocks[rank], 0..blocks.len(), &mut scratch, put);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::ReduceOp;
 
     fn reduce<T: Reduce>(op: ReduceOp, ranks: &[T]) -> T {
         let blocks: Vec<_> = ranks.iter().map(|&value| [value; BLOCK]).collect();
@@ -305,5 +361,21 @@ mod tests {
         assert_eq!(reduce(ReduceOp::Min, &[f32::INFINITY, f32::NEG_INFINITY, 0.0]), f32::NEG_INFINITY);
         assert_eq!(reduce(ReduceOp::Sum, &[i32::MAX, 1]), i32::MIN);
         assert_eq!(reduce(ReduceOp::Sum, &[200u8, 100]), 44);
+    }
+
+    #[test]
+    fn parts_add_up_as_ranks_do_wherever_they_lie() {
+        let values: Vec<Vec<f32>> =
+            (0..5).map(|rank| (0..150).map(|i| ((rank * 150 + i) as f32 * 0.7).sin() * 1e3).collect()).collect();
+        let bytes: Vec<Vec<u8>> =
+            values.iter().map(|rank| [&[0], bytemuck::cast_slice::<f32, u8>(rank)].concat()).collect(); // not aligned
+        let mut parts: Vec<_> = bytes.iter().map(|rank| Some(&rank[1..])).collect();
+        parts[2] = None;
+        let mut into = bytes[2][1..].to_vec();
+        reduce_parts(ReduceOp::Sum, DType::F32, &parts, &mut into);
+        for (i, sum) in into.chunks(4).enumerate() {
+            let column: Vec<f32> = values.iter().map(|rank| rank[i]).collect();
+            assert_eq!(sum, by_definition(&column).to_le_bytes(), "element {i}");
+        }
     }
 }

@@ -1,0 +1,128 @@
+//! The communicator of a rank, and its membership in a world.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use meshwork_core::comm::{Activity, Ended, Membership, PendingOp, Site, check_members};
+use meshwork_core::{Buffer, Call, CommError, Communicator, Pending, ReductionOrder};
+
+use crate::endpoint::{Endpoint, GroupOf};
+use crate::packet::Key;
+use crate::runtime::Life;
+
+/// One rank's end of a group.
+#[derive(Debug)]
+pub(crate) struct MpiComm {
+    member: Arc<Member>,
+    group: GroupOf,
+}
+
+/// Held by all communicators and operations of a rank in a world: when it is dropped, the rank has ended.
+#[derive(Debug)]
+struct Member {
+    endpoint: Arc<Endpoint>,
+    /// Dropped last: MPI ends with it.
+    life: Arc<Life>,
+}
+
+impl MpiComm {
+    /// A rank's end of the group of all ranks of a world.
+    pub(crate) fn of_world(endpoint: Arc<Endpoint>, life: Arc<Life>) -> MpiComm {
+        let group = endpoint.world_group();
+        MpiComm { member: Arc::new(Member { endpoint, life }), group }
+    }
+}
+
+impl Membership for Member {
+    fn heartbeat(&self) {
+        self.endpoint.beat();
+    }
+
+    fn origin(&self) -> Instant {
+        self.endpoint.origin
+    }
+
+    fn fork(&self, name: &str) -> Result<Arc<dyn Communicator>, CommError> {
+        Ok(Arc::new(MpiComm::of_world(self.endpoint.fork(name), self.life.clone())))
+    }
+
+    fn end(&self, how: Activity) -> Ended {
+        self.endpoint.end(how);
+        self.endpoint.wait_for_ends()
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.endpoint.end(match std::thread::panicking() {
+            true => Activity::Panicked("the thread that held its communicators".to_owned()),
+            false => Activity::Left,
+        });
+    }
+}
+
+impl Communicator for MpiComm {
+    fn rank(&self) -> usize {
+        self.group.member
+    }
+
+    fn size(&self) -> usize {
+        self.group.ranks.len()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        &self.group.ranks
+    }
+
+    fn name(&self) -> &str {
+        &self.group.name
+    }
+
+    fn start(&self, call: Call) -> Result<Pending, CommError> {
+        let kind = call.op.kind();
+        call.check(self.rank(), self.size()).map_err(|error| error.on(self, kind))?;
+        let (key, site) = self.member.endpoint.start(&self.group, call)?;
+        Ok(Pending::new(Flying { member: self.member.clone(), key, site, taken: false }))
+    }
+
+    fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        let ranks = check_members(self, name, members)?;
+        let group = self.member.endpoint.split(&self.group, name, ranks)?;
+        Ok(Arc::new(MpiComm { member: self.member.clone(), group }))
+    }
+
+    fn membership(&self) -> &dyn Membership {
+        &*self.member
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        ReductionOrder::BalancedTree
+    }
+}
+
+/// A rank's claim on the result of an operation.
+struct Flying {
+    member: Arc<Member>,
+    key: Key,
+    site: Site,
+    taken: bool,
+}
+
+impl PendingOp for Flying {
+    fn wait(mut self: Box<Self>) -> Result<Buffer, CommError> {
+        self.taken = true;
+        self.member.endpoint.wait(self.key, &self.site)
+    }
+
+    fn is_done(&self) -> bool {
+        self.member.endpoint.is_finished(self.key)
+    }
+}
+
+impl Drop for Flying {
+    fn drop(&mut self) {
+        if !self.taken {
+            self.member.endpoint.detach(self.key);
+        }
+    }
+}

@@ -1,0 +1,694 @@
+//! One rank's end of a world: its groups, its operations under way, its waits, and what it was told of faults.
+//!
+//! All of it is behind one lock, which the rank takes when it starts an operation or waits, and the thread of MPI while
+//! the rank computes. Whoever has it goes through what has arrived and does what can be done.
+//!
+//! More than 400 lines: everything that the one lock guards.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, OpInfo, RankReport, Site};
+use meshwork_core::hash::{combine, hash};
+use meshwork_core::pool::yield_core;
+use meshwork_core::{Buffer, Call, CommError, DType, Op};
+
+use crate::flight::{Flight, Outgoing, Place};
+use crate::ground::{Claim, Ground};
+use crate::judge::{Bench, To};
+use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
+use crate::pause::Pause;
+use crate::port::{Inbox, Landing, Port};
+
+/// How long a rank waits before it tells the judge.
+const PATIENCE: Duration = Duration::from_millis(15);
+
+/// How often a rank that waits tells the judge again, if nothing has changed.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// The longest sleep of a rank that waits: so late it may be.
+const LONGEST_SLEEP: Duration = Duration::from_micros(200);
+
+/// Blocks of memory kept for parts of sums.
+const SCRATCH: usize = 32;
+
+/// One rank's end of a world.
+pub(crate) struct Endpoint {
+    pub(crate) port: Arc<Port>,
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) world: u64,
+    pub(crate) rank: usize,
+    pub(crate) name: Arc<str>,
+    pub(crate) ranks: Arc<[usize]>,
+    pub(crate) origin: Instant,
+    timeout: Option<Duration>,
+    /// Grows as long as the rank makes progress.
+    beats: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    groups: HashMap<u64, Counts>,
+    flights: HashMap<Key, Flight>,
+    /// Messages of operations that this rank has not started.
+    early: HashMap<Key, Vec<Early>>,
+    /// Messages that wait for memory, or for earlier lanes.
+    later: Vec<(Key, usize, usize, usize, Body)>,
+    /// What large messages are for, by number.
+    landings: HashMap<u64, (Key, usize, usize, usize)>,
+    landed: u64,
+    scratch: Vec<Ground>,
+    /// The names of groups that were split.
+    group_names: HashMap<u64, Arc<str>>,
+    splits: HashMap<(u64, u64), Part>,
+    /// Parts that others named before this rank came to the split.
+    early_splits: HashMap<(u64, u64), Vec<(usize, Part)>>,
+    waits: Vec<Wait>,
+    waited: u64,
+    last: Option<Site>,
+    ended: Option<Activity>,
+    forks: u64,
+    /// The worlds beside this one that rank 0 has come to, to which it tells who has ended.
+    forked: Vec<Arc<Endpoint>>,
+    ends: BTreeMap<usize, (Activity, u64)>,
+    fault: Option<(Arc<Fault>, Instant)>,
+    over: Option<Option<Ended>>,
+    bench: Option<Box<Bench>>,
+    /// Why ranks are lost.
+    lost: BTreeMap<usize, String>,
+}
+
+/// The part of a split that a rank named: its name and world ranks.
+type Part = (String, Vec<usize>);
+
+/// A message of an operation that has not started: the member that sent it, stage and lane, what it does, the bytes.
+type Early = (usize, u32, Option<Info>, Body);
+
+/// What this rank has started in a group.
+#[derive(Default)]
+struct Counts {
+    collectives: u64,
+    /// By sender and receiver, world ranks.
+    messages: HashMap<(usize, usize), u64>,
+    splits: u64,
+}
+
+/// A wait of this rank.
+struct Wait {
+    number: u64,
+    key: Key,
+    site: Site,
+    since: Instant,
+    told: Option<(Instant, Vec<usize>)>,
+}
+
+/// A group of which this rank is a member.
+#[derive(Clone, Debug)]
+pub(crate) struct GroupOf {
+    pub(crate) id: u64,
+    pub(crate) name: Arc<str>,
+    /// World ranks.
+    pub(crate) ranks: Arc<[usize]>,
+    pub(crate) member: usize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code under the lock should panic; if it does, errors still reach every rank.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The number of the group of all ranks.
+pub(crate) const WORLD: u64 = 0;
+
+impl Endpoint {
+    /// A rank comes to a world.
+    pub(crate) fn enter(
+        port: &Arc<Port>,
+        world: u64,
+        name: &str,
+        rank: usize,
+        ranks: usize,
+        timeout: Option<Duration>,
+        origin: Instant,
+    ) -> Arc<Endpoint> {
+        let endpoint = Arc::new(Endpoint {
+            port: port.clone(),
+            inbox: Arc::default(),
+            world,
+            rank,
+            name: name.into(),
+            ranks: (0..ranks).collect(),
+            origin,
+            timeout,
+            beats: AtomicU64::new(0),
+            state: Mutex::default(),
+        });
+        port.enter(&endpoint);
+        endpoint
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    pub(crate) fn beat(&self) {
+        self.beats.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The group of all ranks.
+    pub(crate) fn world_group(&self) -> GroupOf {
+        GroupOf { id: WORLD, name: self.name.clone(), ranks: self.ranks.clone(), member: self.rank }
+    }
+
+    fn send(&self, to: usize, what: What, bytes: &Bytes) {
+        self.port.send(Head { world: self.world, from: self.rank, to, what }, bytes);
+    }
+
+    fn tell(&self, state: &State, told: Tell) {
+        let judge = (0..self.ranks.len()).find(|rank| !state.lost.contains_key(rank)).unwrap_or(self.rank);
+        self.send(judge, What::Tell(told), &Bytes::None);
+    }
+
+    /// Starts an operation of a group.
+    pub(crate) fn start(&self, group: &GroupOf, call: Call) -> Result<(Key, Site), CommError> {
+        self.beat();
+        let info = call.info(&group.ranks);
+        let mut state = self.lock();
+        let counts = state.groups.entry(group.id).or_default();
+        let next = |count: &mut u64| std::mem::replace(count, *count + 1);
+        let message = match call.op {
+            Op::Send { to, .. } => Some(((self.rank, group.ranks[to]), 0)),
+            Op::Recv { from, .. } => Some(((group.ranks[from], self.rank), 1)),
+            _ => None,
+        };
+        let (seq, ranks, me) = match message {
+            Some((pair, me)) => (next(counts.messages.entry(pair).or_default()), [pair.0, pair.1].into(), me),
+            None => (next(&mut counts.collectives), group.ranks.clone(), group.member),
+        };
+        let key = Key { group: group.id, message: message.map(|(pair, _)| pair), seq };
+        let site =
+            Site { group: group.name.clone(), group_id: group.id, world_rank: self.rank, seq, op: Some(info.clone()) };
+        state.last = Some(site.clone());
+        if let Some((fault, _)) = &state.fault {
+            return Err(CommError::Stopped { site, fault: fault.clone() });
+        }
+        let mut flight = Flight::new(key, site.clone(), info, ranks, me, call)?;
+        let first = flight.begin();
+        self.ship(&flight, first);
+        state.flights.insert(key, flight);
+        for (from, place, info, body) in state.early.remove(&key).unwrap_or_default() {
+            self.part(&mut state, from, key, place, info, body);
+        }
+        self.go_on(&mut state);
+        Ok((key, site))
+    }
+
+    /// Sends messages of an operation. The first one to each member says what it is.
+    fn ship(&self, flight: &Flight, messages: Vec<Outgoing>) {
+        for Outgoing { stage, lane, to, bytes } in messages {
+            let place = (2 * lane + stage) as u32;
+            let info = (place == 0).then(|| flight.info_for(to));
+            self.send(flight.ranks[to], What::Part { key: flight.key, place, info }, &bytes);
+        }
+    }
+
+    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
+    pub(crate) fn advance(&self) -> bool {
+        let mut state = self.lock();
+        self.advance_in(&mut state)
+    }
+
+    fn advance_in(&self, state: &mut State) -> bool {
+        let mut any = false;
+        loop {
+            let Some(arrival) = lock(&self.inbox).pop_front() else { break };
+            any = true;
+            match arrival {
+                Arrival::Packet(Head { from, what, .. }, body) => self.packet(state, from, what, body),
+                Arrival::Landed(number, claim) => self.landed(state, number, claim),
+                Arrival::Lost(process, why) => self.lost(state, process, &why),
+            }
+        }
+        self.go_on(state);
+        self.with_bench(state, |bench, say| bench.tick(say));
+        any
+    }
+
+    fn packet(&self, state: &mut State, from: usize, what: What, body: Body) {
+        match what {
+            What::Part { key, place, info } => {
+                if state.fault.is_some() {
+                    self.port.discard(body);
+                } else if state.flights.contains_key(&key) {
+                    self.part(state, from, key, place, info, body);
+                } else {
+                    state.early.entry(key).or_default().push((from, place, info, body));
+                }
+            }
+            What::Split { parent, seq, name, ranks } => match state.splits.get(&(parent, seq)) {
+                Some((group, own)) => {
+                    let (group, own) = (group.clone(), own.clone());
+                    self.compare_parts(state, (parent, seq), &group, &own, (from, &(name, ranks)));
+                }
+                None => state.early_splits.entry((parent, seq)).or_default().push((from, (name, ranks))),
+            },
+            What::Tell(told) => {
+                self.hear_of_forks(state, from, &told);
+                if state.bench.is_none() {
+                    state.bench = Some(Box::new(Bench::new(self.ranks.len(), self.timeout)));
+                }
+                self.with_bench(state, |bench, say| bench.hear(from, told, say));
+            }
+            What::Judge(said) => self.hear_judge(state, from, said),
+        }
+    }
+
+    /// A message of an operation that this rank has started.
+    fn part(&self, state: &mut State, from: usize, key: Key, place: u32, info: Option<Info>, body: Body) {
+        let State { flights, scratch, later, landings, landed, .. } = state;
+        let Some(flight) = flights.get_mut(&key) else { return };
+        let Some(member) = flight.ranks.iter().position(|&rank| rank == from) else { return };
+        if let Some((mine, theirs)) = info.and_then(|theirs| flight.difference(member, &theirs, body.len())) {
+            let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
+            self.port.discard(body);
+            return self.tell(state, Tell::Found { kind, site });
+        }
+        let (stage, lane, bytes) = (place as usize % 2, place as usize / 2, body.len());
+        let far = match &body {
+            Body::Far { process, tag, .. } => Some((*process, *tag)),
+            _ => None,
+        };
+        match flight.arrive(stage, lane, member, body, |bytes| scratch_of(scratch, bytes)) {
+            Place::Taken => {}
+            Place::Later(body) => later.push((key, stage, lane, member, body)),
+            Place::Receive(claim) => {
+                let Some((process, tag)) = far else { return };
+                *landed += 1;
+                landings.insert(*landed, (key, stage, lane, member));
+                self.port.receive(process, tag, claim, Landing::Rank(self.inbox.clone(), *landed));
+            }
+            Place::Wrong => {
+                // What members say of themselves agrees, so this is a fault of their programs' builds, or of the wire.
+                let (mine, theirs) =
+                    (flight.info.clone(), OpInfo { elements: bytes, dtype: Some(DType::U8), ..flight.info.clone() });
+                let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
+                self.tell(state, Tell::Found { kind, site });
+            }
+        }
+    }
+
+    fn landed(&self, state: &mut State, number: u64, claim: Claim) {
+        let Some((key, stage, lane, member)) = state.landings.remove(&number) else { return };
+        if let Some(flight) = state.flights.get_mut(&key) {
+            flight.landed(stage, lane, member, claim);
+        }
+    }
+
+    /// Does what the operations under way can do now.
+    fn go_on(&self, state: &mut State) {
+        for (key, stage, lane, member, body) in std::mem::take(&mut state.later) {
+            let Some(flight) = state.flights.get(&key) else {
+                self.port.discard(body);
+                continue;
+            };
+            let (from, place) = (flight.ranks[member], (2 * lane + stage) as u32);
+            self.part(state, from, key, place, None, body);
+        }
+        for flight in state.flights.values_mut() {
+            let messages = flight.go_on();
+            self.ship(flight, messages);
+        }
+        state.flights.retain(|_, flight| !(flight.detached && flight.is_done()));
+    }
+
+    fn lost(&self, state: &mut State, process: usize, why: &str) {
+        let ranks: Vec<usize> =
+            self.ranks.iter().copied().filter(|&rank| self.port.layout.process_of(rank) == process).collect();
+        for &rank in &ranks {
+            state.lost.insert(rank, why.to_owned());
+        }
+        for (&rank, why) in state.lost.clone().iter() {
+            self.tell(state, Tell::Missing { rank, how: Activity::Lost(why.clone()) });
+        }
+        // Another rank may judge now, which knows nothing yet.
+        if let Some((how, forks)) = state.ended.clone().map(|how| (how, state.forks)) {
+            self.tell(state, Tell::Ends { how, forks });
+        }
+        state.waits.iter_mut().for_each(|wait| wait.told = None);
+    }
+
+    /// Has the judge of this rank, if it judges, do something, and says to all what it says.
+    fn with_bench(&self, state: &mut State, act: impl FnOnce(&mut Bench, &mut Vec<(To, Judge)>)) {
+        let Some(bench) = &mut state.bench else { return };
+        let mut say = Vec::new();
+        act(bench, &mut say);
+        for (to, said) in say {
+            let ranks = match to {
+                To::All => 0..self.ranks.len(),
+                To::Rank(rank) => rank..rank + 1,
+            };
+            for rank in ranks.filter(|rank| !state.lost.contains_key(rank)) {
+                self.send(rank, What::Judge(said.clone()), &Bytes::None);
+            }
+        }
+    }
+
+    fn hear_judge(&self, state: &mut State, from: usize, said: Judge) {
+        let told = match said {
+            Judge::Ask { asked, key } => Tell::Answer {
+                asked,
+                posted: state.has_started(key),
+                waits: state.waits.last().map(|wait| wait.number),
+                beats: self.beats.load(Ordering::Relaxed),
+            },
+            Judge::Report => Tell::Report(state.report(self.rank)),
+            Judge::Stopped(fault) => {
+                if state.fault.is_none() {
+                    state.fault = Some((fault, Instant::now()));
+                    self.stop(state);
+                }
+                return;
+            }
+            Judge::Over(over) => {
+                state.over.get_or_insert(over);
+                self.stop(state);
+                self.port.leave(self);
+                return;
+            }
+        };
+        self.send(from, What::Tell(told), &Bytes::None);
+    }
+
+    /// Drops what is under way. Memory that messages still use lives until they are over.
+    fn stop(&self, state: &mut State) {
+        state.flights.clear();
+        let early = std::mem::take(&mut state.early).into_values().flatten().map(|(.., body)| body);
+        let later = std::mem::take(&mut state.later).into_iter().map(|(.., body)| body);
+        early.chain(later).for_each(|body| self.port.discard(body));
+        state.scratch.clear();
+    }
+
+    /// Blocks until an operation is over.
+    pub(crate) fn wait(&self, key: Key, site: &Site) -> Result<Buffer, CommError> {
+        if let Some(result) = self.finished(&mut self.lock(), key, site) {
+            return result;
+        }
+        let number = {
+            let mut state = self.lock();
+            state.waited += 1;
+            let number = state.waited;
+            state.waits.push(Wait { number, key, site: site.clone(), since: Instant::now(), told: None });
+            number
+        };
+        let result = yield_core(|| {
+            let mut pause = Pause::new(LONGEST_SLEEP);
+            loop {
+                if self.port.poll() {
+                    pause.reset();
+                }
+                let mut state = self.lock();
+                if self.advance_in(&mut state) {
+                    pause.reset();
+                }
+                if let Some(result) = self.finished(&mut state, key, site) {
+                    let told = state.waits.iter().any(|wait| wait.number == number && wait.told.is_some());
+                    state.waits.retain(|wait| wait.number != number);
+                    if told {
+                        self.tell(&state, Tell::Goes { number });
+                    }
+                    return result;
+                }
+                self.tell_wait(&mut state, number);
+                drop(state);
+                pause.rest();
+            }
+        });
+        self.beat();
+        result
+    }
+
+    /// The result of an operation that is over; of an unfinished one the fault, if there is one.
+    fn finished(&self, state: &mut State, key: Key, site: &Site) -> Option<Result<Buffer, CommError>> {
+        if state.flights.get(&key).is_some_and(Flight::is_done) {
+            return state.flights.remove(&key).map(|flight| Ok(flight.into_result()));
+        }
+        let stopped = |fault: &Arc<Fault>| CommError::Stopped { site: site.clone(), fault: fault.clone() };
+        if let Some((fault, _)) = &state.fault {
+            return Some(Err(stopped(fault)));
+        }
+        if state.flights.contains_key(&key) {
+            return None;
+        }
+        // The world is over, though this rank has not ended: others had no more patience with it.
+        let kind = FaultKind::Gone { rank: self.rank, how: Activity::Computing };
+        Some(Err(stopped(&Arc::new(Fault { kind, site: Some(site.clone()), ranks: Vec::new() }))))
+    }
+
+    /// Tells the judge of a wait that has lasted.
+    fn tell_wait(&self, state: &mut State, number: u64) {
+        let Some(at) = state.waits.iter().position(|wait| wait.number == number) else { return };
+        let wait = &state.waits[at];
+        let now = Instant::now();
+        let due = wait.told.as_ref().map_or(wait.since + PATIENCE, |(told, _)| *told + PATIENCE);
+        if now < due {
+            return;
+        }
+        let Some(flight) = state.flights.get(&wait.key) else { return };
+        let lacks = flight.lacks();
+        if wait.told.as_ref().is_some_and(|(told, before)| *before == lacks && now < *told + AGAIN) {
+            return;
+        }
+        let since_millis = now.duration_since(wait.since).as_millis() as u64;
+        let (key, site) = (wait.key, wait.site.clone());
+        self.tell(state, Tell::Waits { number, since_millis, key, site, lacks: lacks.clone() });
+        state.waits[at].told = Some((now, lacks));
+    }
+
+    /// Whether a wait for an operation would return at once.
+    pub(crate) fn is_finished(&self, key: Key) -> bool {
+        self.port.poll();
+        let mut state = self.lock();
+        self.advance_in(&mut state);
+        state.flights.get(&key).is_none_or(Flight::is_done)
+    }
+
+    /// Nobody will wait for an operation.
+    pub(crate) fn detach(&self, key: Key) {
+        if let Some(flight) = self.lock().flights.get_mut(&key) {
+            flight.detached = true;
+        }
+    }
+
+    /// Names the part of a group that this rank is in: world ranks. It does not wait for others; who names another part
+    /// finds it when it hears of this one.
+    pub(crate) fn split(&self, parent: &GroupOf, name: &str, ranks: Vec<usize>) -> Result<GroupOf, CommError> {
+        self.beat();
+        let mut state = self.lock();
+        let counts = state.groups.entry(parent.id).or_default();
+        let seq = counts.splits;
+        counts.splits += 1;
+        if let Some((fault, _)) = &state.fault {
+            let site = self.split_site(&parent.name, parent.id, seq);
+            return Err(CommError::Stopped { site, fault: fault.clone() });
+        }
+        let part = (name.to_owned(), ranks);
+        state.splits.insert((parent.id, seq), part.clone());
+        state.group_names.insert(parent.id, parent.name.clone());
+        // Each tells the first of its part, and the first tells all others.
+        let leader = part.1[0];
+        let told: Vec<usize> = if leader == self.rank { part.1[1..].to_vec() } else { vec![leader] };
+        for rank in told {
+            let (name, ranks) = part.clone();
+            self.send(rank, What::Split { parent: parent.id, seq, name, ranks }, &Bytes::None);
+        }
+        for (from, theirs) in state.early_splits.remove(&(parent.id, seq)).unwrap_or_default() {
+            self.compare_parts(&mut state, (parent.id, seq), &part.0, &part.1, (from, &theirs));
+        }
+        let (name, ranks) = part;
+        let bytes: Vec<u8> = ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect();
+        let id = combine(combine(parent.id, seq), hash(&bytes));
+        let member = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+        Ok(GroupOf { id, name: name.into(), ranks: ranks.into(), member })
+    }
+
+    fn split_site(&self, group: &Arc<str>, group_id: u64, seq: u64) -> Site {
+        Site { group: group.clone(), group_id, world_rank: self.rank, seq, op: None }
+    }
+
+    fn compare_parts(
+        &self,
+        state: &mut State,
+        (parent, seq): (u64, u64),
+        name: &str,
+        ranks: &[usize],
+        (from, theirs): (usize, &Part),
+    ) {
+        if name == theirs.0 && ranks == theirs.1 {
+            return;
+        }
+        let mine = (self.rank, name.to_owned(), ranks.to_vec());
+        let theirs = (from, theirs.0.clone(), theirs.1.clone());
+        let (first, second) = if mine.0 < theirs.0 { (mine, theirs) } else { (theirs, mine) };
+        let group = state.group_names.get(&parent).cloned().unwrap_or_else(|| self.name.clone());
+        let site = Some(self.split_site(&group, parent, seq));
+        self.tell(state, Tell::Found { kind: FaultKind::SplitDisagreement { first, second }, site });
+    }
+
+    /// Another world of the same ranks.
+    pub(crate) fn fork(self: &Arc<Self>, name: &str) -> Arc<Endpoint> {
+        self.beat();
+        let mut state = self.lock();
+        let number = state.forks;
+        state.forks += 1;
+        let fork = self.forked(&mut state, number, name);
+        if self.rank != 0 {
+            self.send(0, What::Tell(Tell::Forks { number, name: name.to_owned() }), &Bytes::None);
+        }
+        fork
+    }
+
+    /// This rank's end of a fork. On rank 0 it hears who has ended without coming there.
+    fn forked(&self, state: &mut State, number: u64, name: &str) -> Arc<Endpoint> {
+        let world = combine(combine(self.world, number), hash(b"fork"));
+        let fork = Endpoint::enter(&self.port, world, name, self.rank, self.ranks.len(), None, self.origin);
+        if self.rank == 0 {
+            for (&rank, (how, forks)) in &state.ends {
+                if *forks <= number {
+                    tell_end(&fork, rank, how);
+                }
+            }
+            state.forked.push(fork.clone());
+        }
+        fork
+    }
+
+    /// Rank 0 passes on to the forks who has ended without coming there, and comes to a fork that others make after it
+    /// has ended.
+    fn hear_of_forks(&self, state: &mut State, from: usize, told: &Tell) {
+        match told {
+            Tell::Ends { how, forks } => {
+                state.ends.insert(from, (how.clone(), *forks));
+                for fork in state.forked.iter().skip(*forks as usize) {
+                    tell_end(fork, from, how);
+                }
+            }
+            Tell::Forks { number, name } if state.ended.is_some() => {
+                while state.forked.len() as u64 <= *number {
+                    let next = state.forked.len() as u64;
+                    self.forked(state, next, name);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// This rank ends; only its first end counts.
+    pub(crate) fn end(&self, how: Activity) {
+        let mut state = self.lock();
+        if state.ended.is_none() {
+            state.ended = Some(how.clone());
+            let forks = state.forks;
+            self.tell(&state, Tell::Ends { how, forks });
+        }
+    }
+
+    /// Waits until all ranks have ended, and after a fault at most for the timeout: how they did.
+    pub(crate) fn wait_for_ends(&self) -> Ended {
+        let (begun, mut pause) = (Instant::now(), Pause::new(LONGEST_SLEEP));
+        loop {
+            let any = self.port.poll();
+            let mut state = self.lock();
+            if self.advance_in(&mut state) || any {
+                pause.reset();
+            }
+            let patience = self.timeout.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
+            let gave_up = state.fault.as_ref().is_some_and(|(_, at)| begun.max(*at).elapsed() >= patience);
+            match &state.over {
+                Some(Some(ended)) => return ended.clone(),
+                Some(None) => {
+                    return Ended { ranks: vec![Activity::Returned; self.ranks.len()], ..Ended::default() };
+                }
+                None if gave_up => return state.as_far_as_known(),
+                None => {}
+            }
+            drop(state);
+            pause.rest();
+        }
+    }
+
+    /// Whether operations are under way.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.lock().flights.is_empty()
+    }
+
+    /// Whether the world is over.
+    pub(crate) fn is_over(&self) -> bool {
+        self.lock().over.is_some()
+    }
+}
+
+/// Tells the judge of a fork, which is this rank's end of it, how a rank ended that did not come there.
+fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
+    let what = What::Tell(Tell::Missing { rank, how: how.clone() });
+    let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
+    lock(&fork.inbox).push_back(Arrival::Packet(head, Body::Here(Vec::new(), 0)));
+}
+
+fn disagreement(a: (usize, OpInfo), b: (usize, OpInfo)) -> FaultKind {
+    let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
+    FaultKind::Disagreement { first, second }
+}
+
+/// Memory for a part of a sum, of the blocks that are free.
+fn scratch_of(blocks: &mut Vec<Ground>, bytes: usize) -> Option<Claim> {
+    if let Some(claim) = blocks.iter().filter(|block| block.is_free()).find_map(|block| block.claim_first(bytes)) {
+        return Some(claim);
+    }
+    if blocks.len() >= SCRATCH {
+        blocks.retain(|block| !block.is_free());
+    }
+    // Fresh memory has no other owner.
+    let block = Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?;
+    let claim = block.claim_first(bytes);
+    blocks.push(block);
+    claim
+}
+
+impl State {
+    /// Whether this rank has started an operation.
+    fn has_started(&self, key: Key) -> bool {
+        let Some(counts) = self.groups.get(&key.group) else { return false };
+        let started = match key.message {
+            Some(pair) => counts.messages.get(&pair).copied().unwrap_or_default(),
+            None => counts.collectives,
+        };
+        started > key.seq
+    }
+
+    fn report(&self, rank: usize) -> RankReport {
+        let waiting = self.waits.last();
+        let activity = match (&self.ended, waiting) {
+            (Some(how), _) => how.clone(),
+            (None, Some(_)) => Activity::Waiting,
+            (None, None) => Activity::Computing,
+        };
+        RankReport { rank, activity, site: waiting.map(|wait| wait.site.clone()).or_else(|| self.last.clone()) }
+    }
+
+    /// How ranks ended, if the judge says nothing any more.
+    fn as_far_as_known(&self) -> Ended {
+        let Some((fault, _)) = &self.fault else { return Ended::default() };
+        let ranks = fault.ranks.iter().map(|report| report.activity.clone()).collect();
+        Ended { first: Some((fault.kind.culprit(), fault.headline())), fault: Some(fault.clone()), ranks }
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of world rank {} of {}", self.name, self.rank, self.ranks.len())
+    }
+}

@@ -1,0 +1,76 @@
+//! Why this process cannot join others.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use meshwork_core::CommError;
+
+/// Why this process cannot join others by MPI.
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum MpiError {
+    /// No library was found.
+    #[error("no MPI library: {}; install MPICH, Intel MPI or Open MPI, or give the path of the library", Tried(tried))]
+    NotFound {
+        /// What was tried, and why it did not do.
+        tried: Vec<(PathBuf, String)>,
+    },
+    /// The library lacks a function or symbol, so it is no MPI of a known kind.
+    #[error("{}: {problem}", path.display())]
+    Library {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Two threads of a process may not call it.
+    #[error("{library} grants only {granted}; meshwork needs THREAD_SERIALIZED: use a build with threads")]
+    Threads {
+        /// The library.
+        library: String,
+        /// The level that it grants.
+        granted: &'static str,
+    },
+    /// Something else in this process uses the library.
+    #[error("{library} {problem}: a process initialises MPI once")]
+    Used {
+        /// The library.
+        library: String,
+        /// What was found.
+        problem: &'static str,
+    },
+    /// A function failed.
+    #[error("{function} of {library}: {message} (error {code})")]
+    Call {
+        /// The library.
+        library: String,
+        /// The function.
+        function: &'static str,
+        /// The code that it returned.
+        code: i32,
+        /// The library's words for it.
+        message: String,
+    },
+    /// The thread that talks to MPI did not start.
+    #[error("the thread for MPI did not start: {0}")]
+    Thread(String),
+    /// No rank would be in a process.
+    #[error("ranks_per_process = {0}: it must be at least 1, and the same in all processes")]
+    RanksPerProcess(usize),
+    /// The processes could not compare their clocks.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+}
+
+meshwork_core::debug_as_display!(MpiError);
+
+struct Tried<'a>(&'a [(PathBuf, String)]);
+
+impl fmt::Display for Tried<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (path, problem)) in self.0.iter().enumerate() {
+            write!(f, "{}{}: {problem}", if i > 0 { "; " } else { "" }, path.display())?;
+        }
+        Ok(())
+    }
+}

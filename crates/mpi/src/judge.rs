@@ -1,0 +1,399 @@
+//! The rank that judges: it finds the first fault of a world and tells it to all.
+//!
+//! Messages of operations go straight between their members, and a rank that finds another one in a different operation
+//! tells the judge. Everything else is found from waits: a rank that has waited for a while tells the judge for whom.
+//! What it knows of others may be old, because messages are under way. So the judge asks the ranks that seem to be
+//! missed whether they have started that operation, and what they do now. Then
+//!
+//! - a rank that has ended without it is **gone**;
+//! - ranks in a circle, each in a wait that has gone on since it was told, and none with the operation that the one
+//!   before it waits for, are in a **deadlock**;
+//! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout.
+//!
+//! A world whose ranks do not wait tells its judge nothing. The judge is rank 0, or the first rank whose process lives.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use meshwork_core::comm::{Activity, Ended, Fault, FaultKind, RankReport, Site};
+
+use crate::packet::{Judge, Key, Tell};
+
+/// How often the judge looks at waits again, and asks again.
+const LOOKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_secs(1)];
+
+/// The longest that ranks may take to say what they do.
+const REPORTS: Duration = Duration::from_secs(2);
+
+/// A wait, as its rank told it.
+struct Wait {
+    number: u64,
+    since: Instant,
+    key: Key,
+    site: Site,
+    lacks: BTreeSet<usize>,
+}
+
+/// That a rank, in a wait, lacks another one.
+type Edge = (usize, u64, usize);
+
+/// What a rank answered about an edge that leads to it, when it had not started the operation.
+struct Confirmed {
+    /// The wait that it was in.
+    waits: Option<u64>,
+}
+
+/// A fault that is being written down.
+struct Found {
+    kind: FaultKind,
+    site: Option<Site>,
+    at: Instant,
+    reports: Vec<Option<RankReport>>,
+}
+
+/// The judge of a world.
+pub(crate) struct Bench {
+    timeout: Option<Duration>,
+    waits: BTreeMap<usize, Wait>,
+    confirmed: HashMap<Edge, Confirmed>,
+    asked: HashMap<u64, Edge>,
+    asked_at: HashMap<Edge, Instant>,
+    questions: u64,
+    /// The beats of ranks that were asked, and since when they have been these.
+    still: HashMap<usize, (u64, Instant)>,
+    ended: Vec<Option<Activity>>,
+    /// Ranks that do not answer.
+    missing: BTreeSet<usize>,
+    first: Option<(usize, String)>,
+    found: Option<Found>,
+    fault: Option<(Arc<Fault>, Instant)>,
+    /// When the first rank ended.
+    ending: Option<Instant>,
+    over: Option<Option<Ended>>,
+    looked: Instant,
+}
+
+/// To whom the judge says something.
+pub(crate) enum To {
+    All,
+    Rank(usize),
+}
+
+impl Bench {
+    pub(crate) fn new(ranks: usize, timeout: Option<Duration>) -> Bench {
+        Bench {
+            timeout,
+            waits: BTreeMap::new(),
+            confirmed: HashMap::new(),
+            asked: HashMap::new(),
+            asked_at: HashMap::new(),
+            questions: 0,
+            still: HashMap::new(),
+            ended: vec![None; ranks],
+            missing: BTreeSet::new(),
+            first: None,
+            found: None,
+            fault: None,
+            ending: None,
+            over: None,
+            looked: Instant::now(),
+        }
+    }
+
+    /// Hears a rank.
+    pub(crate) fn hear(&mut self, from: usize, told: Tell, say: &mut Vec<(To, Judge)>) {
+        match told {
+            Tell::Found { kind, site } => self.stop(kind, site, say),
+            Tell::Waits { number, since_millis, key, site, lacks } => {
+                let since = Instant::now().checked_sub(Duration::from_millis(since_millis));
+                let since = since.unwrap_or_else(Instant::now);
+                let wait = Wait { number, since, key, site, lacks: lacks.into_iter().collect() };
+                self.waits.insert(from, wait);
+                self.compare(from, say);
+                self.look(say);
+            }
+            Tell::Goes { number } => {
+                if self.waits.get(&from).is_some_and(|wait| wait.number <= number) {
+                    self.waits.remove(&from);
+                }
+            }
+            Tell::Ends { how, .. } => self.end(from, how, say),
+            Tell::Answer { asked, posted, waits, beats } => {
+                let now = Instant::now();
+                let still = self.still.entry(from).or_insert((beats, now));
+                if still.0 != beats {
+                    *still = (beats, now);
+                }
+                let Some(edge) = self.asked.remove(&asked) else { return };
+                if posted {
+                    let wait = self.waits.get_mut(&edge.0).filter(|wait| wait.number == edge.1);
+                    wait.into_iter().for_each(|wait| _ = wait.lacks.remove(&edge.2));
+                } else {
+                    self.confirmed.insert(edge, Confirmed { waits });
+                }
+                self.look(say);
+            }
+            Tell::Report(report) => {
+                if let Some(found) = &mut self.found {
+                    let rank = report.rank;
+                    found.reports[rank] = Some(report);
+                }
+                self.write_down(say);
+            }
+            Tell::Forks { .. } => {} // its endpoint has seen to that
+            Tell::Missing { rank, how } => {
+                self.missing.insert(rank);
+                self.end(rank, how, say);
+            }
+        }
+    }
+
+    /// Looks after what needs no message.
+    pub(crate) fn tick(&mut self, say: &mut Vec<(To, Judge)>) {
+        let often = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1]));
+        if self.looked.elapsed() < often {
+            return;
+        }
+        self.looked = Instant::now();
+        self.write_down(say);
+        self.look(say);
+        self.finish(say);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.found.is_some() || self.fault.is_some()
+    }
+
+    /// Two ranks that wait at the same place for different operations.
+    fn compare(&mut self, rank: usize, say: &mut Vec<(To, Judge)>) {
+        let Some(wait) = self.waits.get(&rank) else { return };
+        let other = self.waits.iter().find_map(|(other, theirs)| {
+            let (mine, theirs) =
+                (wait.site.op.as_ref()?, theirs.site.op.as_ref().filter(|_| theirs.site.is_at(&wait.site))?);
+            (!mine.agrees(theirs)).then(|| ((*other, theirs.clone()), (rank, mine.clone())))
+        });
+        if let Some((a, b)) = other {
+            let (first, second) = if a.0 < b.0 { (a, b) } else { (b, a) };
+            let site = Some(wait.site.clone());
+            self.stop(FaultKind::Disagreement { first, second }, site, say);
+        }
+    }
+
+    /// Asks a rank about an edge that leads to it, unless it was asked a short time ago.
+    fn ask(&mut self, edge: Edge, say: &mut Vec<(To, Judge)>) {
+        let Some(key) = self.waits.get(&edge.0).filter(|wait| wait.number == edge.1).map(|wait| wait.key) else {
+            return;
+        };
+        let now = Instant::now();
+        let again = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1] / 4));
+        if self.asked_at.get(&edge).is_some_and(|asked| now.duration_since(*asked) < again) {
+            return;
+        }
+        self.asked_at.insert(edge, now);
+        self.still.entry(edge.2).or_insert((u64::MAX, now));
+        self.questions += 1;
+        self.asked.insert(self.questions, edge);
+        say.push((To::Rank(edge.2), Judge::Ask { asked: self.questions, key }));
+    }
+
+    /// Looks for a rank that is gone, a circle, or a rank that is late.
+    fn look(&mut self, say: &mut Vec<(To, Judge)>) {
+        if self.is_stopped() || self.waits.is_empty() {
+            return;
+        }
+        let current = |waits: &BTreeMap<usize, Wait>, edge: &Edge| {
+            waits.get(&edge.0).is_some_and(|wait| wait.number == edge.1 && wait.lacks.contains(&edge.2))
+        };
+        let waits = &self.waits;
+        self.confirmed.retain(|edge, _| current(waits, edge));
+        self.asked_at.retain(|edge, _| current(waits, edge));
+        self.asked.retain(|_, edge| current(waits, edge));
+        let edges: Vec<Edge> = self
+            .waits
+            .iter()
+            .flat_map(|(&rank, wait)| wait.lacks.iter().map(move |&lacked| (rank, wait.number, lacked)))
+            .collect();
+        for edge in edges {
+            if self.ended[edge.2].is_none() {
+                continue;
+            }
+            let missing = self.missing.contains(&edge.2);
+            if missing || self.confirmed.contains_key(&edge) {
+                let how = self.ended[edge.2].clone().unwrap_or(Activity::Left);
+                let site = self.waits.get(&edge.0).map(|wait| wait.site.clone());
+                return self.stop(FaultKind::Gone { rank: edge.2, how }, site, say);
+            }
+            self.ask(edge, say);
+        }
+        if let Some(cycle) = self.cycle() {
+            let next = |at: usize| cycle[(at + 1) % cycle.len()];
+            let edges: Vec<Edge> =
+                cycle.iter().enumerate().map(|(at, rank)| (*rank, self.waits[rank].number, next(at))).collect();
+            let holds = |edge: &Edge| {
+                self.confirmed.get(edge).is_some_and(|it| it.waits == self.waits.get(&edge.2).map(|wait| wait.number))
+            };
+            let open: Vec<Edge> = edges.into_iter().filter(|edge| !holds(edge)).collect();
+            if open.is_empty() {
+                let site = self.waits.get(&cycle[0]).map(|wait| wait.site.clone());
+                return self.stop(FaultKind::Deadlock { cycle }, site, say);
+            }
+            open.into_iter().for_each(|edge| self.ask(edge, say));
+        }
+        let Some(timeout) = self.timeout else { return };
+        let now = Instant::now();
+        let chains: Vec<Vec<usize>> = self.waits.keys().flat_map(|&rank| self.chains(rank)).collect();
+        for chain in chains {
+            let [.., before, last] = chain[..] else { continue };
+            if self.ended[last].is_some() {
+                continue;
+            }
+            let Some(number) = self.waits.get(&before).map(|wait| wait.number) else { continue };
+            self.ask((before, number, last), say);
+            let waits = self.waits.get(&chain[0]).is_some_and(|wait| now.duration_since(wait.since) >= timeout);
+            let still = self.still.get(&last).is_some_and(|(_, since)| now.duration_since(*since) >= timeout);
+            if waits && still {
+                let site = self.waits.get(&chain[0]).map(|wait| wait.site.clone());
+                return self.stop(FaultKind::Timeout { rank: last, after: timeout, chain }, site, say);
+            }
+        }
+    }
+
+    /// The waiting ranks that a waiting rank lacks.
+    fn next(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
+        self.waits.get(&rank).into_iter().flat_map(|wait| wait.lacks.iter().copied())
+    }
+
+    /// A circle of waits, which begins with its lowest rank.
+    fn cycle(&self) -> Option<Vec<usize>> {
+        // Walks depth first; `done` ranks lead to no circle.
+        let mut done = BTreeSet::new();
+        for &start in self.waits.keys() {
+            let mut path: Vec<(usize, Vec<usize>)> = vec![(start, self.next(start).collect())];
+            while let Some((rank, next)) = path.last_mut() {
+                let rank = *rank;
+                match next.pop() {
+                    None => {
+                        done.insert(rank);
+                        path.pop();
+                    }
+                    Some(next) if done.contains(&next) || !self.waits.contains_key(&next) => {}
+                    Some(next) => {
+                        if let Some(at) = path.iter().position(|(rank, _)| *rank == next) {
+                            let mut cycle: Vec<usize> = path[at..].iter().map(|(rank, _)| *rank).collect();
+                            let lowest =
+                                cycle.iter().enumerate().min_by_key(|(_, rank)| **rank).map_or(0, |(at, _)| at);
+                            cycle.rotate_left(lowest);
+                            return Some(cycle);
+                        }
+                        path.push((next, self.next(next).collect()));
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// For each rank that does not wait, at the end of waits that begin at `rank`: the chain.
+    fn chains(&self, rank: usize) -> Vec<Vec<usize>> {
+        let (mut seen, mut open, mut chains) = (BTreeSet::from([rank]), vec![vec![rank]], Vec::new());
+        while let Some(chain) = open.pop() {
+            let Some(&last) = chain.last() else { continue };
+            if !self.waits.contains_key(&last) {
+                chains.push(chain);
+                continue;
+            }
+            for next in self.next(last).filter(|&next| seen.insert(next)) {
+                open.push(chain.iter().copied().chain([next]).collect());
+            }
+        }
+        chains
+    }
+
+    fn end(&mut self, rank: usize, how: Activity, say: &mut Vec<(To, Judge)>) {
+        if let Some(over) = self.over.clone() {
+            say.push((To::Rank(rank), Judge::Over(over))); // it comes after all
+            return;
+        }
+        if self.ended[rank].is_some() {
+            return;
+        }
+        self.ended[rank] = Some(how.clone());
+        self.ending.get_or_insert_with(Instant::now);
+        self.waits.remove(&rank);
+        if !self.is_stopped() {
+            match &how {
+                Activity::Panicked(message) => {
+                    let kind = FaultKind::Panicked { rank, message: message.clone() };
+                    self.stop(kind, None, say);
+                }
+                Activity::Failed(_) | Activity::Lost(_) if self.first.is_none() => {
+                    self.first = Some((rank, how.failure(rank)));
+                }
+                _ => {}
+            }
+        }
+        self.look(say);
+        self.write_down(say);
+        self.finish(say);
+    }
+
+    /// Records the first fault, and asks all ranks what they do.
+    fn stop(&mut self, kind: FaultKind, site: Option<Site>, say: &mut Vec<(To, Judge)>) {
+        if self.is_stopped() {
+            return;
+        }
+        let reports = vec![None; self.ended.len()];
+        self.found = Some(Found { kind, site, at: Instant::now(), reports });
+        say.push((To::All, Judge::Report));
+    }
+
+    /// Tells the fault, once all ranks have said what they do, or do not answer.
+    fn write_down(&mut self, say: &mut Vec<(To, Judge)>) {
+        let longest = self.timeout.map_or(REPORTS, |timeout| (timeout / 4).clamp(REPORTS / 8, REPORTS));
+        let missing = &self.missing;
+        let is_complete = |found: &Found| {
+            let told = |(rank, report): (usize, &Option<RankReport>)| report.is_some() || missing.contains(&rank);
+            found.reports.iter().enumerate().all(told) || found.at.elapsed() >= longest
+        };
+        let Some(Found { kind, site, reports, .. }) = self.found.take_if(|found| is_complete(found)) else { return };
+        let silent = |rank: usize| {
+            let ended = self.ended[rank].clone();
+            ended.unwrap_or_else(|| Activity::Lost("its process does not answer".to_owned()))
+        };
+        let report = |(rank, report): (usize, Option<RankReport>)| {
+            report.unwrap_or_else(|| RankReport { rank, activity: silent(rank), site: None })
+        };
+        let ranks = reports.into_iter().enumerate().map(report).collect();
+        let fault = Arc::new(Fault { kind, site, ranks });
+        self.first.get_or_insert_with(|| (fault.kind.culprit(), fault.headline()));
+        self.fault = Some((fault.clone(), Instant::now()));
+        say.push((To::All, Judge::Stopped(fault)));
+        self.finish(say);
+    }
+
+    /// Ends the world when all ranks have ended, or have had the time to.
+    fn finish(&mut self, say: &mut Vec<(To, Judge)>) {
+        if self.over.is_some() || self.found.is_some() {
+            return;
+        }
+        let all = self.ended.iter().all(Option::is_some);
+        let timeout = self.timeout.unwrap_or(Duration::MAX);
+        // A rank that has ended waits no longer than the timeout for others that were told to end.
+        let waits = self.fault.as_ref().zip(self.ending).map(|((_, at), ending)| ending.max(*at).elapsed());
+        let late = waits.is_some_and(|waits| waits >= timeout);
+        if !(all || late) {
+            return;
+        }
+        let fault = self.fault.as_ref().map(|(fault, _)| fault.clone());
+        let activity = |(rank, how): (usize, &Option<Activity>)| {
+            let then = || fault.as_ref()?.ranks.get(rank).map(|report| report.activity.clone());
+            how.clone().or_else(then).unwrap_or(Activity::Computing)
+        };
+        let ranks: Vec<Activity> = self.ended.iter().enumerate().map(activity).collect();
+        let well = fault.is_none() && self.first.is_none() && ranks.iter().all(|how| *how == Activity::Returned);
+        let over = (!well).then(|| Ended { first: self.first.clone(), fault, ranks });
+        self.over = Some(over.clone());
+        say.push((To::All, Judge::Over(over)));
+    }
+}

@@ -1,0 +1,39 @@
+#![doc = include_str!("../README.md")]
+//!
+//! # How it works
+//!
+//! ```text
+//! library ──▶ wire ──▶ port ──▶ endpoint ──▶ flight ──▶ plan
+//! any MPI     messages  ranks   a rank's     an opera-  who sends what
+//!             between   of this end of a     tion, its  to whom, as data
+//!             processes process world        memory
+//!                                  └──▶ judge: the first fault, told to all
+//! ```
+//!
+//! - **A rank that waits moves the messages of its process itself**, so that none is late; while all ranks compute, one
+//!   thread does, which sleeps most of the time. A rank that waits yields, then sleeps.
+//! - **Every collective is our own, over messages between two processes**, whatever the library: sums are those of the
+//!   balanced tree, and have the bits of [threads](meshwork_core::comm::thread). Every member of a collective meets the
+//!   others, and its first message says what it does, so ranks in different operations are found.
+//! - **Operations own their memory**: large messages are written into the output, and sent from the input, in place.
+//! - **Faults** have the words of threads: see the module `judge`.
+//!
+//! Unsafe code: `library` calls MPI; `wire` keeps its requests' memory; `ground` hands out disjoint parts of a buffer.
+
+mod communicator;
+mod endpoint;
+mod error;
+mod flight;
+mod ground;
+mod judge;
+mod library;
+mod packet;
+mod pause;
+mod plan;
+mod port;
+mod runtime;
+mod wire;
+
+pub use error::MpiError;
+pub use library::{Kind, Library};
+pub use runtime::{Options, Runtime, join};

@@ -1,0 +1,249 @@
+//! The port of a process: brings messages to ranks, through memory within the process and over the wire to others.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use meshwork_core::{Buffer, DType};
+use serde::{Deserialize, Serialize};
+
+use crate::endpoint::Endpoint;
+use crate::ground::Ground;
+use crate::packet::{Arrival, Body, Bytes, Head, Judge, What};
+use crate::wire::{self, EAGER, Event, ROOM, Wire};
+
+/// The process of a rank, which has as many as all others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Layout {
+    pub(crate) process: usize,
+    pub(crate) processes: usize,
+    pub(crate) ranks_per_process: usize,
+}
+
+impl Layout {
+    pub(crate) fn process_of(&self, rank: usize) -> usize {
+        rank / self.ranks_per_process
+    }
+}
+
+/// What has arrived at a rank, and it has not looked at.
+pub(crate) type Inbox = Mutex<VecDeque<Arrival>>;
+
+/// The port of a process.
+pub(crate) struct Port {
+    pub(crate) layout: Layout,
+    /// None if there is no other process, or MPI has ended.
+    wire: Mutex<Option<Wire<Landing>>>,
+    desk: Mutex<Desk>,
+}
+
+/// What a large message is for.
+pub(crate) enum Landing {
+    /// A rank, which knows it by this number.
+    Rank(Arc<Inbox>, u64),
+    /// A head that is too long for a first message.
+    Head(usize),
+    /// Nobody: it belongs to a world that is over.
+    Nobody,
+}
+
+#[derive(Default)]
+struct Desk {
+    /// By world, and rank in it.
+    endpoints: HashMap<(u64, usize), Arc<Endpoint>>,
+    /// Messages to ranks that have not come yet.
+    early: HashMap<(u64, usize), Vec<(Head, Body)>>,
+    over: HashSet<u64>,
+    lost: Vec<(usize, String)>,
+}
+
+/// A first message.
+#[derive(Serialize, Deserialize)]
+enum Cover {
+    /// A head; its bytes follow in this message, or under a tag.
+    Head(Head, Option<(usize, usize)>),
+    /// A first message that is too long: from this process, under a tag.
+    Long { process: usize, tag: usize, bytes: usize },
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What is under these locks is whole between calls, and no call panics halfway.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Port {
+    pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
+        Port { layout, wire: Mutex::new(wire), desk: Mutex::default() }
+    }
+
+    /// Sends a message, and bytes with it.
+    pub(crate) fn send(&self, head: Head, bytes: &Bytes) {
+        let content = bytes.as_ref();
+        let process = self.layout.process_of(head.to);
+        if process == self.layout.process {
+            let body = match content.len() {
+                0..=EAGER => Body::Here(content.to_vec(), 0),
+                _ => Body::Near(bytes.clone()),
+            };
+            self.deliver(head, body);
+            return;
+        }
+        let mut wire = lock(&self.wire);
+        let Some(wire) = wire.as_mut() else { return };
+        let far = (content.len() > EAGER).then(|| (wire.tag(process), content.len()));
+        let memory = wire::framed(512 + if far.is_none() { content.len() } else { 0 });
+        let cover = Cover::Head(head, far);
+        // Plain data in memory can always be written.
+        let Ok(mut memory) = postcard::to_extend(&cover, memory) else { return };
+        if far.is_none() {
+            memory.extend_from_slice(content);
+        }
+        if memory.len() <= ROOM {
+            wire.first(process, wire::sealed(memory));
+        } else {
+            let tag = wire.tag(process);
+            let long = Cover::Long { process: self.layout.process, tag, bytes: memory.len() - 4 };
+            let Ok(short) = postcard::to_extend(&long, wire::framed(64)) else { return };
+            wire.first(process, wire::sealed(short));
+            let bytes = memory.len();
+            wire.large(process, tag, &Bytes::Input(Arc::new(Buffer::from_vec(memory)), 4, bytes));
+        }
+        if let Some((tag, _)) = far {
+            wire.large(process, tag, bytes);
+        }
+    }
+
+    /// Receives the bytes of a message into `into`, for the rank with this inbox.
+    pub(crate) fn receive(&self, process: usize, tag: usize, into: crate::ground::Claim, what: Landing) {
+        if let Some(wire) = lock(&self.wire).as_mut() {
+            wire.receive(process, tag, into, what);
+        }
+    }
+
+    /// Receives bytes that nobody wants, so that their sender need not keep them.
+    pub(crate) fn discard(&self, body: Body) {
+        if let (Body::Far { process, tag, bytes }, Some(wire)) = (body, lock(&self.wire).as_mut()) {
+            discard(wire, process, tag, bytes);
+        }
+    }
+
+    /// Brings a message to its rank.
+    fn deliver(&self, head: Head, body: Body) -> Option<Body> {
+        let mut desk = lock(&self.desk);
+        let place = (head.world, head.to);
+        match desk.endpoints.get(&place) {
+            Some(endpoint) => lock(&endpoint.inbox).push_back(Arrival::Packet(head, body)),
+            None if desk.over.contains(&head.world) => return Some(body),
+            // A fork to which this rank never came.
+            None if matches!(head.what, What::Judge(Judge::Over(_))) => {
+                desk.over.insert(head.world);
+                desk.early.remove(&place);
+            }
+            None => desk.early.entry(place).or_default().push((head, body)),
+        }
+        None
+    }
+
+    /// Brings what has arrived to the ranks. Whether anything has.
+    pub(crate) fn poll(&self) -> bool {
+        let Ok(mut wire) = self.wire.try_lock() else { return false };
+        let Some(wire) = wire.as_mut() else { return false };
+        let (mut unwanted, mut long) = (Vec::new(), Vec::new());
+        let mut opened = |from: Option<usize>, message: &[u8]| match postcard::take_from_bytes(message) {
+            Ok((Cover::Head(head, far), rest)) => {
+                let process = from.unwrap_or_else(|| self.layout.process_of(head.from));
+                let body = match far {
+                    Some((tag, bytes)) => Body::Far { process, tag, bytes },
+                    None => Body::Here(rest.to_vec(), 0),
+                };
+                unwanted.extend(self.deliver(head, body));
+            }
+            Ok((Cover::Long { process, tag, bytes }, _)) => long.push((process, tag, bytes)),
+            // Another program than this one; the handshake of a run tells it.
+            Err(_) => {}
+        };
+        let any = wire.poll(|event| match event {
+            Event::First(message) => opened(None, &message),
+            Event::Landed(Landing::Rank(inbox, number), claim) => {
+                lock(&inbox).push_back(Arrival::Landed(number, claim))
+            }
+            Event::Landed(Landing::Head(process), claim) => opened(Some(process), &claim),
+            Event::Landed(Landing::Nobody, _) => {}
+            Event::Lost(process, why) => {
+                let mut desk = lock(&self.desk);
+                for endpoint in desk.endpoints.values() {
+                    lock(&endpoint.inbox).push_back(Arrival::Lost(process, why.clone()));
+                }
+                desk.lost.push((process, why));
+            }
+        });
+        for (process, tag, bytes) in long {
+            if let Some(into) = room(bytes) {
+                wire.receive(process, tag, into, Landing::Head(process));
+            }
+        }
+        for body in unwanted {
+            if let Body::Far { process, tag, bytes } = body {
+                discard(wire, process, tag, bytes);
+            }
+        }
+        any
+    }
+
+    /// Adds a rank's end of a world.
+    pub(crate) fn enter(&self, endpoint: &Arc<Endpoint>) {
+        let mut desk = lock(&self.desk);
+        let place = (endpoint.world, endpoint.rank);
+        let early = desk.early.remove(&place).unwrap_or_default();
+        let mut inbox = lock(&endpoint.inbox);
+        inbox.extend(early.into_iter().map(|(head, body)| Arrival::Packet(head, body)));
+        inbox.extend(desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone())));
+        drop(inbox);
+        desk.endpoints.insert(place, endpoint.clone());
+    }
+
+    /// Removes a rank's end of a world that is over.
+    pub(crate) fn leave(&self, endpoint: &Endpoint) {
+        let unwanted = {
+            let mut desk = lock(&self.desk);
+            desk.endpoints.remove(&(endpoint.world, endpoint.rank));
+            desk.over.insert(endpoint.world);
+            desk.early.remove(&(endpoint.world, endpoint.rank))
+        };
+        unwanted.into_iter().flatten().for_each(|(_, body)| self.discard(body));
+    }
+
+    /// The ranks of all worlds that are not over.
+    pub(crate) fn endpoints(&self) -> Vec<Arc<Endpoint>> {
+        lock(&self.desk).endpoints.values().cloned().collect()
+    }
+
+    /// Whether messages are under way.
+    pub(crate) fn is_busy(&self) -> bool {
+        lock(&self.wire).as_ref().is_some_and(Wire::is_busy)
+    }
+
+    /// Takes the wire away, to end MPI.
+    pub(crate) fn close(&self) -> Option<Wire<Landing>> {
+        lock(&self.desk).endpoints.clear();
+        lock(&self.wire).take()
+    }
+}
+
+/// Memory for a message of this many bytes.
+fn room(bytes: usize) -> Option<crate::ground::Claim> {
+    // Fresh memory has no other owner.
+    Ground::new(Buffer::zeros(DType::U8, bytes)).ok()?.claim(0..bytes)
+}
+
+fn discard(wire: &mut Wire<Landing>, process: usize, tag: usize, bytes: usize) {
+    if let Some(into) = room(bytes) {
+        wire.receive(process, tag, into, Landing::Nobody);
+    }
+}
+
+impl fmt::Debug for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Port({:?})", self.layout)
+    }
+}

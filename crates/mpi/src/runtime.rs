@@ -1,0 +1,264 @@
+//! MPI in this process: started once, with a thread that moves messages while ranks compute, and ended when nothing
+//! needs it any more.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use meshwork_core::Communicator;
+use meshwork_core::World;
+use meshwork_core::comm::shared_moment;
+use meshwork_core::hash::combine;
+
+use crate::communicator::MpiComm;
+use crate::endpoint::Endpoint;
+use crate::error::MpiError;
+use crate::library::Library;
+use crate::pause::Pause;
+use crate::port::{Layout, Port};
+use crate::wire::Wire;
+
+/// How ranks join.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How long a rank that others wait for may show no progress, as for
+    /// [threads](meshwork_core::comm::thread::Options::timeout).
+    pub timeout: Duration,
+    /// How many ranks are threads of each process: the same in all of them. The ranks of a process are neighbours.
+    pub ranks_per_process: usize,
+}
+
+impl Default for Options {
+    /// One minute, and one rank in each process.
+    fn default() -> Options {
+        Options { timeout: Duration::from_secs(60), ranks_per_process: 1 }
+    }
+}
+
+/// Joins the processes that a launcher such as `mpirun` started, by the library that is [found](Library::find): the
+/// world of all of their ranks.
+///
+/// ```no_run
+/// use meshwork_core::{CommError, ReduceOp};
+///
+/// let sums = meshwork_mpi::join(meshwork_mpi::Options::default())?.run(|world| {
+///     let mut x = [world.rank() as f32];
+///     world.all_reduce_slice(&mut x, ReduceOp::Sum)?;
+///     Ok::<_, CommError>(x[0])
+/// })?;
+/// println!("{sums:?}"); // of four processes, each prints [6.0]
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As of [`Runtime::start`]. A process joins once: its programs share a [`Runtime`].
+pub fn join(options: Options) -> Result<World, MpiError> {
+    Ok(Runtime::start(Library::find()?, options)?.world())
+}
+
+/// MPI in this process. It ends when this and all worlds made of it have been dropped, which waits until these worlds
+/// are over; a process that ends otherwise is a failure to its launcher.
+#[derive(Clone, Debug)]
+pub struct Runtime(Arc<Running>);
+
+#[derive(Debug)]
+struct Running {
+    port: Arc<Port>,
+    options: Options,
+    description: String,
+    origin: Instant,
+    /// Worlds made so far, of each size.
+    worlds: Mutex<HashMap<usize, u64>>,
+    life: Arc<Life>,
+}
+
+/// The thread that owns MPI, which ends with the last value that needs it.
+#[derive(Debug)]
+pub(crate) struct Life {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        // The thread looks for this every few milliseconds; a rank that panics must not wait for others there.
+        self.over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take()
+            && !thread::panicking()
+        {
+            _ = thread.join(); // a panic of it was told by the panic hook, and nothing is left to end
+        }
+    }
+}
+
+/// What the thread of MPI found when it started.
+struct Started {
+    port: Arc<Port>,
+    description: String,
+}
+
+impl Runtime {
+    /// Initialises MPI in this process.
+    ///
+    /// # Errors
+    /// A library that fails, or is in use already, or does not let several threads call it.
+    pub fn start(library: Library, options: Options) -> Result<Runtime, MpiError> {
+        let ranks_per_process = options.ranks_per_process;
+        if ranks_per_process == 0 {
+            return Err(MpiError::RanksPerProcess(0));
+        }
+        Runtime::of(options, move || {
+            let wire = Wire::new(library)?;
+            let description = format!("MPI: {}, {}", wire.library(), wire.level());
+            let layout = Layout { process: wire.process(), processes: wire.processes(), ranks_per_process };
+            Ok(Started { port: Arc::new(Port::new(layout, Some(wire))), description })
+        })
+    }
+
+    /// The same for ranks of one process, without MPI: for tests of all that does not depend on it.
+    pub fn of_one_process(options: Options) -> Result<Runtime, MpiError> {
+        let ranks_per_process = options.ranks_per_process;
+        Runtime::of(options, move || {
+            let layout = Layout { process: 0, processes: 1, ranks_per_process };
+            Ok(Started { port: Arc::new(Port::new(layout, None)), description: "one process".to_owned() })
+        })
+    }
+
+    fn of(
+        options: Options,
+        start: impl FnOnce() -> Result<Started, MpiError> + Send + 'static,
+    ) -> Result<Runtime, MpiError> {
+        let (tell, told) = mpsc::channel();
+        let over = Arc::new(AtomicBool::new(false));
+        let ends = over.clone();
+        let run = move || match start() {
+            Ok(started) => {
+                let port = started.port.clone();
+                if tell.send(Ok(started)).is_ok() {
+                    work(&port, &ends);
+                }
+            }
+            Err(error) => _ = tell.send(Err(error)), // its receiver waits for it
+        };
+        let started = thread::Builder::new().name("mpi".to_owned()).spawn(run);
+        let thread = started.map_err(|error| MpiError::Thread(error.to_string()))?;
+        let life = Arc::new(Life { over, thread: Some(thread) });
+        let Started { port, description } =
+            told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
+        let (origin, worlds) = (Instant::now(), Mutex::default());
+        let mut running = Running { port, options, description, origin, worlds, life };
+        running.origin = running.shared_origin()?;
+        Ok(Runtime(Arc::new(running)))
+    }
+
+    /// What was found, and what it grants: `MPI: Open MPI 5.0.11 (libmpi.so.40), THREAD_MULTIPLE`.
+    pub fn describe(&self) -> &str {
+        &self.0.description
+    }
+
+    /// The number of this process.
+    pub fn process(&self) -> usize {
+        self.0.port.layout.process
+    }
+
+    /// The number of processes.
+    pub fn processes(&self) -> usize {
+        self.0.port.layout.processes
+    }
+
+    /// The number of ranks of all processes.
+    pub fn ranks(&self) -> usize {
+        self.processes() * self.0.options.ranks_per_process
+    }
+
+    /// A new world of all ranks. Every process makes the same worlds, in the same order.
+    pub fn world(&self) -> World {
+        let all = self.world_of(self.ranks(), self.0.options.timeout);
+        // Every process has a rank of the world of all.
+        all.unwrap_or_else(|| unreachable!("process {} has no rank", self.process()))
+    }
+
+    /// A new world of the first `ranks` ranks, with a timeout of its own; `None` in a process that has none of them.
+    /// All processes that have ranks of worlds of this size make as many of them.
+    pub fn world_of(&self, ranks: usize, timeout: Duration) -> Option<World> {
+        let number = {
+            let mut worlds = self.0.worlds.lock().unwrap_or_else(PoisonError::into_inner);
+            let number = worlds.entry(ranks).or_default();
+            *number += 1;
+            *number
+        };
+        let here = self.0.join(combine(ranks as u64, number), "world", ranks, Some(timeout));
+        (!here.is_empty()).then(|| World::Joined(here))
+    }
+}
+
+impl Running {
+    /// The ranks of this process in a world of the first `ranks` ranks.
+    fn join(&self, world: u64, name: &str, ranks: usize, timeout: Option<Duration>) -> Vec<Arc<dyn Communicator>> {
+        let Layout { process, ranks_per_process, .. } = self.port.layout;
+        let first = process * ranks_per_process;
+        let enter = |rank| {
+            let endpoint = Endpoint::enter(&self.port, world, name, rank, ranks, timeout, self.origin);
+            let comm: Arc<dyn Communicator> = Arc::new(MpiComm::of_world(endpoint, self.life.clone()));
+            comm
+        };
+        (first..ranks.min(first + ranks_per_process)).map(enter).collect()
+    }
+
+    /// The same moment in every process.
+    fn shared_origin(&self) -> Result<Instant, MpiError> {
+        let Layout { process, processes, ranks_per_process } = self.port.layout;
+        if processes == 1 {
+            return Ok(self.origin);
+        }
+        // Of each process its first rank measures; the others come to the barrier at the end of the world alone.
+        let clock = self.join(combine(0, 1), "clock", processes * ranks_per_process, None);
+        let moment = match clock.first() {
+            Some(first) => {
+                let leaders: Vec<usize> = (0..processes).map(|process| process * ranks_per_process).collect();
+                let rest: Vec<_> = clock.iter().skip(1).map(|rank| rank.split("rest", &[rank.rank()])).collect();
+                rest.into_iter().try_for_each(|part| part.map(drop))?;
+                shared_moment(first.split("leaders", &leaders)?)?
+            }
+            None => unreachable!("process {process} has no rank"),
+        };
+        Ok(moment)
+    }
+}
+
+/// The longest sleep of the thread of MPI: while an operation is under way, and while none is.
+const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(2)];
+
+/// How long messages that are under way at the end may take.
+const LAST: Duration = Duration::from_secs(5);
+
+/// Moves messages, and operations whose ranks compute, until nothing needs them.
+fn work(port: &Port, over: &AtomicBool) {
+    let mut pauses = SLEEPS.map(Pause::new);
+    loop {
+        let mut any = port.poll();
+        let mut busy = false;
+        for endpoint in port.endpoints() {
+            any |= endpoint.advance();
+            busy |= endpoint.is_busy();
+        }
+        if any {
+            pauses.iter_mut().for_each(Pause::reset);
+        }
+        if over.load(Ordering::Acquire) && port.endpoints().iter().all(|endpoint| endpoint.is_over()) {
+            break;
+        }
+        pauses[usize::from(!busy)].rest();
+    }
+    let (end, pause) = (Instant::now() + LAST, Pause::new(SLEEPS[0]));
+    while port.is_busy() && Instant::now() < end {
+        if !port.poll() {
+            pause.rest();
+        }
+    }
+    if let Some(wire) = port.close() {
+        wire.close();
+    }
+}

@@ -1,0 +1,97 @@
+//! Starts a test again as the processes of every installed MPI.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use meshwork_mpi::{Library, Options, Runtime};
+
+/// Tells a process that it is one of those that a launcher started: the file of its library.
+const LIBRARY: &str = "MESHWORK_TEST_MPI";
+
+/// The libraries: the folder of each, the file, and whether its launcher is Open MPI's.
+const LIBRARIES: [(&str, &str, bool); 3] =
+    [("mpich", "libmpi_abi.so.1", false), ("mpich", "libmpi.so.12", false), ("openmpi", "libmpi.so.40", true)];
+
+/// An installed library.
+#[derive(Clone, Debug)]
+pub struct Mpi {
+    pub folder: PathBuf,
+    pub file: PathBuf,
+    pub is_open: bool,
+}
+
+impl Mpi {
+    /// Those that are installed.
+    pub fn installed() -> Vec<Mpi> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/mpi");
+        let installed = LIBRARIES.iter().filter_map(|(folder, file, is_open)| {
+            let folder = root.join(folder).canonicalize().ok()?;
+            let file = folder.join("lib").join(file);
+            file.exists().then_some(Mpi { folder, file, is_open: *is_open })
+        });
+        installed.collect()
+    }
+
+    /// Starts MPI in this process.
+    pub fn start(&self, options: Options) -> Runtime {
+        let library = Library::open(&self.file).unwrap_or_else(|error| panic!("{error}"));
+        Runtime::start(library, options).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// The command that starts `test` of this program as that many processes; `flags` are the launcher's.
+    pub fn command(&self, test: &str, processes: usize, flags: &[&str]) -> Command {
+        let mut command = Command::new(self.folder.join("bin/mpirun"));
+        if self.is_open {
+            command.args(["--oversubscribe", "--bind-to", "none"]);
+            command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+            command.env("OPAL_PREFIX", &self.folder).env("PRTE_MCA_prte_tmpdir_base", std::env::temp_dir());
+        }
+        command.args(flags).args(["-n", &processes.to_string()]);
+        command.arg(std::env::current_exe().expect("this program")).args([test, "--exact", "--nocapture"]);
+        command.env("LD_LIBRARY_PATH", self.folder.join("lib")).env(LIBRARY, &self.file);
+        command.stdin(Stdio::null());
+        command
+    }
+}
+
+/// In a process that a launcher started: its library.
+pub fn here() -> Option<Mpi> {
+    let file = PathBuf::from(std::env::var_os(LIBRARY)?);
+    let folder = file.parent().and_then(Path::parent).expect("a library in a folder").to_owned();
+    let is_open = file.ends_with("libmpi.so.40");
+    Some(Mpi { folder, file, is_open })
+}
+
+/// Runs `body` in that many processes of each library; they start this program again, with the test `test` alone, which
+/// calls this function with the same arguments.
+pub fn over_each(test: &str, processes: usize, body: impl FnOnce(&Mpi)) {
+    if let Some(mpi) = here() {
+        return body(&mpi);
+    }
+    let installed = Mpi::installed();
+    if installed.is_empty() {
+        println!("no MPI in target/mpi: {test} is left out; scripts/install_mpi.sh target/mpi installs two");
+    }
+    for mpi in installed {
+        println!("{test}: {processes} processes of {}", mpi.file.display());
+        let begun = Instant::now();
+        let output = mpi.command(test, processes, &[]).output().expect("mpirun starts");
+        assert!(output.status.success(), "{} of {}:\n{}", output.status, mpi.file.display(), text(&output));
+        println!("    {:.1} s", begun.elapsed().as_secs_f64());
+        assert!(begun.elapsed() < Duration::from_secs(600));
+    }
+}
+
+/// All that processes wrote.
+pub fn text(output: &Output) -> String {
+    let mut text = String::new();
+    for part in [&output.stdout, &output.stderr] {
+        let part = String::from_utf8_lossy(part);
+        let lines: Vec<_> = part.lines().collect();
+        // The end says what went wrong.
+        lines.iter().skip(lines.len().saturating_sub(80)).for_each(|line| _ = writeln!(text, "{line}"));
+    }
+    text
+}
