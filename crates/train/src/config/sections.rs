@@ -18,8 +18,8 @@ use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts,
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling,
-    MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
+    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord,
+    LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
     RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
