@@ -2,7 +2,8 @@
 """Holds `crates/features` against the workspace: the tests of one crate select the same features as the tests of all.
 
 Otherwise `cargo test -p CRATE --all-features` would build most dependencies again after `cargo test --workspace
---all-features`. For each crate whose tests select another set, prints the dependency and the features to write.
+--all-features`. For each crate whose tests select another set, prints the dependency and the features to write. A
+library whose own tests are not built (`test = false`) has none.
 """
 
 import json
@@ -34,6 +35,10 @@ def main():
     workspace, missing = selected("--workspace"), defaultdict(set)
     metadata = json.loads(cargo("metadata", "--no-deps", "--format-version=1"))
     for package in metadata["packages"]:
+        for target in (target for target in package["targets"] if "lib" in target["kind"] and not target["test"]):
+            for file in Path(target["src_path"]).parent.rglob("*.rs"):
+                if "#[cfg(test)]" in file.read_text():
+                    sys.exit(f"{file}: no test of this library is built: move it to tests/, or drop `test = false`")
         for dependency, sets in selected(f"--package={package['name']}").items():
             if not sets <= workspace[dependency]:
                 missing[dependency].add(package["name"])

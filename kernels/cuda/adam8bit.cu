@@ -6,7 +6,7 @@
 // Shapes    weights, grads (f32), means, squares (codes): flat vectors, whose elements runs.cuh lists; of_means,
 //           of_squares [count]; largest values in f32 and, before the step, f64 [blocks of `block` elements of a matrix
 //           of `each`]. code: 256 numbers for means, their 255 middles, and the same for squares.
-// Geometry  one thread per element; in settle, one thread per block.
+// Geometry  one thread per element; at the end of the pass, one thread per block.
 // Bytes     6 read and 8 written per element, then 10 and 6; codes from the cache.
 // Bits      as on the CPU: crates/optim/src/adam8bit.rs.
 #include "runs.cuh"

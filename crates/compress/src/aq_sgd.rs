@@ -4,7 +4,7 @@
 //! a uncompressed; later it sends C(a - m). Both add the sent value to m, and the receiver continues with m.
 
 use crate::compressor::Draws;
-use crate::{CompressError, Compressor, Fold, Message, Shape, StateKind, StateSpec, Values, wire_bytes};
+use crate::{CompressError, Compressor, Fold, Message, Result, Shape, StateKind, StateSpec, Values, wire_bytes};
 use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -16,13 +16,13 @@ pub trait Store: Send + Debug {
     ///
     /// # Errors
     /// A sample without room, or a failed read.
-    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool, CompressError>;
+    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool>;
 
     /// Stores the values of a sample.
     ///
     /// # Errors
     /// A sample without room, or a failed write.
-    fn write(&mut self, sample: usize, values: &[f32]) -> Result<(), CompressError>;
+    fn write(&mut self, sample: usize, values: &[f32]) -> Result<()>;
 }
 
 /// Buffers in memory: 4 bytes for each element of each sample seen so far.
@@ -37,7 +37,7 @@ impl MemoryStore {
 }
 
 impl Store for MemoryStore {
-    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool, CompressError> {
+    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool> {
         let samples = self.0.len();
         let kept = self.0.get(sample).ok_or(CompressError::Sample { sample, samples })?;
         if kept.is_empty() {
@@ -48,7 +48,7 @@ impl Store for MemoryStore {
         Ok(true)
     }
 
-    fn write(&mut self, sample: usize, values: &[f32]) -> Result<(), CompressError> {
+    fn write(&mut self, sample: usize, values: &[f32]) -> Result<()> {
         let samples = self.0.len();
         let place = self.0.get_mut(sample).ok_or(CompressError::Sample { sample, samples })?;
         place.clear();
@@ -81,7 +81,7 @@ impl FileStore {
     ///
     /// # Errors
     /// A file with another number or length of buffers, a file in another format, or a failed read or write.
-    pub fn open(path: impl AsRef<Path>, samples: usize, len: usize) -> Result<FileStore, CompressError> {
+    pub fn open(path: impl AsRef<Path>, samples: usize, len: usize) -> Result<FileStore> {
         let path = path.as_ref().to_path_buf();
         let fail = |problem: String| CompressError::File { path: path.display().to_string(), problem };
         let io = |error: std::io::Error| fail(error.to_string());
@@ -107,7 +107,7 @@ impl FileStore {
     }
 
     /// Seeks to the values of a sample.
-    fn seek(&mut self, sample: usize, count: usize) -> Result<(), CompressError> {
+    fn seek(&mut self, sample: usize, count: usize) -> Result<()> {
         crate::error::require_count("the activation of a sample", count, self.len)?;
         if sample >= self.samples {
             return Err(CompressError::Sample { sample, samples: self.samples });
@@ -122,7 +122,7 @@ impl FileStore {
 }
 
 impl Store for FileStore {
-    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool, CompressError> {
+    fn read(&mut self, sample: usize, values: &mut [f32]) -> Result<bool> {
         self.seek(sample, values.len())?;
         if self.seen[sample / 8] >> (sample % 8) & 1 == 0 {
             return Ok(false);
@@ -132,7 +132,7 @@ impl Store for FileStore {
         Ok(true)
     }
 
-    fn write(&mut self, sample: usize, values: &[f32]) -> Result<(), CompressError> {
+    fn write(&mut self, sample: usize, values: &[f32]) -> Result<()> {
         self.seek(sample, values.len())?;
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.file.write_all(&bytes).map_err(|error| self.fail(&error))?;
@@ -162,7 +162,7 @@ impl AqSgd {
     /// # Errors
     /// A shape that the scheme cannot compress. A scheme that keeps a state (PowerSGD), because each sample would need
     /// its own.
-    pub fn new(compressor: Box<dyn Compressor>, shape: Shape, store: Box<dyn Store>) -> Result<AqSgd, CompressError> {
+    pub fn new(compressor: Box<dyn Compressor>, shape: Shape, store: Box<dyn Store>) -> Result<AqSgd> {
         compressor.check(shape)?;
         match compressor.warm_len(shape) {
             0 => Ok(AqSgd { compressor, shape, store, buffer: vec![0.0; shape.len()] }),
@@ -183,7 +183,7 @@ impl AqSgd {
     ///
     /// # Errors
     /// Never for a link that was constructed.
-    pub fn wire_bytes(&self) -> Result<[usize; 2], CompressError> {
+    pub fn wire_bytes(&self) -> Result<[usize; 2]> {
         Ok([wire_bytes(&Values::F32, self.shape)?, wire_bytes(&*self.compressor, self.shape)?])
     }
 
@@ -198,7 +198,7 @@ impl AqSgd {
     ///
     /// # Errors
     /// An activation of another shape, or a failure of the store.
-    pub fn send(&mut self, sample: usize, activation: &[f32], draws: Draws) -> Result<Message, CompressError> {
+    pub fn send(&mut self, sample: usize, activation: &[f32], draws: Draws) -> Result<Message> {
         crate::error::require_count("the activation", activation.len(), self.shape.len())?;
         let seen = self.store.read(sample, &mut self.buffer)?;
         let message = if seen {
@@ -215,13 +215,13 @@ impl AqSgd {
     ///
     /// # Errors
     /// A message of another scheme or shape (also where only one side has seen the sample), or a failure of the store.
-    pub fn receive(&mut self, sample: usize, message: &Message) -> Result<&[f32], CompressError> {
+    pub fn receive(&mut self, sample: usize, message: &Message) -> Result<&[f32]> {
         let seen = self.store.read(sample, &mut self.buffer)?;
         self.update(sample, seen, message)?;
         Ok(&self.buffer)
     }
 
-    fn update(&mut self, sample: usize, seen: bool, message: &Message) -> Result<(), CompressError> {
+    fn update(&mut self, sample: usize, seen: bool, message: &Message) -> Result<()> {
         match seen {
             true => message.restore(&*self.compressor, self.shape, Fold::Add, &mut self.buffer)?,
             false => message.restore(&Values::F32, self.shape, Fold::Replace, &mut self.buffer)?,

@@ -1,6 +1,6 @@
 //! The trait of all methods.
 
-use crate::{CompressError, MessageError, Method, Per, PowerSgd, Shape, Sparse};
+use crate::{MessageError, Method, Per, PowerSgd, Result, Shape, Sparse};
 use meshwork_core::random::{Key, key};
 use std::fmt::Debug;
 
@@ -88,7 +88,7 @@ pub trait Compressor: Send + Sync + Debug {
     ///
     /// # Errors
     /// A shape that cannot be compressed.
-    fn check(&self, _shape: Shape) -> Result<(), CompressError> {
+    fn check(&self, _shape: Shape) -> Result<()> {
         Ok(())
     }
 

@@ -11,7 +11,7 @@
 //!
 //! e, g and v belong to the sender, G to the receivers. All start at zero.
 
-use crate::{CompressError, Compressor, Shape};
+use crate::{CompressError, Compressor, Result, Shape};
 use std::fmt;
 use std::ops::DerefMut;
 use std::str::FromStr;
@@ -46,7 +46,7 @@ impl fmt::Display for Feedback {
 impl FromStr for Feedback {
     type Err = CompressError;
 
-    fn from_str(text: &str) -> Result<Feedback, CompressError> {
+    fn from_str(text: &str) -> Result<Feedback> {
         let eta = |text: &str| text.parse::<f32>().ok().filter(|eta| *eta > 0.0 && *eta <= 1.0);
         match text {
             "none" => Ok(Feedback::None),
@@ -107,7 +107,7 @@ impl Feedback {
     ///
     /// # Errors
     /// An unbiased scheme that is not known to contract.
-    pub fn check(self, compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<(), CompressError> {
+    pub fn check(self, compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<()> {
         let guarantee = compressor.guarantee(shape);
         match self != Feedback::None && guarantee.unbiased && guarantee.contraction().is_none() {
             false => Ok(()),
@@ -165,7 +165,7 @@ impl Feedback {
 ///
 /// # Errors
 /// Replicas of different lengths, or no replicas.
-pub fn reshard(replicas: &[Vec<f32>], ranks: usize) -> Result<Vec<Vec<f32>>, CompressError> {
+pub fn reshard(replicas: &[Vec<f32>], ranks: usize) -> Result<Vec<Vec<f32>>> {
     let len = replicas.first().map_or(0, Vec::len);
     crate::error::require_count("the list of replicas", replicas.len().min(1), 1)?;
     crate::error::require_count("the new number of replicas", ranks.min(1), 1)?;

@@ -14,7 +14,7 @@ pub trait Fp8 {
     const SMALLEST: f32 = power(1 - (Self::BIAS + Self::MANTISSA) as i32);
 
     /// The smallest power of two, at least 2^-126, by which a number divided is in range; NaN for values that are not
-    /// finite. `bits` are those of the number, without a sign.
+    /// finite. `bits` are the bits of the number, without a sign.
     #[inline(always)]
     fn scale(bits: u32) -> f32 {
         if bits >= f32::INFINITY.to_bits() {

@@ -13,7 +13,7 @@ pub struct Packed {
 
 impl Packed {
     /// How `count` indices below `below` are packed; `None` for a bitmap.
-    pub(crate) fn of(count: usize, below: usize) -> Option<Self> {
+    pub(crate) fn new(count: usize, below: usize) -> Option<Self> {
         let packed = Self { width: width(count, below), low_bytes: low_bytes(count, below) };
         (!is_bitmap(count, below)).then_some(packed)
     }

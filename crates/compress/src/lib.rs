@@ -23,7 +23,7 @@ pub mod wire;
 
 pub use aq_sgd::{AqSgd, FileStore, MemoryStore, Store};
 pub use compressor::{Compressor, Draws, Fold, Guarantee, SumMethod};
-pub use error::{CompressError, MessageError};
+pub use error::{CompressError, MessageError, Result};
 pub use feedback::{Feedback, reshard};
 pub use indices::Packed;
 pub use message::{Message, compress_into, header, restore, wire_bytes};

@@ -2,7 +2,7 @@
 
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::wire::{floats, put_floats};
-use crate::{CompressError, Compressor, Fold, MessageError, Method, PowerSgd, Shape};
+use crate::{CompressError, Compressor, Fold, MessageError, Method, PowerSgd, Result, Shape};
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
 
@@ -122,7 +122,7 @@ impl Compressor for PowerSgd {
         Method::PowerSgd
     }
 
-    fn check(&self, shape: Shape) -> Result<(), CompressError> {
+    fn check(&self, shape: Shape) -> Result<()> {
         match shape.is_empty() || (1..=shape.rows().min(shape.cols())).contains(&self.rank) {
             true => Ok(()),
             false => Err(CompressError::Rank { rank: self.rank, shape }),

@@ -2,14 +2,14 @@
 
 use crate::error::require_count;
 use crate::wire::{HEADER, VERSION};
-use crate::{CompressError, Compressor, Draws, Fold, MessageError, Shape};
+use crate::{Compressor, Draws, Fold, MessageError, Result, Shape};
 use meshwork_core::hash::hash;
 
 /// Bytes of a message, header included. They depend only on the scheme and shape.
 ///
 /// # Errors
 /// A shape that the scheme does not support.
-pub fn wire_bytes(compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<usize, CompressError> {
+pub fn wire_bytes(compressor: &(impl Compressor + ?Sized), shape: Shape) -> Result<usize> {
     compressor.check(shape)?;
     Ok(HEADER + compressor.body_bytes(shape))
 }
@@ -38,7 +38,7 @@ impl Message {
         shape: Shape,
         draws: Draws,
         warm: &mut [f32],
-    ) -> Result<Message, CompressError> {
+    ) -> Result<Message> {
         let mut bytes = vec![0; wire_bytes(compressor, shape)?];
         compress_into(compressor, x, shape, draws, warm, &mut bytes)?;
         Ok(Message(bytes))
@@ -69,7 +69,7 @@ impl Message {
         shape: Shape,
         fold: Fold,
         out: &mut [f32],
-    ) -> Result<(), CompressError> {
+    ) -> Result<()> {
         restore(&self.0, compressor, shape, fold, out)
     }
 }
@@ -85,7 +85,7 @@ pub fn compress_into(
     draws: Draws,
     warm: &mut [f32],
     bytes: &mut [u8],
-) -> Result<(), CompressError> {
+) -> Result<()> {
     require_count("the message", bytes.len(), wire_bytes(compressor, shape)?)?;
     require_count("the value", x.len(), shape.len())?;
     require_count("the warm state", warm.len(), compressor.warm_len(shape))?;
@@ -107,7 +107,7 @@ pub fn restore(
     shape: Shape,
     fold: Fold,
     out: &mut [f32],
-) -> Result<(), CompressError> {
+) -> Result<()> {
     compressor.check(shape)?;
     require_count("the restored value", out.len(), shape.len())?;
     Ok(compressor.read(body(bytes, compressor, shape)?, shape, fold, out)?)

@@ -103,7 +103,7 @@ pub enum Keep {
 
 impl Keep {
     /// Elements kept of `len`.
-    pub fn of(self, len: usize) -> usize {
+    pub fn count(self, len: usize) -> usize {
         match self {
             Keep::Fraction(fraction) => ((fraction * len as f64).round() as usize).max(1).min(len),
             Keep::Count(count) => count.max(1).min(len),

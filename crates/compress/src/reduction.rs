@@ -3,7 +3,7 @@
 use crate::compressor::{Draws, SumMethod};
 use crate::feedback::Sender;
 use crate::sum::{SumBuffers, shard_len, shards, sum, traffic};
-use crate::{CompressError, Compressor, Feedback, Shape};
+use crate::{CompressError, Compressor, Feedback, Result, Shape};
 use meshwork_core::{Group, Record};
 use std::ops::{Deref, Range};
 
@@ -16,7 +16,7 @@ pub struct Partial<'a>(pub &'a [f32]);
 /// ```compile_fail,E0308
 /// use meshwork_compress::{CompressError, Partial, Reduction};
 ///
-/// fn twice(reduction: &mut Reduction, group: &meshwork_core::Group, x: Partial<'_>) -> Result<(), CompressError> {
+/// fn twice(reduction: &mut Reduction, group: &meshwork_core::Group, x: Partial<'_>) -> Result<()> {
 ///     let sum = reduction.all_reduce(group, 0, x)?.to_vec();
 ///     let once = reduction.all_reduce(group, 1, Partial(&sum))?; // says that it is a part
 ///     reduction.all_reduce(group, 2, once)?; // does not compile
@@ -91,7 +91,7 @@ impl Reduction {
         shape: Shape,
         [rank, ranks]: [usize; 2],
         seed: u64,
-    ) -> Result<Reduction, CompressError> {
+    ) -> Result<Reduction> {
         compressor.check(shape)?;
         feedback.check(&*compressor, shape)?;
         if rank >= ranks {
@@ -127,7 +127,7 @@ impl Reduction {
     /// # Errors
     /// A second use in one step, a group other than the planned one, a part of the wrong length, or a failed
     /// collective. After a failed collective the states are inconsistent: load them again.
-    pub fn all_reduce(&mut self, group: &Group, step: u64, part: Partial<'_>) -> Result<Replicated<'_>, CompressError> {
+    pub fn all_reduce(&mut self, group: &Group, step: u64, part: Partial<'_>) -> Result<Replicated<'_>> {
         if [group.rank(), group.size()] != [self.rank, self.ranks] {
             return Err(CompressError::Group {
                 name: self.name.clone(),
@@ -157,7 +157,7 @@ impl Reduction {
     ///
     /// # Errors
     /// Never for a reduction that was constructed.
-    pub fn traffic(&self, group: &str) -> Result<Vec<Record>, CompressError> {
+    pub fn traffic(&self, group: &str) -> Result<Vec<Record>> {
         traffic(&*self.compressor, self.shape, group, self.rank, self.ranks)
     }
 

@@ -3,8 +3,8 @@
 use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::error::VALID;
 use crate::{
-    Choice, CompressError, Compressor, Fold, Fp8Format, Keep, MessageError, Method, Per, PowerSgd, Rounding, Shape,
-    Sparse, Values,
+    Choice, CompressError, Compressor, Fold, Fp8Format, Keep, MessageError, Method, Per, PowerSgd, Result, Rounding,
+    Shape, Sparse, Values,
 };
 use std::fmt;
 use std::str::FromStr;
@@ -51,7 +51,7 @@ impl fmt::Display for Scheme {
 impl FromStr for Scheme {
     type Err = CompressError;
 
-    fn from_str(text: &str) -> Result<Scheme, CompressError> {
+    fn from_str(text: &str) -> Result<Scheme> {
         parse(text).map_err(|problem| CompressError::Scheme { text: text.to_owned(), problem })
     }
 }
@@ -64,7 +64,7 @@ struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    fn of(text: &'a str) -> Words<'a> {
+    fn split(text: &'a str) -> Words<'a> {
         let mut options = text.split('/');
         let head = options.next().unwrap_or_default();
         let (name, parameter) = match head.split_once(':') {
@@ -125,7 +125,7 @@ fn parse(text: &str) -> Result<Scheme, String> {
         Some((head, tail)) => (head, Some(tail)),
         None => (text, None),
     };
-    let mut words = Words::of(head);
+    let mut words = Words::split(head);
     let choice = match words.name {
         "topk" => Choice::Largest(words.per()?),
         "randk" => Choice::Random { unbiased: words.take("unbiased") },
@@ -139,7 +139,7 @@ fn parse(text: &str) -> Result<Scheme, String> {
     };
     words.done(if matches!(choice, Choice::Largest(_)) { "one of row and blockN" } else { "unbiased" })?;
     let keep = keep(words.parameter("a fraction or a count, as in topk:0.1 and topk:100")?)?;
-    let values = tail.map_or(Ok(Values::F32), |tail| values(Words::of(tail)))?;
+    let values = tail.map_or(Ok(Values::F32), |tail| values(Words::split(tail)))?;
     match values.per() {
         Per::Row => Err(format!("{values} of the elements of {head}: they have no rows; use blockN")),
         _ => Ok(Scheme::Sparse(Sparse { choice, keep, values })),
@@ -226,7 +226,7 @@ impl Scheme {
                     *per = Per::Row;
                 }
                 // The chosen values of all rows form one vector.
-                values.narrow(Per::Block(keep.of(cols)));
+                values.narrow(Per::Block(keep.count(cols)));
             }
             Scheme::PowerSgd(_) => {}
         }
@@ -245,7 +245,7 @@ impl Scheme {
             Scheme::Values(values) => within(values.per(), shape.cols()),
             Scheme::Sparse(Sparse { choice: Choice::Largest(Per::Row), keep, values }) => {
                 // Random numbers of values are indexed by value, not by element.
-                !values.draws() && within(values.per(), keep.of(shape.cols()))
+                !values.draws() && within(values.per(), keep.count(shape.cols()))
             }
             Scheme::Sparse(_) | Scheme::PowerSgd(_) => false,
         }
@@ -265,7 +265,7 @@ impl Compressor for Scheme {
         self.inner().method()
     }
 
-    fn check(&self, shape: Shape) -> Result<(), CompressError> {
+    fn check(&self, shape: Shape) -> Result<()> {
         self.inner().check(shape)
     }
 

@@ -1,6 +1,6 @@
 //! The shape of a compressed value: a matrix, in parts that have a scale or a choice of their own.
 
-use crate::CompressError;
+use crate::{CompressError, Result};
 use std::fmt;
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ impl Shape {
     ///
     /// # Errors
     /// More than 2^32 - 1 elements.
-    pub fn matrix(rows: usize, cols: usize) -> Result<Shape, CompressError> {
+    pub fn matrix(rows: usize, cols: usize) -> Result<Shape> {
         match rows.checked_mul(cols).is_some_and(|len| u32::try_from(len).is_ok()) {
             true => Ok(Shape { rows, cols }),
             false => Err(CompressError::TooLong { rows, cols }),
@@ -27,7 +27,7 @@ impl Shape {
     ///
     /// # Errors
     /// More than 2^32 - 1 elements.
-    pub fn vector(len: usize) -> Result<Shape, CompressError> {
+    pub fn vector(len: usize) -> Result<Shape> {
         Shape::matrix(1, len)
     }
 

@@ -4,7 +4,7 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::indices::Packed;
 use crate::select::largest;
 use crate::wire::HEADER;
-use crate::{Choice, CompressError, Compressor, Fold, MessageError, Method, Shape, Sparse, Values, indices};
+use crate::{Choice, Compressor, Fold, MessageError, Method, Result, Shape, Sparse, Values, indices};
 use meshwork_core::random::{Key, blocks};
 use std::ops::Range;
 
@@ -17,15 +17,15 @@ impl Sparse {
         match self.choice {
             Choice::Largest(per) => {
                 let (unit, len) = (per.unit(shape), shape.len());
-                len / unit * self.keep.of(unit) + self.keep.of(len % unit)
+                len / unit * self.keep.count(unit) + self.keep.count(len % unit)
             }
-            Choice::Random { .. } => self.keep.of(shape.len()),
+            Choice::Random { .. } => self.keep.count(shape.len()),
         }
     }
 
     /// The smallest fraction of a part that is sent.
     fn fraction(&self, shape: Shape) -> f64 {
-        let of = |len: usize| if len == 0 { 1.0 } else { self.keep.of(len) as f64 / len as f64 };
+        let of = |len: usize| if len == 0 { 1.0 } else { self.keep.count(len) as f64 / len as f64 };
         match self.choice {
             Choice::Largest(per) => of(per.unit(shape).min(shape.len())).min(of(shape.len() % per.unit(shape))),
             Choice::Random { .. } => of(shape.len()),
@@ -45,10 +45,10 @@ impl Sparse {
         let mut chosen = Vec::with_capacity(self.count(shape));
         match self.choice {
             Choice::Largest(per) => per.ranges(shape).for_each(|range| {
-                let keep = self.keep.of(range.len());
+                let keep = self.keep.count(range.len());
                 largest(&x[range.clone()], keep, range.start, &mut chosen);
             }),
-            Choice::Random { .. } => chosen = drawn(self.keep.of(shape.len()), shape.len(), draws),
+            Choice::Random { .. } => chosen = drawn(self.keep.count(shape.len()), shape.len(), draws),
         }
         chosen
     }
@@ -65,14 +65,14 @@ impl Sparse {
 
     /// How the indices of a message are packed, if they are not a bitmap.
     pub fn packed(&self, shape: Shape) -> Option<Packed> {
-        Packed::of(self.count(shape), shape.len())
+        Packed::new(self.count(shape), shape.len())
     }
 
     /// The indices in [`index_bytes`](Self::index_bytes) of a message of this scheme and shape.
     ///
     /// # Errors
     /// Bytes that encode no valid indices, or too few bytes.
-    pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>, CompressError> {
+    pub fn read_indices(&self, bytes: &[u8], shape: Shape) -> Result<Vec<u32>> {
         crate::error::require_count("the indices", bytes.len(), self.index_bytes(shape).len())?;
         Ok(indices::read(bytes, self.count(shape), shape.len())?)
     }
@@ -124,7 +124,7 @@ impl Compressor for Sparse {
         }
     }
 
-    fn check(&self, shape: Shape) -> Result<(), CompressError> {
+    fn check(&self, shape: Shape) -> Result<()> {
         self.values.check(shape)
     }
 

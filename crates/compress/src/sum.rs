@@ -4,7 +4,7 @@ use crate::compressor::{Draws, SumMethod};
 use crate::error::require_count;
 use crate::message::{restore, wire_bytes};
 use crate::values::cast_bf16;
-use crate::{CompressError, Compressor, Fold, Message, Per, Shape};
+use crate::{Compressor, Fold, Message, Per, Result, Shape};
 use meshwork_core::{DType, Group, OpKind, Record, ReduceOp, bf16};
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub struct SumBuffers<'a> {
 }
 
 /// The shape of the elements in `range`: rows stay rows.
-fn shape_of(range: &Range<usize>, per: Per, shape: Shape) -> Result<Shape, CompressError> {
+fn shape_of(range: &Range<usize>, per: Per, shape: Shape) -> Result<Shape> {
     match per {
         Per::Row if range.len().is_multiple_of(shape.cols()) => Shape::matrix(range.len() / shape.cols(), shape.cols()),
         _ => Shape::vector(range.len()),
@@ -45,7 +45,7 @@ fn shard_messages(
     per: Per,
     shape: Shape,
     ranks: usize,
-) -> Result<Vec<(Range<usize>, Shape, usize)>, CompressError> {
+) -> Result<Vec<(Range<usize>, Shape, usize)>> {
     let message = |range: Range<usize>| {
         let shape = shape_of(&range, per, shape)?;
         Ok((range, shape, if shape.is_empty() { 0 } else { wire_bytes(compressor, shape)? }))
@@ -71,7 +71,7 @@ pub fn traffic(
     group: &str,
     rank: usize,
     ranks: usize,
-) -> Result<Vec<Record>, CompressError> {
+) -> Result<Vec<Record>> {
     let message = wire_bytes(compressor, shape)?;
     if ranks == 1 || shape.is_empty() {
         return Ok(Vec::new());
@@ -110,7 +110,7 @@ pub fn sum(
     shape: Shape,
     draws: Draws,
     buffers: SumBuffers<'_>,
-) -> Result<(), CompressError> {
+) -> Result<()> {
     compressor.check(shape)?;
     let SumBuffers { sum: out, sent, warm, shard } = buffers;
     let len = shape.len();
@@ -185,7 +185,7 @@ fn scatter_gather(
     draws: Draws,
     buffers: SumBuffers<'_>,
     shards: &[(Range<usize>, Shape, usize)],
-) -> Result<(), CompressError> {
+) -> Result<()> {
     let (rank, ranks) = (group.rank(), group.size());
     let SumBuffers { sum: out, sent, shard: lost, .. } = buffers;
     let mut messages = Vec::with_capacity(shards.iter().map(|shard| shard.2).sum());

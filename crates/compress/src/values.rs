@@ -9,7 +9,7 @@ use crate::compressor::{Draws, Guarantee, SumMethod};
 use crate::fp8::{E4M3, E5M2, Fp8};
 use crate::planes::{self, TILE};
 use crate::wire::{floats, put_floats};
-use crate::{CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Rounding, Shape, Values};
+use crate::{CompressError, Compressor, Fold, Fp8Format, MessageError, Method, Result, Rounding, Shape, Values};
 use meshwork_core::bf16;
 use meshwork_core::random::fill_uniform;
 use meshwork_core::simd::wide;
@@ -102,7 +102,7 @@ impl Compressor for Values {
         }
     }
 
-    fn check(&self, _shape: Shape) -> Result<(), CompressError> {
+    fn check(&self, _shape: Shape) -> Result<()> {
         match *self {
             Values::Quantize { bits: 0 | 9.., .. } => {
                 let problem = "the number of bits must be 1 to 8".to_owned();
@@ -298,7 +298,7 @@ pub(crate) fn cast_bf16(x: &[f32], out: &mut [bf16]) {
     );
 }
 
-/// The largest bits of |x|. Those of infinity and larger ones say that some x is not finite.
+/// The largest bits of |x|. The bits of infinity, or larger ones, say that some x is not finite.
 #[inline(always)]
 fn largest_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |largest, x| largest.max(x.to_bits() & 0x7fff_ffff))

@@ -33,7 +33,7 @@ use std::fmt::{Debug, Display};
 /// Something that a rank takes for granted about the ranks of a group.
 #[derive(Clone, Debug)]
 pub struct Fact {
-    /// What is claimed, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same,
+    /// The claim, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same,
     /// by which ranks that compare different facts are found.
     pub claim: String,
     /// How the hashes of the ranks must relate.
@@ -183,7 +183,7 @@ impl Agreement {
     }
 }
 
-/// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: that of the
+/// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: the fact of the
 /// lowest place, and of the lowest rank. Each rank passes what [`Agreement::find`] gave it. Collective over the group.
 ///
 /// # Errors

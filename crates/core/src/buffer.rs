@@ -148,8 +148,8 @@ impl Buffer {
         Ok(Buffer { memory: Arc::clone(&self.memory), dtype: self.dtype, offset, count })
     }
 
-    /// The elements of `range` alone, until the window is dropped. They can be written if those of this buffer can: it
-    /// is the same handle, made smaller meanwhile.
+    /// The elements of `range` alone, until the window is dropped. They can be written if the elements of this buffer
+    /// can: it is the same handle, made smaller meanwhile.
     pub fn window(&mut self, range: Range<usize>) -> Result<Window<'_>, BufferError> {
         self.slice(range.clone())?;
         let (offset, count) = (self.offset, self.count);

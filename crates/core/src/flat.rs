@@ -61,7 +61,7 @@ impl FlatSlice {
         self.index * self.count()..(self.index + 1) * self.count()
     }
 
-    /// The elements among those of `range` that lie in the slice, numbered in the vector; an empty range within `range`
+    /// The elements of `range` that lie in the slice, numbered in the vector; an empty range within `range`
     /// if there are none.
     pub fn part_of(self, range: Range<usize>) -> Range<usize> {
         let start = self.range().start.clamp(range.start, range.end);

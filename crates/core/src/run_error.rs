@@ -1,4 +1,4 @@
-//! How the ranks of a run failed: the one error of a world, and of what its processes make.
+//! How the ranks of a run failed: the one error of a world, and of the preparations of its processes.
 
 use std::any::Any;
 use std::error::Error;

@@ -19,7 +19,7 @@ pub const SIMD_VARIABLE: &str = "MESHWORK_SIMD";
 /// Vector instructions, each level with those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
-    /// What every CPU of the target has.
+    /// The instructions that every CPU of the target has.
     Portable,
     /// AVX2 with FMA.
     Avx2,

@@ -1,6 +1,6 @@
 //! Whether this build is optimised.
 
-/// What to do if this crate was compiled without optimisation, in which a training step takes some hundred times as
+/// The advice if this crate was compiled without optimisation, in which a training step takes some hundred times as
 /// long; `None` if it was optimised. A build with `debug_assertions` may be optimised: meshwork's own tests are.
 pub fn slow_build() -> Option<&'static str> {
     advice(env!("MESHWORK_OPT_LEVEL"))

@@ -116,7 +116,7 @@ impl World {
     /// ```
     ///
     /// # Errors
-    /// A world of another size than the mesh, and what [`run`](Self::run) refuses.
+    /// A world of another size than the mesh; the errors of [`run`](Self::run).
     pub fn run_mesh<T, E, F>(&self, mesh: &Mesh, body: F) -> Result<Vec<T>, RunError>
     where
         T: Send,
@@ -138,7 +138,7 @@ impl World {
     /// panic, ends the world as a rank's does; a joined rank counts as making progress meanwhile.
     ///
     /// # Errors
-    /// What `make` returns, as the error of the rank that is here; of threads, of a world of one rank.
+    /// The error of `make`, as the error of the rank that is here; of threads, of a world of one rank.
     pub fn prepare<T: Send, E: Into<Cause>>(&self, make: impl FnOnce() -> Result<T, E> + Send) -> Result<T, RunError> {
         let World::Joined(ranks) = self else {
             let (made, how) = contained(make);

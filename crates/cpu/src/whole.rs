@@ -7,7 +7,7 @@ use super::{Cpu, PIECE};
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
 use meshwork_core::pool::share;
 use meshwork_core::{Buffer, DType};
-use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, Run, SetPart, WholeOptimizer};
+use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, PassTotals, Run, SetPart, WholeOptimizer};
 use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
 use meshwork_tensor::{Error, Result};
 use std::ops::Range;
@@ -220,6 +220,7 @@ impl WholeOptim for Cpu {
                 let mut out: Vec<&mut [f32]> = room.chunks_mut(RUN).map(|room| &mut room[..range.len()]).collect();
                 let inner = range.start - job.range.start..range.end - job.range.start;
                 let mut run = Run {
+                    update: part.update,
                     shape,
                     first: *first,
                     grads: &grads[range.clone()],
@@ -229,7 +230,7 @@ impl WholeOptim for Cpu {
                     totals: &totals,
                     gathered: &[],
                 };
-                rule.measure(pass, &part.update, &weights[range.clone()], &mut run, &mut out)?;
+                rule.measure(pass, &weights[range.clone()], &mut run, &mut out)?;
                 let mut base = 0;
                 for (over, x) in over.iter().zip(&out) {
                     measured.add(*over, &shape, base, *first, x);
@@ -269,7 +270,7 @@ impl WholeOptim for Cpu {
         Ok(())
     }
 
-    fn settle(
+    fn finish_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,
@@ -285,7 +286,8 @@ impl WholeOptim for Cpu {
             .iter_mut()
             .map(|set| set.as_mut_slice::<f32>().map_err(Error::from))
             .collect::<Result<Vec<&mut [f32]>>>()?;
-        Ok(rule.settle(pass, &part.update, &part.shape, &mut totals, &mut sets)?)
+        let WholePart { update, shape, .. } = part;
+        Ok(rule.finish_pass(PassTotals { pass, update, shape, totals: &mut totals, sets: &mut sets })?)
     }
 
     fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()> {
@@ -302,6 +304,7 @@ impl WholeOptim for Cpu {
             for (first, range) in &job.runs {
                 let inner = range.start - job.range.start..range.end - job.range.start;
                 let mut run = Run {
+                    update: part.update,
                     shape,
                     first: *first,
                     grads: &grads[range.clone()],
@@ -311,7 +314,7 @@ impl WholeOptim for Cpu {
                     totals: &totals,
                     gathered: gathered.map_or(&[], |gathered| &gathered[*first..first + range.len()]),
                 };
-                rule.update(&part.update, &mut weights[inner.clone()], &mut run)?;
+                rule.update(&mut weights[inner.clone()], &mut run)?;
             }
             Ok(())
         })

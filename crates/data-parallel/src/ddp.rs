@@ -61,10 +61,10 @@ meshwork_core::debug_as_display!(DdpError);
 /// framework whose gradients can be read as `&[f32]`.
 ///
 /// Each rank has all parameters and a part of the batch. In a step it passes the gradient of each parameter to
-/// [`gradient`](Self::gradient), best from a hook that runs when backward has it; those of all micro-batches but the
-/// last within [`no_sync`](Self::no_sync). Full buckets are reduced at once, in one order on all ranks, in whatever
-/// order gradients come. [`finish`](Self::finish) waits for them and divides by the number of samples of all ranks:
-/// right for parts of unequal size too. Or ranks go on before they have each other's gradients:
+/// [`gradient`](Self::gradient), best from a hook that runs when backward has it; the gradients of all micro-batches
+/// but the last within [`no_sync`](Self::no_sync). Full buckets are reduced at once, in one order on all ranks, in
+/// whatever order gradients come. [`finish`](Self::finish) waits for them and divides by the number of samples of all
+/// ranks: right for parts of unequal size too. Or ranks go on before they have each other's gradients:
 /// [`with_staleness`](Self::with_staleness).
 ///
 /// ```
@@ -125,9 +125,9 @@ impl Ddp {
     }
 
     /// The same, asynchronous with bounded staleness: [`finish`](Self::finish) gives the gradients of the step that
-    /// lies `staleness` steps back, and those of later steps are reduced meanwhile. A rank waits for the others only
-    /// when it is `staleness` steps ahead of them. The weights that an update changes are `staleness` updates newer
-    /// than those that its gradients were computed with. All ranks make the same updates, and every run the same
+    /// lies `staleness` steps back, and the gradients of later steps are reduced meanwhile. A rank waits for the others
+    /// only when it is `staleness` steps ahead of them. The weights that an update changes are `staleness` updates
+    /// newer than those that its gradients were computed with. All ranks make the same updates, and every run the same
     /// numbers. It takes the memory of `staleness` more gradients.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl Ddp {
     /// reduced.
     ///
     /// # Errors
-    /// Those of the micro-batch.
+    /// The error of the micro-batch.
     pub fn no_sync<T, E>(&mut self, micro_batch: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
         self.sync = false;
         let result = micro_batch(self);

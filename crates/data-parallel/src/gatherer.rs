@@ -16,7 +16,7 @@ pub struct SharedVector {
     pub sharers: Group,
 }
 
-/// What happened to a vector, for the timeline.
+/// An event of a vector, for the timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GatherEvent {
     /// Its gather was started.
@@ -25,11 +25,11 @@ pub enum GatherEvent {
     Used(usize),
 }
 
-/// What ranks send of their slices in place of the slices themselves. Every rank uses what the messages restore to,
+/// The messages that ranks send in place of their slices. Every rank uses the values restored from the messages,
 /// also of its own slice; so all ranks use the same values.
 pub trait Messages: Debug + Send + Sync {
-    /// The message of this rank's slice of a vector, and memory for those of all ranks, in their order. `None`: the
-    /// slice itself is sent.
+    /// The message of this rank's slice of a vector, and memory for the messages of all ranks, in their order. `None`:
+    /// the slice itself is sent.
     ///
     /// # Errors
     /// No memory.

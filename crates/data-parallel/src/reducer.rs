@@ -70,7 +70,7 @@ impl Bucket {
     }
 }
 
-/// What happened to a bucket, for the timeline.
+/// An event of a bucket, for the timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BucketEvent {
     /// Its first reduction was started: all its gradients are final.
@@ -268,7 +268,7 @@ impl Reducer {
         for which in [FILLING, SUM] {
             let Some(gradients) = slot.part(which).take() else { continue };
             slot.away[which] = true;
-            // What came back and was only read is still there.
+            // A bucket that came back and was only read is still parked.
             if std::mem::take(&mut slot.changed[which]) {
                 let parked = lot.parking.put(slot.place(bucket, which), gradients);
                 parked.map_err(|source| ReduceError::Vectors { bucket, source })?;
@@ -459,7 +459,7 @@ impl Reducer {
             self.land(bucket)?;
             [FILLING, SUM].into_iter().try_for_each(|which| self.bring(bucket, which))?;
             let slot = &mut self.slots[bucket];
-            // What needs no first round is the sum as it came in.
+            // A sum without a first round is kept as it came in.
             let (reduced, filled) = (slot.sum.take(), slot.filling.take());
             slot.changed[SUM] |= reduced.is_none() && slot.changed[FILLING];
             slot.lost = true;
@@ -482,7 +482,7 @@ impl Reducer {
         self.slots[bucket].bucket.sum.as_deref_mut()
     }
 
-    /// Whether gradients are parked, so that those of a few buckets are in memory at a time.
+    /// Whether gradients are parked, so that few buckets are in memory at a time.
     pub fn parks(&self) -> bool {
         self.lot.is_some()
     }
@@ -529,8 +529,8 @@ impl Slot {
         2 * bucket + if self.bucket.scatter { which } else { 0 }
     }
 
-    /// Memory for the gradients that come in: that of the last sum, or new memory where only a slice of the sum is
-    /// kept.
+    /// Memory for the gradients that come in: the memory of the last sum, or new memory where only a slice of the sum
+    /// is kept.
     fn filling(&mut self, bucket: usize, vectors: &dyn Vectors) -> Result<&mut Buffer, ReduceError> {
         let gradients = match (self.filling.take(), self.bucket.scatter) {
             (Some(gradients), _) => gradients,

@@ -1,4 +1,4 @@
-//! Sums of gradients that are no all-reduce: of what each rank's compression leaves of its part.
+//! Sums of gradients that are no all-reduce: of each rank's compressed part.
 
 use crate::VectorError;
 use meshwork_core::{Buffer, Group, Pending};

@@ -1,7 +1,7 @@
-//! What must be the same on all ranks of a trainer or decoder, as facts with names, from one place: ranks compare them
+//! Facts that must be the same on all ranks of a trainer or decoder, with names, from one place: ranks compare them
 //! before anything else, so that an error says which setting or parameter differs, and how.
 
-use crate::{ModelPlan, Plan, TrainError};
+use crate::{ModelPlan, Plan, Result};
 use meshwork_core::Rank;
 use meshwork_core::agreement::{Agreement, Fact};
 use meshwork_tensor::ParamSpec;
@@ -69,12 +69,12 @@ impl Plan {
 }
 
 /// Refuses ranks whose plans differ. Collective over the world.
-pub(crate) fn require_same_plan(plan: &Plan, rank: &Rank) -> Result<(), TrainError> {
+pub(crate) fn require_same_plan(plan: &Plan, rank: &Rank) -> Result<()> {
     Ok(plan.agreement().compare(rank.world())?)
 }
 
 /// Refuses ranks whose models differ, of which these are all `parameters`. Collective over the world.
-pub(crate) fn require_same_model(plan: &ModelPlan, parameters: &[ParamSpec], rank: &Rank) -> Result<(), TrainError> {
+pub(crate) fn require_same_model(plan: &ModelPlan, parameters: &[ParamSpec], rank: &Rank) -> Result<()> {
     let (mut all, model) = (Agreement::default(), plan.model());
     let mut fact = |name: &str, value: &dyn Debug| all.push(Fact::value(name, value, SAME_MODEL));
     fact("the number of layers", &model.num_layers());

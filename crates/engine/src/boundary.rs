@@ -19,7 +19,7 @@ pub struct Boundary {
 }
 
 impl Boundary {
-    /// The name of what crosses it.
+    /// The name of the value that crosses it.
     pub fn value(&self, direction: Direction) -> String {
         match direction {
             Direction::Activation => format!("{}.activation", self.name),

@@ -1,6 +1,5 @@
 //! One stage on one rank: its forward and backward passes, one tape per micro-batch in flight.
 
-use crate::TrainError;
 use crate::compress::codec::Codec;
 use crate::gathers::Gathers;
 use crate::message::{Message, Site, outgoing};
@@ -10,6 +9,7 @@ use crate::segment::{Checkpoint, Forwarded, Kept, SavedSegment, Segment, Start};
 use crate::statistics::Noted;
 use crate::walk::Walk;
 use crate::weights::WeightStore;
+use crate::{Result, TrainError};
 use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::tape::{Normaliser, PerSample, SavedPolicy, Seed, Weights};
 use meshwork_tensor::{Params, Tape, Tensor, Var};
@@ -98,7 +98,7 @@ impl Chunk {
         number: usize,
         params: Arc<Params>,
         input: Option<Message>,
-    ) -> Result<Option<Message>, TrainError> {
+    ) -> Result<Option<Message>> {
         let pass = on.pass;
         let of = pass.micro(number - pass.first_micro)?;
         let walks: Vec<_> = self.segments.iter().map(|segment| (segment.number, Walk::Forward)).collect();
@@ -117,7 +117,7 @@ impl Chunk {
             let of_tape = pass.encoded(if checkpoint.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, of_tape, None)?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
-            // What crosses a cut takes a gradient, as what arrives from another rank does.
+            // A value that crosses a cut takes a gradient, as one from another rank does.
             let takes_gradient = segment.spec.cut.is_some() || run.output.takes_gradient();
             start = Start { input: None, takes_gradient, params, applied };
             let decisions = run.tape.take_decisions();
@@ -170,7 +170,7 @@ impl Chunk {
         number: usize,
         grad: Option<Message>,
         weights: Weights,
-    ) -> Result<Option<Message>, TrainError> {
+    ) -> Result<Option<Message>> {
         let pass = on.pass;
         let Some(Flight { of, mut kept }) = self.flights.remove(&number) else {
             return Err(self.out_of_turn(number, "backward before forward"));
@@ -250,7 +250,7 @@ impl Chunk {
     }
 
     /// Computes the gradients of weights that [`backward`](Self::backward) deferred.
-    pub fn weight_gradients(&mut self, on: &Workspace<'_>, number: usize) -> Result<(), TrainError> {
+    pub fn weight_gradients(&mut self, on: &Workspace<'_>, number: usize) -> Result<()> {
         let Some(tapes) = self.deferred.remove(&number) else {
             return Err(self.out_of_turn(number, "gradients of weights before that of the input"));
         };

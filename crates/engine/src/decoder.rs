@@ -11,7 +11,7 @@ use crate::message::{Message, Site, outgoing};
 use crate::one_rank;
 use crate::pass::Purpose;
 use crate::transport::PipeTransport;
-use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, Segment, TrainError, Verify};
+use crate::{Compress, LocalModel, ModelPlan, Plan, PlanError, Recompute, Result, Segment, TrainError, Verify};
 use meshwork_core::agreement::Fact;
 use meshwork_core::{Axis, CommError, DType, Rank};
 use meshwork_nn::{Batch, Model, Stage};
@@ -67,7 +67,7 @@ impl Decoder {
         device: Arc<dyn Device>,
         capacity: usize,
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let name = rank.log().name_next("Decoder");
         let _entered = rank.enter(&*format!("{name}::new"));
         require_same_plan(plan, &rank)?;
@@ -169,7 +169,7 @@ impl Decoder {
     /// # Errors
     /// More tokens than a sequence may have; more columns than the output has; a model that mixes the tokens of a
     /// sequence without the cache, the same error on every rank.
-    pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
+    pub fn next(&mut self, batch: &Batch, tokens: usize, columns: usize) -> Result<Vec<f32>> {
         let _entered = self.rank.enter(&*format!("{}::next", self.name));
         if self.past + tokens > self.capacity {
             let problem = format!("{} and {tokens} tokens, of at most {}", self.past, self.capacity);
@@ -192,7 +192,7 @@ impl Decoder {
         batch: &Batch,
         tokens: usize,
         columns: usize,
-    ) -> Result<Vec<f32>, TrainError> {
+    ) -> Result<Vec<f32>> {
         let me = self.rank.coords().get(Axis::Pp);
         let activations = self.plan.activations(batch)?;
         let clock = Clock::beside(Purpose::Predict, u64::MAX - 1, 1);
@@ -237,13 +237,7 @@ impl Decoder {
     }
 
     /// The first `columns` of the last row of each sample.
-    fn read_logits(
-        &self,
-        stage: &dyn Stage,
-        output: &Var,
-        columns: usize,
-        values: &mut [f32],
-    ) -> Result<(), TrainError> {
+    fn read_logits(&self, stage: &dyn Stage, output: &Var, columns: usize, values: &mut [f32]) -> Result<()> {
         let prediction = stage.predict(output)?;
         prediction.require_unpadded("decode", "the prediction")?;
         let (samples, shape) = (values.len() / columns.max(1), prediction.shape());
@@ -255,7 +249,7 @@ impl Decoder {
         let each = all / samples;
         for (sample, values) in values.chunks_exact_mut(columns).enumerate() {
             let first = (sample + 1) * each - width;
-            let part = prediction.tensor().buffer().slice(first..first + columns).map_err(Error::from)?;
+            let part = prediction.tensor().buffer().slice(first..first + columns)?;
             values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
         Ok(())

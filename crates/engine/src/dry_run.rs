@@ -4,7 +4,7 @@
 pub use crate::step::prediction::{Prediction, bytes_on, predict};
 
 use crate::step::prediction::{blank_batch, blank_device, trainer};
-use crate::{Compress, Plan, ScheduleSpec, TrainError, Trainer, Watch, Zero};
+use crate::{Compress, Plan, Result, ScheduleSpec, Trainer, Watch, Zero};
 use meshwork_core::profile::{self, Recorder};
 use meshwork_core::{Axis, Mesh, Rank};
 use meshwork_nn::Model;
@@ -17,14 +17,9 @@ use std::sync::Arc;
 /// without contents.
 ///
 /// # Errors
-/// As [`predict`], and what the device lacks: [`TrainError::lack`] tells that from the rest, which the zeros of such a
-/// device can cause.
-pub fn attempt(
-    model: &Arc<dyn Model>,
-    plan: &Plan,
-    world_rank: usize,
-    device: Arc<dyn Device>,
-) -> Result<(), TrainError> {
+/// As [`predict`], with an error for an operation that the device lacks: [`TrainError::lack`] tells that from the rest,
+/// which the zeros of such a device can cause.
+pub fn attempt(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, device: Arc<dyn Device>) -> Result<()> {
     let mut trainer = trainer(model, plan, world_rank, device)?;
     let batch = blank_batch(&trainer);
     trainer.step(&batch)?;
@@ -35,7 +30,7 @@ pub fn attempt(
 ///
 /// # Errors
 /// As [`predict`].
-pub fn watch(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, watch: Arc<dyn Watch>) -> Result<(), TrainError> {
+pub fn watch(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, watch: Arc<dyn Watch>) -> Result<()> {
     let mut trainer = trainer(model, plan, world_rank, blank_device(plan))?;
     trainer.watch(watch);
     let batch = blank_batch(&trainer);
@@ -55,7 +50,7 @@ pub fn observe(
     world_rank: usize,
     recorder: &Recorder,
     observe: impl FnMut(Event),
-) -> Result<(), TrainError> {
+) -> Result<()> {
     let alone = Rank::recording(&plan.mesh, world_rank)?;
     let world = profile::communicator(alone.world().communicator().clone(), recorder.clone());
     let rank = Arc::new(Rank::new(&plan.mesh, world)?);
@@ -70,7 +65,7 @@ pub fn observe(
 
 /// A plan for one rank in which every layer of a model is a stage. The first stage has only the beginning of the model
 /// (such as an embedding), the last one only its end and the loss. A step has one micro-batch of `samples` samples.
-pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Result<Plan, TrainError> {
+pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Result<Plan> {
     let mut partition = vec![1; model.num_layers() + 2];
     (partition[0], partition[model.num_layers() + 1]) = (0, 0);
     Ok(Plan {
@@ -97,7 +92,7 @@ pub fn one_layer_a_stage(model: &dyn Model, plan: &Plan, samples: usize) -> Resu
 ///
 /// # Errors
 /// As [`predict`].
-pub fn costs(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<u64>, TrainError> {
+pub fn costs(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<u64>> {
     let plan = one_layer_a_stage(&**model, plan, 1)?;
     let device = blank_device(&plan);
     let mut trainer = trainer(model, &plan, 0, device.clone())?;

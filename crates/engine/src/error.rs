@@ -3,9 +3,12 @@
 use crate::PlanError;
 use crate::offload::OffloadError;
 use meshwork_core::agreement::Disagreement;
-use meshwork_core::{CommError, MeshError, SpmdError};
+use meshwork_core::{BufferError, CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
+
+/// A result of training; of another error where one is named.
+pub type Result<T, E = TrainError> = std::result::Result<T, E>;
 
 /// The error of a training run on one rank.
 #[derive(thiserror::Error)]
@@ -120,7 +123,7 @@ pub enum TrainError {
 meshwork_core::debug_as_display!(TrainError);
 
 impl TrainError {
-    /// What the device lacks, if that is what ended the step: an operation, an element type, an update rule.
+    /// The operation, element type or update rule that the device lacks, if its lack ended the step.
     #[must_use]
     pub fn lack(&self) -> Option<&meshwork_tensor::Error> {
         use meshwork_tensor::Error;
@@ -152,6 +155,12 @@ impl TrainError {
             },
             _ => None,
         }
+    }
+}
+
+impl From<BufferError> for TrainError {
+    fn from(error: BufferError) -> Self {
+        Self::Tensor(error.into())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reasons to refuse a plan when a trainer or decoder is made of it.
 
-use crate::{LossScale, MixedPrecision, ModelPlan, Plan, PlanError, TrainError};
+use crate::{LossScale, MixedPrecision, ModelPlan, Plan, PlanError, Result};
 use meshwork_compress::Feedback;
 use meshwork_core::{Axis, DType, Rank, ReductionOrder, tree};
 use meshwork_pipeline::Schedule;
@@ -36,7 +36,7 @@ pub(crate) fn require_fit(plan: &Plan, rank: &Rank, device: &dyn Device) -> Resu
 }
 
 /// Refuses settings that have no meaning where weights change within a step.
-pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> Result<(), TrainError> {
+pub(crate) fn require_synchronous(plan: &Plan, schedule: &Schedule, model: &ModelPlan) -> Result<()> {
     if schedule.weights.is_synchronous() {
         return Ok(());
     }

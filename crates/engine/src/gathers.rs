@@ -9,7 +9,7 @@ use crate::reduction::OnDevice;
 use crate::trace::uses;
 use crate::walk::Walk;
 use crate::zero::ZeroGroups;
-use crate::{LocalModel, ModelPlan, Plan, TrainError};
+use crate::{LocalModel, ModelPlan, Plan, Result};
 use meshwork_core::Buffer;
 use meshwork_data_parallel::{GatherError, GatherPass, Gatherer, SharedVector};
 use meshwork_nn::Batch;
@@ -40,7 +40,7 @@ impl Gathers {
         layout: &Layout,
         zero: &ZeroGroups,
         device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         // Frozen parameters are whole.
         let is_cut = |flat: &usize| *flat < layout.keys.len() && layout.is_cut(*flat);

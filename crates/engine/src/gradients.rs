@@ -110,9 +110,9 @@ impl Gradients {
             return Ok(Vec::new());
         }
         let host = match reducer.gradients(bucket) {
-            Some(here) => self.device.download(&here.slice(range).map_err(Error::from)?)?,
+            Some(here) => self.device.download(&here.slice(range)?)?,
             None => match reducer.peek(bucket)? {
-                Some(parked) => parked.slice(range).map_err(Error::from)?,
+                Some(parked) => parked.slice(range)?,
                 None => return Ok(Vec::new()),
             },
         };

@@ -5,7 +5,7 @@
 use crate::compress::settings::NOTHING;
 use crate::trace::{Trace, trace};
 use crate::zero::{Cuts, Replica, Vector, Zero, ZeroGroups, ZeroStage};
-use crate::{LocalModel, ModelPlan, Plan, PlanError, TiedWeight, TrainError};
+use crate::{LocalModel, ModelPlan, Plan, PlanError, Result, TiedWeight};
 use meshwork_core::{Axis, FlatSlice, Group, Mesh, Types};
 use meshwork_data_parallel::{BucketPlan, Member, cuts_batch, plan as fill};
 use meshwork_nn::Batch;
@@ -26,7 +26,7 @@ const BUCKET_ELEMENTS: usize = 1 << 18;
 /// rank's parameters, about a layer.
 const BUCKETS_OF_SLICES: usize = 16;
 
-/// What the parameters of one bucket have in common.
+/// The properties that all parameters of a bucket share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketKey {
     /// The axes over which gradients are Partial, in the order of the rounds of the reduction.
@@ -90,7 +90,7 @@ impl Layout {
         schedule: &Schedule,
         tied: &[TiedWeight],
         world_rank: usize,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let micro = Batch::blank(&model.model().fields(), plan.micro_batch_size()?);
         let mut trace = trace(model, local, world_rank, &micro)?;
         trace.number_tied_copies(model, local, schedule, tied, world_rank, &micro)?;

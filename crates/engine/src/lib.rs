@@ -46,7 +46,7 @@ pub use compress::fit::{Around, Unfit};
 pub use compress::history::SAMPLES;
 pub use compress::settings::{Compress, Setting};
 pub use decoder::Decoder;
-pub use error::TrainError;
+pub use error::{Result, TrainError};
 pub use mixed::{LossScale, MixedPrecision};
 pub use model_plan::{LocalModel, ModelPlan, TIED, TiedWeight};
 pub use plan::{Numerics, Plan, Recompute, Samples, ScheduleSpec};

@@ -1,6 +1,6 @@
 //! Values between two stages, as a rank sends them, and where in a step they cross a cut.
 
-use crate::TrainError;
+use crate::{Result, TrainError};
 use meshwork_core::{SpmdError, Ty, Types};
 use meshwork_nn::Activation;
 use meshwork_pipeline::Direction;
@@ -24,7 +24,7 @@ pub struct Site {
 }
 
 /// A stage's output as a message, refused if the next stage expects another one.
-pub fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message, TrainError> {
+pub fn outgoing(stage: usize, output: &Var, expected: &Activation) -> Result<Message> {
     let op = || format!("send from stage {stage} to {}", stage + 1);
     for (axis, ty) in output.types().iter() {
         let wanted = expected.types.get(axis);

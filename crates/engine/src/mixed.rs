@@ -11,7 +11,7 @@ use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, Widened};
 use std::sync::Arc;
 
-/// What is stored in 16 bits.
+/// Mixed precision: the values that are stored in 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MixedPrecision {
     /// The type of weights, activations and their gradients.
@@ -140,7 +140,7 @@ mod tests {
     #[test]
     fn a_scale_is_halved_by_overflow_and_doubled_after_clean_steps() {
         let mut scaler = scaler(1024.0, 2);
-        // Of each step: whether it overflows, the scale of the next one, and that of the one behind it if the next one
+        // Of each step: whether it overflows, the scale of the next step, and of the step after it if the next one
         // does not overflow.
         let steps = [
             (true, 512.0, 512.0),

@@ -10,7 +10,7 @@
 //! | a parameter | name, extents, role, initial values, group |
 //! | the activation at a cut | extents over all ranks |
 //! | an operation | extents of its result over all ranks; [numbers](meshwork_tensor::tape::Op::scalars) that it computes with |
-//! | a constant of which ranks hold slices | elements: the slice of those of one rank |
+//! | a constant of which ranks hold slices | elements: the slice of the elements on one rank |
 //! | an auxiliary loss | its coefficient |
 //!
 //! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an
@@ -19,7 +19,7 @@
 
 use crate::program::{Constant, Op, Pairs, Value, whole_extents};
 use crate::trace::Whole;
-use crate::{ModelPlan, Plan, PlanError, TrainError, Verify};
+use crate::{ModelPlan, Plan, PlanError, Result, TrainError, Verify};
 use meshwork_core::{Axis, Coords, DType, Mesh, Ty, Types};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::ParamSpec;
@@ -31,20 +31,14 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// [`TrainError::OneRank`]; a plan that does not fit the model; a program that is wrongly distributed.
-pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<(), TrainError> {
+pub fn require_same(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<()> {
     let stages = ModelPlan::new(model.clone(), plan)?;
     let micro = Batch::blank(&model.fields(), plan.micro_batch_size()?);
     compare(&stages, world_rank, &micro, Mode::Train, plan.verify)
 }
 
 /// The same with stages that are cut, on micro-batches like `micro`.
-pub(crate) fn compare(
-    plan: &ModelPlan,
-    world_rank: usize,
-    micro: &Batch,
-    mode: Mode,
-    verify: Verify,
-) -> Result<(), TrainError> {
+pub(crate) fn compare(plan: &ModelPlan, world_rank: usize, micro: &Batch, mode: Mode, verify: Verify) -> Result<()> {
     let here = Whole::new(plan, plan.whole_model()?, world_rank, micro, mode)?;
     require_used(&here, plan.mesh(), Axis::Cp)?;
     if plan.mesh().world_size() == 1 || verify == Verify::Off {

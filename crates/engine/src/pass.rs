@@ -1,6 +1,6 @@
 //! One pass over the batch: what every stage of a rank needs in it.
 
-use crate::{PlanError, Recompute, TrainError, Watch};
+use crate::{PlanError, Recompute, Result, Watch};
 use meshwork_core::{Axis, Buffer, Rank, SpmdError, Ty};
 use meshwork_nn::{Activation, Batch, Metric};
 use meshwork_tensor::tape::{Encoded, Encoding, Notes, PerSample, Position, RowSchemes, SavedPolicy};
@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What a pass over the batch is for.
+/// The purpose of a pass over the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     Train,
@@ -28,7 +28,7 @@ pub struct Seeds {
     pub auxiliary: f64,
 }
 
-/// What every stage of a rank needs in one pass over the batch.
+/// The inputs of every stage of a rank in one pass over the batch.
 #[derive(Debug)]
 pub struct Pass {
     pub rank: Arc<Rank>,
@@ -41,7 +41,7 @@ pub struct Pass {
     /// The activation that each stage but the last sends.
     pub activations: Rc<[Activation]>,
     pub seeds: Vec<Seeds>,
-    /// What these seeds are multiplied by, and gradients are to be divided by.
+    /// The factor of these seeds, by which gradients are to be divided.
     pub loss_scale: f64,
     /// Number of its first micro-batch; not 0 within an asynchronous run, where all of them are counted from its start.
     pub first_micro: usize,
@@ -66,7 +66,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    pub fn micro(&self, micro: usize) -> Result<MicroBatch, TrainError> {
+    pub fn micro(&self, micro: usize) -> Result<MicroBatch> {
         let first = micro * self.micro_batch;
         let position = Position { first_sample: self.position.first_sample + first as u64, ..self.position };
         let samples = self.batch.part(first..first + self.micro_batch)?;
@@ -75,7 +75,7 @@ impl Pass {
 
     /// The policy that encodes what `policy` then keeps, if anything is to be encoded.
     pub fn encoded(&self, policy: Rc<dyn SavedPolicy>) -> Rc<dyn SavedPolicy> {
-        // What encodes first is the outermost policy.
+        // The policy that encodes first is the outermost one.
         self.saved.iter().rev().fold(policy, |policy, &encoding| Rc::new(Encoded::new(policy, encoding)))
     }
 
@@ -84,7 +84,7 @@ impl Pass {
     ///
     /// # Errors
     /// Numbers of the samples of other ranks, gathered and not cut again.
-    pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<(), TrainError> {
+    pub fn count(&self, row: usize, first_sample: u64, value: &Var) -> Result<()> {
         let shared = |&axis: &Axis| value.types().get(axis).is_some_and(|ty| ty != Ty::Shard(0));
         if let Some(axis) = Axis::DATA.into_iter().rev().find(shared) {
             let name = row.checked_sub(1).map_or("loss", |metric| self.metrics[metric].name);
@@ -114,7 +114,7 @@ impl Pass {
 
     /// Counts the metrics that layers of a stage noted. Metrics of a prediction count nowhere: its samples are in no
     /// step.
-    pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<(), TrainError> {
+    pub fn count_metrics(&self, stage: usize, first_sample: u64, notes: &Notes) -> Result<()> {
         self.mixes_samples.set(self.mixes_samples.get() || notes.mixes_samples);
         self.decides.set(self.decides.get() || notes.decides);
         if self.purpose == Purpose::Predict {

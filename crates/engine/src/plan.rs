@@ -46,12 +46,12 @@ pub struct Plan {
     pub numerics: Numerics,
     /// The type in which matrix products take their operands; the device's must be the same.
     pub precision: Precision,
-    /// What is stored in 16 bits; `None`: nothing, all is f32.
+    /// The values that are stored in 16 bits; `None`: all are f32.
     pub mixed: Option<MixedPrecision>,
-    /// What backward recomputes instead of keeping it.
+    /// The activations that backward recomputes instead of keeping them.
     pub recompute: Recompute,
-    /// The forms in which what forward keeps for backward is encoded, one after the other (Gist, Jain et al. 2018).
-    /// What is recomputed is recomputed from exact inputs, and encoded as what is kept.
+    /// The encodings of the tensors that forward keeps for backward, applied one after the other (Gist, Jain et al.
+    /// 2018). A recomputed tensor is computed from exact inputs, and encoded as a kept one.
     pub saved: Vec<Encoding>,
     /// The update rule.
     pub optimizer: Rule,
@@ -64,9 +64,9 @@ pub struct Plan {
     /// Whether an activation that is the same on every tp rank crosses stages once, in parts that are gathered on
     /// arrival (the scatter/gather of PTD-P, Narayanan et al. 2021, section 4.1).
     pub scatter_gather: bool,
-    /// What data-parallel ranks share out instead of holding it whole.
+    /// The vectors that data-parallel ranks share out instead of holding them whole.
     pub zero: Zero,
-    /// What leaves the memory of a rank while it is not needed.
+    /// The tensors that leave the memory of a rank while they are not needed.
     pub offload: Option<Offload>,
     /// Compression of values that ranks send.
     pub compress: Compress,
@@ -134,7 +134,7 @@ pub enum Numerics {
     },
 }
 
-/// What backward recomputes instead of keeping it. Recomputed activations are bitwise identical.
+/// The activations that backward recomputes instead of keeping them. Recomputed activations are bitwise identical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recompute {
     /// Nothing.

@@ -8,7 +8,7 @@ use crate::compress::sum_plan::{Member, Replicas, SumPlan, SumState};
 use crate::layout::Layout;
 use crate::model_plan::Tied;
 use crate::zero::{Replica, ZeroGroup, ZeroGroups};
-use crate::{Plan, PlanError, TrainError};
+use crate::{Plan, PlanError, Result};
 use meshwork_compress::Scheme;
 use meshwork_core::{Axis, Buffer, DType, Rank};
 use meshwork_data_parallel::{Bucket, Parking, Reducer, Sum, VectorError, Vectors, cuts_batch, rounds};
@@ -99,7 +99,7 @@ impl Reduction<'_> {
     ///
     /// # Errors
     /// No memory; a scheme that does not compress a bucket.
-    pub fn reducer(&self, parking: Option<Box<dyn Parking>>) -> Result<Reducer, TrainError> {
+    pub fn reducer(&self, parking: Option<Box<dyn Parking>>) -> Result<Reducer> {
         let buckets = (0..self.layout.keys.len()).map(|flat| self.bucket(flat)).collect::<Result<_, _>>()?;
         let vectors = OnDevice { device: self.device.clone(), category: Category::Gradients, dtype: self.dtype };
         Ok(Reducer::parked(buckets, vectors, parking)?)

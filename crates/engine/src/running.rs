@@ -1,9 +1,9 @@
 //! The stages of a rank as the pipeline's interpreter runs them.
 
-use crate::TrainError;
 use crate::chunk::{Chunk, Workspace};
 use crate::message::Message;
 use crate::pass::Purpose;
+use crate::{Result, TrainError};
 use meshwork_pipeline::{Direction, Tag};
 use meshwork_tensor::Category;
 use meshwork_tensor::tape::Weights;
@@ -15,12 +15,7 @@ pub struct Running<'a> {
 }
 
 impl Running<'_> {
-    fn walk_back(
-        &mut self,
-        micro: usize,
-        grad: Option<Message>,
-        weights: Weights,
-    ) -> Result<Option<Message>, TrainError> {
+    fn walk_back(&mut self, micro: usize, grad: Option<Message>, weights: Weights) -> Result<Option<Message>> {
         let pass = self.on.pass;
         let _activations = pass.device.meter().enter(Category::Activations);
         let grad = self.chunk.backward(self.on, micro + pass.ahead, grad, weights)?;
@@ -29,7 +24,7 @@ impl Running<'_> {
 
     /// The message as the next stage gets it. A message that crosses a virtual cut to a stage on this rank is
     /// compressed here.
-    fn leave(&self, tag: Tag, message: Option<Message>) -> Result<Option<Message>, TrainError> {
+    fn leave(&self, tag: Tag, message: Option<Message>) -> Result<Option<Message>> {
         let Some(message) = message else { return Ok(None) };
         let before = if tag.direction == Direction::Activation { tag.stage } else { tag.stage - 1 };
         let [here, there] = [before, before + 1].map(|stage| self.on.schedule.rank_of(stage, tag.micro));
@@ -46,7 +41,7 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
     type Message = Message;
     type Error = TrainError;
 
-    fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>, TrainError> {
+    fn forward(&mut self, micro: usize, input: Option<Message>) -> Result<Option<Message>> {
         let Workspace { pass, weights, live, versions, .. } = self.on;
         if pass.purpose == Purpose::Train {
             live.acquire();
@@ -64,11 +59,11 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
         self.leave(Tag { direction: Direction::Activation, stage: self.chunk.number, micro }, output)
     }
 
-    fn backward_input(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
+    fn backward_input(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>> {
         self.walk_back(micro, grad, Weights::Deferred)
     }
 
-    fn backward_weights(&mut self, micro: usize) -> Result<(), TrainError> {
+    fn backward_weights(&mut self, micro: usize) -> Result<()> {
         let Workspace { pass, live, .. } = self.on;
         live.release();
         let _activations = pass.device.meter().enter(Category::Activations);
@@ -76,12 +71,12 @@ impl meshwork_pipeline::StageRunner for Running<'_> {
     }
 
     /// Walks the tape once, so that values needed by both gradients are read once.
-    fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>, TrainError> {
+    fn backward(&mut self, micro: usize, grad: Option<Message>) -> Result<Option<Message>> {
         self.on.live.release();
         self.walk_back(micro, grad, Weights::Now)
     }
 
-    fn update(&mut self, micro: usize) -> Result<(), TrainError> {
+    fn update(&mut self, micro: usize) -> Result<()> {
         // The pass begins at the first micro-batch of its step; an update may still belong to the step before.
         let pass = self.on.pass;
         let step = pass.position.step + u64::from(micro + pass.ahead >= pass.first_micro);

@@ -7,7 +7,7 @@ use crate::message::Message;
 use crate::offload::saved::Shelved;
 use crate::pass::{MicroBatch, Pass, Purpose};
 use crate::watch::Watched;
-use crate::{At, Recompute, TrainError};
+use crate::{At, Recompute, Result, TrainError};
 use meshwork_core::Types;
 use meshwork_nn::{Stage, StageSpec};
 use meshwork_tensor::tape::{Decisions, Mode, Notes, Saved, SavedPolicy};
@@ -126,7 +126,7 @@ pub struct Checkpoint {
 
 impl Checkpoint {
     /// Keeps the input of a forward as `policy` keeps tensors.
-    pub fn new(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self, TrainError> {
+    pub fn new(mut start: Start, policy: &dyn SavedPolicy) -> Result<Self> {
         let save = |Message { tensor, types }| Ok::<_, TrainError>((policy.save("a segment", tensor)?, types));
         let input = start.input.take().map(save).transpose()?;
         Ok(Self { start, input, decisions: Decisions::default() })
@@ -138,7 +138,7 @@ impl Checkpoint {
     }
 
     /// The input of the second forward, with the decisions of the first.
-    pub fn restart(self) -> Result<(Start, Decisions), TrainError> {
+    pub fn restart(self) -> Result<(Start, Decisions)> {
         let restore = |(saved, types): (Saved, Types)| Ok::<_, TrainError>(Message { tensor: saved.restore()?, types });
         let input = self.input.map(restore).transpose()?;
         Ok((Start { input, ..self.start }, self.decisions))
@@ -165,7 +165,7 @@ impl Segment {
         start: Start,
         policy: Rc<dyn SavedPolicy>,
         repeated: Option<Decisions>,
-    ) -> Result<Forwarded, TrainError> {
+    ) -> Result<Forwarded> {
         let mode = if pass.purpose == Purpose::Train { Mode::Train } else { Mode::Evaluate };
         let (rank, device) = (pass.rank.clone(), pass.device.clone());
         let tape = Tape::with_policy(rank, start.params, device, mode, of.position, policy);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether this process was told.
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// What to do if meshwork was [compiled without optimisation](slow_build), the first time that a process asks. A
+/// The advice if meshwork was [compiled without optimisation](slow_build), the first time that a process asks. A
 /// program that calls this shows it to its user; in others the first step of a [`Trainer`](crate::Trainer) on a CPU
 /// writes it to standard error.
 pub fn slow_build_warning() -> Option<&'static str> {

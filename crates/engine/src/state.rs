@@ -6,7 +6,7 @@ use crate::compress::history::{History, saved_slices};
 use crate::compress::sum_plan::{SumPlan, SumState};
 use crate::layout::Layout;
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
-use crate::{ModelPlan, Plan, TrainError};
+use crate::{ModelPlan, Plan, Result, TrainError};
 use meshwork_core::{Axis, DType};
 use meshwork_nn::Model;
 use meshwork_optim::{Kept, State};
@@ -57,7 +57,7 @@ pub struct TrainState {
 pub struct StateSlice {
     /// The name of the vector.
     pub key: StateKey,
-    /// What it belongs to.
+    /// The parameter, or the other owner, of the vector.
     pub kind: StateKind,
     /// Extents of the whole vector.
     pub dims: Shape,
@@ -69,12 +69,12 @@ pub struct StateSlice {
     pub rank: usize,
 }
 
-/// What every rank holds of the state of a run: a pure function of model and plan, so that all ranks know it of each
-/// other.
+/// The part of a run's state that every rank holds: a pure function of model and plan, so that all ranks know it of
+/// each other.
 ///
 /// # Errors
 /// A plan that does not fit the model.
-pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>, TrainError> {
+pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>> {
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
     let (mesh, tied) = (&plan.mesh, model.tied_weights(&schedule)?);
     let mut all = Vec::new();
@@ -105,11 +105,7 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
 
 /// The vectors that go with the parameters of a rank: states of the sums of compressed gradients, weights, and states
 /// of the update rule.
-pub(crate) fn of_parameters(
-    plan: &Plan,
-    layout: &Layout,
-    sums: &[Option<SumPlan>],
-) -> Result<Vec<StateVector>, TrainError> {
+pub(crate) fn of_parameters(plan: &Plan, layout: &Layout, sums: &[Option<SumPlan>]) -> Result<Vec<StateVector>> {
     let mut all = Vec::new();
     for (bucket, sum) in sums.iter().enumerate() {
         for SumState { key, dims, slice, state: name, range } in
@@ -204,7 +200,7 @@ pub trait StateSource {
     ///
     /// # Errors
     /// State that is missing or has other extents.
-    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError>;
+    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>>;
 }
 
 /// The whole state of a run in host memory, assembled from all of its ranks.
@@ -221,7 +217,7 @@ impl WholeState {
     /// # Errors
     /// Elements that no rank holds, ranks that hold different values of one element or give a vector other dims, or
     /// ranks at different steps.
-    pub fn merge(ranks: &[TrainState]) -> Result<Self, TrainError> {
+    pub fn merge(ranks: &[TrainState]) -> Result<Self> {
         let refuse =
             |name: &dyn fmt::Display, problem: String| Err(TrainError::State { name: name.to_string(), problem });
         let Some(first) = ranks.first() else { return refuse(&"a run", "no rank gave any".to_owned()) };
@@ -277,7 +273,7 @@ impl StateSource for WholeState {
         self.vectors.get(key).map(|(dims, _)| dims.to_vec())
     }
 
-    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>, TrainError> {
+    fn read(&self, key: &StateKey, dims: Shape, slice: &LocalSlice) -> Result<Vec<f32>> {
         let refuse = |problem: String| Err(TrainError::State { name: key.to_string(), problem });
         match self.vectors.get(key) {
             None => refuse("the state has none of that name".to_owned()),

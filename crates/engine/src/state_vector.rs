@@ -35,7 +35,7 @@ impl fmt::Display for StateKey {
     }
 }
 
-/// What a vector of the state belongs to, and whether a run needs it to go on.
+/// The owner of a vector of the state, and whether a run needs it to go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
     /// A parameter of this role, or a state of the optimizer that goes with it.

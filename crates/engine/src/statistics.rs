@@ -5,12 +5,12 @@
 //! order of the sums does not depend on the schedule. Notes stay on the device until the end of the step, when one
 //! download brings all of them.
 
-use crate::TrainError;
+use crate::Result;
 use crate::model_plan::Tied;
 use meshwork_core::{DType, Rank, ReduceOp};
 use meshwork_tensor::param::{Statistic, StatisticId};
 use meshwork_tensor::tape::StatisticNote;
-use meshwork_tensor::{Declarations, Device, Error, ParamSpec};
+use meshwork_tensor::{Declarations, Device, ParamSpec};
 use std::collections::BTreeMap;
 
 /// Notes of one stage, or of all stages of a rank.
@@ -108,7 +108,7 @@ impl Noted {
         device: &dyn Device,
         rank: &Rank,
         tied: &Tied,
-    ) -> Result<StatisticSums, TrainError> {
+    ) -> Result<StatisticSums> {
         if self.0.is_empty() {
             return Ok(StatisticSums::new());
         }
@@ -133,7 +133,7 @@ impl Noted {
     }
 
     /// The values of each note, in order.
-    fn download(&self, device: &dyn Device) -> Result<Vec<Vec<f32>>, TrainError> {
+    fn download(&self, device: &dyn Device) -> Result<Vec<Vec<f32>>> {
         let count = |note: &StatisticNote| note.values.iter().map(|values| values.count()).sum::<usize>();
         let mut all = device.zeros(DType::F32, self.0.values().map(count).sum())?;
         let mut at = 0;
@@ -145,7 +145,7 @@ impl Noted {
             at += values.count();
         }
         let host = device.download(&all)?;
-        let mut rest = host.as_slice::<f32>().map_err(Error::from)?;
+        let mut rest = host.as_slice::<f32>()?;
         let take = |note: &StatisticNote| rest.split_off(..count(note)).unwrap_or_default().to_vec();
         Ok(self.0.values().map(take).collect())
     }

@@ -1,11 +1,12 @@
 //! The types-only passes before step 1, on the meta device. One over this rank's stages finds on which axes each
 //! parameter's gradient is Partial, and the order in which gradients become final. One over all stages finds names of
-//! randomness that are used twice, and lists the operations that are [held against those of one rank](crate::one_rank).
+//! randomness that are used twice, and lists the operations that are
+//! [held against the operations of one rank](crate::one_rank).
 
 use crate::message::outgoing;
 use crate::program::{Listing, ListingOf, Program};
 use crate::walk::Walk;
-use crate::{LocalModel, ModelPlan, Recompute, Segment, TiedWeight, TrainError};
+use crate::{LocalModel, ModelPlan, Recompute, Result, Segment, TiedWeight};
 use meshwork_core::{Axis, Buffer, Rank, Types};
 use meshwork_nn::{Activation, Batch};
 use meshwork_pipeline::Schedule;
@@ -100,7 +101,7 @@ impl<'a> Forward<'a> {
         world_rank: usize,
         batch: &'a Batch,
         device: Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
         let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(device));
         // Each in a buffer of its own, of which nothing is here: every read is noted.
@@ -137,8 +138,8 @@ impl<'a> Forward<'a> {
         &self,
         number: usize,
         segments: &[Segment],
-        mut then: impl FnMut(&Segment, Tape, Var) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
+        mut then: impl FnMut(&Segment, Tape, Var) -> Result<()>,
+    ) -> Result<()> {
         let mut input = match number.checked_sub(1).map(|before| self.activations[before]) {
             None => None,
             Some(cut) => Some((Tensor::zeros(&self.device, cut.dtype, cut.shape)?, cut.types, true)),
@@ -177,7 +178,7 @@ impl<'a> Forward<'a> {
 #[derive(Debug)]
 pub struct Whole {
     pub declarations: Arc<Declarations>,
-    /// What crosses each cut.
+    /// The activation that crosses each cut.
     pub activations: Vec<Activation>,
     pub program: Program,
     /// The metrics and auxiliary losses that layers note, in order: their names, and the coefficients of the latter.
@@ -196,7 +197,7 @@ impl Whole {
         world_rank: usize,
         batch: &Batch,
         mode: Mode,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let listing = Arc::new(Listing::default());
         let forward = Forward::new(plan, &declarations, world_rank, batch, Meta::keeping_uploads())?;
         let forward = Forward { mode, listing: Some(listing.clone()), ..forward };
@@ -222,7 +223,7 @@ pub fn takes(plan: &ModelPlan, world_rank: usize, batch: &Batch) -> bool {
         let forward = Forward::new(plan, &declarations, world_rank, batch, Meta::device())?;
         stages.iter().try_for_each(|(number, segments)| forward.stage(*number, segments, |_, _, _| Ok(())))
     };
-    let ran: Result<(), TrainError> = run();
+    let ran: Result<()> = run();
     ran.is_ok()
 }
 
@@ -233,7 +234,7 @@ pub fn uses(
     world_rank: usize,
     batch: &Batch,
     recompute: Recompute,
-) -> Result<BTreeMap<(usize, Walk), Vec<ParamId>>, TrainError> {
+) -> Result<BTreeMap<(usize, Walk), Vec<ParamId>>> {
     let forward = Forward::new(plan, &model.declarations, world_rank, batch, Meta::device())?;
     let forward = Forward { recompute, ..forward };
     let mut all = BTreeMap::new();
@@ -258,7 +259,7 @@ pub fn uses(
 }
 
 /// Traces the stages of one rank on a micro-batch like `batch`.
-pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace, TrainError> {
+pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Batch) -> Result<Trace> {
     let declarations = &model.declarations;
     let forward = Forward::new(plan, declarations, world_rank, batch, Meta::device())?;
     let parameters = declarations.specs().len();
@@ -327,7 +328,7 @@ impl Trace {
         tied: &[TiedWeight],
         world_rank: usize,
         batch: &Batch,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         if model.declarations.reduction_blocks().is_none() || tied.is_empty() {
             return Ok(());
         }

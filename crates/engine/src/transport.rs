@@ -1,9 +1,9 @@
 //! Pipeline messages over the pp group.
 
-use crate::TrainError;
 use crate::compress::codec::Codec;
 use crate::compress::packing::Packed;
 use crate::message::Message;
+use crate::{Result, TrainError};
 use meshwork_core::{Axis, Buffer, DType, Group, Pending, Rank, Ty};
 use meshwork_nn::Activation;
 use meshwork_pipeline::{Direction, Tag};
@@ -63,7 +63,7 @@ impl PipeTransport {
     }
 
     /// How a value travels. Bytes of a message are padded so that the parts of all tp ranks are equal.
-    fn wire(&self, tag: Tag, value: &Activation) -> Result<Wire, TrainError> {
+    fn wire(&self, tag: Tag, value: &Activation) -> Result<Wire> {
         let Activation { dtype, shape, types } = value;
         let parts = self.tp.size();
         let scatter = self.scatter && types.get(Axis::Tp) == Some(Ty::Invariant) && parts > 1;
@@ -81,7 +81,7 @@ impl PipeTransport {
     }
 
     /// Waits until every message sent has been received.
-    pub fn flush(&mut self) -> Result<(), TrainError> {
+    pub fn flush(&mut self) -> Result<()> {
         for pending in self.sends.values_mut().flat_map(|sends| sends.drain(..)) {
             pending.wait()?;
         }
@@ -89,12 +89,12 @@ impl PipeTransport {
     }
 
     /// Receives activations that are no longer needed.
-    pub fn discard(&mut self, from_rank: usize, messages: &[Tag]) -> Result<(), TrainError> {
+    pub fn discard(&mut self, from_rank: usize, messages: &[Tag]) -> Result<()> {
         messages.iter().try_for_each(|&tag| self.receive(from_rank, tag).map(drop))
     }
 
     /// The message, or this rank's part of it.
-    fn receive(&mut self, from_rank: usize, tag: Tag) -> Result<Buffer, TrainError> {
+    fn receive(&mut self, from_rank: usize, tag: Tag) -> Result<Buffer> {
         let Wire { dtype, count, part, signature, .. } = self.wire(tag, &expected(&self.activations, tag))?;
         let _buffers = self.device.meter().enter(Category::Buffers);
         let buffer = self.device.alloc(dtype, part.unwrap_or(count))?;
@@ -107,7 +107,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
     type Error = TrainError;
 
     /// Does not send the tag: between two ranks, messages are received in the order in which they are sent.
-    fn send(&mut self, to_rank: usize, tag: Tag, message: Message) -> Result<(), TrainError> {
+    fn send(&mut self, to_rank: usize, tag: Tag, message: Message) -> Result<()> {
         let Message { tensor, types } = message;
         let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
         let Wire { packed, count, part, signature, .. } = self.wire(tag, &value)?;
@@ -136,7 +136,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
         Ok(())
     }
 
-    fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Message, TrainError> {
+    fn recv(&mut self, from_rank: usize, tag: Tag) -> Result<Message> {
         let expected = expected(&self.activations, tag);
         let Wire { packed, dtype, count, part, .. } = self.wire(tag, &expected)?;
         let mut buffer = self.receive(from_rank, tag)?;
@@ -153,7 +153,7 @@ impl meshwork_pipeline::Transport for PipeTransport {
         Ok(Message { tensor: Tensor::from_buffer(&self.device, buffer, expected.shape)?, types: expected.types })
     }
 
-    fn finish(&mut self) -> Result<(), TrainError> {
+    fn finish(&mut self) -> Result<()> {
         self.flush()
     }
 }

@@ -2,8 +2,9 @@
 //! nothing here knows a rule.
 //!
 //! A rule that reads whole parameters takes passes: each rank measures the elements that it updates, one all-reduce
-//! brings together the measures of all parameters, and every rank settles the totals. In canonical numerics sums travel
-//! as the digits of [exact ones](meshwork_core::exact): they do not depend on who has which elements.
+//! brings together the measures of all parameters, and every rank finishes the pass with the totals. In canonical
+//! numerics sums travel as the digits of [exact ones](meshwork_core::exact): they do not depend on who has which
+//! elements.
 //!
 //! More than 400 lines: the states, passes, gathers and updates of a parameter, which follow from one table of
 //! declarations.
@@ -12,7 +13,7 @@ use crate::layout::Layout;
 use crate::offload::disk::Disk;
 use crate::offload::pages::{Elements, Flat, Page};
 use crate::zero::{Cuts, Vector, ZeroStage};
-use crate::{PlanError, TrainError};
+use crate::{PlanError, Result};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Axis, Buffer, CommError, DType, Group, Mesh, Rank, ReduceOp};
 use meshwork_data_parallel::cuts_batch;
@@ -226,7 +227,7 @@ impl Updates {
     }
 
     /// The states of all parameters, all zero. States of elements are on `disk`, if there is one.
-    pub fn states(&self, disk: Option<&Rc<Disk>>) -> Result<States, TrainError> {
+    pub fn states(&self, disk: Option<&Rc<Disk>>) -> Result<States> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
         let layout = &self.layout;
         let flat = |(flat, members): (usize, &Vec<ParamId>)| {
@@ -281,11 +282,7 @@ impl Updates {
 
     /// Takes the passes of all parameters that are read whole. `read` gives the part of a parameter that is updated
     /// here. Changes states; weights stay.
-    pub fn measure(
-        &self,
-        read: impl Fn(ParamId) -> Result<Before, TrainError>,
-        states: &mut States,
-    ) -> Result<Totals, TrainError> {
+    pub fn measure(&self, read: impl Fn(ParamId) -> Result<Before>, states: &mut States) -> Result<Totals> {
         let (optim, whole_optim) = (self.device.optim()?, self.device.whole_optim()?);
         let exact_sums = self.layout.declarations.reduction_blocks().is_some();
         let mut totals = Totals::new();
@@ -316,7 +313,7 @@ impl Updates {
                 }
                 for (id, of) in takers() {
                     let (part, sets) = (self.whole_part(of, &read(id)?.param), &mut states.sets[id.index()]);
-                    whole_optim.settle(&part, pass, &mut sums, of.starts[pass], sets)?;
+                    whole_optim.finish_pass(&part, pass, &mut sums, of.starts[pass], sets)?;
                 }
                 measured[number] = Some(sums);
             }
@@ -335,13 +332,13 @@ impl Updates {
         states: &mut States,
         totals: &Totals,
         into: Option<Measured<'_>>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let Some(page) = states.elements.cover(flat, &param.window()).next() else { return Ok(()) };
         let (totals, sets) = (of.totals(totals)?, &states.sets[param.id.index()]);
         let open = states.elements.page(page);
         let range = open.range.start..open.range.end.min(weights.count());
-        let grads = grads.slice(range.start..range.end.min(grads.count())).map_err(Error::from)?;
-        let weights = weights.slice(range).map_err(Error::from)?;
+        let grads = grads.slice(range.start..range.end.min(grads.count()))?;
+        let weights = weights.slice(range)?;
         let param = param.on_page(open).unwrap_or_else(|| unreachable!("the page covers the elements"));
         let (elements, masters) = self.split(states.elements.get(page)?);
         let weights = masters.map_or(&weights, |masters| masters);
@@ -354,10 +351,10 @@ impl Updates {
     pub fn gather<'a>(
         &self,
         ids: impl Iterator<Item = &'a ParamId>,
-        read: impl Fn(ParamId) -> Result<Before, TrainError>,
+        read: impl Fn(ParamId) -> Result<Before>,
         states: &mut States,
         totals: &Totals,
-    ) -> Result<Option<Gathered>, TrainError> {
+    ) -> Result<Option<Gathered>> {
         let gathers = |&id| Some((id, self.rule_of(id)?, self.rule_of(id)?.transform?));
         let members: Vec<_> = ids.filter_map(gathers).collect();
         let Some(group) = self.group.as_ref().filter(|_| !members.is_empty()) else { return Ok(None) };
@@ -406,7 +403,7 @@ impl Updates {
         states: &mut States,
         totals: &Totals,
         gathered: Option<&Gathered>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let States { elements, sets } = states;
         let covered =
             |of: &FlatUpdate| of.params.iter().flat_map(|part| elements.cover(of.flat, &part.window())).collect();
@@ -426,17 +423,12 @@ impl Updates {
     }
 
     /// The part of a flat buffer whose states are on this page.
-    fn open<'a>(
-        &self,
-        page: &Page,
-        states: &'a mut [Buffer],
-        of: &'a mut FlatUpdate,
-    ) -> Result<OpenPage<'a>, TrainError> {
+    fn open<'a>(&self, page: &Page, states: &'a mut [Buffer], of: &'a mut FlatUpdate) -> Result<OpenPage<'a>> {
         let range = page.range.start..page.range.end.min(of.weights.count());
-        let grads = of.grads.slice(range.start..range.end.min(of.grads.count())).map_err(Error::from)?;
+        let grads = of.grads.slice(range.start..range.end.min(of.grads.count()))?;
         let params = of.params.iter().filter_map(|param| param.on_page(page)).collect();
         let (states, masters) = self.split(states);
-        Ok(OpenPage { weights: of.weights.window(range).map_err(Error::from)?, masters, grads, states, params })
+        Ok(OpenPage { weights: of.weights.window(range)?, masters, grads, states, params })
     }
 
     /// Updates the parameters that their rules read whole.
@@ -446,7 +438,7 @@ impl Updates {
         sets: &[Vec<Buffer>],
         totals: &Totals,
         gathered: Option<&Gathered>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let optim = self.device.whole_optim()?;
         for OpenPage { weights, masters, grads, states, params } in open {
             let weights = masters.as_deref_mut().unwrap_or(weights);
@@ -474,7 +466,7 @@ impl Updates {
 
     /// Updates the parameters whose rule updates each element by itself, such as AdamW. One call takes all elements
     /// with the same rule and factors.
-    fn update_elements(&self, open: &mut [OpenPage<'_>]) -> Result<(), TrainError> {
+    fn update_elements(&self, open: &mut [OpenPage<'_>]) -> Result<()> {
         let optim = self.device.optim()?;
         let alike = |param: &ParamUpdate| {
             let of = self.rule_of(param.id).filter(|of| self.is_elementwise(of))?;
@@ -502,13 +494,13 @@ impl Updates {
     }
 
     /// Makes the weights in 16 bits of those in f32, if there are any.
-    fn narrow(&self, page: OpenPage<'_>) -> Result<(), TrainError> {
+    fn narrow(&self, page: OpenPage<'_>) -> Result<()> {
         let OpenPage { mut weights, masters: Some(masters), params, .. } = page else { return Ok(()) };
         let windows = || params.iter().map(ParamUpdate::window);
         // The parameters lie one behind the other.
         let start = windows().map(|window| window.start).min().unwrap_or(0);
         let end = windows().map(|window| window.end).max().unwrap_or(start);
-        let updated = masters.slice(start..end).map_err(Error::from)?;
+        let updated = masters.slice(start..end)?;
         Ok(self.device.pointwise()?.cast_into(&updated, &mut weights, start)?)
     }
 }
@@ -594,11 +586,11 @@ impl ParamRule {
     }
 
     /// Its totals of the passes so far.
-    fn totals(&self, totals: &Totals) -> Result<Vec<Buffer>, TrainError> {
+    fn totals(&self, totals: &Totals) -> Result<Vec<Buffer>> {
         let mut own = Vec::new();
         for ((pass, &start), measured) in self.passes.iter().zip(&self.starts).zip(totals) {
             if let Some(all) = &measured[reduction(pass)] {
-                own.push(all.slice(start..start + self.count(pass)).map_err(Error::from)?);
+                own.push(all.slice(start..start + self.count(pass))?);
             }
         }
         Ok(own)

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | optimizer states of a parameter that an axis does not cut | the same bits on all ranks of the axis |
 //! | the sums of statistics from which a buffer is updated | the same bits on all ranks that hold it |
-//! | a tied weight, or that of a replicated stage | the same bits on all pp ranks that hold it |
+//! | a tied weight, or a weight of a replicated stage | the same bits on all pp ranks that hold it |
 //! | the samples of data-parallel ranks | no two ranks have the same, unless [`Samples`](crate::Samples) may repeat |
 
 /// In which steps every claim about values is [verified](crate::verify).

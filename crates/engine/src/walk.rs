@@ -7,8 +7,8 @@ pub enum Walk {
     Forward,
     /// All gradients.
     Backward,
-    /// The gradients of values, where those of weights are deferred.
+    /// The gradients of values, where the gradients of weights are deferred.
     Inputs,
-    /// Those of weights.
+    /// The gradients of weights.
     Weights,
 }

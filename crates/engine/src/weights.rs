@@ -3,13 +3,13 @@
 //! More than 400 lines: versions, norms and updates of one store, which an asynchronous step and a rollback take
 //! together.
 
-use crate::TrainError;
 use crate::gradients::Gradients;
 use crate::layout::{Layout, NormShard};
 use crate::state_vector::Storage;
 use crate::statistics::StatisticSums;
 use crate::update::{Before, FlatUpdate, ParamUpdate, States, Updates};
 use crate::zero::{Vector, ZeroGroups};
+use crate::{Result, TrainError};
 use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType, Pending};
 use meshwork_optim::{LrSchedule, Update};
@@ -85,7 +85,7 @@ pub struct Scales {
 /// not depend on timing.
 const IN_FLIGHT: usize = 2;
 
-/// What happens to the version that an update starts from.
+/// The fate of the version that an update starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Old {
     /// Nothing reads it any more.
@@ -143,7 +143,7 @@ impl WeightStore {
     }
 
     /// Sets the weights in f32 to the initial values of the parameters, as this rank holds them, if there are any.
-    pub fn set_masters(&mut self, initial: impl Fn(ParamId) -> Vec<f32>) -> Result<(), TrainError> {
+    pub fn set_masters(&mut self, initial: impl Fn(ParamId) -> Vec<f32>) -> Result<()> {
         if self.updater.mixed() && self.device.has_values() {
             for id in self.params().declarations().clone().ids() {
                 self.write_masters(id, &initial(id)[self.layout.part(id, Vector::States)])?;
@@ -153,7 +153,7 @@ impl WeightStore {
     }
 
     /// Replaces the weights in f32 of a parameter that are kept here; a frozen one has none.
-    fn write_masters(&mut self, id: ParamId, values: &[f32]) -> Result<(), TrainError> {
+    fn write_masters(&mut self, id: ParamId, values: &[f32]) -> Result<()> {
         let Some(state) = self.masters(self.layout.span(id).flat) else { return Ok(()) };
         let states = Rc::get_mut(&mut self.states).unwrap_or_else(|| unreachable!("nothing else holds the states"));
         let start = self.layout.place_in(id, Vector::States).start;
@@ -172,13 +172,13 @@ impl WeightStore {
     }
 
     /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
-    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
+    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>> {
         self.gradients.peek(self.layout.span(id).flat, self.layout.place_in(id, Vector::Gradients))
     }
 
     /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen
     /// one.
-    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
         let flat = self.layout.span(id).flat;
         let count = self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
         let (all, floats) = (0..self.layout.part(id, Vector::States).len(), |host: Buffer| Ok(host_floats(&host)?));
@@ -186,14 +186,14 @@ impl WeightStore {
     }
 
     /// Its states of sets, each whole.
-    pub fn sets(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+    pub fn sets(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
         let sets = self.states.sets[id.index()].iter();
         sets.map(|set| Ok(host_floats(&self.device.download(set)?)?)).collect()
     }
 
     /// A range of a vector of the state of a parameter, counted from the first element that is kept here, in host
     /// memory: without a copy where the device computes there. Bytes, and numbers of 16 bits, come as f32.
-    pub fn read(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
+    pub fn read(&self, storage: Storage, range: Range<usize>) -> Result<Buffer> {
         let elements = |id: ParamId, state: usize| {
             let start = self.layout.place_in(id, Vector::States).start;
             self.states.elements.read(self.layout.span(id).flat, state, start + range.start..start + range.end)
@@ -202,21 +202,19 @@ impl WeightStore {
             Storage::Weights(id) => {
                 let (flat, start) = (self.layout.span(id).flat, self.layout.place_in(id, Vector::Weights).start);
                 let range = start + range.start..start + range.end;
-                self.device.download(&self.params().flats()[flat].slice(range).map_err(Error::from)?)?
+                self.device.download(&self.params().flats()[flat].slice(range)?)?
             }
             Storage::Masters(id) => {
                 let state = self.masters(self.layout.span(id).flat);
                 elements(id, state.unwrap_or_else(|| unreachable!("declared with mixed precision")))?
             }
             Storage::Elements(id, state) => elements(id, state)?,
-            Storage::Sets(id, set) => {
-                self.device.download(&self.states.sets[id.index()][set].slice(range).map_err(Error::from)?)?
-            }
+            Storage::Sets(id, set) => self.device.download(&self.states.sets[id.index()][set].slice(range)?)?,
             _ => unreachable!("no vector of a parameter"),
         };
         match host.dtype() {
             DType::U8 => {
-                let codes = host.as_slice::<u8>().map_err(Error::from)?;
+                let codes = host.as_slice::<u8>()?;
                 Ok(Buffer::from_vec(codes.iter().map(|&code| f32::from(code)).collect()))
             }
             DType::Bf16 | DType::F16 => Ok(Buffer::from_vec(host_floats(&host)?)),
@@ -232,7 +230,7 @@ impl WeightStore {
         dtype: DType,
         start: usize,
         values: Vec<f32>,
-    ) -> Option<Result<(), TrainError>> {
+    ) -> Option<Result<()>> {
         let states = Rc::get_mut(&mut self.states)?;
         let values = match dtype {
             DType::U8 => Buffer::from_vec(values.into_iter().map(|code| code as u8).collect()),
@@ -262,14 +260,14 @@ impl WeightStore {
 
     /// Adds this rank's share of the squared norm of the reduced gradients to the f64 vector `sums` on the device, from
     /// element `at` on: each element of the model is counted by one rank.
-    pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<(), TrainError> {
+    pub fn add_norms(&self, sums: &mut Buffer, at: usize) -> Result<()> {
         let optim = self.device.optim()?;
         let parked = self.gradients.are_parked();
         for shards in self.norm_shards.chunk_by(|one, next| !parked || one.flat == next.flat) {
             let mut vectors = Vec::with_capacity(shards.len());
             for NormShard { flat, range } in shards {
                 if let Some(all) = self.gradients.bucket(*flat)? {
-                    vectors.push(all.slice(range.clone()).map_err(Error::from)?);
+                    vectors.push(all.slice(range.clone())?);
                 }
             }
             match self.exact_norm() {
@@ -281,13 +279,13 @@ impl WeightStore {
     }
 
     /// Makes the next version from the reduced gradients. Nothing may read the old one.
-    pub fn update(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<(), TrainError> {
+    pub fn update(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<()> {
         self.next_version(scales, statistics, Old::Replaced)
     }
 
     /// The same, until it is [committed](Self::commit) or [rolled back](Self::rollback): the old weights and states
     /// stay.
-    pub fn update_tentatively(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<(), TrainError> {
+    pub fn update_tentatively(&mut self, scales: Scales, statistics: &StatisticSums) -> Result<()> {
         self.before = Some((self.params().clone(), self.states.clone()));
         self.next_version(scales, statistics, Old::Kept)
     }
@@ -310,7 +308,7 @@ impl WeightStore {
 
     /// In an asynchronous run: reduces the gradients since the last update, makes the next version of the weights from
     /// them, multiplied by `grad_scale`, and clears them. `step` is the step of the last micro-batch in the update.
-    pub fn update_within(&mut self, step: u64, grad_scale: f32) -> Result<(), TrainError> {
+    pub fn update_within(&mut self, step: u64, grad_scale: f32) -> Result<()> {
         self.gradients.finish()?;
         let mut norms = match self.norms.remove(&step) {
             Some(norms) => norms,
@@ -338,7 +336,7 @@ impl WeightStore {
     }
 
     /// Makes a version of weights and states that nothing else reads: the newest, or a copy of it.
-    fn copy_what_is_read(&mut self, old: Old) -> Result<(), TrainError> {
+    fn copy_what_is_read(&mut self, old: Old) -> Result<()> {
         let newest = self.versions.back_mut().unwrap_or_else(|| unreachable!("there is always a newest version"));
         if Arc::get_mut(newest).is_none() || self.kept > 1 {
             if old == Old::Replaced {
@@ -370,7 +368,7 @@ impl WeightStore {
         Ok(())
     }
 
-    fn next_version(&mut self, scales: Scales, statistics: &StatisticSums, old: Old) -> Result<(), TrainError> {
+    fn next_version(&mut self, scales: Scales, statistics: &StatisticSums, old: Old) -> Result<()> {
         let device = self.device.clone();
         let _buffers = device.meter().enter(Category::Buffers);
         self.copy_what_is_read(old)?;
@@ -418,11 +416,11 @@ struct Step<'a> {
 
 impl Step<'_> {
     /// The gradients of the elements of a flat buffer that this rank updates.
-    fn grads(&self, flat: usize) -> Result<Option<Buffer>, TrainError> {
+    fn grads(&self, flat: usize) -> Result<Option<Buffer>> {
         let Some(grads) = self.gradients.bucket(flat)? else { return Ok(None) };
         let [own, kept] = [Vector::States, Vector::Gradients].map(|vector| self.layout.window(flat, vector));
         let start = own.start - kept.start;
-        Ok(Some(grads.slice(start..grads.count().min(start + own.len())).map_err(Error::from)?))
+        Ok(Some(grads.slice(start..grads.count().min(start + own.len()))?))
     }
 
     fn param(&self, id: ParamId) -> ParamUpdate {
@@ -434,12 +432,12 @@ impl Step<'_> {
     }
 
     /// The input of a rule that reads a whole parameter.
-    fn before(&self, params: &Params, id: ParamId) -> Result<Before, TrainError> {
+    fn before(&self, params: &Params, id: ParamId) -> Result<Before> {
         let flat = self.layout.span(id).flat;
         let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
         let weights = params.flats()[flat].slice(own.start - held.start..held.len().min(own.end - held.start));
         let grads = self.grads(flat)?.unwrap_or_else(Buffer::empty);
-        Ok(Before { param: self.param(id), flat, weights: weights.map_err(Error::from)?, grads })
+        Ok(Before { param: self.param(id), flat, weights: weights?, grads })
     }
 
     /// Whether this rank updates all elements of a flat buffer that it holds.
@@ -448,7 +446,7 @@ impl Step<'_> {
     }
 
     /// Takes the updated part of a flat buffer from `params`; `None` for frozen parameters.
-    fn flat(&self, params: &mut Params, flat: usize, device: &dyn Device) -> Result<Option<FlatUpdate>, TrainError> {
+    fn flat(&self, params: &mut Params, flat: usize, device: &dyn Device) -> Result<Option<FlatUpdate>> {
         let Some(grads) = self.grads(flat)? else { return Ok(None) };
         // A slice of a buffer that is held whole is updated by itself: its ranks then gather it back into the buffer.
         let weights = match self.updates_all(flat) {
@@ -472,11 +470,7 @@ struct Gathering<'a> {
 
 impl Gathering<'_> {
     /// Puts updated weights back; a slice is gathered.
-    fn put_back(
-        &mut self,
-        params: &mut Params,
-        FlatUpdate { flat, weights, .. }: FlatUpdate,
-    ) -> Result<(), TrainError> {
+    fn put_back(&mut self, params: &mut Params, FlatUpdate { flat, weights, .. }: FlatUpdate) -> Result<()> {
         let [own, held] = [Vector::States, Vector::Weights].map(|vector| self.layout.window(flat, vector));
         let Some(sharers) = self.layout.sharers(self.zero, flat).filter(|_| own != held) else {
             params.flats_mut()[flat] = weights;
@@ -492,7 +486,7 @@ impl Gathering<'_> {
         Ok(())
     }
 
-    fn finish(self, params: &mut Params) -> Result<(), TrainError> {
+    fn finish(self, params: &mut Params) -> Result<()> {
         for (flat, pending) in self.under_way {
             params.flats_mut()[flat] = pending.wait()?;
         }
@@ -501,12 +495,12 @@ impl Gathering<'_> {
 }
 
 /// Updates the buffers of statistics, all of which lie in one flat buffer, from the sums of a step.
-fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &StatisticSums) -> Result<(), TrainError> {
+fn update_buffers(params: &mut Params, device: &dyn Device, statistics: &StatisticSums) -> Result<()> {
     let declarations = params.declarations().clone();
     let buffers = |id: StatisticId| &declarations.statistics()[id.index()].buffers;
     let Some(&first) = statistics.iter().flat_map(|(id, _)| buffers(*id)).next() else { return Ok(()) };
     let flat = params.place(first).0;
-    let mut all = device.download(&params.flats()[flat])?.as_slice::<f32>().map_err(Error::from)?.to_vec();
+    let mut all = device.download(&params.flats()[flat])?.as_slice::<f32>()?.to_vec();
     for (id, sums) in statistics {
         let mut values: Vec<Vec<f32>> = buffers(*id).iter().map(|&id| all[params.place(id).1].to_vec()).collect();
         declarations.statistics()[id.index()].rule.update(sums, &mut values);

@@ -10,8 +10,8 @@
 //! | 3 | slice | slice | slice |
 //!
 //! A rank updates its slice. Where it keeps the weights whole, the slices of all ranks are gathered after the update.
-//! In canonical numerics gradients are whole in every stage: a rank sums all of its samples before those of other
-//! ranks, and the norm has blocks that slices would cut.
+//! In canonical numerics gradients are whole in every stage: a rank sums all of its samples before the samples of
+//! other ranks, and the norm has blocks that slices would cut.
 
 use crate::PlanError;
 use meshwork_core::{Axis, CommError, FlatSlice, Group, Mesh, Rank};
@@ -19,7 +19,7 @@ use meshwork_data_parallel::cuts_batch;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What data-parallel ranks share out.
+/// The vectors that data-parallel ranks share out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ZeroStage {
     /// Nothing.
@@ -41,7 +41,7 @@ impl ZeroStage {
 /// ZeRO in a [`Plan`](crate::Plan).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zero {
-    /// What is shared out.
+    /// The vectors that are shared out.
     pub stage: ZeroStage,
     /// The number of data-parallel ranks that share it out: each group of so many neighbours has all of it (hybrid
     /// sharding). `None`: all of them.

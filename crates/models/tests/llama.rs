@@ -1,5 +1,5 @@
-//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/llama.rs` compares
-//! it with PyTorch.)
+//! Llama's parameters under any cut, and the sizes of the published presets. (`crates/engine/tests/suite/llama.rs`
+//! compares it with PyTorch.)
 
 use meshwork_core::{Axis, Mesh};
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};

@@ -138,7 +138,7 @@ pub enum MoeError {
     #[error("{num_experts} experts cannot be spread over ep={ep}: each rank holds the same number; degrees that divide them are {}", divisors(*num_experts))]
     Indivisible { num_experts: usize, ep: usize },
     /// An invalid number of experts per token.
-    #[error("top_k is {top_k}: with router {router}{} it is {valid}", of(*num_experts))]
+    #[error("top_k is {top_k}: with router {router} and {num_experts} experts it is {valid}")]
     TopK { top_k: usize, router: RouterKind, num_experts: usize, valid: String },
     /// Invalid groups of experts.
     #[error("expert groups: {problem}; {valid}")]
@@ -171,10 +171,6 @@ pub enum MoeError {
 }
 
 meshwork_core::debug_as_display!(MoeError);
-
-fn of(num_experts: usize) -> String {
-    format!(" and {num_experts} experts")
-}
 
 fn divisors(of: usize) -> String {
     let all: Vec<String> = (1..=of).filter(|n| of.is_multiple_of(*n)).map(|n| n.to_string()).collect();

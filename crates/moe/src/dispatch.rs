@@ -138,7 +138,8 @@ impl Dispatch {
             let leave = |chunk| -> Result<(Leaving, Announced)> {
                 let run = samples * chunk / chunks..samples * (chunk + 1) / chunks;
                 let of = |all: &Buffer| all.slice(run.start * sample..run.end * sample);
-                let (of_run, here, choices) = (counts.of(&run), announced.of(&run), [of(experts)?, of(&once)?]);
+                let (of_run, here, choices) =
+                    (counts.of_samples(&run), announced.of_samples(&run), [of(experts)?, of(&once)?]);
                 Ok((Leaving::new(&*device, &group, run, choices, places, &of_run, &here)?, here))
             };
             // The choices of all chunks are exchanged at the same time.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 ///
 /// Each rank of the experts' axis holds an equal run of the experts, and other sequences; the rows go to the experts'
 /// ranks and back ([`dispatch`](crate::dispatch)). Sequences that axes cut, as tp with sequence parallelism, are
-/// gathered first: an expert's capacity and the losses are those of sequences.
+/// gathered first: an expert's capacity and the losses are counted by sequence.
 #[derive(Clone, Debug)]
 pub struct MoeLayer {
     router: Router,

@@ -78,6 +78,8 @@ struct State {
     fault: Option<(Arc<Fault>, Instant)>,
     over: Option<Option<Ended>>,
     bench: Option<Box<Bench>>,
+    /// Whether this rank has found a fault, of which it will be told: until then no wait of it ends well.
+    found: bool,
     /// Why ranks are lost.
     lost: BTreeMap<usize, String>,
 }
@@ -171,6 +173,12 @@ impl Endpoint {
     fn tell(&self, state: &State, told: Tell) {
         let judge = (0..self.ranks.len()).find(|rank| !state.lost.contains_key(rank)).unwrap_or(self.rank);
         self.send(judge, What::Tell(told), &Bytes::None);
+    }
+
+    /// Tells a fault that this rank has found.
+    fn found(&self, state: &mut State, kind: FaultKind, site: Option<Site>) {
+        state.found = true;
+        self.tell(state, Tell::Found { kind, site });
     }
 
     /// Starts an operation of a group.
@@ -275,7 +283,7 @@ impl Endpoint {
         if let Some((mine, theirs)) = info.and_then(|theirs| flight.difference(member, &theirs, body.len())) {
             let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
             self.port.discard(body);
-            return self.tell(state, Tell::Found { kind, site });
+            return self.found(state, kind, site);
         }
         let (stage, lane, bytes) = (place as usize % 2, place as usize / 2, body.len());
         let far = match &body {
@@ -296,7 +304,7 @@ impl Endpoint {
                 let (mine, theirs) =
                     (flight.info.clone(), OpInfo { elements: bytes, dtype: Some(DType::U8), ..flight.info.clone() });
                 let (site, kind) = (Some(flight.site.clone()), disagreement((from, theirs), (self.rank, mine)));
-                self.tell(state, Tell::Found { kind, site });
+                self.found(state, kind, site);
             }
         }
     }
@@ -433,7 +441,7 @@ impl Endpoint {
 
     /// The result of an operation that is over; of an unfinished one the fault, if there is one.
     fn finished(&self, state: &mut State, key: Key, site: &Site) -> Option<Result<Buffer, CommError>> {
-        if state.flights.get(&key).is_some_and(Flight::is_done) {
+        if !state.found && state.flights.get(&key).is_some_and(Flight::is_done) {
             return state.flights.remove(&key).map(|flight| Ok(flight.into_result()));
         }
         let stopped = |fault: &Arc<Fault>| CommError::Stopped { site: site.clone(), fault: fault.clone() };
@@ -535,7 +543,7 @@ impl Endpoint {
         let (first, second) = if mine.0 < theirs.0 { (mine, theirs) } else { (theirs, mine) };
         let group = state.group_names.get(&parent).cloned().unwrap_or_else(|| self.name.clone());
         let site = Some(self.split_site(&group, parent, seq));
-        self.tell(state, Tell::Found { kind: FaultKind::SplitDisagreement { first, second }, site });
+        self.found(state, FaultKind::SplitDisagreement { first, second }, site);
     }
 
     /// Another world of the same ranks.

@@ -5,13 +5,33 @@
 
 mod launch;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use meshwork_core::World;
 use meshwork_mpi::{Options, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
 
-use launch::{Mpi, over_each};
+use launch::{Mpi, here, text};
+
+/// Runs `body` in that many processes of each library; they start this program again, with the test `test` alone, which
+/// calls this function with the same arguments.
+fn over_each(test: &str, processes: usize, body: impl FnOnce(&Mpi)) {
+    if let Some(mpi) = here() {
+        return body(&mpi);
+    }
+    let installed = Mpi::installed();
+    if installed.is_empty() {
+        println!("no MPI in target/mpi: {test} is left out; scripts/install_mpi.sh target/mpi installs two");
+    }
+    for mpi in installed {
+        println!("{test}: {processes} processes of {}", mpi.file.display());
+        let begun = Instant::now();
+        let output = mpi.command(test, processes, &[]).output().expect("mpirun starts");
+        assert!(output.status.success(), "{} of {}:\n{}", output.status, mpi.file.display(), text(&output));
+        println!("    {:.1} s", begun.elapsed().as_secs_f64());
+        assert!(begun.elapsed() < Duration::from_secs(600));
+    }
+}
 
 /// Worlds over a runtime.
 struct Over {

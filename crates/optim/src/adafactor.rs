@@ -9,14 +9,14 @@
 //! α = max(ε₂, RMS(w))·min(lr, 1/√t)       with relative steps, else α = lr
 //! ```
 //! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), algorithms 4 and 5, with
-//! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is that of a whole matrix or vector:
+//! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is taken over a whole matrix or vector:
 //! queries, keys and values have one each, and so has each expert.
 
 use meshwork_core::simd::wide;
 
-use crate::{OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
+use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
 
-/// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of what is none.
+/// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of a vector.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adafactor {
     /// Whether the step is relative to the size of the matrix or vector and falls as 1/√t, with the learning rate as
@@ -62,8 +62,8 @@ impl Adafactor {
     }
 
     /// Writes the steps of the run before they are clipped.
-    fn steps(&self, update: &Update, run: &Run<'_, '_>, steps: &mut [f32]) {
-        let (scale, grads) = (update.grad_scale, run.grads);
+    fn steps(&self, run: &Run<'_, '_>, steps: &mut [f32]) {
+        let (scale, grads) = (run.update.grad_scale, run.grads);
         if !run.shape.is_matrix() {
             for ((u, &grad), &v) in steps.iter_mut().zip(grads).zip(run.states[0].iter()) {
                 *u = scale * grad / v.sqrt();
@@ -109,44 +109,30 @@ impl WholeOptimizer for Adafactor {
         }
     }
 
-    fn measure(
-        &self,
-        pass: usize,
-        update: &Update,
-        weights: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn measure(&self, pass: usize, weights: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<()> {
+        let (update, grads) = (run.update, run.grads);
         let [first, second] = Run::out(self.name(), out)?;
         if run.shape.is_matrix() && pass == 0 {
-            first.iter_mut().zip(run.grads).for_each(|(g, &grad)| *g = update.grad_scale * grad);
+            first.iter_mut().zip(grads).for_each(|(g, &grad)| *g = update.grad_scale * grad);
             second.copy_from_slice(first);
             return Ok(());
         }
         if !run.shape.is_matrix() {
-            let grads = run.grads;
             let [variance] = run.states(self.name(), weights.len())?;
-            let (share, eps) = (self.new_share(update) as f32, self.eps as f32);
+            let (share, eps) = (self.new_share(&update) as f32, self.eps as f32);
             for (v, &grad) in variance.iter_mut().zip(grads) {
                 let g = update.grad_scale * grad;
                 *v += share * (g * g + eps - *v);
             }
         }
-        self.steps(update, run, first);
+        self.steps(run, first);
         second.copy_from_slice(weights);
         Ok(())
     }
 
     /// After the first pass over a matrix the factors of rows and columns take the places of their sums; after the last
-    /// pass the step size takes that of the squares.
-    fn settle(
-        &self,
-        pass: usize,
-        update: &Update,
-        shape: &ParamShape,
-        totals: &mut [&mut [f64]],
-        sets: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    /// pass the step size takes the place of the squares.
+    fn finish_pass(&self, PassTotals { pass, update, shape, totals, sets, .. }: PassTotals<'_, '_>) -> Result<()> {
         let [first, second] = totals else { return Err(Run::wrong(self.name(), "measures", totals.len(), 2)) };
         if shape.is_matrix() && pass == 0 {
             let [rows, columns] = sets else { return Err(Run::wrong(self.name(), "states of sets", sets.len(), 2)) };
@@ -178,11 +164,11 @@ impl WholeOptimizer for Adafactor {
         Ok(())
     }
 
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()> {
         let mut steps = vec![0.0; weights.len()];
-        self.steps(update, run, &mut steps);
+        self.steps(run, &mut steps);
         let sizes = run.totals[if run.shape.is_matrix() { 2 } else { 0 }];
-        let keep = (1.0 - update.lr * (self.weight_decay * update.decay_factor)) as f32;
+        let keep = run.update.keep(self.weight_decay);
         for SetPart { range, set, .. } in Over::Matrix.sets(&run.shape, run.first, weights.len()) {
             let size = sizes[set] as f32;
             weights[range.clone()].iter_mut().zip(&steps[range]).for_each(|(w, u)| *w = *w * keep - size * u);

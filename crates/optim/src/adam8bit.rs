@@ -13,7 +13,7 @@
 use std::sync::OnceLock;
 
 use crate::adamw::power;
-use crate::{AdamW, OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
+use crate::{AdamW, Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, WholeOptimizer};
 
 /// Adam with decoupled weight decay and states of 8 bits (Dettmers et al.), for matrices of hidden layers; what the
 /// paper keeps in 32 bits, embeddings, is [AdamW](crate::Rule::with_adam8bit)'s. States: the codes `exp_avg` and
@@ -107,7 +107,7 @@ impl Adam8bit {
         [m + (1.0 - beta1) as f32 * (g - m), beta2 as f32 * v + (1.0 - beta2) as f32 * (g * g)]
     }
 
-    fn codes<'r, 'a>(&self, codes: &'r mut [&'a mut [u8]]) -> Result<&'r mut [&'a mut [u8]; 2], OptimError> {
+    fn codes<'r, 'a>(&self, codes: &'r mut [&'a mut [u8]]) -> Result<&'r mut [&'a mut [u8]; 2]> {
         let given = codes.len();
         codes.try_into().map_err(|_| Run::wrong(self.name(), "states of codes", given, 2))
     }
@@ -132,20 +132,13 @@ impl WholeOptimizer for Adam8bit {
         vec![Pass::Largest(vec![Over::Blocks(self.block); 2])]
     }
 
-    fn measure(
-        &self,
-        _pass: usize,
-        update: &Update,
-        _weights: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn measure(&self, _pass: usize, _weights: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<()> {
         let [mean, square] = self.codes(run.codes)?;
         let [of_mean, of_square] = Run::out(self.name(), out)?;
         for SetPart { range, set, .. } in Over::Blocks(self.block).sets(&run.shape, run.first, run.grads.len()) {
             let largest = [run.sets[0][set], run.sets[1][set]];
             for at in range {
-                let (g, codes) = (update.grad_scale * run.grads[at], [mean[at], square[at]]);
+                let (g, codes) = (run.update.grad_scale * run.grads[at], [mean[at], square[at]]);
                 [of_mean[at], of_square[at]] = self.moments(g, codes, largest);
             }
         }
@@ -153,14 +146,7 @@ impl WholeOptimizer for Adam8bit {
     }
 
     /// The new largest values become the state, and the old ones stay until the update in the places of the totals.
-    fn settle(
-        &self,
-        _pass: usize,
-        _update: &Update,
-        _shape: &ParamShape,
-        totals: &mut [&mut [f64]],
-        sets: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn finish_pass(&self, PassTotals { totals, sets, .. }: PassTotals<'_, '_>) -> Result<()> {
         for (set, totals) in sets.iter_mut().zip(totals) {
             for (set, total) in set.iter_mut().zip(totals.iter_mut()) {
                 (*set, *total) = (*total as f32, f64::from(*set));
@@ -169,9 +155,10 @@ impl WholeOptimizer for Adam8bit {
         Ok(())
     }
 
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()> {
         let AdamW { beta1, beta2, eps, weight_decay } = self.adamw;
-        let keep = (1.0 - update.lr * (weight_decay * update.decay_factor)) as f32;
+        let update = run.update;
+        let keep = update.keep(weight_decay);
         let lr_hat = (update.lr / (1.0 - power(beta1, update.step))) as f32;
         let root_hat = (1.0 - power(beta2, update.step)).sqrt() as f32;
         let [mean, square] = self.codes(run.codes)?;

@@ -11,7 +11,7 @@
 
 use meshwork_core::simd::wide;
 
-use crate::optimizer::{OptimError, Optimizer, Update};
+use crate::{Optimizer, Result, Update};
 
 /// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. States: `exp_avg` and
 /// `exp_avg_sq`, the running means of the gradient and of its square.
@@ -51,10 +51,10 @@ pub struct AdamWFactors {
 impl AdamW {
     /// The factors of an update, computed in f64 and rounded once, for the kernel of a device.
     pub fn factors(&self, update: Update) -> AdamWFactors {
-        let Update { step, lr, grad_scale, decay_factor } = update;
+        let Update { step, lr, grad_scale, .. } = update;
         AdamWFactors {
             grad_scale,
-            keep: (1.0 - lr * (self.weight_decay * decay_factor)) as f32,
+            keep: update.keep(self.weight_decay),
             lr_hat: (lr / (1.0 - power(self.beta1, step))) as f32,
             root_hat: (1.0 - power(self.beta2, step)).sqrt() as f32,
             mean_new: (1.0 - self.beta1) as f32,
@@ -80,13 +80,7 @@ impl Optimizer for AdamW {
         &["exp_avg", "exp_avg_sq"]
     }
 
-    fn update(
-        &self,
-        update: Update,
-        weights: &mut [f32],
-        grads: &[f32],
-        states: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn update(&self, update: Update, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()> {
         let [mean, square] = update.check(self.name(), weights, grads, states)?;
         let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
             self.factors(update);

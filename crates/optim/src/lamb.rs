@@ -8,13 +8,13 @@
 //! w = w - lr·‖w‖/‖u‖·u
 //! ```
 //! You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2019), algorithm 2 with φ(x)
-//! = x. The norms are those of a whole matrix or vector: queries, keys and values have one each, and so has each
+//! = x. The norms are taken over a whole matrix or vector: queries, keys and values have one each, and so has each
 //! expert. Where one of them is 0, the ratio is 1.
 
 use meshwork_core::simd::wide;
 
 use crate::adamw::power;
-use crate::{OptimError, Over, ParamShape, Pass, Run, SetPart, State, Update, WholeOptimizer};
+use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
 
 /// LAMB (You et al.). States: `exp_avg` and `exp_avg_sq`, as in [`AdamW`](crate::AdamW).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -90,18 +90,11 @@ impl WholeOptimizer for Lamb {
         vec![Pass::Squares(vec![Over::Matrix, Over::Matrix])] // of w and of u
     }
 
-    fn measure(
-        &self,
-        _pass: usize,
-        update: &Update,
-        weights: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
-        let grads = run.grads;
+    fn measure(&self, _pass: usize, weights: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<()> {
+        let (update, grads) = (run.update, run.grads);
         let [mean, square] = run.states(self.name(), weights.len())?;
         let [of_weights, of_steps] = Run::out(self.name(), out)?;
-        let factors = self.factors(update);
+        let factors = self.factors(&update);
         let LambFactors { mean_new, square_old, square_new, .. } = factors;
         of_weights.copy_from_slice(weights);
         wide(
@@ -120,14 +113,7 @@ impl WholeOptimizer for Lamb {
     }
 
     /// Leaves the ratio of the norms in the place of the first.
-    fn settle(
-        &self,
-        _pass: usize,
-        _update: &Update,
-        _shape: &ParamShape,
-        totals: &mut [&mut [f64]],
-        _sets: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn finish_pass(&self, PassTotals { totals, .. }: PassTotals<'_, '_>) -> Result<()> {
         let [weights, steps] = totals else { return Err(Run::wrong(self.name(), "measures", totals.len(), 2)) };
         for (weights, steps) in weights.iter_mut().zip(steps.iter()) {
             let [of_weights, of_steps] = [weights.sqrt(), steps.sqrt()];
@@ -136,8 +122,8 @@ impl WholeOptimizer for Lamb {
         Ok(())
     }
 
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
-        let (factors, ratios) = (self.factors(update), run.totals[0]);
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()> {
+        let (update, factors, ratios) = (run.update, self.factors(&run.update), run.totals[0]);
         let parts = Over::Matrix.sets(&run.shape, run.first, weights.len());
         let [mean, square] = run.states(self.name(), weights.len())?;
         for SetPart { range, set, .. } in parts {

@@ -12,7 +12,7 @@
 //! al., "Muon is Scalable for LLM Training" (2025), which matches the root mean square of AdamW's steps, so that both
 //! share a learning rate.
 
-use crate::{OptimError, ParamShape, Pass, Run, State, Transform, Update, WholeOptimizer};
+use crate::{ParamShape, Pass, Result, Run, State, Transform, Update, WholeOptimizer};
 
 /// Muon (Jordan et al.), for matrices of hidden layers. State: `momentum_buffer`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -56,15 +56,8 @@ impl WholeOptimizer for Muon {
         Some(NEWTON_SCHULZ)
     }
 
-    fn measure(
-        &self,
-        _pass: usize,
-        update: &Update,
-        weights: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
-        let grads = run.grads;
+    fn measure(&self, _pass: usize, weights: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<()> {
+        let (update, grads) = (run.update, run.grads);
         let [mean] = run.states(self.name(), weights.len())?;
         let [steps] = Run::out(self.name(), out)?;
         let (old, new) = (self.momentum as f32, (1.0 - self.momentum) as f32);
@@ -76,9 +69,9 @@ impl WholeOptimizer for Muon {
         Ok(())
     }
 
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
-        let keep = (1.0 - update.lr * (self.weight_decay * update.decay_factor)) as f32;
-        let size = self.size(update, &run.shape);
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()> {
+        let keep = run.update.keep(self.weight_decay);
+        let size = self.size(&run.update, &run.shape);
         weights.iter_mut().zip(run.gathered).for_each(|(w, &u)| *w = *w * keep - size * u);
         Ok(())
     }

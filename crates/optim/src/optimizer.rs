@@ -18,6 +18,11 @@ pub struct Update {
 }
 
 impl Update {
+    /// 1 - lr·decay, by which decoupled weight decay multiplies a weight.
+    pub(crate) fn keep(&self, weight_decay: f64) -> f32 {
+        (1.0 - self.lr * (weight_decay * self.decay_factor)) as f32
+    }
+
     /// Checks the requirements of every rule, and returns the state vectors as an array. Every rule should call it
     /// first.
     ///
@@ -29,7 +34,7 @@ impl Update {
         weights: &[f32],
         grads: &[f32],
         states: &'a mut [&'b mut [f32]],
-    ) -> Result<&'a mut [&'b mut [f32]; STATES], OptimError> {
+    ) -> Result<&'a mut [&'b mut [f32]; STATES]> {
         if self.step == 0 {
             return Err(OptimError::StepZero);
         }
@@ -67,14 +72,11 @@ pub trait Optimizer: Debug + Send + Sync {
     ///
     /// # Errors
     /// When the step is 0 or the lengths of the slices differ; nothing has been written then.
-    fn update(
-        &self,
-        update: Update,
-        weights: &mut [f32],
-        grads: &[f32],
-        states: &mut [&mut [f32]],
-    ) -> Result<(), OptimError>;
+    fn update(&self, update: Update, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()>;
 }
+
+/// The result of a call of an update rule.
+pub type Result<T, E = OptimError> = std::result::Result<T, E>;
 
 /// A call that an update rule refuses.
 #[derive(Clone, PartialEq, Eq, Error)]

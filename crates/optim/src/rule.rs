@@ -1,10 +1,10 @@
-//! An update rule as data: its kind, its hyper-parameters, what it keeps and what it measures.
+//! An update rule as data: its kind, its hyper-parameters, its states and its measures.
 
 use std::sync::Arc;
 
 use crate::{
-    Adafactor, Adam8bit, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Sgd, State, Transform,
-    Update, WholeOptimizer,
+    Adafactor, Adam8bit, AdamW, Kept, Lamb, Muon, OptimError, Optimizer, ParamShape, Pass, Result, Sgd, State,
+    Transform, Update, WholeOptimizer,
 };
 
 /// An update rule as data, so that a device can match on it and run a kernel of its own.
@@ -161,13 +161,7 @@ impl Rule {
     /// # Errors
     /// When the step is 0, when the slices do not fit together, when a user-written rule refuses, or when the rule
     /// needs whole parameters.
-    pub fn update(
-        &self,
-        update: Update,
-        weights: &mut [f32],
-        grads: &[f32],
-        states: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    pub fn update(&self, update: Update, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()> {
         match self.on_host() {
             OnHost::Elements(rule) => rule.update(update, weights, grads, states),
             OnHost::Whole(rule) => Err(OptimError::NeedsWhole { rule: rule.name().to_owned() }),

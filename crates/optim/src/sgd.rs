@@ -9,7 +9,7 @@
 
 use meshwork_core::simd::wide;
 
-use crate::optimizer::{OptimError, Optimizer, Update};
+use crate::{Optimizer, Result, Update};
 
 /// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none if the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -29,13 +29,7 @@ impl Optimizer for Sgd {
         if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
     }
 
-    fn update(
-        &self,
-        update: Update,
-        weights: &mut [f32],
-        grads: &[f32],
-        states: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn update(&self, update: Update, weights: &mut [f32], grads: &[f32], states: &mut [&mut [f32]]) -> Result<()> {
         let Update { lr, grad_scale, decay_factor, .. } = update;
         let decay = (self.weight_decay * decay_factor) as f32;
         let (lr, momentum) = (lr as f32, self.momentum as f32);

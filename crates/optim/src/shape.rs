@@ -1,11 +1,11 @@
-//! A parameter as an update rule sees it, and what a rule keeps and measures of it.
+//! A parameter as an update rule sees it, and the states and measures of a rule.
 
 use std::ops::Range;
 
 /// The extents of a parameter: matrices, each `[rows, columns]`, row-major. A vector is one row.
 ///
-/// A parameter may hold several projections: queries, keys and values; gate and up; those of each expert. Each is a
-/// matrix (or a vector) of its own to every rule, as if it were a parameter by itself.
+/// A parameter may hold several projections: queries, keys and values; gate and up; the projections of each expert.
+/// Each is a matrix (or a vector) of its own to every rule, as if it were a parameter by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ParamShape {
     /// Matrices: 1, or one for each projection of each expert.
@@ -155,7 +155,7 @@ pub struct State {
     pub kept: Kept,
 }
 
-/// What a state vector has a number for. All are zero before the first step.
+/// The things that a state vector has a number for. All are zero before the first step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kept {
     /// Each element, in f32: ranks keep the elements that they update.
@@ -186,8 +186,8 @@ impl State {
     }
 }
 
-/// What a rule has measured over whole matrices before it goes on. Ranks that hold parts of a parameter bring their
-/// measures together, for all parameters at once.
+/// A measure over whole matrices, which a rule needs before it goes on. Ranks that hold parts of a parameter bring
+/// their measures together, for all parameters at once.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Pass {
     /// For each of these the sum of the squares of a number per element, over each set.

@@ -2,11 +2,13 @@
 
 use std::fmt::Debug;
 
-use crate::{OptimError, ParamShape, Pass, State, Update};
+use crate::{OptimError, ParamShape, Pass, Result, State, Update};
 
 /// Consecutive elements of a parameter, counted matrix by matrix, with their gradients, states and measures.
 #[derive(Debug)]
 pub struct Run<'r, 'a> {
+    /// The step.
+    pub update: Update,
     /// The parameter.
     pub shape: ParamShape,
     /// The first element, counted in the whole parameter: one matrix after the other, each row-major.
@@ -19,11 +21,26 @@ pub struct Run<'r, 'a> {
     pub codes: &'r mut [&'a mut [u8]],
     /// The states of sets, likewise, each whole.
     pub sets: &'r [&'a [f32]],
-    /// What earlier passes measured of the whole parameter, measure by measure, as [`settle`](WholeOptimizer::settle)
-    /// left it.
+    /// What earlier passes measured of the whole parameter, measure by measure, as
+    /// [`finish_pass`](WholeOptimizer::finish_pass) left it.
     pub totals: &'r [&'a [f64]],
     /// The elements of the [transformed](Transform) matrices, if the rule gathers them.
     pub gathered: &'r [f32],
+}
+
+/// The totals of a pass over a whole parameter.
+#[derive(Debug)]
+pub struct PassTotals<'r, 'a> {
+    /// The pass, from 0.
+    pub pass: usize,
+    /// The step.
+    pub update: &'r Update,
+    /// The parameter.
+    pub shape: &'r ParamShape,
+    /// A vector for each measure of the pass. A rule may replace totals by what later passes and the update need.
+    pub totals: &'r mut [&'a mut [f64]],
+    /// The states of sets, in the order of [`WholeOptimizer::states`].
+    pub sets: &'r mut [&'a mut [f32]],
 }
 
 /// A function of whole matrices that a rule needs, and that the device computes.
@@ -48,9 +65,9 @@ pub enum Transform {
 /// [`Rule::Whole`](crate::Rule::Whole).
 ///
 /// A step takes the [passes](Self::passes) in order. In each, [`measure`](Self::measure) gives numbers for the
-/// elements, which are summed over ranks, and then [`settle`](Self::settle) brings the states of sets up to date. Last,
-/// [`update`](Self::update) changes the weights. All but `settle` are given elements in runs, which threads and ranks
-/// cut as they like: the result of an element must not depend on the run.
+/// elements, which are summed over ranks, and then [`finish_pass`](Self::finish_pass) brings the states of sets up to
+/// date. Last, [`update`](Self::update) changes the weights. `measure` and `update` are given elements in runs, which
+/// threads and ranks cut as they like: the result of an element must not depend on the run.
 pub trait WholeOptimizer: Debug + Send + Sync {
     /// The rule's name, for messages and checkpoints: `lamb`.
     fn name(&self) -> &str;
@@ -62,7 +79,7 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     fn passes(&self, shape: &ParamShape) -> Vec<Pass>;
 
     /// The function of whole matrices that the update reads, if it does. They are brought together from the numbers
-    /// that `measure` gives in a call after the passes, with their number as that of the pass: one for each element.
+    /// that `measure` gives in a call after the passes, whose `pass` is the number of passes: one for each element.
     fn gathers(&self, _shape: &ParamShape) -> Option<Transform> {
         None
     }
@@ -72,28 +89,13 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     ///
     /// # Errors
     /// A call that the rule refuses.
-    fn measure(
-        &self,
-        pass: usize,
-        update: &Update,
-        weights: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError>;
+    fn measure(&self, pass: usize, weights: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<()>;
 
-    /// Reads the totals of a pass, a vector for each of its measures, and updates the states of sets. It may replace
-    /// totals by what later passes and the update need.
+    /// Reads the totals of a pass, and updates the states of sets.
     ///
     /// # Errors
     /// A call that the rule refuses.
-    fn settle(
-        &self,
-        _pass: usize,
-        _update: &Update,
-        _shape: &ParamShape,
-        _totals: &mut [&mut [f64]],
-        _sets: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn finish_pass(&self, _: PassTotals<'_, '_>) -> Result<()> {
         Ok(())
     }
 
@@ -101,20 +103,16 @@ pub trait WholeOptimizer: Debug + Send + Sync {
     ///
     /// # Errors
     /// A call that the rule refuses.
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError>;
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<()>;
 }
 
-/// What every rule checks first.
+/// The checks that every rule makes first.
 impl<'a> Run<'_, 'a> {
     /// The states of elements, as an array.
     ///
     /// # Errors
     /// Another number of them than the rule has, or lengths that differ from the weights'.
-    pub fn states<const STATES: usize>(
-        &mut self,
-        rule: &str,
-        weights: usize,
-    ) -> Result<&mut [&'a mut [f32]; STATES], OptimError> {
+    pub fn states<const STATES: usize>(&mut self, rule: &str, weights: usize) -> Result<&mut [&'a mut [f32]; STATES]> {
         if self.grads.len() != weights {
             return Err(OptimError::Grads { grads: self.grads.len(), weights });
         }
@@ -133,7 +131,7 @@ impl<'a> Run<'_, 'a> {
     pub fn out<'o, 'b, const MEASURES: usize>(
         rule: &str,
         out: &'o mut [&'b mut [f32]],
-    ) -> Result<&'o mut [&'b mut [f32]; MEASURES], OptimError> {
+    ) -> Result<&'o mut [&'b mut [f32]; MEASURES]> {
         let given = out.len();
         out.try_into().map_err(|_| Self::wrong(rule, "measures", given, MEASURES))
     }

@@ -11,7 +11,7 @@ use meshwork_core::{Buffer, CommError, DType, Group, Pending, ReduceOp};
 
 use crate::Rng;
 
-/// What one rank does differently.
+/// The deviation of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Departure {
     /// It panics.
@@ -115,16 +115,16 @@ impl Program {
     pub fn random(rng: &mut Rng, most_ranks: usize) -> Program {
         // Mostly small; sometimes large enough to be shared out between ranks.
         let count = |rng: &mut Rng| if rng.below(16) == 0 { 100_000 } else { 1 + rng.below(50) };
-        Program::of(rng, most_ranks, 12, count)
+        Program::draw(rng, most_ranks, 12, count)
     }
 
     /// A program of 2 or 3 ranks, for a checker that runs it over many schedules.
     pub fn small(rng: &mut Rng) -> Program {
-        Program::of(rng, 3, 5, |rng| 1 + rng.below(100))
+        Program::draw(rng, 3, 5, |rng| 1 + rng.below(100))
     }
 
     /// A program of up to `most_ranks` ranks and `most_steps` steps.
-    fn of(rng: &mut Rng, most_ranks: usize, most_steps: usize, count: impl Fn(&mut Rng) -> usize) -> Program {
+    fn draw(rng: &mut Rng, most_ranks: usize, most_steps: usize, count: impl Fn(&mut Rng) -> usize) -> Program {
         let ranks = 2 + rng.below(most_ranks - 1);
         let mut cuts = vec![vec![(0..ranks).collect()]];
         cuts.extend((0..1 + rng.below(3)).map(|_| random_cut(rng, ranks)));

@@ -1,5 +1,5 @@
 //! Operations whose kernels read and write tensors of 16 bits as they are: each once, on one device, so that a test can
-//! hold a device's results in 16 bits against those in f32, rounded, or against those of another device.
+//! hold a device's results in 16 bits against its results in f32, rounded, or against the results of another device.
 
 use meshwork_core::{Buffer, DType, bf16, f16};
 use meshwork_tensor::kernel::{
@@ -51,8 +51,8 @@ impl Operands<'_> {
     }
 }
 
-/// An operation: its name, and a call that gives its results. Those of the type of the operands are rounded, the others
-/// are not.
+/// An operation: its name, and a call that gives its results. Results of the type of the operands are rounded, the
+/// others are not.
 pub type Call = (&'static str, fn(&Operands<'_>) -> Result<Vec<Buffer>>);
 
 const BLOCKS: RowBlocks = RowBlocks { samples: 1, slices: 1 };
@@ -193,7 +193,7 @@ pub const CALLS: &[Call] = &[
     }),
     ("grouped attention", |of| attend(of, grouped(None))),
     ("rotated attention", |of| attend(of, grouped(Some(Rotary::new(10_000.0))))),
-    // Operands of f32: whether those of 16 bits are read as they are is the device's to say.
+    // Operands of f32: the device says whether it reads operands of 16 bits as they are.
     ("products", |of| {
         let ([m, n], k) = (of.dims, 70);
         let kernels = of.device.matmul()?;

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// `inner`, over a link by which a rank sends `bytes_per_second`. A collective or a send is over when its logical bytes
-/// have been sent ([`Record::bytes`]): those of a rank's operations follow each other on its link, in all of its
+/// have been sent ([`Record::bytes`]): the bytes of a rank's operations follow each other on its link, in all of its
 /// groups. A message is there after its time on the link of the receiver. Values are `inner`'s.
 ///
 /// # Panics
@@ -80,7 +80,7 @@ impl Throttled {
 struct Sent {
     inner: Pending,
     at: Instant,
-    /// The time of what arrives, once it is on its way.
+    /// The arrival time of a message, once it is on its way.
     then: Duration,
 }
 
@@ -113,8 +113,8 @@ mod tests {
         ranks.unwrap_or_else(|error| panic!("{error}")).into_iter().fold(0.0, f64::max)
     }
 
-    /// 40 kB take 40 ms, also where they are sent by two operations at a time, and values are those of the communicator
-    /// behind it.
+    /// 40 kB take 40 ms, also where they are sent by two operations at a time, and values are the same as of the
+    /// communicator behind it.
     #[test]
     fn operations_take_the_time_of_their_bytes() {
         let all = vec![2.0; 5000];

@@ -1,9 +1,11 @@
 //! Update rules that read whole matrices, bit by bit against the CPU: their elements in runs, as of a parameter that is
 //! cut, and what is measured.
+//!
+//! More than 400 lines: a rule of each kind, beside the CPU's.
 
 use crate::{assert_bits, launch, values};
 use meshwork_core::exact::{self, LIMBS};
-use meshwork_optim::{Adafactor, Adam8bit, Lamb, Muon, ParamShape, Run, Update, WholeOptimizer};
+use meshwork_optim::{Adafactor, Adam8bit, Lamb, Muon, ParamShape, PassTotals, Run, Update, WholeOptimizer};
 
 /// Columns 2..7 of a matrix [6, 9], stored with a gap of 3 before it: its runs, and (element, place) of each number.
 fn runs() -> (Vec<i64>, Vec<(usize, usize)>) {
@@ -24,6 +26,10 @@ fn update() -> Update {
     Update { step: 3, lr: 1e-2, grad_scale: 0.7, decay_factor: 1.0 }
 }
 
+fn finish_pass<'a>(rule: &dyn WholeOptimizer, pass: usize, totals: &mut [&'a mut [f64]], sets: &mut [&'a mut [f32]]) {
+    rule.finish_pass(PassTotals { pass, update: &update(), shape: &SHAPE, totals, sets }).unwrap();
+}
+
 /// What a rule measures of the numbers, each its own run, and what becomes of its states.
 fn measured(
     rule: &dyn WholeOptimizer,
@@ -39,10 +45,20 @@ fn measured(
         let mut states: Vec<&mut [f32]> = states.iter_mut().map(|state| &mut state[at..=at]).collect();
         let mut codes: Vec<&mut [u8]> = codes.iter_mut().map(|codes| &mut codes[at..=at]).collect();
         let (states, codes) = (&mut states[..], &mut codes[..]);
-        let mut run = Run { shape: SHAPE, first, grads: &grads[at..=at], states, codes, sets, totals, gathered: &[] };
+        let mut run = Run {
+            update: update(),
+            shape: SHAPE,
+            first,
+            grads: &grads[at..=at],
+            states,
+            codes,
+            sets,
+            totals,
+            gathered: &[],
+        };
         let (mut one, mut other) = ([0.0], [0.0]);
         let mut out: Vec<&mut [f32]> = vec![&mut one, &mut other];
-        rule.measure(pass, &update(), &weights[at..=at], &mut run, &mut out[..measures]).unwrap();
+        rule.measure(pass, &weights[at..=at], &mut run, &mut out[..measures]).unwrap();
         all[0].push(one[0]);
         all[1].push(other[0]);
     }
@@ -206,7 +222,7 @@ fn adafactor_is_that_of_the_cpu() {
         {
             let [first, second] = &mut sums;
             let [rows, columns] = &mut sets;
-            rule.settle(0, &update(), &SHAPE, &mut [&mut first[..], second], &mut [&mut rows[..], columns]).unwrap();
+            finish_pass(&rule, 0, &mut [&mut first[..], second], &mut [&mut rows[..], columns]);
         }
         let share = rule.new_share(&update());
         for (at, terms) in [(0, 9.0), (1, 6.0)] {
@@ -233,7 +249,7 @@ fn adafactor_is_that_of_the_cpu() {
 
         let (mut first, mut second) = (vec![41.0], vec![2.0]);
         let mut settled = vec![41.0, 2.0];
-        rule.settle(1, &update(), &SHAPE, &mut [&mut first[..], &mut second], &mut []).unwrap();
+        finish_pass(&rule, 1, &mut [&mut first[..], &mut second], &mut []);
         let (elements, lr) = (SHAPE.elements() as f64, rule.largest_step(&update()));
         let relative = i32::from(relative_step);
         launch!(
@@ -279,8 +295,18 @@ fn adafactor_of_vectors_is_that_of_the_cpu() {
     }
     let (mut want_u, mut want_w) = (vec![0.0; count], vec![0.0; count]);
     let states: &mut [&mut [f32]] = &mut [&mut variance[..]];
-    let mut run = Run { shape, first: 0, grads: &g, states, codes: &mut [], sets: &[], totals: &[], gathered: &[] };
-    rule.measure(0, &update(), &w, &mut run, &mut [&mut want_u[..], &mut want_w]).unwrap();
+    let mut run = Run {
+        update: update(),
+        shape,
+        first: 0,
+        grads: &g,
+        states,
+        codes: &mut [],
+        sets: &[],
+        totals: &[],
+        gathered: &[],
+    };
+    rule.measure(0, &w, &mut run, &mut [&mut want_u[..], &mut want_w]).unwrap();
     assert_bits("steps", &of_u, &want_u);
     assert_bits("weights", &of_w, &want_w);
     let (mut updated, size) = (w.clone(), vec![0.03_f64, 0.05]); // of two vectors
@@ -372,8 +398,18 @@ fn adam_of_8_bits_is_that_of_the_cpu() {
         let codes: &mut [&mut [u8]] = &mut [&mut m[at..=at], &mut v[at..=at]];
         let (sets, totals): ([&[f32]; 2], [&[f64]; 2]) = ([&now[0], &now[1]], [&totals[0], &totals[1]]);
         let (grads, states) = (&g[at..=at], &mut [][..]);
-        let mut run = Run { shape: SHAPE, first, grads, states, codes, sets: &sets, totals: &totals, gathered: &[] };
-        rule.update(&update(), &mut expected[at..=at], &mut run).unwrap();
+        let mut run = Run {
+            update: update(),
+            shape: SHAPE,
+            first,
+            grads,
+            states,
+            codes,
+            sets: &sets,
+            totals: &totals,
+            gathered: &[],
+        };
+        rule.update(&mut expected[at..=at], &mut run).unwrap();
     }
     assert_bits("updated weights", &updated, &expected);
     assert_eq!(got, codes);

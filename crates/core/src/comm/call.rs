@@ -49,24 +49,17 @@ pub enum Op {
     Barrier,
 }
 
-/// The kind of an operation, without its parameters.
+/// The kind of an [`Op`], without its parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "see the operation of the same name")]
 pub enum OpKind {
-    /// [`Op::AllReduce`].
     AllReduce,
-    /// [`Op::ReduceScatter`].
     ReduceScatter,
-    /// [`Op::AllGather`].
     AllGather,
-    /// [`Op::Broadcast`].
     Broadcast,
-    /// [`Op::AllToAll`].
     AllToAll,
-    /// [`Op::Send`].
     Send,
-    /// [`Op::Recv`].
     Recv,
-    /// [`Op::Barrier`].
     Barrier,
 }
 

@@ -41,7 +41,7 @@ pub trait Carrier: Any + Send + Sync + Debug {
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String>;
 
     /// Queues that what this rank queues from now on begins after these moments, of its own device or of another. Any
-    /// thread may call it, that of a rank which drops the buffers of another too, whatever the rank does with its
+    /// thread may call it, also the thread of another rank that drops its buffers, whatever the rank does with its
     /// device meanwhile. An error stays with the device, whose every later use returns it: what follows would not wait.
     fn resume(&self, done: &[Moment]) -> Result<(), String>;
 }

@@ -167,7 +167,7 @@ pub enum Activity {
 
 impl Activity {
     /// The activity of one rank or of several, in words.
-    fn of(&self, plural: bool) -> String {
+    fn in_words(&self, plural: bool) -> String {
         let choose = |one: &'static str, several: &'static str| if plural { several } else { one };
         let has = choose("has", "have");
         match self {
@@ -196,7 +196,7 @@ impl Activity {
 
 impl fmt::Display for Activity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.of(false))
+        f.write_str(&self.in_words(false))
     }
 }
 
@@ -213,8 +213,8 @@ pub struct RankReport {
 
 impl RankReport {
     /// The activity of one rank, or of several, and its place.
-    fn of(&self, plural: bool) -> String {
-        let activity = self.activity.of(plural);
+    fn in_words(&self, plural: bool) -> String {
+        let activity = self.activity.in_words(plural);
         let Some(site) = &self.site else {
             return format!("{activity}, no operation yet");
         };
@@ -226,7 +226,7 @@ impl RankReport {
 
 impl fmt::Display for RankReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} {}", self.rank, self.of(false))
+        write!(f, "rank {} {}", self.rank, self.in_words(false))
     }
 }
 
@@ -256,14 +256,14 @@ pub(crate) fn runs(ranks: &[usize]) -> String {
     runs.collect::<Vec<_>>().join(", ")
 }
 
-/// What stopped a world: the first fault, and what every rank was doing then.
+/// The reason why a world stopped: the first fault, and the activity of every rank then.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fault {
-    /// What went wrong.
+    /// The fault.
     pub kind: FaultKind,
     /// Its place; `None` if it happened outside any operation.
     pub site: Option<Site>,
-    /// What each rank was doing.
+    /// The activity of each rank.
     pub ranks: Vec<RankReport>,
 }
 
@@ -276,7 +276,7 @@ impl Fault {
         }
     }
 
-    /// What went wrong, with the calls of the program in which it did.
+    /// The fault in words, with the calls of the program in which it happened.
     pub(crate) fn cause(&self) -> String {
         let caller = |site: &Option<Site>| site.as_ref()?.op.as_ref()?.caller.clone();
         match &self.kind {
@@ -302,7 +302,7 @@ impl Fault {
 
     /// The activities of the ranks: a line for each rank, or for several that did the same.
     pub fn report_lines(&self) -> Vec<String> {
-        grouped(self.ranks.iter().map(|rank| (rank.rank, rank.of(false), rank.of(true))))
+        grouped(self.ranks.iter().map(|rank| (rank.rank, rank.in_words(false), rank.in_words(true))))
     }
 
     /// The fault as seen by a rank that was at `here`.
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn several_ranks_take_a_plural() {
-        let several = |activity: Activity| RankReport { rank: 0, activity, site: None }.of(true);
+        let several = |activity: Activity| RankReport { rank: 0, activity, site: None }.in_words(true);
         assert_eq!(several(Activity::Computing), "compute, no operation yet");
         assert_eq!(several(Activity::Returned), "have returned, no operation yet");
         assert_eq!(several(Activity::Left), "have dropped their communicators, no operation yet");

@@ -210,36 +210,3 @@ pub struct SpmdError {
 }
 
 crate::debug_as_display!(SpmdError);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_signature_tells_types_shapes_and_dtypes_apart_and_reads_back() {
-        let types = Types::of(&[(Axis::Tp, Ty::Partial), (Axis::Dp, Ty::Shard(0))]);
-        let other = types.with(Axis::Tp, Ty::Invariant);
-        let of = |types: Types, shape: &[usize]| types.signature(crate::DType::F32, shape);
-        assert_eq!(Types::from_signature(of(types, &[2, 3])), types);
-        assert_ne!(of(types, &[2, 3]), of(other, &[2, 3]));
-        assert_ne!(of(types, &[2, 3]), of(types, &[3, 2]));
-        assert_ne!(of(types, &[2, 3]), types.signature(crate::DType::Bf16, &[2, 3]));
-    }
-
-    #[test]
-    fn the_dual_of_the_dual_is_the_type() {
-        for ty in [Ty::Replicate, Ty::Invariant, Ty::Shard(2), Ty::Varying, Ty::Partial] {
-            assert_eq!(ty.dual().dual(), ty);
-        }
-    }
-
-    #[test]
-    fn a_loss_that_is_partial_on_dp_is_not_final() {
-        let loss = Types::of(&[(Axis::Tp, Ty::Invariant), (Axis::Dp, Ty::Partial)]);
-        assert_eq!(
-            loss.require_final("loss").unwrap_err().to_string(),
-            "loss: on axis dp, the value is Partial: no rank holds the true one; all_reduce it over dp first"
-        );
-        loss.with(Axis::Dp, Ty::Invariant).require_final("loss").unwrap();
-    }
-}

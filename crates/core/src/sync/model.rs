@@ -1,4 +1,4 @@
-//! The same names over `shuttle`, and what its tests set: how many threads compute, which bug is planted.
+//! The same names over `shuttle`, and the settings of its tests: how many threads compute, which bug is planted.
 //!
 //! Where the model differs from a machine:
 //!

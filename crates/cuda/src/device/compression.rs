@@ -119,7 +119,8 @@ impl CudaDevice {
         let Choice::Largest(per) = sparse.choice else { return self.drawn(OP, count, len, draws) };
         let indices = self.scratch(DType::I32, count)?;
         let unit = per.unit(x.shape);
-        let (keep, last) = (sparse.keep.of(unit.min(len)), if len % unit > 0 { sparse.keep.of(len % unit) } else { 0 });
+        let (keep, last) =
+            (sparse.keep.count(unit.min(len)), if len % unit > 0 { sparse.keep.count(len % unit) } else { 0 });
         launch!(self, OP, "topk_choose", [per.parts(x.shape), 1]; x.at, len, unit, keep, last, &indices)?;
         Ok(indices)
     }

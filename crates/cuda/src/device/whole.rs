@@ -223,7 +223,7 @@ impl WholeOptim for CudaDevice {
         }
     }
 
-    fn settle(
+    fn finish_pass(
         &self,
         part: &WholePart<'_>,
         pass: usize,

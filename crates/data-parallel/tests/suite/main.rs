@@ -1,4 +1,5 @@
 //! Tests through the public interface. One program, because each costs a link.
 
 mod ddp;
+mod plan;
 mod reducer;

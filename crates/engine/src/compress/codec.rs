@@ -9,12 +9,12 @@ use super::crossing::{Crossing, Staged};
 use super::history::Histories;
 use super::packing::{CutValue, Packed, part, restored};
 use super::settings::{Compress, NOTHING};
-use crate::TrainError;
 use crate::boundary::Boundary;
 use crate::clock::Clock;
 use crate::message::{Message, Site};
 use crate::offload::disk::Disk;
 use crate::pass::Purpose;
+use crate::{Result, TrainError};
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::{Draws, Feedback, Fold, Scheme};
 use meshwork_core::{Axis, Buffer, DType, Group, Rank, Ty};
@@ -36,7 +36,7 @@ pub struct Codec {
     /// This rank's number among those that have the same micro-batches in other samples.
     data_rank: usize,
     tp: [usize; 2],
-    /// With feedback, the states of each message of a step: those of its sender, or the estimate of its receiver.
+    /// With feedback, the states of each message of a step: the states of its sender, or the estimate of its receiver.
     kept: BTreeMap<Site, Sender<Buffer>>,
     /// In a pass that may have to be repeated, the states before it that have changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
@@ -59,7 +59,7 @@ impl Codec {
         rank: &Rank,
         device: &Arc<dyn Device>,
         clock: Clock,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         if compress.is_some() {
             device.compression()?;
         }
@@ -90,7 +90,7 @@ impl Codec {
         rank: &Rank,
         disk: Option<&Rc<Disk>>,
         device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let Staged { plan, model, .. } = staged;
         let clock = Clock::beside(Purpose::Train, 0, plan.num_microbatches()?);
         let mut codec = Self::plain(&plan.compress, plan.seed, model.boundaries().into(), rank, device, clock)?;
@@ -113,7 +113,7 @@ impl Codec {
         states.into_iter().find(|(other, _)| *other == name).map(|(_, state)| state)
     }
 
-    fn zeros(&self, count: usize) -> Result<Buffer, TrainError> {
+    fn zeros(&self, count: usize) -> Result<Buffer> {
         let _states = self.device.meter().enter(Category::Optimizer);
         Ok(self.device.zeros(DType::F32, count)?)
     }
@@ -122,7 +122,7 @@ impl Codec {
     ///
     /// # Errors
     /// Samples without numbers, or with unknown ones, where their activations are kept.
-    pub fn begin_step(&mut self, batch: &Batch, data: &Group) -> Result<(), TrainError> {
+    pub fn begin_step(&mut self, batch: &Batch, data: &Group) -> Result<()> {
         self.histories.begin(batch, data, &*self.device)
     }
 
@@ -137,7 +137,7 @@ impl Codec {
     ///
     /// # Errors
     /// A failed rank or disk.
-    pub fn end_step(&mut self) -> Result<(), TrainError> {
+    pub fn end_step(&mut self) -> Result<()> {
         self.histories.end(&*self.device)
     }
 
@@ -153,7 +153,7 @@ impl Codec {
     }
 
     /// The states of a message, in a pass that trains, to be changed.
-    fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>, TrainError> {
+    fn kept_mut(&mut self, site: Site) -> Result<Option<&mut Sender<Buffer>>> {
         let site = Site { micro: self.clock.step_of(site.micro).1, ..site };
         let Some(kept) = self.kept.get_mut(&site).filter(|_| self.clock.purpose == Purpose::Train) else {
             return Ok(None);
@@ -170,7 +170,7 @@ impl Codec {
     }
 
     /// Sets the states of feedback to zero.
-    pub fn forget(&mut self) -> Result<(), TrainError> {
+    pub fn forget(&mut self) -> Result<()> {
         self.histories.forget();
         let optim = self.device.optim()?;
         let states = self.kept.values_mut().flat_map(Sender::all_mut);
@@ -190,7 +190,7 @@ impl Codec {
     }
 
     /// How a value is compressed, if it is.
-    pub fn packed(&self, site: Site, value: &Activation) -> Result<Option<Packed>, TrainError> {
+    pub fn packed(&self, site: Site, value: &Activation) -> Result<Option<Packed>> {
         let included = self.compress.includes(self.clock.step_of(site.micro).0);
         let scheme = self.compress.at_cuts(site.direction).filter(|_| included);
         // A sample that crosses for the first time crosses as it is.
@@ -201,14 +201,7 @@ impl Codec {
     }
 
     /// The message of a value, in memory of `room` bytes.
-    pub fn pack(
-        &mut self,
-        site: Site,
-        of: &Packed,
-        value: &Activation,
-        buffer: Buffer,
-        room: usize,
-    ) -> Result<Buffer, TrainError> {
+    pub fn pack(&mut self, site: Site, of: &Packed, value: &Activation, buffer: Buffer, room: usize) -> Result<Buffer> {
         Ok(self.packed_and_last(site, of, value, buffer, room)?.0)
     }
 
@@ -220,7 +213,7 @@ impl Codec {
         Activation { types, .. }: &Activation,
         value: Buffer,
         room: usize,
-    ) -> Result<(Buffer, Option<Buffer>), TrainError> {
+    ) -> Result<(Buffer, Option<Buffer>)> {
         let (step, micro) = self.clock.step_of(site.micro);
         // Ranks that have the same value draw the same.
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
@@ -271,17 +264,17 @@ impl Codec {
     }
 
     /// The value of a message, in the type that it had.
-    pub fn unpack(&mut self, site: Site, of: &Packed, message: &Buffer, dtype: DType) -> Result<Buffer, TrainError> {
+    pub fn unpack(&mut self, site: Site, of: &Packed, message: &Buffer, dtype: DType) -> Result<Buffer> {
         let value = self.unpack_wide(site, of, message)?;
         self.stored(value, dtype)
     }
 
     /// A restored value, which is f32, in the type of the value.
-    fn stored(&self, value: Buffer, dtype: DType) -> Result<Buffer, TrainError> {
+    fn stored(&self, value: Buffer, dtype: DType) -> Result<Buffer> {
         Ok(if value.dtype() == dtype { value } else { self.device.pointwise()?.cast(&value, dtype)? })
     }
 
-    fn unpack_wide(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer, TrainError> {
+    fn unpack_wide(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<Buffer> {
         let (_, micro) = self.clock.step_of(site.micro);
         let message = part(message, of.bytes)?;
         let device = self.device.clone();
@@ -308,7 +301,7 @@ impl Codec {
     }
 
     /// A value that stays on this rank, as the other side of a cut would receive it.
-    pub fn cross(&mut self, site: Site, Message { tensor, types }: Message) -> Result<Message, TrainError> {
+    pub fn cross(&mut self, site: Site, Message { tensor, types }: Message) -> Result<Message> {
         let value = Activation { dtype: tensor.dtype(), shape: tensor.shape(), types };
         let Some(packed) = self.packed(site, &value)? else { return Ok(Message { tensor, types }) };
         let (device, keeps) = (self.device.clone(), packed.chosen.and_then(|_| self.indices_of(site)));
@@ -347,7 +340,7 @@ impl Codec {
     }
 
     /// Takes away the indices of the activation whose gradient crosses now, where the gradient uses them.
-    fn indices_of_gradient(&mut self, site: Site, of: &Packed) -> Result<Option<Buffer>, TrainError> {
+    fn indices_of_gradient(&mut self, site: Site, of: &Packed) -> Result<Option<Buffer>> {
         if of.chosen.is_none() {
             return Ok(None);
         }
@@ -357,7 +350,7 @@ impl Codec {
     }
 
     /// Keeps the indices of an activation, where its gradient uses them.
-    fn keep_indices(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<(), TrainError> {
+    fn keep_indices(&mut self, site: Site, of: &Packed, message: &Buffer) -> Result<()> {
         let Scheme::Sparse(sparse) = of.scheme else { return Ok(()) };
         let shares = self.compress.share_indices && self.clock.purpose == Purpose::Train;
         if shares && site.direction == Direction::Activation {

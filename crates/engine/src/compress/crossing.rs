@@ -8,7 +8,7 @@
 use super::matrices::require_matrices;
 use super::packing::{CutValue, Packed};
 use crate::message::Site;
-use crate::{ModelPlan, Plan, PlanError, StateKey, TrainError};
+use crate::{ModelPlan, Plan, PlanError, Result, StateKey};
 use meshwork_compress::feedback::Sender;
 use meshwork_core::{Axis, Buffer, Coords, Ty};
 use meshwork_nn::{Activation, Batch, Model};
@@ -61,7 +61,7 @@ pub struct Staged<'a> {
 ///
 /// # Errors
 /// A value that cannot be compressed as the plan says.
-pub fn crossings(staged: Staged<'_>, coords: Coords) -> Result<Vec<Crossing>, TrainError> {
+pub fn crossings(staged: Staged<'_>, coords: Coords) -> Result<Vec<Crossing>> {
     let Staged { plan, model, schedule } = staged;
     let (mesh, canonical) = (&plan.mesh, plan.blocks().is_some());
     let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
@@ -108,7 +108,7 @@ pub fn crossings(staged: Staged<'_>, coords: Coords) -> Result<Vec<Crossing>, Tr
 ///
 /// # Errors
 /// The settings that do not go together, and valid ones.
-pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<(), TrainError> {
+pub fn require_compression(model: &Arc<dyn Model>, plan: &Plan) -> Result<()> {
     plan.compress.require_fit(plan)?;
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
     require_matrices(&plan.compress, &model.parameters()?)?;

@@ -12,9 +12,9 @@
 
 use super::crossing::{Crossing, Staged};
 use super::packing::Packed;
-use crate::TrainError;
 use crate::offload::disk::Disk;
 use crate::offload::rows::Rows;
+use crate::{Result, TrainError};
 use meshwork_compress::Fold;
 use meshwork_core::{Axis, Buffer, DType, Group, Rank};
 use meshwork_nn::{Batch, SAMPLE};
@@ -78,7 +78,7 @@ impl Side {
         crossed: &BTreeMap<usize, Buffer>,
         bytes: usize,
         device: &dyn Device,
-    ) -> Result<BTreeMap<(usize, usize), Buffer>, TrainError> {
+    ) -> Result<BTreeMap<(usize, usize), Buffer>> {
         let (ranks, slots) = (self.group.size(), self.holders.iter().map(Vec::len).max().unwrap_or(0));
         // Ranks are numbered with pp slowest.
         let data_ranks = ranks / self.holders.len();
@@ -123,7 +123,7 @@ impl Histories {
         rank: &Rank,
         disk: Option<&Rc<Disk>>,
         device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let mut histories = Self::default();
         let Some(samples) = plan.compress.aqsgd else { return Ok(histories) };
         let (micros, mut groups) = (plan.num_microbatches()?, BTreeMap::new());
@@ -171,7 +171,7 @@ impl Histories {
     ///
     /// # Errors
     /// Samples without numbers, or with unknown ones.
-    pub fn begin(&mut self, batch: &Batch, data: &Group, device: &dyn Device) -> Result<(), TrainError> {
+    pub fn begin(&mut self, batch: &Batch, data: &Group, device: &dyn Device) -> Result<()> {
         if self.of_cut.is_empty() {
             return Ok(());
         }
@@ -201,7 +201,7 @@ impl Histories {
     ///
     /// # Errors
     /// No memory; a disk that fails.
-    pub fn read(&mut self, cut: usize, micro: usize, device: &dyn Device) -> Result<Buffer, TrainError> {
+    pub fn read(&mut self, cut: usize, micro: usize, device: &dyn Device) -> Result<Buffer> {
         let _buffers = device.meter().enter(Category::Buffers);
         let (numbers, first) = (&self.numbers, self.first);
         let history = self.of_cut.get_mut(&cut).unwrap_or_else(|| unreachable!("asked for cuts with a history"));
@@ -222,7 +222,7 @@ impl Histories {
     ///
     /// # Errors
     /// A failed rank or disk.
-    pub fn end(&mut self, device: &dyn Device) -> Result<(), TrainError> {
+    pub fn end(&mut self, device: &dyn Device) -> Result<()> {
         let numbers = take(&mut self.numbers);
         self.of_cut.values_mut().try_for_each(|history| history.end(&numbers, device))
     }
@@ -245,7 +245,7 @@ impl Histories {
 
 /// The group of this rank, its data-parallel ranks and those on these pp ranks, unless it was made before. Collective
 /// over the world.
-fn join(rank: &Rank, pp_ranks: Vec<usize>, groups: &mut BTreeMap<Vec<usize>, Group>) -> Result<Group, TrainError> {
+fn join(rank: &Rank, pp_ranks: Vec<usize>, groups: &mut BTreeMap<Vec<usize>, Group>) -> Result<Group> {
     if let Some(group) = groups.get(&pp_ranks) {
         return Ok(group.clone());
     }
@@ -271,7 +271,7 @@ impl History {
     pub const SEEN: &str = "seen";
 
     /// Begins a step of these samples, `per_rank` of each data-parallel rank.
-    fn begin(&mut self, numbers: &[usize], per_rank: usize) -> Result<(), TrainError> {
+    fn begin(&mut self, numbers: &[usize], per_rank: usize) -> Result<()> {
         if let Some(&number) = numbers.iter().find(|&&number| number >= self.seen.len()) {
             return Err(TrainError::Sample { number, samples: self.seen.len() });
         }
@@ -291,7 +291,7 @@ impl History {
         self.micros.iter().copied().filter(|&next| next > micro).find(own)
     }
 
-    fn read(&mut self, numbers: &[usize], next: Option<&[usize]>, device: &dyn Device) -> Result<Buffer, TrainError> {
+    fn read(&mut self, numbers: &[usize], next: Option<&[usize]>, device: &dyn Device) -> Result<Buffer> {
         if self.fresh {
             return Ok(device.zeros(DType::F32, numbers.len() * self.kept.row())?);
         }
@@ -300,7 +300,7 @@ impl History {
         Ok(rows)
     }
 
-    fn end(&mut self, numbers: &[usize], device: &dyn Device) -> Result<(), TrainError> {
+    fn end(&mut self, numbers: &[usize], device: &dyn Device) -> Result<()> {
         let (crossed, Some(packed)) = (take(&mut self.crossed), self.packed.take()) else { return Ok(()) };
         let _buffers = device.meter().enter(Category::Buffers);
         let mut messages = BTreeMap::new();

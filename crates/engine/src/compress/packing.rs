@@ -2,7 +2,7 @@
 
 use super::settings::Compress;
 use crate::boundary::Boundary;
-use crate::{PlanError, TrainError};
+use crate::{PlanError, Result};
 use meshwork_compress::{Compressor, Fold, Scheme, Shape as Matrix, Sparse, wire_bytes};
 use meshwork_core::{Buffer, DType, Mesh, Ty};
 use meshwork_nn::Activation;
@@ -35,7 +35,7 @@ pub struct CutValue<'a> {
 }
 
 /// A received message without the padding of its parts.
-pub fn part(message: &Buffer, bytes: usize) -> Result<Buffer, TrainError> {
+pub fn part(message: &Buffer, bytes: usize) -> Result<Buffer> {
     Ok(message.slice(0..bytes).map_err(meshwork_tensor::Error::from)?)
 }
 
@@ -47,7 +47,7 @@ fn matrix(shape: &Shape) -> Result<Matrix, meshwork_compress::CompressError> {
 
 impl CutValue<'_> {
     /// How the value becomes a message of a scheme.
-    pub fn pack(&self, compress: &Compress, scheme: Scheme) -> Result<Packed, TrainError> {
+    pub fn pack(&self, compress: &Compress, scheme: Scheme) -> Result<Packed> {
         let chosen = match scheme {
             Scheme::Sparse(sparse) if compress.share_indices && self.direction == Direction::Gradient => Some(sparse),
             _ => None,
@@ -68,7 +68,7 @@ impl CutValue<'_> {
 
     /// How the value is compressed in training, if it is. Refuses compression that would lose the meaning of the value.
     /// `canonical`: whether every mesh must lose the same.
-    pub fn require(&self, compress: &Compress, mesh: &Mesh, canonical: bool) -> Result<Option<Packed>, TrainError> {
+    pub fn require(&self, compress: &Compress, mesh: &Mesh, canonical: bool) -> Result<Option<Packed>> {
         let Some(scheme) = compress.at_cuts(self.direction) else { return Ok(None) };
         let Activation { dtype, types, .. } = self.value;
         let refuse = |problem: String| Err(self.refuse(scheme, problem).into());
@@ -105,12 +105,7 @@ impl CutValue<'_> {
 }
 
 /// The value that a message restores to, without feedback.
-pub fn restored(
-    device: &dyn Device,
-    of: &Packed,
-    message: &Buffer,
-    indices: Option<&Buffer>,
-) -> Result<Buffer, TrainError> {
+pub fn restored(device: &dyn Device, of: &Packed, message: &Buffer, indices: Option<&Buffer>) -> Result<Buffer> {
     let kernels = device.compression()?;
     let mut sent = device.alloc(DType::F32, of.sent.len())?;
     kernels.unpack(&of.scheme, of.sent, message, Fold::Replace, &mut sent, 0)?;

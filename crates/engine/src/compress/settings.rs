@@ -124,24 +124,16 @@ impl Compress {
 
 /// A setting of [`Compress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "see the field of the same name")]
 pub enum Setting {
-    /// [`Compress::activations`].
     Activations,
-    /// [`Compress::activation_gradients`].
     ActivationGradients,
-    /// [`Compress::gradients`].
     Gradients,
-    /// [`Compress::weights`].
     Weights,
-    /// [`Compress::dispatch`].
     Dispatch,
-    /// [`Compress::dispatch_gradients`].
     DispatchGradients,
-    /// [`Compress::feedback`].
     Feedback,
-    /// [`Compress::share_indices`].
     ShareIndices,
-    /// [`Compress::aqsgd`].
     Aqsgd,
 }
 

@@ -5,7 +5,7 @@
 
 use super::space::{Region, Space};
 use super::{Offload, OffloadError, Store, Traffic};
-use crate::TrainError;
+use crate::{Result, TrainError};
 use meshwork_core::{Buffer, DType, Rank};
 use meshwork_tensor::pinned::Pinned;
 use meshwork_tensor::{Device, Download, Error, Upload};
@@ -86,7 +86,7 @@ struct Answer {
 }
 
 impl Answer {
-    fn wait(mut self) -> Result<Buffer, TrainError> {
+    fn wait(mut self) -> Result<Buffer> {
         let (what, at, bytes) = (self.what, self.at, self.bytes);
         let from = match std::mem::replace(&mut self.from, Coming::Nothing) {
             Coming::Nothing => return Ok(Buffer::empty()),
@@ -133,7 +133,7 @@ pub struct Writing {
 
 impl Writing {
     /// Waits until it is done, and gives the memory back.
-    pub fn wait(self) -> Result<Buffer, TrainError> {
+    pub fn wait(self) -> Result<Buffer> {
         self.answer.wait()?;
         Ok(self.held)
     }
@@ -158,7 +158,7 @@ enum Destination {
 
 impl Reading {
     /// Waits for the values.
-    pub fn wait(self) -> Result<Buffer, TrainError> {
+    pub fn wait(self) -> Result<Buffer> {
         let disk = self.answer.disk.clone();
         let read = self.answer.wait()?;
         match self.into {
@@ -171,7 +171,7 @@ impl Reading {
 
 impl Disk {
     /// Opens the store of a rank.
-    pub fn open(offload: &Offload, rank: &Arc<Rank>, device: &Arc<dyn Device>) -> Result<Rc<Self>, TrainError> {
+    pub fn open(offload: &Offload, rank: &Arc<Rank>, device: &Arc<dyn Device>) -> Result<Rc<Self>> {
         Self::with_patience(offload, rank, device, PATIENCE)
     }
 
@@ -180,7 +180,7 @@ impl Disk {
         rank: &Arc<Rank>,
         device: &Arc<dyn Device>,
         patience: Duration,
-    ) -> Result<Rc<Self>, TrainError> {
+    ) -> Result<Rc<Self>> {
         let mut disk = Self {
             name: String::new(),
             worker: Worker::Nobody,
@@ -219,7 +219,7 @@ impl Disk {
     }
 
     /// Host memory of the device.
-    fn pinned(&self) -> Result<&dyn Pinned, TrainError> {
+    fn pinned(&self) -> Result<&dyn Pinned> {
         let none = || OffloadError::NoHostMemory { device: self.device.name().to_owned() };
         Ok(self.device.pinned().ok_or_else(none)?)
     }
@@ -240,7 +240,7 @@ impl Disk {
     }
 
     /// Makes room for `bytes` bytes in all.
-    pub fn reserve(self: &Rc<Self>, bytes: u64) -> Result<(), TrainError> {
+    pub fn reserve(self: &Rc<Self>, bytes: u64) -> Result<()> {
         if bytes <= self.reserved.get() {
             return Ok(());
         }
@@ -262,11 +262,11 @@ impl Disk {
     /// A region of so many bytes. A region of bytes that were never used is zero; the contents of others are
     /// unspecified.
     pub fn region(self: &Rc<Self>, bytes: usize) -> Rc<Region> {
-        Rc::new(Region::of(&self.space, bytes as u64))
+        Rc::new(Region::new(&self.space, bytes as u64))
     }
 
     /// Writes memory of the device to a region, `from` bytes behind its beginning.
-    pub fn write(self: &Rc<Self>, region: &Region, from: u64, held: Buffer) -> Result<Writing, TrainError> {
+    pub fn write(self: &Rc<Self>, region: &Region, from: u64, held: Buffer) -> Result<Writing> {
         // More than was predicted, if experts have uneven loads.
         self.reserve(region.end())?;
         let (at, bytes) = (region.at() + from, held.bytes() as u64);
@@ -280,13 +280,7 @@ impl Disk {
     }
 
     /// Reads into new memory of the device.
-    pub fn read(
-        self: &Rc<Self>,
-        region: &Region,
-        from: u64,
-        dtype: DType,
-        count: usize,
-    ) -> Result<Reading, TrainError> {
+    pub fn read(self: &Rc<Self>, region: &Region, from: u64, dtype: DType, count: usize) -> Result<Reading> {
         let mut device_memory = self.device.alloc(dtype, count)?;
         let (at, bytes) = (region.at() + from, device_memory.bytes() as u64);
         let moved = self.moved.get();
@@ -307,13 +301,7 @@ impl Disk {
     }
 
     /// Reads into host memory that no device counts.
-    pub fn read_now(
-        self: &Rc<Self>,
-        region: &Region,
-        from: u64,
-        dtype: DType,
-        count: usize,
-    ) -> Result<Buffer, TrainError> {
+    pub fn read_now(self: &Rc<Self>, region: &Region, from: u64, dtype: DType, count: usize) -> Result<Buffer> {
         let mut into = Buffer::zeros(dtype, count);
         let (at, bytes) = (region.at() + from, into.bytes() as u64);
         match self.worker {
@@ -327,7 +315,7 @@ impl Disk {
     }
 
     /// Writes host memory that no device counts.
-    pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<(), TrainError> {
+    pub fn write_now(self: &Rc<Self>, region: &Region, from: u64, values: Buffer) -> Result<()> {
         self.reserve(region.end())?;
         let (at, bytes) = (region.at() + from, values.bytes() as u64);
         if let Worker::Device = self.worker {
@@ -348,7 +336,7 @@ impl Disk {
         at: u64,
         bytes: u64,
         work: impl FnOnce() -> Result<Work, Error>,
-    ) -> Result<Answer, TrainError> {
+    ) -> Result<Answer> {
         let answer = |from| Answer { from, what, at, bytes, disk: self.clone() };
         let Worker::Thread(jobs, _) = &self.worker else { return Ok(answer(Coming::Nothing)) };
         let (done, from) = mpsc::channel();

@@ -4,7 +4,7 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::TrainError;
+use crate::Result;
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::{Category, Device, Error};
 use std::ops::Range;
@@ -94,7 +94,7 @@ fn cut(flats: &[Flat], most: usize) -> (Vec<Page>, Vec<Range<usize>>) {
 
 impl Elements {
     /// States of flat buffers, all zero, in memory or on a disk.
-    pub fn new(flats: Vec<Flat>, disk: Option<&Rc<Disk>>, device: &Arc<dyn Device>) -> Result<Self, TrainError> {
+    pub fn new(flats: Vec<Flat>, disk: Option<&Rc<Disk>>, device: &Arc<dyn Device>) -> Result<Self> {
         let with_states = flats.iter().filter(|flat| !flat.states.is_empty());
         let all: usize = with_states.map(|flat| flat.elements).sum();
         let most = disk.map_or(usize::MAX, |_| all.div_ceil(PAGES).clamp(1, PAGE));
@@ -147,7 +147,7 @@ impl Elements {
     }
 
     /// The states of a page, for reading and writing.
-    pub fn get(&mut self, number: usize) -> Result<&mut [Buffer], TrainError> {
+    pub fn get(&mut self, number: usize) -> Result<&mut [Buffer]> {
         match &mut self.held {
             Held::Memory(pages) => Ok(&mut pages[number]),
             Held::Disk(pager) => {
@@ -167,8 +167,8 @@ impl Elements {
     pub fn visit(
         &mut self,
         numbers: &[usize],
-        mut work: impl FnMut(Vec<(&Page, &mut [Buffer])>) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
+        mut work: impl FnMut(Vec<(&Page, &mut [Buffer])>) -> Result<()>,
+    ) -> Result<()> {
         let pages = &self.pages;
         match &mut self.held {
             Held::Memory(states) => {
@@ -186,7 +186,7 @@ impl Elements {
     }
 
     /// Ends an update: all changes are written.
-    pub fn finish(&mut self) -> Result<(), TrainError> {
+    pub fn finish(&mut self) -> Result<()> {
         match &mut self.held {
             Held::Memory(_) => Ok(()),
             Held::Disk(pager) => pager.finish(),
@@ -194,7 +194,7 @@ impl Elements {
     }
 
     /// Another version with the same values, to be changed by itself.
-    pub fn copy(&self) -> Result<Self, TrainError> {
+    pub fn copy(&self) -> Result<Self> {
         let _optimizer = self.device.meter().enter(Category::Optimizer);
         let held = match &self.held {
             Held::Memory(pages) => {
@@ -209,7 +209,7 @@ impl Elements {
     }
 
     /// A range of a state of a flat buffer, in host memory: without a copy where one page in memory has it.
-    pub fn read(&self, flat: usize, state: usize, range: Range<usize>) -> Result<Buffer, TrainError> {
+    pub fn read(&self, flat: usize, state: usize, range: Range<usize>) -> Result<Buffer> {
         let dtype = self.flats[flat].states[state];
         let mut parts = Vec::new();
         for number in self.cover(flat, &range) {
@@ -217,7 +217,7 @@ impl Elements {
             let here =
                 range.start.max(page.range.start) - page.range.start..range.end.min(page.range.end) - page.range.start;
             parts.push(match &self.held {
-                Held::Memory(pages) => self.device.download(&pages[number][state].slice(here).map_err(Error::from)?)?,
+                Held::Memory(pages) => self.device.download(&pages[number][state].slice(here)?)?,
                 Held::Disk(pager) => {
                     let from = page.offset(&self.flats, state) + here.start * dtype.size();
                     pager.disk.read_now(&pager.regions[number], from as u64, dtype, here.len())?
@@ -229,9 +229,9 @@ impl Elements {
             (1, Some(part)) => Ok(part),
             (_, Some(last)) => {
                 let (mut all, mut at) = (Buffer::zeros(dtype, range.len()), 0);
-                let bytes = all.as_bytes_mut().map_err(Error::from)?;
+                let bytes = all.as_bytes_mut()?;
                 for part in parts.iter().chain([&last]) {
-                    bytes[at..at + part.bytes()].copy_from_slice(part.as_bytes().map_err(Error::from)?);
+                    bytes[at..at + part.bytes()].copy_from_slice(part.as_bytes()?);
                     at += part.bytes();
                 }
                 Ok(all)
@@ -240,12 +240,12 @@ impl Elements {
     }
 
     /// Replaces elements of a state of a flat buffer from `at` on by `values`, in host memory.
-    pub fn write(&mut self, flat: usize, state: usize, at: usize, values: &Buffer) -> Result<(), TrainError> {
+    pub fn write(&mut self, flat: usize, state: usize, at: usize, values: &Buffer) -> Result<()> {
         let (range, size) = (at..at + values.count(), values.dtype().size());
         for number in self.cover(flat, &range) {
             let page = &self.pages[number];
             let (start, end) = (range.start.max(page.range.start), range.end.min(page.range.end));
-            let part = values.slice(start - at..end - at).map_err(Error::from)?;
+            let part = values.slice(start - at..end - at)?;
             let into = start - page.range.start;
             match &mut self.held {
                 Held::Memory(pages) => self.device.upload_into(&part, &mut pages[number][state], into)?,
@@ -272,7 +272,7 @@ impl Page {
 }
 
 impl Pager {
-    fn get(&mut self, number: usize, pages: &[Page], flats: &[Flat]) -> Result<&mut [Buffer], TrainError> {
+    fn get(&mut self, number: usize, pages: &[Page], flats: &[Flat]) -> Result<&mut [Buffer]> {
         if self.current.as_ref().is_none_or(|(current, _)| *current != number) {
             let written = std::mem::take(&mut self.behind);
             self.put_back()?;
@@ -285,7 +285,7 @@ impl Pager {
             };
             self.visited += 1;
             let next = self.visits.get(self.visited).copied();
-            let buffers = reading.into_iter().map(Reading::wait).collect::<Result<_, TrainError>>()?;
+            let buffers = reading.into_iter().map(Reading::wait).collect::<Result<_>>()?;
             if let Some(next) = next {
                 self.ahead = Some((next, self.read(next, pages, flats)?));
             }
@@ -294,7 +294,7 @@ impl Pager {
         Ok(self.current.as_mut().map_or(&mut [], |(_, buffers)| buffers))
     }
 
-    fn read(&self, number: usize, pages: &[Page], flats: &[Flat]) -> Result<Vec<Reading>, TrainError> {
+    fn read(&self, number: usize, pages: &[Page], flats: &[Flat]) -> Result<Vec<Reading>> {
         let page = &pages[number];
         let (region, states) = (&self.regions[number], flats[page.flat].states.iter().enumerate());
         let read = |(state, &dtype): (usize, &DType)| {
@@ -304,7 +304,7 @@ impl Pager {
     }
 
     /// Begins to write back the page that was visited last.
-    fn put_back(&mut self) -> Result<(), TrainError> {
+    fn put_back(&mut self) -> Result<()> {
         let Some((number, buffers)) = self.current.take() else { return Ok(()) };
         if Rc::get_mut(&mut self.regions[number]).is_none() {
             let bytes = buffers.iter().map(Buffer::bytes).sum();
@@ -319,7 +319,7 @@ impl Pager {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<(), TrainError> {
+    fn finish(&mut self) -> Result<()> {
         self.put_back()?;
         self.ahead = None;
         self.visited = 0;

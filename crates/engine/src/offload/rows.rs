@@ -4,9 +4,9 @@
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::TrainError;
+use crate::Result;
 use meshwork_core::{Buffer, DType};
-use meshwork_tensor::{Device, Error};
+use meshwork_tensor::Device;
 use std::mem::take;
 use std::ops::Range;
 use std::rc::Rc;
@@ -38,12 +38,7 @@ impl Rows {
     ///
     /// # Errors
     /// No memory.
-    pub fn new(
-        count: usize,
-        row: usize,
-        disk: Option<&Rc<Disk>>,
-        device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    pub fn new(count: usize, row: usize, disk: Option<&Rc<Disk>>, device: &Arc<dyn Device>) -> Result<Self> {
         let held = match disk {
             None => Held::Memory(device.zeros(DType::F32, count * row)?),
             Some(disk) => {
@@ -63,7 +58,7 @@ impl Rows {
     ///
     /// # Errors
     /// No memory; a disk that fails.
-    pub fn read(&mut self, numbers: &[usize]) -> Result<Buffer, TrainError> {
+    pub fn read(&mut self, numbers: &[usize]) -> Result<Buffer> {
         let (row, layout) = (self.row, self.device.layout()?);
         let mut rows = self.device.alloc(DType::F32, numbers.len() * row)?;
         match &mut self.held {
@@ -89,7 +84,7 @@ impl Rows {
     ///
     /// # Errors
     /// No memory.
-    pub fn expect(&mut self, numbers: Vec<usize>) -> Result<(), TrainError> {
+    pub fn expect(&mut self, numbers: Vec<usize>) -> Result<()> {
         if let Held::Disk { disk, region, ahead, .. } = &mut self.held {
             let readings = begin(disk, region, self.row, &numbers)?;
             *ahead = Some((numbers, readings));
@@ -101,7 +96,7 @@ impl Rows {
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn write(&mut self, from: &Buffer, places: &[(usize, usize)]) -> Result<(), TrainError> {
+    pub fn write(&mut self, from: &Buffer, places: &[(usize, usize)]) -> Result<()> {
         let row = self.row;
         self.flush()?;
         for &(number, at) in places {
@@ -109,7 +104,7 @@ impl Rows {
             match &mut self.held {
                 Held::Memory(kept) => self.device.layout()?.copy_into(from, source, kept, number * row)?,
                 Held::Disk { disk, region, behind, .. } => {
-                    let held = from.slice(source).map_err(Error::from)?;
+                    let held = from.slice(source)?;
                     behind.push(disk.write(region, offset(number, row), held)?);
                 }
             }
@@ -121,7 +116,7 @@ impl Rows {
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn flush(&mut self) -> Result<(), TrainError> {
+    pub fn flush(&mut self) -> Result<()> {
         if let Held::Disk { ahead, behind, .. } = &mut self.held {
             *ahead = None;
             take(behind).into_iter().try_for_each(|writing| writing.wait().map(drop))?;
@@ -133,10 +128,10 @@ impl Rows {
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn to_host(&self, range: Range<usize>) -> Result<Buffer, TrainError> {
+    pub fn to_host(&self, range: Range<usize>) -> Result<Buffer> {
         let elements = range.start * self.row..range.end * self.row;
         match &self.held {
-            Held::Memory(kept) => Ok(self.device.download(&kept.slice(elements).map_err(Error::from)?)?),
+            Held::Memory(kept) => Ok(self.device.download(&kept.slice(elements)?)?),
             Held::Disk { disk, region, .. } => {
                 disk.read_now(region, offset(range.start, self.row), DType::F32, elements.len())
             }
@@ -147,7 +142,7 @@ impl Rows {
     ///
     /// # Errors
     /// A disk that fails.
-    pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<(), TrainError> {
+    pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<()> {
         let values = Buffer::from_vec(values);
         match &mut self.held {
             Held::Memory(kept) => Ok(self.device.upload_into(&values, kept, first * self.row)?),
@@ -161,6 +156,6 @@ fn offset(number: usize, row: usize) -> u64 {
     (number * row * DType::F32.size()) as u64
 }
 
-fn begin(disk: &Rc<Disk>, region: &Region, row: usize, numbers: &[usize]) -> Result<Vec<Reading>, TrainError> {
+fn begin(disk: &Rc<Disk>, region: &Region, row: usize, numbers: &[usize]) -> Result<Vec<Reading>> {
     numbers.iter().map(|&number| disk.read(region, offset(number, row), DType::F32, row)).collect()
 }

@@ -1,10 +1,10 @@
-//! Tensors that forward saves for backward, on a disk meanwhile. Those of a segment are written while the next segment
-//! runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until another
-//! segment runs forward, because its backward may come next.
+//! Tensors that forward saves for backward, on a disk meanwhile. The tensors of a segment are written while the next
+//! segment runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until
+//! another segment runs forward, because its backward may come next.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;
-use crate::TrainError;
+use crate::{Result, TrainError};
 use meshwork_core::{Buffer, DType};
 use meshwork_tensor::tape::{Saved, SavedPolicy, SavedTensor};
 use meshwork_tensor::{Error, Shape, Tensor};
@@ -37,7 +37,7 @@ impl fmt::Debug for Slot {
 
 impl Slot {
     /// Begins to bring it back, unless it is there.
-    fn fetch(&self) -> Result<(), TrainError> {
+    fn fetch(&self) -> Result<()> {
         if self.here.borrow().is_none() && self.coming.borrow().is_none() {
             let region = self.region.borrow();
             let region = region.as_ref().unwrap_or_else(|| unreachable!("what is away was written"));
@@ -46,7 +46,7 @@ impl Slot {
         Ok(())
     }
 
-    fn tensor(&self) -> Result<Tensor, TrainError> {
+    fn tensor(&self) -> Result<Tensor> {
         self.fetch()?;
         if let Some(coming) = self.coming.take() {
             let buffer = coming.wait()?;
@@ -111,13 +111,13 @@ impl Shelf {
 
     /// Before the forward of a segment: begins to write the tensors of the segment before it, after the write of
     /// earlier ones is over.
-    pub fn begin_forward(&self) -> Result<(), TrainError> {
+    pub fn begin_forward(&self) -> Result<()> {
         self.flush()?;
         self.write_fresh()
     }
 
-    /// Before a walk back over a segment: reads its tensors, and then those of `next`, the segment before it.
-    pub fn begin_backward(&self, segment: &Shelved, next: Option<&Shelved>) -> Result<(), TrainError> {
+    /// Before a walk back over a segment: reads its tensors, and then the tensors of `next`, the segment before it.
+    pub fn begin_backward(&self, segment: &Shelved, next: Option<&Shelved>) -> Result<()> {
         let wanted = || segment.slots().chain(next.into_iter().flat_map(Shelved::slots));
         wanted().for_each(|slot| slot.wanted.set(true));
         self.flush()?;
@@ -143,7 +143,7 @@ impl Shelf {
     }
 
     /// Waits for all writes.
-    fn flush(&self) -> Result<(), TrainError> {
+    fn flush(&self) -> Result<()> {
         for (slot, writing) in self.leaving.take() {
             writing.wait()?;
             if let Some(slot) = slot.upgrade() {
@@ -154,7 +154,7 @@ impl Shelf {
     }
 
     /// Begins to write the tensors that nothing is about to need.
-    fn write_fresh(&self) -> Result<(), TrainError> {
+    fn write_fresh(&self) -> Result<()> {
         for slot in self.fresh.take() {
             let Some(slot) = slot.upgrade().filter(|slot| !slot.wanted.get()) else { continue };
             let Some(held) = slot.here.borrow().as_ref().map(|tensor| tensor.buffer().clone()) else { continue };

@@ -65,7 +65,7 @@ pub struct Region {
 
 impl Region {
     /// A region of at least so many bytes.
-    pub fn of(space: &Rc<RefCell<Space>>, bytes: u64) -> Self {
+    pub fn new(space: &Rc<RefCell<Space>>, bytes: u64) -> Self {
         let bytes = bytes.next_multiple_of(ALIGNED);
         let at = space.borrow_mut().take(bytes);
         Self { at, bytes, space: space.clone() }

@@ -1,5 +1,5 @@
-//! What is cut over the mesh: the model into stages, their parameters into flat buffers and slices, the batch into
-//! micro-batches.
+//! The partition of a run over the mesh: the model into stages, their parameters into flat buffers and slices, the
+//! batch into micro-batches.
 
 use crate::agreement::require_same_model;
 use crate::compress::crossing::{Crossing, Staged, crossings};
@@ -9,7 +9,7 @@ use crate::layout::Layout;
 use crate::model_plan::Tied;
 use crate::one_rank;
 use crate::update;
-use crate::{LocalModel, ModelPlan, Plan, TrainError};
+use crate::{LocalModel, ModelPlan, Plan, Result};
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::{Batch, Model};
 use meshwork_pipeline::Schedule;
@@ -37,7 +37,7 @@ pub(super) struct Cut {
 
 impl Cut {
     /// Cuts a model. Collective over the world.
-    pub fn new(model: Arc<dyn Model>, plan: &Plan, rank: &Rank) -> Result<Self, TrainError> {
+    pub fn new(model: Arc<dyn Model>, plan: &Plan, rank: &Rank) -> Result<Self> {
         let (micros, micro_batch) = (plan.num_microbatches()?, plan.micro_batch_size()?);
         let schedule = plan.build_schedule()?;
         let model = ModelPlan::new(model, plan)?;

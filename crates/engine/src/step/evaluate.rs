@@ -8,7 +8,7 @@ use crate::compress::settings::NOTHING;
 use crate::pass::{Pass, Purpose};
 use crate::running::Running;
 use crate::transport::PipeTransport;
-use crate::{Compress, TrainError};
+use crate::{Compress, Result, TrainError};
 use meshwork_core::Axis;
 use meshwork_nn::Batch;
 use meshwork_pipeline::{Schedule, forward_only_replicated, lower, run};
@@ -17,8 +17,8 @@ use meshwork_tensor::param::host_floats;
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// What happens in a pass that does not train to values that training compresses: at the cuts, to weights that ranks
-/// gather, and to the tokens of experts.
+/// The treatment, in a pass that does not train, of values that training compresses: at the cuts, weights that ranks
+/// gather, and the tokens of experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AtCuts {
     /// They are compressed as in training, without feedback.
@@ -43,17 +43,13 @@ impl Trainer {
     ///
     /// # Errors
     /// Steps that are under way; a loss that is not finite, with the parameter whose weights are not, if there is one.
-    pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation, TrainError> {
+    pub fn evaluate(&mut self, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation> {
         self.evaluate_at(AtCuts::AsTrained, batches)
     }
 
-    /// As [`evaluate`](Self::evaluate), with a choice of what happens at the cuts. A model that was trained with
+    /// As [`evaluate`](Self::evaluate), with a choice for values at the cuts. A model that was trained with
     /// compression may need it, or do without.
-    pub fn evaluate_at(
-        &mut self,
-        cuts: AtCuts,
-        batches: impl IntoIterator<Item = Batch>,
-    ) -> Result<Evaluation, TrainError> {
+    pub fn evaluate_at(&mut self, cuts: AtCuts, batches: impl IntoIterator<Item = Batch>) -> Result<Evaluation> {
         let _entered = self.enter("evaluate");
         self.require_complete()?;
         let (mut loss, mut metrics, mut terms, mut samples) = (0.0, vec![0.0; self.reporting.metrics.len()], 0, 0);
@@ -86,7 +82,7 @@ impl Trainer {
     /// # Errors
     /// Steps that are under way; weights that are not finite, if the numbers are not; a row that does not exist; more
     /// columns than a row has.
-    pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>, TrainError> {
+    pub fn predict(&mut self, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>> {
         self.predict_at(AtCuts::AsTrained, batch, row, columns)
     }
 
@@ -94,13 +90,7 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`predict`](Self::predict).
-    pub fn predict_at(
-        &mut self,
-        cuts: AtCuts,
-        batch: &Batch,
-        row: usize,
-        columns: usize,
-    ) -> Result<Vec<f32>, TrainError> {
+    pub fn predict_at(&mut self, cuts: AtCuts, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>> {
         let _entered = self.enter("predict");
         self.require_complete()?;
         let mut pass = self.pass(Purpose::Predict, batch)?;
@@ -116,7 +106,7 @@ impl Trainer {
                 return Err(Error::Shape { op: "predict", problem, shapes: vec![output.shape().to_vec()] }.into());
             }
             let first = row * width;
-            let part = output.buffer().slice(first..first + columns).map_err(Error::from)?;
+            let part = output.buffer().slice(first..first + columns)?;
             values.copy_from_slice(&host_floats(&self.device.download(&part)?)?);
         }
         let schedule = self.pipeline.prediction.schedule();
@@ -138,7 +128,7 @@ impl Trainer {
     }
 
     /// Runs the first `micros` micro-batches of a pass that does not train.
-    pub(super) fn forward_only(&mut self, pass: &Pass, cuts: AtCuts, micros: usize) -> Result<(), TrainError> {
+    pub(super) fn forward_only(&mut self, pass: &Pass, cuts: AtCuts, micros: usize) -> Result<()> {
         let compress = self.compress_in(cuts);
         let other;
         let pipeline = &mut self.pipeline;

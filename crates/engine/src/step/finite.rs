@@ -3,9 +3,9 @@
 //! Saves, exports and the end of a run do, and so does any pass whose loss is not finite, to name the parameter.
 
 use super::Trainer;
-use crate::TrainError;
+use crate::{Result, TrainError};
 use meshwork_core::{Buffer, DType, ReduceOp};
-use meshwork_tensor::{Error, ParamId, Params};
+use meshwork_tensor::{ParamId, Params};
 
 /// Elements that one call checks.
 const PIECE: usize = 1 << 18;
@@ -18,7 +18,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first parameter of the model with such an element; steps that are under way.
-    pub fn require_finite(&self) -> Result<(), TrainError> {
+    pub fn require_finite(&self) -> Result<()> {
         let _entered = self.enter("require_finite");
         self.require_complete()?;
         if !self.device.has_values() {
@@ -49,11 +49,11 @@ impl Trainer {
     }
 
     /// Whether the squares of this rank's weights have a finite sum. In f64, squares of finite f32 numbers do.
-    fn are_finite(&self, params: &Params) -> Result<bool, TrainError> {
+    fn are_finite(&self, params: &Params) -> Result<bool> {
         let mut sum = self.device.zeros(DType::F64, 1)?;
         for flat in params.flats() {
             for start in (0..flat.count()).step_by(PIECE) {
-                let piece = flat.slice(start..flat.count().min(start + PIECE)).map_err(Error::from)?;
+                let piece = flat.slice(start..flat.count().min(start + PIECE))?;
                 let piece = match piece.dtype() {
                     DType::F32 => piece,
                     _ => self.device.pointwise()?.cast(&piece, DType::F32)?,
@@ -61,11 +61,11 @@ impl Trainer {
                 self.device.optim()?.sum_of_squares(std::slice::from_ref(&piece), &mut sum, 0)?;
             }
         }
-        Ok(self.device.download(&sum)?.as_slice::<f64>().map_err(Error::from)?.iter().all(|sum| sum.is_finite()))
+        Ok(self.device.download(&sum)?.as_slice::<f64>()?.iter().all(|sum| sum.is_finite()))
     }
 
     /// The first parameter here, in the order of the declarations, with an element that is not finite.
-    fn first_not_finite(&self, params: &Params) -> Result<Option<ParamId>, TrainError> {
+    fn first_not_finite(&self, params: &Params) -> Result<Option<ParamId>> {
         for id in params.declarations().ids() {
             let flat = params.place(id).0;
             let values: Buffer = params.download(id, &params.flats()[flat], &params.window(flat))?;

@@ -1,22 +1,23 @@
 //! Weights and states that come from outside. A load is no collective: nothing holds what one rank was given against
 //! what others have. So the first step after a load is verified, whatever the plan says but
 //! [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers that every step sums over the world, and
-//! before the update all ranks then compare weights, optimizer states, and what was loaded of each parameter. The last
-//! tells of a parameter that is cut, of which no rank has what another has: one rank alone with a new slice.
+//! before the update all ranks then compare weights, optimizer states, and the values that were loaded for each
+//! parameter. The last tells of a parameter that is cut, of which no rank has what another has: one rank alone with a
+//! new slice.
 
 use super::Trainer;
 use crate::statistics::StatisticSums;
-use crate::{TrainError, Verify};
+use crate::{Result, Verify};
 use meshwork_core::Buffer;
 use meshwork_core::hash::combine;
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 
-/// What was loaded since ranks last compared it. Only the last load of something counts: ranks that could not read a
+/// The loads since ranks last compared them. Only the last load of something counts: ranks that could not read a
 /// checkpoint all took an older one, however far each of them had come with the newer.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
-    /// The hash of what was loaded of single parameters, by name.
+    /// The hash of the values loaded for single parameters, by name.
     parameters: BTreeMap<String, u64>,
     /// Whether all weights were loaded, and the hash of the load of a whole state.
     weights: bool,
@@ -53,7 +54,7 @@ impl Loads {
 impl Trainer {
     /// Says in the numbers of a step, at [`loads_at`](Self::loads_at), whether this rank has loaded something since the
     /// step before.
-    pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<(), TrainError> {
+    pub(super) fn tell_loads(&mut self, numbers: &mut Buffer) -> Result<()> {
         let several = self.rank.world().size() > 1 && self.device.has_values();
         if std::mem::take(&mut self.loads.untold) && several && self.plan.verify != Verify::Off {
             self.device.upload_into(&Buffer::from_vec(vec![1.0f64]), numbers, self.loads_at())?;
@@ -67,7 +68,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn verify_told(&mut self) -> Result<(), TrainError> {
+    pub(super) fn verify_told(&mut self) -> Result<()> {
         let Some(step) = self.loads.told.take() else { return Ok(()) };
         let claims = || Claims::new(self.rank.clone(), step);
         let (weights, gradients) = (claims(), claims());

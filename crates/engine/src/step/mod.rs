@@ -2,8 +2,8 @@
 //! starts the reducer, the gradient norm counts each element once, tied weights are summed across stages, the loss is
 //! averaged over the terms of the whole batch.
 //!
-//! A [`Trainer`] is made of four parts: what is [cut](cut), what is [stored](stored), what [travels](pipeline) and what
-//! is [reported](report). [`one_step`] has the step, [`train`] the loop over steps.
+//! A [`Trainer`] has four parts: the [partition](cut), the [store](stored), the [messages](pipeline) and the
+//! [report](report). [`one_step`] has the step, [`train`] the loop over steps.
 
 mod cut;
 mod driver;
@@ -29,7 +29,7 @@ use crate::agreement::require_same_plan;
 use crate::fit::require_fit;
 use crate::mixed::Scaler;
 use crate::offload::Traffic;
-use crate::{ModelPlan, Plan, TrainError, Vector, Watch};
+use crate::{ModelPlan, Plan, Result, Vector, Watch};
 use cut::Cut;
 use driver::Driver;
 use loads::Loads;
@@ -81,12 +81,7 @@ impl Trainer {
     /// different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a program that
     /// is wrongly distributed, or [another one on one rank](TrainError::OneRank), which the first passes over the model
     /// find without data.
-    pub fn new(
-        model: Arc<dyn Model>,
-        plan: &Plan,
-        rank: Arc<Rank>,
-        device: Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    pub fn new(model: Arc<dyn Model>, plan: &Plan, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<Self> {
         let name = rank.log().name_next("Trainer");
         let _entered = rank.enter(&*format!("{name}::new"));
         require_same_plan(plan, &rank)?;
@@ -176,20 +171,20 @@ impl Trainer {
 
     /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all
     /// ranks, before clipping. Empty for a frozen one.
-    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>, TrainError> {
+    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>> {
         let mut gradient = self.store.weights.borrow().gradient(id)?;
         gradient.iter_mut().for_each(|element| *element = (f64::from(*element) / self.reduced_scale) as f32);
         Ok(gradient)
     }
 
     /// The optimizer's states of the elements of a parameter, as far as this rank keeps them.
-    pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+    pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
         self.store.weights.borrow().states(id)
     }
 
     /// Its states of rows, columns and other sets of the elements of a parameter, which every rank that holds some of
     /// it keeps whole.
-    pub fn set_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>, TrainError> {
+    pub fn set_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
         self.store.weights.borrow().sets(id)
     }
 

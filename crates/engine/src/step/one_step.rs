@@ -31,14 +31,13 @@
 //!                         └ the first step ─┴ every later one ┴ drain
 //! ```
 
-use super::driver::{Asynchronous, Driver, Synchronous};
 use super::pending::{Measured, PendingStep};
 use super::{StepReport, Trainer};
-use crate::TrainError;
 use crate::pass::{Pass, Purpose};
 use crate::slow_build;
 use crate::statistics::StatisticSums;
 use crate::weights::Scales;
+use crate::{Result, TrainError};
 use meshwork_nn::Batch;
 use meshwork_optim::clip_factor;
 use meshwork_pipeline::Event;
@@ -55,12 +54,12 @@ struct Begun<'a> {
 impl Trainer {
     /// Trains on this rank's [samples](Self::samples) of one global batch, to the end:
     /// [`start_step`](Self::start_step), then [`flush`](Self::flush).
-    pub fn step(&mut self, batch: &Batch) -> Result<StepReport, TrainError> {
+    pub fn step(&mut self, batch: &Batch) -> Result<StepReport> {
         self.observed_step(batch, |_| {})
     }
 
     /// As [`step`](Self::step), with an observer that sees every action of the pipeline start and end.
-    pub fn observed_step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport, TrainError> {
+    pub fn observed_step(&mut self, batch: &Batch, mut observe: impl FnMut(Event)) -> Result<StepReport> {
         let mut reports = self.start_step(batch, || false, &mut observe)?;
         reports.extend(self.flush(&mut observe)?);
         reports.pop().ok_or(TrainError::Pending { steps: self.pending.len() })
@@ -74,11 +73,11 @@ impl Trainer {
         batch: &Batch,
         stop: impl Fn() -> bool,
         mut observe: impl FnMut(Event),
-    ) -> Result<Vec<StepReport>, TrainError> {
+    ) -> Result<Vec<StepReport>> {
         self.begin(Begun { batch, terms: Vec::new(), stop: &stop, observe: &mut observe })
     }
 
-    fn begin(&mut self, mut begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
+    fn begin(&mut self, mut begun: Begun<'_>) -> Result<Vec<StepReport>> {
         let _entered = self.enter("step");
         slow_build::warn(&*self.device);
         self.require_batch(begun.batch)?;
@@ -91,17 +90,17 @@ impl Trainer {
         }
         self.pipeline.codec.borrow_mut().begin_step(begun.batch, self.rank.data_group())?;
         self.begin_claims(begun.batch)?;
-        match self.pipeline.driver {
-            Driver::Synchronous(_) => self.step_synchronously(begun),
-            Driver::Asynchronous(_) => self.step_asynchronously(begun),
+        match self.pipeline.driver.asynchronous {
+            false => self.step_synchronously(begun),
+            true => self.step_asynchronously(begun),
         }
     }
 
-    fn step_synchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
+    fn step_synchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>> {
         let Begun { batch, terms, stop, observe } = begun;
         let step = self.steps_begun + 1;
         let mut pass = self.training_pass(batch, &terms)?;
-        let warm_up = if self.pending.is_empty() { 0 } else { self.synchronous().warm_up };
+        let warm_up = if self.pending.is_empty() { 0 } else { self.pipeline.driver.overlap.warm_up };
         self.walk(&pass, 0..warm_up, observe)?;
         let mut reports = Vec::new();
         if let Some((report, redone)) = self.validate(warm_up > 0)? {
@@ -129,8 +128,8 @@ impl Trainer {
         self.start_sums(&mut pending, numbers, 1)?;
         self.reduced_scale = pending.loss_scale;
 
-        let driver = self.synchronous();
-        if driver.warm_up > 0 && !driver.clipped {
+        let overlap = &self.pipeline.driver.overlap;
+        if overlap.warm_up > 0 && !overlap.clipped {
             let scales = self.scales(&pending, 1.0);
             self.store.weights.get_mut().update_tentatively(scales, &pending.statistics)?;
             self.steps_begun = step;
@@ -141,7 +140,7 @@ impl Trainer {
             let measured = self.measured(&mut pending);
             self.verify_told()?;
             let measured = self.certain(measured)?;
-            self.synchronous().clipped = self.clip_and_update(&pending, &measured)?;
+            self.pipeline.driver.overlap.clipped = self.clip_and_update(&pending, &measured)?;
             self.steps_begun = step;
             pending.records = self.rank.log().drain();
             self.start_stats(&mut pending, stop())?;
@@ -153,7 +152,7 @@ impl Trainer {
     /// Makes the last step certain, if it is not yet. Returns its report, and whether its update had to be redone. If
     /// it had to be, and after an error, the part of the next step that was `begun` with the wrong weights is
     /// discarded.
-    fn validate(&mut self, begun: bool) -> Result<Option<(StepReport, bool)>, TrainError> {
+    fn validate(&mut self, begun: bool) -> Result<Option<(StepReport, bool)>> {
         let Some(mut step) = self.pending.pop_front() else { return Ok(None) };
         let measured = match self.measured(&mut step) {
             Err(error) => {
@@ -170,13 +169,13 @@ impl Trainer {
         } else {
             self.store.weights.get_mut().commit();
         }
-        self.synchronous().clipped = redone;
+        self.pipeline.driver.overlap.clipped = redone;
         Ok(Some((self.report(step, measured)?, redone)))
     }
 
     /// Waits for the sums of a step, and follows its gradients with the loss scale: a step whose gradients overflowed
     /// at a dynamic scale is skipped. Any other value that is not finite is refused.
-    fn measured(&mut self, step: &mut PendingStep) -> Result<Measured, TrainError> {
+    fn measured(&mut self, step: &mut PendingStep) -> Result<Measured> {
         let measured = self.measure(step)?;
         if measured.loaded {
             self.loads.told = Some(step.number);
@@ -190,7 +189,7 @@ impl Trainer {
 
     /// After a step that was not finite: what compression lost in it is not finite either, and would spoil every later
     /// step. Names the weights, if they are the reason.
-    fn certain(&mut self, measured: Result<Measured, TrainError>) -> Result<Measured, TrainError> {
+    fn certain(&mut self, measured: Result<Measured>) -> Result<Measured> {
         if measured.is_err() {
             self.pipeline.codec.borrow_mut().forget()?;
             self.store.weights.get_mut().gradients.forget_sums()?;
@@ -199,7 +198,7 @@ impl Trainer {
     }
 
     /// Updates the weights by a step that is certain, unless it is skipped. Returns whether its gradients were clipped.
-    fn clip_and_update(&mut self, step: &PendingStep, measured: &Measured) -> Result<bool, TrainError> {
+    fn clip_and_update(&mut self, step: &PendingStep, measured: &Measured) -> Result<bool> {
         let factor = clip_factor(measured.grad_norm, self.plan.max_norm);
         if !measured.skipped {
             let scales = self.scales(step, factor);
@@ -214,11 +213,11 @@ impl Trainer {
     }
 
     /// Undoes the last update, and what was begun with its weights.
-    fn rollback(&mut self, begun: bool) -> Result<(), TrainError> {
+    fn rollback(&mut self, begun: bool) -> Result<()> {
         self.forget_passes();
         self.store.weights.get_mut().rollback();
         if begun {
-            let stale = self.synchronous().stale.clone();
+            let stale = self.pipeline.driver.overlap.stale.clone();
             for (from, messages) in stale.iter().enumerate() {
                 self.pipeline.transport.discard(from, messages)?;
             }
@@ -226,16 +225,15 @@ impl Trainer {
         Ok(())
     }
 
-    fn step_asynchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
+    fn step_asynchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>> {
         let Begun { batch, terms, stop, observe } = begun;
         let updates = self.store.weights.get_mut().updates;
-        let driver = self.asynchronous();
+        let driver = &mut self.pipeline.driver;
         driver.begun += 1;
         if driver.begun == 1 {
             driver.updates_before = updates;
             self.store.weights.get_mut().gradients.begin(updates);
         }
-        let driver = self.asynchronous();
         let ([first_micro, ahead], actions) = (driver.micros_before(), driver.actions());
         let pass = Pass { first_micro, ahead, ..self.training_pass(batch, &terms)? };
         self.walk(&pass, actions, observe)?;
@@ -253,8 +251,8 @@ impl Trainer {
     }
 
     /// Runs the remaining actions of the steps begun, and completes them.
-    fn drain(&mut self, observe: &mut dyn FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
-        let driver = self.asynchronous();
+    fn drain(&mut self, observe: &mut dyn FnMut(Event)) -> Result<Vec<StepReport>> {
+        let driver = &self.pipeline.driver;
         if driver.begun == 0 {
             return Ok(Vec::new());
         }
@@ -264,14 +262,14 @@ impl Trainer {
         pass.position.step = last - 1;
         self.walk(&pass, rest, observe)?;
         self.pipeline.transport.flush()?;
-        self.asynchronous().begun = 0;
+        self.pipeline.driver.begun = 0;
         self.rank.log().drain();
         self.start_completing(last, &|| false)?;
         self.finish_completing(last + 1)
     }
 
     /// Starts the sums of the steps up to and with `last`, all of whose updates have been made on this rank.
-    fn start_completing(&mut self, last: u64, stop: &dyn Fn() -> bool) -> Result<(), TrainError> {
+    fn start_completing(&mut self, last: u64, stop: &dyn Fn() -> bool) -> Result<()> {
         let mut pending = std::mem::take(&mut self.pending);
         for step in pending.iter_mut().filter(|step| step.number <= last) {
             let Some(mut numbers) = step.numbers.take() else { continue };
@@ -288,7 +286,7 @@ impl Trainer {
     }
 
     /// Waits for the sums of the steps before `end`.
-    fn finish_completing(&mut self, end: u64) -> Result<Vec<StepReport>, TrainError> {
+    fn finish_completing(&mut self, end: u64) -> Result<Vec<StepReport>> {
         let mut reports = Vec::new();
         while let Some(mut step) = self.pending.pop_front_if(|step| step.number < end) {
             let measured = self.measure(&mut step)?;
@@ -306,7 +304,7 @@ impl Trainer {
 
     /// Skips a step in which the loss, or the loss of one of its updates, has no terms. The step changes nothing and is
     /// counted. Terms are summed over ranks, so all ranks skip it.
-    fn pass_over(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>, TrainError> {
+    fn pass_over(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>> {
         let Begun { batch, terms, stop, observe } = begun;
         let mut reports = self.flush(observe)?;
         let loss_scale = self.scaler.scale(self.steps_begun);
@@ -324,31 +322,17 @@ impl Trainer {
 
     /// Completes every step that was begun, and drains the pipeline. Call it before reading weights, and at the end of
     /// a run.
-    pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>, TrainError> {
+    pub fn flush(&mut self, mut observe: impl FnMut(Event)) -> Result<Vec<StepReport>> {
         let _entered = self.enter("flush");
-        let reports = match self.pipeline.driver {
-            Driver::Synchronous(_) => self.validate(false)?.into_iter().map(|(report, _)| report).collect(),
-            Driver::Asynchronous(_) => self.drain(&mut observe)?,
+        let reports = match self.pipeline.driver.asynchronous {
+            false => self.validate(false)?.into_iter().map(|(report, _)| report).collect(),
+            true => self.drain(&mut observe)?,
         };
         self.verify_told()?;
         Ok(reports)
     }
 
-    fn synchronous(&mut self) -> &mut Synchronous {
-        match &mut self.pipeline.driver {
-            Driver::Synchronous(driver) => driver,
-            Driver::Asynchronous(_) => unreachable!("called for synchronous schedules only"),
-        }
-    }
-
-    fn asynchronous(&mut self) -> &mut Asynchronous {
-        match &mut self.pipeline.driver {
-            Driver::Asynchronous(driver) => driver,
-            Driver::Synchronous(_) => unreachable!("called for asynchronous schedules only"),
-        }
-    }
-
-    pub(super) fn require_complete(&self) -> Result<(), TrainError> {
+    pub(super) fn require_complete(&self) -> Result<()> {
         match self.pending.len() {
             0 => Ok(()),
             steps => Err(TrainError::Pending { steps }),

@@ -1,8 +1,7 @@
-//! What a step is made of: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
+//! The parts of a step: the terms of its loss, a pass over its batch, and walks over the actions of the schedule.
 
 use super::Trainer;
-use super::driver::Driver;
-use crate::TrainError;
+use crate::Result;
 use crate::chunk::{Chunk, Workspace};
 use crate::clock::Clock;
 use crate::pass::{Pass, Purpose, Seeds};
@@ -16,13 +15,13 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 impl Trainer {
-    /// Refuses a batch that is not this rank's samples of what the model takes.
-    pub(super) fn require_batch(&self, batch: &Batch) -> Result<(), TrainError> {
+    /// Refuses a batch without this rank's samples of each field of the model.
+    pub(super) fn require_batch(&self, batch: &Batch) -> Result<()> {
         Ok(batch.require(&self.cut.model.model().fields(), self.samples().len())?)
     }
 
     /// Terms of the loss in the global batch, per update: integer sums over dp.
-    pub(super) fn count_terms(&self, batch: &Batch) -> Result<Vec<u64>, TrainError> {
+    pub(super) fn count_terms(&self, batch: &Batch) -> Result<Vec<u64>> {
         let updates = self.pipeline.driver.updates();
         let each = batch.samples() / updates;
         let count = |samples: Range<usize>| self.cut.model.model().loss_terms(batch, samples);
@@ -35,12 +34,12 @@ impl Trainer {
             }
             Ok(terms as i64)
         };
-        let mut counts = (0..updates).map(of_update).collect::<Result<Vec<i64>, TrainError>>()?;
+        let mut counts = (0..updates).map(of_update).collect::<Result<Vec<i64>>>()?;
         self.rank.data_group().all_reduce_slice(&mut counts, ReduceOp::Sum)?;
         Ok(counts.into_iter().map(|count| count as u64).collect())
     }
 
-    pub(super) fn pass(&self, purpose: Purpose, batch: &Batch) -> Result<Pass, TrainError> {
+    pub(super) fn pass(&self, purpose: Purpose, batch: &Batch) -> Result<Pass> {
         Ok(Pass {
             rank: self.rank.clone(),
             device: self.device.clone(),
@@ -73,7 +72,7 @@ impl Trainer {
 
     /// A pass that trains: the mean loss over the terms of each update, and auxiliary losses by the mean over its
     /// samples.
-    pub(super) fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass, TrainError> {
+    pub(super) fn training_pass(&self, batch: &Batch, terms: &[u64]) -> Result<Pass> {
         let per_update = self.cut.micros / terms.len();
         let auxiliary = terms.len() as f64 / self.plan.global_batch_size as f64;
         let scale = self.scaler.scale(self.steps_begun);
@@ -86,19 +85,14 @@ impl Trainer {
     }
 
     /// The sums of this step's statistics over all of its samples.
-    pub(super) fn sum_statistics(&mut self) -> Result<StatisticSums, TrainError> {
+    pub(super) fn sum_statistics(&mut self) -> Result<StatisticSums> {
         let mut noted = Noted::default();
         self.pipeline.chunks.iter_mut().for_each(|chunk| noted.extend(std::mem::take(&mut chunk.noted)));
         noted.sum(&self.cut.layout.declarations, &*self.device, &self.rank, &self.cut.tied)
     }
 
     /// Runs some of this rank's actions in the training schedule.
-    pub(super) fn walk(
-        &mut self,
-        pass: &Pass,
-        actions: Range<usize>,
-        observe: &mut dyn FnMut(Event),
-    ) -> Result<(), TrainError> {
+    pub(super) fn walk(&mut self, pass: &Pass, actions: Range<usize>, observe: &mut dyn FnMut(Event)) -> Result<()> {
         let (pipeline, weights) = (&mut self.pipeline, &self.store.weights);
         let schedule = pipeline.driver.schedule();
         let on = Workspace {
@@ -117,7 +111,7 @@ impl Trainer {
             first_micro: pass.first_micro as i64 - pass.ahead as i64,
             micros: self.cut.micros,
         };
-        let may_repeat = matches!(pipeline.driver, Driver::Synchronous(_)) && !self.pending.is_empty();
+        let may_repeat = !pipeline.driver.asynchronous && !self.pending.is_empty();
         on.codec.borrow_mut().begin(clock, may_repeat);
         on.gathers
             .iter()

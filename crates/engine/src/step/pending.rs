@@ -5,14 +5,13 @@
 //! over the world and downloaded once, whatever the number of micro-batches and layers.
 
 use super::Trainer;
-use crate::TrainError;
 use crate::pass::Purpose;
 use crate::statistics::StatisticSums;
+use crate::{Result, TrainError};
 use meshwork_core::exact;
 use meshwork_core::hash::combine;
 use meshwork_core::{Buffer, DType, Pending, Record, ReduceOp, tree};
 use meshwork_nn::{Batch, Per};
-use meshwork_tensor::Error;
 
 /// A step that is complete on this rank, but not certain yet.
 #[derive(Debug)]
@@ -83,7 +82,7 @@ impl Measured {
     }
 
     /// Refuses a loss or norm that is not finite, while the old weights can still be kept.
-    pub(super) fn finite(self, step: u64) -> Result<Self, TrainError> {
+    pub(super) fn finite(self, step: u64) -> Result<Self> {
         match self.not_finite() {
             None => Ok(self),
             Some((what, value)) => Err(TrainError::NotFinite { step, what, value }),
@@ -103,7 +102,7 @@ fn norm_squared(numbers: &[f64]) -> f64 {
 
 impl Trainer {
     /// Memory for the numbers of a pass, all zero, with room for the sums of the squared norm if it trains.
-    pub(super) fn numbers(&self, purpose: Purpose) -> Result<Buffer, TrainError> {
+    pub(super) fn numbers(&self, purpose: Purpose) -> Result<Buffer> {
         let count = if purpose == Purpose::Train { self.loads_at() + 1 } else { self.norms_at() };
         Ok(self.device.zeros(DType::F64, count)?)
     }
@@ -120,20 +119,20 @@ impl Trainer {
 
     /// Starts the sum over the world of the numbers of a step. A number that only one rank counts is not changed by
     /// this sum. So every mesh adds up the same numbers in the same order in [`totals`](Trainer::totals).
-    pub(super) fn start_sums(&self, step: &mut PendingStep, numbers: Buffer, updates: usize) -> Result<(), TrainError> {
+    pub(super) fn start_sums(&self, step: &mut PendingStep, numbers: Buffer, updates: usize) -> Result<()> {
         step.sums = Some(Sums { all: self.rank.world().start_all_reduce(numbers, ReduceOp::Sum)?, updates });
         Ok(())
     }
 
     /// The sums over a batch of the numbers of a pass that does not train.
-    pub(super) fn totals_of(&self, numbers: Buffer) -> Result<Totals, TrainError> {
+    pub(super) fn totals_of(&self, numbers: Buffer) -> Result<Totals> {
         self.totals(Sums { all: self.rank.world().start_all_reduce(numbers, ReduceOp::Sum)?, updates: 1 })
     }
 
     /// Waits for the sums. Every rank adds up the same numbers in the same order.
-    fn totals(&self, sums: Sums) -> Result<Totals, TrainError> {
+    fn totals(&self, sums: Sums) -> Result<Totals> {
         let all = self.device.download(&sums.all.wait()?)?;
-        let all = all.as_slice::<f64>().map_err(Error::from)?;
+        let all = all.as_slice::<f64>()?;
         let sum = |values: &[f64]| tree::sum(values, |a, b| a + b).unwrap_or(0.0);
         let samples = self.plan.global_batch_size;
         let (per_sample, norms) = all.split_at(self.norms_at());
@@ -162,7 +161,7 @@ impl Trainer {
     }
 
     /// Waits for the sums of a step.
-    pub(super) fn measure(&self, step: &mut PendingStep) -> Result<Measured, TrainError> {
+    pub(super) fn measure(&self, step: &mut PendingStep) -> Result<Measured> {
         let sums = step.sums.take().unwrap_or_else(|| unreachable!("its sums were started"));
         let Totals { loss, metrics, norm_squared, loaded } = self.totals(sums)?;
         Ok(Measured {

@@ -1,4 +1,4 @@
-//! What travels: micro-batches through the stages of this rank, in the order of a schedule, and values over cuts.
+//! Messages: micro-batches through the stages of this rank, in the order of a schedule, and values over cuts.
 
 use super::cut::Cut;
 use super::driver::Driver;
@@ -8,7 +8,7 @@ use crate::compress::codec::Codec;
 use crate::compress::crossing::Staged;
 use crate::message::Message;
 use crate::transport::PipeTransport;
-use crate::{Plan, TrainError};
+use crate::{Plan, Result};
 use meshwork_core::Rank;
 use meshwork_nn::{Activation, Batch};
 use meshwork_pipeline::{Interpreter, Lowered, forward_only_replicated, lower};
@@ -47,7 +47,7 @@ impl Pipeline {
         store: &Store,
         rank: &Arc<Rank>,
         device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let (count, model, schedule) = (cut.model.stages().len(), &cut.model, &cut.schedule);
         let stages = take(&mut cut.local.stages).into_iter();
         let micro = Batch::blank(&model.model().fields(), cut.micro_batch);

@@ -2,21 +2,21 @@
 
 use super::Trainer;
 use crate::offload::Traffic;
-use crate::{Compress, Plan, TrainError};
+use crate::{Compress, Plan, Result};
 use meshwork_core::{Rank, Record};
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::{Device, MemoryUse};
 use std::sync::Arc;
 
-/// What one rank holds, computes and communicates in a step.
+/// The memory, computation and communication of one rank in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prediction {
     /// Elements of the parameters on this rank, padding not counted.
     pub parameters: usize,
     /// Bytes of weights, gradients and optimizer states.
     pub model_bytes: u64,
-    /// What holds memory at the moment when most bytes are alive.
+    /// The use of memory at the moment when most bytes are alive.
     pub memory: MemoryUse,
     /// Floating point operations of matrix products and attention.
     pub flops: u64,
@@ -50,7 +50,7 @@ pub fn bytes_on(records: &[Record], group: &str) -> f64 {
 ///
 /// # Errors
 /// A plan that does not fit, and a program that is wrongly distributed.
-pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction, TrainError> {
+pub fn predict(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize) -> Result<Prediction> {
     // Memory is the most of both: a step that does not compress yet, and a step that does.
     let begins_later = plan.compress.is_some() && plan.compress.start_step > 1;
     let start_step = plan.compress.start_step.min(2);
@@ -87,7 +87,7 @@ pub(crate) fn trainer(
     plan: &Plan,
     world_rank: usize,
     device: Arc<dyn Device>,
-) -> Result<Trainer, TrainError> {
+) -> Result<Trainer> {
     Trainer::new(model.clone(), plan, Arc::new(Rank::recording(&plan.mesh, world_rank)?), device)
 }
 

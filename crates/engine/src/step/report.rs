@@ -1,4 +1,4 @@
-//! What is reported: losses, metrics and statistics of a step, what it communicated, and what held memory.
+//! The report of a step: losses, metrics and statistics, its communications, and its use of memory.
 
 use super::Trainer;
 use super::cut::Cut;
@@ -6,11 +6,11 @@ use super::pending::{Measured, PendingStep};
 use super::stored::Store;
 use crate::offload::Traffic;
 use crate::statistics::{Reported, ReportedStatistic};
-use crate::{OPTIMIZER, Plan, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use crate::{OPTIMIZER, Plan, Result, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
 use meshwork_core::agreement::Disagreement;
 use meshwork_core::{Axis, Buffer, EXPERT_DATA, Mesh, Record, ReduceOp};
 use meshwork_nn::Metric;
-use meshwork_tensor::{Category, Error, MemoryUse};
+use meshwork_tensor::{Category, MemoryUse};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -56,7 +56,7 @@ pub struct StepReport {
     pub comm_bytes: BTreeMap<&'static str, f64>,
     /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,
-    /// What held the memory of each world rank when most bytes were alive.
+    /// The use of the memory of each world rank when most bytes were alive.
     pub memory: Vec<MemoryUse>,
     /// The communications of this rank in the step, call by call (the report itself not counted).
     pub records: Vec<Record>,
@@ -97,7 +97,7 @@ pub(super) struct Reporting {
     pub statistics: Reported,
     /// Groups whose bytes are reported.
     groups: Vec<&'static str>,
-    /// What offload had moved, and how long this rank had waited for it, at the last report.
+    /// The bytes that offload had moved, and the time that this rank had waited for it, at the last report.
     moved: Cell<(Traffic, Duration)>,
     /// When the last report began, and how long this rank had waited by then.
     last: Cell<(Instant, Duration)>,
@@ -106,7 +106,7 @@ pub(super) struct Reporting {
 }
 
 impl Reporting {
-    pub fn new(plan: &Plan, cut: &Cut, store: &Store, mesh: &Mesh) -> Result<Self, TrainError> {
+    pub fn new(plan: &Plan, cut: &Cut, store: &Store, mesh: &Mesh) -> Result<Self> {
         let (layout, whole) = (&cut.layout, cut.model.whole_model()?.declarations);
         let first = |spec: &_| layout.replica(spec, &cut.tied.weights, |_| false).index == 0;
         let reads_whole = store.weights.borrow().updater.group.is_some();
@@ -136,7 +136,7 @@ impl Trainer {
     /// rank should stop, and the statistics that are reported.
     ///
     /// Also sends the number of this rank's steps, and the hash of its [input](PendingStep::input).
-    pub(super) fn start_stats(&self, step: &mut PendingStep, stop: bool) -> Result<(), TrainError> {
+    pub(super) fn start_stats(&self, step: &mut PendingStep, stop: bool) -> Result<()> {
         let world = self.rank.world();
         let on_group = |name| step.records.iter().filter(move |record| record.group == name);
         let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
@@ -184,7 +184,7 @@ impl Trainer {
 
     /// Refuses a step that is not the same step on all ranks, or for which ranks of one dp rank were given other
     /// samples. `hashes` has the hashes of all ranks, so that all find the same.
-    fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<(), TrainError> {
+    fn require_agreement(&self, step: u64, hashes: &[f64]) -> Result<()> {
         if !self.device.has_values() {
             return Ok(()); // a dry run has no other ranks
         }
@@ -228,13 +228,13 @@ impl Trainer {
     }
 
     /// The report of a step whose loss and norm are known.
-    pub(super) fn report(&self, step: PendingStep, measured: Measured) -> Result<StepReport, TrainError> {
+    pub(super) fn report(&self, step: PendingStep, measured: Measured) -> Result<StepReport> {
         let PendingStep { number, terms, loss_scale, records, stats, .. } = step;
         let Measured { loss, grad_norm, metrics, skipped, .. } = measured;
         let all = stats.unwrap_or_else(|| unreachable!("its report was started")).wait()?;
         let (world, groups) = (self.rank.world().size(), &self.reporting.groups);
         let mean = |sum: f64| sum / world as f64;
-        let (bytes, rest) = all.as_slice::<f64>().map_err(Error::from)?.split_at(groups.len());
+        let (bytes, rest) = all.as_slice::<f64>()?.split_at(groups.len());
         let (stop, rest) = rest.split_at(1);
         let (offload, rest) = match (&self.store.disk, rest) {
             (Some(_), [read, written, waited, rest @ ..]) => {

@@ -15,12 +15,11 @@
 //! expert: of such models only the loss is compared, and 5e-2 of it is refused.
 
 use super::{AtCuts, Trainer};
-use crate::TrainError;
 use crate::pass::Purpose;
 use crate::trace::takes;
+use crate::{Result, TrainError};
 use meshwork_core::{DType, ReduceOp};
 use meshwork_nn::Batch;
-use meshwork_tensor::Error;
 
 const VALID: &str = "give for each sample the sum over its own terms, which the trainer divides by the terms of the whole batch, or say by \
                      Tape::mixes_samples that samples depend on each other by design";
@@ -29,7 +28,7 @@ impl Trainer {
     /// Refuses a model whose loss or metrics of a sample depend on the samples of its micro-batch, unless a layer
     /// [said so](meshwork_tensor::Tape::mixes_samples). Only before the first step of a trainer that verifies it.
     /// Collective over the world.
-    pub(super) fn require_samples_apart(&mut self, batch: &Batch) -> Result<(), TrainError> {
+    pub(super) fn require_samples_apart(&mut self, batch: &Batch) -> Result<()> {
         let begins = self.steps_of_trainer == 0 && self.plan.verify.includes(0);
         if !begins || self.cut.micro_batch < 2 || !self.device.has_values() {
             return Ok(());
@@ -81,7 +80,7 @@ impl Trainer {
     /// Losses and metrics of the first samples of each rank, in micro-batches of `micro_batch`, in rows as long as the
     /// global batch, and whether a layer decided something from values. `None` if one says that samples depend on each
     /// other.
-    fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<(Vec<f64>, bool)>, TrainError> {
+    fn numbers_in(&mut self, first: &Batch, micro_batch: usize) -> Result<Option<(Vec<f64>, bool)>> {
         let mut pass = self.pass(Purpose::Evaluate, first)?;
         pass.micro_batch = micro_batch;
         pass.activations = self.cut.model.activations(&first.part(0..micro_batch)?)?.into();
@@ -93,7 +92,7 @@ impl Trainer {
         let sums = self.rank.world().start_all_reduce(pass.numbers.into_inner(), ReduceOp::Sum)?;
         let all = self.device.download(&sums.wait()?)?;
         self.rank.log().drain();
-        let numbers = all.as_slice::<f64>().map_err(Error::from)?.to_vec();
+        let numbers = all.as_slice::<f64>()?.to_vec();
         Ok((!mixes).then_some((numbers, decides)))
     }
 }

@@ -2,10 +2,10 @@
 
 use super::Trainer;
 use super::verify::of_floats;
-use crate::TrainError;
 use crate::state::{StatePiece, StateSource, StateView, TrainState};
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
 use crate::zero::Replica;
+use crate::{Result, TrainError};
 use meshwork_core::Buffer;
 use meshwork_core::hash::combine;
 use meshwork_tensor::param::{LocalSlice, Piece};
@@ -22,7 +22,7 @@ impl Trainer {
     ///
     /// Not collective, but every rank that holds a part of the parameter must be given the same values: the next step
     /// verifies it, whatever the plan says but [`Verify::Off`](crate::Verify::Off).
-    pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<(), TrainError> {
+    pub fn load_parameter(&mut self, name: &str, whole: &[f32]) -> Result<()> {
         let refuse = |problem: String| TrainError::Parameter { name: name.to_owned(), problem };
         let Some(spec) = self.cut.parameters.iter().find(|spec| spec.name == name) else {
             return Err(refuse("the model has none of that name".to_owned()));
@@ -53,7 +53,7 @@ impl Trainer {
     pub fn load_weights<E: std::fmt::Display>(
         &mut self,
         mut read: impl FnMut(&ParamSpec, &LocalSlice) -> Result<Vec<f32>, E>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         self.require_complete()?;
         self.loads.note_weights();
         let (mesh, coords) = (self.rank.mesh(), self.rank.coords());
@@ -79,7 +79,7 @@ impl Trainer {
     ///
     /// # Errors
     /// While steps are under way: [`flush`](Self::flush) completes them.
-    pub fn state(&self) -> Result<TrainState, TrainError> {
+    pub fn state(&self) -> Result<TrainState> {
         let mut pieces = Vec::new();
         let (step, updates) = self.visit_state(
             |_| true,
@@ -119,7 +119,7 @@ impl Trainer {
     }
 
     /// A range of a vector of the state, in host memory.
-    fn read_state(&self, storage: Storage, range: Range<usize>) -> Result<Buffer, TrainError> {
+    fn read_state(&self, storage: Storage, range: Range<usize>) -> Result<Buffer> {
         let (weights, mut codec) = (self.store.weights.borrow(), self.pipeline.codec.borrow_mut());
         match storage {
             Storage::LossScale => Ok(Buffer::from_slice(&self.scaler.state())),
@@ -140,7 +140,7 @@ impl Trainer {
     /// # Errors
     /// While steps are under way; state that is missing, does not fit or is not finite, after which this trainer cannot
     /// be used any more.
-    pub fn load_state(&mut self, source: &dyn StateSource) -> Result<(), TrainError> {
+    pub fn load_state(&mut self, source: &dyn StateSource) -> Result<()> {
         self.require_complete()?;
         self.loads.note_state(combine(source.step(), source.updates()));
         let refused = || refuse_state("the weights", "they are being read".to_owned());
@@ -189,12 +189,7 @@ impl Trainer {
     }
 
     /// The elements of a slice of a vector with which this rank goes on.
-    fn read_source(
-        &self,
-        source: &dyn StateSource,
-        vector: &StateVector,
-        slice: &LocalSlice,
-    ) -> Result<Vec<f32>, TrainError> {
+    fn read_source(&self, source: &dyn StateSource, vector: &StateVector, slice: &LocalSlice) -> Result<Vec<f32>> {
         let StateVector { key, kind, dims, .. } = vector;
         let held = source.dims(key);
         match kind {
@@ -240,7 +235,7 @@ fn of_replicas(
     source: &dyn StateSource,
     StateVector { key, dims, .. }: &StateVector,
     slice: &LocalSlice,
-) -> Result<Vec<f32>, TrainError> {
+) -> Result<Vec<f32>> {
     let mut values = vec![0.0; slice.stored.count()];
     // Factors of another rank, as all that is missing, begin anew.
     let Some(held) = source.dims(key).filter(|held| held[1..] == dims[1..]) else { return Ok(values) };

@@ -1,4 +1,4 @@
-//! What is stored: weights, gradients and optimizer states of this rank, in memory or offloaded.
+//! The store of a rank: weights, gradients and optimizer states of this rank, in memory or offloaded.
 
 use super::cut::Cut;
 use super::driver::Driver;
@@ -16,7 +16,7 @@ use crate::state_vector::StateVector;
 use crate::update::Updates;
 use crate::weights::{NewStore, WeightStore};
 use crate::zero::{Vector, ZeroGroups, ZeroStage};
-use crate::{MixedPrecision, Plan, TrainError};
+use crate::{MixedPrecision, Plan, Result};
 use meshwork_core::{Axis, Rank};
 use meshwork_data_parallel::Parking;
 use meshwork_tensor::{Device, Params};
@@ -39,13 +39,7 @@ pub(super) struct Store {
 
 impl Store {
     /// Allocates and initialises. Collective over the world.
-    pub fn new(
-        plan: &Plan,
-        cut: &Cut,
-        driver: &Driver,
-        rank: &Arc<Rank>,
-        device: &Arc<dyn Device>,
-    ) -> Result<Self, TrainError> {
+    pub fn new(plan: &Plan, cut: &Cut, driver: &Driver, rank: &Arc<Rank>, device: &Arc<dyn Device>) -> Result<Self> {
         let disk = plan.offload.as_ref().map(|offload| Disk::open(offload, rank, device)).transpose()?;
         let offloads = |what: fn(&Offload) -> bool| disk.as_ref().filter(|_| plan.offload.as_ref().is_some_and(what));
         let (layout, zero) = (&cut.layout, ZeroGroups::new(rank, plan.zero)?);
@@ -80,19 +74,14 @@ impl Store {
     }
 
     /// Reserves room for offloaded memory: a disk that is too full is found now, and not in the middle of a step.
-    fn reserve(&self, plan: &Plan, cut: &Cut, rank: &Rank) -> Result<(), TrainError> {
+    fn reserve(&self, plan: &Plan, cut: &Cut, rank: &Rank) -> Result<()> {
         let Some(disk) = self.disk.as_ref().filter(|disk| disk.device().has_values()) else { return Ok(()) };
         disk.reserve(predict(cut.model.model(), plan, rank.world_rank())?.offloaded.room)
     }
 }
 
 /// The weights that this rank keeps, with their initial values.
-fn params(
-    layout: &Layout,
-    gathers: Option<Arc<Gathers>>,
-    seed: u64,
-    device: &Arc<dyn Device>,
-) -> Result<Params, TrainError> {
+fn params(layout: &Layout, gathers: Option<Arc<Gathers>>, seed: u64, device: &Arc<dyn Device>) -> Result<Params> {
     let (declarations, mesh) = (layout.declarations.clone(), &layout.mesh);
     let windows: Vec<_> = (0..layout.flats.len()).map(|flat| layout.window(flat, Vector::Weights)).collect();
     let coords = mesh.coords(layout.world_rank);

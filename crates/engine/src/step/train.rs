@@ -1,7 +1,7 @@
 //! Training on a source of batches, step after step.
 
 use super::{StepReport, Trainer};
-use crate::TrainError;
+use crate::Result;
 use meshwork_nn::BatchSource;
 
 impl Trainer {
@@ -31,12 +31,7 @@ impl Trainer {
     /// # Errors
     /// The first error of the source or of a step; later steps are not begun, and steps that were not certain have no
     /// report.
-    pub fn train(
-        &mut self,
-        source: &dyn BatchSource,
-        steps: u64,
-        mut report: impl FnMut(StepReport),
-    ) -> Result<(), TrainError> {
+    pub fn train(&mut self, source: &dyn BatchSource, steps: u64, mut report: impl FnMut(StepReport)) -> Result<()> {
         for step in self.steps_begun..self.steps_begun.saturating_add(steps) {
             let batch = source.batch(step, self.plan.global_batch_size, self.samples())?;
             self.start_step(&batch, || false, |_| {})?.into_iter().for_each(&mut report);

@@ -1,10 +1,9 @@
-//! When a step is verified, and what it claims about parameters.
+//! The steps that are verified, and their claims about parameters.
 
 use super::Trainer;
-use super::driver::Driver;
 use super::loads::Loads;
 use crate::statistics::StatisticSums;
-use crate::{Samples, TrainError, Vector};
+use crate::{Result, Samples, TrainError, Vector};
 use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
 use meshwork_core::hash::{combine, hash};
 use meshwork_core::{Buffer, Group};
@@ -21,7 +20,7 @@ impl Trainer {
     ///
     /// # Errors
     /// Two data-parallel ranks with the same samples.
-    pub(super) fn begin_claims(&mut self, batch: &Batch) -> Result<(), TrainError> {
+    pub(super) fn begin_claims(&mut self, batch: &Batch) -> Result<()> {
         let verified = self.plan.verify.includes(self.steps_of_trainer);
         let several = self.device.has_values() && self.rank.world().size() > 1;
         if several && (verified || self.steps_of_trainer == 0) && self.plan.samples == Samples::Distinct {
@@ -33,7 +32,7 @@ impl Trainer {
     }
 
     /// Refuses a batch that two data-parallel ranks have.
-    fn require_distinct(&self, batch: &Batch) -> Result<(), TrainError> {
+    fn require_distinct(&self, batch: &Batch) -> Result<()> {
         let (model, fields) = (self.cut.model.model(), self.cut.model.model().fields());
         // Samples that count nothing are padding, and those without fields are all alike.
         let hash = match model.loss_terms(batch, 0..batch.samples())? {
@@ -57,7 +56,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn verify_claims(&mut self, statistics: &StatisticSums) -> Result<(), TrainError> {
+    pub(super) fn verify_claims(&mut self, statistics: &StatisticSums) -> Result<()> {
         let Some(values) = self.claims.take() else { return Ok(()) };
         // Weights first: where they have drifted apart, so have values and gradients, on other ranks too.
         let weights = Claims::new(self.rank.clone(), self.steps_begun + 1);
@@ -86,7 +85,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first claim that does not hold.
-    pub(super) fn compare_claims(&self, all: impl IntoIterator<Item = Claims>) -> Result<(), TrainError> {
+    pub(super) fn compare_claims(&self, all: impl IntoIterator<Item = Claims>) -> Result<()> {
         let tied = self.cut.tied.groups.iter().filter(|(_, group)| group.size() > 1);
         let tied: Vec<(String, &Group)> = tied.map(|(pp_ranks, group)| (tied_name(pp_ranks), group)).collect();
         for claims in all {
@@ -102,7 +101,7 @@ impl Trainer {
     }
 
     /// Refuses a count of terms that depends on how samples are put together, and so on the mesh.
-    pub(super) fn require_additive(&self, samples: Range<usize>, terms: u64, alone: u64) -> Result<(), TrainError> {
+    pub(super) fn require_additive(&self, samples: Range<usize>, terms: u64, alone: u64) -> Result<()> {
         if terms == alone {
             return Ok(());
         }
@@ -115,14 +114,14 @@ impl Trainer {
         })
     }
 
-    /// Claims that the replicas of weights and optimizer states are the same, and those of gradients and of the sums
-    /// that update buffers; and that the same was loaded of a parameter wherever some of it is.
+    /// Claims that the replicas of weights and optimizer states are the same, and the replicas of gradients and of the
+    /// sums that update buffers; and that the same was loaded of a parameter wherever some of it is.
     pub(super) fn claim_parameters(
         &self,
         weights: &Claims,
         gradients: &Claims,
         statistics: &StatisticSums,
-    ) -> Result<(), TrainError> {
+    ) -> Result<()> {
         let params = self.params();
         let mesh = self.rank.mesh();
         // Stages declare what they share in orders of their own: claims are compared in the order of the names.
@@ -136,7 +135,7 @@ impl Trainer {
                 .into_iter()
                 .chain(tied.map(|tied| Over::Group(tied_name(&tied.pp_ranks))))
                 .collect();
-            // What ranks share out is not the same on those that cut the batch.
+            // Vectors that are shared out differ on the ranks that cut the batch.
             let over = |vector: Vector| -> Vec<Over> {
                 let layout = &self.cut.layout;
                 let cut = layout.cuts.cuts(vector) && layout.is_cut(layout.span(id).flat);
@@ -167,7 +166,7 @@ impl Trainer {
                 parts.push((axes().chain(groups()).collect(), weights, StatePart::States, of_floats(sets)?));
             }
             // Asynchronous schedules have gradients of the next update under way.
-            if let Driver::Synchronous(_) = self.pipeline.driver {
+            if !self.pipeline.driver.asynchronous {
                 parts.push((over(Vector::Gradients), gradients, StatePart::Gradient, of_floats(self.gradient(id)?)?));
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);

@@ -42,7 +42,7 @@ impl Counts {
     }
 
     /// The counts of some samples.
-    pub fn of(&self, samples: &Range<usize>) -> Self {
+    pub fn of_samples(&self, samples: &Range<usize>) -> Self {
         let part = |counts: &[usize], each: usize| counts[samples.start * each..samples.end * each].to_vec();
         Self { experts: part(&self.experts, self.num_experts), ranks: part(&self.ranks, self.num_ranks), ..*self }
     }
@@ -140,7 +140,7 @@ impl Announced {
     }
 
     /// The announcements for these samples of each rank.
-    pub fn of(&self, samples: &Range<usize>) -> Self {
+    pub fn of_samples(&self, samples: &Range<usize>) -> Self {
         let part = |counts: &[usize], each: usize| -> Vec<usize> {
             let of_ranks = counts.chunks_exact(self.samples * each);
             of_ranks.flat_map(|of| &of[samples.start * each..samples.end * each]).copied().collect()

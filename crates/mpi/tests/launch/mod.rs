@@ -3,7 +3,6 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
 use meshwork_mpi::{Library, Options, Runtime};
 
@@ -62,26 +61,6 @@ pub fn here() -> Option<Mpi> {
     let folder = file.parent().and_then(Path::parent).expect("a library in a folder").to_owned();
     let is_open = file.ends_with("libmpi.so.40");
     Some(Mpi { folder, file, is_open })
-}
-
-/// Runs `body` in that many processes of each library; they start this program again, with the test `test` alone, which
-/// calls this function with the same arguments.
-pub fn over_each(test: &str, processes: usize, body: impl FnOnce(&Mpi)) {
-    if let Some(mpi) = here() {
-        return body(&mpi);
-    }
-    let installed = Mpi::installed();
-    if installed.is_empty() {
-        println!("no MPI in target/mpi: {test} is left out; scripts/install_mpi.sh target/mpi installs two");
-    }
-    for mpi in installed {
-        println!("{test}: {processes} processes of {}", mpi.file.display());
-        let begun = Instant::now();
-        let output = mpi.command(test, processes, &[]).output().expect("mpirun starts");
-        assert!(output.status.success(), "{} of {}:\n{}", output.status, mpi.file.display(), text(&output));
-        println!("    {:.1} s", begun.elapsed().as_secs_f64());
-        assert!(begun.elapsed() < Duration::from_secs(600));
-    }
 }
 
 /// All that processes wrote.

@@ -109,7 +109,7 @@ impl States {
         most[most.len() - 1]
     }
 
-    /// Whether a stage can lie between two cuts. Cut 0 is before all layers, cut n after those of state n-1.
+    /// Whether a stage can lie between two cuts. Cut 0 is before all layers, cut n after the layers of state n-1.
     pub(super) fn precedes(&self, start: usize, end: usize) -> bool {
         start < end && (start == 0 || self.states[start - 1].layers.is_within(&self.states[end - 1].layers))
     }

@@ -97,19 +97,9 @@ struct Doing(usize, Action);
 impl fmt::Display for Doing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(rank, Action { kind, stage, micro }) = *self;
-        let what = match kind {
-            ActionKind::Forward => "forward",
-            ActionKind::Backward => "backward",
-            ActionKind::InputGradient => "backward to the input",
-            ActionKind::WeightGradient => "gradient of the weights",
-            ActionKind::SendActivation => "send of the activation",
-            ActionKind::RecvActivation => "receive of the activation",
-            ActionKind::SendGradient => "send of the gradient",
-            ActionKind::RecvGradient => "receive of the gradient",
-            ActionKind::Update => {
-                return write!(f, "stage {stage}, update after micro-batch {micro} on pp rank {rank}");
-            }
-        };
-        write!(f, "stage {stage}, {what} of micro-batch {micro} on pp rank {rank}")
+        if kind == ActionKind::Update {
+            return write!(f, "stage {stage}, update after micro-batch {micro} on pp rank {rank}");
+        }
+        write!(f, "stage {stage}, {} of micro-batch {micro} on pp rank {rank}", kind.in_errors())
     }
 }

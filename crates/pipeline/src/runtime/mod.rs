@@ -18,7 +18,7 @@ use crate::{Action, ActionKind, Direction, Lowered, Tag};
 pub trait StageRunner {
     /// A message between stages: activations one way, gradients the other.
     type Message;
-    /// What can go wrong.
+    /// The error of a stage.
     type Error;
 
     /// Runs the forward of one micro-batch. `input` is `None` at the first stage, which reads the data itself. The last
@@ -88,7 +88,7 @@ impl<S: StageRunner + ?Sized> StageRunner for &mut S {
 pub trait Transport {
     /// A message.
     type Message;
-    /// What can go wrong: a peer that failed, a timeout.
+    /// The error of the transport: a peer that failed, a timeout.
     type Error;
 
     /// Posts a message and returns without waiting for the receiver. Schedules rely on that: a send that waits may

@@ -90,7 +90,7 @@ pub struct Schedule {
     pub ranks: usize,
     /// The rank of each stage, in stage order. A rank may hold several stages (its chunks).
     pub placement: Vec<usize>,
-    /// Number of ranks that hold each stage: consecutive ranks, beginning with that of its placement; 1 in most
+    /// Number of ranks that hold each stage: consecutive ranks, beginning with the rank of its placement; 1 in most
     /// schedules. They take its micro-batches in turn (PipeDream's 1F1B-RR: Narayanan et al. 2019, section 3.2).
     pub replicas: Vec<usize>,
     /// Micro-batches, of all steps.

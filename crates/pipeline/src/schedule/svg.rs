@@ -55,7 +55,7 @@ pub fn svg(timelines: &[&Timeline]) -> String {
         true => (CELL / shortest).min((WIDEST - LEFT - MARGIN) / longest).min(f64::MAX),
         false => 1.0,
     };
-    let legend = Legend::of(timelines);
+    let legend = Legend::new(timelines);
     let widest = timelines.iter().map(|timeline| timeline.name.chars().count() + facts(timeline).chars().count()).max();
     let titles = 2.0 * MARGIN + LETTER * widest.unwrap_or(0) as f64;
     let width = (LEFT + longest * scale + MARGIN).max(legend.width()).max(titles);
@@ -202,7 +202,7 @@ struct Legend {
 }
 
 impl Legend {
-    fn of(timelines: &[&Timeline]) -> Self {
+    fn new(timelines: &[&Timeline]) -> Self {
         let chunks_of = |timeline: &Timeline| {
             let on = |rank| timeline.placement.iter().filter(|&&home| home == rank).count();
             (0..timeline.ranks.len()).map(on).max().unwrap_or(1)

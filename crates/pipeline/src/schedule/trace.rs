@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Action, ActionKind, Timeline};
+use super::{Action, Timeline};
 
 /// Writes timelines as a trace in the JSON form of Chrome's Trace Event Format: a process per timeline, a track per
 /// rank, an event per action. `microseconds` is how many of them a timeline's unit of time has.
@@ -45,20 +45,6 @@ pub fn chrome_trace(timelines: &[&Timeline], microseconds: f64) -> String {
         }
     }
     format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
-}
-
-impl ActionKind {
-    /// Its name in legends.
-    pub(super) fn in_words(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::Backward => "backward",
-            Self::InputGradient => "input gradient",
-            Self::WeightGradient => "weight gradient",
-            Self::Update => "update",
-            _ => "message",
-        }
-    }
 }
 
 /// A string of JSON.

@@ -91,7 +91,8 @@ impl<'a> Channels<'a> {
         Self { schedule, room, waiting: vec![0; schedule.ranks * schedule.ranks] }
     }
 
-    fn of(&self, action: Action) -> Option<usize> {
+    /// The channel of a message.
+    fn index(&self, action: Action) -> Option<usize> {
         let rank = |stage: usize| self.schedule.rank_of(stage, action.micro);
         let (here, there) = (rank(action.stage), rank(action.counterpart()?.stage));
         let (from, to) = if action.kind.is_send() { (here, there) } else { (there, here) };
@@ -100,11 +101,11 @@ impl<'a> Channels<'a> {
 
     /// Whether there is no room for the message of `action`.
     fn is_full(&self, action: Action) -> bool {
-        action.kind.is_send() && self.of(action).is_some_and(|channel| self.waiting[channel] >= self.room)
+        action.kind.is_send() && self.index(action).is_some_and(|channel| self.waiting[channel] >= self.room)
     }
 
     fn moved(&mut self, action: Action) {
-        if let Some(channel) = self.of(action) {
+        if let Some(channel) = self.index(action) {
             if action.kind.is_send() { self.waiting[channel] += 1 } else { self.waiting[channel] -= 1 }
         }
     }

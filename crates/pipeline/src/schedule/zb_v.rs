@@ -7,7 +7,7 @@ use super::{Action, ActionKind, Schedule};
 /// The model goes down the ranks and back, so that rank 0 holds the first chunk and the last.
 ///
 /// With equal times of F, I and W there is no bubble from 2 pp micro-batches on, and every rank holds no more
-/// activations than 1F1B does at most: those of `pp` micro-batches.
+/// activations than 1F1B does at most: the activations of `pp` micro-batches.
 ///
 /// ```
 /// let schedule = meshwork_pipeline::zb_v(2, 4);

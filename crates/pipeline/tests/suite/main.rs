@@ -1,5 +1,6 @@
 //! Tests through the public interface: schedules as data. One program, because each costs a link.
 
+mod actions;
 mod faults;
 mod golden;
 mod in_flight;

@@ -79,9 +79,9 @@ kernels! {
                   self.inner.whole_optim()?.measure(part, pass, weights, WholeVectors { grads, ..vectors }, into)
               }), meta(nothing);
 
-        /// [Settles](meshwork_optim::WholeOptimizer::settle) pass `pass` of a parameter, whose totals are the elements
-        /// of `totals` from `at` on.
-        fn settle(
+        /// [Finishes](meshwork_optim::WholeOptimizer::finish_pass) pass `pass` of a parameter, whose totals are the
+        /// elements of `totals` from `at` on.
+        fn finish_pass(
             &self,
             part: &WholePart<'_>,
             pass: usize,
@@ -89,7 +89,7 @@ kernels! {
             at: usize,
             sets: &mut [Buffer],
         ) -> Result<()>
-            | profile(= Traffic::settle(totals, sets)), halves(as_is), meta(nothing);
+            | profile(= Traffic::finish_pass(totals, sets)), halves(as_is), meta(nothing);
 
         /// [Updates](meshwork_optim::WholeOptimizer::update) the weights of elements of a parameter.
         fn update_whole(&self, part: &WholePart<'_>, weights: &mut Buffer, vectors: WholeVectors<'_>) -> Result<()>

@@ -136,7 +136,7 @@ impl Traffic {
         Self { bytes, ..Self::of(Class::Optimizer, name, &[weights]) }
     }
 
-    pub(crate) fn settle(totals: &Buffer, sets: &[Buffer]) -> Self {
+    pub(crate) fn finish_pass(totals: &Buffer, sets: &[Buffer]) -> Self {
         let bytes = sets.iter().map(|set| 2 * set.bytes() as u64).sum();
         Self { bytes, ..Self::of(Class::Optimizer, "settle", &[totals]) }
     }

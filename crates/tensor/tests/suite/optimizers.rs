@@ -6,7 +6,8 @@ use meshwork_core::exact::LIMBS;
 use meshwork_core::{Buffer, DType};
 use meshwork_cpu::Cpu;
 use meshwork_optim::{
-    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
+    Adafactor, Adam8bit, Kept, Lamb, Muon, OptimError, Over, ParamShape, Pass, PassTotals, Rule, Run, SetPart, State,
+    Update,
 };
 use meshwork_optim::{WholeOptimizer, clip_factor};
 use meshwork_tensor::kernel::{FlatParts, Measured, WholePart, WholeVectors};
@@ -107,7 +108,7 @@ impl Cut {
                 if exact {
                     all = optim.exact_sums(&all)?;
                 }
-                whole_optim.settle(&whole(at), number, &mut all, 0, &mut rank.sets)?;
+                whole_optim.finish_pass(&whole(at), number, &mut all, 0, &mut rank.sets)?;
                 totals[at].push(all);
             }
         }
@@ -263,34 +264,23 @@ impl WholeOptimizer for Blocks {
     fn measure(
         &self,
         _: usize,
-        update: &Update,
         _: &[f32],
         run: &mut Run<'_, '_>,
         out: &mut [&mut [f32]],
     ) -> std::result::Result<(), OptimError> {
+        let update = run.update;
         run.codes[0].iter_mut().for_each(|code| *code += 1);
         out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = update.grad_scale * grad);
         Ok(())
     }
 
-    fn settle(
-        &self,
-        _: usize,
-        _: &Update,
-        _: &ParamShape,
-        totals: &mut [&mut [f64]],
-        sets: &mut [&mut [f32]],
-    ) -> std::result::Result<(), OptimError> {
+    fn finish_pass(&self, PassTotals { totals, sets, .. }: PassTotals<'_, '_>) -> std::result::Result<(), OptimError> {
         sets[0].iter_mut().zip(&*totals[0]).for_each(|(set, &total)| *set += total as f32);
         Ok(())
     }
 
-    fn update(
-        &self,
-        update: &Update,
-        weights: &mut [f32],
-        run: &mut Run<'_, '_>,
-    ) -> std::result::Result<(), OptimError> {
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> std::result::Result<(), OptimError> {
+        let update = run.update;
         for SetPart { range, set, .. } in Over::Blocks(7).sets(&run.shape, run.first, weights.len()) {
             for at in range {
                 run.states[0][at] += run.totals[0][set] as f32;

@@ -23,8 +23,8 @@ impl Array {
         Self { shape: shape.to_vec(), values: (0..count as u64).map(|i| number(name, i)).collect() }
     }
 
-    /// What `rank` of `degree` holds of this value as a `ty`. Shares of a sum, and values of a rank's own, are drawn by
-    /// `name`.
+    /// The part of this value that `rank` of `degree` holds as a `ty`. Shares of a sum, and values of a rank's own, are
+    /// drawn by `name`.
     pub fn part(&self, name: &str, ty: Ty, rank: usize, degree: usize) -> Self {
         let drawn = |rank: usize| Self::named(&format!("{name} of rank {rank}"), &self.shape);
         match ty {

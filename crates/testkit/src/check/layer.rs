@@ -29,10 +29,10 @@ impl LayerInput {
 }
 
 /// Runs a layer on `tp` = 1, 2, 3 and 4 and compares its output, the gradient of every input and the gradient of every
-/// parameter, put together over the ranks, with those of one rank. `declare` says how the parameters are placed; it is
-/// given the mesh.
+/// parameter, put together over the ranks, with the values of one rank. `declare` says how the parameters are placed;
+/// it is given the mesh.
 ///
-/// The extents of all dims that are cut, those of parameters too, should be multiples of 12: 1 to 4 ranks share these.
+/// The extents of all dims that are cut, also of parameters, should be multiples of 12: 1 to 4 ranks share these.
 ///
 /// ```
 /// use meshwork_core::{Axis, Ty};

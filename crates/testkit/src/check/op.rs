@@ -16,7 +16,7 @@ use std::slice;
 /// An operand of an operation.
 ///
 /// The extents are those on one rank. On `n` ranks every dim is `n` times as long, so that each can be sharded, and a
-/// rank holds odd extents of what is sharded if these are odd.
+/// rank holds odd extents of sharded dims if these are odd.
 #[derive(Clone, Debug)]
 pub struct OpInput {
     name: &'static str,
@@ -184,7 +184,7 @@ fn combinations(inputs: &[OpInput]) -> Vec<Vec<Ty>> {
     })
 }
 
-/// What an operation says to the types of its operands.
+/// The answer of an operation to the types of its operands.
 #[derive(PartialEq)]
 enum Verdict {
     Accepted,
@@ -216,7 +216,7 @@ struct Case<'a> {
     dtype: DType,
 }
 
-/// What one rank computes of the values of all ranks, or, with a `Varying` operand, of the values of each rank.
+/// The results of one rank for the values of all ranks, or, with a `Varying` operand, of the values of each rank.
 struct Reference {
     own: bool,
     ranks: Vec<RankResult>,
@@ -282,7 +282,7 @@ impl Case<'_> {
         }
     }
 
-    /// What is wrong on `degree` ranks; an error of the operation as text.
+    /// The mistakes on `degree` ranks; an error of the operation as text.
     fn problems(&self, degree: usize) -> std::result::Result<Vec<Problem>, String> {
         let ranks = self.on_ranks().run_ranks(degree, |rank| self.locals(rank, degree))?;
         let reference = self.reference(&ranks).map_err(|error| format!("on one rank, of the whole values: {error}"))?;

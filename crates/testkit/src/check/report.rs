@@ -4,7 +4,7 @@ use super::array::Array;
 use meshwork_core::Ty;
 use std::fmt;
 
-/// What was tried, all of it right.
+/// The cases that were tried, all of them right.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The name that was given to the check.

@@ -1,4 +1,4 @@
-//! What every backend of communicators must do: one suite, over the worlds of any of them.
+//! The requirements of every backend of communicators: one suite, over the worlds of any of them.
 
 mod calls;
 mod faults;

@@ -406,7 +406,7 @@ fn serve(listener: &TcpListener) {
     for stream in listener.incoming().flatten() {
         let hub = hub.clone();
         thread::spawn(move || {
-            // What cannot be answered is the end of a process.
+            // A connection that cannot be served is the end of a process.
             _ = serve_rank(&hub, stream);
         });
     }

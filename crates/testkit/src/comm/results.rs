@@ -91,14 +91,15 @@ impl Inputs {
         Inputs { ranks: group.size(), in_tree: group.reduction_order() == ReductionOrder::BalancedTree }
     }
 
-    fn of<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
+    /// The elements of a rank.
+    fn elements<T: Oracle>(&self, rank: usize, count: usize) -> Vec<T> {
         let mut rng = Rng::new((rank * 1_000_003 + count) as u64);
         (0..count).map(|_| if self.in_tree { T::random(&mut rng) } else { T::small(&mut rng) }).collect()
     }
 
     /// The elements `range` of the reduction of `count` elements.
     fn reduced<T: Oracle>(&self, op: ReduceOp, count: usize, range: Range<usize>) -> Vec<T> {
-        let inputs: Vec<Vec<T>> = (0..self.ranks).map(|rank| self.of(rank, count)).collect();
+        let inputs: Vec<Vec<T>> = (0..self.ranks).map(|rank| self.elements(rank, count)).collect();
         let mut column = Vec::with_capacity(self.ranks);
         let mut element = |i: usize| {
             column.clear();
@@ -114,35 +115,35 @@ fn collectives<T: Oracle>(group: &Group, count: usize) -> Result<(), Cause> {
     let (n, rank, inputs) = (group.size(), group.rank(), Inputs::new(group));
     let zeros = |count| vec![T::zeroed(); count];
     for op in ReduceOp::ALL {
-        let mut data = inputs.of::<T>(rank, count);
+        let mut data = inputs.elements::<T>(rank, count);
         group.all_reduce_slice(&mut data, op)?;
         assert_eq!(data, inputs.reduced::<T>(op, count, 0..count), "all_reduce {op:?} of {} on {n}", T::DTYPE);
 
         // Every second rank out of place, from memory that is shared.
-        let kept = Buffer::from_vec(inputs.of::<T>(rank, count));
-        let other = inputs.of::<T>(rank + 9, count + 1)[0];
+        let kept = Buffer::from_vec(inputs.elements::<T>(rank, count));
+        let other = inputs.elements::<T>(rank + 9, count + 1)[0];
         let reduced = match rank % 2 {
             0 => group.all_reduce_into(kept.clone(), Buffer::from_vec(vec![other; count]), op)?,
-            _ => group.all_reduce(Buffer::from_vec(inputs.of::<T>(rank, count)), op)?,
+            _ => group.all_reduce(Buffer::from_vec(inputs.elements::<T>(rank, count)), op)?,
         };
         assert_eq!(reduced.as_slice::<T>()?, data, "all_reduce {op:?} out of place on {n}");
-        assert_eq!(kept.as_slice::<T>()?, inputs.of::<T>(rank, count), "the input stays as it is");
+        assert_eq!(kept.as_slice::<T>()?, inputs.elements::<T>(rank, count), "the input stays as it is");
 
         let mut part = zeros(count);
-        group.reduce_scatter_slice(&inputs.of::<T>(rank, n * count), &mut part, op)?;
+        group.reduce_scatter_slice(&inputs.elements::<T>(rank, n * count), &mut part, op)?;
         let expected = inputs.reduced::<T>(op, n * count, rank * count..(rank + 1) * count);
         assert_eq!(part, expected, "reduce_scatter {op:?} on {n}");
     }
 
     let mut all = zeros(n * count);
-    group.all_gather_slice(&inputs.of::<T>(rank, count), &mut all)?;
-    let expected: Vec<T> = (0..n).flat_map(|rank| inputs.of(rank, count)).collect();
+    group.all_gather_slice(&inputs.elements::<T>(rank, count), &mut all)?;
+    let expected: Vec<T> = (0..n).flat_map(|rank| inputs.elements(rank, count)).collect();
     assert_eq!(all, expected, "all_gather of {} on {n}", T::DTYPE);
 
     for root in [0, n / 2, n - 1] {
-        let mut data = inputs.of::<T>(rank, count);
+        let mut data = inputs.elements::<T>(rank, count);
         group.broadcast_slice(&mut data, root)?;
-        assert_eq!(data, inputs.of::<T>(root, count), "broadcast from {root} on {n}");
+        assert_eq!(data, inputs.elements::<T>(root, count), "broadcast from {root} on {n}");
     }
 
     // Even, and uneven: rank r sends (r + 2·peer + count) % 5 elements to a peer, some of them none.
@@ -151,11 +152,11 @@ fn collectives<T: Oracle>(group: &Group, count: usize) -> Result<(), Cause> {
         let sends: Vec<_> = (0..n).map(|to| part(rank, to)).collect();
         let receives: Vec<_> = (0..n).map(|from| part(from, rank)).collect();
         let mut output = zeros(receives.iter().sum());
-        let sent = inputs.of::<T>(rank, sends.iter().sum());
+        let sent = inputs.elements::<T>(rank, sends.iter().sum());
         group.all_to_all_slice(&sent, &mut output, &sends, &receives)?;
         let from = |from: usize| {
             let [all, before] = [n, rank].map(|end| (0..end).map(|to| part(from, to)).sum::<usize>());
-            inputs.of::<T>(from, all)[before..][..part(from, rank)].to_vec()
+            inputs.elements::<T>(from, all)[before..][..part(from, rank)].to_vec()
         };
         assert_eq!(output, (0..n).flat_map(from).collect::<Vec<_>>(), "all_to_all of {} on {n}", T::DTYPE);
     }
@@ -168,7 +169,7 @@ fn messages<T: Oracle>(group: &Group, count: usize) -> Result<(), Cause> {
         return Ok(()); // nobody to talk to
     }
     let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
-    let (mine, theirs) = (inputs.of::<T>(rank, count), inputs.of::<T>(previous, count));
+    let (mine, theirs) = (inputs.elements::<T>(rank, count), inputs.elements::<T>(previous, count));
     // A sender that keeps a clone keeps the elements: the message is copied.
     let buffer = Buffer::from_vec(mine.clone());
     let send = group.start_send(buffer.clone(), next, 5)?;

@@ -126,8 +126,8 @@ impl Operation {
         }
     }
 
-    /// The first member whose operation differs from `post` of the member in `slot`: its operation, and that of the
-    /// member in `slot`, as far as they differ.
+    /// The first member whose operation differs from `post` of the member in `slot`: its operation, and the operation
+    /// of the member in `slot`, as far as they differ.
     pub(super) fn disagreement(
         &self,
         slot: usize,

@@ -1,8 +1,7 @@
 //! Classifiers through the pipeline: the same bits on every cut into stages, with and without re-materialisation; the
 //! same numbers with dp and tp; and what cannot be trained is refused.
 
-mod noise;
-
+use crate::noise;
 use meshwork_core::{Axis, Mesh, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, TrainError, Trainer, WholeState};

@@ -2,8 +2,8 @@
 //! parameters and statistics. They hold on every mesh and schedule, and a model that contradicts itself is refused.
 
 mod contrastive;
-mod tower;
 
+use crate::tower;
 use meshwork_core::{Mesh, Rank, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{Numerics, Plan, Recompute, ScheduleSpec, StateKey, StepReport, TrainError, Trainer, WholeState};

@@ -1,14 +1,13 @@
 //! Compressed communication between stages: what arrives is what the equations say, on any mesh, and takes the bytes
 //! that were predicted.
 //!
-//! More than 400 lines: one program, because each costs a link, and one test per promise of `docs/compression.md`.
+//! More than 400 lines: one test per promise of `docs/compression.md`.
 
 mod gathered;
 mod lossy;
 mod samples;
-#[allow(dead_code, reason = "another test uses all of it")]
-mod tower;
 
+use crate::tower;
 use lossy::Lossy;
 use meshwork_compress::feedback::Sender;
 use meshwork_compress::sum::SumBuffers;

@@ -6,12 +6,10 @@
 mod finite;
 mod frozen;
 mod mixed;
-mod noise;
 mod offload;
 mod rules;
-#[allow(dead_code, reason = "another test uses all of it")]
-mod tower;
 
+use crate::{noise, tower};
 use meshwork_core::{Axis, DType, Mesh, OpKind, World};
 use meshwork_cpu::Cpu;
 use meshwork_data_parallel::GatherEvent;

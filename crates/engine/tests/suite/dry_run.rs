@@ -1,9 +1,6 @@
 //! A dry run predicts a step of any model: what every rank holds, computes and communicates, call by call.
 
-mod noise;
-#[allow(dead_code, reason = "another test uses all of it")]
-mod tower;
-
+use crate::{noise, tower};
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
 use meshwork_engine::dry_run::{Prediction, costs, predict};

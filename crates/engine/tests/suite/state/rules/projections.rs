@@ -2,8 +2,8 @@
 //! equations in f64, on the matrices `[out, in]` and vectors `[out]` that a Hugging Face file keeps apart: q, k, v,
 //! gate and up, and those of each expert.
 
+use super::super::{batch, llama, model, on, small_llama};
 use super::{CANONICAL, cut, experts};
-use crate::{batch, llama, model};
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
@@ -21,7 +21,7 @@ pub fn mixtral() -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, router: RouterKind::TopK, top_k: 2, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 2, num_shared_experts: 1, expert_hidden_size: 32, over_tp: false };
-    Arc::new(Llama::new(crate::small_llama()).with_experts(Some(experts)))
+    Arc::new(Llama::new(small_llama()).with_experts(Some(experts)))
 }
 
 /// How a parameter is kept apart: for each of its elements, by its name and dims, the projection and the place there,
@@ -253,7 +253,7 @@ fn beyond(rank: usize, columns: usize, mut x: Vec<f64>) -> f64 {
 fn powersgd_has_factors_of_each_projection() {
     let compress = Compress { gradients: "powersgd:2".parse().unwrap(), ..Compress::default() };
     for (mesh, model) in [("dp=2", model()), ("dp=2", llama()), ("dp=2,tp=2", llama()), ("dp=2", mixtral())] {
-        let plan = Plan { compress, max_norm: 0.0, ..crate::on(mesh, Numerics::Fast) };
+        let plan = Plan { compress, max_norm: 0.0, ..on(mesh, Numerics::Fast) };
         let fused = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
             trainer.step(&batch(0, trainer.samples()))?;

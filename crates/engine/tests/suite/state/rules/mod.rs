@@ -17,7 +17,7 @@ use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_moe::{MoeConfig, RouterKind};
 use meshwork_nn::Model;
 use meshwork_optim::{
-    Adafactor, Adam8bit, AdamW, Lamb, Muon, OptimError, Over, ParamShape, Pass, Rule, Run, SetPart, State, Update,
+    Adafactor, Adam8bit, AdamW, Lamb, Muon, OptimError, Over, ParamShape, Pass, PassTotals, Rule, Run, SetPart, State,
     WholeOptimizer,
 };
 use meshwork_testkit::parity::assert_close;
@@ -42,33 +42,19 @@ impl WholeOptimizer for Largest {
         vec![Pass::Largest(vec![Over::Blocks(5)])]
     }
 
-    fn measure(
-        &self,
-        _: usize,
-        update: &Update,
-        _: &[f32],
-        run: &mut Run<'_, '_>,
-        out: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
-        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = update.grad_scale * grad);
+    fn measure(&self, _: usize, _: &[f32], run: &mut Run<'_, '_>, out: &mut [&mut [f32]]) -> Result<(), OptimError> {
+        out[0].iter_mut().zip(run.grads).for_each(|(out, grad)| *out = run.update.grad_scale * grad);
         Ok(())
     }
 
-    fn settle(
-        &self,
-        _: usize,
-        _: &Update,
-        _: &ParamShape,
-        totals: &mut [&mut [f64]],
-        sets: &mut [&mut [f32]],
-    ) -> Result<(), OptimError> {
+    fn finish_pass(&self, PassTotals { totals, sets, .. }: PassTotals<'_, '_>) -> Result<(), OptimError> {
         sets[0].iter_mut().zip(&*totals[0]).for_each(|(set, &total)| *set = set.max(total as f32));
         Ok(())
     }
 
-    fn update(&self, update: &Update, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
+    fn update(&self, weights: &mut [f32], run: &mut Run<'_, '_>) -> Result<(), OptimError> {
         for SetPart { range, set, .. } in Over::Blocks(5).sets(&run.shape, run.first, weights.len()) {
-            let size = update.lr as f32 * run.sets[0][set];
+            let size = run.update.lr as f32 * run.sets[0][set];
             weights[range.clone()].iter_mut().zip(&run.grads[range]).for_each(|(w, grad)| *w -= size * grad.signum());
         }
         Ok(())
@@ -255,7 +241,7 @@ fn a_rank_holds_the_states_that_its_rule_declares() {
 /// The table in docs/optimizers.md.
 #[test]
 fn the_bytes_of_states_are_those_of_the_table() {
-    let table = include_str!("../../../../docs/optimizers.md");
+    let table = include_str!("../../../../../../docs/optimizers.md");
     let sizes = Gpt2Config {
         vocab_size: 50257,
         num_layers: 12,

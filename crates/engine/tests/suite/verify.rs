@@ -509,7 +509,7 @@ fn an_operation_whose_gradient_differs_between_ranks_is_named() {
 #[test]
 fn steps_are_verified_as_the_plan_says() {
     let verified = |verify: Verify| (0..7).filter(|&step| verify.includes(step)).collect::<Vec<u64>>();
-    assert_eq!(verified(Verify::Off), []);
+    assert!(verified(Verify::Off).is_empty());
     assert_eq!(verified(Verify::FirstStep), [0]);
     assert_eq!(verified(Verify::Every(3)), [0, 3, 6]);
     assert_eq!(verified(Verify::Every(0)), [0, 1, 2, 3, 4, 5, 6]);

@@ -1,0 +1,22 @@
+//! Tests of whole trainers through the public interface. The fuzzer has a program of its own, `fuzz`. One program,
+//! because each costs a link.
+
+mod calls;
+mod compress;
+mod decoder;
+mod documents;
+mod dry_run;
+mod experts;
+mod huggingface;
+mod images;
+mod llama;
+mod loads;
+mod micro_batches;
+mod model;
+mod noise;
+mod one_rank;
+mod sequence;
+mod split;
+mod state;
+mod tower;
+mod verify;

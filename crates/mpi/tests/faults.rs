@@ -1,0 +1,116 @@
+//! Processes that end without a word, or stand still: what the others are told, as far as the launcher lets them live, and
+//! that nothing is left behind.
+
+#![cfg(unix)]
+
+mod launch;
+
+use std::path::Path;
+use std::process::{Command, Output, exit, id};
+use std::time::{Duration, Instant};
+
+use meshwork_core::RunError;
+use meshwork_mpi::Options;
+
+use launch::{Mpi, here, text};
+
+const TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Sends this process a signal.
+fn signal(name: &str) {
+    _ = Command::new("kill").args([format!("-{name}"), id().to_string()]).status();
+}
+
+/// In a process that a launcher started: a world of three in which rank 1 gets a signal, and what this rank is told.
+fn signalled(mpi: &Mpi, name: &str) -> RunError {
+    let runtime = mpi.start(Options { timeout: TIMEOUT, ..Options::default() });
+    println!("process {}", id());
+    let ended = runtime.world().run(|world| {
+        world.barrier()?;
+        if world.rank() == 1 {
+            signal(name);
+        }
+        world.barrier()
+    });
+    ended.unwrap_err()
+}
+
+/// The processes that a run started, once all of them are gone.
+#[track_caller]
+fn gone(output: &Output) -> usize {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let ids: Vec<&str> = text.lines().filter_map(|line| line.split("process ").nth(1)).collect();
+    let begun = Instant::now();
+    while let Some(left) = ids.iter().find(|id| {
+        let state = std::fs::read_to_string(Path::new("/proc").join(id.trim()).join("stat")).unwrap_or_default();
+        !state.is_empty() && !state.contains(") Z ")
+    }) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "process {left} is left: {text}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    ids.len()
+}
+
+/// Files in shared memory of the libraries.
+fn shared_memory() -> usize {
+    let files = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    files
+        .filter(|file| {
+            ["mpich", "vader", "sm_segment"].iter().any(|of| file.file_name().to_string_lossy().contains(of))
+        })
+        .count()
+}
+
+#[test]
+fn a_killed_process_is_named_to_survivors_under_ulfm() {
+    let test = "a_killed_process_is_named_to_survivors_under_ulfm";
+    if let Some(mpi) = here() {
+        let error = signalled(&mpi, "KILL");
+        assert!(error.rank == 1 && error.cause.contains("rank 1 is lost (its process ended)"), "{error}");
+        println!("told");
+        exit(0);
+    }
+    for mpi in Mpi::installed().into_iter().filter(|mpi| mpi.is_open) {
+        let before = shared_memory();
+        let output = mpi.command(test, 3, &["--with-ft", "ulfm"]).output().expect("mpirun starts");
+        assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));
+        assert_eq!(gone(&output), 3);
+        assert!(shared_memory() <= before, "shared memory is left");
+    }
+}
+
+/// Launchers without fault tolerance end the job.
+#[test]
+fn a_killed_process_ends_the_job_elsewhere() {
+    if let Some(mpi) = here() {
+        signalled(&mpi, "KILL");
+        exit(1);
+    }
+    for mpi in Mpi::installed() {
+        let (before, begun) = (shared_memory(), Instant::now());
+        let output = mpi.command("a_killed_process_ends_the_job_elsewhere", 3, &[]).output().expect("mpirun starts");
+        assert!(!output.status.success() && begun.elapsed() < Duration::from_secs(60), "{}", text(&output));
+        gone(&output);
+        assert!(shared_memory() <= before, "shared memory is left by {}", mpi.file.display());
+    }
+}
+
+#[test]
+fn a_stopped_process_is_named_within_the_timeout() {
+    if let Some(mpi) = here() {
+        let error = signalled(&mpi, "STOP");
+        assert!(error.rank == 1 && error.cause.contains("rank 1 made no progress for 3s: rank "), "{error}");
+        assert!(error.to_string().contains("rank 1 is lost (its process does not answer)"), "{error}");
+        println!("told");
+        exit(1);
+    }
+    for mpi in Mpi::installed() {
+        let begun = Instant::now();
+        let output =
+            mpi.command("a_stopped_process_is_named_within_the_timeout", 3, &[]).output().expect("mpirun starts");
+        // The first survivor to end ends the job.
+        assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
+        assert!(!output.status.success() && begun.elapsed() < Duration::from_secs(60), "{}", text(&output));
+        gone(&output);
+    }
+}
