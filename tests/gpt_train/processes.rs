@@ -118,8 +118,8 @@ fn a_model_of_ones_own_trains_over_processes() {
     }
 }
 
-/// The library of one MPI, and the launcher of the other. (MPICH's library under `mpirun` of Open MPI ends the process by
-/// itself, with a message of its own.)
+/// The library of one MPI, and the launcher of the other. (MPICH's library under `mpirun` of Open MPI ends the process
+/// by itself, with a message of its own.)
 #[test]
 fn processes_that_met_as_several_worlds_are_refused() {
     let all = installed();
