@@ -4,6 +4,7 @@
 
 pub use meshwork_checkpoint as checkpoint;
 pub use meshwork_compress as compress;
+pub use meshwork_context_parallel as context_parallel;
 pub use meshwork_core as core;
 pub use meshwork_cpu as cpu;
 pub use meshwork_data_parallel as data_parallel;

@@ -9,12 +9,12 @@
 //! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token;
 //! together they are one MLP as wide as all of them.
 
-use meshwork_core::{Axis, Mesh};
+use meshwork_core::{Axis, Mesh, Ty};
 pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
 use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
-use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
+use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelMlp, ParallelSwiGlu, Region};
 
 /// The axis whose ranks hold different experts.
@@ -149,6 +149,13 @@ impl<M: Mlp> FeedForward<M> {
         match self {
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
+                if region.ty(Axis::Cp) != Ty::Invariant {
+                    return Err(Error::Shape {
+                        op: "experts",
+                        problem: "routers read whole sequences, which cp cuts: use cp=1 with experts".to_owned(),
+                        shapes: vec![x.shape().to_vec()],
+                    });
+                }
                 let normed = norm.forward(tape, x)?;
                 let x = match shared {
                     Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,

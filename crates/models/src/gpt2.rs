@@ -6,17 +6,17 @@
 //! logits = LN(x) · W_headᵀ
 //! ```
 //!
-//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
-//! parallel, `Shard(1)`.
+//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
+//! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage};
+use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
+use meshwork_context_parallel::ContextParallel;
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedMlp;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, Stage, StageSpec};
-use meshwork_tensor::op::Documents;
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, Region, VocabParallelEmbedding};
+use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, VocabParallelEmbedding};
 use std::ops::Range;
 
 /// Standard deviation of initial weights.
@@ -103,9 +103,14 @@ impl Gpt2 {
         Self { experts, ..self }
     }
 
-    /// Sets whether the regions between tensor-parallel blocks are cut along the sequence over tp.
+    /// The same with the sequence cut over tp between tensor-parallel blocks, or not.
     pub fn sequence_parallel(self, on: bool) -> Self {
-        Self { language: LanguageSpec { region: Region::new(on), ..self.language }, ..self }
+        Self { language: self.language.sequence_parallel(on), ..self }
+    }
+
+    /// The same with the sequence cut over cp, or not.
+    pub fn context_parallel(self, context: Option<ContextParallel>) -> Self {
+        Self { language: self.language.context_parallel(context), ..self }
     }
 
     /// The same with this rule for the documents of a sequence.
@@ -149,7 +154,7 @@ impl Model for Gpt2 {
         let stage = LanguageStage::declare(
             params,
             part,
-            (self.language, &self.frozen),
+            (self.language.clone(), &self.frozen),
             |params| {
                 let tokens = table(params, "wte")?;
                 let positions = Positions::new(params, "wpe", seq_len, hidden_size, STD)?;
@@ -166,7 +171,7 @@ impl Model for Gpt2 {
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        language::hidden(mesh, self.language.region, self.config.hidden_size, batch)
+        self.language.hidden(mesh, self.config.hidden_size, batch)
     }
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
@@ -181,7 +186,7 @@ impl Model for Gpt2 {
 
 impl Block {
     fn new(params: &mut Declarations, mesh: &Mesh, model: &Gpt2, layer: usize) -> Result<Self> {
-        let Gpt2 { config, experts, .. } = *model;
+        let (config, experts) = (model.config, model.experts);
         let (hidden, heads, ffn) = (config.hidden_size, config.num_heads, config.ffn_hidden_size);
         let spec = FeedForwardSpec { hidden, ffn, num_layers: config.num_layers, experts };
         let init = [STD, STD / (2.0 * config.num_layers as f32).sqrt()].map(|std| Init::Normal { std });
@@ -204,19 +209,32 @@ impl Block {
 }
 
 impl HiddenModule for Embedding {
-    fn forward(&self, tape: &Tape, ids: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
-        let x = self.tokens.embed(tape, ids, region)?;
-        let x = match documents {
-            Some(documents) => self.positions.of(tape, &x, &documents.positions)?,
+    fn forward(&self, tape: &Tape, ids: &Var, sequences: Sequences<'_>) -> Result<Var> {
+        let x = self.tokens.embed(tape, ids, sequences.region)?;
+        let x = match sequences.positions {
+            Some(positions) => self.positions.of(tape, &x, positions)?,
             None => self.positions.forward(tape, &x)?,
         };
         x.dropout(self.dropout, "embedding")
     }
+
+    fn reads_positions(&self) -> bool {
+        true
+    }
 }
 
 impl HiddenModule for Block {
-    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.ln_1.operand(tape, x)?, region, Some(x), documents, self.dropout)?;
-        self.mlp.forward(tape, &x, &self.ln_2, region, self.dropout)
+    fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
+        let (Sequences { region, documents, context, .. }, p) = (sequences, self.dropout);
+        let normed = self.ln_1.operand(tape, x)?;
+        let x = match context {
+            None => self.attn.forward(tape, &normed, region, Some(x), documents, p)?,
+            Some(context) => {
+                let attend =
+                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, documents, dropout);
+                self.attn.forward_by(tape, &normed, region, Some(x), attend, p)?
+            }
+        };
+        self.mlp.forward(tape, &x, &self.ln_2, region, p)
     }
 }

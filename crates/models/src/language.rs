@@ -5,6 +5,7 @@
 //! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
 //! ```
 
+use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::Documents;
@@ -60,8 +61,11 @@ pub fn unmasked(batch: &Batch, samples: Range<usize>) -> Result<u64> {
 
 /// The hidden state that travels between stages.
 pub fn hidden(mesh: &Mesh, region: Region, hidden_size: usize, batch: &Batch) -> Result<Activation> {
-    let held = region.local_seq(batch.dims(TOKENS)?[0], mesh)?;
-    let shape = Shape::new(&[batch.samples(), held, hidden_size]);
+    activation(mesh, region, [batch.samples(), batch.dims(TOKENS)?[0], hidden_size])
+}
+
+fn activation(mesh: &Mesh, region: Region, [samples, seq, hidden_size]: [usize; 3]) -> Result<Activation> {
+    let shape = Shape::new(&[samples, region.local_seq(seq, mesh)?, hidden_size]);
     Ok(Activation { dtype: DType::F32, shape, types: region.types(mesh) })
 }
 
@@ -78,32 +82,51 @@ pub fn no_input(model: &'static str) -> Error {
 /// region.
 pub trait HiddenModule: Debug {
     /// An embedding takes ids `[samples, seq]`; a block, and the norm in front of the head, take a hidden state in the
-    /// region. Without `documents` each sequence is one.
-    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var>;
+    /// region.
+    fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var>;
+
+    /// Whether it is an embedding that reads the [positions](Sequences::positions) of tokens.
+    fn reads_positions(&self) -> bool {
+        false
+    }
+}
+
+/// How the sequences of a pass lie.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequences<'a> {
+    /// The axes that cut them.
+    pub region: Region,
+    /// The documents of whole sequences; without them each sequence is one.
+    pub documents: Option<&'a Documents>,
+    /// The position of each token that this rank has, `[samples, seq]`, where tokens are not those of one document in
+    /// its order: for learned positions.
+    pub positions: Option<&'a Var>,
+    /// The exchange of attention, where cp cuts them.
+    pub context: Option<&'a ContextParallel>,
 }
 
 impl HiddenModule for VocabParallelEmbedding {
-    fn forward(&self, tape: &Tape, ids: &Var, region: Region, _documents: Option<&Documents>) -> Result<Var> {
-        self.embed(tape, ids, region)
+    fn forward(&self, tape: &Tape, ids: &Var, sequences: Sequences<'_>) -> Result<Var> {
+        self.embed(tape, ids, sequences.region)
     }
 }
 
 /// In front of the head, whose product alone reads it.
 impl HiddenModule for LayerNorm {
-    fn forward(&self, tape: &Tape, x: &Var, _region: Region, _documents: Option<&Documents>) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var, _sequences: Sequences<'_>) -> Result<Var> {
         self.operand(tape, x)
     }
 }
 
 /// In front of the head, whose product alone reads it.
 impl HiddenModule for RmsNorm {
-    fn forward(&self, tape: &Tape, x: &Var, _region: Region, _documents: Option<&Documents>) -> Result<Var> {
+    fn forward(&self, tape: &Tape, x: &Var, _sequences: Sequences<'_>) -> Result<Var> {
         self.operand(tape, x)
     }
 }
 
 /// What the stages of a language model have in common, whatever their blocks are.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct LanguageSpec {
     /// The layout between blocks.
     pub region: Region,
@@ -111,20 +134,77 @@ pub struct LanguageSpec {
     pub boundary: Boundary,
     /// Tokens of a sequence whose logits exist at a time in training; 0: those of all.
     pub loss_chunk: usize,
+    /// The exchange of attention, where cp cuts the sequence.
+    pub context: Option<ContextParallel>,
 }
 
 impl LanguageSpec {
-    /// A field of a number for each token, of the tokens that this rank has.
-    fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str) -> Result<Var> {
-        let field = Field::new(name, DType::I32, batch.dims(name)?).sequence(0, self.region.of_tokens());
-        batch.var(tape, &field)
+    /// The same with the sequence cut over tp between blocks, or not.
+    #[must_use]
+    pub fn sequence_parallel(self, on: bool) -> Self {
+        Self { region: self.region.with(Axis::Tp, on), ..self }
+    }
+
+    /// The same with the sequence cut over cp, or not.
+    #[must_use]
+    pub fn context_parallel(self, context: Option<ContextParallel>) -> Self {
+        Self { region: self.region.with(Axis::Cp, context.is_some()), context, ..self }
+    }
+
+    /// The hidden state that travels between stages.
+    pub fn hidden(&self, mesh: &Mesh, hidden_size: usize, batch: &Batch) -> Result<Activation> {
+        let seq = batch.dims(TOKENS)?[0];
+        let places = self.context.as_ref().map_or(seq, |context| context.places(seq));
+        activation(mesh, self.region, [batch.samples(), places, hidden_size])
+    }
+
+    /// A number for each token that this rank has; `fill` for what follows the last of a sequence.
+    fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str, fill: i32) -> Result<Var> {
+        let (seq, over) = (batch.dims(name)?[0], self.region.of_tokens());
+        let field = |seq| Field::new(name, DType::I32, [seq]).sequence(0, over);
+        match self.context.as_ref().filter(|context| !context.is_plain(seq)) {
+            None => batch.var(tape, &field(seq)),
+            Some(context) => {
+                let laid = context.lay_out(batch.values(name)?, seq, fill)?;
+                let places = context.places(seq);
+                Batch::new(batch.samples()).with(name, [places], laid)?.var(tape, &field(places))
+            }
+        }
+    }
+
+    /// The positions of all tokens in their documents, whole sequences in their order. What follows the last token is a
+    /// document of its own.
+    fn whole_positions(&self, tape: &Tape, batch: &Batch) -> Result<Var> {
+        let seq = batch.dims(POSITIONS)?[0];
+        let places = self.context.as_ref().map_or(seq, |context| context.places(seq));
+        if places == seq {
+            return batch.var(tape, POSITIONS);
+        }
+        let samples = batch.values::<i32>(POSITIONS)?.chunks_exact(seq);
+        let longer = samples.flat_map(|sample| sample.iter().copied().chain(0..(places - seq) as i32)).collect();
+        Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], longer)?.var(tape, POSITIONS)
+    }
+
+    /// The position of each token that this rank has, where it is not its place.
+    fn positions(&self, tape: &Tape, batch: &Batch, documents: Option<&Documents>) -> Result<Option<Var>> {
+        let seq = batch.dims(TOKENS)?[0];
+        match (&self.context, documents) {
+            (None, documents) => Ok(documents.map(|documents| documents.positions.clone())),
+            (Some(_), Some(_)) => self.of_tokens(tape, batch, POSITIONS, 0).map(Some),
+            (Some(context), None) if context.is_plain(seq) => Ok(None),
+            (Some(_), None) => {
+                let places = (0..batch.samples()).flat_map(|_| 0..seq as i32).collect();
+                let places = Batch::new(batch.samples()).with::<i32>(POSITIONS, [seq], places)?;
+                self.of_tokens(tape, &places, POSITIONS, 0).map(Some)
+            }
+        }
     }
 }
 
 impl Default for LanguageSpec {
     /// Blocks that each rank of tp leaves with the same, no boundaries, all logits.
     fn default() -> Self {
-        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0 }
+        Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, context: None }
     }
 }
 
@@ -244,33 +324,46 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
     /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head
     /// reads.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
+        let context = self.spec.context.as_ref();
+        if context.is_some() && tape.decodes() {
+            return Err(Error::Shape {
+                op: "language model",
+                problem: "decoding does not cut sequences over cp: use cp=1, on any other mesh".to_owned(),
+                shapes: Vec::new(),
+            });
+        }
         let documents = match self.spec.boundary {
             Boundary::Positions | Boundary::Attention if !tape.decodes() => Some(Documents {
-                positions: batch.var(tape, POSITIONS)?,
+                positions: self.spec.whole_positions(tape, batch)?,
                 apart: self.spec.boundary == Boundary::Attention,
             }),
             _ => None, // what is decoded is one document
         };
-        let (documents, region) = (documents.as_ref(), self.spec.region);
+        let sequences = Sequences { region: self.spec.region, documents: documents.as_ref(), positions: None, context };
         let x = match &self.embedding {
             Some(embedding) => {
-                embedding.forward(tape, &self.spec.of_tokens(tape, batch, TOKENS)?, region, documents)?
+                let positions = match embedding.reads_positions() {
+                    true => self.spec.positions(tape, batch, sequences.documents)?,
+                    false => None,
+                };
+                let ids = self.spec.of_tokens(tape, batch, TOKENS, 0)?;
+                embedding.forward(tape, &ids, Sequences { positions: positions.as_ref(), ..sequences })?
             }
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
         };
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, region, documents))?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, sequences))?;
         let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
         let x = match (tape.decodes(), x.shape()[1]) {
             (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
             _ => x,
         };
-        norm.forward(tape, &x, region, documents)
+        norm.forward(tape, &x, sequences)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
         let ((_, head), region) = (self.head.as_ref().ok_or_else(no_head)?, self.spec.region);
-        let targets = self.spec.of_tokens(tape, batch, TARGETS)?;
+        let targets = self.spec.of_tokens(tape, batch, TARGETS, -1)?;
         match self.spec.loss_chunk {
             0 => head.loss(&head.logits(tape, x, region)?, &targets),
             chunk => head.chunked_loss(tape, x, &targets, region, chunk),
@@ -279,7 +372,8 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
 
     fn predict(&self, x: &Var) -> Result<Var> {
         let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
-        head.logits(x.tape(), x, self.spec.region)?.all_gather(Axis::Tp, 2)
+        let logits = head.logits(x.tape(), x, self.spec.region)?.all_gather(Axis::Tp, 2)?;
+        self.spec.context.as_ref().map_or(Ok(logits.clone()), |context| context.whole(&logits))
     }
 }
 

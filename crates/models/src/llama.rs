@@ -7,8 +7,8 @@
 //! logits = RMS(x) · W_headᵀ
 //! ```
 //!
-//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), and on tp `Invariant` or, sequence
-//! parallel, `Shard(1)`.
+//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
+//! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
 //!
 //! # Parameters
 //!
@@ -26,13 +26,14 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage};
+use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
+use meshwork_context_parallel::ContextParallel;
 use meshwork_core::Mesh;
 use meshwork_moe::GroupedSwiGlu;
 use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::{Documents, GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, Rotary};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, Region, VocabParallelEmbedding};
+use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, VocabParallelEmbedding};
 use std::ops::Range;
 
 /// Standard deviation of initial weights.
@@ -134,9 +135,14 @@ impl Llama {
         Self { experts, ..self }
     }
 
-    /// The same with the regions between tensor-parallel blocks cut along the sequence over tp, or not.
+    /// The same with the sequence cut over tp between tensor-parallel blocks, or not.
     pub fn sequence_parallel(self, on: bool) -> Self {
-        Self { language: LanguageSpec { region: Region::new(on), ..self.language }, ..self }
+        Self { language: self.language.sequence_parallel(on), ..self }
+    }
+
+    /// The same with the sequence cut over cp, or not.
+    pub fn context_parallel(self, context: Option<ContextParallel>) -> Self {
+        Self { language: self.language.context_parallel(context), ..self }
     }
 
     /// The same with this rule for the documents of a sequence.
@@ -180,7 +186,7 @@ impl Model for Llama {
         let stage = LanguageStage::declare(
             params,
             part,
-            (self.language, &self.frozen),
+            (self.language.clone(), &self.frozen),
             |params| table(params, "embed_tokens"),
             |params, layer| Block::new(params, mesh, self, layer),
             |params| RmsNorm::new(params, "norm", hidden_size, norm_eps),
@@ -193,7 +199,7 @@ impl Model for Llama {
     }
 
     fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        language::hidden(mesh, self.language.region, self.config.hidden_size, batch)
+        self.language.hidden(mesh, self.config.hidden_size, batch)
     }
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
@@ -208,7 +214,7 @@ impl Model for Llama {
 
 impl Block {
     fn new(params: &mut Declarations, mesh: &Mesh, model: &Llama, layer: usize) -> Result<Self> {
-        let Llama { config, experts, .. } = *model;
+        let (config, experts) = (model.config, model.experts);
         let (hidden, ffn, eps) = (config.hidden_size, config.ffn_hidden_size, config.norm_eps);
         let spec = FeedForwardSpec { hidden, ffn, num_layers: config.num_layers, experts };
         let heads = GroupedHeads {
@@ -236,8 +242,18 @@ impl Block {
 }
 
 impl HiddenModule for Block {
-    fn forward(&self, tape: &Tape, x: &Var, region: Region, documents: Option<&Documents>) -> Result<Var> {
-        let x = self.attn.forward(tape, &self.attn_norm.operand(tape, x)?, region, Some(x), documents, 0.0)?;
+    fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
+        let Sequences { region, documents, context, .. } = sequences;
+        let normed = self.attn_norm.operand(tape, x)?;
+        let x = match context {
+            None => self.attn.forward(tape, &normed, region, Some(x), documents, 0.0)?,
+            Some(context) => {
+                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
+                    context.attend(q, kv, rotary, documents, dropout)
+                };
+                self.attn.forward_by(tape, &normed, region, Some(x), attend, 0.0)?
+            }
+        };
         self.mlp.forward(tape, &x, &self.mlp_norm, region, 0.0)
     }
 }

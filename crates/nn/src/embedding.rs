@@ -1,6 +1,6 @@
 //! Token and position tables.
 
-use meshwork_core::Ty;
+use meshwork_core::{Axes, Ty};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
 
 /// `y[.., h] = W[ids[..], h]`. It stores the rows that there are: a tied head of an odd number of them is slow on a
@@ -53,13 +53,15 @@ impl Positions {
         x.positions(&tape.param(self.weight)?)
     }
 
-    /// The same with a position for each token, i32 `[b, s]`, whole along the sequence.
+    /// The same with a position for each token, i32 `[b, s]`, cut along the sequence over some of the axes that cut x,
+    /// or none.
     ///
-    /// Where sequences are cut over an axis, each rank looks up all positions and takes its slice, so that the gradient
-    /// of the table is not summed over slices.
+    /// Over the others each rank looks up all positions and takes its slice, so that the gradient of the table is not
+    /// summed over slices.
     pub fn of(&self, tape: &Tape, x: &Var, positions: &Var) -> Result<Var> {
         let rows = positions.embedding(&tape.param(self.weight)?)?; // [b, s, h]
-        let cut = x.types().iter().find(|&(_, ty)| ty == Ty::Shard(1));
-        x.add(&cut.map_or(Ok(rows.clone()), |(axis, _)| rows.split(axis, 1))?)
+        let held = positions.types();
+        let cut: Axes = x.types().cuts(1).filter(|&axis| held.get(axis) != Some(Ty::Shard(1))).collect();
+        x.add(&if cut.is_empty() { rows } else { rows.split(cut, 1)? })
     }
 }

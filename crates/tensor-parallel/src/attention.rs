@@ -53,6 +53,24 @@ impl ParallelAttention {
         let mixed = qkv.causal_attention(documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
     }
+
+    /// The same with an attention of the caller's, as that of a sequence which other axes cut: `attend` takes queries
+    /// `[b, s, heads/tp, d]`, keys and values `[b, s, 2, heads/tp · d]`, and (p, layer name) of the dropout.
+    pub fn forward_by(
+        &self,
+        tape: &Tape,
+        normed: &Var,
+        region: Region,
+        residual: Option<&Var>,
+        attend: impl FnOnce(&Var, &Var, Option<(f32, &str)>) -> Result<Var>,
+        dropout: f32,
+    ) -> Result<Var> {
+        let qkv = self.qkv.forward(tape, &region.enter(normed)?)?; // [b, s, 3, heads/tp, d], Shard(heads)
+        let q = qkv.narrow(2, 0..1)?.squeeze(2)?; // [b, s, heads/tp, d]
+        let kv = qkv.narrow(2, 1..3)?.flatten(3..5)?; // [b, s, 2, heads/tp · d]
+        let mixed = attend(&q, &kv, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + b, + residual
+    }
 }
 
 /// The same with groups of heads that share keys and values (Ainslie et al., 2023): `Q = x̂ · Wqᵀ + bq`, `[K, V] = x̂ ·
@@ -116,14 +134,31 @@ impl ParallelGroupedAttention {
         documents: Option<&Documents>,
         dropout: f32,
     ) -> Result<Var> {
+        let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
+            q.grouped_attention(&region.whole_keys(kv)?, rotary, documents, dropout)
+        };
+        self.forward_by(tape, normed, region, residual, attend, dropout)
+    }
+
+    /// The same with an attention of the caller's, as that of a sequence which other axes cut: `attend` takes queries
+    /// `[b, s, heads/tp, d]`, keys and values `[b, s, 2, kv_heads · d/tp]`, or of all heads where there are fewer than
+    /// ranks, the rotary embedding, and (p, layer name) of the dropout.
+    pub fn forward_by(
+        &self,
+        tape: &Tape,
+        normed: &Var,
+        region: Region,
+        residual: Option<&Var>,
+        attend: impl FnOnce(&Var, &Var, Option<Rotary>, Option<(f32, &str)>) -> Result<Var>,
+        dropout: f32,
+    ) -> Result<Var> {
         let x = region.enter(normed)?; // [b, s, hidden], Replicate
         // [b, s, heads/tp, d], Shard(heads), and [b, s, 2, kv_heads · d/tp], Shard(features)
         let [q, mut kv] = ColumnLinear::forward_pair([&self.q, &self.kv], tape, &x)?;
         if self.gathered {
             kv = kv.all_gather(Axis::Tp, FEATURES)?; // [b, s, 2, kv_heads · d], Replicate
         }
-        let kv = region.whole_keys(kv)?; // [b, s of all ranks, ..]
-        let mixed = q.grouped_attention(&kv, self.rotary, documents, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
+        let mixed = attend(&q, &kv, self.rotary, Some((dropout, &self.name)))?; // [b, s, heads/tp, d], Shard(heads)
         self.out.forward(tape, &mixed, region, residual, dropout) // Σ_tp, + residual
     }
 }

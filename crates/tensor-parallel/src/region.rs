@@ -50,6 +50,13 @@ impl Region {
         Self { cut_over: axes.into() }
     }
 
+    /// The same, where this axis cuts the sequence or does not.
+    #[must_use]
+    pub fn with(self, axis: Axis, cuts: bool) -> Self {
+        let others = self.cut_over.iter().copied().filter(|other| *other != axis);
+        Self { cut_over: others.chain(cuts.then_some(axis)).collect() }
+    }
+
     /// The type of an activation in this region on an axis.
     pub fn ty(self, axis: Axis) -> Ty {
         match axis.is_data() {
@@ -101,8 +108,8 @@ impl Region {
     }
 
     /// Keys and values `[batch, seq, ..]` of all tokens, of those that this rank has in a block.
-    pub(crate) fn whole_keys(self, kv: Var) -> Result<Var> {
+    pub(crate) fn whole_keys(self, kv: &Var) -> Result<Var> {
         let over = self.of_tokens();
-        if over.is_empty() { Ok(kv) } else { kv.all_gather(over, SEQ) }
+        if over.is_empty() { Ok(kv.clone()) } else { kv.all_gather(over, SEQ) }
     }
 }

@@ -43,7 +43,7 @@ pub fn the_largest_are_those_of_the_cpu() {
         // Ties, among them at the threshold; what is not finite is the largest.
         x.iter_mut().enumerate().filter(|(at, _)| at % 3 == 0).for_each(|(_, x)| *x = (*x * 2.0).round());
         (x[len / 2], x[len - 1]) = (f32::NAN, f32::NEG_INFINITY);
-        let (keep, last) = (of.keep.of(unit.min(len)), if len % unit > 0 { of.keep.of(len % unit) } else { 0 });
+        let (keep, last) = (of.keep.count(unit.min(len)), if len % unit > 0 { of.keep.count(len % unit) } else { 0 });
         let (mut indices, parts) = (vec![u32::MAX; count], len.div_ceil(unit));
         if !launch!("topk_choose", [parts, 1], &x, len, unit, keep, last, &mut indices) {
             return;

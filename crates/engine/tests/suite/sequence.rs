@@ -1,6 +1,8 @@
 //! A model written by hand whose sequence cp cuts, alone and inside of tp: it trains to the bits of one rank, however
 //! its attention exchanges what ranks hold. A model that cuts nothing over cp is refused.
 
+mod models;
+
 use meshwork_core::{Axes, Axis, DType, Mesh, Rank, Ty, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{

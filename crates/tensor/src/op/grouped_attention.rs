@@ -1,15 +1,21 @@
 //! Causal self-attention of heads in groups that share keys and values (Ainslie et al., arXiv:2305.13245), on queries
 //! `[b, s, heads, d]`, and keys and values `[b, s, 2, kv_heads · d]`.
+//!
+//! More than 400 lines: the heads that fit, the runs of queries, and both directions of one operation.
 
 use super::documents::{self, Documents, Masking};
+use super::exchange::{Exchange, Exchanged};
+use super::order::Order;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, Rotary};
-use crate::tape::{Backward, Forward, Op, Slices, Tokens, Var};
+use crate::tape::{Backward, Forward, Op, Tokens, Var};
 use crate::tensor::Tensor;
 use meshwork_core::rules::{self, Operand};
 use meshwork_core::tree::{self, Counter};
 use meshwork_core::{Axis, Buffer, SpmdError, Ty, Types};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// The heads of an attention in groups, over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,9 +33,13 @@ pub struct GroupedHeads {
 #[derive(Debug)]
 struct GroupedAttention {
     shape: GroupedShape,
+    /// The tokens that the queries are, in runs.
+    runs: Vec<Range<usize>>,
     /// The queries, over whose slices of the sequence the gradients of keys and values are summed.
     tokens: Tokens,
     masks: Masking,
+    /// What ranks exchange that hold parts of the sequence, and the order in which the tokens of all lie.
+    exchange: Option<(Arc<dyn Exchange>, Order)>,
     /// The reason, if groups and heads do not fit.
     misfit: Option<&'static str>,
 }
@@ -55,6 +65,60 @@ impl Var {
         documents: Option<&Documents>,
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
+        self.grouped_attention_in(&Order::default(), kv, rotary, documents, dropout)
+    }
+
+    /// The same with queries whose tokens lie in `order`. Keys, values and `documents` lie in the order of the
+    /// sequence.
+    ///
+    /// # Errors
+    /// A sequence that is not divisible into the chunks of the order.
+    pub fn grouped_attention_in(
+        &self,
+        order: &Order,
+        kv: &Var,
+        rotary: Option<Rotary>,
+        documents: Option<&Documents>,
+        dropout: Option<(f32, &str)>,
+    ) -> Result<Var> {
+        let (offset, global) = self.global_position();
+        let held = self.shape().get(1).copied().unwrap_or(0);
+        let (first, all) =
+            (offset.get(1).map_or(0, |&first| first as usize), global.get(1).map_or(0, |&all| all as usize));
+        let runs = match order.is_natural() {
+            true => vec![first..first + held],
+            false => order.tokens(all, first..first + held)?,
+        };
+        self.attention_of(runs, None, kv, rotary, documents, dropout)
+    }
+
+    /// The same with keys and values that are cut along the sequence like the queries: the ranks of an axis exchange
+    /// what `exchange` says. Queries, keys and values lie in `order`, `documents` in that of the sequence.
+    ///
+    /// # Errors
+    /// Those of the exchange.
+    pub fn exchanged_attention(
+        &self,
+        exchange: Arc<dyn Exchange>,
+        order: &Order,
+        kv: &Var,
+        rotary: Option<Rotary>,
+        documents: Option<&Documents>,
+        dropout: Option<(f32, &str)>,
+    ) -> Result<Var> {
+        let held = self.shape().get(1).copied().unwrap_or(0);
+        self.attention_of([0..held].to_vec(), Some((exchange, order.clone())), kv, rotary, documents, dropout)
+    }
+
+    fn attention_of(
+        &self,
+        runs: Vec<Range<usize>>,
+        exchange: Option<(Arc<dyn Exchange>, Order)>,
+        kv: &Var,
+        rotary: Option<Rotary>,
+        documents: Option<&Documents>,
+        dropout: Option<(f32, &str)>,
+    ) -> Result<Var> {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let (offset, global) = self.global_position();
@@ -66,14 +130,16 @@ impl Var {
             Ok(groups) => (groups, None),
             Err(problem) => ((1, 0, 0), Some(problem)),
         };
-        let (keys, first_query) = (kv.shape().get(1).copied().unwrap_or(0), offset[1] as usize);
-        let misfit = misfit.or((keys as u64 != global[1]).then_some("kv has the tokens that q has over all ranks"));
+        let keys = kv.shape().get(1).copied().unwrap_or(0);
+        let of_keys = if exchange.is_some() { kv_global[1] } else { keys as u64 };
+        let misfit = misfit.or((of_keys != global[1]).then_some("kv has the tokens that q has over all ranks"));
+        let first_query = runs.first().map_or(0, |run| run.start);
         let shape = GroupedShape { queries, keys, first_query, group, kv_heads, first_kv_head, rotary };
         if misfit.is_none() {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
         let masks = Masking::new(self, 2, documents, dropout)?;
-        let op = GroupedAttention { shape, tokens: Tokens::of(self, 2), masks, misfit };
+        let op = GroupedAttention { shape, runs, tokens: Tokens::of(self, 2), masks, exchange, misfit };
         match documents {
             None => self.tape().apply(op, &[self, kv]),
             Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),
@@ -137,17 +203,77 @@ fn fit(
     }
 }
 
+/// Queries that are one run of tokens: their rows among the queries here, and the call of the kernel.
+struct Piece {
+    rows: Range<usize>,
+    shape: GroupedShape,
+}
+
 impl GroupedAttention {
-    /// The gradients of queries, and of keys and values, which are summed over slices of the queries in the tree.
+    /// Whether the queries are all tokens in the order of the sequence.
+    fn is_whole(&self) -> bool {
+        self.runs.len() == 1 && self.shape.is_whole()
+    }
+
+    /// The runs among these rows of the queries.
+    fn pieces(&self, rows: &Range<usize>) -> impl Iterator<Item = Piece> {
+        let begins = self.runs.iter().scan(0, |at, run| Some(std::mem::replace(at, *at + run.len())));
+        let pieces = self.runs.iter().zip(begins).filter_map(|(run, begin)| {
+            let rows = rows.start.max(begin)..rows.end.min(begin + run.len());
+            let first_query = run.start + rows.start.max(begin) - begin;
+            let queries = AttentionShape { seq: rows.len(), ..self.shape.queries };
+            (!rows.is_empty()).then(|| Piece { rows, shape: GroupedShape { queries, first_query, ..self.shape } })
+        });
+        pieces.collect::<Vec<_>>().into_iter()
+    }
+
+    /// `x [outer, seq, inner]` of the queries in a piece.
+    fn rows_of(&self, device: &dyn Device, x: &Buffer, [outer, inner]: [usize; 2], piece: &Piece) -> Result<Buffer> {
+        device.layout()?.narrow(x, outer, self.shape.queries.seq, inner, piece.rows.clone())
+    }
+
+    /// Writes `part`, of the queries in a piece, to its place in `x [outer, seq, inner]`.
+    fn put(&self, device: &dyn Device, part: &Buffer, inner: usize, piece: &Piece, x: &mut Buffer) -> Result<()> {
+        let (seq, each) = (self.shape.queries.seq, piece.rows.len() * inner);
+        (0..part.count() / each.max(1)).try_for_each(|at| {
+            device.layout()?.copy_into(part, at * each..(at + 1) * each, x, (at * seq + piece.rows.start) * inner)
+        })
+    }
+
+    /// (output, log-sum-exp) of all runs.
+    fn attend(
+        &self,
+        device: &dyn Device,
+        q: &Buffer,
+        kv: &Buffer,
+        masks: AttentionMasks<'_>,
+    ) -> Result<(Buffer, Buffer)> {
+        let (attention, of) = (device.attention()?, self.shape.queries);
+        if self.runs.len() == 1 {
+            return attention.grouped(self.shape, q, kv, masks);
+        }
+        let width = of.heads * of.head_dim;
+        let mut out = device.alloc(q.dtype(), q.count())?;
+        let mut lse = device.alloc(q.dtype().widened(), of.batch * of.heads * of.seq)?;
+        for piece in self.pieces(&(0..of.seq)) {
+            let q = self.rows_of(device, q, [of.batch, width], &piece)?;
+            let (part, sums) = attention.grouped(piece.shape, &q, kv, masks)?;
+            self.put(device, &part, width, &piece, &mut out)?;
+            self.put(device, &sums, 1, &piece, &mut lse)?;
+        }
+        Ok((out, lse))
+    }
+
+    /// The gradients of queries, and of keys and values. Those are summed over the runs of each of `slices` of the
+    /// queries, and over the slices in the tree.
     fn gradients_in(
         &self,
-        Slices { here, .. }: Slices,
+        slices: impl Iterator<Item = Range<usize>>,
         device: &dyn Device,
         [dout, q, kv, out, lse]: [&Buffer; 5],
         masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
-        let (layout, attention, pointwise) = (device.layout()?, device.attention()?, device.pointwise()?);
-        let (all, slices) = (self.shape.queries, here.len());
+        let (attention, pointwise, all) = (device.attention()?, device.pointwise()?, self.shape.queries);
         let (width, mut dq) = (all.heads * all.head_dim, device.alloc(q.dtype(), q.count())?);
         let join = |left: Result<Buffer>, right: Result<Buffer>| {
             let mut left = left?;
@@ -155,20 +281,22 @@ impl GroupedAttention {
             Ok(left)
         };
         let mut sums = Counter::default();
-        for slice in 0..slices {
-            let tokens = all.seq * slice / slices..all.seq * (slice + 1) / slices;
-            let of = |x: &Buffer| layout.narrow(x, all.batch, all.seq, width, tokens.clone());
-            let (dout, q, out) = (of(dout)?, of(q)?, of(out)?);
-            let lse = layout.narrow(lse, all.batch * all.heads, all.seq, 1, tokens.clone())?;
-            let queries = AttentionShape { seq: tokens.len(), ..all };
-            let shape = GroupedShape { queries, first_query: self.shape.first_query + tokens.start, ..self.shape };
-            let (part, share) = attention.grouped_grad(shape, &dout, &q, kv, &out, &lse, masks)?;
-            let each = tokens.len() * width;
-            for sample in 0..all.batch {
-                let to = (sample * all.seq + tokens.start) * width;
-                layout.copy_into(&part, sample * each..(sample + 1) * each, &mut dq, to)?;
+        for slice in slices {
+            let mut of_slice: Option<Result<Buffer>> = None;
+            for piece in self.pieces(&slice) {
+                let of = |x| self.rows_of(device, x, [all.batch, width], &piece);
+                let (dout, q, out) = (of(dout)?, of(q)?, of(out)?);
+                let lse = self.rows_of(device, lse, [all.batch * all.heads, 1], &piece)?;
+                let (part, share) = attention.grouped_grad(piece.shape, &dout, &q, kv, &out, &lse, masks)?;
+                self.put(device, &part, width, &piece, &mut dq)?;
+                of_slice = Some(match of_slice {
+                    None => Ok(share),
+                    Some(sum) => join(sum, Ok(share)),
+                });
             }
-            sums.push(1, Ok(share), join);
+            if let Some(share) = of_slice {
+                sums.push(1, share, join);
+            }
         }
         let sum = sums.finish(join).unwrap_or_else(|| device.alloc(kv.dtype(), kv.count()))?;
         Ok((dq, sum))
@@ -177,7 +305,7 @@ impl GroupedAttention {
 
 impl Op for GroupedAttention {
     fn name(&self) -> &'static str {
-        "grouped_attention"
+        self.exchange.as_ref().map_or("grouped_attention", |(exchange, _)| exchange.name())
     }
 
     fn reads_values(&self) -> bool {
@@ -191,14 +319,21 @@ impl Op for GroupedAttention {
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         // The softmax runs along the keys, and each head mixes its q, k and v over all its features.
         let (q, kv) = (operands[0], operands[1]);
+        let exchanged = |axis| self.exchange.as_ref().is_some_and(|(exchange, _)| exchange.axis() == axis);
         let some = |axis, ty| ty == Ty::Shard(1) && matches!(kv.types.get(axis), Some(Ty::Replicate | Ty::Invariant));
-        let of_all = q.types.iter().filter(|&(axis, ty)| !some(axis, ty)).collect::<Vec<_>>();
+        let of_all = q.types.iter().filter(|&(axis, ty)| !some(axis, ty) && !exchanged(axis)).collect::<Vec<_>>();
+        let of_keys = kv.types.iter().filter(|&(axis, _)| !exchanged(axis)).collect::<Vec<_>>();
         rules::along_dim(self.name(), Operand { types: Types::of(&of_all), ..q }, 1, &[])?;
-        for (x, whole) in [(q, 3), (kv, 1), (kv, 2)] {
+        for (x, whole) in [(q, 3), (Operand { types: Types::of(&of_keys), ..kv }, 1), (kv, 2)] {
             rules::along_dim(self.name(), x, whole, &[])?;
         }
         operands[2..].iter().try_for_each(|positions| documents::infer(self.name(), operands[0], *positions))?;
         rules::per_axis(self.name(), &operands[..2], |axis, types| match (types[0], types[1]) {
+            (Ty::Shard(1), Ty::Shard(1)) if exchanged(axis) => Ok(Ty::Shard(1)),
+            (q, kv) if exchanged(axis) => Err((
+                format!("q is {q} and kv is {kv}: ranks exchange the tokens that each holds"),
+                format!("cut both along the sequence over {axis}, or use grouped_attention"),
+            )),
             (Ty::Shard(2), Ty::Shard(3) | Ty::Replicate) => Ok(Ty::Shard(2)),
             (Ty::Shard(1), Ty::Replicate) => Ok(Ty::Shard(1)),
             (q, kv) if q == kv && !matches!(q, Ty::Shard(2 | 3)) => Ok(q),
@@ -239,10 +374,26 @@ impl Op for GroupedAttention {
             || "features turn in pairs: head_dim is even".to_owned(),
             inputs,
         )?;
+        if let Some((exchange, order)) = &self.exchange {
+            cx.require(
+                cx.tape().cache().is_none(),
+                || "decoding takes whole sequences: gather them".to_owned(),
+                inputs,
+            )?;
+            let masks = self.masks.with(inputs.get(2).copied());
+            let call = Exchanged { tape: cx.tape(), device: q.device(), shape: s, masks, order };
+            let (out, [q, kv, whole, lse]) = exchange.attend(&call, q, kv)?;
+            for saved in [&q, &kv, &whole] {
+                cx.save(saved)?;
+            }
+            cx.save_exact(&lse)?;
+            inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
+            return Ok(out);
+        }
         if let Some(cache) = cx.tape().cache() {
             cx.require(!self.masks.has_positions(), || "decoding continues one document".to_owned(), inputs)?;
             cx.require(
-                s.is_whole(),
+                self.is_whole(),
                 || "decoding takes the queries of all new tokens: gather them".to_owned(),
                 inputs,
             )?;
@@ -250,7 +401,7 @@ impl Op for GroupedAttention {
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
         let (out, lse) =
-            q.device().attention()?.grouped(s, q.buffer(), kv.buffer(), self.masks.with(inputs.get(2).copied()))?;
+            self.attend(&**q.device(), q.buffer(), kv.buffer(), self.masks.with(inputs.get(2).copied()))?;
         let out = Tensor::from_buffer(q.device(), out, q_shape)?;
         cx.save_input(0)?;
         cx.save_input(1)?;
@@ -266,14 +417,26 @@ impl Op for GroupedAttention {
         }
         let (q, kv, out, lse) = (cx.saved(0)?, cx.share(cx.saved(1)?)?, cx.saved(2)?, cx.saved(3)?);
         let positions = self.masks.has_positions().then(|| cx.saved(4)).transpose()?;
+        if let Some((exchange, order)) = &self.exchange {
+            let masks = self.masks.with(positions.as_ref());
+            let call = Exchanged { tape: cx.tape(), device: grad.device(), shape: self.shape, masks, order };
+            let (dq, dkv) = exchange.gradients(&call, &grad, [q, kv, out, lse])?;
+            let gradients = [Some(dq).filter(|_| cx.needs(0)), Some(dkv).filter(|_| cx.needs(1))];
+            return Ok(gradients.into_iter().chain(positions.map(|_| None)).collect());
+        }
         let slices = cx.tape().slices(self.name(), self.tokens)?.filter(|_| !self.tokens.are_whole());
         let saved = [&grad, &q, &kv, &out, &lse].map(Tensor::buffer);
         let masks = self.masks.with(positions.as_ref());
-        let (dq, dkv) = match slices {
-            Some(slices) => self.gradients_in(slices, &**grad.device(), saved, masks)?,
-            None => {
+        let seq = self.shape.queries.seq;
+        let slices = slices.map_or(1, |slices| slices.here.len());
+        let (dq, dkv) = match (slices, self.runs.len()) {
+            (1, 1) => {
                 let [dout, q, kv, out, lse] = saved;
                 grad.device().attention()?.grouped_grad(self.shape, dout, q, kv, out, lse, masks)?
+            }
+            _ => {
+                let slices = (0..slices).map(|slice| seq * slice / slices..seq * (slice + 1) / slices);
+                self.gradients_in(slices, &**grad.device(), saved, masks)?
             }
         };
         let gradient = |buffer, of: &Tensor| Tensor::from_buffer(grad.device(), buffer, of.shape());

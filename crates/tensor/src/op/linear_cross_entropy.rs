@@ -61,7 +61,7 @@ impl Var {
         chunk: usize,
     ) -> Result<Var> {
         let width = weight.shape().first().copied().unwrap_or(0);
-        let loss = VocabLoss::cut(self.tape(), axis, width, vocab);
+        let loss = VocabLoss::cut(self, axis, width, vocab);
         self.tape().apply(LinearLoss::new(self, weight, loss, chunk), &[self, weight, targets])
     }
 }

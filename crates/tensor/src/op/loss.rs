@@ -3,14 +3,16 @@
 //! knows all samples, sums over them.
 //!
 //! The vocab-parallel form (Megatron-LM, section 3) is the only collective operation here, as its name says: an
-//! all-reduce of the row maxima, then one of the sums and the target logit together.
+//! all-reduce of the row maxima, then one of the sums and the target logit together. Where ranks cut the sequence too,
+//! as cp does, it gathers these three numbers of each token, so that the loss of a sample is summed over its tokens as
+//! on one rank.
 
 use super::prelude::*;
 use crate::device::Device;
 use crate::kernel::VocabShard;
 use crate::tape::Tape;
 use meshwork_core::tree::Counter;
-use meshwork_core::{Axis, Buffer, ReduceOp};
+use meshwork_core::{Axes, Axis, Buffer, ReduceOp};
 use std::sync::Arc;
 
 /// The operation behind both forms of the loss.
@@ -18,6 +20,8 @@ use std::sync::Arc;
 pub struct VocabLoss {
     pub(super) shard: VocabShard,
     pub(super) cut_over: Option<Axis>,
+    /// The axes that cut the sequence, over which the numbers of tokens are gathered.
+    sequence: Axes,
 }
 
 impl Var {
@@ -29,24 +33,26 @@ impl Var {
     }
 
     /// The same for logits whose last dim, `vocab` over all ranks, is cut over `axis`; padding is never included.
-    /// `Invariant` on `axis`.
+    /// `Invariant` on `axis`, and on axes that cut the sequence `[samples, sequence, vocab]`.
     pub fn vocab_parallel_cross_entropy(&self, targets: &Var, axis: Axis, vocab: usize) -> Result<Var> {
         let width = self.shape().last().copied().unwrap_or(0);
-        self.tape().apply(VocabLoss::cut(self.tape(), axis, width, vocab), &[self, targets])
+        self.tape().apply(VocabLoss::cut(self, axis, width, vocab), &[self, targets])
     }
 }
 
 impl VocabLoss {
     /// Of logits of all `width` ids.
     pub(super) fn whole(width: usize) -> Self {
-        Self { shard: VocabShard::whole(width), cut_over: None }
+        Self { shard: VocabShard::whole(width), cut_over: None, sequence: Axes::NONE }
     }
 
-    /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`.
-    pub(super) fn cut(tape: &Tape, axis: Axis, width: usize, vocab: usize) -> Self {
-        let first = (tape.rank().coords().get(axis) * width).min(vocab);
+    /// Of the `width` columns that this rank has of the logits of `vocab` ids, which are cut over `axis`. The tokens
+    /// lie as those of x `[samples, .., features]`.
+    pub(super) fn cut(x: &Var, axis: Axis, width: usize, vocab: usize) -> Self {
+        let first = (x.tape().rank().coords().get(axis) * width).min(vocab);
+        let sequence = x.types().cuts(1).filter(|_| x.shape().len() == 3).collect();
         let shard = VocabShard { first, valid: width.min(vocab - first), width, skipped: 0, pitch: width, vocab };
-        Self { shard, cut_over: Some(axis) }
+        Self { shard, cut_over: Some(axis), sequence }
     }
 
     /// The parts of the vocabulary here whose sums are separate: those of the reduction blocks.
@@ -78,8 +84,22 @@ impl VocabLoss {
         if let Some(axis) = self.cut_over {
             sums = cx.tape().rank().group(axis).all_reduce(sums, ReduceOp::Sum)?;
         }
-        let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
-        Ok((Tensor::from_buffer(device, total, [samples])?, lse))
+        let group = cx.tape().rank().group_over(&self.sequence);
+        if group.size() == 1 {
+            let (total, lse) = loss.total(&max, &sums, targets.buffer(), samples)?;
+            return Ok((Tensor::from_buffer(device, total, [samples])?, lse));
+        }
+        let (layout, ranks, here) = (device.layout()?, group.size(), targets.count() / samples.max(1));
+        // [rows, tokens here] → [rows, tokens of all ranks]
+        let whole = |x: Buffer, rows: usize| {
+            let all = device.alloc(x.dtype(), ranks * x.count())?;
+            layout.swap_blocks(&group.all_gather(x, all)?, ranks, rows, here)
+        };
+        let (max, sums) = (whole(max, samples)?, whole(sums, 2 * samples)?);
+        let targets = whole(targets.buffer().clone(), samples)?;
+        let (total, lse) = loss.total(&max, &sums, &targets, samples)?;
+        let own = group.rank() * here..(group.rank() + 1) * here;
+        Ok((Tensor::from_buffer(device, total, [samples])?, layout.narrow(&lse, samples, ranks * here, 1, own)?))
     }
 
     /// The types of the loss of `op`, of logits and targets.
@@ -111,7 +131,9 @@ impl VocabLoss {
         match targets.types.get(cut) {
             Some(Ty::Invariant | Ty::Replicate) => {
                 let plain = |operand: Operand<'static>, name| Operand { name, ..operand };
-                rules::summed_loss(op, plain(same(logits), "logits"), vocab_dim, plain(same(targets), "targets"))
+                let types =
+                    rules::summed_loss(op, plain(same(logits), "logits"), vocab_dim, plain(same(targets), "targets"))?;
+                Ok(self.sequence.iter().fold(types, |types, &axis| types.with(axis, Ty::Invariant)))
             }
             _ => Err(refuse(
                 "targets differ between ranks that share a token".to_owned(),

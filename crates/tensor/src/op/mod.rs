@@ -1,5 +1,5 @@
 //! Local operations: each states its algebra, its gradient and, through a rule of `meshwork_core::rules`, its SPMD
-//! types. None of them communicates.
+//! types. None of them communicates but the vocab-parallel [loss](VocabLoss) and an [exchanged](Exchange) attention.
 
 /// The methods of an [`Op`](crate::tape::Op) that are constants: its name, unless it has several; its operands; and
 /// which of its properties hold.
@@ -51,6 +51,7 @@ mod documents;
 mod dropout;
 mod elementwise;
 mod embedding;
+mod exchange;
 mod gelu;
 mod grouped_attention;
 mod grouped_linear;
@@ -60,6 +61,7 @@ mod linear_cross_entropy;
 mod loss;
 mod map;
 mod norm;
+mod order;
 mod pool;
 mod relu;
 mod reshape;
@@ -74,6 +76,8 @@ mod whole;
 pub use crate::kernel::{Rotary, RotaryScaling};
 pub use channel_norm::Moments;
 pub use documents::Documents;
+pub use exchange::{Exchange, Exchanged};
 pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;
 pub use loss::VocabLoss;
+pub use order::Order;

@@ -1,7 +1,8 @@
 //! The same elements under other dims (`reshape`, and what says more: `unflatten`, `flatten`, `unsqueeze`, `squeeze`),
-//! in another order (`transpose`), and a part of them (`narrow`). Nothing is computed, so all keep `Partial`, and the
-//! zeros of padded shards.
+//! in another order (`transpose`, `to_order`, `from_order`), and a part of them (`narrow`). Nothing is computed, so all
+//! keep `Partial`, and the zeros of padded shards.
 
+use super::order::{self, Order};
 use super::prelude::*;
 use crate::device::Device;
 use crate::shape::MAX_DIMS;
@@ -19,6 +20,8 @@ enum Reshape {
     Transpose(usize, usize),
     /// A range of a dim.
     Narrow(usize, Range<usize>),
+    /// The indices of a dim in the order of these runs.
+    Order(usize, Vec<Range<usize>>),
 }
 
 #[derive(Debug)]
@@ -122,6 +125,35 @@ impl Var {
         self.reshaped(Reshape::Narrow(dim, range), "narrow", &to)
     }
 
+    /// The tokens along `dim`, which lie in the order of the sequence, in `order`. The dim must be whole on this rank.
+    pub fn to_order(&self, dim: usize, order: &Order) -> Result<Var> {
+        self.ordered(dim, order, |runs| runs)
+    }
+
+    /// The tokens along `dim`, which lie in `order`, in the order of the sequence. The dim must be whole on this rank.
+    pub fn from_order(&self, dim: usize, order: &Order) -> Result<Var> {
+        self.ordered(dim, order, |runs| order::places(&runs))
+    }
+
+    fn ordered(
+        &self,
+        dim: usize,
+        order: &Order,
+        runs: impl FnOnce(Vec<Range<usize>>) -> Vec<Range<usize>>,
+    ) -> Result<Var> {
+        let extent = self.shape().get(dim).copied().filter(|_| dim > 0);
+        let Some(extent) = extent else {
+            return Err(self.misfit("order", format!("dim {dim} is no dim of tokens"), &[]));
+        };
+        match order.is_natural() {
+            true => Ok(self.clone()),
+            false => {
+                let how = Reshape::Order(dim, runs(order.tokens(extent, 0..extent)?));
+                self.reshaped(how, "order", &self.shape())
+            }
+        }
+    }
+
     /// `dims` become dims of the extents `into`, unless there is a problem.
     fn regrouped(&self, op: &'static str, dims: Range<usize>, into: &[usize], problem: Option<String>) -> Result<Var> {
         let from = self.shape();
@@ -187,6 +219,7 @@ impl Op for Reshaped {
             Reshape::Regroup(name, ..) => name,
             Reshape::Transpose(..) => "transpose",
             Reshape::Narrow(..) => "narrow",
+            Reshape::Order(..) => "order",
         }
     }
 
@@ -198,7 +231,7 @@ impl Op for Reshaped {
             Reshape::Free => rules::reshape(name, x, &self.from, &self.to),
             Reshape::Regroup(_, dims, into) => rules::regroup(name, x, &self.from, dims.clone(), *into),
             Reshape::Transpose(a, b) => rules::transpose(name, x, *a, *b),
-            Reshape::Narrow(dim, _) => rules::part_of(name, x, *dim),
+            Reshape::Narrow(dim, _) | Reshape::Order(dim, _) => rules::part_of(name, x, *dim),
         }
     }
 
@@ -216,6 +249,7 @@ impl Op for Reshaped {
                 let part = x.device().layout()?.narrow(x.buffer(), outer, extent, inner, range.clone())?;
                 Tensor::from_buffer(x.device(), part, x.shape().with(*dim, range.len()))
             }
+            Reshape::Order(dim, runs) => order::in_order(x, *dim, runs),
         }
     }
 
@@ -228,6 +262,7 @@ impl Op for Reshaped {
                 let whole = grad.device().layout()?.widen(grad.buffer(), outer, extent, inner, range.clone())?;
                 Tensor::from_buffer(grad.device(), whole, self.from)?
             }
+            Reshape::Order(dim, runs) => order::in_order(&grad, *dim, &order::places(runs))?,
         })])
     }
 }

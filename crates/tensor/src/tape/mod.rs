@@ -34,7 +34,6 @@ pub use hooks::{Keep, Observer, Saved, SavedPolicy, SavedTensor, Seen, Selective
 pub use notes::{Notes, PerSample, StatisticNote};
 pub use op::{Backward, Forward, Op};
 pub use padding::{Padded, Padding};
-pub(crate) use reduction_blocks::Slices;
 pub use reduction_blocks::{BlockSlot, RowBlocks, Terms, Tokens};
 pub use rows::{RowCodec, RowFlow, RowPacking, RowSchemes};
 pub use seed::{Normaliser, Seed};

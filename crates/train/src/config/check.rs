@@ -8,12 +8,13 @@ use super::device::Device;
 use super::fault::Fault;
 use super::settings::Settings;
 use super::words::{DecayName, ModelKind, OffloadWord};
-use super::{Config, architecture, partition, permit};
+use super::{Config, architecture, context, partition, permit};
 
 /// Adds the faults across keys to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     divisions(config, settings);
     architecture::check(&config.model, config.parallelism.tp, settings);
+    context::check(config, settings);
     check_ranks(config, settings);
     if config.names_asynchronous() {
         check_asynchronous(config, settings);

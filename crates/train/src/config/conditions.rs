@@ -6,8 +6,8 @@ use toml::Value;
 use super::keys::{self, Condition};
 use super::settings::Settings;
 use super::words::{
-    Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed, SavedDtype,
-    SavedEncoding,
+    ContextMethod, Dtype, LossScaleWord, LossScaling, ModelKind, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
+    SavedDtype, SavedEncoding,
 };
 use super::{Config, DecayName};
 
@@ -36,6 +36,10 @@ conditions! {
     /// One stage of one chunk has all layers.
     CHUNKS: "parallelism.pp or pipeline.virtual_stages above 1", ["parallelism.pp", "pipeline.virtual_stages", "pipeline.schedule"],
         |c| c.parallelism.pp > 1 || c.pipeline.virtual_stages > 1;
+    CP: "parallelism.cp above 1", ["parallelism.cp"], |c| c.parallelism.cp > 1;
+    /// Where an order changes the work of ranks and nothing else.
+    ORDERED: "all_gather, in fast numerics, without model.dropout", ["parallelism.context_parallel_method", "training.numerics", "model.dropout"],
+        |c| c.parallelism.context_parallel_method == ContextMethod::AllGather && c.training.numerics == "fast" && c.model.dropout == 0.0;
     EP: "parallelism.ep above 1", ["parallelism.ep"], |c| c.parallelism.ep > 1;
 
     // Numerics.

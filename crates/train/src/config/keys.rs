@@ -32,8 +32,6 @@ pub struct Key {
     pub conditions: &'static [Condition],
     /// Its meaning.
     pub doc: &'static str,
-    /// The planned feature that the key belongs to, if it is not implemented yet: the key takes only its default.
-    pub awaits: Option<&'static str>,
 }
 
 /// The effect of a key, which decides whether it may differ in a resumed run.
@@ -185,14 +183,6 @@ pub enum Literal {
     Str(&'static str),
 }
 
-impl Key {
-    /// Marks the key as part of a feature that is not implemented yet.
-    pub(super) const fn awaits(mut self, feature: &'static str) -> Self {
-        self.awaits = Some(feature);
-        self
-    }
-}
-
 // Short forms, for the declaration to read as a table.
 pub(super) const fn int(value: i64) -> Fallback {
     Is(Literal::Int(value))
@@ -229,8 +219,8 @@ pub(super) fn former(section: &str, name: &str) -> Option<&'static str> {
 /// Declares the sections: a struct for each, `Config` of all of them, and their table.
 ///
 /// A key is `name: type = default, kind, effect;` under its meaning. Before the semicolon stands `, if A && B` if the
-/// key is read on [conditions](super::conditions) alone, and `, awaits "a feature"` if that feature is not implemented
-/// yet. `beside { .. }` adds fields to a section that are not keys; they start with the default of their type.
+/// key is read on [conditions](super::conditions) alone. `beside { .. }` adds fields to a section that are not keys;
+/// they start with the default of their type.
 macro_rules! sections {
     (
         $(#[$config_doc:meta])*
@@ -239,7 +229,7 @@ macro_rules! sections {
             $(#[$section_doc:meta])*
             [$section:ident] $Section:ident {
                 $($(#[doc = $doc:literal])+ $key:ident: $type:ty = $default:expr, $kind:expr, $effect:ident
-                    $(, if $($condition:ident)&&+)? $(, awaits $feature:literal)?;)+
+                    $(, if $($condition:ident)&&+)?;)+
             } $(beside {
                 $($(#[doc = $beside_doc:literal])+ $beside:ident: $beside_type:ty,)+
             })?
@@ -290,8 +280,7 @@ macro_rules! sections {
                     effect: Effect::$effect,
                     conditions: &[$($(conditions::$condition),+)?],
                     doc: concat!($($doc),+).trim_ascii_start(),
-                    awaits: None,
-                }$(.awaits($feature))?,
+                },
             )+],
         },)+];
     };

@@ -18,6 +18,7 @@ mod check;
 mod cli;
 mod compress;
 mod conditions;
+mod context;
 mod device;
 mod effects;
 mod experts;

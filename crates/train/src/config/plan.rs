@@ -1,8 +1,9 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
-use super::words::{MoeRouter, OffloadWord};
-use super::{Config, ModelKind, OptimizerName};
+use super::words::{ContextOrder, MoeRouter, OffloadWord};
+use super::{Config, ModelKind, OptimizerName, conditions};
+use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Mesh, MeshError, World};
 use meshwork_engine::offload::{Backing, Folder, Offload};
@@ -14,7 +15,7 @@ use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::Model as AnyModel;
 use meshwork_optim::{Adafactor, Adam8bit, AdamW, Lamb, LrSchedule, Muon, Rule, Sgd};
 use meshwork_pipeline::{UnknownSchedule, by_name};
-use meshwork_tensor::op::{Rotary, RotaryScaling};
+use meshwork_tensor::op::{Order, Rotary, RotaryScaling};
 use meshwork_tensor::tape::Encoding;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,17 +37,31 @@ impl Config {
     /// The model.
     pub fn model(&self) -> Arc<dyn AnyModel> {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
-        let frozen = self.model.frozen();
+        let (frozen, context) = (self.model.frozen(), self.context());
         match self.model.kind {
             ModelKind::Gpt2 => {
-                let model = Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen);
+                let model =
+                    Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
                 Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
             }
             ModelKind::Llama => {
-                let model = Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen);
+                let model =
+                    Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
                 Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
             }
         }
+    }
+
+    /// How cp cuts the sequences of the model, if it does.
+    #[must_use]
+    pub fn context(&self) -> Option<ContextParallel> {
+        let Parallelism { cp, tp, sequence_parallel, context_parallel_method, context_parallel_order, .. } =
+            self.parallelism;
+        let zigzag = context_parallel_order == ContextOrder::Zigzag && (conditions::ORDERED.holds)(self);
+        let order = if zigzag { Order::zigzag(cp) } else { Order::default() };
+        let parts = if sequence_parallel { cp * tp } else { cp };
+        let method: Option<Method> = context_parallel_method.into();
+        method.map(|method| ContextParallel::new(method, order, parts))
     }
 
     /// The rule of `data.documents` for the model.

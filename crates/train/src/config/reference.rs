@@ -68,8 +68,5 @@ fn meaning(key: &Key) -> String {
         let with: Vec<&str> = key.conditions.iter().map(|condition| condition.with).collect();
         _ = write!(doc, " Only with {}.", with.join(", and "));
     }
-    if key.awaits.is_some() {
-        doc += " Not yet: takes only its default.";
-    }
     doc
 }

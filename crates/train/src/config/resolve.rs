@@ -113,6 +113,8 @@ pub(super) fn derive(settings: &mut Settings) {
     let preset = preset(&settings.get::<String>("model.preset"));
     settings.derive("compress.aqsgd_samples", &[], int(1)); // until the data are read
     settings.derive("data.tokenizer", &[], "bytes");
+    let method = if settings.get::<usize>("parallelism.cp") > 1 { "all_gather" } else { "none" };
+    settings.derive("parallelism.context_parallel_method", &["parallelism.cp"], method);
     settings.derive("model.kind", PRESET, preset.kind.name());
     settings.derive("model.vocab_size", PRESET, int(preset.vocab_size));
     settings.derive("model.num_layers", PRESET, int(preset.num_layers));

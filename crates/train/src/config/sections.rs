@@ -18,9 +18,9 @@ use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts,
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, CommKind, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord, LossScaling, MatmulDtype, ModelKind,
-    MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed, RoundingName, SavedDtype,
-    SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
+    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord,
+    LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
+    RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
 
@@ -112,7 +112,8 @@ sections! {
         /// Pipeline parallel degree.
         pp: usize = int(1), Count(1), Rounding;
         /// Context parallel degree.
-        cp: usize = int(1), Count(1), Rounding, awaits "context parallelism";
+        /// Its ranks cut every sequence, from the embedding to the loss.
+        cp: usize = int(1), Count(1), Rounding;
         /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts.
         ep: usize = int(1), Count(1), Rounding;
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
@@ -122,8 +123,14 @@ sections! {
         zero_stage: usize = int(0), Count(0), Rounding;
         /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
-        /// How attention is split over cp.
-        context_parallel_method: String = is("ring"), Text, Rounding, awaits "context parallelism";
+        /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
+        /// heads for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than
+        /// none sums gradients in the blocks of a sequence that is cut: canonical numerics then have the bits of any
+        /// cp.
+        context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
+        /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
+        /// under the causal mask; contiguous.
+        context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;
     }

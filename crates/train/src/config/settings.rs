@@ -205,15 +205,7 @@ fn checked(key: &Key, value: Value) -> Result<Value, (String, String)> {
         (ValueKind::Number(_) | ValueKind::Double(_), Value::Integer(whole)) => Value::Float(whole as f64),
         (_, value) => value,
     };
-    match (key.awaits, key.default) {
-        (Some(feature), Fallback::Is(default)) if Value::from(default) != value => {
-            Err((format!("{feature} has not landed yet"), format!("use {}", show_literal(default))))
-        }
-        (Some(feature), Fallback::Unset) => {
-            Err((format!("{feature} has not landed yet"), "remove the key".to_string()))
-        }
-        _ => Ok(value),
-    }
+    Ok(value)
 }
 
 /// The problem of a value that is none of this kind, and what is valid.

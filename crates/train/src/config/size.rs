@@ -64,8 +64,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         // The stage with the most layers.
         let most = config.pipeline.partition.iter().max().copied().unwrap_or(layers.div_ceil(mesh.pp));
         let all = (parameters + attention).saturating_mul(6 * tokens);
-        let operations = all.saturating_mul(most as u128) / product(&[layers, mesh.tp]);
-        settings.require(&["parallelism.tp", "parallelism.pp"], operations <= MAX_OPERATIONS, || {
+        let operations = all.saturating_mul(most as u128) / product(&[layers, mesh.tp, mesh.cp]);
+        settings.require(&["parallelism.tp", "parallelism.pp", "parallelism.cp"], operations <= MAX_OPERATIONS, || {
             let problem =
                 format!("a step is about {:.0e} operations on each rank, too many to count", operations as f64);
             Fault::new(BATCH, batch, problem, "use a smaller batch or model, or more ranks")

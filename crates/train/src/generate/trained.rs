@@ -140,6 +140,15 @@ impl Trained {
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
         }
+        let cp = config.parallelism.cp;
+        if cp > 1 {
+            settings.fault(
+                "--mesh",
+                format!("cp={cp}"),
+                "one token at a time has nothing to split over cp",
+                "use tp and pp",
+            );
+        }
         if settings.faults.is_empty() {
             settings.faults.extend(devices::missing(&config));
         }

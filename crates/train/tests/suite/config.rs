@@ -33,7 +33,7 @@ fn the_defaults_are_those_of_the_contract() {
     assert_eq!((m.num_kv_heads, m.ffn_hidden_size, m.tie_embeddings, m.dropout), (4, 512, true, 0.0));
     let p = &c.parallelism;
     assert_eq!([p.dp, p.tp, p.pp, p.cp, p.ep, p.expert_tensor_parallel], [1; 6]);
-    assert_eq!((p.sequence_parallel, p.zero_stage, p.context_parallel_method.as_str()), (false, 0, "ring"));
+    assert_eq!((p.sequence_parallel, p.zero_stage, p.context_parallel_method.name()), (false, 0, "none"));
     let p = &c.pipeline;
     assert_eq!((p.schedule.as_str(), p.virtual_stages, &p.partition[..]), ("1f1b", 1, &[4][..]));
     let t = &c.training;
@@ -480,7 +480,7 @@ fn the_reference_and_the_help_name_every_key() {
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | numbers | Full learning rate. |",
         "| `kind` | by preset | gpt2, llama | model | Architecture. |",
-        "| `context_parallel_method` | \"ring\" | text | rounding | How attention is split over cp. Not yet: takes only its default. |",
+        "| `context_parallel_method` | all_gather with cp above 1, else none | none, all_gather, all_to_all | rounding |",
         "| `momentum` | 0 | number of at least 0 and below 1 | numbers | Momentum of sgd. Only with optimizer.name = sgd. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");

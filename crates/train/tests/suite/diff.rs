@@ -111,6 +111,15 @@ fn in_canonical_numerics_other_meshes_are_identical_too() {
         assert!(report.holds() && report.identical() && report.skipped.is_empty(), "{mesh}: {report}");
         assert_eq!(report.tensors(), held_against([&one, &one], 2).tensors(), "{mesh}: {report}");
     }
+    // A sequence that cp cuts, against one whose gradients are summed in the same blocks.
+    let over = "--set parallelism.context_parallel_method";
+    for (mesh, method) in [("cp=2", "all_gather"), ("tp=2,cp=2", "all_to_all"), ("dp=2,cp=2,pp=2", "all_gather")] {
+        let untied = "--set model.tie_embeddings=false";
+        let other = config(&format!("{mesh} {canonical} {over}={method} {untied}"));
+        let one = config(&format!("dp=1 {canonical} {over}={method} {untied}"));
+        let report = held_against([&one, &other], 2);
+        assert!(report.holds() && report.identical(), "{mesh} by {method}: {report}");
+    }
     // With fast numerics on one side there is no such guarantee.
     let [a, b] = ["dp=1", "tp=2"].map(config);
     let a = Config { training: config(&format!("dp=1 {canonical}")).training, ..a };

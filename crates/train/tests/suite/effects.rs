@@ -55,6 +55,9 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("parallelism.pp", "", "2"),
     ("parallelism.ep", "moe.num_experts=4 parallelism.dp=2", "2"),
     ("parallelism.sequence_parallel", "parallelism.tp=2", "true"),
+    ("parallelism.cp", "parallelism.context_parallel_method=all_gather model.tie_embeddings=false", "2"),
+    ("parallelism.context_parallel_method", "parallelism.cp=2 model.tie_embeddings=false", "all_to_all"),
+    ("parallelism.context_parallel_order", "parallelism.cp=2 training.numerics=fast", "contiguous"),
     ("parallelism.zero_stage", "parallelism.dp=2", "3"),
     ("parallelism.zero_group", "parallelism.dp=4 parallelism.zero_stage=2", "2"),
     ("parallelism.expert_tensor_parallel", "moe.num_experts=4 parallelism.tp=2", "2"),
@@ -171,8 +174,6 @@ const VALUES: &[(&str, &str, &str)] = &[
 /// Keys without a value above, and why.
 const WITHOUT: &[(&str, &str)] = &[
     ("model.init_from", "a folder, from which the first part takes its weights: huggingface.rs"),
-    ("parallelism.cp", "not implemented yet"),
-    ("parallelism.context_parallel_method", "not implemented yet"),
     ("data.format", "how a file is read, which the hash of the data tells: data.rs"),
     ("data.text_key", "how a file is read, which the hash of the data tells: data.rs"),
     ("data.skip_bad_lines", "how a file is read, which the hash of the data tells: data.rs"),
@@ -436,6 +437,28 @@ fn another_batch_takes_the_samples_that_come_next() {
     let (step, _) = run(&other, &metrics).unwrap();
     let wanted = (whole[4].1 + whole[5].1) / 2.0;
     assert!(step.len() == 1 && (step[0].1 - wanted).abs() < 1e-6, "{step:?} after {whole:?}");
+}
+
+/// A run over cp=4 goes on whole, and then over cp=2 and tp=2, with the numbers of a run in one part.
+#[test]
+fn a_checkpoint_of_cut_sequences_goes_on_over_any_mesh() {
+    let folder = Folder::new();
+    let (metrics, saved) = (folder.fresh("metrics"), folder.fresh("saved"));
+    let base = format!(
+        "{SMALL} training.numerics=canonical model.tie_embeddings=false parallelism.context_parallel_method=all_gather \
+         lr_scheduler.decay_steps=9"
+    );
+    let (whole, _) = run(&format!("{base} training.steps=6"), &metrics).unwrap();
+    let part = |steps: u64, mesh: &str| {
+        let dir = format!("checkpoint.dir={} checkpoint.resume={}", saved.display(), steps > 2);
+        run(&format!("{base} training.steps={steps} {dir} {mesh}"), &metrics).unwrap().0
+    };
+    let parts = [
+        part(2, "parallelism.cp=4"),
+        part(4, ""),
+        part(6, "parallelism.cp=2 parallelism.tp=2 parallelism.sequence_parallel=true"),
+    ];
+    assert_eq!(parts.concat(), whole);
 }
 
 /// Saving drains the pipeline of an asynchronous schedule, as docs/schedules.md says: a run that is saved has the

@@ -97,6 +97,25 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
     }
 }
 
+/// A sequence that cp cuts, by both methods.
+#[test]
+fn sequences_over_cp_have_every_value_of_the_cpu() {
+    let Some(kernels) = kernels() else { return };
+    let untied = "--set=model.tie_embeddings=false";
+    let llama = ["--set=model.kind=llama", "--set=model.dropout=0", untied];
+    for (model, mesh, method) in [
+        (&[untied][..], "cp=2", "all_gather"),
+        (&llama, "dp=2,cp=2", "all_to_all"),
+        (&llama, "tp=2,cp=2", "all_gather"),
+    ] {
+        let shared = emulator(&kernels, 3);
+        let method = format!("--set=parallelism.context_parallel_method={method}");
+        let report = diff_of(&[model, &[&method]].concat(), mesh, &[], move |_| shared.clone());
+        let report = report.unwrap_or_else(|error| panic!("{mesh} {method}: {error}"));
+        assert!(report.identical() && report.steps == 2, "{mesh} {method}: {report}");
+    }
+}
+
 /// Mixtures of experts of each kind of router, and Llama, whose gradients sum two products in blocks. The exchanges of
 /// tokens have parts of any sizes.
 #[test]

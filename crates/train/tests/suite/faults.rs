@@ -86,7 +86,6 @@ fn mesh_strings() {
             "--mesh dp=99999999999999999999",
             "--mesh dp=99999999999999999999: the degree is too large; use dp=1 or more, as many as you have ranks",
         ),
-        ("--mesh cp=2", "parallelism.cp = 2 (from --mesh cp=2): context parallelism has not landed yet; use 1"),
     ]);
     assert_eq!(refusal("--mesh dp=0,tp=x,sp=2,qp=1").lines().count(), 4, "all at once");
 }
@@ -277,14 +276,59 @@ fn what_ranks_cannot_share_out_is_refused() {
 }
 
 #[test]
-fn what_has_not_landed_says_so_and_takes_its_default() {
-    for assignment in ["parallelism.cp=2", "parallelism.context_parallel_method=ulysses"] {
-        let refusal = refusal(&format!("--set {assignment}"));
-        assert_eq!(refusal.lines().count(), 1, "{refusal}");
-        assert!(refusal.contains("has not landed yet; "), "{refusal}");
-        assert!(refusal.starts_with(assignment.split_once('=').unwrap().0), "{refusal}");
+fn methods_of_context_parallelism_that_do_not_exist() {
+    for method in ["ring", "hybrid", "auto"] {
+        let told = refusal(&format!("--mesh cp=2 --set parallelism.context_parallel_method={method}"));
+        assert!(
+            told.starts_with(&format!("parallelism.context_parallel_method = {method:?} (from --set): unknown; ")),
+            "{told}"
+        );
     }
-    config("--set parallelism.cp=1 --set checkpoint.keep=2 --set memory.recompute=full");
+}
+
+#[test]
+fn a_sequence_that_cp_does_not_fit() {
+    refused(&[
+        (
+            "--mesh cp=3 --set model.seq_len=2",
+            "parallelism.cp = 3: cuts model.seq_len = 2 into 3 parts; use as many ranks as there are tokens, or \
+             fewer: a longer model.seq_len",
+        ),
+        (
+            "--mesh cp=2 --set parallelism.context_parallel_method=none",
+            "parallelism.cp = 2: cuts sequences, and parallelism.context_parallel_method is none; use 1, or all_gather \
+             or all_to_all",
+        ),
+        (
+            "--mesh cp=2 --set moe.num_experts=4",
+            "parallelism.cp = 2: has no experts yet: routers read whole sequences; use 1, or moe.num_experts = 0",
+        ),
+        (
+            "--mesh cp=3 --set model.seq_len=16 --set model.dropout=0.1",
+            "parallelism.cp = 3: does not divide model.seq_len = 16 into 3 equal parts, and model.dropout draws for \
+             each place; use model.seq_len = 18, or model.dropout = 0",
+        ),
+        (
+            "--mesh tp=2,cp=4 --set parallelism.context_parallel_method=all_to_all",
+            "parallelism.cp = 4: does not share out the 2 heads of queries on each rank of tp in equal parts of \
+             groups; use 2, or parallelism.context_parallel_method = \"all_gather\"",
+        ),
+        (
+            "--mesh cp=3 --set training.numerics=canonical --set model.tie_embeddings=false --set model.seq_len=15",
+            "parallelism.cp = 3: does not fit canonical numerics with numerics.reduction_blocks = 8: each of 3 parts of \
+             a sequence must be a power of two; use 1, 2, 4, 8, or another numerics.reduction_blocks",
+        ),
+        (
+            "--mesh cp=2 --set training.numerics=canonical --set model.tie_embeddings=false --set model.seq_len=15",
+            "parallelism.cp = 2: does not divide model.seq_len = 15 into 2 equal parts (training.numerics is canonical); \
+             use model.seq_len = 16, or training.numerics = \"fast\"",
+        ),
+        (
+            "--mesh cp=2 --set training.numerics=canonical",
+            "parallelism.cp = 2: has no canonical numerics with model.tie_embeddings = true: a table that is read twice \
+             is summed over parts of a sequence twice; use model.tie_embeddings = false, or training.numerics = \"fast\"",
+        ),
+    ]);
 }
 
 #[test]

@@ -195,6 +195,8 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
     let both = message(&checkpoints, None, "--mesh dp=2,tp=3");
     assert!(both.contains("dp=2: one text has nothing to split over dp; use tp and pp"), "{both}");
     assert!(both.contains("model.num_heads = 4: is not divisible by parallelism.tp = 3"), "{both}");
+    let cut = message(&checkpoints, None, "--mesh cp=2");
+    assert!(cut.contains("cp=2: one token at a time has nothing to split over cp; use tp and pp"), "{cut}");
     let tokenizer = message(&export, Some("no-such-tokenizer"), "");
     assert!(
         tokenizer.starts_with("--tokenizer = \"no-such-tokenizer\": is neither")

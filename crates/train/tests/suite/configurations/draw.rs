@@ -11,7 +11,7 @@ use std::thread;
 
 use meshwork_pipeline::{Generator, Shape};
 use meshwork_testkit::Rng;
-use meshwork_train::config::keys::{self, Fallback, Key, Literal, ValueKind};
+use meshwork_train::config::keys::{self, Key, ValueKind};
 
 /// Tokens of the `.bin` file, and characters of the text.
 pub const TOKENS: usize = 1200;
@@ -171,9 +171,8 @@ impl Case {
         let mut case = Case { masked: rng.below(2) == 0, ..Case::default() };
         for (section, key) in keys::all() {
             let name = format!("{section}.{}", key.name);
-            let value = match (key.awaits, frame.pretrained) {
-                (Some(_), _) => planned(&mut rng, key),
-                (None, Some(at)) if section == "model" => {
+            let value = match frame.pretrained {
+                Some(at) if section == "model" => {
                     let given = PRETRAINED[at].1.iter().find(|(key, _)| *key == name);
                     let folder = || format!("../models/tests/fixtures/huggingface/{}", PRETRAINED[at].0);
                     match &*name {
@@ -238,26 +237,6 @@ fn rarely(rng: &mut Rng, many: usize) -> bool {
 /// One of the values, or none.
 fn one_of(rng: &mut Rng, values: &[&str]) -> Option<String> {
     Some(rng.below(values.len() + 1)).filter(|&at| at > 0).map(|at| values[at - 1].to_owned())
-}
-
-/// A key of a planned feature: mostly none, sometimes its default, rarely another value, which is refused.
-fn planned(rng: &mut Rng, key: &Key) -> Option<String> {
-    let default = match key.default {
-        Fallback::Is(Literal::Int(value)) => value.to_string(),
-        Fallback::Is(Literal::Bool(value)) => value.to_string(),
-        Fallback::Is(Literal::Str(value)) => value.to_owned(),
-        Fallback::Is(Literal::Float(value)) => value.to_string(),
-        Fallback::Derived(_) | Fallback::Unset => return rarely(rng, 1000).then(|| "somewhere".to_owned()),
-    };
-    match rng.below(1000) {
-        0 => Some(match key.kind {
-            ValueKind::Count(_) => "3".to_owned(),
-            ValueKind::Switch => (default == "false").to_string(),
-            _ => "another".to_owned(),
-        }),
-        1..20 => Some(default),
-        _ => None,
-    }
 }
 
 /// Numbers that add up to `sum`, `len` of them, each at least `least`.
@@ -436,6 +415,16 @@ impl Frame {
             "parallelism.tp" => Self::degree(rng, self.tp),
             "parallelism.pp" => Self::degree(rng, self.pp),
             "parallelism.ep" => Self::degree(rng, self.ep),
+            "parallelism.cp" => match rng.below(16) {
+                0 => some(&3),
+                1..3 => some(&2),
+                3 => some(&1),
+                _ => None,
+            },
+            "parallelism.context_parallel_method" => {
+                one_of(rng, &["all_gather", "all_to_all"]).filter(|_| rng.below(2) == 0)
+            }
+            "parallelism.context_parallel_order" => one_of(rng, &["zigzag", "contiguous"]),
             "parallelism.expert_tensor_parallel" => match rng.below(20) {
                 0 => some(&2),
                 1..8 if self.tp > 1 => some(&self.tp),

@@ -3,7 +3,6 @@
 //! More than 400 lines: one rule after the other, to be read beside the table of keys.
 
 use meshwork_pipeline::Generator;
-use meshwork_train::config::keys::{self, Fallback, Literal};
 
 use crate::configurations::draw::{Case, FEW_IDS, IDS, TOKENS};
 
@@ -15,7 +14,6 @@ pub fn broken(case: &Case) -> Vec<String> {
             broken.push(why.to_owned());
         }
     };
-    planned(case, &mut rule);
     model(case, &mut rule);
     experts(case, &mut rule);
     zero(case, &mut rule);
@@ -37,21 +35,6 @@ pub fn broken(case: &Case) -> Vec<String> {
     let end: Option<u64> = case.read("lr_scheduler.decay_steps");
     rule(decays && end.is_some_and(|end| end <= warmup), "the rate decays before it is warm");
     broken
-}
-
-/// A key of a planned feature takes only its default.
-fn planned(case: &Case, rule: &mut impl FnMut(bool, &str)) {
-    for (section, key) in keys::all().filter(|(_, key)| key.awaits.is_some()) {
-        let default = match key.default {
-            Fallback::Is(Literal::Int(value)) => value.to_string(),
-            Fallback::Is(Literal::Bool(value)) => value.to_string(),
-            Fallback::Is(Literal::Str(value)) => value.to_owned(),
-            Fallback::Is(Literal::Float(value)) => value.to_string(),
-            Fallback::Derived(_) | Fallback::Unset => String::new(),
-        };
-        let given = case.get(&format!("{section}.{}", key.name));
-        rule(given.is_some_and(|given| given != default), &format!("{section}.{} is planned", key.name));
-    }
 }
 
 /// A number that is given, or else a default.
@@ -103,6 +86,27 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(is_canonical(case) && !divides(tp, ffn), "inner features in whole canonical blocks over tp");
     let sequence_parallel = case.read("parallelism.sequence_parallel").unwrap_or(false);
     rule(sequence_parallel && !divides(tp, seq_len), "positions are not whole on every tp rank");
+    let (cp, shares) = (count(case, "parallelism.cp", 1), case.get("parallelism.context_parallel_method"));
+    if cp > 1 || shares.is_some() {
+        let parts = if sequence_parallel { cp * tp } else { cp };
+        rule(parts > seq_len, "a part without tokens");
+        rule(count(case, "moe.num_experts", 0) > 0, "routers read whole sequences");
+        let drops = case.read::<f64>("model.dropout").unwrap_or(0.0) > 0.0;
+        rule(drops && !divides(parts, seq_len), "other places are drawn for");
+        if is_canonical(case) {
+            let blocks = count(case, "numerics.reduction_blocks", 8);
+            rule(
+                parts > 1 && !(divides(parts, blocks) && (blocks / parts).is_power_of_two()),
+                "blocks of the sequence over cp",
+            );
+            rule(!divides(parts, seq_len), "parts of the sequence in whole blocks");
+            rule(tied(case), "a table that is read twice");
+            rule(count(case, "memory.loss_chunk", 0) > 0, "chunks of slices have no order");
+        }
+        let (held, group) = (heads / tp.max(1), heads / kv_heads.max(1));
+        let fits = divides(cp, held) && (!llama || divides(group, held / cp) || divides(held / cp, group));
+        rule(shares == Some("all_to_all") && divides(tp, heads) && !fits, "heads over cp");
+    }
     if llama {
         rule(!divides(kv_heads, heads), "heads share no whole number of key and value heads");
         rule(divides(heads, hidden) && !divides(2, hidden / heads), "rotary embeddings turn pairs");

@@ -1,8 +1,9 @@
 //! Validation loss and next-token logits are the same on any mesh, and do not affect training.
 
-use crate::mesh::cases::{BATCH, Case, DROPOUT, SEQ, SGD, UNEVEN, UNTIED};
+use crate::mesh::cases::{BATCH, Case, DROPOUT, LLAMA, SEQ, SGD, UNEVEN, UNTIED};
 use crate::mesh::world::{assert_same_report, on_mesh, train};
 use meshwork_testkit::parity::assert_close;
+use meshwork_train::config::Config;
 use meshwork_train::{Data, StepReport, TrainError, Trainer, next_token_logits};
 
 /// Relative difference of validation losses.
@@ -18,9 +19,13 @@ fn validation_loss(trainer: &mut Trainer, data: &Data) -> Result<f64, TrainError
 /// Validation loss and logits after one step of training: the same on every rank. It does not use AdamW, whose first
 /// step is ± lr whatever the size of a gradient, even if that is only rounding.
 fn evaluated(case: &Case) -> (f64, Vec<Vec<f32>>) {
-    let (config, data) = (case.config(SGD), case.model.data());
-    let ranks = on_mesh(&config, |mut trainer| {
-        train(&mut trainer, &data, &config)?;
+    evaluated_by(case, &case.config(SGD))
+}
+
+fn evaluated_by(case: &Case, config: &Config) -> (f64, Vec<Vec<f32>>) {
+    let data = case.model.data();
+    let ranks = on_mesh(config, |mut trainer| {
+        train(&mut trainer, &data, config)?;
         let loss = validation_loss(&mut trainer, &data)?;
         let window = data.batch(3, BATCH, 0..1)?;
         let window = window.values::<i32>("tokens")?;
@@ -55,6 +60,32 @@ fn any_mesh_gives_the_loss_and_logits_of_one_rank() {
             assert!(off <= TOLERANCE, "{case}: validation loss {got}, on one rank {wanted} ({off:.1e} off)");
             for ((position, got), wanted) in POSITIONS.iter().zip(&got_logits).zip(&logits) {
                 assert_close(&format!("{case}: logits after position {position}"), got, wanted, 0.0);
+            }
+        }
+    }
+}
+
+/// Tokens of other ranks, in another order, and places that are no tokens.
+#[test]
+fn a_sequence_that_cp_cuts_gives_the_loss_and_logits_of_one_rank() {
+    for (model, method) in [(&UNEVEN, "all_gather"), (&UNTIED, "all_to_all"), (&LLAMA, "all_gather")] {
+        let (wanted, logits) = evaluated(&Case::alone(model));
+        for (case, cp) in [
+            (Case::alone(model), 2),
+            (Case::of_1f1b(model, (1, 1, 1), false, 4), 4),
+            (Case::of_1f1b(model, (2, 2, 1), true, 1), 2),
+            (Case::of_1f1b(model, (1, 1, 2), false, 2), 3),
+        ] {
+            if method == "all_to_all" && cp == 3 {
+                continue; // four heads
+            }
+            let over_cp = format!("[parallelism]\ncp = {cp}\ncontext_parallel_method = '{method}'\n");
+            let config = Config::from_toml(&case.text(SGD).replace("[parallelism]\n", &over_cp)).unwrap();
+            let (got, got_logits) = evaluated_by(&case, &config);
+            let what = format!("{case}, cp={cp} by {method}");
+            assert!((got - wanted).abs() / wanted <= TOLERANCE, "{what}: validation loss {got}, on one rank {wanted}");
+            for ((position, got), wanted) in POSITIONS.iter().zip(&got_logits).zip(&logits) {
+                assert_close(&format!("{what}: logits after position {position}"), got, wanted, 0.0);
             }
         }
     }

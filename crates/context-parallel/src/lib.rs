@@ -1,0 +1,11 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod all_to_all;
+mod context;
+mod method;
+
+pub use all_to_all::AllToAll;
+pub use context::ContextParallel;
+pub use method::{Method, MethodError};

@@ -1,0 +1,236 @@
+//! GPT-2 and Llama whose sequences cp cuts, by each method: against the same models on one rank.
+
+use super::{Weights, plan};
+use meshwork_context_parallel::{ContextParallel, Method};
+use meshwork_core::{Axis, Mesh, World};
+use meshwork_cpu::Cpu;
+use meshwork_engine::{
+    Numerics, Plan, Recompute, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+};
+use meshwork_models::gpt2::{Gpt2, Gpt2Config};
+use meshwork_models::language::{self, Boundary, POSITIONS};
+use meshwork_models::llama::{Llama, LlamaConfig};
+use meshwork_nn::{Batch, Model};
+use meshwork_tensor::Device;
+use meshwork_tensor::op::{Order, Rotary};
+use meshwork_testkit::opaque::{self, Opaque};
+use std::sync::Arc;
+
+const VOCAB: usize = 30;
+
+/// The sizes and the rule of a model, of which the context is one value.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    /// Heads of keys and values of a Llama; 0: a GPT-2.
+    kv_heads: usize,
+    seq: usize,
+    dropout: f32,
+    boundary: Boundary,
+    cut_over_tp: bool,
+    loss_chunk: usize,
+    tied: bool,
+}
+
+const PLAIN: Case = Case {
+    kv_heads: 0,
+    seq: 16,
+    dropout: 0.0,
+    boundary: Boundary::Ignored,
+    cut_over_tp: false,
+    loss_chunk: 0,
+    tied: true,
+};
+
+impl Case {
+    fn model(self, context: Option<ContextParallel>) -> Arc<dyn Model> {
+        let Self { kv_heads, seq: seq_len, dropout, boundary, cut_over_tp: cut, loss_chunk, tied } = self;
+        let (num_heads, hidden_size, ffn_hidden_size) = (4, 16, 32);
+        if kv_heads == 0 {
+            let config = Gpt2Config {
+                vocab_size: VOCAB,
+                num_layers: 2,
+                hidden_size,
+                num_heads,
+                ffn_hidden_size,
+                seq_len,
+                tie_embeddings: tied,
+                dropout,
+            };
+            let gpt2 = Gpt2::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
+            return Arc::new(gpt2.context_parallel(context));
+        }
+        let config = LlamaConfig {
+            vocab_size: VOCAB,
+            num_layers: 2,
+            hidden_size,
+            num_heads,
+            num_kv_heads: kv_heads,
+            ffn_hidden_size,
+            seq_len,
+            rotary: Rotary::new(20.0),
+            norm_eps: 1e-5,
+            tie_embeddings: false,
+        };
+        let llama = Llama::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
+        Arc::new(llama.context_parallel(context))
+    }
+
+    /// Other tokens for each sample; some targets masked; documents of several lengths.
+    fn batch(self, samples: usize) -> Batch {
+        let seq = self.seq;
+        let ids = |times: usize| (0..samples * seq).map(move |at| ((at * times + at / 7) % VOCAB) as i32);
+        let targets = ids(11).map(|id| if id == 3 { -1 } else { id }).collect();
+        let batch = language::batch(ids(5).collect(), targets, seq).unwrap();
+        if self.boundary == Boundary::Ignored {
+            return batch;
+        }
+        let documents = |sample: usize| {
+            let starts = [0, 3 + sample % 4, 8 + sample % 3];
+            (0..seq).map(move |at| (at - starts.into_iter().rev().find(|&start| start <= at).unwrap()) as i32)
+        };
+        batch.with(POSITIONS, [seq], (0..samples).flat_map(documents).collect::<Vec<_>>()).unwrap()
+    }
+
+    /// Steps of gradient descent with rate 1: what all ranks report, and the weights.
+    fn train(self, context: Option<ContextParallel>, plan: &Plan, behind: bool) -> (Vec<StepReport>, Weights) {
+        let model = self.model(context);
+        let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+            let (rank, device): (_, Arc<dyn Device>) = match behind {
+                true => {
+                    let world = opaque::communicator(Arc::clone(rank.world().communicator()));
+                    (Arc::new(meshwork_core::Rank::new(rank.mesh(), world)?), Opaque::device(Cpu::device()))
+                }
+                false => (rank, Cpu::device()),
+            };
+            let mut trainer = Trainer::new(model.clone(), plan, rank, device)?;
+            let batch = self.batch(plan.global_batch_size).part(trainer.samples())?;
+            let reports = (0..2).map(|_| trainer.step(&batch)).collect::<Result<Vec<_>, _>>()?;
+            Ok::<_, TrainError>((reports, trainer.state()?))
+        });
+        let ranks = ranks.unwrap_or_else(|error| panic!("{self:?} on {}: {error}", plan.mesh));
+        let (mut reports, states): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+        let whole = WholeState::merge(&states).unwrap();
+        let weights = whole.keys().map(|key| (key.clone(), whole.vector(key).unwrap().to_vec())).collect();
+        (reports.swap_remove(0), weights)
+    }
+}
+
+/// Numbers that differ by rounding alone.
+fn assert_close(
+    what: &str,
+    (found, weights): &(Vec<StepReport>, Weights),
+    (want, of_one): &(Vec<StepReport>, Weights),
+) {
+    for (found, want) in found.iter().zip(want) {
+        let near = |a: f64, b: f64| (a - b).abs() <= 2e-6 * b.abs();
+        assert!(near(found.loss, want.loss), "{what}: loss {} and {}", found.loss, want.loss);
+        let (a, b) = (f64::from(found.grad_norm), f64::from(want.grad_norm));
+        assert!((a - b).abs() <= 1e-5 * b, "{what}: norm {a} and {b}");
+    }
+    for (key, want) in of_one {
+        let pairs = weights[key].iter().zip(want).map(|(a, b)| f64::from((a - b).abs()));
+        let furthest = pairs.fold(0.0, f64::max);
+        assert!(furthest <= 1e-5, "{what}, {key:?}: {furthest:e}");
+    }
+}
+
+const METHODS: [Method; 2] = [Method::AllGather, Method::AllToAll];
+
+/// Canonical numerics: the bits of the model on one rank, by either method.
+#[test]
+fn a_language_model_over_cp_has_the_bits_of_one_rank() {
+    let numerics = Numerics::Canonical { blocks: 4 };
+    for case in [
+        Case { dropout: 0.2, tied: false, ..PLAIN },
+        Case { kv_heads: 2, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Attention, ..PLAIN },
+    ] {
+        let context = |method| Some(ContextParallel::new(method, Order::default(), 1));
+        let one = case.train(context(Method::AllGather), &plan("cp=1", numerics), false);
+        for (method, (mesh, cut_over_tp, micros, stage, recompute, behind)) in METHODS.into_iter().flat_map(|method| {
+            [
+                ("cp=2", false, 1, ZeroStage::Off, Recompute::None, false),
+                ("tp=2,cp=2", false, 2, ZeroStage::Off, Recompute::Selective, false),
+                ("tp=2,cp=2", true, 1, ZeroStage::Off, Recompute::None, true),
+                ("dp=2,cp=2", false, 1, ZeroStage::Gradients, Recompute::Full, false),
+                ("cp=4", false, 4, ZeroStage::Off, Recompute::None, false),
+                ("pp=2,cp=2", false, 2, ZeroStage::Off, Recompute::None, false),
+            ]
+            .map(|way| (method, way))
+        }) {
+            let case = Case { cut_over_tp, ..case };
+            let zero = Zero { stage, group: None };
+            let plan = Plan { num_microbatches: Some(micros), zero, recompute, ..plan(mesh, numerics) };
+            let found = case.train(context(method), &plan, behind);
+            for (found, want) in found.0.iter().zip(&one.0) {
+                let what = format!("{case:?} on {mesh} by {method}");
+                assert_eq!((found.loss, found.grad_norm), (want.loss, want.grad_norm), "{what}");
+            }
+            assert!(found.1 == one.1, "{case:?} on {mesh} by {method}: other weights");
+        }
+    }
+}
+
+/// Fast numerics: other orders of the tokens, and sequences that the ranks do not divide.
+#[test]
+fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
+    let numerics = Numerics::Fast;
+    for case in [
+        PLAIN,
+        Case { seq: 13, loss_chunk: 3, ..PLAIN },
+        Case { kv_heads: 2, seq: 13, boundary: Boundary::Attention, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Positions, ..PLAIN },
+        Case { boundary: Boundary::Attention, ..PLAIN },
+    ] {
+        let one = case.train(None, &plan("tp=1", numerics), false);
+        for method in METHODS {
+            for (mesh, cut_over_tp, order, behind) in [
+                ("cp=2", false, Order::zigzag(2), false),
+                ("cp=4", false, Order::zigzag(4), true),
+                ("tp=2,cp=2", true, Order::zigzag(2), false),
+                ("dp=2,pp=2,cp=2", false, Order::default(), false),
+                ("tp=2,cp=2", false, Order::new(vec![2, 0, 3, 1]).unwrap(), false),
+            ] {
+                let mesh_of: Mesh = mesh.parse().unwrap();
+                let multiple = mesh_of.degree(Axis::Cp) * if cut_over_tp { mesh_of.degree(Axis::Tp) } else { 1 };
+                let what = format!("{case:?} on {mesh} by {method} in {order:?}");
+                let context = ContextParallel::new(method, order, multiple);
+                let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
+                assert_close(&what, &found, &one);
+            }
+        }
+    }
+}
+
+/// Memory, FLOPs and every communication of each rank.
+#[test]
+fn a_run_over_cp_does_what_a_dry_run_predicts() {
+    for (mesh, method, cut_over_tp) in [
+        ("cp=2", Method::AllGather, false),
+        ("cp=2", Method::AllToAll, false),
+        ("tp=2,cp=2", Method::AllGather, true),
+        ("dp=2,cp=2", Method::AllToAll, false),
+        ("pp=2,cp=2", Method::AllGather, false),
+    ] {
+        for kv_heads in [0, 2] {
+            let case = Case { kv_heads, cut_over_tp, ..PLAIN };
+            let order = if method == Method::AllGather { Order::zigzag(2) } else { Order::default() };
+            let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
+            let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
+                let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
+                let batch = case.batch(plan.global_batch_size).part(trainer.samples())?;
+                trainer.step(&batch)?;
+                let before = trainer.device().meter().total_flops();
+                let report = trainer.step(&batch)?;
+                let meter = trainer.device().meter();
+                Ok::<_, TrainError>((meter.peak(), meter.total_flops() - before, report.records))
+            });
+            for (rank, (memory, flops, records)) in ranks.unwrap().into_iter().enumerate() {
+                let predicted = dry_run::predict(&model, &plan, rank).unwrap();
+                let what = format!("rank {rank} of {mesh} by {method}, {kv_heads} kv heads");
+                assert_eq!((memory, flops), (predicted.memory, predicted.flops), "{what}");
+                assert_eq!(records, predicted.records, "{what}");
+            }
+        }
+    }
+}

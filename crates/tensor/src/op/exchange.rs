@@ -1,0 +1,76 @@
+//! The exchange between ranks that each hold a part of a sequence, around and within an attention.
+
+use super::order::{self, Order};
+use crate::device::Device;
+use crate::error::Result;
+use crate::kernel::{AttentionMasks, GroupedShape};
+use crate::tape::Tape;
+use crate::tensor::Tensor;
+use meshwork_core::Axis;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// An attention whose sequence an axis cuts: what its ranks send each other, and which kernels they call. The types,
+/// the masks and the place on the tape are those of [`Var::exchanged_attention`](crate::Var::exchanged_attention).
+pub trait Exchange: Debug + Send + Sync {
+    /// The name of the operation.
+    fn name(&self) -> &'static str;
+
+    /// The axis that cuts the sequence.
+    fn axis(&self) -> Axis;
+
+    /// The output for the queries of this rank, and what [`gradients`](Self::gradients) reads: queries, keys with
+    /// values, output, and log-sum-exp.
+    ///
+    /// # Errors
+    /// Heads that the ranks cannot share out; those of collectives and kernels.
+    fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])>;
+
+    /// The gradients of the queries, and of the keys and values, of this rank.
+    ///
+    /// # Errors
+    /// Those of collectives and kernels.
+    fn gradients(&self, call: &Exchanged<'_>, dout: &Tensor, saved: [Tensor; 4]) -> Result<(Tensor, Tensor)>;
+}
+
+/// One call of an [`Exchange`].
+#[derive(Clone, Copy, Debug)]
+pub struct Exchanged<'a> {
+    /// The tape, with the groups of ranks.
+    pub tape: &'a Tape,
+    /// The device.
+    pub device: &'a Arc<dyn Device>,
+    /// The queries, keys and values of this rank: equally many tokens of each.
+    pub shape: GroupedShape,
+    /// The masks. Positions of documents are those of all tokens, in the order of the sequence.
+    pub masks: AttentionMasks<'a>,
+    /// The order in which the tokens of all ranks lie.
+    pub order: &'a Order,
+}
+
+impl Exchanged<'_> {
+    /// Tokens of all ranks along dim 1 of x, which lie in the order of the call, in the order of the sequence.
+    ///
+    /// # Errors
+    /// A sequence that is not divisible into the chunks of the order.
+    pub fn from_order(&self, x: Tensor) -> Result<Tensor> {
+        self.ordered(x, |runs| order::places(&runs))
+    }
+
+    /// Tokens of all ranks along dim 1 of x, which lie in the order of the sequence, in the order of the call.
+    ///
+    /// # Errors
+    /// As [`from_order`](Self::from_order).
+    pub fn to_order(&self, x: Tensor) -> Result<Tensor> {
+        self.ordered(x, |runs| runs)
+    }
+
+    fn ordered(&self, x: Tensor, runs: impl FnOnce(Vec<Range<usize>>) -> Vec<Range<usize>>) -> Result<Tensor> {
+        let extent = x.shape()[1];
+        match self.order.is_natural() {
+            true => Ok(x),
+            false => order::in_order(&x, 1, &runs(self.order.tokens(extent, 0..extent)?)),
+        }
+    }
+}
