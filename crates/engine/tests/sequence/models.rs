@@ -94,7 +94,7 @@ impl Case {
     /// Steps of gradient descent with rate 1: what all ranks report, and the weights.
     fn train(self, context: Option<ContextParallel>, plan: &Plan, behind: bool) -> (Vec<StepReport>, Weights) {
         let model = self.model(context);
-        let ranks = meshwork_core::World::run_mesh(&plan.mesh, |rank| {
+        let ranks = meshwork_core::World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
             let (rank, device): (_, Arc<dyn Device>) = match behind {
                 true => {
                     let world = opaque::communicator(Arc::clone(rank.world().communicator()));
@@ -216,7 +216,7 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
             let case = Case { kv_heads, cut_over_tp, ..PLAIN };
             let order = if method == Method::AllGather { Order::zigzag(2) } else { Order::default() };
             let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
-            let ranks = meshwork_core::World::run_mesh(&plan.mesh, |rank| {
+            let ranks = meshwork_core::World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;
                 let batch = case.batch(plan.global_batch_size).part(trainer.samples())?;
                 trainer.step(&batch)?;
