@@ -103,12 +103,8 @@ pub(crate) fn missing(config: &Config) -> Option<Fault> {
         // Which rows of the table count, the device knows.
         (Ok(devices), Some(table)) => devices.alone().err().map(|error| {
             let Fault { problem, .. } = fault(error);
-            Fault::new(
-                "cuda.tuning",
-                table,
-                problem,
-                "use a table that scripts/gpu-check.sh tune wrote on such a device",
-            )
+            let valid = "use a table that scripts/gpu-check.sh tune wrote on such a device";
+            Fault::new("cuda.tuning", table, problem, valid)
         }),
     }
 }

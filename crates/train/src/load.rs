@@ -189,15 +189,11 @@ fn count_samples(config: &mut Config, data: &Data, settings: &mut Settings) {
     let (all, epoch) = (data.distinct_samples(), data.training_samples());
     let steps = config.training.steps;
     let taken = steps.saturating_mul(config.training.global_batch_size as u64);
-    match settings.given::<usize>("compress.aqsgd_samples") {
+    let key = "compress.aqsgd_samples";
+    match settings.given::<usize>(key) {
         None => config.compress.aqsgd_samples = all,
         Some(given) if given < all => {
-            settings.fault(
-                "compress.aqsgd_samples",
-                given,
-                format!("the data have {all} samples"),
-                format!("use {all}"),
-            );
+            settings.fault(key, given, format!("the data have {all} samples"), format!("use {all}"));
         }
         Some(_) => {}
     }

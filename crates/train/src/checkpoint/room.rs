@@ -75,12 +75,8 @@ impl Room {
                 None if self.saves > 1 => ": one is kept until the next is complete".to_owned(),
                 None => String::new(),
             };
-            let problem = format!(
-                "has room for {}, and checkpoints of {} need {}{stays}",
-                shown(beside_newest),
-                shown(self.each),
-                shown(needed)
-            );
+            let [room, each, needed] = [beside_newest, self.each, needed].map(shown);
+            let problem = format!("has room for {room}, and checkpoints of {each} need {needed}{stays}");
             let once = if self.saves > 1 { ", or checkpoint.every = 0 to save at the end only" } else { "" };
             return Err(Fault::new("checkpoint.dir", dir, problem, format!("free some, use a larger disk{once}")));
         }

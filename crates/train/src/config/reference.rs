@@ -12,11 +12,8 @@ pub fn reference() -> String {
     let mut out = String::new();
     for section in SECTIONS {
         // Writing to a string cannot fail.
-        _ = write!(
-            out,
-            "## `[{}]`\n\n| key | default | values | changes | meaning |\n|---|---|---|---|---|\n",
-            section.name
-        );
+        let head = "| key | default | values | changes | meaning |\n|---|---|---|---|---|";
+        _ = writeln!(out, "## `[{}]`\n\n{head}", section.name);
         for key in section.keys {
             let (default, values, effect, doc) = (default(key), values(key), key.effect.name(), meaning(key));
             _ = writeln!(out, "| `{}` | {default} | {values} | {effect} | {doc} |", key.name);

@@ -80,12 +80,8 @@ fn merge_mesh(settings: &mut Settings, text: &str) {
         match settings.given::<usize>(&key) {
             Some(other) if other != degree => {
                 let unnamed = if degree == 1 { " (axes not named are 1)" } else { "" };
-                settings.fault(
-                    &key,
-                    other,
-                    format!("conflicts with --mesh {text}, where {axis} is {degree}{unnamed}"),
-                    format!("use one of the two, or {axis} = {degree}"),
-                );
+                let problem = format!("conflicts with --mesh {text}, where {axis} is {degree}{unnamed}");
+                settings.fault(&key, other, problem, format!("use one of the two, or {axis} = {degree}"));
             }
             _ => match i64::try_from(degree) {
                 Ok(degree) => {

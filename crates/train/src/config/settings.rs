@@ -161,9 +161,13 @@ impl Settings {
 
     /// The value of `key`: as given, else as derived, else its default.
     pub(crate) fn get<T: Setting>(&self, key: &str) -> T {
-        let value = self.given.get(key).or_else(|| self.derived.get(key)).cloned().or_else(|| default(key));
         // The table of keys gives each a default of its own type; a test reads every key this way.
-        T::read(value.as_ref()).unwrap_or_else(|| unreachable!("{key} has neither value nor default of its type"))
+        T::read(self.value(key).as_ref())
+            .unwrap_or_else(|| unreachable!("{key} has neither value nor default of its type"))
+    }
+
+    fn value(&self, key: &str) -> Option<Value> {
+        self.given.get(key).or_else(|| self.derived.get(key)).cloned().or_else(|| default(key))
     }
 
     /// The value of `key`, if it was given.

@@ -24,12 +24,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     if settings.sound(&[key, group]) && ranks > 0 && stage == 0 {
         fail(group, ranks, format!("shares out nothing with {key} = 0"), format!("use {key} of 1 to {STAGES}, or 0"));
     } else if settings.sound(&[group, dp]) && ranks > 0 && !mesh.dp.is_multiple_of(ranks) {
-        fail(
-            group,
-            ranks,
-            format!("does not divide {dp} = {}", mesh.dp),
-            "use a divisor, or 0 for all of dp".to_owned(),
-        );
+        let valid = "use a divisor, or 0 for all of dp".to_owned();
+        fail(group, ranks, format!("does not divide {dp} = {}", mesh.dp), valid);
     } else if settings.sound(&[group, dp, ep])
         && ranks > 0
         && !ranks.is_multiple_of(mesh.ep)

@@ -105,12 +105,8 @@ impl Trained {
                             continue;
                         }
                         let problem = format!("the model in {} has {trained}", folder.display());
-                        misfits.push(Fault::new(
-                            &*name,
-                            asked,
-                            problem,
-                            format!("use {trained}, or leave the key out"),
-                        ));
+                        let valid = format!("use {trained}, or leave the key out");
+                        misfits.push(Fault::new(&*name, asked, problem, valid));
                     }
                     set(name, value.as_str().map_or_else(|| value.to_string(), str::to_owned));
                 }
