@@ -1,6 +1,6 @@
 //! The launcher that started this process, by the variables that it left in the environment.
 //!
-//! [`detect`] reads a map of variables by the [table](table::LAUNCHERS) of launchers, and nothing else. Launchers nest:
+//! [`detect`] reads a map of variables by a table of launchers, and nothing else. Launchers nest:
 //! Slurm starts the daemons of an `mpirun`, Kubernetes the pod in which one runs. The innermost one counts, and those
 //! around it must fit. Variables that contradict each other are refused: ranks that misread their place would train
 //! several small worlds instead of one.

@@ -34,12 +34,12 @@ impl Stragglers {
         if times.len() != slow.len() {
             return told;
         }
-        for kind in kinds {
+        for kind in kinds.iter() {
             let mut sorted: Vec<f64> = kind.iter().map(|&rank| times[rank].computed).collect();
             sorted.sort_by(f64::total_cmp);
             // Of two ranks the faster one.
             let Some(&middle) = sorted.get(sorted.len().saturating_sub(1) / 2) else { continue };
-            for &rank in &*kind {
+            for &rank in kind {
                 let own = times[rank].computed;
                 let (steps, all, of_middle) = &mut slow[rank];
                 if own < FACTOR * middle || own < middle + LEAST {
