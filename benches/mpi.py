@@ -81,12 +81,13 @@ def main():
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--processes", type=int, default=2)
     words.add_argument("--rounds", type=int, default=5)
+    words.add_argument("--program", type=Path, help="the benchmark of crates/mpi; by default the newest of a release build")
     words.add_argument("--theirs", action="store_true", help=argparse.SUPPRESS)
     args = words.parse_args()
     if args.theirs:
         return theirs()
     programs = (path for path in (ROOT / "target/release/deps").glob("collectives-*") if not path.suffix)
-    newest = [path for path in programs if b"meshwork_mpi" in path.read_bytes()]
+    newest = [args.program.resolve()] if args.program else [path for path in programs if b"meshwork_mpi" in path.read_bytes()]
     if not newest:
         sys.exit("cargo build --release -p meshwork-mpi --benches comes first")
     program = max(newest, key=lambda path: path.stat().st_mtime)

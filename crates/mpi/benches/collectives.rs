@@ -11,10 +11,11 @@ use std::time::Instant;
 use meshwork_core::{Buffer, CommError, DType, Group, ReduceOp};
 use meshwork_mpi::{Library, Options, Runtime};
 
-type Measured = fn(&Group, &mut [Option<Buffer>; 2]) -> Result<(), CommError>;
+/// The elements of input and output, for n ranks and a message of c elements.
+type Counts = fn(usize, usize) -> [usize; 2];
+type Call = fn(&Group, &mut [Option<Buffer>; 2]) -> Result<(), CommError>;
 
-/// The operations, with the elements of input and output for n ranks and a message of c elements.
-const OPERATIONS: [(&str, fn(usize, usize) -> [usize; 2], Measured); 5] = [
+const OPERATIONS: [(&str, Counts, Call); 5] = [
     (
         "all_reduce",
         |_, c| [0, c],

@@ -78,6 +78,9 @@ struct State {
     fault: Option<(Arc<Fault>, Instant)>,
     over: Option<Option<Ended>>,
     bench: Option<Box<Bench>>,
+    /// When this rank heard the judge last, and since when, and last, it has asked whether it is there.
+    heard: Option<Instant>,
+    asked: Option<(Instant, Instant)>,
     /// Whether this rank has found a fault, of which it will be told: until then no wait of it ends well.
     found: bool,
     /// Why ranks are lost.
@@ -171,8 +174,7 @@ impl Endpoint {
     }
 
     fn tell(&self, state: &State, told: Tell) {
-        let judge = (0..self.ranks.len()).find(|rank| !state.lost.contains_key(rank)).unwrap_or(self.rank);
-        self.send(judge, What::Tell(told), &Bytes::None);
+        self.send(state.judge(self), What::Tell(told), &Bytes::None);
     }
 
     /// Tells a fault that this rank has found.
@@ -236,7 +238,7 @@ impl Endpoint {
             let Some(arrival) = lock(&self.inbox).pop_front() else { break };
             any = true;
             match arrival {
-                Arrival::Packet(Head { from, what, .. }, body) => self.packet(state, from, what, body),
+                Arrival::Packet(head, body) => self.packet(state, head.from, head.what, body),
                 Arrival::Landed(number, claim) => self.landed(state, number, claim),
                 Arrival::Lost(process, why) => self.lost(state, process, &why),
             }
@@ -366,7 +368,9 @@ impl Endpoint {
     }
 
     fn hear_judge(&self, state: &mut State, from: usize, said: Judge) {
+        (state.heard, state.asked) = (Some(Instant::now()), None);
         let told = match said {
+            Judge::Hears => return,
             Judge::Ask { asked, key } => Tell::Answer {
                 asked,
                 posted: state.has_started(key),
@@ -382,6 +386,11 @@ impl Endpoint {
                 return;
             }
             Judge::Over(over) => {
+                let ended =
+                    |how: &Activity| !matches!(how, Activity::Computing | Activity::Waiting | Activity::Lost(_));
+                if over.as_ref().is_some_and(|over| !over.ranks.iter().all(ended)) {
+                    self.port.abandon();
+                }
                 state.over.get_or_insert(over);
                 self.stop(state);
                 self.port.leave(self);
@@ -465,6 +474,8 @@ impl Endpoint {
         if now < due {
             return;
         }
+        self.mind_judge(state);
+        let Some(wait) = state.waits.get(at) else { return };
         let Some(flight) = state.flights.get(&wait.key) else { return };
         let lacks = flight.lacks();
         if wait.told.as_ref().is_some_and(|(told, before)| *before == lacks && now < *told + AGAIN) {
@@ -474,6 +485,31 @@ impl Endpoint {
         let (key, site) = (wait.key, wait.site.clone());
         self.tell(state, Tell::Waits { number, since_millis, key, site, lacks: lacks.clone() });
         state.waits[at].told = Some((now, lacks));
+    }
+
+    /// Asks the judge from time to time whether it is there. One that does not answer for the timeout is lost, and the
+    /// next rank judges.
+    fn mind_judge(&self, state: &mut State) {
+        let Some(timeout) = self.timeout else { return };
+        let now = Instant::now();
+        let judge = state.judge(self);
+        if judge == self.rank {
+            return;
+        }
+        let often = timeout / 4;
+        match state.asked {
+            Some((first, _)) if now.duration_since(first) >= timeout => {
+                state.asked = None;
+                self.port.abandon();
+                self.lost(state, self.port.layout.process_of(judge), "its process does not answer");
+            }
+            Some((_, last)) if now.duration_since(last) < often => {}
+            None if state.heard.is_some_and(|heard| now.duration_since(heard) < often) => {}
+            asked => {
+                state.asked = Some((asked.map_or(now, |(first, _)| first), now));
+                self.tell(state, Tell::Asks);
+            }
+        }
     }
 
     /// Whether a wait for an operation would return at once.
@@ -613,6 +649,9 @@ impl Endpoint {
             if self.advance_in(&mut state) || any {
                 pause.reset();
             }
+            if begun.elapsed() >= PATIENCE && state.over.is_none() {
+                self.mind_judge(&mut state);
+            }
             let patience = self.timeout.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
             let gave_up = state.fault.as_ref().is_some_and(|(_, at)| begun.max(*at).elapsed() >= patience);
             match &state.over {
@@ -620,7 +659,10 @@ impl Endpoint {
                 Some(None) => {
                     return Ended { ranks: vec![Activity::Returned; self.ranks.len()], ..Ended::default() };
                 }
-                None if gave_up => return state.as_far_as_known(),
+                None if gave_up => {
+                    self.port.abandon();
+                    return state.as_far_as_known();
+                }
                 None => {}
             }
             drop(state);
@@ -643,7 +685,7 @@ impl Endpoint {
 fn tell_end(fork: &Endpoint, rank: usize, how: &Activity) {
     let what = What::Tell(Tell::Missing { rank, how: how.clone() });
     let head = Head { world: fork.world, from: fork.rank, to: fork.rank, what };
-    lock(&fork.inbox).push_back(Arrival::Packet(head, Body::Here(Vec::new(), 0)));
+    lock(&fork.inbox).push_back(Arrival::Packet(Box::new(head), Body::Here(Vec::new(), 0)));
 }
 
 fn disagreement(a: (usize, OpInfo), b: (usize, OpInfo)) -> FaultKind {
@@ -667,6 +709,11 @@ fn scratch_of(blocks: &mut Vec<Ground>, bytes: usize) -> Option<Claim> {
 }
 
 impl State {
+    /// The rank that judges, as far as `here` knows.
+    fn judge(&self, here: &Endpoint) -> usize {
+        (0..here.ranks.len()).find(|rank| !self.lost.contains_key(rank)).unwrap_or(here.rank)
+    }
+
     /// Whether this rank has started an operation.
     fn has_started(&self, key: Key) -> bool {
         let Some(counts) = self.groups.get(&key.group) else { return false };

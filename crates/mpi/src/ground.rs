@@ -118,7 +118,8 @@ mod tests {
         let mut last = ground.claim(4..10).unwrap();
         assert!(ground.claim(3..5).is_none() && ground.claim(9..10).is_none());
         assert!(ground.claim(4..4).is_some(), "nothing overlaps nothing");
-        (first.fill(1), last.fill(2));
+        first.fill(1);
+        last.fill(2);
         drop(first);
         first = ground.claim(0..4).unwrap();
         assert_eq!(*first, [1; 4]);

@@ -141,6 +141,7 @@ impl Bench {
                 }
                 self.write_down(say);
             }
+            Tell::Asks => say.push((To::Rank(from), Judge::Hears)),
             Tell::Forks { .. } => {} // its endpoint has seen to that
             Tell::Missing { rank, how } => {
                 self.missing.insert(rank);

@@ -219,6 +219,15 @@ impl Library {
         Err(MpiError::Call { library: self.to_string(), function, code, message })
     }
 
+    /// Has this process killed when its launcher dies, also while it is stopped: nothing of a job stays behind.
+    pub(crate) fn die_with_launcher(&self) {
+        #[cfg(target_os = "linux")]
+        // SAFETY: it sets a signal of this process. A kernel that refuses leaves it as it was.
+        unsafe {
+            _ = libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong);
+        }
+    }
+
     /// Initialises MPI on this thread: the level of threads that it grants.
     pub(crate) fn init(&self) -> Result<&'static str, MpiError> {
         let (mut done, mut granted) = (0, 0);

@@ -62,6 +62,8 @@ pub(crate) enum Tell {
     Ends { how: Activity, forks: u64 },
     /// It has come to the fork of this number.
     Forks { number: u64, name: String },
+    /// It waits, and wants to know whether the judge is there.
+    Asks,
     /// The answer to [`Judge::Ask`].
     Answer { asked: u64, posted: bool, waits: Option<u64>, beats: u64 },
     /// The answer to [`Judge::Report`].
@@ -73,6 +75,8 @@ pub(crate) enum Tell {
 /// What the rank that judges tells the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Judge {
+    /// It is there.
+    Hears,
     /// Whether the rank has started this operation, and what it does now.
     Ask { asked: u64, key: Key },
     /// There is a fault: what the rank does now.
@@ -140,7 +144,7 @@ impl AsRef<[u8]> for Bytes {
 #[derive(Debug)]
 pub(crate) enum Arrival {
     /// A message.
-    Packet(Head, Body),
+    Packet(Box<Head>, Body),
     /// The bytes of a message are in the memory that was given for them, under this number.
     Landed(u64, Claim),
     /// A process is lost, and why.

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use meshwork_core::{Buffer, DType};
@@ -35,6 +36,8 @@ pub(crate) struct Port {
     /// None if there is no other process, or MPI has ended.
     wire: Mutex<Option<Wire<Landing>>>,
     desk: Mutex<Desk>,
+    /// Whether a process may never end MPI, so that this one must not wait for it.
+    abandoned: AtomicBool,
 }
 
 /// What a large message is for.
@@ -47,12 +50,15 @@ pub(crate) enum Landing {
     Nobody,
 }
 
+/// A message that has arrived.
+type Packet = (Box<Head>, Body);
+
 #[derive(Default)]
 struct Desk {
     /// By world, and rank in it.
     endpoints: HashMap<(u64, usize), Arc<Endpoint>>,
     /// Messages to ranks that have not come yet.
-    early: HashMap<(u64, usize), Vec<(Head, Body)>>,
+    early: HashMap<(u64, usize), Vec<Packet>>,
     over: HashSet<u64>,
     lost: Vec<(usize, String)>,
 }
@@ -61,7 +67,7 @@ struct Desk {
 #[derive(Serialize, Deserialize)]
 enum Cover {
     /// A head; its bytes follow in this message, or under a tag.
-    Head(Head, Option<(usize, usize)>),
+    Head(Box<Head>, Option<(usize, usize)>),
     /// A first message that is too long: from this process, under a tag.
     Long { process: usize, tag: usize, bytes: usize },
 }
@@ -73,11 +79,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Port {
     pub(crate) fn new(layout: Layout, wire: Option<Wire<Landing>>) -> Port {
-        Port { layout, wire: Mutex::new(wire), desk: Mutex::default() }
+        Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned: AtomicBool::new(false) }
     }
 
     /// Sends a message, and bytes with it.
     pub(crate) fn send(&self, head: Head, bytes: &Bytes) {
+        let head = Box::new(head);
         let content = bytes.as_ref();
         let process = self.layout.process_of(head.to);
         if process == self.layout.process {
@@ -128,7 +135,7 @@ impl Port {
     }
 
     /// Brings a message to its rank.
-    fn deliver(&self, head: Head, body: Body) -> Option<Body> {
+    fn deliver(&self, head: Box<Head>, body: Body) -> Option<Body> {
         let mut desk = lock(&self.desk);
         let place = (head.world, head.to);
         match desk.endpoints.get(&place) {
@@ -223,10 +230,17 @@ impl Port {
         lock(&self.wire).as_ref().is_some_and(Wire::is_busy)
     }
 
-    /// Takes the wire away, to end MPI.
-    pub(crate) fn close(&self) -> Option<Wire<Landing>> {
+    /// Takes note that the process of some rank may never end MPI.
+    pub(crate) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends MPI, on the thread that initialised it.
+    pub(crate) fn close(&self) {
         lock(&self.desk).endpoints.clear();
-        lock(&self.wire).take()
+        if let Some(wire) = lock(&self.wire).take() {
+            wire.close(self.abandoned.load(Ordering::Relaxed));
+        }
     }
 }
 

@@ -258,7 +258,5 @@ fn work(port: &Port, over: &AtomicBool) {
             pause.rest();
         }
     }
-    if let Some(wire) = port.close() {
-        wire.close();
-    }
+    port.close();
 }

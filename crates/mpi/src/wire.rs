@@ -7,7 +7,7 @@
 //! MPI is initialised, and ended, by the thread that makes and drops the [`Wire`]. Any thread calls it in between, one
 //! at a time, for which THREAD_SERIALIZED is enough.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::error::MpiError;
 use crate::ground::Claim;
@@ -95,7 +95,11 @@ impl<T> Wire<T> {
         library.return_errors(world)?;
         library.compare()?;
         let (process, processes) = library.place(world)?;
+        if processes > 1 {
+            library.die_with_launcher();
+        }
         let (firsts, larges) = (library.duplicate(world)?, library.duplicate(world)?);
+        unlink_shared_memory();
         let largest_tag = library.largest_tag(world)?;
         let (tags, lost) = (vec![0; processes], vec![false; processes]);
         let (slots, noticed) = (VecDeque::new(), VecDeque::new());
@@ -273,9 +277,10 @@ impl<T> Wire<T> {
     }
 
     /// Ends MPI, on the thread that initialised it. After a loss, or with messages under way that nobody takes, the
-    /// library would wait for ever: then it is left as it is, and the launcher finds out when the process ends.
-    pub(crate) fn close(mut self) {
-        if self.lost.contains(&true) || self.is_busy() {
+    /// library would wait for ever, as for a process that is `abandoned`: then it is left as it is, and the launcher
+    /// finds out when this process ends.
+    pub(crate) fn close(mut self, abandoned: bool) {
+        if abandoned || self.lost.contains(&true) || self.is_busy() {
             // The library may still write to this memory.
             std::mem::forget((self.slots, self.sends, self.receives));
             return;
@@ -284,6 +289,16 @@ impl<T> Wire<T> {
         [self.firsts, self.larges].into_iter().for_each(|comm| self.library.free(comm));
         self.library.finalize();
     }
+}
+
+/// Removes the names of the shared memory that MPICH has mapped, so that none is left if this process is killed. All
+/// processes have mapped it: they have made a communicator together.
+fn unlink_shared_memory() {
+    // Elsewhere there is no such file, and MPICH removes its own at the end.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let names: BTreeSet<&str> =
+        maps.lines().filter_map(|line| Some(&line[line.find("/dev/shm/mpich_shm")?..])).collect();
+    names.into_iter().for_each(|name| _ = std::fs::remove_file(name)); // another process may have been first
 }
 
 /// The memory of a first message of this many bytes, to be filled: its length comes first.

@@ -7,8 +7,8 @@ mod launch;
 
 use std::time::{Duration, Instant};
 
-use meshwork_core::World;
-use meshwork_mpi::{Options, Runtime};
+use meshwork_core::{CommError, ReduceOp, World};
+use meshwork_mpi::{Kind, Library, Options, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
 
 use launch::{Mpi, here, text};
@@ -88,4 +88,49 @@ fn eight_processes() {
 #[test]
 fn two_processes_of_four_ranks() {
     processes("two_processes_of_four_ranks", 2, 4);
+}
+
+/// Messages of several chunks of the library, and heads that are too long for a first message.
+#[test]
+fn long_messages() {
+    over_each("long_messages", 2, |mpi| {
+        let runtime = mpi.start(options(1));
+        let bytes = (20 << 20) + 3;
+        let ended = runtime.world().run(|world| {
+            let mut message: Vec<u8> = (0..bytes).map(|i| (i * 7 % 251) as u8 * (1 - world.rank() as u8)).collect();
+            match world.rank() {
+                0 => world.send_slice(&message, 1, 3)?,
+                _ => world.recv_slice(&mut message, 0, 3)?,
+            }
+            assert!(message.iter().enumerate().all(|(i, byte)| *byte == (i * 7 % 251) as u8));
+            let mut sums: Vec<i32> = (0..bytes / 4).map(|i| i * (1 + world.rank() as i32)).collect();
+            world.all_reduce_slice(&mut sums, ReduceOp::Sum)?;
+            assert!(sums.iter().enumerate().all(|(i, sum)| *sum == 3 * i as i32));
+            Ok::<_, CommError>(())
+        });
+        ended.unwrap();
+        let text = "the disk is full ".repeat(3000);
+        let error =
+            runtime.world().run(|world| if world.rank() == 1 { Err(text.clone()) } else { Ok(()) }).unwrap_err();
+        assert_eq!(error.cause, format!("rank 1 returned an error: {text}"));
+    });
+}
+
+/// What is found names the library and its level; a program that joins alone is a world of one process.
+#[test]
+fn a_library_says_what_it_is() {
+    over_each("a_library_says_what_it_is", 1, |mpi| {
+        let library = Library::open(&mpi.file).unwrap();
+        let version = if mpi.is_open { "Open MPI 5.0.11" } else { "MPICH 5.0.2" };
+        let file = mpi.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        assert_eq!(library.to_string(), format!("{version} ({file})"));
+        let again = library.clone();
+        let runtime = Runtime::start(library, options(2)).unwrap();
+        assert_eq!(runtime.describe(), format!("MPI: {version} ({file}), THREAD_MULTIPLE"));
+        assert_eq!((runtime.process(), runtime.processes(), runtime.ranks()), (0, 1, 2));
+        let error = Runtime::start(again, options(1)).unwrap_err().to_string();
+        assert!(error.ends_with("is initialised already: a process initialises MPI once"), "{error}");
+        let found = Library::find().unwrap();
+        assert_eq!(found.kind(), if mpi.is_open { Kind::OpenMpi } else { Kind::Standard }, "beside mpirun");
+    });
 }

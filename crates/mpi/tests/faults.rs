@@ -18,16 +18,18 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Sends this process a signal.
 fn signal(name: &str) {
-    _ = Command::new("kill").args([format!("-{name}"), id().to_string()]).status();
+    let sent = Command::new("kill").args([format!("-{name}"), id().to_string()]).status();
+    assert!(sent.is_ok_and(|sent| sent.success()), "no signal was sent");
+    std::thread::sleep(4 * TIMEOUT); // it takes effect when the system comes to it
 }
 
-/// In a process that a launcher started: a world of three in which rank 1 gets a signal, and what this rank is told.
-fn signalled(mpi: &Mpi, name: &str) -> RunError {
+/// In a process that a launcher started: a world of three in which a rank gets a signal, and what this rank is told.
+fn signalled(mpi: &Mpi, name: &str, rank: usize) -> RunError {
     let runtime = mpi.start(Options { timeout: TIMEOUT, ..Options::default() });
     println!("process {}", id());
     let ended = runtime.world().run(|world| {
         world.barrier()?;
-        if world.rank() == 1 {
+        if world.rank() == rank {
             signal(name);
         }
         world.barrier()
@@ -65,7 +67,7 @@ fn shared_memory() -> usize {
 fn a_killed_process_is_named_to_survivors_under_ulfm() {
     let test = "a_killed_process_is_named_to_survivors_under_ulfm";
     if let Some(mpi) = here() {
-        let error = signalled(&mpi, "KILL");
+        let error = signalled(&mpi, "KILL", 1);
         assert!(error.rank == 1 && error.cause.contains("rank 1 is lost (its process ended)"), "{error}");
         println!("told");
         exit(0);
@@ -83,7 +85,7 @@ fn a_killed_process_is_named_to_survivors_under_ulfm() {
 #[test]
 fn a_killed_process_ends_the_job_elsewhere() {
     if let Some(mpi) = here() {
-        signalled(&mpi, "KILL");
+        signalled(&mpi, "KILL", 1);
         exit(1);
     }
     for mpi in Mpi::installed() {
@@ -98,7 +100,7 @@ fn a_killed_process_ends_the_job_elsewhere() {
 #[test]
 fn a_stopped_process_is_named_within_the_timeout() {
     if let Some(mpi) = here() {
-        let error = signalled(&mpi, "STOP");
+        let error = signalled(&mpi, "STOP", 1);
         assert!(error.rank == 1 && error.cause.contains("rank 1 made no progress for 3s: rank "), "{error}");
         assert!(error.to_string().contains("rank 1 is lost (its process does not answer)"), "{error}");
         println!("told");
@@ -111,6 +113,22 @@ fn a_stopped_process_is_named_within_the_timeout() {
         // The first survivor to end ends the job.
         assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
         assert!(!output.status.success() && begun.elapsed() < Duration::from_secs(60), "{}", text(&output));
+        gone(&output);
+    }
+}
+
+/// Rank 0 finds the faults of others. When it stands still, another one does.
+#[test]
+fn a_judge_that_stands_still_is_named_too() {
+    if let Some(mpi) = here() {
+        let error = signalled(&mpi, "STOP", 0);
+        assert!(error.cause.contains("rank 0 is lost (its process does not answer)"), "{error}");
+        println!("told");
+        exit(1);
+    }
+    for mpi in Mpi::installed().into_iter().filter(|mpi| mpi.is_open) {
+        let output = mpi.command("a_judge_that_stands_still_is_named_too", 3, &[]).output().expect("mpirun starts");
+        assert!(text(&output).contains("told\n"), "{}: {}", mpi.file.display(), text(&output));
         gone(&output);
     }
 }

@@ -49,6 +49,8 @@ impl Mpi {
         }
         command.args(flags).args(["-n", &processes.to_string()]);
         command.arg(std::env::current_exe().expect("this program")).args([test, "--exact", "--nocapture"]);
+        let path = std::env::var("PATH").unwrap_or_default();
+        command.env("PATH", format!("{}:{path}", self.folder.join("bin").display()));
         command.env("LD_LIBRARY_PATH", self.folder.join("lib")).env(LIBRARY, &self.file);
         command.stdin(Stdio::null());
         command
