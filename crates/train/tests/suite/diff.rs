@@ -6,6 +6,7 @@
 use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
 use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Side, Vector, compare};
+use meshwork_engine::Plan;
 use meshwork_models::language::{self, TARGETS, TOKENS};
 use meshwork_tensor::Tensor;
 use meshwork_train::TrainError;
@@ -420,6 +421,16 @@ fn a_run_that_fails_is_an_error_and_ends() {
         error.contains("vocab_parallel_embedding: an observer gave f32 for f32: dtype and shape must be the same (shapes [[1, 2, 3], "),
         "{error}"
     );
+}
+
+/// A mesh whose ranks of cp would each do all of the work.
+#[test]
+fn a_model_that_cuts_nothing_over_cp_is_refused() {
+    let (config, data) = (config("dp=1"), data());
+    let plan = |mesh: &str| Plan { mesh: mesh.parse().unwrap(), ..config.plan().unwrap() };
+    let sides = ["dp=1", "cp=2"].map(|mesh| Side::of(config.model(), plan(mesh), &data));
+    let error = compare([&sides[0], &sides[1]], 1).unwrap_err().to_string();
+    assert!(error.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{error}");
 }
 
 #[test]
