@@ -63,7 +63,7 @@ pub fn detect(environment: &Environment) -> Result<Option<Launch>, LaunchError> 
     let Some((inner, launch)) = found.first() else {
         // The launcher's pod of an MPIJob, and the shell of a worker.
         return match text(environment, table::MPI_JOB_ROLE) {
-            Some(role) if role == "launcher" => Err(LaunchError::NotStarted),
+            Some("launcher") => Err(LaunchError::NotStarted),
             _ => Ok(None),
         };
     };

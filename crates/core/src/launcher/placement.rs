@@ -116,7 +116,8 @@ impl Placement {
             "let the launcher fill a host before the next: --map-by slot of Open MPI, -ppn of MPICH, --distribution=block of Slurm"
                 .to_owned()
         } else {
-            let fits = (1..=tp).rev().find(|degree| tp % degree == 0 && least % degree == 0).unwrap_or(1);
+            let fits =
+                (1..=tp).rev().find(|&degree| tp.is_multiple_of(degree) && least.is_multiple_of(degree)).unwrap_or(1);
             format!("use tp={fits}, or hosts with a multiple of {tp} ranks each")
         };
         Some(format!("warning: tp={tp} reaches over hosts, and communicates in every layer; {advice}"))
