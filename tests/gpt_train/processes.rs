@@ -164,7 +164,7 @@ fn another_build_of_the_program_is_told_before_the_first_step() {
             "{}",
             ended.err
         );
-        assert_eq!(ended.err.matches("error: ").count(), 1, "one report: {}", ended.err);
+        assert_eq!(ended.err.matches("error: a world of ").count(), 1, "one report: {}", ended.err);
     }
     fs::remove_dir_all(folder).unwrap();
 }
