@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, DType};
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,11 @@ use serde::{Deserialize, Serialize};
 use crate::endpoint::Endpoint;
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, What};
+use crate::pause::Pause;
 use crate::wire::{self, EAGER, Event, ROOM, Wire};
+
+/// How long processes that are alive may take to end.
+const LAST: Duration = Duration::from_secs(5);
 
 /// The process of a rank, which has as many as all others.
 #[derive(Clone, Copy, Debug)]
@@ -61,6 +66,8 @@ struct Desk {
     early: HashMap<(u64, usize), Vec<Packet>>,
     over: HashSet<u64>,
     lost: Vec<(usize, String)>,
+    /// Processes that are about to end MPI.
+    byes: HashSet<usize>,
 }
 
 /// A first message.
@@ -70,6 +77,8 @@ enum Cover {
     Head(Box<Head>, Option<(usize, usize)>),
     /// A first message that is too long: from this process, under a tag.
     Long { process: usize, tag: usize, bytes: usize },
+    /// This process is about to end MPI.
+    Bye { process: usize },
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -166,6 +175,7 @@ impl Port {
                 unwanted.extend(self.deliver(head, body));
             }
             Ok((Cover::Long { process, tag, bytes }, _)) => long.push((process, tag, bytes)),
+            Ok((Cover::Bye { process }, _)) => _ = lock(&self.desk).byes.insert(process),
             // Another program than this one; the handshake of a run tells it.
             Err(_) => {}
         };
@@ -235,12 +245,52 @@ impl Port {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Ends MPI, on the thread that initialised it.
+    /// Ends MPI, on the thread that initialised it, if all processes come to this.
     pub(crate) fn close(&self) {
+        let met = self.meet();
         lock(&self.desk).endpoints.clear();
         if let Some(wire) = lock(&self.wire).take() {
-            wire.close(self.abandoned.load(Ordering::Relaxed));
+            wire.close(!met);
         }
+    }
+
+    /// Waits until every process is about to end MPI: process 0 hears of all, and tells them. False if some process does
+    /// not come; where one may not, the wait is short.
+    fn meet(&self) -> bool {
+        let Layout { process, processes, .. } = self.layout;
+        let say = |to: usize| {
+            if let (Some(wire), Ok(memory)) =
+                (lock(&self.wire).as_mut(), postcard::to_extend(&Cover::Bye { process }, wire::framed(16)))
+            {
+                wire.first(to, wire::sealed(memory));
+            }
+        };
+        let longest = if self.abandoned.load(Ordering::Relaxed) { LAST } else { 12 * LAST };
+        let (begun, pause) = (Instant::now(), Pause::new(Duration::from_millis(1)));
+        if process > 0 {
+            say(0);
+        }
+        let all = |byes: &HashSet<usize>| if process == 0 { byes.len() == processes - 1 } else { byes.contains(&0) };
+        while !all(&lock(&self.desk).byes) {
+            if begun.elapsed() > longest {
+                return false;
+            }
+            if !self.poll() {
+                pause.rest();
+            }
+        }
+        if process == 0 {
+            (1..processes).for_each(say);
+        }
+        while self.is_busy() {
+            if begun.elapsed() > longest {
+                return false;
+            }
+            if !self.poll() {
+                pause.rest();
+            }
+        }
+        true
     }
 }
 

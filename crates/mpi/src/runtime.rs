@@ -231,9 +231,6 @@ impl Running {
 /// The longest sleep of the thread of MPI: while an operation is under way, and while none is.
 const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(2)];
 
-/// How long messages that are under way at the end may take.
-const LAST: Duration = Duration::from_secs(5);
-
 /// Moves messages, and operations whose ranks compute, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
     let mut pauses = SLEEPS.map(Pause::new);
@@ -251,12 +248,6 @@ fn work(port: &Port, over: &AtomicBool) {
             break;
         }
         pauses[usize::from(!busy)].rest();
-    }
-    let (end, pause) = (Instant::now() + LAST, Pause::new(SLEEPS[0]));
-    while port.is_busy() && Instant::now() < end {
-        if !port.poll() {
-            pause.rest();
-        }
     }
     port.close();
 }
