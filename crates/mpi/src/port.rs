@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use meshwork_core::{Buffer, DType};
 use serde::{Deserialize, Serialize};
 
-use crate::endpoint::Endpoint;
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, What};
 use crate::pause::Pause;
@@ -34,6 +33,24 @@ impl Layout {
 
 /// What has arrived at a rank, and it has not looked at.
 pub(crate) type Inbox = Mutex<VecDeque<Arrival>>;
+
+/// A rank's end of a world, as the port of its process sees it.
+pub(crate) trait Station: Send + Sync {
+    /// The world, and the rank in it.
+    fn place(&self) -> (u64, usize);
+
+    /// Where its messages go.
+    fn inbox(&self) -> &Inbox;
+
+    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
+    fn advance(&self) -> bool;
+
+    /// Whether operations are under way.
+    fn is_busy(&self) -> bool;
+
+    /// Whether the world is over.
+    fn is_over(&self) -> bool;
+}
 
 /// The port of a process.
 pub(crate) struct Port {
@@ -61,7 +78,7 @@ type Packet = (Box<Head>, Body);
 #[derive(Default)]
 struct Desk {
     /// By world, and rank in it.
-    endpoints: HashMap<(u64, usize), Arc<Endpoint>>,
+    endpoints: HashMap<(u64, usize), Arc<dyn Station>>,
     /// Messages to ranks that have not come yet.
     early: HashMap<(u64, usize), Vec<Packet>>,
     over: HashSet<u64>,
@@ -148,7 +165,7 @@ impl Port {
         let mut desk = lock(&self.desk);
         let place = (head.world, head.to);
         match desk.endpoints.get(&place) {
-            Some(endpoint) => lock(&endpoint.inbox).push_back(Arrival::Packet(head, body)),
+            Some(endpoint) => lock(endpoint.inbox()).push_back(Arrival::Packet(head, body)),
             None if desk.over.contains(&head.world) => return Some(body),
             // A fork to which this rank never came.
             None if matches!(head.what, What::Judge(Judge::Over(_))) => {
@@ -189,7 +206,7 @@ impl Port {
             Event::Lost(process, why) => {
                 let mut desk = lock(&self.desk);
                 for endpoint in desk.endpoints.values() {
-                    lock(&endpoint.inbox).push_back(Arrival::Lost(process, why.clone()));
+                    lock(endpoint.inbox()).push_back(Arrival::Lost(process, why.clone()));
                 }
                 desk.lost.push((process, why));
             }
@@ -208,30 +225,30 @@ impl Port {
     }
 
     /// Adds a rank's end of a world.
-    pub(crate) fn enter(&self, endpoint: &Arc<Endpoint>) {
+    pub(crate) fn enter(&self, endpoint: Arc<dyn Station>) {
         let mut desk = lock(&self.desk);
-        let place = (endpoint.world, endpoint.rank);
+        let place = endpoint.place();
         let early = desk.early.remove(&place).unwrap_or_default();
-        let mut inbox = lock(&endpoint.inbox);
+        let mut inbox = lock(endpoint.inbox());
         inbox.extend(early.into_iter().map(|(head, body)| Arrival::Packet(head, body)));
         inbox.extend(desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone())));
         drop(inbox);
-        desk.endpoints.insert(place, endpoint.clone());
+        desk.endpoints.insert(place, endpoint);
     }
 
     /// Removes a rank's end of a world that is over.
-    pub(crate) fn leave(&self, endpoint: &Endpoint) {
+    pub(crate) fn leave(&self, place: (u64, usize)) {
         let unwanted = {
             let mut desk = lock(&self.desk);
-            desk.endpoints.remove(&(endpoint.world, endpoint.rank));
-            desk.over.insert(endpoint.world);
-            desk.early.remove(&(endpoint.world, endpoint.rank))
+            desk.endpoints.remove(&place);
+            desk.over.insert(place.0);
+            desk.early.remove(&place)
         };
         unwanted.into_iter().flatten().for_each(|(_, body)| self.discard(body));
     }
 
     /// The ranks of all worlds that are not over.
-    pub(crate) fn endpoints(&self) -> Vec<Arc<Endpoint>> {
+    pub(crate) fn endpoints(&self) -> Vec<Arc<dyn Station>> {
         lock(&self.desk).endpoints.values().cloned().collect()
     }
 
@@ -254,8 +271,8 @@ impl Port {
         }
     }
 
-    /// Waits until every process is about to end MPI: process 0 hears of all, and tells them. False if some process does
-    /// not come; where one may not, the wait is short.
+    /// Waits until every process is about to end MPI: process 0 hears of all, and tells them. False if some process
+    /// does not come; where one may not, the wait is short.
     fn meet(&self) -> bool {
         let Layout { process, processes, .. } = self.layout;
         let say = |to: usize| {

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use meshwork_core::Communicator;
@@ -16,6 +16,7 @@ use crate::communicator::MpiComm;
 use crate::endpoint::Endpoint;
 use crate::error::MpiError;
 use crate::library::Library;
+use crate::life::Life;
 use crate::pause::Pause;
 use crate::port::{Layout, Port};
 use crate::wire::Wire;
@@ -74,25 +75,6 @@ struct Running {
     life: Arc<Life>,
 }
 
-/// The thread that owns MPI, which ends with the last value that needs it.
-#[derive(Debug)]
-pub(crate) struct Life {
-    over: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for Life {
-    fn drop(&mut self) {
-        // The thread looks for this every few milliseconds; a rank that panics must not wait for others there.
-        self.over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take()
-            && !thread::panicking()
-        {
-            _ = thread.join(); // a panic of it was told by the panic hook, and nothing is left to end
-        }
-    }
-}
-
 /// What the thread of MPI found when it started.
 struct Started {
     port: Arc<Port>,
@@ -144,7 +126,7 @@ impl Runtime {
         };
         let started = thread::Builder::new().name("mpi".to_owned()).spawn(run);
         let thread = started.map_err(|error| MpiError::Thread(error.to_string()))?;
-        let life = Arc::new(Life { over, thread: Some(thread) });
+        let life = Arc::new(Life::new(over, thread));
         let Started { port, description } =
             told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
         let (origin, worlds) = (Instant::now(), Mutex::default());
