@@ -5,6 +5,7 @@
 
 mod launch;
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use meshwork_core::{CommError, ReduceOp, World};
@@ -16,12 +17,16 @@ use launch::{Mpi, here, text};
 /// The files of all libraries; MPICH by two of its interfaces.
 const ALL: &[&str] = &["libmpi_abi.so.1", "libmpi.so.12", "libmpi.so.40"];
 
+static ONE_JOB: Mutex<()> = Mutex::new(());
+
 /// Runs `body` in that many processes of each library with one of these files; they start this program again, with the
 /// test `test` alone, which calls this function with the same arguments.
 fn over_each(test: &str, processes: usize, files: &[&str], body: impl FnOnce(&Mpi)) {
     if let Some(mpi) = here() {
         return body(&mpi);
     }
+    // The suite has timeouts: two jobs at once would stop each other's ranks for as long.
+    let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
     let installed = Mpi::installed();
     if installed.is_empty() {
         println!("no MPI in target/mpi: {test} is left out; scripts/install_mpi.sh target/mpi installs two");
@@ -80,7 +85,7 @@ fn processes(test: &str, processes: usize, ranks_per_process: usize, files: &[&s
 
 #[test]
 fn four_processes() {
-    processes("four_processes", 4, 1, ALL);
+    processes("four_processes", 4, 1, &[ALL[0], ALL[2]]);
 }
 
 #[test]
