@@ -7,8 +7,8 @@ use meshwork_core::comm::{Activity, Ended, Membership, PendingOp, Site, check_me
 use meshwork_core::{Buffer, Call, CommError, Communicator, Pending, ReductionOrder};
 
 use crate::endpoint::{Endpoint, GroupOf};
+use crate::life::Life;
 use crate::packet::Key;
-use crate::runtime::Life;
 
 /// One rank's end of a group.
 #[derive(Debug)]

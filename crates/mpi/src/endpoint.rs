@@ -21,7 +21,7 @@ use crate::ground::{Claim, Ground};
 use crate::judge::{Bench, To};
 use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
 use crate::pause::Pause;
-use crate::port::{Inbox, Landing, Port};
+use crate::port::{Inbox, Landing, Port, Station};
 
 /// How long a rank waits before it tells the judge.
 const PATIENCE: Duration = Duration::from_millis(15);
@@ -152,7 +152,7 @@ impl Endpoint {
             beats: AtomicU64::new(0),
             state: Mutex::default(),
         });
-        port.enter(&endpoint);
+        port.enter(endpoint.clone());
         endpoint
     }
 
@@ -227,11 +227,6 @@ impl Endpoint {
     }
 
     /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
-    pub(crate) fn advance(&self) -> bool {
-        let mut state = self.lock();
-        self.advance_in(&mut state)
-    }
-
     fn advance_in(&self, state: &mut State) -> bool {
         let mut any = false;
         loop {
@@ -393,7 +388,7 @@ impl Endpoint {
                 }
                 state.over.get_or_insert(over);
                 self.stop(state);
-                self.port.leave(self);
+                self.port.leave((self.world, self.rank));
                 return;
             }
         };
@@ -669,14 +664,26 @@ impl Endpoint {
             pause.rest();
         }
     }
+}
 
-    /// Whether operations are under way.
-    pub(crate) fn is_busy(&self) -> bool {
+impl Station for Endpoint {
+    fn place(&self) -> (u64, usize) {
+        (self.world, self.rank)
+    }
+
+    fn inbox(&self) -> &Inbox {
+        &self.inbox
+    }
+
+    fn advance(&self) -> bool {
+        self.advance_in(&mut self.lock())
+    }
+
+    fn is_busy(&self) -> bool {
         !self.lock().flights.is_empty()
     }
 
-    /// Whether the world is over.
-    pub(crate) fn is_over(&self) -> bool {
+    fn is_over(&self) -> bool {
         self.lock().over.is_some()
     }
 }

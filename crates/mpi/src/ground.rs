@@ -1,7 +1,7 @@
 //! The memory of an operation while messages read and write parts of it.
 //!
-//! A [`Ground`] owns a buffer that nothing else refers to, and hands out [`Claim`]s: ranges that do not overlap, each of
-//! which has its bytes alone until it is dropped. So a library may write one range while others are sent, and the
+//! A [`Ground`] owns a buffer that nothing else refers to, and hands out [`Claim`]s: ranges that do not overlap, each
+//! of which has its bytes alone until it is dropped. So a library may write one range while others are sent, and the
 //! buffer comes back only when no claim is left.
 
 use std::ops::{Deref, DerefMut, Range};

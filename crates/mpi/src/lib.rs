@@ -27,6 +27,7 @@ mod flight;
 mod ground;
 mod judge;
 mod library;
+mod life;
 mod packet;
 mod pause;
 mod plan;

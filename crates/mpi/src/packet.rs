@@ -31,7 +31,8 @@ pub(crate) struct Head {
 /// What a message is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum What {
-    /// Bytes of an operation. The first message of each member to another one says what it does; `place` is twice the lane, and the stage.
+    /// Bytes of an operation. The first message of each member to another one says what it does; `place` is twice the
+    /// lane, and the stage.
     Part { key: Key, place: u32, info: Option<Info> },
     /// The part that a rank named in a split: world ranks.
     Split { parent: u64, seq: u64, name: String, ranks: Vec<usize> },

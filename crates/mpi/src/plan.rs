@@ -1,9 +1,9 @@
 //! Who sends what to whom in an operation: ranges of bytes, as data.
 //!
-//! Every collective has at most two stages, in each of which a member sends a range to each other member, or nothing.
-//! A reduction sends each member its segment, adds the segments of all in the balanced tree, and sends the sum to all:
-//! 2(n-1)/n of the bytes, as a ring does, in two messages for each pair. So members meet in pairs, and two that disagree
-//! find it where they meet. A small reduction sends everything at once instead.
+//! Every collective has at most two stages, in each of which a member sends a range to each other member, or nothing. A
+//! reduction sends each member its segment, adds the segments of all in the balanced tree, and sends the sum to all:
+//! 2(n-1)/n of the bytes, as a ring does, in two messages for each pair. So members meet in pairs, and two that
+//! disagree find it where they meet. A small reduction sends everything at once instead.
 //!
 //! Large reductions are cut into lanes, which go through the stages by themselves, so that sums are taken while other
 //! lanes are under way.

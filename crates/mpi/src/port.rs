@@ -4,14 +4,18 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use meshwork_core::{Buffer, DType};
 use serde::{Deserialize, Serialize};
 
-use crate::endpoint::Endpoint;
 use crate::ground::Ground;
 use crate::packet::{Arrival, Body, Bytes, Head, Judge, What};
+use crate::pause::Pause;
 use crate::wire::{self, EAGER, Event, ROOM, Wire};
+
+/// How long processes that are alive may take to end.
+const LAST: Duration = Duration::from_secs(5);
 
 /// The process of a rank, which has as many as all others.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +33,24 @@ impl Layout {
 
 /// What has arrived at a rank, and it has not looked at.
 pub(crate) type Inbox = Mutex<VecDeque<Arrival>>;
+
+/// A rank's end of a world, as the port of its process sees it.
+pub(crate) trait Station: Send + Sync {
+    /// The world, and the rank in it.
+    fn place(&self) -> (u64, usize);
+
+    /// Where its messages go.
+    fn inbox(&self) -> &Inbox;
+
+    /// Goes through what has arrived, and does what can be done. Whether anything has arrived.
+    fn advance(&self) -> bool;
+
+    /// Whether operations are under way.
+    fn is_busy(&self) -> bool;
+
+    /// Whether the world is over.
+    fn is_over(&self) -> bool;
+}
 
 /// The port of a process.
 pub(crate) struct Port {
@@ -56,11 +78,13 @@ type Packet = (Box<Head>, Body);
 #[derive(Default)]
 struct Desk {
     /// By world, and rank in it.
-    endpoints: HashMap<(u64, usize), Arc<Endpoint>>,
+    endpoints: HashMap<(u64, usize), Arc<dyn Station>>,
     /// Messages to ranks that have not come yet.
     early: HashMap<(u64, usize), Vec<Packet>>,
     over: HashSet<u64>,
     lost: Vec<(usize, String)>,
+    /// Processes that are about to end MPI.
+    byes: HashSet<usize>,
 }
 
 /// A first message.
@@ -70,6 +94,8 @@ enum Cover {
     Head(Box<Head>, Option<(usize, usize)>),
     /// A first message that is too long: from this process, under a tag.
     Long { process: usize, tag: usize, bytes: usize },
+    /// This process is about to end MPI.
+    Bye { process: usize },
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -139,7 +165,7 @@ impl Port {
         let mut desk = lock(&self.desk);
         let place = (head.world, head.to);
         match desk.endpoints.get(&place) {
-            Some(endpoint) => lock(&endpoint.inbox).push_back(Arrival::Packet(head, body)),
+            Some(endpoint) => lock(endpoint.inbox()).push_back(Arrival::Packet(head, body)),
             None if desk.over.contains(&head.world) => return Some(body),
             // A fork to which this rank never came.
             None if matches!(head.what, What::Judge(Judge::Over(_))) => {
@@ -166,6 +192,7 @@ impl Port {
                 unwanted.extend(self.deliver(head, body));
             }
             Ok((Cover::Long { process, tag, bytes }, _)) => long.push((process, tag, bytes)),
+            Ok((Cover::Bye { process }, _)) => _ = lock(&self.desk).byes.insert(process),
             // Another program than this one; the handshake of a run tells it.
             Err(_) => {}
         };
@@ -179,7 +206,7 @@ impl Port {
             Event::Lost(process, why) => {
                 let mut desk = lock(&self.desk);
                 for endpoint in desk.endpoints.values() {
-                    lock(&endpoint.inbox).push_back(Arrival::Lost(process, why.clone()));
+                    lock(endpoint.inbox()).push_back(Arrival::Lost(process, why.clone()));
                 }
                 desk.lost.push((process, why));
             }
@@ -198,30 +225,30 @@ impl Port {
     }
 
     /// Adds a rank's end of a world.
-    pub(crate) fn enter(&self, endpoint: &Arc<Endpoint>) {
+    pub(crate) fn enter(&self, endpoint: Arc<dyn Station>) {
         let mut desk = lock(&self.desk);
-        let place = (endpoint.world, endpoint.rank);
+        let place = endpoint.place();
         let early = desk.early.remove(&place).unwrap_or_default();
-        let mut inbox = lock(&endpoint.inbox);
+        let mut inbox = lock(endpoint.inbox());
         inbox.extend(early.into_iter().map(|(head, body)| Arrival::Packet(head, body)));
         inbox.extend(desk.lost.iter().map(|(process, why)| Arrival::Lost(*process, why.clone())));
         drop(inbox);
-        desk.endpoints.insert(place, endpoint.clone());
+        desk.endpoints.insert(place, endpoint);
     }
 
     /// Removes a rank's end of a world that is over.
-    pub(crate) fn leave(&self, endpoint: &Endpoint) {
+    pub(crate) fn leave(&self, place: (u64, usize)) {
         let unwanted = {
             let mut desk = lock(&self.desk);
-            desk.endpoints.remove(&(endpoint.world, endpoint.rank));
-            desk.over.insert(endpoint.world);
-            desk.early.remove(&(endpoint.world, endpoint.rank))
+            desk.endpoints.remove(&place);
+            desk.over.insert(place.0);
+            desk.early.remove(&place)
         };
         unwanted.into_iter().flatten().for_each(|(_, body)| self.discard(body));
     }
 
     /// The ranks of all worlds that are not over.
-    pub(crate) fn endpoints(&self) -> Vec<Arc<Endpoint>> {
+    pub(crate) fn endpoints(&self) -> Vec<Arc<dyn Station>> {
         lock(&self.desk).endpoints.values().cloned().collect()
     }
 
@@ -235,12 +262,52 @@ impl Port {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Ends MPI, on the thread that initialised it.
+    /// Ends MPI, on the thread that initialised it, if all processes come to this.
     pub(crate) fn close(&self) {
+        let met = self.meet();
         lock(&self.desk).endpoints.clear();
         if let Some(wire) = lock(&self.wire).take() {
-            wire.close(self.abandoned.load(Ordering::Relaxed));
+            wire.close(!met);
         }
+    }
+
+    /// Waits until every process is about to end MPI: process 0 hears of all, and tells them. False if some process
+    /// does not come; where one may not, the wait is short.
+    fn meet(&self) -> bool {
+        let Layout { process, processes, .. } = self.layout;
+        let say = |to: usize| {
+            if let (Some(wire), Ok(memory)) =
+                (lock(&self.wire).as_mut(), postcard::to_extend(&Cover::Bye { process }, wire::framed(16)))
+            {
+                wire.first(to, wire::sealed(memory));
+            }
+        };
+        let longest = if self.abandoned.load(Ordering::Relaxed) { LAST } else { 12 * LAST };
+        let (begun, pause) = (Instant::now(), Pause::new(Duration::from_millis(1)));
+        if process > 0 {
+            say(0);
+        }
+        let all = |byes: &HashSet<usize>| if process == 0 { byes.len() == processes - 1 } else { byes.contains(&0) };
+        while !all(&lock(&self.desk).byes) {
+            if begun.elapsed() > longest {
+                return false;
+            }
+            if !self.poll() {
+                pause.rest();
+            }
+        }
+        if process == 0 {
+            (1..processes).for_each(say);
+        }
+        while self.is_busy() {
+            if begun.elapsed() > longest {
+                return false;
+            }
+            if !self.poll() {
+                pause.rest();
+            }
+        }
+        true
     }
 }
 

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use meshwork_core::Communicator;
@@ -16,6 +16,7 @@ use crate::communicator::MpiComm;
 use crate::endpoint::Endpoint;
 use crate::error::MpiError;
 use crate::library::Library;
+use crate::life::Life;
 use crate::pause::Pause;
 use crate::port::{Layout, Port};
 use crate::wire::Wire;
@@ -74,25 +75,6 @@ struct Running {
     life: Arc<Life>,
 }
 
-/// The thread that owns MPI, which ends with the last value that needs it.
-#[derive(Debug)]
-pub(crate) struct Life {
-    over: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for Life {
-    fn drop(&mut self) {
-        // The thread looks for this every few milliseconds; a rank that panics must not wait for others there.
-        self.over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take()
-            && !thread::panicking()
-        {
-            _ = thread.join(); // a panic of it was told by the panic hook, and nothing is left to end
-        }
-    }
-}
-
 /// What the thread of MPI found when it started.
 struct Started {
     port: Arc<Port>,
@@ -144,7 +126,7 @@ impl Runtime {
         };
         let started = thread::Builder::new().name("mpi".to_owned()).spawn(run);
         let thread = started.map_err(|error| MpiError::Thread(error.to_string()))?;
-        let life = Arc::new(Life { over, thread: Some(thread) });
+        let life = Arc::new(Life::new(over, thread));
         let Started { port, description } =
             told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
         let (origin, worlds) = (Instant::now(), Mutex::default());
@@ -231,9 +213,6 @@ impl Running {
 /// The longest sleep of the thread of MPI: while an operation is under way, and while none is.
 const SLEEPS: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(2)];
 
-/// How long messages that are under way at the end may take.
-const LAST: Duration = Duration::from_secs(5);
-
 /// Moves messages, and operations whose ranks compute, until nothing needs them.
 fn work(port: &Port, over: &AtomicBool) {
     let mut pauses = SLEEPS.map(Pause::new);
@@ -251,12 +230,6 @@ fn work(port: &Port, over: &AtomicBool) {
             break;
         }
         pauses[usize::from(!busy)].rest();
-    }
-    let (end, pause) = (Instant::now() + LAST, Pause::new(SLEEPS[0]));
-    while port.is_busy() && Instant::now() < end {
-        if !port.poll() {
-            pause.rest();
-        }
     }
     port.close();
 }

@@ -1,5 +1,5 @@
-//! Processes that end without a word, or stand still: what the others are told, as far as the launcher lets them live, and
-//! that nothing is left behind.
+//! Processes that end without a word, or stand still: what the others are told, as far as the launcher lets them live,
+//! and that nothing is left behind.
 
 #![cfg(unix)]
 
