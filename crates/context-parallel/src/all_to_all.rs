@@ -91,7 +91,7 @@ impl AllToAll {
     }
 
     /// `[b, s/n, parts, heads, d] → [b, s, parts, heads/n · d]`, in the order of the sequence.
-    fn to_heads(&self, call: &Exchanged<'_>, x: &Buffer, [b, s, parts, heads, d]: [usize; 5]) -> Result<Tensor> {
+    fn to_heads(self, call: &Exchanged<'_>, x: &Buffer, [b, s, parts, heads, d]: [usize; 5]) -> Result<Tensor> {
         let (group, layout) = (self.group(call), call.device.layout()?);
         let (n, width) = (group.size(), heads / group.size() * d);
         let sent = layout.swap_blocks(x, b * s * parts, n, width)?;
@@ -101,7 +101,7 @@ impl AllToAll {
     }
 
     /// `[b, s, parts, heads/n · d] → [b, s/n, parts, heads, d]`, back.
-    fn to_tokens(&self, call: &Exchanged<'_>, x: Buffer, [b, s, parts, heads, d]: [usize; 5]) -> Result<Buffer> {
+    fn to_tokens(self, call: &Exchanged<'_>, x: Buffer, [b, s, parts, heads, d]: [usize; 5]) -> Result<Buffer> {
         let (group, layout) = (self.group(call), call.device.layout()?);
         let (n, width) = (group.size(), heads / group.size() * d);
         let x = call.to_order(Tensor::from_buffer(call.device, x, [b, n * s, parts, width])?)?;

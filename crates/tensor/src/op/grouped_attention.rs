@@ -86,7 +86,7 @@ impl Var {
         let (first, all) =
             (offset.get(1).map_or(0, |&first| first as usize), global.get(1).map_or(0, |&all| all as usize));
         let runs = match order.is_natural() {
-            true => vec![first..first + held],
+            true => std::iter::once(first..first + held).collect(),
             false => order.tokens(all, first..first + held)?,
         };
         self.attention_of(runs, None, kv, rotary, documents, dropout)
@@ -107,7 +107,8 @@ impl Var {
         dropout: Option<(f32, &str)>,
     ) -> Result<Var> {
         let held = self.shape().get(1).copied().unwrap_or(0);
-        self.attention_of([0..held].to_vec(), Some((exchange, order.clone())), kv, rotary, documents, dropout)
+        let runs = std::iter::once(0..held).collect();
+        self.attention_of(runs, Some((exchange, order.clone())), kv, rotary, documents, dropout)
     }
 
     fn attention_of(
@@ -222,7 +223,8 @@ impl GroupedAttention {
             let rows = rows.start.max(begin)..rows.end.min(begin + run.len());
             let first_query = run.start + rows.start.max(begin) - begin;
             let queries = AttentionShape { seq: rows.len(), ..self.shape.queries };
-            (!rows.is_empty()).then(|| Piece { rows, shape: GroupedShape { queries, first_query, ..self.shape } })
+            let shape = GroupedShape { queries, first_query, ..self.shape };
+            (!rows.is_empty()).then_some(Piece { rows, shape })
         });
         pieces.collect::<Vec<_>>().into_iter()
     }

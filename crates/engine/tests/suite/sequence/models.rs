@@ -124,7 +124,7 @@ fn assert_close(
     for (found, want) in found.iter().zip(want) {
         let near = |a: f64, b: f64| (a - b).abs() <= 2e-6 * b.abs();
         assert!(near(found.loss, want.loss), "{what}: loss {} and {}", found.loss, want.loss);
-        let (a, b) = (f64::from(found.grad_norm), f64::from(want.grad_norm));
+        let (a, b) = (found.grad_norm, want.grad_norm);
         assert!((a - b).abs() <= 1e-5 * b, "{what}: norm {a} and {b}");
     }
     for (key, want) in of_one {
