@@ -118,7 +118,7 @@ pub fn element<D: Distribution>(key: Key, index: u64) -> f32 {
     D::draw(blocks::<1>(key, index / 4))[(index % 4) as usize][0]
 }
 
-/// `out[i] = element(key, start + i)`, bit for bit, many blocks at a time. Call it within [`wide`].
+/// `out[i] = element(key, start + i)`, bit for bit, many blocks at a time. Call it within [`wide()`].
 #[inline(always)]
 pub fn fill<D: Distribution, T: From<f32>>(key: Key, start: u64, out: &mut [T]) {
     const WIDE: usize = 16;

@@ -1,6 +1,6 @@
 //! Loops compiled for the widest vectors of the CPU that runs them.
 //!
-//! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide`]
+//! The compiler vectorises plain loops, but only with the instructions that every CPU of the target has. [`wide()`]
 //! compiles a loop again for AVX2 and AVX-512 and picks at run time. The arithmetic is the same, operation by operation
 //! (Rust never fuses a multiplication with an addition by itself, and `mul_add` rounds once everywhere), so the bits
 //! are too.
@@ -107,7 +107,7 @@ pub fn wide<R>(f: impl FnOnce() -> R) -> R {
     Closure(f).wide()
 }
 
-/// Runs an expression with the widest vectors this CPU has: [`wide`] of a closure that is always inlined.
+/// Runs an expression with the widest vectors this CPU has: [`wide()`] of a closure that is always inlined.
 ///
 /// ```
 /// use meshwork_core::simd::wide;
@@ -131,7 +131,7 @@ macro_rules! wide {
 #[doc(inline)]
 pub use crate::wide;
 
-/// A loop that is too long for [`wide`]: the compiler does not inline a long closure. It does inline `run`, marked
+/// A loop that is too long for [`wide()`]: the compiler does not inline a long closure. It does inline `run`, marked
 /// `#[inline(always)]`.
 pub trait Wide: Sized {
     /// The result of the loop.

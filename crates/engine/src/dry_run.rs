@@ -17,8 +17,8 @@ use std::sync::Arc;
 /// without contents.
 ///
 /// # Errors
-/// As [`predict`], with an error for an operation that the device lacks: [`TrainError::lack`] tells that from the rest,
-/// which the zeros of such a device can cause.
+/// As [`predict`], with an error for an operation that the device lacks: [`TrainError::lack`](crate::TrainError::lack)
+/// tells that from the rest, which the zeros of such a device can cause.
 pub fn attempt(model: &Arc<dyn Model>, plan: &Plan, world_rank: usize, device: Arc<dyn Device>) -> Result<()> {
     let mut trainer = trainer(model, plan, world_rank, device)?;
     let batch = blank_batch(&trainer);

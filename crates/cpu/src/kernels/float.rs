@@ -41,7 +41,7 @@ pub trait Float:
     fn abs(self) -> Self;
 
     /// `self · factor + term`, rounded once on every CPU; a single instruction where
-    /// [`wide`](meshwork_core::simd::wide) has fused multiply-adds.
+    /// [`wide`](meshwork_core::simd::wide()) has fused multiply-adds.
     fn mul_add(self, factor: Self, term: Self) -> Self;
 
     /// `e` to this power. NaN stays NaN. In `f32` branch-free and within 1.02 ulp (see `exp_f32`), in `f64` std's.

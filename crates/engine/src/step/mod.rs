@@ -79,8 +79,8 @@ impl Trainer {
     /// # Errors
     /// Ranks whose plans or models differ, with the setting or parameter and the values that they have; a rank of a
     /// different mesh than the plan's; a plan that does not fit the model, the schedule or the device; a program that
-    /// is wrongly distributed, or [another one on one rank](TrainError::OneRank), which the first passes over the model
-    /// find without data.
+    /// is wrongly distributed, or [another one on one rank](crate::TrainError::OneRank), which the first passes over
+    /// the model find without data.
     pub fn new(model: Arc<dyn Model>, plan: &Plan, rank: Arc<Rank>, device: Arc<dyn Device>) -> Result<Self> {
         let name = rank.log().name_next("Trainer");
         let _entered = rank.enter(&*format!("{name}::new"));
