@@ -71,7 +71,11 @@ fn a_bad_command_line() {
                 "parallelism.tp = 2: conflicts with --mesh dp=2",
                 "axes not named are 1",
             ),
-            ("--mesh cp=2", "parallelism.cp = 2 (from --mesh cp=2): context parallelism has not landed yet; ", "use 1"),
+            (
+                "--mesh cp=2 --set parallelism.context_parallel_method=none",
+                "parallelism.cp = 2: cuts sequences, and parallelism.context_parallel_method is none; ",
+                "use 1, or all_gather or all_to_all",
+            ),
             ("--set model.preset=huge", "model.preset = \"huge\" (from --set): unknown; ", "tiny, small, medium, gpt2"),
             ("--set model.preset=small --set model.preset=tny", "model.preset = \"tny\"", "the nearest is tiny"),
         ],

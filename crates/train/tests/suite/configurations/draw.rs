@@ -80,6 +80,8 @@ struct Frame {
     data: Data,
     profile: bool,
     pretrained: Option<usize>,
+    /// Ranks that share out the sequence.
+    cp: usize,
     /// Ranks that share out the experts, and experts.
     ep: usize,
     experts: usize,
@@ -300,10 +302,13 @@ impl Frame {
         let ep = if dp % ep == 0 || rarely(rng, 8) { ep } else { 1 };
         let router = rng.pick(&["topk", "switch", "gshard", "expert_choice", "bias"]);
         let experts = if experts { ep * rng.pick(&[1, 2, 2, 4]) } else { 0 };
+        let cp = rng.pick(&[1, 1, 1, 1, 2, 3]);
+        let cp = if dp * tp * pp * cp <= 8 && experts == 0 && !canonical || rarely(rng, 16) { cp } else { 1 };
         let lossy = rarely(rng, if canonical { 8 } else { 4 });
         let half = rarely(rng, 3);
         Frame {
             dtype: if half || rarely(rng, 60) { rng.pick(&["bf16", "f16"]) } else { "f32" },
+            cp,
             ep,
             experts: if experts == 1 { 2 } else { experts },
             router,
@@ -415,16 +420,11 @@ impl Frame {
             "parallelism.tp" => Self::degree(rng, self.tp),
             "parallelism.pp" => Self::degree(rng, self.pp),
             "parallelism.ep" => Self::degree(rng, self.ep),
-            "parallelism.cp" => match rng.below(16) {
-                0 => some(&3),
-                1..3 => some(&2),
-                3 => some(&1),
-                _ => None,
-            },
-            "parallelism.context_parallel_method" => {
-                one_of(rng, &["all_gather", "all_to_all"]).filter(|_| rng.below(2) == 0)
-            }
-            "parallelism.context_parallel_order" => one_of(rng, &["zigzag", "contiguous"]),
+            "parallelism.cp" => Self::degree(rng, self.cp),
+            "parallelism.context_parallel_method" => (self.cp > 1 && !rarely(rng, 16) || rarely(rng, 60))
+                .then(|| rng.pick(&["all_gather", "all_to_all"]).to_owned()),
+            "parallelism.context_parallel_order" if self.cp > 1 => one_of(rng, &["zigzag", "contiguous"]),
+            "parallelism.context_parallel_order" => rarely(rng, 60).then(|| "zigzag".to_owned()),
             "parallelism.expert_tensor_parallel" => match rng.below(20) {
                 0 => some(&2),
                 1..8 if self.tp > 1 => some(&self.tp),
