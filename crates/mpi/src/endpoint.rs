@@ -370,6 +370,7 @@ impl Endpoint {
                 asked,
                 posted: state.has_started(key),
                 waits: state.waits.last().map(|wait| wait.number),
+                ended: state.ended.is_some(),
                 beats: self.beats.load(Ordering::Relaxed),
             },
             Judge::Report => Tell::Report(state.report(self.rank)),
