@@ -63,7 +63,8 @@ pub(crate) struct Bench {
     asked: HashMap<u64, Edge>,
     asked_at: HashMap<Edge, Instant>,
     questions: u64,
-    /// The beats of ranks that were asked, and since when they have been these.
+    /// The beats of the ranks at the ends of chains of waits, and since when they have been these: of time in which they
+    /// were asked, and this judge ran.
     still: HashMap<usize, (u64, Instant)>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
@@ -124,8 +125,7 @@ impl Bench {
             Tell::Ends { how, .. } => self.end(from, how, say),
             Tell::Answer { asked, posted, waits, ended, beats } => {
                 let now = Instant::now();
-                let still = self.still.entry(from).or_insert((beats, now));
-                if still.0 != beats {
+                if let Some(still) = self.still.get_mut(&from).filter(|still| still.0 != beats) {
                     *still = (beats, now);
                 }
                 let Some(edge) = self.asked.remove(&asked) else { return };
@@ -156,10 +156,16 @@ impl Bench {
     /// Looks after what needs no message.
     pub(crate) fn tick(&mut self, say: &mut Vec<(To, Judge)>) {
         let often = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1]));
-        if self.looked.elapsed() < often {
+        let now = Instant::now();
+        let gap = now.duration_since(self.looked);
+        if gap < often {
             return;
         }
-        self.looked = Instant::now();
+        self.looked = now;
+        // A judge that got no core had no chance to hear answers: that time makes nobody late.
+        if gap > 2 * often {
+            self.still.values_mut().for_each(|(_, since)| *since = (*since + (gap - often)).min(now));
+        }
         self.write_down(say);
         self.look(say);
         self.finish(say);
@@ -195,7 +201,6 @@ impl Bench {
             return;
         }
         self.asked_at.insert(edge, now);
-        self.still.entry(edge.2).or_insert((u64::MAX, now));
         self.questions += 1;
         self.asked.insert(self.questions, edge);
         say.push((To::Rank(edge.2), Judge::Ask { asked: self.questions, key }));
@@ -204,6 +209,7 @@ impl Bench {
     /// Looks for a rank that is gone, a circle, or a rank that is late.
     fn look(&mut self, say: &mut Vec<(To, Judge)>) {
         if self.is_stopped() || self.waits.is_empty() {
+            self.still.clear();
             return;
         }
         let current = |waits: &BTreeMap<usize, Wait>, edge: &Edge| {
@@ -247,12 +253,16 @@ impl Bench {
         let Some(timeout) = self.timeout else { return };
         let now = Instant::now();
         let chains: Vec<Vec<usize>> = self.waits.keys().flat_map(|&rank| self.chains(rank)).collect();
+        // What a rank said when others waited for it before tells nothing of the time between.
+        let last: BTreeSet<usize> = chains.iter().filter_map(|chain| chain.last().copied()).collect();
+        self.still.retain(|rank, _| last.contains(rank));
         for chain in chains {
             let [.., before, last] = chain[..] else { continue };
             if self.ended[last].is_some() {
                 continue;
             }
             let Some(number) = self.waits.get(&before).map(|wait| wait.number) else { continue };
+            self.still.entry(last).or_insert((u64::MAX, now));
             self.ask((before, number, last), say);
             let waits = self.waits.get(&chain[0]).is_some_and(|wait| now.duration_since(wait.since) >= timeout);
             let still = self.still.get(&last).is_some_and(|(_, since)| now.duration_since(*since) >= timeout);
@@ -451,6 +461,35 @@ mod tests {
         hear(&mut bench, 0, Tell::Goes { number: 1 });
         let over = hear(&mut bench, 0, Tell::Ends { how: Activity::Returned, forks: 0 });
         assert!(matches!(over[..], [(To::All, Judge::Over(None))]), "all is well");
+    }
+
+    /// The time of `still` is a second, over which the judge looks sixteen times.
+    #[test]
+    fn the_time_before_a_rank_is_waited_for_and_in_which_the_judge_stood_still_makes_it_not_late() {
+        let second = Duration::from_secs(1);
+        let mut bench = Bench::new(2, Some(second));
+        let back = |of: &mut Bench, by| of.still.values_mut().for_each(|(_, since)| *since -= by);
+        let asked = question(&waits(&mut bench));
+        hear(&mut bench, 1, answer(asked, false, false, 3));
+        hear(&mut bench, 0, Tell::Goes { number: 1 });
+        bench.looked -= second / 8;
+        bench.tick(&mut Vec::new());
+        assert!(bench.still.is_empty(), "nobody waits for it");
+        // The wait is old when the judge hears of it.
+        let site = Site { group: "world".into(), group_id: 0, world_rank: 0, seq: 1, op: None };
+        let key = Key { seq: 1, ..OP };
+        let told = Tell::Waits { number: 2, since_millis: 2000, key, site, lacks: vec![1] };
+        assert!(!stops(&hear(&mut bench, 0, told)));
+        // Then the judge gets no core.
+        back(&mut bench, 2 * second);
+        bench.looked -= 2 * second;
+        let mut say = Vec::new();
+        bench.tick(&mut say);
+        assert!(!stops(&say));
+        back(&mut bench, second);
+        bench.looked -= second / 16;
+        bench.tick(&mut say);
+        assert!(stops(&say), "a rank that does not answer is late after the timeout");
     }
 
     #[test]
