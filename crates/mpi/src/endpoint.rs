@@ -370,6 +370,7 @@ impl Endpoint {
                 asked,
                 posted: state.has_started(key),
                 waits: state.waits.last().map(|wait| wait.number),
+                ended: state.ended.is_some(),
                 beats: self.beats.load(Ordering::Relaxed),
             },
             Judge::Report => Tell::Report(state.report(self.rank)),
@@ -492,6 +493,13 @@ impl Endpoint {
             return;
         }
         let often = timeout / 4;
+        // A rank that got no core had no chance to hear the answer: that time does not count.
+        if let Some((first, last)) = &mut state.asked
+            && now.duration_since(*last) > 2 * often
+        {
+            *first = (*first + (now.duration_since(*last) - often)).min(now);
+            *last = now - often;
+        }
         match state.asked {
             Some((first, _)) if now.duration_since(first) >= timeout => {
                 state.asked = None;

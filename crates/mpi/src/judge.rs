@@ -5,7 +5,7 @@
 //! What it knows of others may be old, because messages are under way. So the judge asks the ranks that seem to be
 //! missed whether they have started that operation, and what they do now. Then
 //!
-//! - a rank that has ended without it is **gone**;
+//! - a rank that has ended without it, as it says when it has ended, is **gone**;
 //! - ranks in a circle, each in a wait that has gone on since it was told, and none with the operation that the one
 //!   before it waits for, are in a **deadlock**;
 //! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout.
@@ -42,6 +42,9 @@ type Edge = (usize, u64, usize);
 struct Confirmed {
     /// The wait that it was in.
     waits: Option<u64>,
+    /// Whether it had ended, so that it never starts the operation. Before its end it may yet start it and send what
+    /// others need, which may come to them later than its end comes to the judge.
+    ended: bool,
 }
 
 /// A fault that is being written down.
@@ -60,7 +63,8 @@ pub(crate) struct Bench {
     asked: HashMap<u64, Edge>,
     asked_at: HashMap<Edge, Instant>,
     questions: u64,
-    /// The beats of ranks that were asked, and since when they have been these.
+    /// The beats of the ranks at the ends of chains of waits, and since when they have been these: of time in which they
+    /// were asked, and this judge ran.
     still: HashMap<usize, (u64, Instant)>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
@@ -119,10 +123,9 @@ impl Bench {
                 }
             }
             Tell::Ends { how, .. } => self.end(from, how, say),
-            Tell::Answer { asked, posted, waits, beats } => {
+            Tell::Answer { asked, posted, waits, ended, beats } => {
                 let now = Instant::now();
-                let still = self.still.entry(from).or_insert((beats, now));
-                if still.0 != beats {
+                if let Some(still) = self.still.get_mut(&from).filter(|still| still.0 != beats) {
                     *still = (beats, now);
                 }
                 let Some(edge) = self.asked.remove(&asked) else { return };
@@ -130,7 +133,7 @@ impl Bench {
                     let wait = self.waits.get_mut(&edge.0).filter(|wait| wait.number == edge.1);
                     wait.into_iter().for_each(|wait| _ = wait.lacks.remove(&edge.2));
                 } else {
-                    self.confirmed.insert(edge, Confirmed { waits });
+                    self.confirmed.insert(edge, Confirmed { waits, ended });
                 }
                 self.look(say);
             }
@@ -153,10 +156,16 @@ impl Bench {
     /// Looks after what needs no message.
     pub(crate) fn tick(&mut self, say: &mut Vec<(To, Judge)>) {
         let often = self.timeout.map_or(LOOKS[1], |timeout| (timeout / 16).clamp(LOOKS[0], LOOKS[1]));
-        if self.looked.elapsed() < often {
+        let now = Instant::now();
+        let gap = now.duration_since(self.looked);
+        if gap < often {
             return;
         }
-        self.looked = Instant::now();
+        self.looked = now;
+        // A judge that got no core had no chance to hear answers: that time makes nobody late.
+        if gap > 2 * often {
+            self.still.values_mut().for_each(|(_, since)| *since = (*since + (gap - often)).min(now));
+        }
         self.write_down(say);
         self.look(say);
         self.finish(say);
@@ -192,7 +201,6 @@ impl Bench {
             return;
         }
         self.asked_at.insert(edge, now);
-        self.still.entry(edge.2).or_insert((u64::MAX, now));
         self.questions += 1;
         self.asked.insert(self.questions, edge);
         say.push((To::Rank(edge.2), Judge::Ask { asked: self.questions, key }));
@@ -201,6 +209,7 @@ impl Bench {
     /// Looks for a rank that is gone, a circle, or a rank that is late.
     fn look(&mut self, say: &mut Vec<(To, Judge)>) {
         if self.is_stopped() || self.waits.is_empty() {
+            self.still.clear();
             return;
         }
         let current = |waits: &BTreeMap<usize, Wait>, edge: &Edge| {
@@ -220,7 +229,7 @@ impl Bench {
                 continue;
             }
             let missing = self.missing.contains(&edge.2);
-            if missing || self.confirmed.contains_key(&edge) {
+            if missing || self.confirmed.get(&edge).is_some_and(|it| it.ended) {
                 let how = self.ended[edge.2].clone().unwrap_or(Activity::Left);
                 let site = self.waits.get(&edge.0).map(|wait| wait.site.clone());
                 return self.stop(FaultKind::Gone { rank: edge.2, how }, site, say);
@@ -244,12 +253,16 @@ impl Bench {
         let Some(timeout) = self.timeout else { return };
         let now = Instant::now();
         let chains: Vec<Vec<usize>> = self.waits.keys().flat_map(|&rank| self.chains(rank)).collect();
+        // What a rank said when others waited for it before tells nothing of the time between.
+        let last: BTreeSet<usize> = chains.iter().filter_map(|chain| chain.last().copied()).collect();
+        self.still.retain(|rank, _| last.contains(rank));
         for chain in chains {
             let [.., before, last] = chain[..] else { continue };
             if self.ended[last].is_some() {
                 continue;
             }
             let Some(number) = self.waits.get(&before).map(|wait| wait.number) else { continue };
+            self.still.entry(last).or_insert((u64::MAX, now));
             self.ask((before, number, last), say);
             let waits = self.waits.get(&chain[0]).is_some_and(|wait| now.duration_since(wait.since) >= timeout);
             let still = self.still.get(&last).is_some_and(|(_, since)| now.duration_since(*since) >= timeout);
@@ -322,6 +335,8 @@ impl Bench {
         self.ended[rank] = Some(how.clone());
         self.ending.get_or_insert_with(Instant::now);
         self.waits.remove(&rank);
+        // What it has answered before is old: it is asked again at once.
+        self.asked_at.retain(|edge, _| edge.2 != rank);
         if !self.is_stopped() {
             match &how {
                 Activity::Panicked(message) => {
@@ -396,5 +411,92 @@ impl Bench {
         let over = (!well).then(|| Ended { first: self.first.clone(), fault, ranks });
         self.over = Some(over.clone());
         say.push((To::All, Judge::Over(over)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OP: Key = Key { group: 0, message: None, seq: 0 };
+
+    fn hear(bench: &mut Bench, from: usize, told: Tell) -> Vec<(To, Judge)> {
+        let mut say = Vec::new();
+        bench.hear(from, told, &mut say);
+        say
+    }
+
+    /// Rank 0 waits in its first operation for rank 1.
+    fn waits(bench: &mut Bench) -> Vec<(To, Judge)> {
+        let site = Site { group: "world".into(), group_id: 0, world_rank: 0, seq: 0, op: None };
+        hear(bench, 0, Tell::Waits { number: 1, since_millis: 20, key: OP, site, lacks: vec![1] })
+    }
+
+    /// The question to rank 1 that the judge asks, and nothing else.
+    #[track_caller]
+    fn question(say: &[(To, Judge)]) -> u64 {
+        match say {
+            [(To::Rank(1), Judge::Ask { asked, key })] if *key == OP => *asked,
+            _ => panic!("{:?}", say.iter().map(|(_, said)| said).collect::<Vec<_>>()),
+        }
+    }
+
+    fn answer(asked: u64, posted: bool, ended: bool, beats: u64) -> Tell {
+        Tell::Answer { asked, posted, waits: None, ended, beats }
+    }
+
+    fn stops(say: &[(To, Judge)]) -> bool {
+        say.iter().any(|(_, said)| matches!(said, Judge::Report))
+    }
+
+    /// Rank 1 is asked before it comes to a barrier. Then it passes the barrier and ends, and the judge hears of its
+    /// end before rank 0 has its message.
+    #[test]
+    fn a_rank_whose_last_message_is_under_way_when_it_ends_is_not_gone() {
+        let mut bench = Bench::new(2, Some(Duration::from_secs(600)));
+        let asked = question(&waits(&mut bench));
+        assert!(!stops(&hear(&mut bench, 1, answer(asked, false, false, 3))));
+        let asked = question(&hear(&mut bench, 1, Tell::Ends { how: Activity::Returned, forks: 0 }));
+        assert!(!stops(&hear(&mut bench, 1, answer(asked, true, true, 4))));
+        hear(&mut bench, 0, Tell::Goes { number: 1 });
+        let over = hear(&mut bench, 0, Tell::Ends { how: Activity::Returned, forks: 0 });
+        assert!(matches!(over[..], [(To::All, Judge::Over(None))]), "all is well");
+    }
+
+    /// The time of `still` is a second, over which the judge looks sixteen times.
+    #[test]
+    fn the_time_before_a_rank_is_waited_for_and_in_which_the_judge_stood_still_makes_it_not_late() {
+        let second = Duration::from_secs(1);
+        let mut bench = Bench::new(2, Some(second));
+        let back = |of: &mut Bench, by| of.still.values_mut().for_each(|(_, since)| *since -= by);
+        let asked = question(&waits(&mut bench));
+        hear(&mut bench, 1, answer(asked, false, false, 3));
+        hear(&mut bench, 0, Tell::Goes { number: 1 });
+        bench.looked -= second / 8;
+        bench.tick(&mut Vec::new());
+        assert!(bench.still.is_empty(), "nobody waits for it");
+        // The wait is old when the judge hears of it.
+        let site = Site { group: "world".into(), group_id: 0, world_rank: 0, seq: 1, op: None };
+        let key = Key { seq: 1, ..OP };
+        let told = Tell::Waits { number: 2, since_millis: 2000, key, site, lacks: vec![1] };
+        assert!(!stops(&hear(&mut bench, 0, told)));
+        // Then the judge gets no core.
+        back(&mut bench, 2 * second);
+        bench.looked -= 2 * second;
+        let mut say = Vec::new();
+        bench.tick(&mut say);
+        assert!(!stops(&say));
+        back(&mut bench, second);
+        bench.looked -= second / 16;
+        bench.tick(&mut say);
+        assert!(stops(&say), "a rank that does not answer is late after the timeout");
+    }
+
+    #[test]
+    fn a_rank_that_ended_without_an_operation_is_gone_once_it_says_so() {
+        let mut bench = Bench::new(2, Some(Duration::from_secs(600)));
+        waits(&mut bench);
+        let asked = question(&hear(&mut bench, 1, Tell::Ends { how: Activity::Returned, forks: 0 }));
+        assert!(stops(&hear(&mut bench, 1, answer(asked, false, true, 4))));
     }
 }

@@ -66,7 +66,7 @@ pub(crate) enum Tell {
     /// It waits, and wants to know whether the judge is there.
     Asks,
     /// The answer to [`Judge::Ask`].
-    Answer { asked: u64, posted: bool, waits: Option<u64>, beats: u64 },
+    Answer { asked: u64, posted: bool, waits: Option<u64>, ended: bool, beats: u64 },
     /// The answer to [`Judge::Report`].
     Report(RankReport),
     /// Another rank has ended, and cannot say so itself: its process is lost, or it never came to this world.

@@ -17,6 +17,7 @@ use launch::{Mpi, here, text};
 /// The files of all libraries; MPICH by two of its interfaces.
 const ALL: &[&str] = &["libmpi_abi.so.1", "libmpi.so.12", "libmpi.so.40"];
 
+/// The suite has timeouts: two jobs at once would stop each other's ranks for as long.
 static ONE_JOB: Mutex<()> = Mutex::new(());
 
 /// Runs `body` in that many processes of each library with one of these files; they start this program again, with the
@@ -25,7 +26,6 @@ fn over_each(test: &str, processes: usize, files: &[&str], body: impl FnOnce(&Mp
     if let Some(mpi) = here() {
         return body(&mpi);
     }
-    // The suite has timeouts: two jobs at once would stop each other's ranks for as long.
     let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
     let installed = Mpi::installed();
     if installed.is_empty() {
@@ -57,7 +57,8 @@ impl Worlds for Over {
     }
 
     fn short(&self) -> Duration {
-        Duration::from_secs(1)
+        // More processes than cores wait longer for one.
+        Duration::from_secs(if self.runtime.processes() < 8 { 1 } else { 2 })
     }
 
     fn world(&self, ranks: usize, timeout: Duration) -> Option<World> {
@@ -71,6 +72,7 @@ fn options(ranks_per_process: usize) -> Options {
 
 #[test]
 fn ranks_of_one_process() {
+    let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
     let runtime = Runtime::of_one_process(options(9)).unwrap();
     conformance(&Over { runtime, programs: 100 });
 }
