@@ -11,6 +11,8 @@
 //! - a rank at the end of a chain of waits that makes no progress, or does not answer, is **late** after the timeout.
 //!
 //! A world whose ranks do not wait tells its judge nothing. The judge is rank 0, or the first rank whose process lives.
+//!
+//! More than 400 lines: every judgement and what it rests on, with the cases that once went wrong as tests.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -63,8 +65,8 @@ pub(crate) struct Bench {
     asked: HashMap<u64, Edge>,
     asked_at: HashMap<Edge, Instant>,
     questions: u64,
-    /// The beats of the ranks at the ends of chains of waits, and since when they have been these: of time in which they
-    /// were asked, and this judge ran.
+    /// The beats of the ranks at the ends of chains of waits, and since when they have been these: of time in which
+    /// they were asked, and this judge ran.
     still: HashMap<usize, (u64, Instant)>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
