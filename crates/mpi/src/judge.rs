@@ -463,7 +463,7 @@ mod tests {
         assert!(matches!(over[..], [(To::All, Judge::Over(None))]), "all is well");
     }
 
-    /// The time of `still` is a second, over which the judge looks sixteen times.
+    /// The time of a timeout is a second, in which the judge looks sixteen times.
     #[test]
     fn the_time_before_a_rank_is_waited_for_and_in_which_the_judge_stood_still_makes_it_not_late() {
         let second = Duration::from_secs(1);
