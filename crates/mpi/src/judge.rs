@@ -65,8 +65,8 @@ pub(crate) struct Bench {
     asked: HashMap<u64, Edge>,
     asked_at: HashMap<Edge, Instant>,
     questions: u64,
-    /// The beats of the ranks at the ends of chains of waits, and since when they have been these: of time in which
-    /// they were asked, and this judge ran.
+    /// The beats of the ranks at the ends of chains of waits, and since when they have been these. Only time in which
+    /// they were asked, and this judge ran, counts.
     still: HashMap<usize, (u64, Instant)>,
     ended: Vec<Option<Activity>>,
     /// Ranks that do not answer.
@@ -465,7 +465,7 @@ mod tests {
         assert!(matches!(over[..], [(To::All, Judge::Over(None))]), "all is well");
     }
 
-    /// The time of `still` is a second, over which the judge looks sixteen times.
+    /// The timeout is a second, in which the judge looks sixteen times.
     #[test]
     fn the_time_before_a_rank_is_waited_for_and_in_which_the_judge_stood_still_makes_it_not_late() {
         let second = Duration::from_secs(1);

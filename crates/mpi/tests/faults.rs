@@ -18,7 +18,7 @@ use launch::{Mpi, here, text};
 
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A job may leave files of the system when its processes are stopped, and takes the cores of another one.
+/// One job at a time: jobs whose processes are stopped leave files in shared memory, and jobs take each other's cores.
 fn one_job() -> MutexGuard<'static, ()> {
     static ONE_JOB: Mutex<()> = Mutex::new(());
     ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner)
