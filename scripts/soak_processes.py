@@ -9,7 +9,7 @@
 Each kill is a SIGKILL of one rank's process, drawn at random, at a random moment after the run has come further than at the kill before.
 Numerics are canonical. After the run has ended the script checks that
 
-- it ended with code 0, after as many starts as there were kills, and one more;
+- it ended with code 0, and was started again at most once for each kill (two kills may end the same start);
 - every loss and gradient norm in its metrics, also of steps that were trained twice, equals that of the uninterrupted run, bit by bit,
   and no step is missing;
 - no process of it is left.
@@ -112,7 +112,7 @@ def chain(args, draw, kills, folder):
         finally:
             child.kill()
         text = Path(output.name).read_text()
-    if child.returncode or text.count("supervise: the program") != kills - left:
+    if child.returncode or text.count("supervise: the program") > kills - left:
         raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
     seen = {}
     for event in events(run / "metrics.jsonl"):
