@@ -9,7 +9,7 @@
 Each kill is a SIGKILL of one rank's process, drawn at random, at a random moment after the run has come further than at the kill before.
 Numerics are canonical. After the run has ended the script checks that
 
-- it ended with code 0, and was started again at most once for each kill (two kills may end the same start);
+- it ended with code 0, after as many starts as there were kills, and one more;
 - every loss and gradient norm in its metrics, also of steps that were trained twice, equals that of the uninterrupted run, bit by bit,
   and no step is missing;
 - no process of it is left.
@@ -86,15 +86,18 @@ def chain(args, draw, kills, folder):
     wanted = {event["step"]: (event["loss"], event["grad_norm"]) for event in events(whole / "metrics.jsonl")}
     saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true", *(["comm.kind=mpi"] if launcher else [])]
     supervised = [args.programs / "supervise", "--restarts", str(kills + 3), "--", *launcher, *command(run, *saves)]
-    took, come, since = [], 0, None
+    took, come, ended, since = [], 0, 0, None
     with open(folder / "output", "w+") as output:
         child = subprocess.Popen(supervised, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
             last, left, moment = time.monotonic(), kills, None
             while child.poll() is None:
+                starts = Path(output.name).read_text().count("supervise: the program")
                 count = len(events(run / "metrics.jsonl"))
                 now = time.monotonic()
-                if count > come:
+                if starts > ended:
+                    ended, come = starts, count  # lines of the start that was killed are no steps of the next
+                if count > come and ended == kills - left:
                     come, last = count, now
                     if since is not None:
                         took.append(now - since)
@@ -112,7 +115,7 @@ def chain(args, draw, kills, folder):
         finally:
             child.kill()
         text = Path(output.name).read_text()
-    if child.returncode or text.count("supervise: the program") > kills - left:
+    if child.returncode or text.count("supervise: the program") != kills - left:
         raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
     seen = {}
     for event in events(run / "metrics.jsonl"):

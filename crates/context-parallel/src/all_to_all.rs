@@ -73,7 +73,7 @@ impl AllToAll {
                 ),
             );
         }
-        // Sums over the heads of a group, of which each rank has a part.
+        // Each rank holds some of a group's heads: the gradient of their keys is summed over ranks.
         let sharing = of.group / group;
         let in_tree = tree::fits(of.group, sharing) && sharing.is_power_of_two() && !stored.is_half();
         if call.tape.reduction_blocks().is_some() && sharing > 1 && !in_tree {

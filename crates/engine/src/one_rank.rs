@@ -10,7 +10,7 @@
 //! | a parameter | name, extents, role, initial values, group |
 //! | the activation at a cut | extents over all ranks |
 //! | an operation | extents of its result over all ranks; [numbers](meshwork_tensor::tape::Op::scalars) that it computes with |
-//! | a constant of which ranks hold slices | elements: the slice of the elements on one rank |
+//! | a constant that is cut over ranks | elements: the slice of the elements on one rank |
 //! | an auxiliary loss | its coefficient |
 //!
 //! One rank has the samples that the micro-batches of all data-parallel ranks have together. Values that vary over an

@@ -4,7 +4,7 @@ use super::{Agreement, End, SHOWN, classes, ends, gather, runs};
 use crate::comm::{CommError, Group};
 use crate::hash::combine;
 
-/// The most differences of which values are exchanged.
+/// The largest number of differences whose values are exchanged.
 const MOST: usize = 20;
 
 impl Agreement {

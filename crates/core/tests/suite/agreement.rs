@@ -225,7 +225,7 @@ fn every_difference_is_named_with_rank_and_place() {
     assert!(differences(1, |_| vec![("seed", "1".into())], hosts).is_empty());
 }
 
-/// Programs of two versions have other keys: the versions are told, and where the lists part.
+/// Two versions of the program have different keys: the error names the versions and the first key that differs.
 #[test]
 fn ranks_that_compare_other_facts_are_told_apart() {
     let facts = |rank: usize| match rank {

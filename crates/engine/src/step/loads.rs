@@ -2,8 +2,8 @@
 //! what others have. So the first step after a load is verified, whatever the plan says but
 //! [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers that every step sums over the world, and
 //! before the update all ranks then compare weights, optimizer states, and the values that were loaded for each
-//! parameter. The last tells of a parameter that is cut, of which no rank has what another has: one rank alone with a
-//! new slice.
+//! parameter. Slices of a parameter differ between ranks anyway: only the loaded values show that one rank alone was
+//! given a new slice.
 
 use super::Trainer;
 use crate::statistics::StatisticSums;

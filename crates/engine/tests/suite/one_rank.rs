@@ -34,7 +34,7 @@ enum Counts {
     Stored,
     /// The same in a function of the host.
     Function,
-    /// The features of a mean, of which each rank has a part.
+    /// A mean over features that are cut over ranks.
     Mean,
     /// The samples of its micro-batch.
     Samples,

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 const VOCAB: usize = 30;
 
-/// The sizes and the rule of a model, of which the context is one value.
+/// The sizes of a model, and how its documents and its loss are computed.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     /// Heads of keys and values of a Llama; 0: a GPT-2.
