@@ -9,16 +9,15 @@
 //! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token;
 //! together they are one MLP as wide as all of them.
 
-use meshwork_core::{Axis, Mesh, Ty};
+use crate::language::Sequences;
+use meshwork_core::Mesh;
 pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
-use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
+use meshwork_moe::{ExpertShape, Experts, Laid, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
-use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
+use meshwork_tensor::op::Order;
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelMlp, ParallelSwiGlu, Region};
-
-/// The axis whose ranks hold different experts.
-pub const EXPERTS: Axis = Axis::Ep;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,12 +126,12 @@ impl<M: Mlp> FeedForward<M> {
             return Ok(Self::Dense(dense(params, &name, spec.ffn)?));
         };
         let moe = MoeConfig { layers: experts.count(spec.num_layers), ..experts.moe };
-        moe.check(mesh.degree(EXPERTS)).map_err(|mut wrong| wrong.remove(0))?;
+        moe.check(mesh.expert_degree()).map_err(|mut wrong| wrong.remove(0))?;
         let shape = ExpertShape {
             experts: moe.num_experts,
             hidden: spec.hidden,
             ffn: experts.expert_hidden_size,
-            axis: EXPERTS,
+            axes: mesh.expert_axes(),
             over_tp: experts.over_tp,
         };
         let router = Router::new(params, &format!("{name}.router"), spec.hidden, moe, router)?;
@@ -141,27 +140,31 @@ impl<M: Mlp> FeedForward<M> {
             0 => None,
             ffn => Some(dense(params, &format!("{name}.shared"), ffn)?),
         };
-        Ok(Self::Experts { name, layer: Box::new(MoeLayer::new(router, networks, EXPERTS)), shared })
+        Ok(Self::Experts { name, layer: Box::new(MoeLayer::new(router, networks, mesh.expert_axes())), shared })
     }
 
-    /// `x + block(norm(x))`, in the region.
-    pub fn forward(&self, tape: &Tape, x: &Var, norm: &impl Norm, region: Region, dropout: f32) -> Result<Var> {
+    /// `x + block(norm(x))`, of tokens that lie as in `sequences`.
+    pub fn forward(
+        &self,
+        tape: &Tape,
+        x: &Var,
+        norm: &impl Norm,
+        sequences: Sequences<'_>,
+        dropout: f32,
+    ) -> Result<Var> {
+        let region = sequences.region;
         match self {
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
-                if region.ty(Axis::Cp) != Ty::Invariant {
-                    return Err(Error::Shape {
-                        op: "experts",
-                        problem: "routers read whole sequences, which cp cuts: use cp=1 with experts".to_owned(),
-                        shapes: vec![x.shape().to_vec()],
-                    });
-                }
                 let normed = norm.forward(tape, x)?;
                 let x = match shared {
                     Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,
                     None => x.clone(),
                 };
-                x.add(&layer.forward(tape, &normed)?.dropout(dropout, name)?)
+                let natural = Order::default();
+                let order = sequences.context.map_or(&natural, |context| context.order());
+                let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens) };
+                x.add(&layer.forward_laid(tape, &normed, laid)?.dropout(dropout, name)?)
             }
         }
     }

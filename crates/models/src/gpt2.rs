@@ -235,6 +235,6 @@ impl HiddenModule for Block {
                 self.attn.forward_by(tape, &normed, region, Some(x), attend, p)?
             }
         };
-        self.mlp.forward(tape, &x, &self.ln_2, region, p)
+        self.mlp.forward(tape, &x, &self.ln_2, sequences, p)
     }
 }

@@ -96,6 +96,8 @@ pub trait HiddenModule: Debug {
 pub struct Sequences<'a> {
     /// The axes that cut them.
     pub region: Region,
+    /// The tokens of each.
+    pub tokens: usize,
     /// The documents of whole sequences; without them each sequence is one.
     pub documents: Option<&'a Documents>,
     /// The position of each token that this rank has, `[samples, seq]`, where tokens are not those of one document in
@@ -339,7 +341,8 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
             }),
             _ => None, // what is decoded is one document
         };
-        let sequences = Sequences { region: self.spec.region, documents: documents.as_ref(), positions: None, context };
+        let (region, tokens) = (self.spec.region, batch.dims(TOKENS)?[0]);
+        let sequences = Sequences { region, tokens, documents: documents.as_ref(), positions: None, context };
         let x = match &self.embedding {
             Some(embedding) => {
                 let positions = match embedding.reads_positions() {

@@ -254,6 +254,6 @@ impl HiddenModule for Block {
                 self.attn.forward_by(tape, &normed, region, Some(x), attend, 0.0)?
             }
         };
-        self.mlp.forward(tape, &x, &self.mlp_norm, region, 0.0)
+        self.mlp.forward(tape, &x, &self.mlp_norm, sequences, 0.0)
     }
 }

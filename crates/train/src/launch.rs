@@ -454,7 +454,7 @@ impl Reporter {
             lr: report.lr,
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
-            comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
+            comm_bytes: report.comm_bytes.iter().map(|(name, bytes)| (name.clone(), bytes.round() as u64)).collect(),
             offload: report.offload.map(OffloadTraffic::of),
             peak_bytes: report.peak_bytes(),
             compute_ms: times.iter().map(|time| time.computed * 1e3).collect(),

@@ -10,7 +10,8 @@ const STAGES: usize = 3;
 /// Adds the faults of ZeRO to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mesh = &config.parallelism;
-    let (key, dp, ep, group) = ("parallelism.zero_stage", "parallelism.dp", "parallelism.ep", "parallelism.zero_group");
+    let (key, dp, cp, ep, group) =
+        ("parallelism.zero_stage", "parallelism.dp", "parallelism.cp", "parallelism.ep", "parallelism.zero_group");
     let (stage, ranks) = (mesh.zero_stage, mesh.zero_group);
     let mut faults = Vec::new();
     let mut fail = |key: &str, value: usize, problem: String, valid: String| {
@@ -18,7 +19,7 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     };
     if settings.sound(&[key]) && stage > STAGES {
         fail(key, stage, "there is no such stage".to_owned(), format!("use one of 0 to {STAGES}"));
-    } else if settings.sound(&[key, dp]) && stage > 0 && mesh.dp == 1 {
+    } else if settings.sound(&[key, dp, cp]) && stage > 0 && mesh.dp == 1 && mesh.cp == 1 {
         fail(key, stage, format!("no ranks to share out with: {dp} = 1"), format!("use {dp} of at least 2, or 0"));
     }
     if settings.sound(&[key, group]) && ranks > 0 && stage == 0 {

@@ -42,12 +42,14 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 24] = [
+const ALONE: [(&str, Option<&str>); 26] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
     ("parallelism.tp", None),
     ("parallelism.pp", None),
+    ("parallelism.cp", None),
+    ("parallelism.context_parallel_order", None),
     ("parallelism.sequence_parallel", None),
     ("pipeline.schedule", Some("gpipe")),
     ("pipeline.schedule_file", None),
@@ -74,9 +76,12 @@ const ALONE: [(&str, Option<&str>); 24] = [
 /// The same on one rank.
 pub fn alone(case: &Case, config: &Config) -> Result<(Config, Data), String> {
     let mut alone = case.with(&ALONE);
-    // In canonical numerics one rank loses what every mesh does.
+    // In canonical numerics one rank loses what every mesh does, and sums over the parts of a sequence that any cp has.
+    const METHOD: &str = "parallelism.context_parallel_method";
     if config.training.numerics != "canonical" {
-        alone.keys.retain(|key, _| !key.starts_with("compress."));
+        alone.keys.retain(|key, _| !key.starts_with("compress.") && key != METHOD);
+    } else if config.parallelism.cp > 1 {
+        alone.keys.insert(METHOD.to_owned(), config.parallelism.context_parallel_method.name().to_owned());
     }
     load(&Args::parse(alone.flags())).map_err(|error| format!("refused on one rank:\n{error}"))
 }
