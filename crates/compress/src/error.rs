@@ -84,11 +84,7 @@ pub enum MessageError {
     Padding,
     /// Indices that are not increasing, too large, or of the wrong number.
     #[error("its indices are not {count} increasing numbers below {below}")]
-    Indices {
-        count: usize,
-        /// Upper bound of the indices, exclusive.
-        below: usize,
-    },
+    Indices { count: usize, below: usize },
 }
 
 meshwork_core::debug_as_display!(MessageError);

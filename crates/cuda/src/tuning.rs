@@ -50,6 +50,7 @@ struct Row {
 /// A fault of a table.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum TuningError {
     /// A file that cannot be read.
     #[error("cannot be read: {0}")]
@@ -59,24 +60,10 @@ pub enum TuningError {
     Toml(#[from] toml::de::Error),
     /// A table only for other devices.
     #[error("has rows for {known}, and this device is {architecture}")]
-    Foreign {
-        /// The architecture of the device.
-        architecture: String,
-        /// The architectures of the table.
-        known: String,
-    },
+    Foreign { architecture: String, known: String },
     /// A row that is empty or has unknown entries.
     #[error("row {number} of {architecture}: {problem}; {valid}")]
-    Row {
-        /// The architecture of the row.
-        architecture: String,
-        /// Its number, from 1.
-        number: usize,
-        /// The fault.
-        problem: String,
-        /// A valid row.
-        valid: String,
-    },
+    Row { architecture: String, number: usize, problem: String, valid: String },
 }
 
 meshwork_core::debug_as_display!(TuningError);

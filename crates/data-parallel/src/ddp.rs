@@ -32,11 +32,7 @@ pub enum DdpError {
     #[error(
         "parameter {parameter} has no gradient from the last micro-batch (rank {rank}): if its loss does not depend on it, call `unused({parameter})`"
     )]
-    Missing {
-        /// The first such parameter, in the order in which they were declared.
-        parameter: usize,
-        rank: usize,
-    },
+    Missing { parameter: usize, rank: usize },
     /// The ranks counted nothing, or something that is no count.
     #[error("the ranks have {count} samples together: the gradients' sum is divided by their number")]
     Count { count: f64 },
