@@ -114,9 +114,6 @@ impl Agreement {
 
     /// As [`compare`](Self::compare), with the fact that does not hold and its place as a value: for ranks that have
     /// more to compare before they end.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn find(&self, group: &Group) -> Result<Option<(usize, Disagreement)>, CommError> {
         if group.size() == 1 {
             return Ok(None);
@@ -185,9 +182,6 @@ impl Agreement {
 
 /// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: the fact of the
 /// lowest place, and of the lowest rank. Each rank passes what [`Agreement::find`] gave it. Collective over the group.
-///
-/// # Errors
-/// A failed communication.
 pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Option<Disagreement>, CommError> {
     let group = &group.unlogged();
     // The earlier the place, and then the rank, the larger.

@@ -125,9 +125,6 @@ impl Ddp {
     /// only when it is `staleness` steps ahead of them. The weights that an update changes are `staleness` updates
     /// newer than those that its gradients were computed with. All ranks make the same updates, and every run the same
     /// numbers. It takes the memory of `staleness` more gradients.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with_staleness(
         group: Group,
         elements: &[usize],
@@ -220,9 +217,6 @@ impl Ddp {
     }
 
     /// Says that the loss of this micro-batch does not depend on a parameter: its gradient is zero.
-    ///
-    /// # Errors
-    /// As of [`gradient`](Self::gradient).
     pub fn unused(&mut self, parameter: usize) -> Result<(), DdpError> {
         self.place(parameter)?;
         match self.step().given[parameter] {

@@ -297,9 +297,6 @@ pub struct LanguageStage<E, B, N> {
 impl<E, B, N> LanguageStage<E, B, N> {
     /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and
     /// head.
-    ///
-    /// # Errors
-    /// Those of the four declarations.
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,

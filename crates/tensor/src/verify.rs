@@ -286,9 +286,6 @@ impl Claims {
     }
 
     /// The same with claims about ranks of further groups, in an order that all ranks agree on.
-    ///
-    /// # Errors
-    /// As [`compare`](Self::compare).
     pub fn compare_with(&self, groups: &[(String, &Group)]) -> Result<()> {
         let Inner { rank, step, .. } = &*self.0;
         let _entered = rank.enter("Claims::compare");

@@ -75,9 +75,6 @@ impl Devices {
     }
 
     /// The device of rank 0, for work without communication.
-    ///
-    /// # Errors
-    /// As [`rank`](Self::rank).
     pub fn alone(&self) -> Result<Arc<dyn Device>, Error> {
         match &self.0 {
             DeviceKind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),

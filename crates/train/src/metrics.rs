@@ -292,9 +292,6 @@ pub struct Metrics {
 
 impl Metrics {
     /// A new file at `path`, in the place of any old one.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn create(path: &Path) -> Result<Self, OutputError> {
         let file = File::create(path).map_err(OutputError::of(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
@@ -302,9 +299,6 @@ impl Metrics {
 
     /// The file at `path`, to go on after its last line; a new one if there is none. The rest of a line that was
     /// cut short is removed.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn append(path: &Path) -> Result<Self, OutputError> {
         // Opening a pipe would wait for its reader.
         if path.is_file() {
@@ -315,9 +309,6 @@ impl Metrics {
     }
 
     /// Writes one line.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn write(&mut self, event: &Event<'_>) -> Result<(), OutputError> {
         let line = serde_json::to_vec(event).map_err(io::Error::from).map(|mut line| {
             line.push(b'\n');

@@ -27,9 +27,6 @@ pub struct TensorBoard {
 impl TensorBoard {
     /// A new file in `folder`, which is made if it does not exist. Files of earlier runs stay: TensorBoard reads them
     /// in the order of their times.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn create(folder: &Path) -> Result<Self, OutputError> {
         fs::create_dir_all(folder).map_err(OutputError::of(WHAT, folder))?;
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -13,9 +13,6 @@ impl Agreement {
     /// the same lines on every rank. Collective over the group.
     ///
     /// If ranks do not differ, it is one exchange of six numbers.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn differences(&self, group: &Group, place: &str) -> Result<Vec<String>, CommError> {
         if group.size() == 1 {
             return Ok(Vec::new());

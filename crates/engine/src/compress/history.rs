@@ -114,9 +114,6 @@ pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = 
 impl Histories {
     /// Reserves m of every sample at every cut of this rank, in memory or on disk. No sample has crossed yet.
     /// Collective over the world.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn new(
         Staged { plan, model, schedule }: Staged<'_>,
         crossings: &[Crossing],

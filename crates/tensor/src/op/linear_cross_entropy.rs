@@ -49,9 +49,6 @@ impl Var {
 
     /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: that of
     /// [`vocab_parallel_cross_entropy`](Self::vocab_parallel_cross_entropy).
-    ///
-    /// # Errors
-    /// As [`linear_cross_entropy`](Self::linear_cross_entropy).
     pub fn vocab_parallel_linear_cross_entropy(
         &self,
         weight: &Var,

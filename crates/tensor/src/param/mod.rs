@@ -283,9 +283,6 @@ impl Declarations {
     /// assert!(params.tie("wte.weight", &dims, whole, Role::Weight, init).is_err()); // one of them would be trained
     /// # Ok::<(), meshwork_tensor::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`tie`](Self::tie).
     pub fn tie_in(
         &mut self,
         name: impl Into<String>,

@@ -148,9 +148,6 @@ pub struct BlockSlot<'a> {
 
 impl BlockSlot<'_> {
     /// The rows to sum of a value that has `samples` samples, `[samples, sequence.., features..]`.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn rows(&self, x: &Tensor, samples: usize) -> Result<Buffer> {
         let each = x.count() / samples.max(1);
         let rows = x.buffer().slice(self.samples.start * each..self.samples.end * each)?;

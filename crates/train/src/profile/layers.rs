@@ -82,9 +82,6 @@ pub fn layers(
 }
 
 /// Writes a profile of layers to a file, in the place of any old one.
-///
-/// # Errors
-/// When it cannot be written.
 pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), OutputError> {
     fs::write(path, profile.to_string()).map_err(OutputError::of("a layer profile", path))
 }

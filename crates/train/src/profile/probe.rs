@@ -119,9 +119,6 @@ impl Probe {
     }
 
     /// The recorded spans of all ranks, on rank 0; none on the others, and without a profile. Collective.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn tracks(&self, rank: &Rank) -> Result<Vec<Track>, CommError> {
         let Some(own) = self.track(rank) else { return Ok(Vec::new()) };
         let all = rank.world().gather_bytes(own.encode())?;

@@ -15,9 +15,6 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// Writes the timeline of a profile to a file, in the place of any old one.
-///
-/// # Errors
-/// When it cannot be written.
 pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), OutputError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);
