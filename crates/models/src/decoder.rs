@@ -181,7 +181,7 @@ impl<F: Family> Model for DecoderModel<F> {
             params,
             part,
             (self.language.clone(), &self.frozen),
-            |params| Embedding::new(params, table(params, names.tokens)?, &self.config),
+            |params| table(params, names.tokens).and_then(|table| Embedding::new(params, table, &self.config)),
             |params, layer| Block::new(params, mesh, &self.config, self.experts, layer),
             |params| self.config.norm(params, names.last_norm),
             |params| match tie_embeddings {
