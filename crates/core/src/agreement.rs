@@ -33,8 +33,8 @@ use std::fmt::{Debug, Display};
 /// Something that a rank takes for granted about the ranks of a group.
 #[derive(Clone, Debug)]
 pub struct Fact {
-    /// The claim, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same,
-    /// by which ranks that compare different facts are found.
+    /// The claim, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same claim:
+    /// it shows which ranks compare different facts.
     pub claim: String,
     /// How the hashes of the ranks must relate.
     pub must: Must,
@@ -71,7 +71,7 @@ impl Fact {
         Self { claim: claim.into(), must, hash, value: None, valid: valid.into() }
     }
 
-    /// By which ranks find that they compare different facts; never 0, which stands for no fact.
+    /// The number by which ranks find that they compare different facts. Never 0, which stands for no fact.
     fn name(&self) -> u64 {
         combine(hash(self.claim.as_bytes()), self.must as u64) | 1
     }
@@ -134,7 +134,7 @@ impl Agreement {
             let Some(fact) = self.facts.get(at).filter(|_| name.is_one()) else {
                 return Ok(Some((at, self.other_facts(group, at)?)));
             };
-            // The same question, and answer, on every rank.
+            // Every rank asks the same question and gets the same answer.
             let holds = match fact.must {
                 Must::Agree => hash.is_one(),
                 Must::Vary => !hash.is_one() || hash.largest == 0,
@@ -309,7 +309,7 @@ fn values(group: &Group, own: &str) -> Result<Option<String>, CommError> {
 
 /// Which ranks have which value: `rank 0 has 1, ranks 1, 2 have 2`.
 fn in_words(classes: &[(&String, Vec<usize>)]) -> String {
-    // Of long values that part which differs.
+    // Of long values, the part that differs.
     let long = classes.iter().any(|(text, _)| text.chars().count() > SHOWN);
     let same = (0..).take_while(|&at| {
         let mut chars = classes.iter().map(|(text, _)| text.chars().nth(at));

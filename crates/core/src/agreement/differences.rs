@@ -1,4 +1,4 @@
-//! Every difference between ranks, in words: for ranks that compare what they are before they begin.
+//! Every difference between ranks, in words: for ranks that compare their settings before they begin.
 
 use super::{Agreement, End, SHOWN, classes, ends, gather, runs};
 use crate::comm::{CommError, Group};
