@@ -334,7 +334,7 @@ impl Task {
     ) -> Result<Saved, Failure> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
-        let index = Index::of(&self.plan, job.step, job.metadata.clone(), written);
+        let index = Index::new(&self.plan, job.step, job.metadata.clone(), written);
         for IndexFile { name, bytes, .. } in &index.files {
             let path = partial.join(name);
             let found = fs::metadata(&path).map_err(told(&path))?.len();

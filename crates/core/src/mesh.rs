@@ -37,8 +37,8 @@ pub enum Axis {
     Cp,
     /// Expert parallel: the batch is split, and the experts are.
     Ep,
-    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the
-    /// same ones.
+    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: the ranks that hold the
+    /// same experts.
     Dp,
     /// Pipeline parallel: the layers are split.
     Pp,

@@ -70,7 +70,7 @@ meshwork_core::debug_as_display!(TuningError);
 
 impl Tuning {
     /// The built-in rows for an architecture; none if it was never tuned.
-    pub fn of(architecture: &str) -> Self {
+    pub fn built_in(architecture: &str) -> Self {
         // A test parses the whole table, so this does not fail.
         Self::parse(COMPILED_IN, architecture).unwrap_or_default()
     }
@@ -184,7 +184,7 @@ mod tests {
             Err(TuningError::Foreign { .. }) => {}
             other => panic!("{other:?}"),
         }
-        assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
+        assert!(Tuning::built_in("none").form("dropout", [1, 0]).is_none());
     }
 
     /// An SM of compute capability 8.6, 8.9 and 12 has 99 KiB for a block. The forms that only sm_90a has are left out.

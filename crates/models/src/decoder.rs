@@ -247,7 +247,7 @@ impl HiddenModule for Embedding {
         let x = self.tokens.embed(tape, ids, sequences.region)?;
         let x = match (&self.positions, sequences.positions) {
             (None, _) => x,
-            (Some(table), Some(positions)) => table.of(tape, &x, positions)?,
+            (Some(table), Some(positions)) => table.at(tape, &x, positions)?,
             (Some(table), None) => table.forward(tape, &x)?,
         };
         x.dropout(self.dropout, "embedding")

@@ -191,7 +191,7 @@ pub struct OffloadTraffic {
 
 impl OffloadTraffic {
     /// From the report of a step.
-    pub fn of(Offloaded { read, written, waited }: Offloaded) -> Self {
+    pub fn from_report(Offloaded { read, written, waited }: Offloaded) -> Self {
         Self { read: read.round() as u64, written: written.round() as u64, wait_ms: waited * 1e3 }
     }
 }
@@ -212,7 +212,7 @@ pub struct Experts {
 
 impl Experts {
     /// From the report of a step; `None` of a model without experts.
-    pub fn of(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
+    pub fn from_report(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
         let layer = |buffer: &str| buffer.rsplit_once('.').map_or(buffer, |(layer, _)| layer).to_owned();
         let loads = statistics.iter().filter(|statistic| statistic.name == TOKENS);
         let tokens: Vec<_> = loads.map(|load| (layer(&load.buffer), load.sums.clone())).collect();
@@ -293,7 +293,7 @@ pub struct Metrics {
 impl Metrics {
     /// A new file at `path`, in the place of any old one.
     pub fn create(path: &Path) -> Result<Self, OutputError> {
-        let file = File::create(path).map_err(OutputError::of(WHAT, path))?;
+        let file = File::create(path).map_err(OutputError::writing(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 
@@ -302,9 +302,9 @@ impl Metrics {
     pub fn append(path: &Path) -> Result<Self, OutputError> {
         // Opening a pipe would wait for its reader.
         if path.is_file() {
-            end_line(path).map_err(OutputError::of(WHAT, path))?;
+            end_line(path).map_err(OutputError::writing(WHAT, path))?;
         }
-        let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::of(WHAT, path))?;
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::writing(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 
@@ -315,7 +315,7 @@ impl Metrics {
             line
         });
         // The file is not buffered, so one write is one line on its way to the system.
-        line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::of(WHAT, &self.path))
+        line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::writing(WHAT, &self.path))
     }
 }
 

@@ -284,8 +284,8 @@ impl<T: Float> Epilogue<'_, T> {
         match self {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
-            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::of(out)),
-            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::of(out)),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::new(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::new(out)),
         }
     }
 }
@@ -421,7 +421,7 @@ enum OutSlot<T> {
 }
 
 impl<T> OutSlot<T> {
-    fn of(stored: &mut Stored<'_, T>) -> OutSlot<T> {
+    fn new(stored: &mut Stored<'_, T>) -> OutSlot<T> {
         match stored {
             Stored::Full(to) => OutSlot::Full(to.as_mut_ptr()),
             Stored::Bf16(to) => OutSlot::Bf16(to.as_mut_ptr()),

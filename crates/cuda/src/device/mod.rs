@@ -89,7 +89,7 @@ impl CudaDevice {
     pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
-        let tuning = Tuning::of(&driver.properties().architecture);
+        let tuning = Tuning::built_in(&driver.properties().architecture);
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
         Self::over(pool, products, precision, tuning)
     }

@@ -95,7 +95,7 @@ meshwork_core::debug_as_display!(Error);
 
 impl Error {
     /// One error of several, if there are any.
-    fn of(mut errors: Vec<Self>) -> Option<Self> {
+    fn all(mut errors: Vec<Self>) -> Option<Self> {
         match errors.len() {
             0 | 1 => errors.pop(),
             _ => Some(Self::Several(errors)),
@@ -172,7 +172,7 @@ impl Pretrained {
             (Ok(architecture), Ok(tensors)) => (architecture, tensors),
             (architecture, tensors) => {
                 let errors = architecture.err().into_iter().chain(tensors.err()).collect();
-                return Err(Error::of(errors).unwrap_or(Error::Config(Vec::new())));
+                return Err(Error::all(errors).unwrap_or(Error::Config(Vec::new())));
             }
         };
         let prefix = layout::prefix(&architecture);

@@ -378,7 +378,7 @@ mod tests {
             placement,
             role: Role::Weight,
             init: Init::Normal { std: 0.5 },
-            group: super::super::ParamGroup::of(Role::Weight),
+            group: super::super::ParamGroup::for_role(Role::Weight),
         }
     }
 

@@ -13,7 +13,7 @@ pub(super) struct Uses(BTreeMap<ParamId, (usize, usize)>);
 
 impl Uses {
     /// The uses by operations with these sources.
-    pub(super) fn of<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
+    pub(super) fn new<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
         let mut uses = BTreeMap::new();
         for source in sources {
             if let Source::Param(id) = source {

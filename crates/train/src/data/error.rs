@@ -167,7 +167,7 @@ impl Problem {
         }
     }
 
-    pub(crate) fn of(self, path: &Path) -> DataError {
+    pub(crate) fn in_file(self, path: &Path) -> DataError {
         DataError { path: path.to_path_buf(), problem: self }
     }
 }

@@ -163,7 +163,7 @@ impl Tokenizer {
 
     /// A tokenizer that a test brings.
     #[cfg(test)]
-    pub(super) fn of(library: impl Library + 'static) -> Self {
+    pub(super) fn with_library(library: impl Library + 'static) -> Self {
         Self(TokenizerKind::Library(Arc::new(library)))
     }
 

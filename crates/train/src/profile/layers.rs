@@ -83,7 +83,7 @@ pub fn layers(
 
 /// Writes a profile of layers to a file, in the place of any old one.
 pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), OutputError> {
-    fs::write(path, profile.to_string()).map_err(OutputError::of("a layer profile", path))
+    fs::write(path, profile.to_string()).map_err(OutputError::writing("a layer profile", path))
 }
 
 /// Milliseconds of forward and backward of each stage.
