@@ -259,10 +259,7 @@ impl Task {
     fn make_room(&self, job: &Job, removed: &mut Vec<PathBuf>) {
         let needed = self.plan.file_bytes(&job.metadata);
         while free_bytes(&self.dir).is_some_and(|free| free < needed) {
-            match self.remove_one(job) {
-                Some(path) => removed.push(path),
-                None => return,
-            }
+            if let Some(path) = self.remove_one(job) { removed.push(path) } else { return }
         }
     }
 

@@ -91,8 +91,5 @@ meshwork_core::debug_as_display!(MessageError);
 
 /// Checks the length of a slice.
 pub(crate) fn require_count(what: &'static str, count: usize, wanted: usize) -> Result<(), CompressError> {
-    match count == wanted {
-        true => Ok(()),
-        false => Err(CompressError::Count { what, count, wanted }),
-    }
+    if count == wanted { Ok(()) } else { Err(CompressError::Count { what, count, wanted }) }
 }

@@ -146,10 +146,7 @@ impl Agreement {
             let mut hashes = vec![0; group.size()];
             group.all_gather_slice(&[fact.hash as i64], &mut hashes)?;
             let Some(broken) = fact.broken(&hashes, group.world_ranks()) else { continue };
-            let shown = match broken.by_value {
-                true => values(group, fact.value.as_deref().unwrap_or_default())?,
-                false => None,
-            };
+            let shown = if broken.by_value { values(group, fact.value.as_deref().unwrap_or_default())? } else { None };
             let found = Disagreement {
                 claim: fact.claim.clone(),
                 over: over(group),

@@ -152,10 +152,7 @@ impl Mesh {
             }
         }
         let product = mesh.axes().try_fold(1usize, |size, axis| size.checked_mul(mesh.degree(axis)));
-        match product {
-            Some(_) => Ok(mesh),
-            None => Err(MeshError::Overflow { mesh: mesh.to_string() }),
-        }
+        if product.is_some() { Ok(mesh) } else { Err(MeshError::Overflow { mesh: mesh.to_string() }) }
     }
 
     /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: the degree of
@@ -297,10 +294,7 @@ impl Mesh {
             });
             wrong.extend(given.err().map(|error| (part, error)));
         }
-        match wrong.is_empty() {
-            true => Ok(degrees.map(|degree| degree.unwrap_or(1))),
-            false => Err(wrong),
-        }
+        if wrong.is_empty() { Ok(degrees.map(|degree| degree.unwrap_or(1))) } else { Err(wrong) }
     }
 }
 
@@ -342,10 +336,7 @@ impl fmt::Display for Mesh {
         let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || self.degree(axis) > 1;
         let degree = |axis| if axis == Axis::Dp { self.data_degree() } else { self.degree(axis) };
         let parts: Vec<String> = self.axes().filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
-        match parts.is_empty() {
-            true => f.write_str("without axes"),
-            false => f.write_str(&parts.join(",")),
-        }
+        if parts.is_empty() { f.write_str("without axes") } else { f.write_str(&parts.join(",")) }
     }
 }
 

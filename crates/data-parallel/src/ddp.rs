@@ -209,9 +209,10 @@ impl Ddp {
         }
         let (sum, range, first) = reducer.gradient(bucket, member)?;
         let sum = &mut sum.as_mut_slice::<f32>().map_err(|error| failed(bucket, error))?[range];
-        match first {
-            true => sum.copy_from_slice(gradient),
-            false => sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x),
+        if first {
+            sum.copy_from_slice(gradient)
+        } else {
+            sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x)
         }
         self.arrived(parameter)
     }
@@ -219,10 +220,7 @@ impl Ddp {
     /// Says that the loss of this micro-batch does not depend on a parameter: its gradient is zero.
     pub fn unused(&mut self, parameter: usize) -> Result<(), DdpError> {
         self.place(parameter)?;
-        match self.step().given[parameter] {
-            true => Err(DdpError::Twice { parameter }),
-            false => self.arrived(parameter),
-        }
+        if self.step().given[parameter] { Err(DdpError::Twice { parameter }) } else { self.arrived(parameter) }
     }
 
     /// Ends a step: waits for the sums over all ranks and divides them by the number of `samples` of all ranks.

@@ -219,10 +219,7 @@ impl Watch for Recorder {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let &Self { rank, coords, .. } = self;
         let site = Site { rank, coords, stage: at.stage, micro: at.micro };
-        let replaced = match &self.hook {
-            Some(hook) => hook(site, seen)?,
-            None => None,
-        };
+        let replaced = if let Some(hook) = &self.hook { hook(site, seen)? } else { None };
         // A forward that runs again for its backward was recorded the first time.
         if at.recomputed && seen.operand.is_none() {
             return Ok(replaced);

@@ -182,10 +182,7 @@ fn of_operations(pairs: &Pairs<'_>) -> Option<Differs> {
 fn on_this_rank(mesh: &Mesh, value: &Value) -> String {
     let cut = value.types.iter().filter(|&(axis, ty)| mesh.degree(axis) > 1 && matches!(ty, Ty::Shard(_)));
     let cut: Vec<String> = cut.map(|(axis, ty)| format!("{ty} on {axis}")).collect();
-    match cut.is_empty() {
-        true => String::new(),
-        false => format!(" ({:?} on this one, {})", value.shape, cut.join(", ")),
-    }
+    if cut.is_empty() { String::new() } else { format!(" ({:?} on this one, {})", value.shape, cut.join(", ")) }
 }
 
 fn bytes(constant: &Constant) -> Option<&[u8]> {

@@ -543,10 +543,7 @@ impl ParamUpdate {
 impl OpenPage<'_> {
     /// The weights that the rule updates, with their gradients and states.
     fn vectors(&mut self) -> (&mut Buffer, &Buffer, &mut [Buffer]) {
-        let weights = match &mut self.masters {
-            Some(masters) => &mut **masters,
-            None => &mut *self.weights,
-        };
+        let weights = if let Some(masters) = &mut self.masters { &mut **masters } else { &mut *self.weights };
         (weights, &self.grads, &mut *self.states)
     }
 }

@@ -351,10 +351,7 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, sequences))?;
         let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
-        let x = match (tape.decodes(), x.shape()[1]) {
-            (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
-            _ => x,
-        };
+        let x = if let (true, seq @ 2..) = (tape.decodes(), x.shape()[1]) { x.narrow(1, seq - 1..seq)? } else { x };
         norm.forward(tape, &x, sequences)
     }
 

@@ -201,10 +201,7 @@ impl Claims {
                 Ty::Partial if outside => Must::Vary,
                 _ => continue,
             };
-            let hash = match bits {
-                Some(hash) => hash,
-                None => *bits.insert(of_tensor(tensor)?),
-            };
+            let hash = if let Some(hash) = bits { hash } else { *bits.insert(of_tensor(tensor)?) };
             let (text, valid) = claim(ty);
             self.fact(Over::Axis(axis), Fact::hash(text, must, hash, valid));
         }

@@ -180,10 +180,7 @@ mod cuda {
 
     /// Canonical numerics have the CPU's order of sums; otherwise the library's products are faster.
     fn products(config: &Config) -> Products {
-        match config.reduction_blocks() {
-            Some(_) => Products::OfTheCpu,
-            None => Products::OfTheLibrary,
-        }
+        if config.reduction_blocks().is_some() { Products::OfTheCpu } else { Products::OfTheLibrary }
     }
 
     /// Looks for the drivers and libraries that the devices of a configuration need. `None` for other devices.

@@ -267,10 +267,7 @@ impl<T: Float> Epilogue<'_, T> {
         };
         let mut outs = out.map(|out| out.chunks(len * halves / 2));
         std::iter::from_fn(move || {
-            let out = match &mut outs {
-                Some(outs) => Some(outs.next()?.split_at(j * halves / 2).1),
-                None => None,
-            };
+            let out = if let Some(outs) = &mut outs { Some(outs.next()?.split_at(j * halves / 2).1) } else { None };
             Some(match (bias, out) {
                 (Some(bias), Some(out)) => Epilogue::BiasGelu(bias, out),
                 (Some(bias), None) => Epilogue::Bias(bias),

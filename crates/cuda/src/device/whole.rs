@@ -145,10 +145,7 @@ impl CudaDevice {
 
     /// The largest values of blocks of means and squares.
     fn largest<'a>(&self, part: &WholePart<'_>, sets: &'a [Buffer]) -> Result<[&'a Buffer; 2]> {
-        match sets {
-            [mean, square] => Ok([mean, square]),
-            _ => Err(self.no_rule(part.rule)),
-        }
+        if let [mean, square] = sets { Ok([mean, square]) } else { Err(self.no_rule(part.rule)) }
     }
 }
 

@@ -56,10 +56,7 @@ meshwork_core::debug_as_display!(GpuError);
 pub(super) fn meaning(code: Code) -> String {
     let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
     let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
-    match (name, text) {
-        (Ok(name), Ok(text)) => format!("{name} ({text})"),
-        _ => format!("{:?}", code.0),
-    }
+    if let (Ok(name), Ok(text)) = (name, text) { format!("{name} ({text})") } else { format!("{:?}", code.0) }
 }
 
 /// Whether an error code belongs to queued work: any later call may return it, and then every call does.

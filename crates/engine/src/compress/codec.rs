@@ -219,10 +219,7 @@ impl Codec {
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
         let [tp_rank, tp] = if differs { self.tp } else { [0, 1] };
         let (name, pass) = (self.boundaries[site.cut].value(site.direction), self.clock.purpose);
-        let name = match pass {
-            Purpose::Train => name,
-            _ => format!("{name} in {pass:?}"),
-        };
+        let name = if matches!(pass, Purpose::Train) { name } else { format!("{name} in {pass:?}") };
         let before = ((self.data_rank * self.clock.micros + micro) * tp + tp_rank) * of.shape.len();
         let draws = Draws::new(self.seed, &name, step).skip(before);
         let indices = self.indices_of_gradient(site, of)?;

@@ -70,10 +70,7 @@ impl<'a> Pairs<'a> {
                 }
                 ops => {
                     pairs.parted.get_or_insert([0, 1].map(|side| ops[side].map(|_| at[side])));
-                    match pairs.part(at) {
-                        Some(next) => at = next,
-                        None => return pairs,
-                    }
+                    if let Some(next) = pairs.part(at) { at = next } else { return pairs }
                 }
             }
         }

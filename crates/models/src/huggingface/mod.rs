@@ -279,10 +279,7 @@ impl Pretrained {
         }
         let extra = self.tensors.names().filter(|&name| !known.contains(name) && !self.is_beside(name));
         problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
-        match problems.is_empty() {
-            true => Ok(()),
-            false => Err(Error::Tensors(problems)),
-        }
+        if problems.is_empty() { Ok(()) } else { Err(Error::Tensors(problems)) }
     }
 }
 

@@ -105,10 +105,7 @@ impl fmt::Display for ParseScheduleError {
 
 impl Error for ParseScheduleError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match &self.fault {
-            TextFault::Action { source, .. } => source.source(),
-            _ => None,
-        }
+        if let TextFault::Action { source, .. } = &self.fault { source.source() } else { None }
     }
 }
 

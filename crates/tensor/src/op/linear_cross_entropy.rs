@@ -166,10 +166,7 @@ impl Pass<'_> {
 
 impl Op for LinearLoss {
     fn name(&self) -> &'static str {
-        match self.loss.cut_over {
-            None => "linear_cross_entropy",
-            Some(_) => "vocab_parallel_linear_cross_entropy",
-        }
+        if self.loss.cut_over.is_some() { "vocab_parallel_linear_cross_entropy" } else { "linear_cross_entropy" }
     }
 
     stated! { x, weight, targets }

@@ -155,10 +155,7 @@ impl Op for Norm {
         };
         let mut all = vec![Some(Tensor::from_buffer(grad.device(), dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in (1..operands).zip(sums) {
-            all.push(match cx.needs(i) {
-                true => cx.sum_blocks(i, sums, gain.shape(), self.tokens, blocks)?,
-                false => None,
-            });
+            all.push(if cx.needs(i) { cx.sum_blocks(i, sums, gain.shape(), self.tokens, blocks)? } else { None });
         }
         Ok(all)
     }

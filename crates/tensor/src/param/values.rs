@@ -235,10 +235,7 @@ impl Params {
         if values.len() != here.len() {
             return Err(wrong_count(values.len(), here.len(), *shape));
         }
-        match here.is_empty() {
-            true => Ok(()),
-            false => upload(&*self.device, values, vector, here.start - window.start),
-        }
+        if here.is_empty() { Ok(()) } else { upload(&*self.device, values, vector, here.start - window.start) }
     }
 
     /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`]

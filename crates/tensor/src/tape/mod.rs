@@ -272,10 +272,7 @@ impl Tape {
 
     /// Refuses a value of another tape.
     fn require_own(&self, op: &'static str, operand: &'static str, value: &Var) -> Result<()> {
-        match Rc::ptr_eq(&self.inner, &value.tape.inner) {
-            true => Ok(()),
-            false => Err(Error::OtherTape { op, operand }),
-        }
+        if Rc::ptr_eq(&self.inner, &value.tape.inner) { Ok(()) } else { Err(Error::OtherTape { op, operand }) }
     }
 
     /// Global index of the first sample on this tape.
