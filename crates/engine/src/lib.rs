@@ -56,7 +56,7 @@ pub use slow_build::slow_build_warning;
 pub use state::{StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout};
 pub use state_vector::{StateKey, StateKind};
 pub use statistics::ReportedStatistic;
-pub use step::{AtCuts, Evaluation, Offloaded, RankTime, StepReport, Trainer};
+pub use step::{AtCuts, Evaluation, HeldVector, Offloaded, RankTime, StepReport, Trainer};
 pub use update::OPTIMIZER;
 pub use verify::Verify;
 pub use watch::{At, Watch};
