@@ -61,6 +61,8 @@ const ALONE: [(&str, Option<&str>); 26] = [
     ("pipeline.scatter_gather", None),
     ("training.micro_batch_size", None),
     ("training.verify", None),
+    ("training.replay_every", None),
+    ("training.replay_mesh", None),
     ("parallelism.zero_stage", None),
     ("parallelism.zero_group", None),
     ("memory.recompute", None),
