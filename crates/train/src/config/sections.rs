@@ -131,7 +131,8 @@ sections! {
         /// cp.
         context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
-        /// under the causal mask; contiguous.
+        /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
+        /// with data.documents = "attention", else zigzag.
         context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;

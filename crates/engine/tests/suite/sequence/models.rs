@@ -1,7 +1,7 @@
 //! GPT-2 and Llama whose sequences cp cuts, by each method: against the same models on one rank.
 
 use super::{Weights, plan};
-use meshwork_context_parallel::{ContextParallel, Method};
+use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
@@ -197,8 +197,14 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
                 let multiple = mesh_of.degree(Axis::Cp) * if cut_over_tp { mesh_of.degree(Axis::Tp) } else { 1 };
                 let what = format!("{case:?} on {mesh} by {method} in {order:?}");
                 let context = ContextParallel::new(method, order, multiple);
-                let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
-                assert_close(&what, &found, &one);
+                // Documents choose an order for each micro-batch.
+                let ranks = mesh_of.degree(Axis::Cp);
+                let balanced = || context.clone().balanced(Arc::new(ByDocument { chunks_of_rank: 2 }), ranks);
+                let by_document = (case.boundary == Boundary::Attention).then(balanced);
+                for context in [Some(context.clone()), by_document].into_iter().flatten() {
+                    let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
+                    assert_close(&what, &found, &one);
+                }
             }
         }
     }

@@ -181,6 +181,7 @@ fn zero(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(stage > 0 && dp == 1 && cp == 1, "nobody to share with");
     rule(group > 0 && stage == 0, "groups that share nothing");
     rule(group > 0 && !divides(group, dp), "groups of different sizes");
+    let ep = if divides(ep, dp) || !divides(cp, ep) { ep } else { ep / cp };
     rule(group > 0 && !divides(group, ep) && !divides(ep, group), "experts that some groups have more often");
 }
 
