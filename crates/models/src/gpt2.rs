@@ -18,6 +18,7 @@ use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions,
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelMlp, VocabParallelEmbedding};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
@@ -176,6 +177,12 @@ impl Model for Gpt2 {
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         language::unmasked(batch, samples)
+    }
+
+    /// Tokens of the whole sequence: attention over cp needs its keys alone, which decoding caches.
+    fn decoding(&self) -> Option<Arc<dyn Model>> {
+        let context = self.language.context.is_some();
+        context.then(|| Arc::new(self.clone().context_parallel(None)) as _)
     }
 
     /// Those of routers, if there are experts.
