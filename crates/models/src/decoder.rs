@@ -22,6 +22,7 @@ use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
@@ -198,6 +199,12 @@ impl<F: Family> Model for DecoderModel<F> {
 
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         language::unmasked(batch, samples)
+    }
+
+    /// The model of whole sequences: decoding cuts its cache of keys and values, not the tokens.
+    fn decoding(&self) -> Option<Arc<dyn Model>> {
+        let context = self.language.context.is_some();
+        context.then(|| Arc::new(self.clone().context_parallel(None)) as _)
     }
 
     /// The metrics of routers, if there are experts.
