@@ -89,6 +89,9 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
         (4, "--mesh dp=2,tp=2 --set training.replay_every=2"),
         (2, "--mesh dp=2 --set parallelism.zero_stage=3"),
         (2, "--mesh dp=2,ep=2 --set moe.num_experts=4"),
+        (2, "--mesh cp=2 --set parallelism.zero_stage=3"),
+        (2, "--mesh cp=2 --set parallelism.context_parallel_method=all_to_all"),
+        (4, "--mesh dp=2,cp=2,ep=4 --set moe.num_experts=4"),
         (2, "--mesh dp=2,tp=2 --set comm.ranks_per_process=2"),
     ]
     .into_iter()

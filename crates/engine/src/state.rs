@@ -150,18 +150,13 @@ pub(crate) fn of_parameters(plan: &Plan, layout: &Layout, sums: &[Option<SumPlan
         }
     }
     for id in layout.declarations.ids() {
-        let (spec, local) = (layout.declarations.spec(id), layout.local(id));
+        let spec = layout.declarations.spec(id);
         let kind = StateKind::Parameter(spec.role);
         let mut add = |state: Option<&str>, dims, dtype, storage: Storage| {
             let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
             let slices = match storage.vector() {
                 None => vec![(LocalSlice::whole(dims), 0..dims.count())],
-                Some(vector) => {
-                    let part = layout.part(id, vector);
-                    let from = part.start;
-                    let boxes = local.boxes(part).into_iter();
-                    boxes.map(|(slice, place)| (slice, place.start - from..place.end - from)).collect()
-                }
+                Some(vector) => layout.slices(id, vector),
             };
             all.push(StateVector { key, kind, dims, dtype, storage, slices });
         };

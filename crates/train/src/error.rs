@@ -83,7 +83,7 @@ meshwork_core::debug_as_display!(OutputError);
 
 impl OutputError {
     /// Makes the error of a failed write of `what` to `path`.
-    pub(crate) fn of<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
+    pub(crate) fn writing<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
         move |source| Self { what, path: path.to_path_buf(), source }
     }
 }

@@ -259,7 +259,7 @@ fn run(
         let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
         let is_replayed = |step: u64| step.is_multiple_of(config.training.replay_every.max(1));
         let replay = replay.as_ref().filter(|_| is_replayed(begun + 1));
-        let replayed = replay.map(|replay| replay.run(&trainer, |rows| Ok(data.batch_at(taken, rows)?))).transpose()?;
+        let replayed = replay.map(|replay| replay.run(&trainer, |rows| data.batch_at(taken, rows))).transpose()?;
         if replayed.is_some() {
             began = Instant::now();
         }
@@ -479,15 +479,15 @@ impl Reporter {
             lr: report.lr,
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
-            comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
-            offload: report.offload.map(OffloadTraffic::of),
+            comm_bytes: report.comm_bytes.iter().map(|(name, bytes)| (name.clone(), bytes.round() as u64)).collect(),
+            offload: report.offload.map(OffloadTraffic::from_report),
             peak_bytes: report.peak_bytes(),
             compute_ms: times.iter().map(|time| time.computed * 1e3).collect(),
             wait_ms: times.iter().map(|time| time.waited * 1e3).collect(),
             loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
             skipped: report.skipped,
             masked: report.terms == 0,
-            moe: Experts::of(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
+            moe: Experts::from_report(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
         };
         self.masked_steps += u64::from(step.masked);
         self.memory.clone_from(&report.memory);

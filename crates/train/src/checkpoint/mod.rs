@@ -39,10 +39,7 @@ pub(crate) const CUTS: &str = "cuts";
 
 /// The name of a vector in a checkpoint: `wte.weight`, and `wte.weight:exp_avg` for a state of the optimizer.
 fn name_of(key: &StateKey) -> String {
-    match &key.state {
-        None => key.parameter.clone(),
-        Some(state) => format!("{}:{state}", key.parameter),
-    }
+    if let Some(state) = &key.state { format!("{}:{state}", key.parameter) } else { key.parameter.clone() }
 }
 
 pub(crate) fn dims_of(shape: Shape) -> Vec<u64> {

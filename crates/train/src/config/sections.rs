@@ -115,14 +115,15 @@ sections! {
         /// Context parallel degree.
         /// Its ranks cut every sequence, from the embedding to the loss.
         cp: usize = int(1), Count(1), Rounding;
-        /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts.
+        /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts. Where
+        /// it does not divide dp, all ranks of cp do, and ranks of dp for the rest.
         ep: usize = int(1), Count(1), Rounding;
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch, Rounding, if TP;
-        /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also
+        /// What ranks of dp and cp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also
         /// gradients, 3 also weights.
         zero_stage: usize = int(0), Count(0), Rounding;
-        /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
+        /// Ranks of dp that share it out, with their ranks of cp; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
         /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
         /// heads for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than
@@ -130,7 +131,8 @@ sections! {
         /// cp.
         context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
-        /// under the causal mask; contiguous.
+        /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
+        /// with data.documents = "attention", else zigzag.
         context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;

@@ -57,9 +57,6 @@ pub fn continue_text(
 
 /// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world
 /// it is called with the same arguments, and `each` is called where rank 0 is.
-///
-/// # Errors
-/// As [`continue_text`].
 pub fn continue_text_in(
     world: &World,
     trained: &Trained,
