@@ -35,6 +35,15 @@ const LONGEST_SLEEP: Duration = Duration::from_micros(200);
 /// Blocks of memory kept for parts of sums.
 const SCRATCH: usize = 32;
 
+/// How long the ranks of a world wait.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For a rank that makes no progress; `None`: as long as its process lives, which may write a large file.
+    pub(crate) progress: Option<Duration>,
+    /// For an answer of the rank that judges, which its process gives whatever the rank does.
+    pub(crate) answer: Option<Duration>,
+}
+
 /// One rank's end of a world.
 pub(crate) struct Endpoint {
     pub(crate) port: Arc<Port>,
@@ -45,7 +54,7 @@ pub(crate) struct Endpoint {
     pub(crate) ranks: Arc<[usize]>,
     hosts: Hosts,
     pub(crate) origin: Instant,
-    timeout: Option<Duration>,
+    patience: Patience,
     /// Grows as long as the rank makes progress.
     beats: AtomicU64,
     state: Mutex<State>,
@@ -138,7 +147,7 @@ impl Endpoint {
         world: u64,
         name: &str,
         rank: usize,
-        timeout: Option<Duration>,
+        patience: Patience,
         origin: Instant,
     ) -> Arc<Endpoint> {
         let endpoint = Arc::new(Endpoint {
@@ -150,7 +159,7 @@ impl Endpoint {
             ranks: (0..hosts.ranks).collect(),
             hosts: hosts.clone(),
             origin,
-            timeout,
+            patience,
             beats: AtomicU64::new(0),
             state: Mutex::default(),
         });
@@ -267,7 +276,7 @@ impl Endpoint {
             What::Tell(told) => {
                 self.hear_of_forks(state, from, &told);
                 if state.bench.is_none() {
-                    state.bench = Some(Box::new(Bench::new(self.ranks.len(), self.timeout)));
+                    state.bench = Some(Box::new(Bench::new(self.ranks.len(), self.patience.progress)));
                 }
                 self.with_bench(state, |bench, say| bench.hear(from, told, say));
             }
@@ -489,7 +498,7 @@ impl Endpoint {
     /// Asks the judge from time to time whether it is there. One that does not answer for the timeout is lost, and the
     /// next rank judges.
     fn mind_judge(&self, state: &mut State) {
-        let Some(timeout) = self.timeout else { return };
+        let Some(timeout) = self.patience.answer else { return };
         let now = Instant::now();
         let judge = state.judge(self);
         if judge == self.rank {
@@ -604,7 +613,8 @@ impl Endpoint {
     /// This rank's end of a fork. On rank 0 it hears who has ended without coming there.
     fn forked(&self, state: &mut State, number: u64, name: &str) -> Arc<Endpoint> {
         let world = combine(combine(self.world, number), hash(b"fork"));
-        let fork = Endpoint::enter(&self.port, &self.hosts, world, name, self.rank, None, self.origin);
+        let patience = Patience { progress: None, ..self.patience };
+        let fork = Endpoint::enter(&self.port, &self.hosts, world, name, self.rank, patience, self.origin);
         if self.rank == 0 {
             for (&rank, (how, forks)) in &state.ends {
                 if *forks <= number {
@@ -658,7 +668,7 @@ impl Endpoint {
             if begun.elapsed() >= PATIENCE && state.over.is_none() {
                 self.mind_judge(&mut state);
             }
-            let patience = self.timeout.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
+            let patience = self.patience.progress.unwrap_or(Duration::MAX).saturating_add(2 * AGAIN);
             let gave_up = state.fault.as_ref().is_some_and(|(_, at)| begun.max(*at).elapsed() >= patience);
             match &state.over {
                 Some(Some(ended)) => return ended.clone(),

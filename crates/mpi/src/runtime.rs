@@ -13,7 +13,7 @@ use meshwork_core::comm::shared_moment;
 use meshwork_core::hash::combine;
 
 use crate::communicator::MpiComm;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, Patience};
 use crate::error::MpiError;
 use crate::library::Library;
 use crate::life::Life;
@@ -215,10 +215,11 @@ impl Running {
     fn join(&self, world: u64, name: &str, ranks: usize, timeout: Option<Duration>) -> Vec<Arc<dyn Communicator>> {
         let Layout { process, ranks_per_process, .. } = self.port.layout;
         let hosts = Hosts { ranks, ..self.there() };
+        let patience = Patience { progress: timeout, answer: timeout };
         let Some(place) = hosts.processes.iter().position(|there| *there == process) else { return Vec::new() };
         let first = place * ranks_per_process;
         let enter = |rank| {
-            let endpoint = Endpoint::enter(&self.port, &hosts, world, name, rank, timeout, self.origin);
+            let endpoint = Endpoint::enter(&self.port, &hosts, world, name, rank, patience, self.origin);
             let comm: Arc<dyn Communicator> = Arc::new(MpiComm::of_world(endpoint, self.life.clone()));
             comm
         };

@@ -26,8 +26,7 @@ const SLOTS: usize = 16;
 /// What a first message begins with: its length, its process, and its number among those of the process to this one.
 pub(crate) const FRAME: usize = 12;
 
-/// Of so many polls one looks at all slots. A message of a process that was killed while it was sent may fill the first
-/// one and never be complete: the library then says nothing of it, and others arrive behind it.
+/// Of so many polls one looks at all slots: after a failure the first one may stay open, and messages arrive in others.
 const ALL_SLOTS: usize = 16;
 
 /// The largest message of the library. Counts are C `int`s; smaller messages let it do other things in between.
@@ -160,6 +159,7 @@ impl<T> Wire<T> {
 
     /// Receives one more first message, into this memory.
     fn listen(&mut self, mut memory: Vec<u8>) {
+        memory[..FRAME].fill(0); // so that a receive that is over without a message is known
         // SAFETY: the slot holds the memory, whose bytes do not move with it, until the request is over.
         let request = unsafe { self.library.receive(&mut memory, None, FIRST, self.firsts) };
         match request {
@@ -298,7 +298,10 @@ impl<T> Wire<T> {
     /// Passes on a first message, once those of its process before it are here.
     fn arrived(&mut self, memory: &[u8], event: &mut impl FnMut(Event<T>)) {
         let [length, process, number] = frame(memory);
-        let (process, message) = (process as usize, &memory[FRAME..(length as usize).clamp(FRAME, memory.len())]);
+        if (length as usize) < FRAME {
+            return; // no message
+        }
+        let (process, message) = (process as usize, &memory[FRAME..(length as usize).min(memory.len())]);
         if process >= self.numbers.len() {
             return; // of another program
         }

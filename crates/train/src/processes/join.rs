@@ -83,7 +83,11 @@ impl Joined {
             let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), |world| train(world, told, &now));
             let Some(all) = self.all.take() else { return ended };
             let cause = ended.as_ref().err().map(|error| error.cause.clone());
-            let together = all.run(|_| cause.clone().map_or(Ok(()), Err));
+            let together = all.run(|all| match cause.clone() {
+                // One that does not come is missed within the timeout; at the end of a world it would be waited for.
+                Some(cause) => all.barrier().map_err(|_| cause.clone()).and(Err(cause)),
+                None => Ok(()),
+            });
             let of_all = match together {
                 Ok(_) => return ended,
                 Err(of_all) => of_all,
@@ -91,7 +95,7 @@ impl Joined {
             drop(all);
             let Some(runtime) = self.runtime.take() else { return ended };
             let before = runtime.there();
-            let Some((fitted, told)) = regrouped(config, &runtime, &of_all) else {
+            let Some((fitted, told)) = regrouped(config, &runtime, &of_all, cause) else {
                 return Err(as_launched(ended.err().unwrap_or(of_all), &before, config.comm.ranks_per_process));
             };
             now = fitted;
@@ -101,11 +105,20 @@ impl Joined {
 }
 
 /// Of an elastic run whose processes were lost: goes on without them. The configuration for the others, and what rank 0
-/// tells of it; `None` of other errors, and where the run cannot go on.
-fn regrouped(config: &Config, runtime: &Runtime, error: &RunError) -> Option<(Config, Vec<String>)> {
+/// tells of it, with the cause that its own world had; `None` of other errors, and where the run cannot go on.
+fn regrouped(
+    config: &Config,
+    runtime: &Runtime,
+    error: &RunError,
+    cause: Option<String>,
+) -> Option<(Config, Vec<String>)> {
     let each = config.comm.ranks_per_process;
     // One that does not answer may come back, and then it would be in no world.
     let has_ended = |end: &RankEnd| is_lost(end) && end.to_string().contains("its process ended");
+    let hangs = |end: &Option<RankEnd>| end.as_ref().is_some_and(|end| end.to_string().starts_with("has not ended"));
+    if error.ends.iter().any(hangs) {
+        return None;
+    }
     let lost = |rank: &usize| error.ends[*rank].as_ref().is_some_and(has_ended);
     let ranks: Vec<usize> = (0..error.ends.len()).filter(lost).collect();
     let there = runtime.there();
@@ -123,7 +136,7 @@ fn regrouped(config: &Config, runtime: &Runtime, error: &RunError) -> Option<(Co
     runtime.without(&processes.into_iter().collect::<Vec<_>>());
     fitted.checkpoint.resume = true;
     let told = fitted.notices.split_off(config.notices.len().min(fitted.notices.len()));
-    let cause = format!("lost {}: {}", spans(&ranks), error.cause);
+    let cause = format!("lost {}: {}", spans(&ranks), cause.as_ref().unwrap_or(&error.cause));
     Some((fitted, [vec![cause], told].concat()))
 }
 
