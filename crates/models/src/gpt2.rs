@@ -37,6 +37,8 @@ pub struct Gpt2Config {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
@@ -73,6 +75,7 @@ struct Block {
     attn: ParallelAttention,
     ln_2: LayerNorm,
     mlp: FeedForward<ParallelMlp>,
+    window: Option<usize>,
     dropout: f32,
 }
 
@@ -86,6 +89,7 @@ impl Default for Gpt2Config {
             num_heads: 4,
             ffn_hidden_size: 512,
             seq_len: 128,
+            sliding_window: None,
             tie_embeddings: true,
             dropout: 0.0,
         }
@@ -203,6 +207,7 @@ impl Block {
                 |params, name, ffn| ParallelMlp::new(params, mesh, name, hidden, ffn, true, init),
                 |params, name, shape| GroupedMlp::new(params, mesh, name, shape, true, init),
             )?,
+            window: config.sliding_window,
             dropout: config.dropout,
         })
     }
@@ -225,13 +230,13 @@ impl HiddenModule for Embedding {
 
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let (Sequences { region, documents, context, .. }, p) = (sequences, self.dropout);
+        let (Sequences { region, context, .. }, p, mask) = (sequences, self.dropout, sequences.mask(self.window));
         let normed = self.ln_1.operand(tape, x)?;
         let x = match context {
-            None => self.attn.forward(tape, &normed, region, Some(x), documents, p)?,
+            None => self.attn.forward(tape, &normed, region, Some(x), mask, p)?,
             Some(context) => {
                 let attend =
-                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, documents, dropout);
+                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
                 self.attn.forward_by(tape, &normed, region, Some(x), attend, p)?
             }
         };

@@ -56,6 +56,8 @@ pub struct LlamaConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window, as in Mistral 7B: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// The rotary embedding of queries and keys.
     pub rotary: Rotary,
     /// Added to the mean square in norms.
@@ -101,6 +103,7 @@ const fn llama3(
         num_kv_heads,
         ffn_hidden_size,
         seq_len: 8192,
+        sliding_window: None,
         rotary: Rotary { theta: 500_000.0, scaling: None },
         norm_eps: 1e-5,
         tie_embeddings: false,
@@ -122,6 +125,7 @@ struct Block {
     attn: ParallelGroupedAttention,
     mlp_norm: RmsNorm,
     mlp: FeedForward<ParallelSwiGlu>,
+    window: Option<usize>,
 }
 
 impl Llama {
@@ -237,19 +241,20 @@ impl Block {
                 |params, name, ffn| ParallelSwiGlu::new(params, mesh, name, hidden, ffn, false, init),
                 |params, name, shape| GroupedSwiGlu::new(params, mesh, name, shape, init),
             )?,
+            window: config.sliding_window,
         })
     }
 }
 
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let Sequences { region, documents, context, .. } = sequences;
+        let (Sequences { region, context, .. }, mask) = (sequences, sequences.mask(self.window));
         let normed = self.attn_norm.operand(tape, x)?;
         let x = match context {
-            None => self.attn.forward(tape, &normed, region, Some(x), documents, 0.0)?,
+            None => self.attn.forward(tape, &normed, region, Some(x), mask, 0.0)?,
             Some(context) => {
                 let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, documents, dropout)
+                    context.attend(q, kv, rotary, mask, dropout)
                 };
                 self.attn.forward_by(tape, &normed, region, Some(x), attend, 0.0)?
             }
