@@ -44,6 +44,8 @@ pub struct DecoderConfig {
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
     pub dropout: f32,
+    /// Tokens that a query sees at most, its own included (Mistral 7B, Jiang et al., 2023); without it all before it.
+    pub sliding_window: Option<usize>,
     /// Whether products in blocks have biases.
     pub bias: bool,
     /// The norms.
@@ -270,6 +272,7 @@ struct Block {
     norms: [Norm; 2],
     attention: Attention,
     mlp: FeedForward,
+    window: Option<usize>,
     dropout: f32,
 }
 
@@ -295,25 +298,25 @@ impl Block {
         let attention = config.attention(params, mesh, &name(names.attention), init)?;
         let norms = [before_attention, config.norm(params, &name(names.norms[1]))?];
         let mlp = FeedForward::new(params, mesh, name(names.mlp), spec, layer, init)?;
-        Ok(Self { norms, attention, mlp, dropout: config.dropout })
+        Ok(Self { norms, attention, mlp, window: config.sliding_window, dropout: config.dropout })
     }
 }
 
 impl HiddenModule for Block {
     fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let (Sequences { region, documents, context, .. }, p) = (sequences, self.dropout);
+        let (Sequences { region, context, .. }, p, mask) = (sequences, self.dropout, sequences.mask(self.window));
         let (normed, residual) = (self.norms[0].operand(tape, x)?, Some(x));
         let x = match (&self.attention, context) {
-            (Attention::Fused(fused), None) => fused.forward(tape, &normed, region, residual, documents, p)?,
+            (Attention::Fused(fused), None) => fused.forward(tape, &normed, region, residual, mask, p)?,
             (Attention::Fused(fused), Some(context)) => {
                 let attend =
-                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, documents, dropout);
+                    |q: &Var, kv: &Var, dropout: Option<(f32, &str)>| context.attend(q, kv, None, mask, dropout);
                 fused.forward_by(tape, &normed, region, residual, attend, p)?
             }
-            (Attention::Grouped(grouped), None) => grouped.forward(tape, &normed, region, residual, documents, p)?,
+            (Attention::Grouped(grouped), None) => grouped.forward(tape, &normed, region, residual, mask, p)?,
             (Attention::Grouped(grouped), Some(context)) => {
                 let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, documents, dropout)
+                    context.attend(q, kv, rotary, mask, dropout)
                 };
                 grouped.forward_by(tape, &normed, region, residual, attend, p)?
             }

@@ -23,6 +23,8 @@ pub struct Gpt2Config {
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
     pub dropout: f32,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
 }
 
 /// A GPT-2.
@@ -48,6 +50,7 @@ impl Default for Gpt2Config {
             seq_len: 128,
             tie_embeddings: true,
             dropout: 0.0,
+            sliding_window: None,
         }
     }
 }
@@ -62,6 +65,7 @@ impl Family for Gpt2Config {
             seq_len: self.seq_len,
             tie_embeddings: self.tie_embeddings,
             dropout: self.dropout,
+            sliding_window: self.sliding_window,
             bias: true,
             norm: NormKind::Layer,
             attention: AttentionKind::Fused { heads: self.num_heads },

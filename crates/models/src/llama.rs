@@ -44,6 +44,8 @@ pub struct LlamaConfig {
     pub norm_eps: f64,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
+    /// A sliding window, as in Mistral 7B: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
 }
 
 /// Presets by name: a tiny one for trials, and published shapes for planning. Rotary frequencies are not scaled here;
@@ -86,6 +88,7 @@ const fn llama3(
         rotary: Rotary { theta: 500_000.0, scaling: None },
         norm_eps: 1e-5,
         tie_embeddings: false,
+        sliding_window: None,
     }
 }
 
@@ -102,6 +105,7 @@ impl Family for LlamaConfig {
             seq_len: self.seq_len,
             tie_embeddings: self.tie_embeddings,
             dropout: 0.0,
+            sliding_window: self.sliding_window,
             bias: false,
             norm: NormKind::Rms { eps: self.norm_eps },
             attention: AttentionKind::Grouped(GroupedHeads {
