@@ -1,12 +1,13 @@
-//! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of the earlier ones are
+//! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of earlier tokens are
 //! cached, so that each token goes through the model once.
 
+use super::cut_cache::CutCache;
 use super::{Mode, Position, Tape};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, TurnedHeads};
 use crate::param::Params;
-use meshwork_core::{Buffer, Rank};
+use meshwork_core::{Axis, Buffer, Group, Rank, Ty, Types};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,8 +15,8 @@ use std::sync::Arc;
 /// The keys and values of each attention of a stage, for the tokens of the passes so far. It has room for a number of
 /// tokens of each sequence; memory is allocated with the first pass and is reused after [`clear`](Self::clear).
 ///
-/// Operations that mix the tokens of a sequence must be attentions of this crate: what an operation of another crate
-/// does with earlier tokens is not cached.
+/// Operations that mix the tokens of a sequence must be attentions of this crate: an operation of another crate that
+/// reads earlier tokens would find none.
 #[derive(Clone, Debug)]
 pub struct KeyValueCache {
     inner: Rc<Inner>,
@@ -75,21 +76,24 @@ impl KeyValueCache {
         &self,
         device: &Arc<dyn Device>,
         new: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
+        [q, kv]: [&Buffer; 2],
         masks: AttentionMasks<'_>,
+        cut_over: Option<&Group>,
     ) -> Result<Buffer> {
         let Inner { capacity, past, entries, ran } = &*self.inner;
         let (number, past) = (ran.get(), past.get());
-        let shape = GroupedShape { keys: *capacity, first_query: past, rotary: None, ..new };
-        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
+        let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past));
+        let keys = cut.as_ref().map_or(*capacity, |cut| cut.held);
+        let shape = GroupedShape { keys, first_query: past, rotary: None, ..new };
         let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
         let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
         if tokens > *capacity {
             return refuse(format!("{tokens} tokens, and the cache has room for {capacity}"));
         }
         if number == entries.len() {
-            entries.push(device.alloc(q.dtype(), elements)?);
+            let mut entry = device.alloc(q.dtype(), elements)?;
+            device.optim()?.zero(&mut entry, 0..elements)?; // rows that no query sees are multiplied by 0
+            entries.push(entry);
         }
         let entry = &mut entries[number];
         if (entry.dtype(), entry.count()) != (q.dtype(), elements) {
@@ -97,6 +101,10 @@ impl KeyValueCache {
             return refuse(format!("attention {number} has a cache of {held} elements and needs {elements}"));
         }
         ran.set(number + 1);
+        if let Some(cut) = cut {
+            return cut.attend(new, [q, kv], entry, masks);
+        }
+        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
         let (attention, layout) = (device.attention()?, device.layout()?);
         let turned = |x: &Buffer, all, heads| match new.rotary {
             None => Ok(x.clone()),
@@ -126,12 +134,20 @@ impl Tape {
         self.inner.cache.get()
     }
 
+    /// The ranks of cp, which cut the cache of an attention of queries with these types, the same on all of them. In
+    /// canonical numerics, whose sums over keys have no order for it, the cache is whole.
+    pub(crate) fn cache_group(&self, types: Types) -> Option<&Group> {
+        let (rank, fast) = (self.rank(), self.reduction_blocks().is_none());
+        let cuts = fast && rank.mesh().degree(Axis::Cp) > 1 && types.get(Axis::Cp) == Some(Ty::Invariant);
+        cuts.then(|| rank.group(Axis::Cp))
+    }
+
     /// Whether this tape [decodes](Self::decoding).
     pub fn decodes(&self) -> bool {
         self.cache().is_some()
     }
 
-    /// Tokens of each sequence before those on this tape.
+    /// Tokens of each sequence before the tokens on this tape.
     pub fn past(&self) -> usize {
         self.cache().map_or(0, KeyValueCache::past)
     }

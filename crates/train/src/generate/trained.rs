@@ -53,9 +53,6 @@ impl Trained {
 
     /// As [`open`](Self::open), with a choice of what happens where the run compressed activations between stages: the
     /// same, which one rank simulates, or nothing. Settings of `[compress]` in `args` are taken first.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
     pub fn open_at(cuts: AtCuts, folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
         let earlier = args.faults.clone();
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
@@ -129,6 +126,14 @@ impl Trained {
             }
         }
         let (mut config, mut settings) = resolve(&args, Settings::default());
+        let by_default =
+            |(key, _, from): &&mut (String, String, &str)| key == "training.numerics" && *from == BY_DEFAULT;
+        if let Some((_, numerics, _)) =
+            args.assignments.iter_mut().find(by_default).filter(|_| config.parallelism.cp > 1)
+        {
+            "fast".clone_into(numerics);
+            (config, settings) = resolve(&args, Settings::default());
+        }
         settings.faults.extend(misfits);
         config.notices = unread;
         processes::launch(&mut config, &mut settings);
@@ -136,12 +141,16 @@ impl Trained {
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
         }
-        let cp = config.parallelism.cp;
-        if cp > 1 {
+        let (cp, ep) = (config.parallelism.cp, config.parallelism.ep);
+        if cp > 1 && config.training.numerics == "canonical" {
+            let problem = format!("cp={cp} sums over keys on several ranks, in another order than one rank does");
+            settings.fault("training.numerics", "canonical", problem, "use fast, or tp and pp");
+        }
+        if dp == 1 && ep > 1 {
             settings.fault(
                 "--mesh",
-                format!("cp={cp}"),
-                "one token at a time has nothing to split over cp",
+                format!("ep={ep}"),
+                "one text has no other tokens for other ranks",
                 "use tp and pp",
             );
         }
@@ -171,9 +180,6 @@ impl Trained {
     }
 
     /// As [`encode`](Self::encode), with a choice of special tokens.
-    ///
-    /// # Errors
-    /// As [`encode`](Self::encode).
     pub fn encode_with(&self, prompt: &str, special: PromptTokens) -> Result<Vec<u32>, Fault> {
         let fault = |problem: String| Fault::new("--prompt", format!("{prompt:?}"), problem, "give a text to continue");
         match self.tokenizer.encode_prompt(prompt, special).map_err(fault)? {
