@@ -40,6 +40,8 @@ pub struct DecoderConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.

@@ -63,6 +63,7 @@ impl Family for Gpt2Config {
             hidden_size: self.hidden_size,
             ffn_hidden_size: self.ffn_hidden_size,
             seq_len: self.seq_len,
+            sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: self.dropout,
             sliding_window: self.sliding_window,

@@ -103,6 +103,7 @@ impl Family for LlamaConfig {
             hidden_size: self.hidden_size,
             ffn_hidden_size: self.ffn_hidden_size,
             seq_len: self.seq_len,
+            sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: 0.0,
             sliding_window: self.sliding_window,

@@ -75,8 +75,8 @@ impl Op for CausalAttention {
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
             let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
-            let (shape, over) = (GroupedShape::alone(s), cx.tape().cache_group(self.types));
-            let out = cache.attend(qkv.device(), shape, &q, &kv, self.masks.with(None), over)?;
+            let (masks, group) = (self.masks.with(None), cx.tape().cache_group(self.types));
+            let out = cache.attend(qkv.device(), GroupedShape::alone(s), [&q, &kv], masks, group)?;
             return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
         }
         let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks.with(inputs.get(1).copied()))?;

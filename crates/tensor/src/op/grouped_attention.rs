@@ -361,8 +361,8 @@ impl Op for GroupedAttention {
                 || "decoding takes the queries of all new tokens: gather them".to_owned(),
                 inputs,
             )?;
-            let over = cx.tape().cache_group(self.types);
-            let out = cache.attend(q.device(), s, q.buffer(), kv.buffer(), self.masks.with(None), over)?;
+            let (masks, group) = (self.masks.with(None), cx.tape().cache_group(self.types));
+            let out = cache.attend(q.device(), s, [q.buffer(), kv.buffer()], masks, group)?;
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
         let masks = self.masks(inputs.get(2).copied(), &self.runs);

@@ -40,13 +40,12 @@ impl<'a> CutCache<'a> {
     pub fn attend(
         &self,
         new: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
-        masks: AttentionMasks<'_>,
+        [q, kv]: [&Buffer; 2],
         entry: &mut Buffer,
+        masks: AttentionMasks<'_>,
     ) -> Result<Buffer> {
         self.keep(new, kv, entry)?;
-        let (out, lse) = self.own(new, q, masks, entry)?;
+        let (out, lse) = self.own(new, q, entry, masks)?;
         self.joined(new.queries, out, lse, q.dtype())
     }
 
@@ -62,13 +61,14 @@ impl<'a> CutCache<'a> {
         })
     }
 
-    /// The attention over the keys of this rank, in f32: zeros and -∞ for queries before all of them.
+    /// The attention over the keys of this rank, in f32: zeros and -∞ for queries before all of them, and for
+    /// those whose window is behind all of them.
     fn own(
         &self,
         new: GroupedShape,
         q: &Buffer,
-        masks: AttentionMasks<'_>,
         entry: &Buffer,
+        masks: AttentionMasks<'_>,
     ) -> Result<(Buffer, Buffer)> {
         let (device, layout) = (self.device, self.device.layout()?);
         let AttentionShape { batch, seq, heads, head_dim } = new.queries;

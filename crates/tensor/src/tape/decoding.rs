@@ -76,8 +76,7 @@ impl KeyValueCache {
         &self,
         device: &Arc<dyn Device>,
         new: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
+        [q, kv]: [&Buffer; 2],
         masks: AttentionMasks<'_>,
         cut_over: Option<&Group>,
     ) -> Result<Buffer> {
@@ -86,7 +85,6 @@ impl KeyValueCache {
         let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past));
         let keys = cut.as_ref().map_or(*capacity, |cut| cut.held);
         let shape = GroupedShape { keys, first_query: past, rotary: None, ..new };
-        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
         let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
         let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
         if tokens > *capacity {
@@ -104,8 +102,9 @@ impl KeyValueCache {
         }
         ran.set(number + 1);
         if let Some(cut) = cut {
-            return cut.attend(new, q, kv, masks, entry);
+            return cut.attend(new, [q, kv], entry, masks);
         }
+        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
         let (attention, layout) = (device.attention()?, device.layout()?);
         let turned = |x: &Buffer, all, heads| match new.rotary {
             None => Ok(x.clone()),
