@@ -208,6 +208,24 @@ fn a_model_of_ones_own_trains_over_processes() {
     }
 }
 
+/// The digits over two processes, with one output; what compares two meshes is refused, and so is what trains alone.
+#[test]
+fn other_programs_train_over_processes_or_say_that_they_do_not() {
+    for mpi in installed() {
+        let digits = path().with_file_name("digits");
+        let of_two = Running::start(mpirun(&mpi, 2, &digits, "--epochs 1 --pp 1 --dp 2")).end();
+        assert_eq!(of_two.code, Some(0), "{}", of_two.err);
+        assert_eq!(of_two.out.matches("epoch  1 | loss ").count(), 1, "{}", of_two.out);
+        for (program, line) in
+            [("digits", "--compare dp=2"), ("mesh_diff", "--mesh dp=1 --mesh dp=2"), ("compression_study", "--quick")]
+        {
+            let ended = Running::start(mpirun(&mpi, 2, &path().with_file_name(program), line)).end();
+            assert_eq!(ended.code, Some(2), "{program}: {}", ended.out);
+            assert!(ended.err.contains("runs in one process, and this one is rank "), "{}", ended.err);
+        }
+    }
+}
+
 /// The library of one MPI, and the launcher of the other. (MPICH's library under `mpirun` of Open MPI ends the process
 /// by itself, with a message of its own.)
 #[test]

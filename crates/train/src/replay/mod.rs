@@ -234,11 +234,14 @@ impl<'a> Replay<'a> {
     ///
     /// # Errors
     /// Of the step on the other mesh.
-    pub fn run(
+    pub fn run<E>(
         &self,
         trainer: &Trainer,
-        batch: impl FnOnce(Range<usize>) -> Result<Batch, RankError>,
-    ) -> Result<Replayed, RankError> {
+        batch: impl FnOnce(Range<usize>) -> Result<Batch, E>,
+    ) -> Result<Replayed, RankError>
+    where
+        RankError: From<E>,
+    {
         let (Self { replays, devices, world, .. }, begun) = (self, Instant::now());
         let device = devices.rank(self.rank.world().communicator().clone())?.device;
         let mut other = Trainer::new(replays.model.clone(), &replays.plan, self.rank.clone(), device.clone())?;
