@@ -41,8 +41,8 @@ pub enum Axis {
     Cp,
     /// Expert parallel: the batch is split, and the experts are.
     Ep,
-    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the
-    /// same ones.
+    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: the ranks that hold the
+    /// same experts.
     Dp,
     /// Pipeline parallel: the layers are split.
     Pp,
@@ -162,10 +162,7 @@ impl Mesh {
             }
         }
         let product = mesh.axes().try_fold(1usize, |size, axis| size.checked_mul(mesh.degree(axis)));
-        match product {
-            Some(_) => Ok(mesh),
-            None => Err(MeshError::Overflow { mesh: mesh.to_string() }),
-        }
+        if product.is_some() { Ok(mesh) } else { Err(MeshError::Overflow { mesh: mesh.to_string() }) }
     }
 
     /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: the degree of
@@ -330,10 +327,7 @@ impl Mesh {
             });
             wrong.extend(given.err().map(|error| (part, error)));
         }
-        match wrong.is_empty() {
-            true => Ok(degrees.map(|degree| degree.unwrap_or(1))),
-            false => Err(wrong),
-        }
+        if wrong.is_empty() { Ok(degrees.map(|degree| degree.unwrap_or(1))) } else { Err(wrong) }
     }
 }
 
@@ -379,10 +373,7 @@ impl fmt::Display for Mesh {
         };
         let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || degree(axis) > 1;
         let parts: Vec<String> = self.axes().filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
-        match parts.is_empty() {
-            true => f.write_str("without axes"),
-            false => f.write_str(&parts.join(",")),
-        }
+        if parts.is_empty() { f.write_str("without axes") } else { f.write_str(&parts.join(",")) }
     }
 }
 

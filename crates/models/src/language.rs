@@ -101,8 +101,8 @@ pub struct Sequences<'a> {
     pub tokens: usize,
     /// The documents of whole sequences; without them each sequence is one.
     pub documents: Option<&'a Documents>,
-    /// The position of each token that this rank has, `[samples, seq]`, where tokens are not those of one document in
-    /// its order: for learned positions.
+    /// The position of each token that this rank has, `[samples, seq]`, where these are not the tokens of one document
+    /// in its order: for learned positions.
     pub positions: Option<&'a Var>,
     /// The exchange of attention, where cp cuts them.
     pub context: Option<&'a ContextParallel>,
@@ -135,7 +135,7 @@ pub struct LanguageSpec {
     pub region: Region,
     /// What a boundary between documents means.
     pub boundary: Boundary,
-    /// Tokens of a sequence whose logits exist at a time in training; 0: those of all.
+    /// Tokens of a sequence whose logits exist at a time in training; 0: all tokens.
     pub loss_chunk: usize,
     /// The exchange of attention, where cp cuts the sequence.
     pub context: Option<ContextParallel>,
@@ -172,7 +172,7 @@ impl LanguageSpec {
         Ok(Self { context, ..self.clone() })
     }
 
-    /// A number for each token that this rank has; `fill` for what follows the last of a sequence.
+    /// A number for each token that this rank has, and `fill` for padding behind the last token of a sequence.
     fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str, fill: i32) -> Result<Var> {
         let (seq, over) = (batch.dims(name)?[0], self.region.of_tokens());
         let field = |seq| Field::new(name, DType::I32, [seq]).sequence(0, over);
@@ -186,8 +186,8 @@ impl LanguageSpec {
         }
     }
 
-    /// The positions of all tokens in their documents, whole sequences in their order. What follows the last token is a
-    /// document of its own.
+    /// The positions of all tokens in their documents, whole sequences in their order. Padding behind the last token is
+    /// a document of its own.
     fn places_of(&self, batch: &Batch) -> Result<Vec<i32>> {
         let seq = batch.dims(POSITIONS)?[0];
         let behind = self.context.as_ref().map_or(seq, |context| context.places(seq)) - seq;
@@ -204,7 +204,7 @@ impl LanguageSpec {
         Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], self.places_of(batch)?)?.var(tape, POSITIONS)
     }
 
-    /// The position of each token that this rank has, where it is not its place.
+    /// The position of each token that this rank has, if it differs from the place of the token.
     fn positions(&self, tape: &Tape, batch: &Batch, documents: Option<&Documents>) -> Result<Option<Var>> {
         let seq = batch.dims(TOKENS)?[0];
         match (&self.context, documents) {
@@ -221,7 +221,7 @@ impl LanguageSpec {
 }
 
 impl Default for LanguageSpec {
-    /// Blocks that each rank of tp leaves with the same, no boundaries, all logits.
+    /// Hidden states that are the same on all ranks of tp, no boundaries, all logits at once.
     fn default() -> Self {
         Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, context: None }
     }
@@ -314,11 +314,8 @@ pub struct LanguageStage<E, B, N> {
 }
 
 impl<E, B, N> LanguageStage<E, B, N> {
-    /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and
-    /// head.
-    ///
-    /// # Errors
-    /// Those of the four declarations.
+    /// Declares the parts of the model that `part` names, in this order: the embedding, a block for each layer, norm
+    /// and head.
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,
@@ -340,8 +337,8 @@ impl<E, B, N> LanguageStage<E, B, N> {
 }
 
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
-    /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head
-    /// reads.
+    /// Every stage reads the documents from the batch; they do not travel. The output of the last stage is the input of
+    /// its head.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
         let spec = self.spec.of_batch(tape, batch)?;
         let context = spec.context.as_ref();
@@ -375,10 +372,7 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, sequences))?;
         let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
-        let x = match (tape.decodes(), x.shape()[1]) {
-            (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
-            _ => x,
-        };
+        let x = if let (true, seq @ 2..) = (tape.decodes(), x.shape()[1]) { x.narrow(1, seq - 1..seq)? } else { x };
         norm.forward(tape, &x, sequences)
     }
 

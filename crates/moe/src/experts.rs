@@ -127,10 +127,7 @@ impl Experts for GroupedMlp {
         }
         let y = inner.gelu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
         let y = self.shape.leave(&y)?; // Σ_tp
-        match self.biases {
-            Some([_, bias]) => y.grouped_bias(&tape.param(bias)?, groups),
-            None => Ok(y),
-        }
+        if let Some([_, bias]) = self.biases { y.grouped_bias(&tape.param(bias)?, groups) } else { Ok(y) }
     }
 }
 

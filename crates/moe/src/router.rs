@@ -95,10 +95,7 @@ impl Router {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
         let logits = whole(noisy.cast(DType::F32)?.exact_linear(&tape.param(self.weight)?, 1)?)?; // [b, s, experts]
-        let scores = match config.router {
-            RouterKind::Bias => logits.sigmoid()?,
-            _ => logits.softmax()?,
-        };
+        let scores = if matches!(config.router, RouterKind::Bias) { logits.sigmoid()? } else { logits.softmax()? };
         whole_sequences("route", Operand::value("x", scores.types(), 3))?;
         let pick = self.pick();
         let mut made = None;

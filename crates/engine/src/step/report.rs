@@ -19,13 +19,14 @@ use std::time::{Duration, Instant};
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
 
-/// Numbers by which a rank sends what holds its memory.
+/// The numbers in which a rank reports its memory.
 const CATEGORIES: usize = Category::ALL.len();
 
-/// Numbers by which a rank sends how it spent its time.
+/// The numbers in which a rank reports its time.
 const TIMES: usize = 2;
 
-/// Numbers by which a rank sends its steps and the hash of its input, as two halves, which f64 holds exactly.
+/// The numbers in which a rank reports its steps and the hash of its input; the hash in two halves, which f64 holds
+/// exactly.
 const HASHES: usize = 3;
 
 /// The report of a step, the same on every rank.

@@ -72,10 +72,7 @@ impl Flight {
         let lost = || Error::Backward("rows of experts were waited for before they were sent, or twice".to_owned());
         let Coming { pending, packed } = self.0.take().ok_or_else(lost)?;
         let received = pending.wait()?;
-        match packed {
-            None => Ok(received),
-            Some((packing, runs)) => packing.unpack(&received, &runs),
-        }
+        if let Some((packing, runs)) = packed { packing.unpack(&received, &runs) } else { Ok(received) }
     }
 }
 

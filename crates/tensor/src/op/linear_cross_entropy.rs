@@ -27,7 +27,7 @@ struct LinearLoss {
     /// The tokens over which the gradient of the weight is summed.
     tokens: Tokens,
     weight_shape: Shape,
-    /// How the sums of the product, and those of the gradient of x, are cut.
+    /// How the sums of the product, and the sums of the gradient of x, are cut.
     terms: [Terms; 2],
 }
 
@@ -42,18 +42,15 @@ impl Var {
     /// logits of at most `chunk` tokens at a time: the loss of each sample, `[samples]` in f64, against i32 targets
     /// `[samples, ..]`, negative ones masked.
     ///
-    /// # Errors
-    /// Those of both; a chunk of no tokens. The place of an id that is none counts from the first token of its chunk.
+    /// # Errors The errors of `linear` and `cross_entropy`; a chunk of no tokens. An id outside of the vocabulary is
+    /// counted from the first token of its chunk.
     pub fn linear_cross_entropy(&self, weight: &Var, targets: &Var, chunk: usize) -> Result<Var> {
         let width = weight.shape().first().copied().unwrap_or(0);
         self.tape().apply(LinearLoss::new(self, weight, VocabLoss::whole(width), chunk), &[self, weight, targets])
     }
 
-    /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: that of
+    /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: the loss of
     /// [`vocab_parallel_cross_entropy`](Self::vocab_parallel_cross_entropy).
-    ///
-    /// # Errors
-    /// As [`linear_cross_entropy`](Self::linear_cross_entropy).
     pub fn vocab_parallel_linear_cross_entropy(
         &self,
         weight: &Var,
@@ -91,14 +88,14 @@ impl LinearLoss {
         let (n, k) = (self.loss.shard.width, self.input[2]);
         let mut logits = w.device().alloc(w.dtype(), chunk.rows.len() * n)?;
         let spec = Gemm::linear(chunk.rows.len(), n, k).over(self.terms[0]);
-        w.device().matmul()?.gemm(spec, &chunk.of(x, k)?, w.buffer(), &mut logits, 0)?;
+        w.device().matmul()?.gemm(spec, &chunk.rows_of(x, k)?, w.buffer(), &mut logits, 0)?;
         Ok(logits)
     }
 }
 
 impl Chunk {
     /// Its part of a tensor of `width` elements a token.
-    fn of(&self, x: &Tensor, width: usize) -> Result<Buffer> {
+    fn rows_of(&self, x: &Tensor, width: usize) -> Result<Buffer> {
         Ok(x.buffer().slice(self.rows.start * width..self.rows.end * width)?)
     }
 }
@@ -116,8 +113,8 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Takes the chunks of a slice of some samples in turn: writes the gradient of their x, and adds that of the weight, of all of
-    /// them, to `to`: a buffer, the first element in it, and whether it has something to be added to.
+    /// Takes the chunks of a slice of some samples in turn: writes the gradient of their x, and adds the gradient of the
+    /// weight over all of them to `to`: a buffer, the first element in it, and whether to add to its old contents.
     fn run(
         &mut self,
         samples: Range<usize>,
@@ -129,11 +126,11 @@ impl Pass<'_> {
         for chunk in self.op.chunks(samples, slice) {
             let (rows, scale) = (chunk.rows.len(), self.scale.buffer().slice(chunk.sample..chunk.sample + 1)?);
             let mut grad = self.op.logits(&chunk, &self.x, &self.w)?;
-            let (targets, lse) = (chunk.of(&self.targets, 1)?, chunk.of(&self.lse, 1)?);
+            let (targets, lse) = (chunk.rows_of(&self.targets, 1)?, chunk.rows_of(&self.lse, 1)?);
             loss.grad(&mut grad, &targets, &lse, &scale, self.op.loss.shard)?;
             if let Some((buffer, start, accumulate)) = &mut to {
                 let spec = Gemm::linear_weight_grad(rows, n, k).accumulating(*accumulate);
-                matmul.gemm(spec, &grad, &chunk.of(&self.x, k)?, buffer, *start)?;
+                matmul.gemm(spec, &grad, &chunk.rows_of(&self.x, k)?, buffer, *start)?;
                 *accumulate = true;
             }
             if let Some(dx) = &mut self.dx {
@@ -147,8 +144,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or
-    /// would be rounded after every chunk, in memory of their own first.
+    /// The same for a share of the gradient of the weight: in the memory of the share; or first in other memory, where
+    /// samples are summed one by one or a sum would be rounded after every chunk.
     fn share(&mut self, room: BlockSlot<'_>) -> Result<()> {
         let BlockSlot { buffer, start, accumulate, samples, blocks, slice } = room;
         if blocks == 1 && !buffer.dtype().is_half() {
@@ -179,10 +176,7 @@ impl Pass<'_> {
 
 impl Op for LinearLoss {
     fn name(&self) -> &'static str {
-        match self.loss.cut_over {
-            None => "linear_cross_entropy",
-            Some(_) => "vocab_parallel_linear_cross_entropy",
-        }
+        if self.loss.cut_over.is_some() { "vocab_parallel_linear_cross_entropy" } else { "linear_cross_entropy" }
     }
 
     stated! { x, weight, targets }
@@ -210,7 +204,7 @@ impl Op for LinearLoss {
         let (loss, layout) = (device.loss()?, device.layout()?);
         let mut parts: Vec<(Buffer, Buffer)> = Vec::new();
         for chunk in self.chunks(0..samples, (0, 1)) {
-            let (logits, ids) = (self.logits(&chunk, x, w)?, chunk.of(targets, 1)?);
+            let (logits, ids) = (self.logits(&chunk, x, w)?, chunk.rows_of(targets, 1)?);
             let (at, count) = (chunk.rows.start, chunk.rows.len());
             for (i, part) in self.loss.parts(cx.tape()).enumerate() {
                 let (max, sums) = loss.row_stats(&logits, &ids, part)?;

@@ -116,7 +116,7 @@ impl Tokens {
         self.cut_over.is_empty()
     }
 
-    /// The same, whole along the sequence but for cp: the axis over whose slices the gradients of weights are summed.
+    /// The same tokens, of which cp alone cuts the sequence: the gradients of weights are summed over its slices.
     fn over_cp(self) -> Self {
         Self { cut_over: self.cut_over.iter().copied().filter(|axis| *axis == Axis::Cp).collect(), ..self }
     }
@@ -140,7 +140,7 @@ pub struct BlockSlot<'a> {
     pub accumulate: bool,
     /// The samples to sum, numbered from the first one on the tape.
     pub samples: Range<usize>,
-    /// Blocks to sum them in: each of them, or all together.
+    /// Blocks to sum them in: one for each sample, or one for all.
     pub blocks: usize,
     /// The slice of each sample's sequence to sum, and the number of slices on this rank.
     pub slice: (usize, usize),
@@ -148,9 +148,6 @@ pub struct BlockSlot<'a> {
 
 impl BlockSlot<'_> {
     /// The rows to sum of a value that has `samples` samples, `[samples, sequence.., features..]`.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn rows(&self, x: &Tensor, samples: usize) -> Result<Buffer> {
         let each = x.count() / samples.max(1);
         let rows = x.buffer().slice(self.samples.start * each..self.samples.end * each)?;
@@ -381,8 +378,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Refuses, in canonical numerics, a gradient that is Partial on other axes than those of the samples and
-    /// `ordered`, those over whose slices it is summed in blocks.
+    /// Refuses, in canonical numerics, a gradient that is Partial on axes other than the axes of the samples and
+    /// `ordered`, over whose slices it is summed in blocks.
     fn require_order(&self, id: ParamId, ordered: Axes) -> Result<()> {
         let summed = |axis: &Axis| !axis.is_data() && !ordered.contains(axis);
         let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
@@ -396,8 +393,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over those of
-    /// all.
+    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over the samples
+    /// of all.
     fn require_own_samples(&self, id: ParamId) -> Result<()> {
         let types = self.tape.gradient_types(id);
         let gathered = |axis| self.tape.rank().mesh().degree(axis) > 1 && types.get(axis) == Some(Ty::Invariant);
@@ -439,7 +436,7 @@ impl Backward<'_> {
 
 /// Samples that are summed together.
 struct SampleRun {
-    /// Numbered from the first one at hand.
+    /// Numbered from the first sample that is here.
     samples: Range<usize>,
     /// Numbers in the batch.
     numbers: Range<u64>,
@@ -458,7 +455,7 @@ mod tests {
         assert_eq!(runs(1, 1, 7), [[[0, 7]]]);
         assert_eq!(runs(1, 4, 10), [[[0, 2]], [[2, 5]], [[5, 7]], [[7, 10]]]);
         assert_eq!(runs(3, 2, 12), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
-        // The blocks of two ranks that hold half each are those of one that holds all.
+        // Two ranks that hold half each have the blocks of one rank that holds all.
         let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.map(|at| at + 21)).collect();
         assert_eq!(half, runs(1, 8, 42).into_iter().flatten().skip(4).collect::<Vec<_>>());
     }

@@ -22,7 +22,7 @@ struct Use {
 
 impl Uses {
     /// The uses by operations with these sources.
-    pub(super) fn of<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
+    pub(super) fn new<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
         let mut uses = BTreeMap::<ParamId, Use>::new();
         for source in sources {
             if let Source::Param(id) = source {

@@ -171,10 +171,7 @@ impl Config {
     }
 
     fn numerics(&self) -> Numerics {
-        match self.reduction_blocks() {
-            Some(blocks) => Numerics::Canonical { blocks },
-            None => Numerics::Fast,
-        }
+        if let Some(blocks) = self.reduction_blocks() { Numerics::Canonical { blocks } } else { Numerics::Fast }
     }
 }
 

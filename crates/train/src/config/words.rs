@@ -49,6 +49,8 @@ words! {
     MoeOverflow { Drop = "drop", Reroute = "reroute" }
     /// `comm.kind`.
     CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi" }
+    /// `parallelism.elastic`.
+    Elastic { Off = "off", Dp = "dp" }
     /// `parallelism.context_parallel_method`.
     ContextMethod { None = "none", AllGather = "all_gather", AllToAll = "all_to_all" }
     /// `parallelism.context_parallel_order`.

@@ -788,6 +788,10 @@ impl Frame {
             "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
             "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
             "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),
+            "training.replay_every" if self.canonical && self.dp * self.tp > 1 => one_of(rng, &["0", "1", "3"]),
+            "training.replay_every" => rarely(rng, 200).then(|| "3".to_owned()),
+            "training.replay_mesh" => rarely(rng, 200).then(|| "dp=977".to_owned()),
+            "parallelism.elastic" => one_of(rng, &["off", "dp"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
                 _ if self.tp == 3 => some(&rng.pick(&[12, 24])),

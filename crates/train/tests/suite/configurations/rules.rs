@@ -20,6 +20,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     pipeline(case, &mut rule);
     batch(case, &mut rule);
     canonical(case, &mut rule);
+    replays(case, &mut rule);
     compress(case, &mut rule);
     mixed(case, &mut rule);
     data(case, &mut rule);
@@ -314,6 +315,16 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
     rule(blocks > 4096, "more blocks than any tp has use for");
+}
+
+/// A step runs again, by other ranks, with the same bits.
+fn replays(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let ([dp, tp, pp], cp) = (degrees(case), count(case, "parallelism.cp", 1));
+    if count(case, "training.replay_every", 0) > 0 {
+        rule(!is_canonical(case), "another mesh has other bits");
+        rule(dp * tp * pp * cp == 1, "no other rank");
+        rule(case.get("training.replay_mesh").is_some(), "another number of ranks");
+    }
 }
 
 /// The schemes of `[compress]` that are given and not `none`.

@@ -42,7 +42,7 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 26] = [
+const ALONE: [(&str, Option<&str>); 28] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
@@ -61,6 +61,8 @@ const ALONE: [(&str, Option<&str>); 26] = [
     ("pipeline.scatter_gather", None),
     ("training.micro_batch_size", None),
     ("training.verify", None),
+    ("training.replay_every", None),
+    ("training.replay_mesh", None),
     ("parallelism.zero_stage", None),
     ("parallelism.zero_group", None),
     ("memory.recompute", None),
