@@ -46,8 +46,6 @@ pub struct DecoderConfig {
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
     pub dropout: f32,
-    /// Tokens that a query sees at most, its own included (Mistral 7B, Jiang et al., 2023); without it all before it.
-    pub sliding_window: Option<usize>,
     /// Whether products in blocks have biases.
     pub bias: bool,
     /// The norms.

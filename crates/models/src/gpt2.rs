@@ -19,12 +19,12 @@ pub struct Gpt2Config {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
     /// Dropout probability of embeddings, attention weights and residual branches.
     pub dropout: f32,
-    /// A sliding window: tokens that a query sees at most, its own and those before it.
-    pub sliding_window: Option<usize>,
 }
 
 /// A GPT-2.
@@ -48,9 +48,9 @@ impl Default for Gpt2Config {
             num_heads: 4,
             ffn_hidden_size: 512,
             seq_len: 128,
+            sliding_window: None,
             tie_embeddings: true,
             dropout: 0.0,
-            sliding_window: None,
         }
     }
 }
@@ -66,7 +66,6 @@ impl Family for Gpt2Config {
             sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: self.dropout,
-            sliding_window: self.sliding_window,
             bias: true,
             norm: NormKind::Layer,
             attention: AttentionKind::Fused { heads: self.num_heads },

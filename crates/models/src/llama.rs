@@ -38,14 +38,14 @@ pub struct LlamaConfig {
     pub ffn_hidden_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// A sliding window, as in Mistral 7B: tokens that a query sees at most, its own and those before it.
+    pub sliding_window: Option<usize>,
     /// The rotary embedding of queries and keys.
     pub rotary: Rotary,
     /// Added to the mean square in norms.
     pub norm_eps: f64,
     /// Whether the output head is the token table.
     pub tie_embeddings: bool,
-    /// A sliding window, as in Mistral 7B: tokens that a query sees at most, its own and those before it.
-    pub sliding_window: Option<usize>,
 }
 
 /// Presets by name: a tiny one for trials, and published shapes for planning. Rotary frequencies are not scaled here;
@@ -85,10 +85,10 @@ const fn llama3(
         num_kv_heads,
         ffn_hidden_size,
         seq_len: 8192,
+        sliding_window: None,
         rotary: Rotary { theta: 500_000.0, scaling: None },
         norm_eps: 1e-5,
         tie_embeddings: false,
-        sliding_window: None,
     }
 }
 
@@ -106,7 +106,6 @@ impl Family for LlamaConfig {
             sliding_window: self.sliding_window,
             tie_embeddings: self.tie_embeddings,
             dropout: 0.0,
-            sliding_window: self.sliding_window,
             bias: false,
             norm: NormKind::Rms { eps: self.norm_eps },
             attention: AttentionKind::Grouped(GroupedHeads {

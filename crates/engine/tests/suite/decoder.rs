@@ -198,6 +198,37 @@ fn fast_decoding_on_a_mesh_is_close_to_one_rank() {
     }
 }
 
+/// Ranks of cp keep the keys of consecutive tokens, 8 of 24 and more each, which a pass of several tokens straddles.
+#[test]
+fn a_cache_that_cp_cuts_gives_the_logits_of_one_rank() {
+    let method = || Some(ContextParallel::new(Method::AllGather, Order::zigzag(2), 1));
+    let cut: [Arc<dyn Model>; 2] = [
+        Arc::new(Gpt2::new(gpt2_config()).context_parallel(method())),
+        Arc::new(Llama::new(llama_config()).context_parallel(method())),
+    ];
+    for (whole, cut) in [gpt2(), llama()].iter().zip(&cut) {
+        let one = decoded(whole, &plan("dp=1", Numerics::Fast), &PASSES);
+        let opaque = || Opaque::device(Cpu::device());
+        for mesh in ["cp=2", "cp=3", "dp=2,cp=2", "tp=2,cp=2", "pp=2,cp=2"] {
+            let there = decoded(cut, &plan(mesh, Numerics::Fast), &PASSES);
+            one.iter().zip(&there).for_each(|(one, there)| assert_close(mesh, there, one, 0.0));
+            assert_eq!(decoded_on(cut, &plan(mesh, Numerics::Fast), &PASSES, opaque, opaque_world), there, "{mesh}");
+        }
+        let loss_scale = LossScale::Fixed(1.0);
+        let mixed = Some(MixedPrecision { dtype: HalfType::Bf16, reduce_in_half: false, loss_scale });
+        let plan = |mesh| Plan { mixed, ..plan(mesh, Numerics::Fast) };
+        let half = |model, mesh| decoded(model, &plan(mesh), &PASSES).concat();
+        let (one, there) = (half(whole, "dp=1"), half(cut, "cp=2"));
+        let off: Vec<f32> = there.iter().zip(&one).map(|(got, wanted)| got - wanted).collect();
+        assert!(norm(&off) / norm(&one) < 2e-2, "{:.1e} off in 16 bits", norm(&off) / norm(&one));
+    }
+}
+
+fn opaque_world(rank: Arc<Rank>) -> Arc<Rank> {
+    let world = opaque::communicator(rank.world().communicator().clone());
+    Arc::new(Rank::new(rank.mesh(), world).unwrap())
+}
+
 /// Weights, activations and cached keys in 16 bits: the logits of f32 but for rounding, in passes over the whole
 /// sequence too.
 #[test]
@@ -219,13 +250,9 @@ fn mixed_precision_decodes_as_it_predicts() {
 #[test]
 fn decoding_reads_no_memory_of_the_device() {
     let device = || Opaque::device(Cpu::device());
-    let wrap = |rank: Arc<Rank>| {
-        let world = opaque::communicator(rank.world().communicator().clone());
-        Arc::new(Rank::new(rank.mesh(), world).unwrap())
-    };
     for model in [gpt2(), llama()].into_iter().chain(windowed()) {
         let plan = plan("tp=2,pp=2", Numerics::Fast);
-        assert_eq!(decoded_on(&model, &plan, &PASSES, device, wrap), decoded(&model, &plan, &PASSES));
+        assert_eq!(decoded_on(&model, &plan, &PASSES, device, opaque_world), decoded(&model, &plan, &PASSES));
     }
 }
 
