@@ -1,14 +1,9 @@
 use super::kernels::matmul::{Epilogue, Update, gemm_blocks, gemm_runs, gemm_shared};
-use super::kernels::round::Stored;
-use super::kernels::{Float, pointwise};
+use super::kernels::pointwise;
 use super::matmul::in_blocks;
-use super::{Cpu, for_float, for_widened, row_piece};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::{Device, Work};
+use super::prelude::*;
+use meshwork_tensor::device::Work;
 use meshwork_tensor::kernel::{GroupBlocks, Grouped, GroupedGemm, GroupedGrad};
-use meshwork_tensor::tape::Terms;
 
 /// A product with fewer multiplications is computed by one thread, concurrently with others.
 const SMALL: usize = 1 << 22;

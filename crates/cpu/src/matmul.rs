@@ -1,15 +1,9 @@
-use super::kernels::Float;
 use super::kernels::matmul::{Epilogue, MatmulOperand, Strides, Summand, Update, gemm_blocks, gemm_shared, gemm_sum};
-use super::kernels::round::{Stored, with_room};
-use super::{Cpu, PIECE, for_float, for_widened, loaded, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
+use super::kernels::round::with_room;
+use super::prelude::*;
 use meshwork_tensor::Precision;
-use meshwork_tensor::Result;
-use meshwork_tensor::device::{Device, Work};
+use meshwork_tensor::device::Work;
 use meshwork_tensor::kernel::{Gemm, Matmul};
-use meshwork_tensor::tape::Terms;
-use std::ops::Range;
 
 /// Elements of a block of a 16-bit result that are computed in f32 before rounding: 8 MiB, which stays in the
 /// last-level cache.

@@ -1,9 +1,6 @@
 //! Faults that kernels find in integers. The host gets them when it next waits.
 
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
-use meshwork_core::Buffer;
-use meshwork_tensor::{Error, Result};
+use super::prelude::*;
 
 /// The operation that checks.
 #[derive(Clone, Copy, Debug)]

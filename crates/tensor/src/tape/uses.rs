@@ -1,9 +1,6 @@
 //! How often each parameter is read on a tape.
 
-use super::Source;
-use super::sink::GradSink;
-use crate::error::Result;
-use crate::param::ParamId;
+use super::prelude::*;
 use std::collections::BTreeMap;
 
 /// Per parameter, how many operations of a tape read it and how many of them have added their gradient. The gradient is
