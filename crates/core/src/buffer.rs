@@ -345,12 +345,6 @@ mod tests {
             fn bytes(&self) -> usize {
                 self.0
             }
-            fn host(&self) -> Option<&HostMemory> {
-                None
-            }
-            fn host_mut(&mut self) -> Option<&mut HostMemory> {
-                None
-            }
         }
         let mut buffer = Buffer::from_memory(Arc::new(Opaque(1 << 40)), DType::Bf16, 1 << 39).unwrap();
         assert!(!buffer.is_host());

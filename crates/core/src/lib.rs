@@ -13,6 +13,51 @@ macro_rules! debug_as_display {
     };
 }
 
+/// Errors that `?` turns into another one, with the variant that holds each, in a box or not.
+#[macro_export]
+macro_rules! from {
+    ($error:ty: $($variant:ident($from:ty)),+ $(,)?) => {
+        $(impl ::std::convert::From<$from> for $error {
+            fn from(error: $from) -> Self {
+                Self::$variant(error.into())
+            }
+        })+
+    };
+}
+
+/// Methods of a trait that a field answers, or what a method returns.
+///
+/// ```
+/// trait Named {
+///     fn name(&self) -> &str;
+/// }
+///
+/// impl Named for &'static str {
+///     fn name(&self) -> &str {
+///         self
+///     }
+/// }
+///
+/// struct Around(&'static str);
+///
+/// impl Named for Around {
+///     meshwork_core::delegate! { 0: name() -> &str; }
+/// }
+///
+/// assert_eq!(Around("inner").name(), "inner");
+/// ```
+#[macro_export]
+macro_rules! delegate {
+    ($field:tt $(($($call:tt)*))?: $($method:ident($($arg:ident: $T:ty),*) -> $R:ty;)+) => {
+        $($crate::delegate! { @ [$field $(($($call)*))?] $method($($arg: $T),*) -> $R })+
+    };
+    (@ [$($to:tt)+] $method:ident($($arg:ident: $T:ty),*) -> $R:ty) => {
+        fn $method(&self, $($arg: $T),*) -> $R {
+            self.$($to)+.$method($($arg),*)
+        }
+    };
+}
+
 pub mod agreement;
 mod axes;
 mod buffer;

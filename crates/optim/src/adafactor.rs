@@ -77,14 +77,11 @@ impl Adafactor {
             let of_row = scale * run.totals[0][row] as f32;
             let of_columns = &run.totals[1][row / rows * columns + column..][..range.len()];
             let (u, grads) = (&mut steps[range.clone()], &grads[range]);
-            wide(
-                #[inline(always)]
-                || {
-                    for ((u, &grad), &of_column) in u.iter_mut().zip(grads).zip(of_columns) {
-                        *u = of_row * grad * of_column as f32;
-                    }
-                },
-            );
+            wide!({
+                for ((u, &grad), &of_column) in u.iter_mut().zip(grads).zip(of_columns) {
+                    *u = of_row * grad * of_column as f32;
+                }
+            });
         }
     }
 }

@@ -85,18 +85,15 @@ impl Optimizer for AdamW {
         let AdamWFactors { grad_scale, keep, lr_hat, root_hat, mean_new, square_old, square_new, eps } =
             self.factors(update);
 
-        wide(
-            #[inline(always)]
-            || {
-                let moments = mean.iter_mut().zip(square.iter_mut());
-                for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
-                    let g = grad_scale * grad;
-                    *m += mean_new * (g - *m);
-                    *v = square_old * *v + square_new * (g * g);
-                    *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
-                }
-            },
-        );
+        wide!({
+            let moments = mean.iter_mut().zip(square.iter_mut());
+            for ((w, &grad), (m, v)) in weights.iter_mut().zip(grads).zip(moments) {
+                let g = grad_scale * grad;
+                *m += mean_new * (g - *m);
+                *v = square_old * *v + square_new * (g * g);
+                *w = *w * keep - lr_hat * (*m / (v.sqrt() / root_hat + eps));
+            }
+        });
         Ok(())
     }
 }

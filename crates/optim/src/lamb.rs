@@ -97,18 +97,15 @@ impl WholeOptimizer for Lamb {
         let factors = self.factors(&update);
         let LambFactors { mean_new, square_old, square_new, .. } = factors;
         of_weights.copy_from_slice(weights);
-        wide(
-            #[inline(always)]
-            || {
-                let moments = mean.iter_mut().zip(square.iter_mut());
-                for (((&w, &grad), (m, v)), u) in weights.iter().zip(grads).zip(moments).zip(of_steps.iter_mut()) {
-                    let g = update.grad_scale * grad;
-                    *m += mean_new * (g - *m);
-                    *v = square_old * *v + square_new * (g * g);
-                    *u = factors.direction(w, *m, *v);
-                }
-            },
-        );
+        wide!({
+            let moments = mean.iter_mut().zip(square.iter_mut());
+            for (((&w, &grad), (m, v)), u) in weights.iter().zip(grads).zip(moments).zip(of_steps.iter_mut()) {
+                let g = update.grad_scale * grad;
+                *m += mean_new * (g - *m);
+                *v = square_old * *v + square_new * (g * g);
+                *u = factors.direction(w, *m, *v);
+            }
+        });
         Ok(())
     }
 
@@ -129,14 +126,11 @@ impl WholeOptimizer for Lamb {
         for SetPart { range, set, .. } in parts {
             let lr = (update.lr * ratios[set]) as f32;
             let (weights, mean, square) = (&mut weights[range.clone()], &mean[range.clone()], &square[range]);
-            wide(
-                #[inline(always)]
-                || {
-                    for ((w, &m), &v) in weights.iter_mut().zip(mean).zip(square) {
-                        *w -= lr * factors.direction(*w, m, v);
-                    }
-                },
-            );
+            wide!({
+                for ((w, &m), &v) in weights.iter_mut().zip(mean).zip(square) {
+                    *w -= lr * factors.direction(*w, m, v);
+                }
+            });
         }
         Ok(())
     }

@@ -36,25 +36,19 @@ impl Optimizer for Sgd {
 
         if self.state_names().is_empty() {
             let [] = update.check("sgd without momentum", weights, grads, states)?;
-            wide(
-                #[inline(always)]
-                || {
-                    for (w, &grad) in weights.iter_mut().zip(grads) {
-                        *w -= lr * (grad_scale * grad + decay * *w);
-                    }
-                },
-            );
+            wide!({
+                for (w, &grad) in weights.iter_mut().zip(grads) {
+                    *w -= lr * (grad_scale * grad + decay * *w);
+                }
+            });
         } else {
             let [buffer] = update.check("sgd with momentum", weights, grads, states)?;
-            wide(
-                #[inline(always)]
-                || {
-                    for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
-                        *b = momentum * *b + (grad_scale * grad + decay * *w);
-                        *w -= lr * *b;
-                    }
-                },
-            );
+            wide!({
+                for ((w, &grad), b) in weights.iter_mut().zip(grads).zip(buffer.iter_mut()) {
+                    *b = momentum * *b + (grad_scale * grad + decay * *w);
+                    *w -= lr * *b;
+                }
+            });
         }
         Ok(())
     }

@@ -111,14 +111,4 @@ impl From<CheckpointError> for RankError {
     }
 }
 
-impl From<CommError> for RankError {
-    fn from(error: CommError) -> Self {
-        Self::Train(error.into())
-    }
-}
-
-impl From<meshwork_tensor::Error> for RankError {
-    fn from(error: meshwork_tensor::Error) -> Self {
-        Self::Train(error.into())
-    }
-}
+meshwork_core::from!(RankError: Train(CommError), Train(meshwork_tensor::Error));

@@ -18,20 +18,13 @@ pub trait Decorator: Send + Sync + Debug {
 }
 
 impl<D: Decorator> Communicator for D {
-    fn rank(&self) -> usize {
-        self.inner().rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner().size()
-    }
-
-    fn world_ranks(&self) -> &[usize] {
-        self.inner().world_ranks()
-    }
-
-    fn name(&self) -> &str {
-        self.inner().name()
+    crate::delegate! { inner():
+        rank() -> usize;
+        size() -> usize;
+        world_ranks() -> &[usize];
+        name() -> &str;
+        membership() -> &dyn Membership;
+        reduction_order() -> ReductionOrder;
     }
 
     fn start(&self, call: Call) -> Result<Pending, CommError> {
@@ -40,13 +33,5 @@ impl<D: Decorator> Communicator for D {
 
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(self.around(self.inner().split(name, members)?))
-    }
-
-    fn membership(&self) -> &dyn Membership {
-        self.inner().membership()
-    }
-
-    fn reduction_order(&self) -> ReductionOrder {
-        self.inner().reduction_order()
     }
 }

@@ -80,12 +80,7 @@ pub struct Disagreement {
 }
 
 crate::debug_as_display!(Disagreement);
-
-impl From<Disagreement> for CommError {
-    fn from(found: Disagreement) -> Self {
-        Self::Disagreement(Box::new(found))
-    }
-}
+crate::from!(CommError: Disagreement(Disagreement));
 
 /// Why a call is invalid.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]

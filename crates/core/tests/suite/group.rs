@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use meshwork_core::comm::record;
-use meshwork_core::{Buffer, CommError, CommLog, DType, Group, HostMemory, Memory, OpKind, Record, ReduceOp};
+use meshwork_core::{Buffer, CommError, CommLog, DType, Group, Memory, OpKind, Record, ReduceOp};
 use meshwork_testkit::run_world;
 
 /// Rank 1 of a `tp` group of four, alone.
@@ -22,12 +22,6 @@ struct Meta(usize);
 impl Memory for Meta {
     fn bytes(&self) -> usize {
         self.0
-    }
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
     }
 }
 

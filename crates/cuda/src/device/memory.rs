@@ -8,8 +8,8 @@ use super::address_tables::AddressTables;
 use super::prelude::*;
 use super::room::Room;
 use crate::driver::{Driver, DriverError, Event, Stream};
+use meshwork_core::Memory;
 use meshwork_core::comm::device::DevicePlace;
-use meshwork_core::{HostMemory, Memory};
 use meshwork_tensor::{Category, Meter};
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard, OnceLock};
@@ -193,14 +193,6 @@ impl DeviceMemory {
 impl Memory for DeviceMemory {
     fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    fn host(&self) -> Option<&HostMemory> {
-        None
-    }
-
-    fn host_mut(&mut self) -> Option<&mut HostMemory> {
-        None
     }
 
     fn on_device(&self) -> Option<DevicePlace> {

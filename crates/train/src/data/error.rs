@@ -176,8 +176,4 @@ impl From<DataError> for meshwork_tensor::Error {
     }
 }
 
-impl From<DataError> for TrainError {
-    fn from(error: DataError) -> Self {
-        Self::Tensor(error.into())
-    }
-}
+meshwork_core::from!(TrainError: Tensor(DataError));

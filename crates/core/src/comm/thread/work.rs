@@ -102,11 +102,7 @@ pub(super) enum PostError {
     Device(String),
 }
 
-impl From<BufferError> for PostError {
-    fn from(error: BufferError) -> PostError {
-        PostError::Comm(error.into())
-    }
-}
+crate::from!(PostError: Comm(BufferError));
 
 /// A post whose buffers lie on a device.
 #[derive(Debug)]
