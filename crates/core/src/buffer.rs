@@ -7,12 +7,11 @@
 //! Memory is written only while a single buffer refers to it ([`Buffer::is_unique`]). Any number of ranks may read
 //! clones and slices, and the elements that they read do not change.
 
+use crate::dtype::{DType, Element};
+use crate::memory::{Block, HostMemory, Memory};
 use std::fmt::{self, Debug};
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
-
-use crate::dtype::{DType, Element};
-use crate::memory::{Block, HostMemory, Memory};
 
 /// Why a buffer could not be made, sliced, read or written.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]

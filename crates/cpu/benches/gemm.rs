@@ -16,13 +16,12 @@
 //! each with the median of `shared`, of the product alone and not accumulating, which `benches/compare.py` compares
 //! with a peer's. Without `--bench` (as under `cargo test`), everything runs once on small matrices.
 
-use std::time::{Duration, Instant};
-
 use bytemuck::Pod;
 use meshwork_core::{Block, pool};
 use meshwork_cpu::kernels::matmul::{Epilogue, Factors, MatmulOperand, Strides, Update, gemm, gemm_shared};
 use meshwork_cpu::kernels::round::{Stored, round};
 use meshwork_tensor::Precision;
+use std::time::{Duration, Instant};
 
 /// Preset, tokens of a step, hidden size, vocabulary. `token` and `tokens..` are of decoding: a product of one row
 /// reads its weight at twice as many bytes per second as it has operations.

@@ -12,9 +12,8 @@
 //! means for sums, the decay as in PyTorch's `Adafactor`, and no momentum. RMS is taken over a whole matrix or vector:
 //! queries, keys and values have one each, and so has each expert.
 
-use meshwork_core::simd::wide;
-
 use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
+use meshwork_core::simd::wide;
 
 /// Adafactor (Shazeer and Stern). States: `row_var` and `col_var` of a matrix, `variance` of a vector.
 #[derive(Debug, Clone, Copy, PartialEq)]

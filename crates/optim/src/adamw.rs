@@ -9,9 +9,8 @@
 //! Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), with the decay scaled by the
 //! learning rate and the arithmetic in the order of PyTorch's `AdamW`.
 
-use meshwork_core::simd::wide;
-
 use crate::{Optimizer, Result, Update};
+use meshwork_core::simd::wide;
 
 /// AdamW (Loshchilov and Hutter): Adam with weight decay decoupled from the gradient. States: `exp_avg` and
 /// `exp_avg_sq`, the running means of the gradient and of its square.

@@ -11,10 +11,9 @@
 //! = x. The norms are taken over a whole matrix or vector: queries, keys and values have one each, and so has each
 //! expert. Where one of them is 0, the ratio is 1.
 
-use meshwork_core::simd::wide;
-
 use crate::adamw::power;
 use crate::{Over, ParamShape, Pass, PassTotals, Result, Run, SetPart, State, Update, WholeOptimizer};
+use meshwork_core::simd::wide;
 
 /// LAMB (You et al.). States: `exp_avg` and `exp_avg_sq`, as in [`AdamW`](crate::AdamW).
 #[derive(Debug, Clone, Copy, PartialEq)]

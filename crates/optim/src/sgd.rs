@@ -7,9 +7,8 @@
 //! ```
 //! Weight decay is coupled (L2): it is added to the gradient after clipping, and so enters the momentum.
 
-use meshwork_core::simd::wide;
-
 use crate::{Optimizer, Result, Update};
+use meshwork_core::simd::wide;
 
 /// SGD with momentum and coupled (L2) weight decay. State: `momentum_buffer`, or none if the momentum is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

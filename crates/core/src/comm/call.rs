@@ -1,14 +1,12 @@
 //! A communication call as plain data, and the check that every call passes.
 
-use std::fmt;
-use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
-
 use super::error::CallError;
 use super::reduce_op::ReduceOp;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
 
 /// The operation. Ranks are ranks within the group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,12 +1,11 @@
 //! Errors of communication: a bad call, or a world that stopped.
 
-use std::sync::Arc;
-
 use super::fault::{Fault, Site};
 use super::{Communicator, OpKind, world_rank};
 use crate::buffer::BufferError;
 use crate::dtype::DType;
 use crate::mesh::Mesh;
+use std::sync::Arc;
 
 /// Why a call failed.
 #[derive(Clone, thiserror::Error)]

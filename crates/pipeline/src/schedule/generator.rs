@@ -1,11 +1,10 @@
 //! The schedules that a training run can select by name, and the shapes that each takes.
 
-use std::error::Error;
-use std::fmt;
-
 use super::{Action, Costs, MicroCounts, Schedule, Shape, ShapeError, simulate};
 use super::{breadth_first, dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, pipedream, pipedream_2bw};
 use super::{zb_h1, zb_h2, zb_v};
+use std::error::Error;
+use std::fmt;
 
 /// A schedule for training, selected by its name in a configuration.
 ///

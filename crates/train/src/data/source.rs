@@ -1,7 +1,5 @@
 //! From `[data]` to streams of tokens: which files, which format, which tokenizer.
 
-use std::path::Path;
-
 use super::cache::{self, Tokenisation};
 use super::error::{DataError, Problem};
 use super::mixture::{LONGEST, Mixture};
@@ -13,6 +11,7 @@ use super::tokens::{Positioned, Tokens};
 use super::{Documents, Stream, indexed, token_file};
 use crate::config::sections::Data as Settings;
 use crate::config::{EndOfText, EndOfTextWord, Fault, TokenType};
+use std::path::Path;
 
 /// The streams of `[data]`, before they are checked against a model.
 #[derive(Debug)]
