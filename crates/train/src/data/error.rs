@@ -1,9 +1,8 @@
 //! Why data cannot be read.
 
 use super::format::Foreign;
+use super::prelude::*;
 use meshwork_engine::TrainError;
-use std::io;
-use std::path::{Path, PathBuf};
 
 /// A file of data and its problem.
 #[derive(thiserror::Error)]
