@@ -17,16 +17,14 @@ mod tests;
 pub use super::update::{Strides, Update};
 pub use reduction_blocks::{Summand, gemm_blocks, gemm_runs, gemm_sum};
 
-use super::Float;
 use super::gemm::{self, Elements, Finish as _, PackedPart, Path, Right};
-use super::round::Stored;
+use super::prelude::*;
 use super::traits::{Product, Routine, Sums};
 use super::{gelu, pointwise, swiglu};
 use half::{bf16, f16};
-use meshwork_core::{Block, pool};
+use meshwork_core::Block;
 use meshwork_tensor::Precision;
 use std::borrow::Cow;
-use std::cell::RefCell;
 use std::thread::LocalKey;
 
 /// An operand of a product: a matrix with these (row, column) strides.
