@@ -48,10 +48,16 @@ macro_rules! from {
 /// ```
 #[macro_export]
 macro_rules! delegate {
-    ($field:tt $(($($call:tt)*))?: $($method:ident($($arg:ident: $T:ty),*) -> $R:ty;)+) => {
-        $($crate::delegate! { @ [$field $(($($call)*))?] $method($($arg: $T),*) -> $R })+
+    ($field:tt: $($methods:tt)+) => {
+        $crate::delegate! { @ [$field] $($methods)+ }
     };
-    (@ [$($to:tt)+] $method:ident($($arg:ident: $T:ty),*) -> $R:ty) => {
+    ($call:ident(): $($methods:tt)+) => {
+        $crate::delegate! { @ [$call()] $($methods)+ }
+    };
+    (@ $to:tt $($method:ident($($arg:ident: $T:ty),*) -> $R:ty;)+) => {
+        $($crate::delegate! { @@ $to $method($($arg: $T),*) -> $R })+
+    };
+    (@@ [$($to:tt)+] $method:ident($($arg:ident: $T:ty),*) -> $R:ty) => {
         fn $method(&self, $($arg: $T),*) -> $R {
             self.$($to)+.$method($($arg),*)
         }

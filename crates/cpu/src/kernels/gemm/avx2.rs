@@ -109,7 +109,7 @@ fn first_lanes(lanes: usize) -> __m256i {
     _mm256_cmpgt_epi32(lanes, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
-packed! { "avx2,fma", 4: (from, to, lanes, mask) => _mm256_storeu_ps(to, load(lanes < LANES, mask, from)) }
+packed! { "avx2,fma", 4; (from, to, lanes, mask) => _mm256_storeu_ps(to, load(lanes < LANES, mask, from)) }
 
 /// [`Micro::pack`] for lanes of at most four contiguous elements, `apart` from each other: two transposes of 4 by 4
 /// side by side.

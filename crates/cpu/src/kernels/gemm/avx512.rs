@@ -159,7 +159,7 @@ fn first_lanes(lanes: usize) -> __mmask16 {
     if lanes >= LANES { !0 } else { (1 << lanes) - 1 }
 }
 
-packed! { "avx512f", LANES: (from, to, lanes, mask) => _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from)) }
+packed! { "avx512f", LANES; (from, to, lanes, mask) => _mm512_storeu_ps(to, _mm512_maskz_loadu_ps(mask, from)) }
 
 /// [`Micro::pack`] for lanes of at most `LANES` contiguous elements, `apart` from each other: a transpose of 16 by 16
 /// in registers.

@@ -57,7 +57,7 @@
 /// [`Micro::pack`] of `f32` by a copy of at most `LANES` floats; and of at most `$step` terms by a `transpose`.
 #[cfg(target_arch = "x86_64")]
 macro_rules! packed {
-    ($feature:literal, $step:expr: ($from:ident, $to:ident, $lanes:ident, $mask:ident) => $copy:expr) => {
+    ($feature:literal, $step:expr; ($from:ident, $to:ident, $lanes:ident, $mask:ident) => $copy:expr) => {
         /// [`Micro::pack`].
         ///
         /// # Safety
