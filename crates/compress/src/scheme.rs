@@ -254,18 +254,39 @@ impl Scheme {
 
 /// Delegates to its method.
 impl Compressor for Scheme {
-    meshwork_core::delegate! { inner():
-        name() -> String;
-        method() -> Method;
-        check(shape: Shape) -> Result<()>;
-        body_bytes(shape: Shape) -> usize;
-        guarantee(shape: Shape) -> Guarantee;
-        warm_len(shape: Shape) -> usize;
-        sum() -> SumMethod;
-        read(body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError>;
+    fn name(&self) -> String {
+        self.inner().name()
+    }
+
+    fn method(&self) -> Method {
+        self.inner().method()
+    }
+
+    fn check(&self, shape: Shape) -> Result<()> {
+        self.inner().check(shape)
+    }
+
+    fn body_bytes(&self, shape: Shape) -> usize {
+        self.inner().body_bytes(shape)
+    }
+
+    fn guarantee(&self, shape: Shape) -> Guarantee {
+        self.inner().guarantee(shape)
+    }
+
+    fn warm_len(&self, shape: Shape) -> usize {
+        self.inner().warm_len(shape)
+    }
+
+    fn sum(&self) -> SumMethod {
+        self.inner().sum()
     }
 
     fn write(&self, x: &[f32], shape: Shape, draws: Draws, warm: &mut [f32], body: &mut [u8]) {
         self.inner().write(x, shape, draws, warm, body);
+    }
+
+    fn read(&self, body: &[u8], shape: Shape, fold: Fold, out: &mut [f32]) -> Result<(), MessageError> {
+        self.inner().read(body, shape, fold, out)
     }
 }

@@ -25,45 +25,6 @@ macro_rules! from {
     };
 }
 
-/// Methods of a trait that a field answers, or what a method returns.
-///
-/// ```
-/// trait Named {
-///     fn name(&self) -> &str;
-/// }
-///
-/// impl Named for &'static str {
-///     fn name(&self) -> &str {
-///         self
-///     }
-/// }
-///
-/// struct Around(&'static str);
-///
-/// impl Named for Around {
-///     meshwork_core::delegate! { 0: name() -> &str; }
-/// }
-///
-/// assert_eq!(Around("inner").name(), "inner");
-/// ```
-#[macro_export]
-macro_rules! delegate {
-    ($field:tt: $($methods:tt)+) => {
-        $crate::delegate! { @ [$field] $($methods)+ }
-    };
-    ($call:ident(): $($methods:tt)+) => {
-        $crate::delegate! { @ [$call()] $($methods)+ }
-    };
-    (@ $to:tt $($method:ident($($arg:ident: $T:ty),*) -> $R:ty;)+) => {
-        $($crate::delegate! { @@ $to $method($($arg: $T),*) -> $R })+
-    };
-    (@@ [$($to:tt)+] $method:ident($($arg:ident: $T:ty),*) -> $R:ty) => {
-        fn $method(&self, $($arg: $T),*) -> $R {
-            self.$($to)+.$method($($arg),*)
-        }
-    };
-}
-
 /// An enum with the name of each variant beside it, which `name` returns; and `ALL` of them, if that has docs.
 #[macro_export]
 macro_rules! named {

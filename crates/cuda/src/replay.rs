@@ -204,13 +204,20 @@ fn call_by_call(driver: &dyn Driver, stream: Stream, work: Vec<Work>) -> Result<
 }
 
 impl Driver for Replaying {
-    meshwork_core::delegate! { inner:
-        name() -> &str;
-        properties() -> &Properties;
-        stream() -> Result<Stream>;
-        alloc(bytes: usize) -> Result<Address>;
-        alloc_host(bytes: usize) -> Result<Address>;
-        finish(event: Event) -> Result<()>;
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn properties(&self) -> &Properties {
+        self.inner.properties()
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        self.inner.stream()
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Address> {
+        self.inner.alloc(bytes)
     }
 
     fn free(&self, at: Address) -> Result<()> {
@@ -218,6 +225,10 @@ impl Driver for Replaying {
         let mut state = self.lock();
         state.flush_all(&*self.inner)?;
         self.inner.free(at)
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<Address> {
+        self.inner.alloc_host(bytes)
     }
 
     fn free_host(&self, at: Address) -> Result<()> {
@@ -263,6 +274,10 @@ impl Driver for Replaying {
         let _held = self.flushed(stream)?;
         let [from, to] = [from, to].map(|end| Remote { driver: device(end.driver), ..end });
         self.inner.copy_between(stream, from, to, bytes)
+    }
+
+    fn finish(&self, event: Event) -> Result<()> {
+        self.inner.finish(event)
     }
 
     fn write(&self, stream: Stream, to: Address, bytes: &[u8]) -> Result<()> {

@@ -50,18 +50,17 @@ impl Profiled {
 }
 
 impl Device for Profiled {
-    meshwork_core::delegate! { inner:
-        name() -> &str;
-        operand_dtype(dtype: DType) -> DType;
-        has_values() -> bool;
-        download_later(buffer: &Buffer) -> Result<Download>;
-        upload_later(into: Buffer) -> Result<Upload>;
-        synchronize() -> Result<()>;
-        pinned() -> Option<&dyn Pinned>;
-        meter() -> &Meter;
-        launches() -> Option<Launches>;
-        // Not recorded: these calls are too many and too short.
-        alloc(dtype: DType, count: usize) -> Result<Buffer>;
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn operand_dtype(&self, dtype: DType) -> DType {
+        self.inner.operand_dtype(dtype)
+    }
+
+    // Not recorded: these calls are too many and too short.
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.alloc(dtype, count)
     }
 
     fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
@@ -77,8 +76,36 @@ impl Device for Profiled {
         self.record(Traffic::call(Class::Memory, "upload", &[host, host]), |device| device.upload_into(host, dst, at))
     }
 
+    fn has_values(&self) -> bool {
+        self.inner.has_values()
+    }
+
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
         self.record(Traffic::call(Class::Memory, "download", &[buffer]), |device| device.download(buffer))
+    }
+
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        self.inner.download_later(buffer)
+    }
+
+    fn upload_later(&self, into: Buffer) -> Result<Upload> {
+        self.inner.upload_later(into)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        self.inner.pinned()
+    }
+
+    fn meter(&self) -> &Meter {
+        self.inner.meter()
+    }
+
+    fn launches(&self) -> Option<Launches> {
+        self.inner.launches()
     }
 
     fn kernels(&self) -> Kernels<'_> {

@@ -178,20 +178,56 @@ pub(crate) fn are_alike(operands: &[&Buffer]) -> bool {
 }
 
 impl Device for Widened {
-    meshwork_core::delegate! { inner:
-        name() -> &str;
-        alloc(dtype: DType, count: usize) -> Result<Buffer>;
-        zeros(dtype: DType, count: usize) -> Result<Buffer>;
-        upload(host: &Buffer) -> Result<Buffer>;
-        upload_into(host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()>;
-        download(buffer: &Buffer) -> Result<Buffer>;
-        download_later(buffer: &Buffer) -> Result<Download>;
-        upload_later(into: Buffer) -> Result<Upload>;
-        has_values() -> bool;
-        synchronize() -> Result<()>;
-        pinned() -> Option<&dyn Pinned>;
-        meter() -> &Meter;
-        launches() -> Option<Launches>;
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn alloc(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.alloc(dtype, count)
+    }
+
+    fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
+        self.inner.zeros(dtype, count)
+    }
+
+    fn upload(&self, host: &Buffer) -> Result<Buffer> {
+        self.inner.upload(host)
+    }
+
+    fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
+        self.inner.upload_into(host, dst, at)
+    }
+
+    fn download(&self, buffer: &Buffer) -> Result<Buffer> {
+        self.inner.download(buffer)
+    }
+
+    fn download_later(&self, buffer: &Buffer) -> Result<Download> {
+        self.inner.download_later(buffer)
+    }
+
+    fn upload_later(&self, into: Buffer) -> Result<Upload> {
+        self.inner.upload_later(into)
+    }
+
+    fn has_values(&self) -> bool {
+        self.inner.has_values()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
+    fn pinned(&self) -> Option<&dyn Pinned> {
+        self.inner.pinned()
+    }
+
+    fn meter(&self) -> &Meter {
+        self.inner.meter()
+    }
+
+    fn launches(&self) -> Option<Launches> {
+        self.inner.launches()
     }
 
     // Values stored in f32 here need f32, and operands of 16 bits keep their type.

@@ -1,8 +1,9 @@
 //! Communicators around another one.
 
-use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
 use std::fmt::Debug;
 use std::sync::Arc;
+
+use super::{Call, CommError, Communicator, Membership, Pending, ReductionOrder};
 
 /// A communicator that does something with the calls of an inner one, and passes on everything else.
 pub trait Decorator: Send + Sync + Debug {
@@ -17,13 +18,20 @@ pub trait Decorator: Send + Sync + Debug {
 }
 
 impl<D: Decorator> Communicator for D {
-    crate::delegate! { inner():
-        rank() -> usize;
-        size() -> usize;
-        world_ranks() -> &[usize];
-        name() -> &str;
-        membership() -> &dyn Membership;
-        reduction_order() -> ReductionOrder;
+    fn rank(&self) -> usize {
+        self.inner().rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner().size()
+    }
+
+    fn world_ranks(&self) -> &[usize] {
+        self.inner().world_ranks()
+    }
+
+    fn name(&self) -> &str {
+        self.inner().name()
     }
 
     fn start(&self, call: Call) -> Result<Pending, CommError> {
@@ -32,5 +40,13 @@ impl<D: Decorator> Communicator for D {
 
     fn split(&self, name: &str, members: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         Ok(self.around(self.inner().split(name, members)?))
+    }
+
+    fn membership(&self) -> &dyn Membership {
+        self.inner().membership()
+    }
+
+    fn reduction_order(&self) -> ReductionOrder {
+        self.inner().reduction_order()
     }
 }
