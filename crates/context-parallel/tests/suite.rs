@@ -4,8 +4,9 @@ use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types};
 use meshwork_tensor::meta::Meta;
 use meshwork_tensor::op::{Documents, Order, Rotary};
-use meshwork_tensor::tape::{Mode, Position};
-use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};
+use meshwork_tensor::param::Gradients;
+use meshwork_tensor::tape::{Mode, Normaliser, Position, Weights};
+use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::check::{LayerInput, check_layer};
 use std::sync::Arc;
 
@@ -120,6 +121,35 @@ fn keys_that_are_cut_need_an_exchange() {
             assert!(error.contains("positions"), "{method}: {error}");
         }
     }
+}
+
+/// Each rank has the loss and the gradients of its own tokens: neither is final, and an update by such gradients is
+/// refused.
+#[test]
+fn numbers_of_this_ranks_tokens_are_not_those_of_the_sequence() -> Result<()> {
+    let mut all = Declarations::new();
+    let head = all.declare("head", &[10, 16], Placement::replicated(), Role::Weight, Init::Ones)?;
+    let mesh: Mesh = "dp=2,cp=2".parse().unwrap();
+    let (rank, device) = (Rank::recording(&mesh, 0).unwrap(), Meta::device());
+    let params = Arc::new(Params::new(Arc::new(all), &mesh, rank.coords(), &device, &[vec![head]], 1234)?);
+    let tape = Tape::new(Arc::new(rank), params.clone(), device.clone(), Mode::Train, Position::default());
+    let cut = Types::all(&mesh, Ty::Invariant).with(Axis::Dp, Ty::Shard(0)).with(Axis::Ep, Ty::Shard(0));
+    let cut = cut.with(Axis::Cp, Ty::Shard(1));
+    let x = tape.constant(Tensor::zeros(&device, DType::F32, [1, 8, 16])?, cut);
+    let targets = tape.constant(Tensor::zeros(&device, DType::I32, [1, 8])?, cut);
+    let loss = x.linear(&tape.param(head)?, 1)?.cross_entropy(&targets)?;
+    assert_eq!((loss.ty(Axis::Cp), loss.ty(Axis::Dp)), (Ty::Partial, Ty::Shard(0)));
+    let told = loss.item().unwrap_err().to_string();
+    assert!(told.contains("on axis cp, the value is Partial: no rank holds the true one"), "{told}");
+    let mut gradients = Gradients::default();
+    tape.backward_from_loss(&loss, Normaliser::LocalTerms(8), Weights::Now, &mut gradients)?;
+    let mut params = params;
+    let told = gradients.descend(&mut params, 1.0).unwrap_err().to_string();
+    assert!(told.contains("drop the tape"), "{told}");
+    drop((tape, x, targets, loss));
+    let told = gradients.descend(&mut params, 1.0).unwrap_err().to_string();
+    assert!(told.contains("the gradient of head is still Partial over cp"), "{told}");
+    Ok(())
 }
 
 #[test]

@@ -22,6 +22,7 @@ use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Standard deviation of initial weights.
 const STD: f32 = 0.02;
@@ -200,6 +201,12 @@ impl<F: Family> Model for DecoderModel<F> {
         language::unmasked(batch, samples)
     }
 
+    /// The model of whole sequences: decoding cuts its cache of keys and values, not the tokens.
+    fn decoding(&self) -> Option<Arc<dyn Model>> {
+        let context = self.language.context.is_some();
+        context.then(|| Arc::new(self.clone().context_parallel(None)) as _)
+    }
+
     /// The metrics of routers, if there are experts.
     fn metrics(&self) -> Vec<Metric> {
         experts::metrics(self.experts.as_ref())
@@ -311,6 +318,6 @@ impl HiddenModule for Block {
                 grouped.forward_by(tape, &normed, region, residual, attend, p)?
             }
         };
-        self.mlp.forward(tape, &x, &self.norms[1], region, p)
+        self.mlp.forward(tape, &x, &self.norms[1], sequences, p)
     }
 }

@@ -10,17 +10,14 @@
 //! together they are one MLP as wide as all of them.
 
 use crate::language::{HiddenModule, Sequences};
-use meshwork_core::{Axis, Mesh, Ty};
+use meshwork_core::Mesh;
 pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
-use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, MoeLayer, Router};
+use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, Laid, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
-use meshwork_tensor::op::MlpKind;
-use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
+use meshwork_tensor::op::{MlpKind, Order};
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelMlp, Region};
-
-/// The axis whose ranks hold different experts.
-pub const EXPERTS: Axis = Axis::Ep;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -124,12 +121,12 @@ impl FeedForward {
             return Ok(Self::Dense(dense(params, &name, spec.ffn)?));
         };
         let moe = MoeConfig { layers: experts.count(spec.num_layers), ..experts.moe };
-        moe.check(mesh.degree(EXPERTS)).map_err(|mut wrong| wrong.remove(0))?;
+        moe.check(mesh.expert_degree()).map_err(|mut wrong| wrong.remove(0))?;
         let shape = ExpertShape {
             experts: moe.num_experts,
             hidden,
             ffn: experts.expert_hidden_size,
-            axis: EXPERTS,
+            axes: mesh.expert_axes(),
             over_tp: experts.over_tp,
         };
         let router = Router::new(params, &format!("{name}.router"), hidden, moe, init[0])?;
@@ -137,10 +134,10 @@ impl FeedForward {
         let layer = match mlp {
             MlpKind::Gelu => {
                 let networks = GroupedMlp::new(params, mesh, &networks, shape, bias, init)?;
-                MoeLayer::new(router, networks, EXPERTS)
+                MoeLayer::new(router, networks, mesh.expert_axes())
             }
             MlpKind::SwiGlu => {
-                MoeLayer::new(router, GroupedSwiGlu::new(params, mesh, &networks, shape, init)?, EXPERTS)
+                MoeLayer::new(router, GroupedSwiGlu::new(params, mesh, &networks, shape, init)?, mesh.expert_axes())
             }
         };
         let shared = match experts.num_shared_experts * experts.expert_hidden_size {
@@ -150,24 +147,21 @@ impl FeedForward {
         Ok(Self::Experts { name, layer: Box::new(layer), shared })
     }
 
-    /// `x + block(norm(x))`, in the region.
-    pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, region: Region, dropout: f32) -> Result<Var> {
+    /// `x + block(norm(x))`, of tokens that lie as in `sequences`.
+    pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
+        let region = sequences.region;
         match self {
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
-                if region.ty(Axis::Cp) != Ty::Invariant {
-                    return Err(Error::Shape {
-                        op: "experts",
-                        problem: "routers read whole sequences, which cp cuts: use cp=1 with experts".to_owned(),
-                        shapes: vec![x.shape().to_vec()],
-                    });
-                }
                 let normed = norm.forward(tape, x)?;
                 let x = match shared {
                     Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,
                     None => x.clone(),
                 };
-                x.add(&layer.forward(tape, &normed)?.dropout(dropout, name)?)
+                let natural = Order::default();
+                let order = sequences.context.map_or(&natural, |context| context.order());
+                let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens) };
+                x.add(&layer.forward_laid(tape, &normed, laid)?.dropout(dropout, name)?)
             }
         }
     }

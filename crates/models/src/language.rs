@@ -9,6 +9,7 @@ use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::Documents;
+use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::fmt::Debug;
@@ -96,6 +97,8 @@ pub trait HiddenModule: Debug {
 pub struct Sequences<'a> {
     /// The axes that cut them.
     pub region: Region,
+    /// The tokens of each.
+    pub tokens: usize,
     /// The documents of whole sequences; without them each sequence is one.
     pub documents: Option<&'a Documents>,
     /// The position of each token that this rank has, `[samples, seq]`, where these are not the tokens of one document
@@ -158,6 +161,17 @@ impl LanguageSpec {
         activation(mesh, self.region, [batch.samples(), places, hidden_size])
     }
 
+    /// The same for a micro-batch, whose documents may decide how its tokens lie.
+    fn of_batch(&self, tape: &Tape, batch: &Batch) -> Result<Self> {
+        let context = match &self.context {
+            Some(context) if self.boundary == Boundary::Attention && tape.mode() == Mode::Train => {
+                Some(context.of_documents(&self.places_of(batch)?, batch.samples())?)
+            }
+            other => other.clone(),
+        };
+        Ok(Self { context, ..self.clone() })
+    }
+
     /// A number for each token that this rank has, and `fill` for padding behind the last token of a sequence.
     fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str, fill: i32) -> Result<Var> {
         let (seq, over) = (batch.dims(name)?[0], self.region.of_tokens());
@@ -174,15 +188,20 @@ impl LanguageSpec {
 
     /// The positions of all tokens in their documents, whole sequences in their order. Padding behind the last token is
     /// a document of its own.
+    fn places_of(&self, batch: &Batch) -> Result<Vec<i32>> {
+        let seq = batch.dims(POSITIONS)?[0];
+        let behind = self.context.as_ref().map_or(seq, |context| context.places(seq)) - seq;
+        let samples = batch.values::<i32>(POSITIONS)?.chunks_exact(seq);
+        Ok(samples.flat_map(|sample| sample.iter().copied().chain(0..behind as i32)).collect())
+    }
+
     fn whole_positions(&self, tape: &Tape, batch: &Batch) -> Result<Var> {
         let seq = batch.dims(POSITIONS)?[0];
         let places = self.context.as_ref().map_or(seq, |context| context.places(seq));
         if places == seq {
             return batch.var(tape, POSITIONS);
         }
-        let samples = batch.values::<i32>(POSITIONS)?.chunks_exact(seq);
-        let longer = samples.flat_map(|sample| sample.iter().copied().chain(0..(places - seq) as i32)).collect();
-        Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], longer)?.var(tape, POSITIONS)
+        Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], self.places_of(batch)?)?.var(tape, POSITIONS)
     }
 
     /// The position of each token that this rank has, if it differs from the place of the token.
@@ -321,7 +340,8 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
     /// Every stage reads the documents from the batch; they do not travel. The output of the last stage is the input of
     /// its head.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let context = self.spec.context.as_ref();
+        let spec = self.spec.of_batch(tape, batch)?;
+        let context = spec.context.as_ref();
         if context.is_some() && tape.decodes() {
             return Err(Error::Shape {
                 op: "language model",
@@ -329,21 +349,22 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
                 shapes: Vec::new(),
             });
         }
-        let documents = match self.spec.boundary {
+        let documents = match spec.boundary {
             Boundary::Positions | Boundary::Attention if !tape.decodes() => Some(Documents {
-                positions: self.spec.whole_positions(tape, batch)?,
-                apart: self.spec.boundary == Boundary::Attention,
+                positions: spec.whole_positions(tape, batch)?,
+                apart: spec.boundary == Boundary::Attention,
             }),
             _ => None, // what is decoded is one document
         };
-        let sequences = Sequences { region: self.spec.region, documents: documents.as_ref(), positions: None, context };
+        let (region, tokens) = (spec.region, batch.dims(TOKENS)?[0]);
+        let sequences = Sequences { region, tokens, documents: documents.as_ref(), positions: None, context };
         let x = match &self.embedding {
             Some(embedding) => {
                 let positions = match embedding.reads_positions() {
-                    true => self.spec.positions(tape, batch, sequences.documents)?,
+                    true => spec.positions(tape, batch, sequences.documents)?,
                     false => None,
                 };
-                let ids = self.spec.of_tokens(tape, batch, TOKENS, 0)?;
+                let ids = spec.of_tokens(tape, batch, TOKENS, 0)?;
                 embedding.forward(tape, &ids, Sequences { positions: positions.as_ref(), ..sequences })?
             }
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
@@ -356,9 +377,10 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
-        let ((_, head), region) = (self.head.as_ref().ok_or_else(no_head)?, self.spec.region);
-        let targets = self.spec.of_tokens(tape, batch, TARGETS, -1)?;
-        match self.spec.loss_chunk {
+        let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
+        let spec = self.spec.of_batch(tape, batch)?;
+        let (region, targets) = (spec.region, spec.of_tokens(tape, batch, TARGETS, -1)?);
+        match spec.loss_chunk {
             0 => head.loss(&head.logits(tape, x, region)?, &targets),
             chunk => head.chunked_loss(tape, x, &targets, region, chunk),
         }

@@ -1,7 +1,9 @@
 //! Errors that end a run.
 
 use crate::checkpoint::CheckpointError;
+use crate::config::Fault;
 use crate::data::DataError;
+use crate::replay::OtherBits;
 use meshwork_checkpoint::SaveError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
@@ -49,6 +51,12 @@ pub enum RankError {
     /// Processes that were launched and did not meet.
     #[error(transparent)]
     Launch(#[from] meshwork_core::launcher::LaunchError),
+    /// A setting that the checks before the run would have refused.
+    #[error("{0}")]
+    Setting(Box<Fault>),
+    /// A step that has other bits where it runs again.
+    #[error(transparent)]
+    Replay(#[from] Box<OtherBits>),
     /// Ranks that are not the same run.
     #[error("the ranks of this run differ:\n  {}", .0.join("\n  "))]
     Differences(Vec<String>),
@@ -111,4 +119,4 @@ impl From<CheckpointError> for RankError {
     }
 }
 
-meshwork_core::from!(RankError: Train(CommError), Train(meshwork_tensor::Error));
+meshwork_core::from!(RankError: Setting(Fault), Train(CommError), Train(meshwork_tensor::Error));

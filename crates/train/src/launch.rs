@@ -13,6 +13,7 @@ use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepL
 use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
+use crate::replay::{Replay, Replays};
 use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
@@ -41,15 +42,18 @@ pub struct Outcome {
     pub stopped: bool,
     /// The profile of some steps, if requested.
     pub profile: Option<Profile>,
+    /// Whether this process had rank 0 when the run ended: it speaks for all.
+    pub leads: bool,
 }
 
 /// Trains as the configuration says, in [its world](Config::world). `stop` ends the run after the step under way, and a
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    let Joined { world, library } = Joined::of(config)?;
-    let devices = world.prepare(|| Devices::open(config))?;
-    train_by(&world, library, &devices, config, data, metrics, stop)
+    Joined::of(config)?.run(config, |world, told, config| {
+        let devices = world.prepare(|| Devices::open(config))?;
+        train_by(world, told, &devices, config, data, metrics, stop)
+    })
 }
 
 /// [`train`] in any world of as many ranks as the mesh has, on devices that are open. In each process of a
@@ -66,20 +70,20 @@ pub fn train_in(
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, RunError> {
-    train_by(world, None, devices, config, data, metrics, stop)
+    train_by(world, Vec::new(), devices, config, data, metrics, stop)
 }
 
-/// [`train_in`] a world that was joined by `library`.
+/// [`train_in`], where rank 0 tells first how the ranks were joined.
 fn train_by(
     world: &World,
-    library: Option<String>,
+    told: Vec<String>,
     devices: &Devices,
     config: &Config,
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, RunError> {
-    let stopped = || Outcome { stopped: true, ..Outcome::default() };
+    let stopped = || Outcome { stopped: true, leads: world.leads(), ..Outcome::default() };
     // Both measure while no rank is there to disturb them.
     if let (Some(path), true) = (&config.metrics.layer_profile, world.leads()) {
         let measured = world.prepare(|| {
@@ -100,8 +104,9 @@ fn train_by(
         (true, false) => Some(Profiler::follow(steps, profiled)),
     };
     let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
+    let replays = world.prepare(|| Replays::of(config))?;
     let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
-    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), handshake, library };
+    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, told };
     let ended = world.run_with(config.comm.options(), |world| {
         let world = world.communicator().clone();
         launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
@@ -110,7 +115,7 @@ fn train_by(
     // Every rank ends with the same outcome, and rank 0 has the tracks of all of them.
     let (outcome, tracks) = ends.into_iter().next().unwrap_or_default();
     let profile = profiler.filter(|_| world.leads()).map(|profiler| profiler.profile(tracks));
-    Ok(Outcome { profile, ..outcome })
+    Ok(Outcome { profile, leads: world.leads(), ..outcome })
 }
 
 /// What the ranks of this process have in common.
@@ -121,10 +126,11 @@ struct Launch<'a> {
     stop: &'a AtomicBool,
     devices: &'a Devices,
     files: Option<&'a Files>,
+    replays: Option<Replays>,
     /// What processes compare, where there are several.
     handshake: Option<Handshake>,
-    /// What joined them, in words.
-    library: Option<String>,
+    /// How they were joined, in words.
+    told: Vec<String>,
 }
 
 impl Launch<'_> {
@@ -139,6 +145,8 @@ impl Launch<'_> {
         let run = || {
             let notes = self.meet(&mesh, &group)?;
             let RankDevice { device, world } = devices.rank(world)?;
+            let replay =
+                self.replays.as_ref().map(|replays| Replay::join(replays, devices, world.clone())).transpose()?;
             let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
             if let Some(log) = &mut log {
                 let at = mesh.axes().map(|axis| format!("{axis}={}", rank.coords().get(axis)));
@@ -150,6 +158,7 @@ impl Launch<'_> {
                 metrics,
                 notes,
                 log: &mut log,
+                replay,
                 stragglers: self.handshake.is_some().then(|| Stragglers::new(&mesh)),
             };
             let outcome = run(config, data, told, stop, (rank.clone(), probe.device(device)), files, &probe);
@@ -171,8 +180,8 @@ impl Launch<'_> {
         let by = comm.launch.as_ref().map_or("their caller".to_owned(), |launch| launch.launcher.to_string());
         let placement = Placement::gather(world, &handshake.host, comm.ranks_per_process)?;
         let of_ranks = placement.iter().flat_map(|at| [Some(at.describe(mesh, &by)), at.warning(mesh)]);
-        let library = self.library.clone().filter(|_| world.rank() == 0);
-        Ok(library.into_iter().chain(of_ranks.flatten()).chain(warnings).collect())
+        let told = self.told.iter().filter(|_| world.rank() == 0).cloned();
+        Ok(told.chain(of_ranks.flatten()).chain(warnings).collect())
     }
 }
 
@@ -182,13 +191,14 @@ struct Told<'a> {
     /// What is told first, by rank 0.
     notes: Vec<String>,
     log: &'a mut Option<RankLog>,
+    replay: Option<Replay<'a>>,
     stragglers: Option<Stragglers>,
 }
 
 fn run(
     config: &Config,
     data: &Data,
-    Told { metrics, notes, log, mut stragglers }: Told<'_>,
+    Told { metrics, notes, log, replay, mut stragglers }: Told<'_>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
     files: Option<&Files>,
@@ -240,12 +250,19 @@ fn run(
         reporter.notes([text]);
     }
     let mut taken = 0; // samples, since the run began or went on
+    let mut has_replayed = false;
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
         let asked = || is_asked(stop);
         let is_due = |every: u64| every > 0 && (begun + 1).is_multiple_of(every);
         let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
+        let is_replayed = |step: u64| step.is_multiple_of(config.training.replay_every.max(1));
+        let replay = replay.as_ref().filter(|_| is_replayed(begun + 1));
+        let replayed = replay.map(|replay| replay.run(&trainer, |rows| Ok(data.batch_at(taken, rows)?))).transpose()?;
+        if replayed.is_some() {
+            began = Instant::now();
+        }
         let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
             let read = || data.batch_at(taken, trainer.samples());
@@ -258,11 +275,19 @@ fn run(
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
-        if validates || checks || saves || stopped || begun == steps {
+        // A replay begins and ends with complete steps.
+        let replays = config.training.replay_every > 0 && (is_replayed(begun) || is_replayed(begun + 1));
+        if validates || checks || saves || replays || stopped || begun == steps {
             reports.extend(trainer.flush(|event| probe.observe(event))?);
         }
         if checks {
             trainer.check_replicas()?;
+        }
+        if let (Some(replay), Some(replayed), Some(report)) = (replay, &replayed, reports.last()) {
+            let told = replay.compare(&trainer, report, replayed)?;
+            reporter.iter_mut().for_each(|reporter| {
+                reporter.notes((!std::mem::replace(&mut has_replayed, true)).then(|| told.clone()))
+            });
         }
         let times = if reports.is_empty() { Vec::new() } else { trainer.times() };
         if let (Some(log), Some(own)) = (log.as_mut(), times.get(number)) {
@@ -454,7 +479,7 @@ impl Reporter {
             lr: report.lr,
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
-            comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
+            comm_bytes: report.comm_bytes.iter().map(|(name, bytes)| (name.clone(), bytes.round() as u64)).collect(),
             offload: report.offload.map(OffloadTraffic::from_report),
             peak_bytes: report.peak_bytes(),
             compute_ms: times.iter().map(|time| time.computed * 1e3).collect(),

@@ -154,7 +154,7 @@ pub struct Step {
     pub tokens_per_s: f64,
     /// Bytes communicated per axis, averaged over ranks.
     #[serde(serialize_with = "map")]
-    pub comm_bytes: Vec<(&'static str, u64)>,
+    pub comm_bytes: Vec<(String, u64)>,
     /// Bytes to and from offload, where anything is offloaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadTraffic>,
@@ -234,7 +234,7 @@ impl Step {
         add("train", "learning_rate", self.lr);
         add("speed", "step_ms", self.step_ms);
         add("speed", "tokens_per_s", self.tokens_per_s);
-        self.comm_bytes.iter().for_each(|&(axis, bytes)| add("communication", axis, bytes as f64));
+        self.comm_bytes.iter().for_each(|(axis, bytes)| add("communication", axis, *bytes as f64));
         self.peak_bytes
             .iter()
             .enumerate()
@@ -257,8 +257,8 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(pairs.iter().copied())
+fn map<S: Serializer, K: Serialize, T: Serialize>(pairs: &[(K, T)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
 }
 
 /// Counts by their names.

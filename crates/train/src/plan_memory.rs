@@ -101,10 +101,10 @@ pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
 }
 
 fn combinations(config: &Config) -> Vec<Config> {
-    let dp = config.parallelism.dp;
+    let (dp, cp) = (config.parallelism.dp, config.parallelism.cp);
     let (own_stage, own_micros) = (config.parallelism.zero_stage, config.pipeline.num_microbatches);
     let samples = config.training.global_batch_size / dp.max(1);
-    let stages = if dp > 1 { own_stage..ZeroStage::ALL.len() } else { own_stage..own_stage + 1 };
+    let stages = if dp * cp > 1 { own_stage..ZeroStage::ALL.len() } else { own_stage..own_stage + 1 };
     let doubled = std::iter::successors(Some(own_micros), |micros| Some(micros * 2));
     let micros: Vec<usize> =
         doubled.take_while(|micros| *micros <= samples && samples.is_multiple_of(*micros)).collect();

@@ -11,6 +11,7 @@ use meshwork_core::{SpmdError, Ty, Types};
 
 #[derive(Debug)]
 struct CausalAttention {
+    types: Types,
     shape: AttentionShape,
     masks: Masking,
 }
@@ -23,7 +24,7 @@ impl Var {
         let extents = self.shape();
         let extent = |dim: usize| extents.get(dim).copied().unwrap_or(0);
         let shape = AttentionShape { batch: extent(0), seq: extent(1), heads: extent(3), head_dim: extent(4) };
-        let op = CausalAttention { shape, masks: Masking::new(self, 3, documents, dropout)? };
+        let op = CausalAttention { types: self.types(), shape, masks: Masking::new(self, 3, documents, dropout)? };
         match documents {
             None => self.tape().apply(op, &[self]),
             Some(documents) => self.tape().apply(op, &[self, &documents.positions]),
@@ -73,7 +74,7 @@ impl Op for CausalAttention {
             let (layout, rows, width) = (qkv.device().layout()?, s.batch * s.seq, s.heads * s.head_dim);
             let q = layout.narrow(qkv.buffer(), rows, 3, width, 0..1)?;
             let kv = layout.narrow(qkv.buffer(), rows, 3, width, 1..3)?;
-            let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv)?;
+            let out = cache.attend(qkv.device(), GroupedShape::alone(s), &q, &kv, cx.tape().cache_group(self.types))?;
             return Tensor::from_buffer(qkv.device(), out, [s.batch, s.seq, s.heads, s.head_dim]);
         }
         let (out, lse) = qkv.device().attention()?.causal(s, qkv.buffer(), self.masks.with(inputs.get(1).copied()))?;

@@ -32,6 +32,8 @@ pub struct GroupedHeads {
 
 #[derive(Debug)]
 struct GroupedAttention {
+    /// The types of the queries.
+    types: Types,
     shape: GroupedShape,
     /// The tokens that the queries are, in runs.
     runs: Vec<Range<usize>>,
@@ -140,7 +142,8 @@ impl Var {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
         let masks = Masking::new(self, 2, documents, dropout)?;
-        let op = GroupedAttention { shape, runs, tokens: Tokens::of(self, 2), masks, exchange, misfit };
+        let op =
+            GroupedAttention { types: self.types(), shape, runs, tokens: Tokens::of(self, 2), masks, exchange, misfit };
         match documents {
             None => self.tape().apply(op, &[self, kv]),
             Some(documents) => self.tape().apply(op, &[self, kv, &documents.positions]),
@@ -399,7 +402,7 @@ impl Op for GroupedAttention {
                 || "decoding takes the queries of all new tokens: gather them".to_owned(),
                 inputs,
             )?;
-            let out = cache.attend(q.device(), s, q.buffer(), kv.buffer())?;
+            let out = cache.attend(q.device(), s, q.buffer(), kv.buffer(), cx.tape().cache_group(self.types))?;
             return Tensor::from_buffer(q.device(), out, q_shape);
         }
         let (out, lse) =

@@ -244,6 +244,7 @@ impl Backward<'_> {
         };
         self.require_order(id, tokens.cut_over)?;
         self.require_own_samples(id)?;
+        self.require_alike(id, all)?;
         self.written.push(i);
         let used = self.uses.index(id) * all;
         for SampleRun { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
@@ -282,7 +283,6 @@ impl Backward<'_> {
         if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
             self.require_order(id, tokens.cut_over)?;
             if !tokens.cut_over.is_empty() {
-                self.require_one_use(id)?;
                 slices = self.tape.slices(self.op, tokens)?;
             }
         }
@@ -342,6 +342,7 @@ impl Backward<'_> {
         self.written.push(i);
         let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
         let Slices { here, all } = slices.unwrap_or(Slices { here: 0..1, all: 1 });
+        self.require_alike(id, all)?;
         let types = self.tape.gradient_types(id);
         for SampleRun { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
@@ -360,15 +361,15 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// Refuses a weight that several operations read, of which one sums its gradient over slices of the sequence: the
-    /// others do not know of the slices.
-    fn require_one_use(&self, id: ParamId) -> Result<()> {
-        match self.tape.reduction_blocks().is_some() && self.uses.count(id) > 1 {
-            false => Ok(()),
-            true => Err(Error::NotCanonical {
+    /// Refuses a weight of which one operation sums the gradient over slices of the sequence and another over whole
+    /// sequences: their copies do not match.
+    fn require_alike(&self, id: ParamId, slices: usize) -> Result<()> {
+        match self.tape.reduction_blocks().is_none() || self.uses.agree(id, slices) {
+            true => Ok(()),
+            false => Err(Error::NotCanonical {
                 op: self.op,
-                problem: "the gradient of a parameter that is read more than once would be a sum over slices of the tokens",
-                valid: "it on a value whose tokens are whole on each rank, or declare a parameter for each use",
+                problem: "the gradient of a parameter would be a sum over slices of the sequence in one use, and over whole sequences in another",
+                valid: "it on values whose tokens are cut alike, or declare a parameter for each use",
             }),
         }
     }

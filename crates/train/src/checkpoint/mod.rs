@@ -42,7 +42,7 @@ fn name_of(key: &StateKey) -> String {
     if let Some(state) = &key.state { format!("{}:{state}", key.parameter) } else { key.parameter.clone() }
 }
 
-fn dims_of(shape: Shape) -> Vec<u64> {
+pub(crate) fn dims_of(shape: Shape) -> Vec<u64> {
     shape.iter().map(|&extent| extent as u64).collect()
 }
 
@@ -50,6 +50,6 @@ fn dtype_of(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
-fn slice_of(slice: &LocalSlice) -> Slice {
+pub(crate) fn slice_of(slice: &LocalSlice) -> Slice {
     Slice::new(slice.ranges.iter().map(|range| range.start as u64..range.end as u64))
 }

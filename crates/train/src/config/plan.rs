@@ -3,7 +3,7 @@
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
 use super::words::{ContextOrder, MoeRouter, OffloadWord};
 use super::{Config, ModelKind, OptimizerName, conditions};
-use meshwork_context_parallel::{ContextParallel, Method};
+use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Mesh, MeshError, World};
 use meshwork_engine::offload::{Backing, Folder, Offload};
@@ -57,11 +57,15 @@ impl Config {
     pub fn context(&self) -> Option<ContextParallel> {
         let Parallelism { cp, tp, sequence_parallel, context_parallel_method, context_parallel_order, .. } =
             self.parallelism;
-        let zigzag = context_parallel_order == ContextOrder::Zigzag && (conditions::ORDERED.holds)(self);
-        let order = if zigzag { Order::zigzag(cp) } else { Order::default() };
+        let ordered = context_parallel_order != ContextOrder::Contiguous && (conditions::ORDERED.holds)(self);
+        let order = if ordered { Order::zigzag(cp) } else { Order::default() };
         let parts = if sequence_parallel { cp * tp } else { cp };
         let method: Option<Method> = context_parallel_method.into();
-        method.map(|method| ContextParallel::new(method, order, parts))
+        let context = method.map(|method| ContextParallel::new(method, order, parts));
+        match ordered && context_parallel_order == ContextOrder::ByDocument {
+            true => context.map(|context| context.balanced(Arc::new(ByDocument::default()), cp)),
+            false => context,
+        }
     }
 
     /// The rule of `data.documents` for the model.

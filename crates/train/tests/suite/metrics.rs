@@ -18,7 +18,7 @@ fn step(loss: f64) -> Step {
         lr: 3e-4,
         step_ms: 12.5,
         tokens_per_s: 1000.0,
-        comm_bytes: vec![("dp", 7), ("tp", 0)],
+        comm_bytes: vec![("dp".to_owned(), 7), ("tp".to_owned(), 0)],
         offload: None,
         peak_bytes: vec![5, 6],
         compute_ms: vec![1.5, 2.5],
