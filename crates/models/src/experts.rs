@@ -17,7 +17,7 @@ use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, Laid, MoeLayer, Route
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
 use meshwork_tensor::op::{MlpKind, Order};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelMlp, Region};
+use meshwork_tensor_parallel::ParallelMlp;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
