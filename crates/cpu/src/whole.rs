@@ -3,14 +3,10 @@
 //! depend on threads; the measures of jobs are added up in job order.
 
 use super::kernels::reduce::sum_of_squares;
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use meshwork_core::exact::{LIMBS, add_square, add_squares, carry};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
 use meshwork_optim::{OnHost, OptimError, Over, ParamShape, Pass, PassTotals, Run, SetPart, WholeOptimizer};
 use meshwork_tensor::kernel::{Measured, WholeOptim, WholePart, WholeVectors};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// The longest run.

@@ -5,11 +5,8 @@
 //! parameter. Slices of a parameter differ between ranks anyway: only the loaded values show that one rank alone was
 //! given a new slice.
 
-use super::Trainer;
-use crate::statistics::StatisticSums;
-use crate::{Result, Verify};
-use meshwork_core::Buffer;
-use meshwork_core::hash::combine;
+use super::prelude::*;
+use crate::Verify;
 use meshwork_tensor::verify::Claims;
 use std::collections::BTreeMap;
 

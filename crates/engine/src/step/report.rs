@@ -1,19 +1,18 @@
 //! The report of a step: losses, metrics and statistics, its communications, and its use of memory.
 
-use super::Trainer;
 use super::cut::Cut;
 use super::pending::{Measured, PendingStep};
+use super::prelude::*;
 use super::stored::Store;
 use crate::offload::Traffic;
 use crate::statistics::{Reported, ReportedStatistic};
-use crate::{OPTIMIZER, Plan, Result, SAMPLES, TIED, TrainError, ZERO, ZERO_REPLICAS};
+use crate::{OPTIMIZER, SAMPLES, TIED, ZERO, ZERO_REPLICAS};
 use meshwork_core::agreement::Disagreement;
-use meshwork_core::{Axis, Buffer, EXPERT_DATA, Mesh, Record, ReduceOp};
+use meshwork_core::{EXPERT_DATA, Mesh};
 use meshwork_nn::Metric;
 use meshwork_tensor::{Category, MemoryUse};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// Name of the group of all ranks.

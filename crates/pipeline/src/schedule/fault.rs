@@ -1,9 +1,8 @@
 //! The faults of a schedule: one variant per kind of fault, each with its own facts and message.
 
+use super::{Action, ActionKind, Weights};
 use std::error::Error;
 use std::fmt;
-
-use super::{Action, ActionKind, Weights};
 
 /// A schedule that [`check`](crate::check) refused, and why.
 #[derive(Clone, PartialEq, Eq)]
