@@ -14,9 +14,9 @@ use std::time::Instant;
 /// Steps of a profile.
 const PROFILED: u64 = 3;
 
-/// Trains for some epochs, every rank a thread, or a process where a launcher started several, and prints a line after each: the loss, and the scores of the images
-/// held out. The last images of an epoch that do not fill a mini-batch are left out; each epoch has another order.
-/// Returns a profile of some steps if requested.
+/// Trains for some epochs, every rank a thread, or a process where a launcher started several, and prints a line after
+/// each: the loss, and the scores of the images held out. The last images of an epoch that do not fill a mini-batch are
+/// left out; each epoch has another order. Returns a profile of some steps if requested.
 pub fn train(
     world: &World,
     model: &Arc<dyn Model>,

@@ -145,8 +145,8 @@ fn a_mesh_shrinks_to_the_ranks_that_are_left_and_grows_again_with_the_same_losse
     fs::remove_dir_all(folder).unwrap();
 }
 
-/// Open MPI lets the others live: two of four processes are killed, one after the other, rank 0 among them, and the rest
-/// goes on without a new start.
+/// Open MPI lets the others live: two of four processes are killed, one after the other, rank 0 among them, and the
+/// rest goes on without a new start.
 #[test]
 fn survivors_of_a_killed_process_go_on_in_place_with_the_same_losses() {
     let folder = folder("in-place");

@@ -82,8 +82,8 @@ impl GroupedShape {
     }
 }
 
-/// Pairs of one of `queries` and a key that it sees, among the first `keys` tokens: its own, those before it, and with a
-/// window no more than that many of them.
+/// Pairs of one of `queries` and a key that it sees, among the first `keys` tokens: its own, those before it, and with
+/// a window no more than that many of them.
 pub fn seen_pairs(queries: Range<usize>, keys: usize, window: Option<usize>) -> u64 {
     let up_to_own = |tokens: usize| {
         let (own, behind) = (tokens.min(keys) as u64, tokens.saturating_sub(keys));
@@ -201,8 +201,9 @@ kernels! {
         fn turn(&self, of: TurnedHeads, x: &Buffer) -> Result<Buffer>
             | profile(Attention: x), halves(wide x -> x), meta(like x);
 
-        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), then over the
-        /// runs of queries one after the other, and zero, of either sign, for keys and values that no query here sees.
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), then over
+        /// the runs of queries one after the other, and zero, of either sign, for keys and values that no query here
+        /// sees.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,
