@@ -3,7 +3,7 @@
 use crate::checkpoint::CheckpointError;
 use crate::config::Fault;
 use crate::data::DataError;
-use crate::replay::OtherBits;
+use crate::replay::other_bits::OtherBits;
 use meshwork_checkpoint::SaveError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
