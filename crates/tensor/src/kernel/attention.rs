@@ -22,7 +22,7 @@ pub struct AttentionShape {
 
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
 /// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
-/// or what the [masks](AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see all
+/// or what the [masks](fn@AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see all
 /// of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
@@ -157,6 +157,13 @@ impl AttentionMasks<'_> {
 
     /// The keys that one of these queries sees, if there are as many: what must travel to the queries where other ranks
     /// hold the keys.
+    ///
+    /// ```
+    /// use meshwork_tensor::kernel::AttentionMasks;
+    ///
+    /// let masks = AttentionMasks { window: Some(4), ..AttentionMasks::default() };
+    /// assert_eq!(masks.keys_of(&(10..12)), 7..12);
+    /// ```
     pub fn keys_of(&self, queries: &Range<usize>) -> Range<usize> {
         let first = self.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
         first.min(queries.end)..queries.end
