@@ -17,8 +17,8 @@ use super::reduce::{sum, sums};
 /// the previous one; few enough to stay in the L1 cache.
 const TOGETHER: usize = 8;
 
-/// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three. What is not centred has an
-/// empty shift and an empty mean.
+/// `y[rows, n]` from `x[rows, n]`; saves `mean[rows]` and `rstd[rows]`. Overwrites all three. What is not centred has
+/// an empty shift and an empty mean.
 pub fn forward<const CENTRED: bool, T: Float>(
     x: &[T],
     [gain, shift]: [&[T]; 2],

@@ -1,5 +1,5 @@
-//! One table of what a rank holds of each parameter: gradient, weights and states of the update rule, by name and slice.
-//! Verification, comparisons of runs and the accessors of single vectors read it.
+//! One table of what a rank holds of each parameter: gradient, weights and states of the update rule, by name and
+//! slice. Verification, comparisons of runs and the accessors of single vectors read it.
 
 use super::prelude::*;
 use crate::Vector;

@@ -50,8 +50,8 @@ pub struct StepReport {
     /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this
     /// scale. The norm is then infinite or NaN.
     pub skipped: bool,
-    /// Logical bytes per group name, averaged over the ranks of the world. Groups over several axes, such as `dp+cp`, are
-    /// here if they had any.
+    /// Logical bytes per group name, averaged over the ranks of the world. Groups over several axes, such as `dp+cp`,
+    /// are here if they had any.
     pub comm_bytes: BTreeMap<String, f64>,
     /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,
