@@ -1,7 +1,7 @@
 //! Errors of training.
 
-use crate::PlanError;
 use crate::offload::OffloadError;
+use crate::prelude::*;
 use meshwork_core::agreement::Disagreement;
 use meshwork_core::{BufferError, CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;

@@ -1,7 +1,7 @@
 //! The settings of compression, as plain data.
 
+use crate::prelude::*;
 use meshwork_compress::{Feedback, Scheme, Values};
-use meshwork_pipeline::Direction;
 use meshwork_tensor::tape::RowSchemes;
 
 /// Lossy compression of the values that ranks send each other. By default nothing is compressed.

@@ -8,9 +8,7 @@ use crate::compress::matrices;
 use crate::fit::require_synchronous;
 use crate::layout::Layout;
 use crate::model_plan::Tied;
-use crate::{LocalModel, ModelPlan, one_rank, update};
-use meshwork_nn::Model;
-use meshwork_tensor::ParamSpec;
+use crate::{LocalModel, one_rank, update};
 use meshwork_tensor::tape::Mode;
 
 /// See the module docs.

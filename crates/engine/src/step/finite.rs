@@ -3,7 +3,6 @@
 //! Saves, exports and the end of a run do, and so does any pass whose loss is not finite, to name the parameter.
 
 use super::prelude::*;
-use meshwork_tensor::Params;
 
 /// Elements that one call checks.
 const PIECE: usize = 1 << 18;

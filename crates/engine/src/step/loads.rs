@@ -8,7 +8,6 @@
 use super::prelude::*;
 use crate::Verify;
 use meshwork_tensor::verify::Claims;
-use std::collections::BTreeMap;
 
 /// The loads since ranks last compared them. Only the last load of something counts: ranks that could not read a
 /// checkpoint all took an older one, however far each of them had come with the newer.

@@ -27,18 +27,12 @@ mod verify;
 mod prelude {
     pub(super) use super::Trainer;
     pub(super) use crate::pass::{Pass, Purpose};
+    pub(super) use crate::prelude::*;
     pub(super) use crate::state_vector::StateVector;
     pub(super) use crate::statistics::StatisticSums;
-    pub(super) use crate::{Plan, Result, TrainError};
+    pub(super) use meshwork_core::Record;
     pub(super) use meshwork_core::hash::combine;
-    pub(super) use meshwork_core::{Axis, Buffer, DType, Rank, Record, ReduceOp};
-    pub(super) use meshwork_nn::Batch;
-    pub(super) use meshwork_pipeline::{Schedule, lower};
-    pub(super) use meshwork_tensor::{Device, Error, ParamId};
-    pub(super) use std::cell::RefCell;
-    pub(super) use std::ops::Range;
-    pub(super) use std::rc::Rc;
-    pub(super) use std::sync::Arc;
+    pub(super) use meshwork_pipeline::lower;
 }
 
 pub use evaluate::{AtCuts, Evaluation};

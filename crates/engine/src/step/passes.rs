@@ -8,7 +8,6 @@ use crate::running::Running;
 use crate::statistics::Noted;
 use meshwork_pipeline::Event;
 use meshwork_tensor::tape::Position;
-use std::cell::Cell;
 
 impl Trainer {
     /// Refuses a batch without this rank's samples of each field of the model.

@@ -3,7 +3,6 @@
 use super::prelude::*;
 use crate::Compress;
 use crate::offload::Traffic;
-use meshwork_nn::Model;
 use meshwork_tensor::MemoryUse;
 use meshwork_tensor::meta::Meta;
 

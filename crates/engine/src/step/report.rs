@@ -7,12 +7,10 @@ use super::stored::Store;
 use crate::offload::Traffic;
 use crate::statistics::{Reported, ReportedStatistic};
 use crate::{OPTIMIZER, SAMPLES, TIED, ZERO, ZERO_REPLICAS};
+use meshwork_core::EXPERT_DATA;
 use meshwork_core::agreement::Disagreement;
-use meshwork_core::{EXPERT_DATA, Mesh};
 use meshwork_nn::Metric;
-use meshwork_tensor::{Category, MemoryUse};
-use std::cell::Cell;
-use std::collections::BTreeMap;
+use meshwork_tensor::MemoryUse;
 use std::time::{Duration, Instant};
 
 /// Name of the group of all ranks.

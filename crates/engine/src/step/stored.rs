@@ -18,7 +18,6 @@ use crate::update::Updates;
 use crate::weights::{NewStore, WeightStore};
 use crate::zero::{Vector, ZeroGroups, ZeroStage};
 use meshwork_data_parallel::Parking;
-use meshwork_tensor::Params;
 
 /// See the module docs.
 pub(super) struct Store {

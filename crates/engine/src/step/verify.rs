@@ -3,7 +3,6 @@
 use super::loads::Loads;
 use super::prelude::*;
 use crate::{Samples, Vector};
-use meshwork_core::Group;
 use meshwork_core::agreement::{self, Agreement, Disagreement, Fact, Must};
 use meshwork_core::hash::hash;
 use meshwork_data_parallel::cuts_batch;
