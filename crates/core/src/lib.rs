@@ -81,7 +81,7 @@ pub mod sync;
 pub mod tree;
 mod world;
 
-pub use axes::Axes;
+pub use axes::{Axes, Axis};
 pub use buffer::{Buffer, BufferError, Window};
 pub use comm::{
     Call, Caller, CommError, CommLog, Communicator, Group, Op, OpKind, Pending, Record, ReduceOp, ReductionOrder,
@@ -89,7 +89,7 @@ pub use comm::{
 pub use dtype::{DType, Element, bf16, f16};
 pub use flat::FlatSlice;
 pub use memory::{Block, HostMemory, Memory, Recycle};
-pub use mesh::{Axis, Coords, EXPERT_DATA, Mesh, MeshError};
+pub use mesh::{Coords, EXPERT_DATA, Mesh, MeshError};
 pub use rank::Rank;
 pub use run_error::{Cause, RankEnd, RunError};
 pub use slow_build::slow_build;

@@ -14,7 +14,8 @@
 
 pub mod rules;
 
-use crate::mesh::{Axis, Coords, Mesh};
+use crate::axes::Axis;
+use crate::mesh::{Coords, Mesh};
 use std::fmt;
 
 /// The type of a value over one mesh axis. See the table above.
