@@ -15,17 +15,21 @@ DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
     return {static_cast<i64>(blockIdx.x) / heads, head, first_kv + head / group};
 }
 
-// The documents of a sample: `first` has the first key of each key's own, none if the sample is one document.
+// The documents of a sample: `first` has the first token of each token's own, from the first key's on; none if the
+// sample is one document. Tokens are counted from the first key.
 struct Documents {
     const int* first;
+    int before = 0;
 
-    DEVICE int of(i64 token) const { return first ? first[token] : 0; }
+    DEVICE int of(i64 token) const { return first && first[token] > before ? first[token] - before : 0; }
 };
 
-DEVICE Documents documents_of(const int* firsts, const Head& head, i64 keys) { return {firsts ? firsts + head.sample * keys : firsts}; }
+DEVICE Documents documents_of(const int* firsts, const Head& head, i64 sequence, i64 first_key = 0) {
+    return {firsts ? firsts + head.sample * sequence + first_key : firsts, static_cast<int>(first_key)};
+}
 
 // Dropout of the probabilities of one row: element (sample, head, i, j) of the global [samples, heads, seq, seq]
-// determines the random bits. Keys are visited in order.
+// determines the random bits. Keys are visited in order, and counted from the first.
 struct RowDropout {
     u64 start, block;
     Words words;

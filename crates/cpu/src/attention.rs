@@ -10,20 +10,21 @@ use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: GroupedShape) -> attention::Dims {
     let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
-    let keys = attention::Keys { count: shape.keys, first_query: shape.first_query };
+    let GroupedShape { keys: count, first_query, first_key: first, sequence, .. } = shape;
+    let keys = attention::Keys { count, first_query, first, sequence };
     attention::Dims { batch, seq, heads, head_dim, keys }
 }
 
 /// The documents of a call, checked.
 fn packing(op: &'static str, shape: GroupedShape, documents: Option<DocumentPositions<'_>>) -> Result<Option<Packing>> {
     let Some(DocumentPositions { positions, apart }) = documents else { return Ok(None) };
-    let (batch, seq) = (shape.queries.batch, shape.keys);
+    let (batch, seq) = (shape.queries.batch, shape.sequence);
     let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
     let positions = positions.as_slice::<i32>()?;
     if positions.len() != batch * seq {
         return Err(refuse(format!("{} positions: every token has one", positions.len())));
     }
-    if shape.tokens().end > seq {
+    if shape.tokens().end.max(shape.key_tokens().end) > seq {
         return Err(refuse(format!("queries of tokens {:?}, and positions of {seq}", shape.tokens())));
     }
     let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
@@ -47,7 +48,9 @@ fn masks<'a>(masks: AttentionMasks<'_>, packing: Option<&'a Packing>) -> Masks<'
 
 /// The share of `flops` that documents leave.
 fn left(flops: u64, shape: GroupedShape, packing: Option<&Packing>) -> u64 {
-    let pairs = packing.map_or(shape.pairs(), |packing| shape.queries.heads as u64 * packing.pairs(shape.tokens()));
+    let pairs = packing.map_or(shape.pairs(), |packing| {
+        shape.queries.heads as u64 * packing.pairs(shape.tokens(), shape.key_tokens())
+    });
     flops / shape.pairs().max(1) * pairs
 }
 
@@ -137,7 +140,7 @@ impl Attention for Cpu {
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.forward_flops(), shape, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.sequence), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let operands = [q.as_slice::<S>()?, kv.as_slice::<S>()?];
             let mut lse = self.output::<T>(of.batch * of.heads * of.seq, |_| {})?;
@@ -179,7 +182,7 @@ impl Attention for Cpu {
         let packing = packing.as_ref();
         self.meter().add_flops(Work::Attention, left(shape.backward_flops(), shape, packing));
         for_stored!(self, "grouped_attention", q, S, T => {
-            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.keys), of.head_dim));
+            let angles = shape.rotary.map(|rotary| self.angles.of::<T>(rotary, shape.tokens().end.max(shape.sequence), of.head_dim));
             let angles = angles.as_ref().map(|angles| angles.as_slice().map(Angles)).transpose()?;
             let saved = Saved {
                 q: q.as_slice::<S>()?,
@@ -193,6 +196,21 @@ impl Attention for Cpu {
             let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
             attention::grouped_backward(T::tiles(self.precision), dims(shape), groups, angles, saved, dout, gradients, masks);
             Ok((dq, dkv))
+        })
+    }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        for_float!(self, "attention_join", lse, T => {
+            let of = [part.as_slice::<T>()?, part_lse.as_slice::<T>()?];
+            attention::join(dims(GroupedShape::alone(shape)), [out.as_mut_slice::<T>()?, lse.as_mut_slice::<T>()?], of);
+            Ok(())
         })
     }
 }

@@ -6,7 +6,7 @@ use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
     Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, append, attend, grouped_backward,
-    grouped_forward,
+    grouped_forward, join,
 };
 use meshwork_cpu::kernels::dropout::Mask;
 use meshwork_tensor::Precision;
@@ -56,9 +56,20 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 #[test]
 pub fn attention_is_that_of_the_cpu() {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
-    let among =
-        |count, first_query, case: Case| Case { dims: Dims { keys: Keys { count, first_query }, ..case.dims }, ..case };
+    let among = |count, first_query, case: Case| Case {
+        dims: Dims { keys: Keys::of(count, first_query), ..case.dims },
+        ..case
+    };
+    // Of longer sequences, `first` the token of the first key.
+    let within = |first, count, first_query, case: Case| {
+        let keys = Keys { count, first_query, first, sequence: (first_query + case.dims.seq).max(first + count) + 3 };
+        Case { dims: Dims { keys, ..case.dims }, ..case }
+    };
     let cases = [
+        within(20, 70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
+        of_documents(true, within(60, 90, 150, case([1, 200, 1, 8], [1, 1, 0], true, true))),
+        of_documents(true, within(40, 30, 70, case([2, 60, 2, 72], [2, 1, 0], true, false))),
+        of_documents(false, within(40, 30, 50, case([2, 60, 2, 8], [1, 2, 0], true, true))),
         among(70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
         among(300, 129, case([1, 150, 1, 8], [1, 1, 0], false, true)),
         among(40, 40, case([1, 20, 2, 8], [1, 2, 0], false, false)),
@@ -81,15 +92,15 @@ pub fn attention_is_that_of_the_cpu() {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?} in {precision:?}");
-        let Keys { count: keys, first_query } = dims.keys;
+        let Keys { count: keys, first_query, first: first_key, sequence } = dims.keys;
         let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
         let (q, kv, dout) =
             (values("q", rows * width), values("kv", kv_rows * 2 * kv_width), values("dout", rows * width));
-        let angles = values("angles", keys.max(dims.queries().end) * head_dim);
+        let angles = values("angles", sequence.max(dims.queries().end) * head_dim);
         let mask = Mask { key: key(5, "attention"), p: if dropped { 0.25 } else { 0.0 } };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
-        let (places, count) = (positions(batch, keys), batch * keys);
-        let packing = documents.map(|apart| Packing::new(&places, [batch, keys], apart).expect("documents"));
+        let (places, count) = (positions(batch, sequence), batch * sequence);
+        let packing = documents.map(|apart| Packing::new(&places, [batch, sequence], apart).expect("documents"));
         let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref() };
         let turn = rotated.then_some(Angles(&angles[..]));
         let (mut want_out, mut want_lse) = (vec![0.0; rows * width], vec![0.0; rows * heads]);
@@ -100,16 +111,19 @@ pub fn attention_is_that_of_the_cpu() {
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         let mut misplaced = vec![0_i64; 4];
-        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, keys) {
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, sequence) {
             return;
         }
-        launch!("check_positions", [1, 1], &places, &mut misplaced, count, keys);
+        launch!("check_positions", [1, 1], &places, &mut misplaced, count, sequence);
         assert_eq!((misplaced[0], &checked), (0, &places));
         let firsts = || if documents == Some(true) { Given::from(&firsts) } else { Null.into() };
-        let positions = || if documents.is_some() { Given::from(&checked) } else { Null.into() };
-        let of_queries: Vec<i32> =
-            checked.chunks(keys).flat_map(|of| of.iter().skip(first_query).take(seq)).copied().collect();
+        let among = |first, count| -> Vec<i32> {
+            checked.chunks(sequence).flat_map(|of| of.iter().skip(first).take(count)).copied().collect()
+        };
+        let (of_keys, of_queries) = (among(first_key, keys), among(first_query, seq));
+        let positions = || if documents.is_some() { Given::from(&of_keys) } else { Null.into() };
         let q_positions = || if documents.is_some() { Given::from(&of_queries) } else { Null.into() };
+        let kv_angles = || At(&angles, if documents.is_some() { 0 } else { first_key * head_dim });
         let q_angles = || At(&angles, if documents.is_some() { 0 } else { first_query * head_dim });
 
         // As a device does it: rotated copies of queries and keys, then the products.
@@ -132,7 +146,7 @@ pub fn attention_is_that_of_the_cpu() {
             let to = &mut kv_turned;
             #[rustfmt::skip]
             launch!(
-                "rotary_forward", [kv_rows * kv_heads, head_dim / 2], &kv, kv_row, &angles, positions(), to, kv_row, kv_rows, keys,
+                "rotary_forward", [kv_rows * kv_heads, head_dim / 2], &kv, kv_row, kv_angles(), positions(), to, kv_row, kv_rows, keys,
                 kv_heads, head_dim
             );
         }
@@ -147,7 +161,7 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, first_key, sequence
         );
         if !there {
             return;
@@ -161,18 +175,29 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, first_key, sequence
         );
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; kv_rows * width]);
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), [batch * heads, keys], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk,
-            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query
+            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, first_key, sequence
         );
         if rotated {
             let [pairs, kv_pairs] = [rows, kv_rows].map(|rows| [rows * heads, head_dim / 2]);
             launch!("rotary_backward", pairs, &mut dq, width, q_angles(), q_positions(), rows, seq, heads, head_dim);
-            launch!("rotary_backward", kv_pairs, &mut dk, width, &angles, positions(), kv_rows, keys, heads, head_dim);
+            launch!(
+                "rotary_backward",
+                kv_pairs,
+                &mut dk,
+                width,
+                kv_angles(),
+                positions(),
+                kv_rows,
+                keys,
+                heads,
+                head_dim
+            );
         }
         let mut dkv = vec![0.0; kv_rows * 2 * kv_width];
         let items = [kv_rows * heads / size * head_dim, 0];
@@ -181,6 +206,28 @@ pub fn attention_is_that_of_the_cpu() {
             launch!("attention_group_sum", items, from, to, kv_row, kv_rows, heads, size, first, head_dim);
         }
         assert_same(&what("dq"), &dq, &want_dq);
+        // Two results of the same queries join, and a block of keys that they do not see changes nothing.
+        let (mut parts, [mut want, mut want_sums]) = (vec![(&dq, &dots)], [want_out.clone(), want_lse.clone()]);
+        let unseen = vec![f32::NEG_INFINITY; rows * heads];
+        parts.push((&want_out, &unseen));
+        for (part, part_lse) in parts {
+            join(dims, [&mut want, &mut want_sums], [part, part_lse]);
+            launch!(
+                "attention_join",
+                [out.len(), 0],
+                part,
+                &lse,
+                part_lse,
+                &mut out,
+                rows * width,
+                seq,
+                heads,
+                head_dim
+            );
+            launch!("attention_join_lse", [lse.len(), 0], part_lse, &mut lse, rows * heads);
+            assert_same(&what("joined out"), &out, &want);
+            assert_same(&what("joined lse"), &lse, &want_sums);
+        }
         // The zeros of keys that no query sees have either sign.
         let [dkv, want_dkv] = [dkv, want_dkv].map(|x| x.iter().map(|x| x + 0.0).collect::<Vec<_>>());
         assert_same(&what("dkv"), &dkv, &want_dkv);
@@ -215,7 +262,7 @@ fn attention_with_a_cache_is_that_of_the_cpu() {
         ([2, 5, 2, 72], [1, 2, 0], [33, 38], true),
         ([3, 4, 4, 16], [2, 2, 0], [0, 9], false),
     ] {
-        let keys = Keys { count: capacity, first_query: past };
+        let keys = Keys::of(capacity, past);
         let dims = Dims { keys, ..Dims::of([batch, seq, heads, head_dim]) };
         let (groups, rows, row) = (Groups { size, kv_heads, first }, batch * seq * heads, 2 * kv_heads * head_dim);
         let (q, kv) = (values("q", rows * head_dim), values("kv", batch * seq * row));

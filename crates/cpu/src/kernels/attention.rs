@@ -58,6 +58,7 @@ mod decode;
 mod documents;
 mod forward;
 mod heads;
+mod join;
 mod layout;
 mod rotary;
 mod rows;
@@ -70,6 +71,7 @@ use super::dropout::Mask;
 pub use decode::{append, attend};
 pub use documents::{Misplaced, Packing};
 use heads::heads_mut;
+pub use join::join;
 use layout::{Call, Layout};
 use meshwork_core::pool;
 pub use rotary::Angles;
@@ -105,20 +107,41 @@ pub struct Dims {
     pub keys: Keys,
 }
 
-/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, and sees the keys
-/// up to its own.
+/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, key j token
+/// `first` + j, and a query sees the keys up to its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// Keys in memory.
     pub count: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first: usize,
+    /// Tokens of a whole sequence.
+    pub sequence: usize,
+}
+
+impl Keys {
+    /// The keys of all tokens, and where queries begin among them.
+    pub fn of(count: usize, first_query: usize) -> Self {
+        Self { count, first_query, first: 0, sequence: count }
+    }
+
+    /// The tokens that they are.
+    pub fn tokens(&self) -> Range<usize> {
+        self.first..self.first + self.count
+    }
+
+    /// Whether some queries may see none of them: those of documents that begin behind them.
+    fn are_partial(&self) -> bool {
+        self.tokens().end < self.sequence
+    }
 }
 
 impl Dims {
     /// `[batch, seq, heads, head_dim]`, with a key for each query.
     pub fn of([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
-        Self { batch, seq, heads, head_dim, keys: Keys { count: seq, first_query: 0 } }
+        Self { batch, seq, heads, head_dim, keys: Keys::of(seq, 0) }
     }
 
     /// The tokens that the queries are.
@@ -166,7 +189,7 @@ impl Dropout {
     fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
         let sample = self.first_sample + sample as u64;
         let head = self.first_head + head as u64;
-        (sample * self.global_heads + head) * (dims.keys.count * dims.keys.count) as u64
+        (sample * self.global_heads + head) * (dims.keys.sequence * dims.keys.sequence) as u64
     }
 }
 
@@ -213,6 +236,10 @@ pub fn grouped_forward<S: StoredAs<T>, T: Tiled>(
     dims.check(&[q.len(), out.len()], lse.len());
     groups.check(dims, &[kv.len()]);
     let call = Call { tiles, dims, groups, layout: Layout::apart(dims, groups), angles, masks };
+    if masks.packing.is_some() && dims.keys.are_partial() {
+        out.fill(S::zeroed());
+        lse.fill(T::NEG_INFINITY);
+    }
     forward_of(&call, [q, kv], out, lse);
 }
 
@@ -280,6 +307,9 @@ pub fn grouped_backward<S: StoredAs<T>, T: Tiled>(
     // No query of this call reads the other heads and keys.
     if used < kv_heads || dims.queries() != (0..keys.count) {
         dkv.fill(S::zeroed());
+    }
+    if masks.packing.is_some() && keys.are_partial() {
+        dq.fill(S::zeroed());
     }
     let read = (0..batch).flat_map(|_| 0..kv_heads).map(move |head| (first..first + used).contains(&head));
     let of_kv = heads_mut::<2, S>(dkv, [batch, keys.count, kv_heads, head_dim]).zip(read);

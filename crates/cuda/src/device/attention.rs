@@ -78,22 +78,23 @@ impl Call<'_> {
 /// Queries, and keys with their values, as rows that are rotated.
 fn turned_rows<'a>(shape: &GroupedShape, packed: Option<&'a Packed>) -> [TurnedRows<'a>; 2] {
     let AttentionShape { heads, head_dim, .. } = shape.queries;
-    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.positions)];
+    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.of_keys)];
     let (tokens, kv_heads) = (shape.tokens(), shape.kv_heads);
     [
         TurnedRows { row: heads * head_dim, heads, tokens, positions: of_queries },
-        TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, tokens: 0..shape.keys, positions: of_keys },
+        TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, tokens: shape.key_tokens(), positions: of_keys },
     ]
 }
 
 impl CudaDevice {
     /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
-    /// sums, and know queries of all tokens.
+    /// sums, and know queries of all tokens of which there are keys.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
-        let flash = fast && shape.is_whole() && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        let all = shape.is_whole() && (packed.is_none() || shape.keys == shape.sequence);
+        let flash = fast && all && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
         Call { shape, masks, packed, flash }
     }
 
@@ -105,7 +106,7 @@ impl CudaDevice {
 
     /// The arguments at the end of all kernels of a call.
     fn ending(&self, call: &Call<'_>, heads: &Heads) -> Result<Vec<Argument>> {
-        let GroupedShape { queries, keys, first_query, .. } = call.shape;
+        let GroupedShape { queries, keys, first_query, first_key, sequence, .. } = call.shape;
         let AttentionShape { seq, heads: count, head_dim, .. } = queries;
         if head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
@@ -123,7 +124,8 @@ impl CudaDevice {
         args.extend(key.map(Argument::from));
         args.extend([p, (1.0 / (1.0 - f64::from(p))) as f32].map(Argument::from));
         args.extend(places.map(|place| Argument::from(place as i64)));
-        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into(), keys.into(), first_query.into()]);
+        args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
+        args.extend([keys, first_query, first_key, sequence].map(Argument::from));
         Ok(args)
     }
 
@@ -306,5 +308,19 @@ impl Attention for CudaDevice {
             )?;
         }
         Ok((self.settled(dq, dtype)?, self.settled(dkv, dtype)?))
+    }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        self.f32s(OP, &[out, lse, part, part_lse])?;
+        let (AttentionShape { seq, heads, head_dim, .. }, count, rows) = (shape, out.count(), lse.count());
+        launch!(self, OP, "attention_join", [count, 0]; part, &*lse, part_lse, &mut *out, count, seq, heads, head_dim)?;
+        launch!(self, OP, "attention_join_lse", [rows, 0]; part_lse, &mut *lse, rows)
     }
 }

@@ -12,7 +12,8 @@ impl CudaDevice {
     /// Appends the new tokens to the cache, and attends to all in it.
     pub(super) fn decoded(&self, shape: GroupedShape, q: &Buffer, kv: &Buffer, cache: &mut Buffer) -> Result<Buffer> {
         self.f32s(OP, &[q, kv, cache])?;
-        let GroupedShape { queries, keys: capacity, first_query: past, group, kv_heads, first_kv_head, rotary } = shape;
+        let GroupedShape { queries, keys: capacity, first_query: past, group, kv_heads, first_kv_head, rotary, .. } =
+            shape;
         let AttentionShape { batch, seq, heads, head_dim } = queries;
         if cache.count() != shape.kv_elements() || past + seq > capacity {
             let problem = format!("{} tokens, and a cache of {} elements", past + seq, cache.count());

@@ -44,7 +44,7 @@ impl CudaDevice {
     /// positions.
     fn place_angles(&self, rotary: Rotary, shape: &GroupedShape, rows: &TurnedRows<'_>) -> Result<(Buffer, Address)> {
         let head_dim = shape.queries.head_dim;
-        let angles = self.angles(rotary, shape.keys.max(shape.tokens().end), head_dim)?;
+        let angles = self.angles(rotary, shape.sequence.max(shape.tokens().end), head_dim)?;
         let first = if rows.positions.is_some() { 0 } else { rows.tokens.start };
         let at = self.place("rotary", &angles)?.offset(angles.dtype().size() * first * head_dim);
         Ok((angles, at))

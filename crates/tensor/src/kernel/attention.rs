@@ -38,8 +38,9 @@ impl AttentionShape {
 }
 
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
-/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
-/// and sees the keys up to its own: queries behind the last key see all of them.
+/// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of a sequence, key j token
+/// `first_key` + j, and a query sees the keys up to its own: queries behind the last key see all of them. A query that
+/// sees no key, because its document begins behind them, has zeros as its result and -∞ as its log-sum-exp.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
     /// Extents of the queries.
@@ -48,6 +49,10 @@ pub struct GroupedShape {
     pub keys: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first_key: usize,
+    /// Tokens of a whole sequence. Positions of documents are those of all, and dropout numbers pairs of them.
+    pub sequence: usize,
     /// Heads of queries here to one of keys and values.
     pub group: usize,
     /// Heads of keys and values in memory.
@@ -62,12 +67,27 @@ impl GroupedShape {
     /// Every head with keys and values of its own, every query with a key.
     pub fn alone(queries: AttentionShape) -> Self {
         let (keys, kv_heads) = (queries.seq, queries.heads);
-        Self { queries, keys, first_query: 0, group: 1, kv_heads, first_kv_head: 0, rotary: None }
+        Self {
+            queries,
+            keys,
+            first_query: 0,
+            first_key: 0,
+            sequence: keys,
+            group: 1,
+            kv_heads,
+            first_kv_head: 0,
+            rotary: None,
+        }
     }
 
     /// The tokens that the queries are.
     pub fn tokens(&self) -> Range<usize> {
         self.first_query..self.first_query + self.queries.seq
+    }
+
+    /// The tokens that the keys are.
+    pub fn key_tokens(&self) -> Range<usize> {
+        self.first_key..self.first_key + self.keys
     }
 
     /// Whether the queries are all tokens.
@@ -83,11 +103,16 @@ impl GroupedShape {
     /// (query, key) pairs that the causal mask keeps, over all heads and sequences of one document each.
     pub fn pairs(&self) -> u64 {
         let AttentionShape { batch, heads, .. } = self.queries;
-        let seen = |tokens: usize| {
-            let (own, behind) = (tokens.min(self.keys) as u64, tokens.saturating_sub(self.keys));
-            own * (own + 1) / 2 + (behind * self.keys) as u64
+        (batch * heads) as u64 * Self::pairs_among(self.tokens(), self.key_tokens())
+    }
+
+    /// Pairs of a token of `queries` and a token of `keys` that is not behind it.
+    pub fn pairs_among(queries: Range<usize>, keys: Range<usize>) -> u64 {
+        let seen = |end: usize| {
+            let own = end.min(keys.end).saturating_sub(keys.start) as u64;
+            own * (own + 1) / 2 + (end.saturating_sub(keys.end) * keys.len()) as u64
         };
-        (batch * heads) as u64 * (seen(self.tokens().end) - seen(self.first_query))
+        seen(queries.end) - seen(queries.start)
     }
 
     /// Forward: two products, QKᵀ and PV.
@@ -199,5 +224,18 @@ kernels! {
                   Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
               }),
               meta(flops Attention: shape.backward_flops(); q => q.count(), kv => kv.count());
+
+        /// Joins the attention of the same queries over other keys, (`part`, `part_lse`), to `out [batch, seq, heads,
+        /// head_dim]` and `lse [batch, heads, seq]`: the results of a softmax over the keys of both. All are of the
+        /// type of lse.
+        fn join(
+            &self,
+            shape: AttentionShape,
+            out: &mut Buffer,
+            lse: &mut Buffer,
+            part: &Buffer,
+            part_lse: &Buffer,
+        ) -> Result<()>
+            | profile(Attention: part, part_lse, out, out, lse, lse), halves(as_is), meta(nothing);
     }
 }

@@ -18,7 +18,7 @@ pub fn append<T: Float>(dims: Dims, groups: Groups, angles: Option<Angles<'_, T>
     let elements = dims.batch * dims.seq * 2 * groups.kv_heads * dims.head_dim;
     assert_eq!(kv.len(), elements, "elements of new keys and values for {dims:?}, {groups:?}");
     check(dims, groups, angles, cache);
-    let Keys { count: capacity, first_query: past } = dims.keys;
+    let Keys { count: capacity, first_query: past, .. } = dims.keys;
     let (row, part) = (2 * groups.kv_heads * dims.head_dim, groups.kv_heads * dims.head_dim);
     let mut turned = vec![T::ZERO; if angles.is_some() { dims.seq * dims.head_dim } else { 0 }];
     for sample in 0..dims.batch {
@@ -47,7 +47,7 @@ pub fn attend<T: Float>(
 ) {
     dims.check(&[q.len(), out.len()], dims.batch * dims.heads * dims.seq);
     check(dims, groups, angles, cache);
-    let Dims { batch, seq, heads, head_dim, keys: Keys { count: capacity, first_query: past } } = dims;
+    let Dims { batch, seq, heads, head_dim, keys: Keys { count: capacity, first_query: past, .. } } = dims;
     let (row, width) = (2 * groups.kv_heads * head_dim, heads * head_dim);
     let used = groups.used(dims);
     let outputs = heads_mut::<1, T>(out, [batch, seq, used, groups.size * head_dim]);

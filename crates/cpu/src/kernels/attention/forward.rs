@@ -88,7 +88,7 @@ pub(super) fn part<T: Tiled>(
                 if let Some((mask, start)) = dropout {
                     for (lane, i) in queries.clone().enumerate() {
                         let factors = &mut factors[..live];
-                        mask.factors(start + (i * call.dims.keys.count) as u64, factors);
+                        mask.factors(start + (i * call.dims.keys.sequence) as u64, factors);
                         scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                     }
                 }

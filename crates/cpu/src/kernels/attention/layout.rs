@@ -33,7 +33,7 @@ pub(super) struct Group {
 pub(super) struct QueryBlock {
     /// The queries, by their rows in memory.
     pub(super) queries: Document,
-    /// The keys.
+    /// The keys, by their rows in memory.
     pub(super) keys: Document,
     /// Keys before the first query's own.
     pub(super) past: usize,
@@ -120,11 +120,12 @@ impl<'a, T: Float> Call<'a, T> {
         if let Some(angles) = &self.angles {
             let packed = self.masks.packing.map_or(0, Packing::positions);
             let Dims { seq, keys, head_dim, .. } = self.dims;
-            angles.check((keys.first_query + seq).max(keys.count).max(packed), head_dim);
+            angles.check((keys.first_query + seq).max(keys.tokens().end).max(packed), head_dim);
         }
+        assert!(self.dims.keys.first <= self.dims.keys.first_query, "keys behind queries in {:?}", self.dims);
         let samples = self.masks.packing.map_or(self.dims.batch, Packing::samples);
         assert_eq!(samples, self.dims.batch, "samples with documents for {:?}", self.dims);
-        let known = self.masks.packing.is_none() || self.dims.queries().end <= self.dims.keys.count;
+        let known = self.masks.packing.is_none() || self.dims.queries().end <= self.dims.keys.sequence;
         assert!(known, "queries without a document in {:?}", self.dims);
     }
 
@@ -140,13 +141,14 @@ impl<'a, T: Float> Call<'a, T> {
 
     /// What attends to itself in a sample, as far as it has queries here.
     fn attending(&self, sample: usize) -> Vec<QueryBlock> {
-        let (Keys { count, first_query }, queries) = (self.dims.keys, self.dims.queries());
-        let whole = Document { first: 0, len: count.max(queries.end), position: 0 };
+        let (keys @ Keys { first_query, first, .. }, queries) = (self.dims.keys, self.dims.queries());
+        let whole = Document { first: 0, len: keys.tokens().end.max(queries.end), position: 0 };
         let parts = documents::attending(self.masks.packing, sample, &whole).iter().filter_map(|document| {
             let own = document.among(&queries)?;
-            let keys = document.among(&(0..count.min(own.range().end)))?;
+            let seen = document.among(&(first..keys.tokens().end.min(own.range().end)))?;
             let queries = Document { first: own.first - first_query, ..own };
-            Some(QueryBlock { queries, keys, past: own.first - document.first })
+            let keys = Document { first: seen.first - first, ..seen };
+            Some(QueryBlock { queries, keys, past: own.first - seen.first })
         });
         parts.collect()
     }
@@ -196,7 +198,9 @@ impl<'a, T: Float> Call<'a, T> {
 
     /// The queries of a part by the tokens that they are, and its keys.
     pub(super) fn tokens(&self, part: QueryBlock) -> [Document; 2] {
-        [Document { first: part.queries.first + self.dims.keys.first_query, ..part.queries }, part.keys]
+        let Keys { first_query, first, .. } = self.dims.keys;
+        let of = |rows: Document, first| Document { first: rows.first + first, ..rows };
+        [of(part.queries, first_query), of(part.keys, first)]
     }
 
     /// Rotates the rows of tokens of a head, `row` apart, by their positions; `to` gets them one after the other.
@@ -229,12 +233,12 @@ impl<'a, T: Float> Call<'a, T> {
         }
     }
 
-    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the number
-    /// of keys.
+    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the tokens
+    /// of a sequence.
     pub(super) fn head_dropout(&self, (group, part): (Group, QueryBlock), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
         let [queries, keys] = self.tokens(part);
-        let first = (queries.first * self.dims.keys.count + keys.first) as u64;
+        let first = (queries.first * self.dims.keys.sequence + keys.first) as u64;
         self.masks.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head) + first))
     }
 }

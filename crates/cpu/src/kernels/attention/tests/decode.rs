@@ -31,7 +31,7 @@ proptest! {
         let mut cache = vec![f64::NAN; batch * capacity * row];
         let mut past = 0;
         for seq_now in passes {
-            let dims = Dims { seq: seq_now, keys: Keys { count: capacity, first_query: past }, ..whole };
+            let dims = Dims { seq: seq_now, keys: Keys::of(capacity, past), ..whole };
             let new = |x: &[f64], width: usize| -> Vec<f64> {
                 x.chunks(seq * width).flat_map(|sample| &sample[past * width..][..seq_now * width]).copied().collect()
             };
@@ -49,6 +49,6 @@ proptest! {
 #[test]
 #[should_panic(expected = "5 tokens in a cache of 4")]
 fn a_full_cache_takes_no_token() {
-    let dims = Dims { keys: Keys { count: 4, first_query: 3 }, ..Dims::of([1, 2, 1, 2]) };
+    let dims = Dims { keys: Keys::of(4, 3), ..Dims::of([1, 2, 1, 2]) };
     append(dims, Groups::alone(dims), None, &[0f32; 8], &mut [0f32; 16]);
 }
