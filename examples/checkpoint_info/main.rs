@@ -36,7 +36,7 @@ fn main() -> ExitCode {
         Err(code) => return code,
     };
     let Some(other) = options.diff else {
-        let summary = match Summary::of(&first) {
+        let summary = match Summary::read(&first) {
             Ok(summary) => summary,
             Err(error) => return fail(BAD_INPUT, &error),
         };

@@ -37,3 +37,12 @@ pub fn in_words(ended: ExitStatus) -> String {
         _ => "the program ended".to_owned(),
     }
 }
+
+/// The number of ranks that there is room for, as a command for sh prints it.
+pub fn room(ask: &str) -> Result<usize, String> {
+    let told = Command::new("sh").args(["-c", ask]).stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let told = told.map_err(|error| format!("sh cannot be started: {error}"))?;
+    let text = String::from_utf8_lossy(&told.stdout);
+    let ranks = text.trim().parse().ok().filter(|ranks| *ranks > 0 && told.status.success());
+    ranks.ok_or_else(|| format!("{ask} printed {:?}, no number of ranks above 0", text.trim()))
+}

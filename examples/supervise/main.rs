@@ -5,13 +5,14 @@
 //! cargo run --release --example supervise -- --restarts 20 -- \
 //!     mpirun -n 4 target/release/examples/gpt_train --mesh dp=4 --set checkpoint.dir=run --set checkpoint.resume=true
 //! ```
+//! Where hosts may not come back, `--ranks` asks how many ranks there is room for, and `{ranks}` is replaced by that.
 //! docs/clusters.md says when it is needed.
 
 mod child;
 #[path = "../shared/output.rs"]
 mod output;
 
-use child::{in_words, signal, wait};
+use child::{in_words, room, signal, wait};
 use clap::{Arg, ArgAction, Command as Cli};
 use meshwork::train::config::{Fault, help, parse_all};
 use output::{BAD_INPUT, FAILED, fail, show, tell};
@@ -25,6 +26,9 @@ use std::time::{Duration, Instant};
 /// A program that fails sooner is not started again at once.
 const SOON: Duration = Duration::from_secs(1);
 
+/// The word that is replaced by the number of ranks.
+const RANKS: &str = "{ranks}";
+
 fn cli() -> Cli {
     Cli::new("supervise")
         .arg(
@@ -35,6 +39,9 @@ fn cli() -> Cli {
                 .value_parser(clap::value_parser!(u64))
                 .help("The most times that the program is started again"),
         )
+        .arg(Arg::new("ranks").long("ranks").value_name("COMMAND").help(
+            "A command for sh that prints how many ranks there is room for, asked before each start: {ranks} in the program's words",
+        ))
         .arg(
             Arg::new("command")
                 .value_name("COMMAND")
@@ -59,6 +66,11 @@ fn main() -> ExitCode {
             "give a program after --, as in: supervise -- mpirun -n 4 gpt_train",
         ));
     }
+    let ranks = matches.get_one::<String>("ranks");
+    if ranks.is_some() && !command.iter().any(|word| word.contains(RANKS)) {
+        let valid = "use it, as in: supervise --ranks 'wc -l <hosts' -- mpirun -n {ranks} gpt_train";
+        faults.push(Fault::new("--ranks", "", "no word of the program has {ranks}", valid));
+    }
     if !faults.is_empty() {
         let faults: Vec<String> = faults.iter().map(Fault::to_string).collect();
         return fail(BAD_INPUT, &faults.join("\n"));
@@ -72,6 +84,16 @@ fn main() -> ExitCode {
     }
     for restart in 0.. {
         let begun = Instant::now();
+        let command = match ranks.map_or(Ok(None), |ask| room(ask).map(Some)) {
+            Ok(None) => command.clone(),
+            Ok(Some(ranks)) => command.iter().map(|word| word.replace(RANKS, &ranks.to_string())).collect(),
+            Err(why) if restart < restarts && !stop.load(Ordering::Relaxed) => {
+                tell(&format_args!("supervise: --ranks: {why}, asked again: {} of {restarts}", restart + 1));
+                thread::sleep(SOON);
+                continue;
+            }
+            Err(why) => return fail(FAILED, &format_args!("--ranks: {why}")),
+        };
         // A group of its own, so that nothing of it is left behind.
         let child = Command::new(&command[0]).args(&command[1..]).process_group(0).spawn();
         let ended = child.and_then(|mut child| {

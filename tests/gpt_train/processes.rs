@@ -73,9 +73,12 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
         (2, "--mesh dp=2"),
         (2, "--mesh tp=2"),
         (2, "--mesh pp=2"),
-        (4, "--mesh dp=2,tp=2"),
+        (4, "--mesh dp=2,tp=2 --set training.replay_every=2"),
         (2, "--mesh dp=2 --set parallelism.zero_stage=3"),
         (2, "--mesh dp=2,ep=2 --set moe.num_experts=4"),
+        (2, "--mesh cp=2 --set parallelism.zero_stage=3"),
+        (2, "--mesh cp=2 --set parallelism.context_parallel_method=all_to_all"),
+        (4, "--mesh dp=2,cp=2,ep=4 --set moe.num_experts=4"),
         (2, "--mesh dp=2,tp=2 --set comm.ranks_per_process=2"),
     ]
     .into_iter()
@@ -96,6 +99,35 @@ fn losses_over_processes_are_those_of_threads_bit_for_bit() {
             assert!(ended.out.contains(&told) && ended.out.contains("MPI: "), "{}", ended.out);
             assert_eq!(ended.out.matches("step 1").count(), 1, "one progress: {}", ended.out);
         }
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// Four processes, then three of them, of which one is spare, then four again.
+#[test]
+fn a_mesh_shrinks_to_the_ranks_that_are_left_and_grows_again_with_the_same_losses() {
+    let folder = folder("elastic");
+    let line = format!("{SMALL} {UNSAMPLED} --mesh dp=2,tp=2 --set training.numerics=canonical");
+    let whole = folder.join("whole");
+    succeed(&format!("{line} --steps 6 --metrics {}", whole.display()));
+    for mpi in installed() {
+        let name = mpi.file_name().unwrap().to_string_lossy().into_owned();
+        let (saved, metrics) = (folder.join(format!("{name}-saved")), folder.join(&name));
+        let line = format!(
+            "{line} --set parallelism.elastic=dp --set comm.kind=mpi --set checkpoint.dir={} --set checkpoint.resume=true \
+             --metrics {}",
+            saved.display(),
+            metrics.display()
+        );
+        for (processes, steps) in [(4, 2), (3, 4), (4, 6)] {
+            let ended = launched(&mpi, processes, &format!("{line} --steps {steps}"));
+            assert_eq!(ended.code, Some(0), "{name} {processes}\n{}\n{}", ended.out, ended.err);
+            let shrunk = ended.err.contains(
+                "3 ranks for a mesh of 4: parallelism.elastic trains on dp=1 instead of 2, and 1 rank is spare",
+            );
+            assert_eq!(shrunk, processes == 3, "{}", ended.err);
+        }
+        assert_eq!(numbers(&metrics), numbers(&whole), "{name}");
     }
     fs::remove_dir_all(folder).unwrap();
 }

@@ -80,6 +80,20 @@ fn nothing_of_a_program_is_left_behind() {
     assert!(state.is_empty() || state.contains(" Z "), "{state}");
 }
 
+/// A host does not come back, then none is there for a moment, then both are.
+#[test]
+fn each_start_has_as_many_ranks_as_there_is_room_for() {
+    let (asked, count) = (Count::new("supervise-asked"), Count::new("supervise-ranks"));
+    let ask = asked.script("case $n in 1|4) echo 4;; 2) echo 2;; *) echo none;; esac");
+    let script = count.script("echo $0; [ $n = 3 ]");
+    let (code, out, errors) = run(&["--ranks", &ask, "--", "sh", "-c", &script, "{ranks}"]);
+    assert_eq!((code, &*out), (Some(0), "4\n2\n4\n"), "{errors}");
+    assert!(errors.contains("printed \"none\", no number of ranks above 0, asked again: 3 of 20"), "{errors}");
+    let (code, _, errors) = run(&["--ranks", "echo 4", "--", "true"]);
+    assert_eq!(code, Some(2));
+    assert!(errors.contains("--ranks: no word of the program has {ranks}"), "{errors}");
+}
+
 #[test]
 fn a_wrong_command_line_is_told() {
     let (code, _, errors) = run(&["--restart", "3"]);

@@ -93,7 +93,7 @@ impl SavePlan {
             header_checksum: nothing,
             checksums: vec![nothing; self.pieces(rank).len()],
         };
-        let index = Index::of(self, u64::MAX, metadata.clone(), (0..self.world()).map(written));
+        let index = Index::new(self, u64::MAX, metadata.clone(), (0..self.world()).map(written));
         let files: u64 = index.files.iter().map(|file| file.bytes).sum();
         files + index.encode().map_or(0, |text| text.len() as u64)
     }
@@ -101,7 +101,7 @@ impl SavePlan {
 
 impl Index {
     /// The index of a checkpoint, once every rank has written its file.
-    pub(crate) fn of(plan: &SavePlan, step: u64, metadata: Value, written: impl IntoIterator<Item = Written>) -> Self {
+    pub(crate) fn new(plan: &SavePlan, step: u64, metadata: Value, written: impl IntoIterator<Item = Written>) -> Self {
         let mut files = Vec::new();
         let tensors = plan.tensors().iter();
         let mut tensors: Vec<_> =

@@ -42,7 +42,7 @@ pub use lock::{Lock, LockError};
 pub use plan::{Held, PlanError, PlannedPiece, SavePlan};
 pub use reader::{Checkpoint, ReadError};
 pub use room::{free_bytes, stored_bytes};
-pub use slice::{Block, Slice};
+pub use slice::{Block, Slice, copy};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use summary::Summary;
 pub use tensor::{Dtype, Tensor, TensorKind};

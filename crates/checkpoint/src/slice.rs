@@ -139,6 +139,16 @@ impl Block {
     }
 }
 
+/// Copies a slice from one array to another. Both hold the slice.
+pub fn copy<T: Copy>(slice: &Slice, (from, source): (&Block, &[T]), (to, target): (&Block, &mut [T])) {
+    let copied = for_each_run(slice, from, to, |from, to, run| {
+        let [from, to, run] = [from, to, run].map(|elements| elements as usize);
+        target[to..to + run].copy_from_slice(&source[from..from + run]);
+        Ok::<_, std::convert::Infallible>(())
+    });
+    copied.unwrap_or_else(|never| match never {});
+}
+
 /// Calls `visit(first element in from, first element in to, elements)` for each run of elements of `slice` that is
 /// contiguous in both arrays, in order. Both hold the slice.
 pub(crate) fn for_each_run<E>(

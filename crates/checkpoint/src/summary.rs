@@ -19,7 +19,7 @@ impl<'a> Summary<'a> {
     ///
     /// # Errors
     /// A file that cannot be read now.
-    pub fn of(checkpoint: &'a Checkpoint) -> Result<Self, Unreadable> {
+    pub fn read(checkpoint: &'a Checkpoint) -> Result<Self, Unreadable> {
         let units = checkpoint.units();
         Ok(Self { checkpoint, verified: units.len(), damage: checkpoint.verify(&units)? })
     }

@@ -259,10 +259,7 @@ impl Task {
     fn make_room(&self, job: &Job, removed: &mut Vec<PathBuf>) {
         let needed = self.plan.file_bytes(&job.metadata);
         while free_bytes(&self.dir).is_some_and(|free| free < needed) {
-            match self.remove_one(job) {
-                Some(path) => removed.push(path),
-                None => return,
-            }
+            if let Some(path) = self.remove_one(job) { removed.push(path) } else { return }
         }
     }
 
@@ -334,7 +331,7 @@ impl Task {
     ) -> Result<Saved, Failure> {
         let partial = folder::partial(&self.dir, job.step);
         let path = partial.join(index::FILE);
-        let index = Index::of(&self.plan, job.step, job.metadata.clone(), written);
+        let index = Index::new(&self.plan, job.step, job.metadata.clone(), written);
         for IndexFile { name, bytes, .. } in &index.files {
             let path = partial.join(name);
             let found = fs::metadata(&path).map_err(told(&path))?.len();

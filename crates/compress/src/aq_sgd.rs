@@ -180,9 +180,6 @@ impl AqSgd {
     }
 
     /// Bytes of the message of a sample: the first one, and each later one.
-    ///
-    /// # Errors
-    /// Never for a link that was constructed.
     pub fn wire_bytes(&self) -> Result<[usize; 2]> {
         Ok([wire_bytes(&Values::F32, self.shape)?, wire_bytes(&*self.compressor, self.shape)?])
     }

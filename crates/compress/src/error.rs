@@ -84,19 +84,12 @@ pub enum MessageError {
     Padding,
     /// Indices that are not increasing, too large, or of the wrong number.
     #[error("its indices are not {count} increasing numbers below {below}")]
-    Indices {
-        count: usize,
-        /// Upper bound of the indices, exclusive.
-        below: usize,
-    },
+    Indices { count: usize, below: usize },
 }
 
 meshwork_core::debug_as_display!(MessageError);
 
 /// Checks the length of a slice.
 pub(crate) fn require_count(what: &'static str, count: usize, wanted: usize) -> Result<(), CompressError> {
-    match count == wanted {
-        true => Ok(()),
-        false => Err(CompressError::Count { what, count, wanted }),
-    }
+    if count == wanted { Ok(()) } else { Err(CompressError::Count { what, count, wanted }) }
 }

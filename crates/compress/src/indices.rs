@@ -94,10 +94,7 @@ pub fn read(bytes: &[u8], count: usize, below: usize) -> Result<Vec<u32>, Messag
             indices.push(index as u32);
         }
     }
-    match low.word == 0 {
-        true => Ok(indices),
-        false => Err(MessageError::Padding),
-    }
+    if low.word == 0 { Ok(indices) } else { Err(MessageError::Padding) }
 }
 
 fn mask(width: u32) -> u32 {

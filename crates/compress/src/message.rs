@@ -143,8 +143,5 @@ fn body<'a>(bytes: &'a [u8], compressor: &(impl Compressor + ?Sized), shape: Sha
     if found != expected {
         return Err(MessageError::Fingerprint { scheme: compressor.name(), shape });
     }
-    match bytes.len() == wanted {
-        true => Ok(body),
-        false => Err(MessageError::Bytes { bytes: bytes.len(), wanted }),
-    }
+    if bytes.len() == wanted { Ok(body) } else { Err(MessageError::Bytes { bytes: bytes.len(), wanted }) }
 }

@@ -154,9 +154,6 @@ impl Reduction {
     }
 
     /// The communication of a step on this rank, call by call, as in the group's log.
-    ///
-    /// # Errors
-    /// Never for a reduction that was constructed.
     pub fn traffic(&self, group: &str) -> Result<Vec<Record>> {
         traffic(&*self.compressor, self.shape, group, self.rank, self.ranks)
     }

@@ -121,10 +121,7 @@ fn positive(text: &str, what: &str) -> Result<usize, String> {
 }
 
 fn parse(text: &str) -> Result<Scheme, String> {
-    let (head, tail) = match text.split_once('+') {
-        Some((head, tail)) => (head, Some(tail)),
-        None => (text, None),
-    };
+    let (head, tail) = if let Some((head, tail)) = text.split_once('+') { (head, Some(tail)) } else { (text, None) };
     let mut words = Words::split(head);
     let choice = match words.name {
         "topk" => Choice::Largest(words.per()?),

@@ -144,10 +144,7 @@ impl Compressor for Sparse {
             Choice::Random { unbiased: false } => 1.0 - kept * (1.0 - values.error),
             Choice::Random { unbiased: true } => {
                 let (drawing, rounding) = (1.0 / kept - 1.0, values.error / kept);
-                match values.unbiased {
-                    true => drawing + rounding,
-                    false => (drawing.sqrt() + rounding.sqrt()).powi(2),
-                }
+                if values.unbiased { drawing + rounding } else { (drawing.sqrt() + rounding.sqrt()).powi(2) }
             }
         };
         let all = self.choice != (Choice::Random { unbiased: true }) && kept < 1.0;

@@ -55,10 +55,7 @@ fn shard_messages(
 
 /// Elements of [`SumBuffers::shard`] on a rank.
 pub fn shard_len(compressor: &(impl Compressor + ?Sized), shape: Shape, rank: usize, ranks: usize) -> usize {
-    match compressor.sum() {
-        SumMethod::ScatterGather(per) => shards(per, shape, ranks)[rank].len(),
-        _ => 0,
-    }
+    if let SumMethod::ScatterGather(per) = compressor.sum() { shards(per, shape, ranks)[rank].len() } else { 0 }
 }
 
 /// The communication of one [`sum`] on one rank, call by call, as in the log of the group.

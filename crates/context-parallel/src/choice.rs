@@ -17,6 +17,8 @@ pub struct Sizes {
     pub heads: usize,
     /// Heads of keys and values on each.
     pub kv_heads: usize,
+    /// Heads of queries that share those of keys and values.
+    pub group: usize,
     /// Features of a head.
     pub head_dim: usize,
     /// Bytes of an element.
@@ -44,8 +46,8 @@ impl Sizes {
 
     /// The numbers of ranks that may share out the heads, from 1 on.
     pub fn parts(&self) -> impl DoubleEndedIterator<Item = usize> {
-        let (cp, group) = (self.cp.max(1), self.heads / self.kv_heads.max(1));
-        parts_of_heads(self.heads, group.max(1), cp).filter(move |parts| cp.is_multiple_of(*parts))
+        let cp = self.cp.max(1);
+        parts_of_heads(self.heads, self.group.max(1), cp).filter(move |parts| cp.is_multiple_of(*parts))
     }
 
     /// What a method sends. A ring sends while attention computes, in all of its steps but the last.

@@ -1,6 +1,6 @@
 //! How the ranks of cp lay out a sequence, and attend over it.
 
-use crate::{AllToAll, Hybrid, Method, Ring};
+use crate::{AllToAll, Balance, Hybrid, Method, Ring};
 use meshwork_core::Axis;
 use meshwork_tensor::op::{Documents, Exchange, Order, Rotary};
 use meshwork_tensor::{Error, Result, Var};
@@ -23,12 +23,14 @@ const SEQ: usize = 1;
 /// assert_eq!(context.lay_out(&[1, 2, 3, 4, 5], 5, 0)?, [1, 2, 0, 0, 3, 4, 5, 0]);
 /// # Ok::<(), meshwork_tensor::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct ContextParallel {
     method: Method,
     order: Order,
     multiple: usize,
     axis: Axis,
+    /// How the order of a batch follows from its documents, and the ranks that it is for.
+    balance: Option<(Arc<dyn Balance>, usize)>,
 }
 
 impl ContextParallel {
@@ -36,13 +38,42 @@ impl ContextParallel {
     /// multiple of the chunks of the order and of `multiple`, such as the number of ranks, others follow the last,
     /// which no token sees and which have no loss.
     pub fn new(method: Method, order: Order, multiple: usize) -> Self {
-        Self { method, order, multiple: multiple.max(1), axis: Axis::Cp }
+        Self { method, order, multiple: multiple.max(1), axis: Axis::Cp, balance: None }
     }
 
     /// The same over another axis than cp.
     #[must_use]
     pub fn over(self, axis: Axis) -> Self {
         Self { axis, ..self }
+    }
+
+    /// The same with an order of its own for each micro-batch in training, which `balance` chooses for `ranks` ranks.
+    /// Where there are no documents, and in evaluation, tokens lie in [`order`](Self::order).
+    #[must_use]
+    pub fn balanced(self, balance: Arc<dyn Balance>, ranks: usize) -> Self {
+        Self { balance: Some((balance, ranks.max(1))), ..self }
+    }
+
+    /// The layout of a micro-batch whose tokens have these positions in their documents, `[samples, places]`.
+    ///
+    /// # Errors
+    /// Positions of no whole sequences; a [`Balance`] that gives no order of the places.
+    pub fn of_documents(&self, positions: &[i32], samples: usize) -> Result<Self> {
+        // Documents of one token each, as those of a dry run, have equal work in any order.
+        let Some((balance, ranks)) = self.balance.as_ref().filter(|_| positions.iter().any(|&position| position > 0))
+        else {
+            return Ok(self.clone());
+        };
+        let mut reads = vec![0; positions.len() / samples.max(1)];
+        for sample in positions.chunks_exact(reads.len().max(1)) {
+            reads
+                .iter_mut()
+                .zip(sample)
+                .for_each(|(reads, &position)| *reads += u64::from(position.unsigned_abs()) + 1);
+        }
+        let order = balance.order(&reads, *ranks)?;
+        order.tokens(reads.len(), 0..reads.len())?;
+        Ok(Self { order, ..self.clone() })
     }
 
     /// The method.
@@ -57,8 +88,9 @@ impl ContextParallel {
 
     /// The places of a sequence of `seq` tokens.
     pub fn places(&self, seq: usize) -> usize {
+        let balanced = self.balance.as_ref().map_or(1, |(balance, ranks)| balance.chunks(*ranks).max(1));
         let (mut step, chunks) = (self.multiple, self.order.chunks());
-        while !step.is_multiple_of(chunks) {
+        while !step.is_multiple_of(chunks) || !step.is_multiple_of(balanced) {
             step += self.multiple;
         }
         seq.next_multiple_of(step)

@@ -3,6 +3,7 @@
 #![warn(missing_docs)]
 
 mod all_to_all;
+mod balance;
 mod choice;
 mod context;
 mod heads;
@@ -11,6 +12,7 @@ mod method;
 mod ring;
 
 pub use all_to_all::AllToAll;
+pub use balance::{Balance, ByDocument};
 pub use choice::{Sent, Sizes};
 pub use context::ContextParallel;
 pub use heads::parts_of_heads;

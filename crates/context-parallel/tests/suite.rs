@@ -9,8 +9,8 @@ use meshwork_tensor::op::{Documents, Order, Rotary};
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::{fill_normal, key};
-use meshwork_tensor::tape::{HalfType, Mode, Position, Seed, Weights};
-use meshwork_tensor::{Declarations, Params, Result, Tape, Tensor, Var};
+use meshwork_tensor::tape::{HalfType, Mode, Normaliser, Position, Seed, Weights};
+use meshwork_tensor::{Declarations, Init, Params, Placement, Result, Role, Tape, Tensor, Var};
 use meshwork_testkit::check::{LayerInput, check_layer};
 use std::sync::Arc;
 use std::time::Instant;
@@ -185,11 +185,19 @@ fn the_rule_counts_what_is_sent() {
         (4, Method::Hybrid { ring_degree: 2 }),
         (8, Method::Hybrid { ring_degree: 4 }),
     ] {
-        let sizes = Sizes { tokens: 64, cp, heads: 4, kv_heads: 2, head_dim: 8, bytes: 4 };
+        let sizes = Sizes { tokens: 64, cp, heads: 4, kv_heads: 2, group: 2, head_dim: 8, bytes: 4 };
         let sent: f64 = calls(method, [cp, 1, 64], DType::F32).iter().flatten().map(Record::bytes).sum();
         assert_eq!(sizes.sent(method).all, sent / 2.0, "{method} on cp={cp}"); // of two samples
     }
-    let sizes = |tokens, heads, kv_heads| Sizes { tokens, cp: 8, heads, kv_heads, head_dim: 128, bytes: 2 };
+    let sizes = |tokens, heads, kv_heads| Sizes {
+        tokens,
+        cp: 8,
+        heads,
+        kv_heads,
+        group: heads / kv_heads,
+        head_dim: 128,
+        bytes: 2,
+    };
     // Short blocks: fewest bytes. Long blocks: attention hides the ring.
     assert_eq!(sizes(512, 32, 32).best(), Method::AllToAll);
     assert_eq!(sizes(1 << 20, 32, 8).best(), Method::Ring);
@@ -305,6 +313,35 @@ fn keys_that_are_cut_need_an_exchange() {
             assert!(error.contains("positions"), "{method}: {error}");
         }
     }
+}
+
+/// Each rank has the loss and the gradients of its own tokens: neither is final, and an update by such gradients is
+/// refused.
+#[test]
+fn numbers_of_this_ranks_tokens_are_not_those_of_the_sequence() -> Result<()> {
+    let mut all = Declarations::new();
+    let head = all.declare("head", &[10, 16], Placement::replicated(), Role::Weight, Init::Ones)?;
+    let mesh: Mesh = "dp=2,cp=2".parse().unwrap();
+    let (rank, device) = (Rank::recording(&mesh, 0).unwrap(), Meta::device());
+    let params = Arc::new(Params::new(Arc::new(all), &mesh, rank.coords(), &device, &[vec![head]], 1234)?);
+    let tape = Tape::new(Arc::new(rank), params.clone(), device.clone(), Mode::Train, Position::default());
+    let cut = Types::all(&mesh, Ty::Invariant).with(Axis::Dp, Ty::Shard(0)).with(Axis::Ep, Ty::Shard(0));
+    let cut = cut.with(Axis::Cp, Ty::Shard(1));
+    let x = tape.constant(Tensor::zeros(&device, DType::F32, [1, 8, 16])?, cut);
+    let targets = tape.constant(Tensor::zeros(&device, DType::I32, [1, 8])?, cut);
+    let loss = x.linear(&tape.param(head)?, 1)?.cross_entropy(&targets)?;
+    assert_eq!((loss.ty(Axis::Cp), loss.ty(Axis::Dp)), (Ty::Partial, Ty::Shard(0)));
+    let told = loss.item().unwrap_err().to_string();
+    assert!(told.contains("on axis cp, the value is Partial: no rank holds the true one"), "{told}");
+    let mut gradients = Gradients::default();
+    tape.backward_from_loss(&loss, Normaliser::LocalTerms(8), Weights::Now, &mut gradients)?;
+    let mut params = params;
+    let told = gradients.descend(&mut params, 1.0).unwrap_err().to_string();
+    assert!(told.contains("drop the tape"), "{told}");
+    drop((tape, x, targets, loss));
+    let told = gradients.descend(&mut params, 1.0).unwrap_err().to_string();
+    assert!(told.contains("the gradient of head is still Partial over cp"), "{told}");
+    Ok(())
 }
 
 #[test]

@@ -33,8 +33,8 @@ use std::fmt::{Debug, Display};
 /// Something that a rank takes for granted about the ranks of a group.
 #[derive(Clone, Debug)]
 pub struct Fact {
-    /// The claim, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same,
-    /// by which ranks that compare different facts are found.
+    /// The claim, as a sentence about the ranks: `the learning rate should be the same`. Every rank has the same claim:
+    /// it shows which ranks compare different facts.
     pub claim: String,
     /// How the hashes of the ranks must relate.
     pub must: Must,
@@ -71,7 +71,7 @@ impl Fact {
         Self { claim: claim.into(), must, hash, value: None, valid: valid.into() }
     }
 
-    /// By which ranks find that they compare different facts; never 0, which stands for no fact.
+    /// The number by which ranks find that they compare different facts. Never 0, which stands for no fact.
     fn name(&self) -> u64 {
         combine(hash(self.claim.as_bytes()), self.must as u64) | 1
     }
@@ -114,9 +114,6 @@ impl Agreement {
 
     /// As [`compare`](Self::compare), with the fact that does not hold and its place as a value: for ranks that have
     /// more to compare before they end.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn find(&self, group: &Group) -> Result<Option<(usize, Disagreement)>, CommError> {
         if group.size() == 1 {
             return Ok(None);
@@ -137,7 +134,7 @@ impl Agreement {
             let Some(fact) = self.facts.get(at).filter(|_| name.is_one()) else {
                 return Ok(Some((at, self.other_facts(group, at)?)));
             };
-            // The same question, and answer, on every rank.
+            // Every rank asks the same question and gets the same answer.
             let holds = match fact.must {
                 Must::Agree => hash.is_one(),
                 Must::Vary => !hash.is_one() || hash.largest == 0,
@@ -149,10 +146,7 @@ impl Agreement {
             let mut hashes = vec![0; group.size()];
             group.all_gather_slice(&[fact.hash as i64], &mut hashes)?;
             let Some(broken) = fact.broken(&hashes, group.world_ranks()) else { continue };
-            let shown = match broken.by_value {
-                true => values(group, fact.value.as_deref().unwrap_or_default())?,
-                false => None,
-            };
+            let shown = if broken.by_value { values(group, fact.value.as_deref().unwrap_or_default())? } else { None };
             let found = Disagreement {
                 claim: fact.claim.clone(),
                 over: over(group),
@@ -185,9 +179,6 @@ impl Agreement {
 
 /// The first of the facts that ranks found not to hold in groups of their own, on all ranks of `group`: the fact of the
 /// lowest place, and of the lowest rank. Each rank passes what [`Agreement::find`] gave it. Collective over the group.
-///
-/// # Errors
-/// A failed communication.
 pub fn first(group: &Group, found: Option<(usize, Disagreement)>) -> Result<Option<Disagreement>, CommError> {
     let group = &group.unlogged();
     // The earlier the place, and then the rank, the larger.
@@ -315,7 +306,7 @@ fn values(group: &Group, own: &str) -> Result<Option<String>, CommError> {
 
 /// Which ranks have which value: `rank 0 has 1, ranks 1, 2 have 2`.
 fn in_words(classes: &[(&String, Vec<usize>)]) -> String {
-    // Of long values that part which differs.
+    // Of long values, the part that differs.
     let long = classes.iter().any(|(text, _)| text.chars().count() > SHOWN);
     let same = (0..).take_while(|&at| {
         let mut chars = classes.iter().map(|(text, _)| text.chars().nth(at));

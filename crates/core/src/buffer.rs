@@ -168,10 +168,7 @@ impl Buffer {
         fn host(buffer: &mut Buffer) -> Option<&mut HostMemory> {
             Arc::get_mut(&mut buffer.memory)?.host_mut()
         }
-        match (host(self), host(other)) {
-            (Some(mine), Some(theirs)) => mine.trade(theirs),
-            _ => false,
-        }
+        if let (Some(mine), Some(theirs)) = (host(self), host(other)) { mine.trade(theirs) } else { false }
     }
 
     /// The elements, when they are `T`s on the host.
@@ -203,10 +200,7 @@ impl Buffer {
     }
 
     fn check_type<T: Element>(&self) -> Result<(), BufferError> {
-        match self.dtype == T::DTYPE {
-            true => Ok(()),
-            false => Err(BufferError::DType { actual: self.dtype, asked: T::DTYPE }),
-        }
+        if self.dtype == T::DTYPE { Ok(()) } else { Err(BufferError::DType { actual: self.dtype, asked: T::DTYPE }) }
     }
 
     fn byte_range(&self) -> Range<usize> {

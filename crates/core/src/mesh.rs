@@ -11,6 +11,9 @@
 //! A mesh string such as `dp=2,tp=4` gives every axis a degree: 1 for an axis that it does not name. The order of its
 //! parts does not matter. [`Mesh::new`] makes a mesh of exactly the axes that it is given.
 //!
+//! Where ep does not divide dp, experts are shared out over all ranks of cp, and over ranks of dp for the rest of ep:
+//! `dp=2,cp=4,ep=8`. On the grid the degree of [`Axis::Ep`] is this rest, 2, and [`Mesh::expert_axes`] are cp and ep.
+//!
 //! ```
 //! use meshwork_core::{Axis, Mesh};
 //! let mesh: Mesh = "dp=2,tp=4,pp=2".parse()?;
@@ -24,6 +27,7 @@
 //! # Ok::<(), meshwork_core::MeshError>(())
 //! ```
 
+use crate::axes::Axes;
 use std::fmt;
 use std::num::IntErrorKind;
 use std::str::FromStr;
@@ -37,8 +41,8 @@ pub enum Axis {
     Cp,
     /// Expert parallel: the batch is split, and the experts are.
     Ep,
-    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: ranks that hold the
-    /// same ones.
+    /// Data parallel: the batch is split. On a mesh with experts, the rest of data parallelism: the ranks that hold the
+    /// same experts.
     Dp,
     /// Pipeline parallel: the layers are split.
     Pp,
@@ -117,9 +121,9 @@ pub enum MeshError {
     /// The degree of an axis is zero.
     #[error("axis {axis} has degree 0: a degree is 1 or more")]
     ZeroDegree { axis: Axis },
-    /// Expert parallelism cannot borrow its ranks from data parallelism.
-    #[error("ep={ep} does not divide dp={dp}: the experts are shared out among ranks of dp")]
-    Borrowed { ep: usize, dp: usize },
+    /// Expert parallelism cannot borrow its ranks from data and context parallelism.
+    #[error("ep={ep} does not divide dp={dp}: the experts are shared out among ranks of dp{}", over_cp(*.cp))]
+    Borrowed { ep: usize, dp: usize, cp: usize },
     /// An axis is given twice.
     #[error("axis {axis} is given twice")]
     Duplicate { axis: Axis },
@@ -130,11 +134,17 @@ pub enum MeshError {
 
 crate::debug_as_display!(MeshError);
 
+fn over_cp(cp: usize) -> String {
+    if cp > 1 { format!(", or among all of cp={cp} and ranks of dp") } else { String::new() }
+}
+
 /// A grid of ranks with named axes. See the module documentation for the rank order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Mesh {
     /// Indexed by axis; `None` where the mesh does not have the axis at all.
     degrees: [Option<usize>; Axis::COUNT],
+    /// Whether the ranks of cp hold different experts.
+    experts_over_cp: bool,
 }
 
 impl Mesh {
@@ -152,23 +162,34 @@ impl Mesh {
             }
         }
         let product = mesh.axes().try_fold(1usize, |size, axis| size.checked_mul(mesh.degree(axis)));
-        match product {
-            Some(_) => Ok(mesh),
-            None => Err(MeshError::Overflow { mesh: mesh.to_string() }),
-        }
+        if product.is_some() { Ok(mesh) } else { Err(MeshError::Overflow { mesh: mesh.to_string() }) }
     }
 
     /// A mesh with every axis, of the degrees that a mesh string gives, in the order of [`Axis::ALL`]: the degree of
-    /// dp includes ep.
+    /// dp includes ep, but for ranks of cp that share out experts.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a degree of ep that does not divide the degree of dp.
+    /// As [`new`](Self::new); a degree of ep that divides neither the degree of dp nor, over all of cp, dp · cp.
     pub fn of_degrees([tp, cp, ep, dp, pp]: [usize; Axis::COUNT]) -> Result<Self, MeshError> {
-        if ep > 0 && !dp.is_multiple_of(ep) {
-            return Err(MeshError::Borrowed { ep, dp });
+        let divides = |part: usize| part == 0 || dp.is_multiple_of(part);
+        let experts_over_cp = !divides(ep) && cp > 0 && ep.is_multiple_of(cp) && divides(ep / cp);
+        if !divides(ep) && !experts_over_cp {
+            return Err(MeshError::Borrowed { ep, dp, cp });
         }
+        let ep = if experts_over_cp { ep / cp } else { ep };
         let dp = dp.checked_div(ep).unwrap_or(0);
-        Self::new(Axis::ALL.into_iter().zip([tp, cp, ep, dp, pp]))
+        let mesh = Self::new(Axis::ALL.into_iter().zip([tp, cp, ep, dp, pp]))?;
+        Ok(Self { experts_over_cp, ..mesh })
+    }
+
+    /// The axes whose ranks hold different experts: ep, and cp where ep borrows from it.
+    pub fn expert_axes(&self) -> Axes {
+        if self.experts_over_cp { [Axis::Cp, Axis::Ep].into() } else { Axis::Ep.into() }
+    }
+
+    /// The number of ranks that share out the experts: ep in a mesh string.
+    pub fn expert_degree(&self) -> usize {
+        self.expert_axes().iter().map(|&axis| self.degree(axis)).product()
     }
 
     /// The axes of this mesh, fastest first.
@@ -219,6 +240,15 @@ impl Mesh {
         };
         let names: Vec<&str> = Axis::ALL.into_iter().rev().filter(|&axis| has(axis)).filter_map(name).collect();
         names.join("+")
+    }
+
+    /// The names of the groups over several axes above degree 1 that are neither those of one axis nor the world.
+    pub fn product_names(&self) -> Vec<String> {
+        let wide: Vec<Axis> = self.axes().filter(|&axis| self.degree(axis) > 1).collect();
+        let sets = (1..(1usize << wide.len()).saturating_sub(1)).map(|set| {
+            wide.iter().enumerate().filter(|(at, _)| set >> at & 1 == 1).map(|(_, &axis)| axis).collect::<Vec<_>>()
+        });
+        sets.map(|axes| self.group_name(&axes)).filter(|name| name.contains('+')).collect()
     }
 
     /// The number of ranks.
@@ -297,10 +327,7 @@ impl Mesh {
             });
             wrong.extend(given.err().map(|error| (part, error)));
         }
-        match wrong.is_empty() {
-            true => Ok(degrees.map(|degree| degree.unwrap_or(1))),
-            false => Err(wrong),
-        }
+        if wrong.is_empty() { Ok(degrees.map(|degree| degree.unwrap_or(1))) } else { Err(wrong) }
     }
 }
 
@@ -339,13 +366,14 @@ impl FromStr for Mesh {
 impl fmt::Display for Mesh {
     /// The mesh as a string that parses, fastest axis first. cp and ep are left out at degree 1: few meshes use them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || self.degree(axis) > 1;
-        let degree = |axis| if axis == Axis::Dp { self.data_degree() } else { self.degree(axis) };
+        let degree = |axis| match axis {
+            Axis::Dp => self.data_degree(),
+            Axis::Ep => self.expert_degree(),
+            axis => self.degree(axis),
+        };
+        let shown = |&axis: &Axis| !matches!(axis, Axis::Cp | Axis::Ep) || degree(axis) > 1;
         let parts: Vec<String> = self.axes().filter(shown).map(|axis| format!("{axis}={}", degree(axis))).collect();
-        match parts.is_empty() {
-            true => f.write_str("without axes"),
-            false => f.write_str(&parts.join(",")),
-        }
+        if parts.is_empty() { f.write_str("without axes") } else { f.write_str(&parts.join(",")) }
     }
 }
 

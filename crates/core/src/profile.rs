@@ -136,10 +136,7 @@ impl Span {
 
     /// The communication that it is a part of.
     pub fn meeting(&self) -> Option<&Meeting> {
-        match &self.detail {
-            Detail::Meeting(meeting) => Some(meeting),
-            _ => None,
-        }
+        if let Detail::Meeting(meeting) = &self.detail { Some(meeting) } else { None }
     }
 
     /// Its length in nanoseconds.

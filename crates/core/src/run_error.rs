@@ -81,10 +81,7 @@ pub struct RunError {
 impl RunError {
     /// The error that `rank` returned, if it ran in this process and returned an error of this type.
     pub fn error_of<E: Error + 'static>(&self, rank: usize) -> Option<&E> {
-        match self.ends.get(rank)? {
-            Some(RankEnd::Error(error)) => error.downcast_ref(),
-            _ => None,
-        }
+        if let Some(RankEnd::Error(error)) = self.ends.get(rank)? { error.downcast_ref() } else { None }
     }
 
     /// The errors that ranks returned, by rank.

@@ -18,8 +18,8 @@ use crate::run_error::{Cause, RankEnd, RunError, contained};
 pub enum World {
     /// This many threads of this process.
     Threads(usize),
-    /// Some ranks are here, at least one, each by its communicator of the world, which joins it to the others: of other
-    /// processes, or on other threads of the caller.
+    /// One or more ranks of a world that has others, in other processes or on other threads of the caller: each by its
+    /// communicator of that world.
     Joined(Vec<Arc<dyn Communicator>>),
 }
 
@@ -134,7 +134,7 @@ impl World {
         }
     }
 
-    /// Something that this process makes once for its ranks, before they run, such as the devices. A failure, or a
+    /// A thing that this process makes once for all its ranks before they run, such as the devices. A failure, or a
     /// panic, ends the world as a rank's does; a joined rank counts as making progress meanwhile.
     ///
     /// # Errors
@@ -156,7 +156,7 @@ impl World {
             made
         });
         made.or_else(|end| {
-            // All of them at once: each waits for the ends of all. The failure is the first rank's.
+            // All at once, because each waits for the ends of all. The failure is the first rank's.
             let others = ranks.get(1..).unwrap_or_default();
             thread::scope(|scope| {
                 for world in others {

@@ -17,10 +17,7 @@ fn part<T>(all: &mut [T], at: usize, count: usize) -> Result<&mut [T]> {
 
 /// Rejects memory whose length differs from the value's.
 fn require_count(count: usize, wanted: usize) -> Result<()> {
-    match count == wanted {
-        true => Ok(()),
-        false => Err(BufferError::Range { start: 0, end: wanted, count }.into()),
-    }
+    if count == wanted { Ok(()) } else { Err(BufferError::Range { start: 0, end: wanted, count }.into()) }
 }
 
 /// Rejects a matrix or factors whose lengths do not match the shape.

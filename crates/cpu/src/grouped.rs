@@ -24,9 +24,10 @@ fn each_group<Out: Send>(
 ) {
     let (mut small, mut first) = (Vec::new(), 0);
     for ((group, &count), out) in rows.iter().enumerate().zip(outs) {
-        match work(group) < SMALL {
-            true => small.push((group, first, out)),
-            false => product(group, first, out),
+        if work(group) < SMALL {
+            small.push((group, first, out))
+        } else {
+            product(group, first, out)
         }
         first += count;
     }

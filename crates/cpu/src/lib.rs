@@ -258,7 +258,7 @@ use for_float;
 /// Runs `$body` with `$T` standing for the compute type of the floats in `$buffer`: f32 for 16 bits, which [`loaded`]
 /// reads and [`stored`] writes.
 macro_rules! for_widened {
-    ($cpu:expr, $op:literal, $buffer:expr, $T:ident => $body:expr) => {
+    ($cpu:expr, $op:expr, $buffer:expr, $T:ident => $body:expr) => {
         super::for_dtype!($cpu, $op, $buffer.dtype().widened(), $T => $body)
     };
 }
@@ -289,7 +289,7 @@ use for_stored;
 
 /// Runs `$body` with `$T` standing for this float type.
 macro_rules! for_dtype {
-    ($cpu:expr, $op:literal, $dtype:expr, $T:ident => $body:expr) => {
+    ($cpu:expr, $op:expr, $dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
             meshwork_core::DType::F32 => {
                 type $T = f32;

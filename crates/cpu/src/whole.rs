@@ -295,10 +295,7 @@ impl WholeOptim for Cpu {
         let jobs = jobs(part, PIECE);
         let grads = vectors.grads.as_slice::<f32>()?;
         let (sets, totals) = (slices::<f32>(vectors.sets)?, totals(&passes, &shape, vectors.totals)?);
-        let gathered = match vectors.gathered {
-            Some(gathered) => Some(gathered.as_slice::<f32>()?),
-            None => None,
-        };
+        let gathered = if let Some(gathered) = vectors.gathered { Some(gathered.as_slice::<f32>()?) } else { None };
         let weights = cut(weights.as_mut_slice::<f32>()?, &jobs);
         for_runs(&jobs, states(vectors.states, &jobs)?, weights, |job, weights, floats, codes| {
             for (first, range) in &job.runs {

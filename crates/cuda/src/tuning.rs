@@ -50,6 +50,7 @@ struct Row {
 /// A fault of a table.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum TuningError {
     /// A file that cannot be read.
     #[error("cannot be read: {0}")]
@@ -59,31 +60,17 @@ pub enum TuningError {
     Toml(#[from] toml::de::Error),
     /// A table only for other devices.
     #[error("has rows for {known}, and this device is {architecture}")]
-    Foreign {
-        /// The architecture of the device.
-        architecture: String,
-        /// The architectures of the table.
-        known: String,
-    },
+    Foreign { architecture: String, known: String },
     /// A row that is empty or has unknown entries.
     #[error("row {number} of {architecture}: {problem}; {valid}")]
-    Row {
-        /// The architecture of the row.
-        architecture: String,
-        /// Its number, from 1.
-        number: usize,
-        /// The fault.
-        problem: String,
-        /// A valid row.
-        valid: String,
-    },
+    Row { architecture: String, number: usize, problem: String, valid: String },
 }
 
 meshwork_core::debug_as_display!(TuningError);
 
 impl Tuning {
     /// The built-in rows for an architecture; none if it was never tuned.
-    pub fn of(architecture: &str) -> Self {
+    pub fn built_in(architecture: &str) -> Self {
         // A test parses the whole table, so this does not fail.
         Self::parse(COMPILED_IN, architecture).unwrap_or_default()
     }
@@ -197,7 +184,7 @@ mod tests {
             Err(TuningError::Foreign { .. }) => {}
             other => panic!("{other:?}"),
         }
-        assert!(Tuning::of("none").form("dropout", [1, 0]).is_none());
+        assert!(Tuning::built_in("none").form("dropout", [1, 0]).is_none());
     }
 
     /// An SM of compute capability 8.6, 8.9 and 12 has 99 KiB for a block. The forms that only sm_90a has are left out.

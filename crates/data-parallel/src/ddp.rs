@@ -32,11 +32,7 @@ pub enum DdpError {
     #[error(
         "parameter {parameter} has no gradient from the last micro-batch (rank {rank}): if its loss does not depend on it, call `unused({parameter})`"
     )]
-    Missing {
-        /// The first such parameter, in the order in which they were declared.
-        parameter: usize,
-        rank: usize,
-    },
+    Missing { parameter: usize, rank: usize },
     /// The ranks counted nothing, or something that is no count.
     #[error("the ranks have {count} samples together: the gradients' sum is divided by their number")]
     Count { count: f64 },
@@ -129,9 +125,6 @@ impl Ddp {
     /// only when it is `staleness` steps ahead of them. The weights that an update changes are `staleness` updates
     /// newer than those that its gradients were computed with. All ranks make the same updates, and every run the same
     /// numbers. It takes the memory of `staleness` more gradients.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with_staleness(
         group: Group,
         elements: &[usize],
@@ -216,23 +209,18 @@ impl Ddp {
         }
         let (sum, range, first) = reducer.gradient(bucket, member)?;
         let sum = &mut sum.as_mut_slice::<f32>().map_err(|error| failed(bucket, error))?[range];
-        match first {
-            true => sum.copy_from_slice(gradient),
-            false => sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x),
+        if first {
+            sum.copy_from_slice(gradient)
+        } else {
+            sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x)
         }
         self.arrived(parameter)
     }
 
     /// Says that the loss of this micro-batch does not depend on a parameter: its gradient is zero.
-    ///
-    /// # Errors
-    /// As of [`gradient`](Self::gradient).
     pub fn unused(&mut self, parameter: usize) -> Result<(), DdpError> {
         self.place(parameter)?;
-        match self.step().given[parameter] {
-            true => Err(DdpError::Twice { parameter }),
-            false => self.arrived(parameter),
-        }
+        if self.step().given[parameter] { Err(DdpError::Twice { parameter }) } else { self.arrived(parameter) }
     }
 
     /// Ends a step: waits for the sums over all ranks and divides them by the number of `samples` of all ranks.

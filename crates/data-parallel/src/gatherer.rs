@@ -30,9 +30,6 @@ pub enum GatherEvent {
 pub trait Messages: Debug + Send + Sync {
     /// The message of this rank's slice of a vector, and memory for the messages of all ranks, in their order. `None`:
     /// the slice itself is sent.
-    ///
-    /// # Errors
-    /// No memory.
     fn pack(&self, vector: usize, slice: &Buffer) -> Result<Option<[Buffer; 2]>, VectorError>;
 
     /// The whole vector that the messages of all ranks restore to.

@@ -170,9 +170,6 @@ pub struct Reducer {
 
 impl Reducer {
     /// A reducer of these buckets, whose gradients lie in such vectors, all zero.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn new(buckets: Vec<Bucket>, vectors: impl Vectors + 'static) -> Result<Self, ReduceError> {
         Self::parked(buckets, vectors, None)
     }
@@ -180,9 +177,6 @@ impl Reducer {
     /// The same, whose gradients wait in `parking`, if there is one, while nothing is added to them: two buckets of
     /// them are in memory, and those that are on their way to slices. A reduction is waited for before a third bucket
     /// is filled. Between steps nothing is parked.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn parked(
         buckets: Vec<Bucket>,
         vectors: impl Vectors + 'static,

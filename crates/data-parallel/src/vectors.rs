@@ -11,9 +11,6 @@ pub type VectorError = Box<dyn Error + Send + Sync>;
 /// Vectors of f32 where gradients lie. [`HostVectors`] are those in host memory.
 pub trait Vectors: Debug + Send + Sync {
     /// Memory for `count` elements of any value.
-    ///
-    /// # Errors
-    /// No memory.
     fn alloc(&self, count: usize) -> Result<Buffer, VectorError>;
 
     /// Sets elements to zero.

@@ -46,7 +46,7 @@ impl Break {
                 continue;
             }
             if *op_name == name {
-                return Ok(Self::of(program, key, &values[at], place.clone()));
+                return Ok(Self::new(program, key, &values[at], place.clone()));
             }
             if !known.contains(op_name) {
                 known.push(op_name);
@@ -59,7 +59,7 @@ impl Break {
         Err(Fault::new("--break", asked, problem, choose_from(name, &known)))
     }
 
-    fn of(program: &Program, key: Key, value: &Value, place: Location) -> Self {
+    fn new(program: &Program, key: Key, value: &Value, place: Location) -> Self {
         // A value that is a sum over ranks is changed in every share. The largest of n shares is at least 1/n of the
         // sum, so n of its ulps make one ulp of the sum. Twice as many survive the roundings in between.
         let shares =

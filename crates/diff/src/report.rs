@@ -149,10 +149,7 @@ impl fmt::Display for Report {
         for (why, values) in skipped {
             writeln!(f, "not compared: {}, {why}", count(*values, "tensor"))?;
         }
-        match failed {
-            Some(failed) => writeln!(f, "\nthe run ended there: {failed}"),
-            None => Ok(()),
-        }
+        if let Some(failed) = failed { writeln!(f, "\nthe run ended there: {failed}") } else { Ok(()) }
     }
 }
 

@@ -72,10 +72,7 @@ macro_rules! float {
     ($t:ty, $int:ty, $variant:ident) => {
         impl Float for $t {
             fn of(values: &Values) -> Option<&[Self]> {
-                match values {
-                    Values::$variant(values) => Some(values),
-                    _ => None,
-                }
+                if let Values::$variant(values) = values { Some(values) } else { None }
             }
 
             fn wrap(values: Vec<Self>) -> Values {

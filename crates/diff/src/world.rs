@@ -4,7 +4,7 @@ use super::side::{Error, Hook, Key, Side, Site};
 use super::ulps::Values;
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Coords, DType, Group, Rank, RunError, World, bf16, f16, pool};
-use meshwork_engine::{At, StepReport, TrainError, Trainer, Vector, Watch};
+use meshwork_engine::{At, StepReport, TrainError, Trainer, Watch};
 use meshwork_models::huggingface::{self, Pretrained};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::tape::Seen;
@@ -190,18 +190,18 @@ fn held(trainer: &Trainer) -> Result<Vec<(String, Held)>, TrainError> {
     let declarations = params.declarations();
     let of = |id: ParamId| {
         let spec = declarations.spec(id);
-        let mut vectors = vec![(Vector::Gradients, trainer.gradient(id)?), (Vector::Weights, params.read(id)?)];
-        vectors.extend(trainer.optimizer_states(id)?.into_iter().map(|state| (Vector::States, state)));
-        let pieces = |(vector, mut values): (Vector, Vec<f32>)| {
-            // A frozen parameter has no elements in place of the gradient.
-            let slices = trainer.slices(id, vector).into_iter().filter(|_| !values.is_empty()).collect::<Vec<_>>();
+        let (mut vectors, mut sets) = (Vec::new(), Vec::new());
+        for held in trainer.held(id) {
+            let mut values = trainer.values(&held)?;
             let piece = |slice: LocalSlice| {
                 let values = values.drain(..slice.stored.count()).collect();
                 Piece { rank: rank.world_rank(), dims: spec.dims, slice, values }
             };
-            slices.into_iter().map(piece).collect()
-        };
-        let (vectors, sets) = (vectors.into_iter().map(pieces).collect(), trainer.set_states(id)?);
+            match held.vector {
+                Some(_) => vectors.push(held.slices.into_iter().map(piece).collect()),
+                None => sets.push(values),
+            }
+        }
         Ok((spec.name.clone(), Held { rank: rank.world_rank(), vectors, sets }))
     };
     declarations.ids().map(of).collect()
@@ -219,10 +219,7 @@ impl Watch for Recorder {
     fn see(&self, at: At, seen: &Seen<'_>) -> Result<Option<Tensor>, meshwork_tensor::Error> {
         let &Self { rank, coords, .. } = self;
         let site = Site { rank, coords, stage: at.stage, micro: at.micro };
-        let replaced = match &self.hook {
-            Some(hook) => hook(site, seen)?,
-            None => None,
-        };
+        let replaced = if let Some(hook) = &self.hook { hook(site, seen)? } else { None };
         // A forward that runs again for its backward was recorded the first time.
         if at.recomputed && seen.operand.is_none() {
             return Ok(replaced);

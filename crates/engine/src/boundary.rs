@@ -1,5 +1,5 @@
-//! The cuts of a model behind which values may be compressed: those between stages, and virtual ones, which a rank
-//! simulates within a stage.
+//! The cuts of a model at which values may be compressed: cuts between stages, and virtual cuts, which a rank simulates
+//! within a stage.
 
 use crate::PlanError;
 use meshwork_nn::StageSpec;
@@ -12,7 +12,7 @@ pub struct Boundary {
     pub layer: usize,
     /// Its name, by the layers before it: the same on every mesh.
     pub name: String,
-    /// The stages before and behind it: one and the same if it lies within a stage.
+    /// The stages before and behind it: the same stage twice if it lies within one.
     pub stages: [usize; 2],
     /// Whether it is a virtual cut: values are compressed there also where they stay on a rank.
     pub is_virtual: bool,

@@ -23,7 +23,7 @@ pub struct Workspace<'a> {
     pub pass: &'a Pass,
     /// Weights, and the buffers of their gradients.
     pub weights: &'a RefCell<WeightStore>,
-    /// Brings weights together that this rank has slices of.
+    /// Gathers the weights of which this rank has slices.
     pub gathers: Option<&'a Gathers>,
     /// Takes what backward needs out of memory until then.
     pub shelf: Option<&'a Rc<Shelf>>,
@@ -74,7 +74,7 @@ pub struct Chunk {
 #[derive(Debug)]
 struct Flight {
     of: MicroBatch,
-    /// Of each segment.
+    /// What each segment keeps for backward.
     kept: Vec<Kept>,
 }
 
@@ -117,7 +117,7 @@ impl Chunk {
             let of_tape = pass.encoded(if checkpoint.is_some() { plain } else { policy });
             let mut run = segment.run(pass, &of, start, of_tape, None)?;
             let (params, applied) = (run.tape.params().clone(), run.tape.applied());
-            // A value that crosses a cut takes a gradient, as one from another rank does.
+            // A value that crosses a cut takes a gradient, as a value from another rank does.
             let takes_gradient = segment.spec.cut.is_some() || run.output.takes_gradient();
             start = Start { input: None, takes_gradient, params, applied };
             let decisions = run.tape.take_decisions();
@@ -269,7 +269,7 @@ impl Chunk {
         Ok(())
     }
 
-    /// The error of an action that comes before another that it needs.
+    /// The error of an action that runs before an action whose result it needs.
     pub fn out_of_turn(&self, micro: usize, problem: &'static str) -> TrainError {
         TrainError::Stage { stage: self.number, micro, problem }
     }

@@ -8,7 +8,7 @@ pub struct Clock {
     pub purpose: Purpose,
     /// The step of the pass, from 0.
     pub step: u64,
-    /// Number of its first micro-batch, less that by which the schedule's count is behind.
+    /// Number of its first micro-batch, in the count of the schedule.
     pub first_micro: i64,
     pub micros: usize,
 }

@@ -29,7 +29,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Decoder {
     rank: Arc<Rank>,
-    /// With which the names of its calls begin.
+    /// The beginning of the names of its calls.
     name: String,
     device: Arc<dyn Device>,
     plan: ModelPlan,
@@ -45,14 +45,14 @@ pub struct Decoder {
     past: usize,
     /// Whether values are stored, or multiplied, in 16 bits.
     in_half: bool,
-    /// Whether the first tokens are still to tell if the model [can be split](split) into passes.
+    /// Whether the first tokens have still to show that the model [can be split](split) into passes.
     unproven: bool,
 }
 
 impl Decoder {
     /// This rank's part of a model, with the weights that `read` gives: the elements of the slice that lies here, as
-    /// they are stored, padding zero. Sequences may have `capacity` tokens. Of `plan`, the mesh, the placement of the
-    /// stages and the numerics count.
+    /// they are stored, padding zero. Sequences may have `capacity` tokens. The decoder reads the mesh, the placement
+    /// of the stages and the numerics of `plan`, and nothing else of it.
     ///
     /// Collective: every rank of the mesh creates one with the same model and plan.
     ///

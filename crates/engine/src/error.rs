@@ -7,7 +7,7 @@ use meshwork_core::{BufferError, CommError, MeshError, SpmdError};
 use meshwork_data_parallel::ReduceError;
 use meshwork_pipeline::{CheckError, RunError, ShapeError, UnknownSchedule};
 
-/// A result of training; of another error where one is named.
+/// A result of training. Its error is [`TrainError`] unless another one is named.
 pub type Result<T, E = TrainError> = std::result::Result<T, E>;
 
 /// The error of a training run on one rank.
@@ -49,8 +49,8 @@ pub enum TrainError {
     /// A claim about values that does not hold: see [`verify`](crate::verify). The weights were not changed.
     #[error("step {step}: {claim}, and {broken}; {valid}")]
     Claim { step: u64, claim: String, broken: String, valid: String },
-    /// A model that mixes the tokens of a sequence by an operation that does not cache what it needs of earlier ones,
-    /// so that a decoder would give other logits than a pass over the whole sequence. Every rank has this error.
+    /// A model that mixes the tokens of a sequence by an operation that does not cache the earlier tokens that it
+    /// reads, so that a decoder would give other logits than a pass over the whole sequence. Every rank has this error.
     #[error(
         "decode: one pass over {tokens} tokens, and two of which the second has the last token alone, give logits that differ by a relative \
          {relative:.1e} (at most {most:.0e} is rounding): an operation of the model mixes the tokens of a sequence without the cache, or counts \

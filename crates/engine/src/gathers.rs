@@ -1,6 +1,6 @@
-//! ZeRO-3: a rank has a slice of the weights, and gathers what a layer reads just before it does, forward and backward.
-//! Which parameters a stage reads in which order is recorded before the first step, in a pass without data; so the next
-//! ones are on their way while a layer computes, and all ranks gather in one order.
+//! ZeRO-3: a rank has a slice of the weights, and gathers the weights of a layer just before the layer reads them,
+//! forward and backward. Which parameters a stage reads in which order is recorded before the first step, in a pass
+//! without data; so the next ones are on their way while a layer computes, and all ranks gather in one order.
 
 use crate::compress::settings::NOTHING;
 use crate::compress::weight_messages::{Now, WeightMessages};

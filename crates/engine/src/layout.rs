@@ -162,7 +162,7 @@ impl Layout {
         Ok((flats, keys))
     }
 
-    /// With which other parameters this one may share a bucket.
+    /// The key of a parameter: parameters with equal keys may share a bucket.
     fn key(&self, id: ParamId, tied: &[TiedWeight], plan: &Plan) -> BucketKey {
         let (spec, trace) = (self.declarations.spec(id), &self.trace);
         let mut states = plan.optimizer.states(&spec.shape());
@@ -190,6 +190,11 @@ impl Layout {
     /// The parameters of the flat buffers that are updated.
     pub fn trained(&self) -> &[Vec<ParamId>] {
         &self.flats[..self.keys.len()]
+    }
+
+    /// Whether a parameter is updated.
+    pub fn is_trained(&self, id: ParamId) -> bool {
+        self.span(id).flat < self.trained().len()
     }
 
     /// The slice of a flat buffer that is this rank's own, by which ranks share out work and, with ZeRO, memory. Frozen
@@ -224,6 +229,15 @@ impl Layout {
         here.start - range.start..here.end - range.start
     }
 
+    /// The slices of a parameter that this rank keeps of a vector, each with its elements, counted from the first one
+    /// that is kept: one slice, what the placement says, unless ZeRO cuts the vector.
+    pub fn slices(&self, id: ParamId, vector: Vector) -> Vec<(LocalSlice, Range<usize>)> {
+        let part = self.part(id, vector);
+        let from = part.start;
+        let boxes = self.local(id).boxes(part).into_iter();
+        boxes.map(|(slice, place)| (slice, place.start - from..place.end - from)).collect()
+    }
+
     /// The same elements, counted from the first one that this rank keeps of the flat buffer.
     pub fn place_in(&self, id: ParamId, vector: Vector) -> Range<usize> {
         let Span { flat, range, .. } = self.span(id);
@@ -247,7 +261,7 @@ impl Layout {
         padding.collect()
     }
 
-    /// Among the ranks that hold the same elements of a parameter, not counting along the axes to `leave`.
+    /// The place of this rank among the ranks that hold the same elements of a parameter. Axes to `leave` do not count.
     pub fn replica(&self, spec: &ParamSpec, tied: &[TiedWeight], leave: impl Fn(Axis) -> bool) -> Replica {
         let coords = self.mesh.coords(self.world_rank);
         let cut = |axis: Axis| spec.placement.shards().iter().any(|&(cut, _)| cut == axis);

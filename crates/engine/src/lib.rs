@@ -53,10 +53,12 @@ pub use plan::{Numerics, Plan, Recompute, Samples, ScheduleSpec};
 pub use plan_error::PlanError;
 pub use segment::{Segment, SegmentSpec};
 pub use slow_build::slow_build_warning;
-pub use state::{StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, state_layout};
+pub use state::{
+    GRADIENT, StatePiece, StateSlice, StateSource, StateView, TrainState, WholeState, gradient_layout, state_layout,
+};
 pub use state_vector::{StateKey, StateKind};
 pub use statistics::ReportedStatistic;
-pub use step::{AtCuts, Evaluation, Offloaded, RankTime, StepReport, Trainer};
+pub use step::{AtCuts, Evaluation, HeldVector, Offloaded, RankTime, StepReport, Trainer};
 pub use update::OPTIMIZER;
 pub use verify::Verify;
 pub use watch::{At, Watch};

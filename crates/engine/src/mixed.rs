@@ -38,9 +38,10 @@ pub enum LossScale {
 }
 
 impl LossScale {
-    /// The scale below which a dynamic one is not halved: a loss that overflows even so is no matter of scaling.
+    /// The scale below which a dynamic scale is not halved: a loss that still overflows there does so for another
+    /// reason.
     pub const LEAST: f64 = 1.0 / 65_536.0;
-    /// The scale above which a dynamic one is not doubled.
+    /// The scale above which a dynamic scale is not doubled.
     pub const LARGEST: f64 = (1u64 << 32) as f64;
 }
 
@@ -69,7 +70,7 @@ pub(crate) struct Scaler {
     clean: u64,
     /// The number of the last step that is certain.
     pub certain: u64,
-    /// `None`: it stays.
+    /// `None`: the scale never changes.
     growth_interval: Option<u64>,
 }
 

@@ -1,6 +1,6 @@
-//! A program held against itself on one rank. What a model counts from the shape of a value on its rank is a part of
-//! what it may mean: `[b, features]` that tp cuts, viewed as 2 heads, has 2 heads on each rank. Types cannot show it,
-//! and all ranks agree. On one rank the same code has 2 heads in all.
+//! A program held against itself on one rank. A number that a model takes from the shape of a value on its rank may be
+//! only a part of the number that it means: `[b, features]` that tp cuts, viewed as 2 heads, has 2 heads on each rank.
+//! Types cannot show it, and all ranks agree. On one rank the same code has 2 heads in all.
 //!
 //! Two passes on the meta device, over this mesh and over the same axes with degree 1, list all operations; operations
 //! that [correspond](crate::program::Pairs) must agree:
@@ -27,7 +27,8 @@ use meshwork_tensor::tape::Mode;
 use std::sync::Arc;
 
 /// Refuses a model that is another one on one rank, as a [`Trainer`](crate::Trainer) does: for a loop of your own over
-/// the stages of a model. Nothing is communicated; each rank of the plan's mesh finds what its own program differs in.
+/// the stages of a model. Nothing is communicated; each rank of the plan's mesh finds the differences of its own
+/// program.
 ///
 /// # Errors
 /// [`TrainError::OneRank`]; a plan that does not fit the model; a program that is wrongly distributed.
@@ -181,10 +182,7 @@ fn of_operations(pairs: &Pairs<'_>) -> Option<Differs> {
 fn on_this_rank(mesh: &Mesh, value: &Value) -> String {
     let cut = value.types.iter().filter(|&(axis, ty)| mesh.degree(axis) > 1 && matches!(ty, Ty::Shard(_)));
     let cut: Vec<String> = cut.map(|(axis, ty)| format!("{ty} on {axis}")).collect();
-    match cut.is_empty() {
-        true => String::new(),
-        false => format!(" ({:?} on this one, {})", value.shape, cut.join(", ")),
-    }
+    if cut.is_empty() { String::new() } else { format!(" ({:?} on this one, {})", value.shape, cut.join(", ")) }
 }
 
 fn bytes(constant: &Constant) -> Option<&[u8]> {

@@ -58,7 +58,7 @@ pub struct Pass {
     pub mixes_samples: Cell<bool>,
     /// Whether a layer decided something from values.
     pub decides: Cell<bool>,
-    /// How rows are compressed that layers exchange.
+    /// The compression of the rows that layers exchange.
     pub rows: RowSchemes,
     pub global_batch_size: usize,
     pub watch: Option<Arc<dyn Watch>>,
@@ -140,6 +140,6 @@ pub struct MicroBatch {
     pub samples: Batch,
     /// `None` in a pass that does not train.
     pub seeds: Option<Seeds>,
-    /// How rows are compressed that layers exchange.
+    /// The compression of the rows that layers exchange.
     pub rows: RowSchemes,
 }

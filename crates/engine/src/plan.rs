@@ -154,8 +154,8 @@ pub enum Recompute {
 }
 
 impl Recompute {
-    /// How saved tensors are kept for the backward pass. What recomputes more, recomputes norms and activation
-    /// functions too.
+    /// The policy of tensors that are saved for backward. Every form of recomputation includes norms and activation
+    /// functions.
     pub(crate) fn policy(self) -> Rc<dyn SavedPolicy> {
         if self == Self::None { Rc::new(Keep) } else { Rc::new(Selective) }
     }
@@ -222,7 +222,7 @@ impl ScheduleSpec {
         }
     }
 
-    /// Whether a step begins before the update of the one before is certain.
+    /// Whether a step begins before the update of the previous step is certain.
     pub fn overlaps_steps(&self) -> bool {
         matches!(self, Self::Named { generator, .. } if generator.overlaps_steps())
     }

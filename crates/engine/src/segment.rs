@@ -45,8 +45,8 @@ impl Recompute {
     /// An embedding and a head are kept: they are no layers. Where single layers or groups of them are recomputed, each
     /// has a segment.
     ///
-    /// Where what is kept leaves memory (`apart`), so does a layer while the next one runs: each that is kept has a
-    /// segment too.
+    /// Where kept tensors leave memory (`apart`), each layer that is kept has a segment too: its tensors leave while
+    /// the next layer runs.
     pub fn segments(self, stage: &StageSpec, apart: bool) -> Vec<SegmentSpec> {
         let whole = |recomputed| vec![SegmentSpec { part: stage.clone(), recomputed, cut: None }];
         let layers = stage.layers.len();
@@ -110,14 +110,14 @@ pub struct Kept {
 pub enum SavedSegment {
     /// Everything that backward needs.
     Tape(Box<Forwarded>),
-    /// Only the input of the forward: a second one, which decides as the first did, recomputes the rest.
+    /// Only the input: a second forward, which takes the decisions of the first, recomputes the rest.
     Checkpoint(Box<Checkpoint>),
 }
 
-/// The input of a forward, for a second one (activation checkpointing).
+/// The input of a forward that will run a second time (activation checkpointing).
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// All but the input.
+    /// Everything but the input.
     start: Start,
     input: Option<(Saved, Types)>,
     /// The decisions of the first forward.
@@ -150,7 +150,7 @@ impl Checkpoint {
 pub struct Forwarded {
     pub tape: Tape,
     pub input: Option<Var>,
-    /// Of the last segment of a model the losses.
+    /// The output; of the last segment of a model, the losses.
     pub output: Var,
     pub notes: Notes,
 }

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether this process was told.
 static TOLD: AtomicBool = AtomicBool::new(false);
 
-/// The advice if meshwork was [compiled without optimisation](slow_build), the first time that a process asks. A
-/// program that calls this shows it to its user; in others the first step of a [`Trainer`](crate::Trainer) on a CPU
-/// writes it to standard error.
+/// The warning that meshwork was [compiled without optimisation](slow_build), the first time that a process asks for
+/// it. A program that calls this shows the warning to its user; in other programs the first step of a
+/// [`Trainer`](crate::Trainer) on a CPU writes it to standard error.
 pub fn slow_build_warning() -> Option<&'static str> {
     slow_build().filter(|_| !TOLD.swap(true, Ordering::Relaxed))
 }

@@ -6,11 +6,11 @@ use crate::compress::history::{History, saved_slices};
 use crate::compress::sum_plan::{SumPlan, SumState};
 use crate::layout::Layout;
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
-use crate::{ModelPlan, Plan, Result, TrainError};
+use crate::{ModelPlan, Plan, Result, TrainError, Vector};
 use meshwork_core::{Axis, DType};
 use meshwork_nn::Model;
 use meshwork_optim::{Kept, State};
-use meshwork_pipeline::Direction;
+use meshwork_pipeline::{Direction, Schedule};
 use meshwork_tensor::Shape;
 use meshwork_tensor::param::{LocalSlice, Piece, assemble};
 use std::collections::{BTreeMap, BTreeSet};
@@ -76,7 +76,6 @@ pub struct StateSlice {
 /// A plan that does not fit the model.
 pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>> {
     let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
-    let (mesh, tied) = (&plan.mesh, model.tied_weights(&schedule)?);
     let mut all = Vec::new();
     let mut add = |rank: usize, vectors: Vec<StateVector>| {
         for StateVector { key, kind, dims, dtype, slices, .. } in vectors {
@@ -84,23 +83,58 @@ pub fn state_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlic
             all.extend(slices.into_iter().map(of));
         }
     };
+    for_each_layout(&model, plan, &schedule, |layout| {
+        let sums: Vec<_> = (0..layout.flats.len()).map(|flat| layout.sum_plan(plan, flat, 1)).collect();
+        add(layout.world_rank, of_parameters(plan, layout, &sums)?);
+        Ok(())
+    })?;
+    let staged = Staged { plan, model: &model, schedule: &schedule };
+    for rank in 0..plan.mesh.world_size() {
+        add(rank, beside_parameters(plan, &crossings(staged, plan.mesh.coords(rank))?));
+    }
+    Ok(all)
+}
+
+/// The part of the gradients that every rank keeps after a step, under [`GRADIENT`]: as [`state_layout`] for the state.
+///
+/// # Errors
+/// A plan that does not fit the model.
+pub fn gradient_layout(model: &Arc<dyn Model>, plan: &Plan) -> Result<Vec<StateSlice>> {
+    let (schedule, model) = (plan.build_schedule()?, ModelPlan::new(model.clone(), plan)?);
+    let mut all = Vec::new();
+    for_each_layout(&model, plan, &schedule, |layout| {
+        for id in layout.trained().iter().flatten().copied() {
+            let (spec, local, rank) = (layout.declarations.spec(id), layout.local(id), layout.world_rank);
+            let (key, kind) = (StateKey::new(&spec.name, GRADIENT), StateKind::Parameter(spec.role));
+            let of =
+                |(slice, _)| StateSlice { key: key.clone(), kind, dims: spec.dims, dtype: DType::F32, slice, rank };
+            all.extend(local.boxes(layout.part(id, Vector::Gradients)).into_iter().map(of));
+        }
+        Ok(())
+    })?;
+    Ok(all)
+}
+
+/// The name of the gradient among the vectors that go with a parameter.
+pub const GRADIENT: &str = "gradient";
+
+/// Calls `visit` with the layout of every rank, by stage.
+fn for_each_layout(
+    model: &ModelPlan,
+    plan: &Plan,
+    schedule: &Schedule,
+    mut visit: impl FnMut(&Layout) -> Result<()>,
+) -> Result<()> {
+    let (mesh, tied) = (&plan.mesh, model.tied_weights(schedule)?);
     for pp_rank in 0..mesh.degree(Axis::Pp) {
-        let local = model.local_model(&schedule, pp_rank)?;
+        let local = model.local_model(schedule, pp_rank)?;
         let mut ranks = (0..mesh.world_size()).filter(|&rank| mesh.coords(rank).get(Axis::Pp) == pp_rank).peekable();
         // The same on all of them, but for the slices.
         let Some(&first) = ranks.peek() else { continue };
-        let layout = Layout::new(plan, &model, &local, &schedule, &tied, first)?;
-        for rank in ranks {
-            let layout = layout.on(rank);
-            let sums: Vec<_> = (0..layout.flats.len()).map(|flat| layout.sum_plan(plan, flat, 1)).collect();
-            add(rank, of_parameters(plan, &layout, &sums)?);
-        }
+        let layout = Layout::new(plan, model, &local, schedule, &tied, first)?;
+        ranks.try_for_each(|rank| visit(&layout.on(rank)))?;
     }
-    let staged = Staged { plan, model: &model, schedule: &schedule };
-    for rank in 0..mesh.world_size() {
-        add(rank, beside_parameters(plan, &crossings(staged, mesh.coords(rank))?));
-    }
-    Ok(all)
+    Ok(())
 }
 
 /// The vectors that go with the parameters of a rank: states of the sums of compressed gradients, weights, and states
@@ -116,18 +150,13 @@ pub(crate) fn of_parameters(plan: &Plan, layout: &Layout, sums: &[Option<SumPlan
         }
     }
     for id in layout.declarations.ids() {
-        let (spec, local) = (layout.declarations.spec(id), layout.local(id));
+        let spec = layout.declarations.spec(id);
         let kind = StateKind::Parameter(spec.role);
         let mut add = |state: Option<&str>, dims, dtype, storage: Storage| {
             let key = StateKey { parameter: spec.name.clone(), state: state.map(str::to_owned) };
             let slices = match storage.vector() {
                 None => vec![(LocalSlice::whole(dims), 0..dims.count())],
-                Some(vector) => {
-                    let part = layout.part(id, vector);
-                    let from = part.start;
-                    let boxes = local.boxes(part).into_iter();
-                    boxes.map(|(slice, place)| (slice, place.start - from..place.end - from)).collect()
-                }
+                Some(vector) => layout.slices(id, vector),
             };
             all.push(StateVector { key, kind, dims, dtype, storage, slices });
         };

@@ -74,6 +74,8 @@ pub(crate) enum Storage {
     Weights(ParamId),
     /// The weights in f32 that the optimizer updates, of a parameter in 16 bits.
     Masters(ParamId),
+    /// The reduced gradient of a parameter: no part of the state that is saved.
+    Gradient(ParamId),
     /// A state of the elements of a parameter, by its number.
     Elements(ParamId, usize),
     /// A state of rows, columns or other sets of the elements of a parameter, by its number.
@@ -105,6 +107,7 @@ impl Storage {
     pub fn vector(self) -> Option<Vector> {
         match self {
             Self::Weights(_) => Some(Vector::Weights),
+            Self::Gradient(_) => Some(Vector::Gradients),
             Self::Masters(_) | Self::Elements(..) => Some(Vector::States),
             _ => None,
         }

@@ -25,7 +25,7 @@ pub type StatisticSums = Vec<(StatisticId, Vec<f64>)>;
 pub struct ReportedStatistic {
     /// The name that its rule [reports](meshwork_tensor::param::StatisticRule::reported).
     pub name: &'static str,
-    /// The first buffer that it updates: which layer's it is.
+    /// The first buffer that it updates, whose name says which layer has it.
     pub buffer: String,
     /// The sums over all samples of the step.
     pub sums: Vec<f64>,
@@ -36,7 +36,8 @@ pub struct ReportedStatistic {
 pub struct Reported {
     /// Every statistic of the model: its name, its first buffer, and how many numbers it has.
     all: Vec<(&'static str, String, usize)>,
-    /// The statistics that this rank puts into the vector, and where. One of the ranks that hold a statistic does.
+    /// The statistics that this rank puts into the vector, and their places there. Of the ranks that hold a statistic,
+    /// one puts it in.
     own: Vec<(StatisticId, usize)>,
 }
 

@@ -31,7 +31,7 @@ pub struct Trace {
     pub ready: Vec<ParamId>,
     /// Per parameter: the copies in which its gradient is kept until it is reduced.
     pub copies: Vec<usize>,
-    /// The first of them that a segment fills, for segments where this is not copy 0.
+    /// The first copy that a segment fills, for segments where this is not copy 0.
     pub first_copy: BTreeMap<(usize, ParamId), usize>,
     /// The number of copies that each segment fills.
     filled: BTreeMap<(usize, ParamId), usize>,
@@ -104,7 +104,7 @@ impl<'a> Forward<'a> {
     ) -> Result<Self> {
         let rank = Arc::new(Rank::recording(plan.mesh(), world_rank)?);
         let (mesh, coords, device) = (plan.mesh(), rank.coords(), plan.device(device));
-        // Each in a buffer of its own, of which nothing is here: every read is noted.
+        // Each parameter has a buffer of its own, of which this rank holds nothing, so that every read is noted.
         let layout: Vec<Vec<ParamId>> = declarations.ids().map(|id| vec![id]).collect();
         let nothing = vec![0..0; layout.len()];
         let elements = declarations.specs().iter().map(|spec| spec.local(mesh, coords).stored.count()).collect();
@@ -280,7 +280,7 @@ pub fn trace(plan: &ModelPlan, model: &LocalModel, world_rank: usize, batch: &Ba
             Ok(())
         })?;
     }
-    // Later ones go backward first.
+    // Later segments go backward first.
     for (stage, segment, tape, output) in tapes.into_iter().rev() {
         let notes = tape.take_notes();
         let roots = forward.roots(&output, &notes)?;

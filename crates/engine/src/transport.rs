@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 /// Sends activations and their gradients to other pp ranks. A message carries a fingerprint of shape, dtype and SPMD
-/// types; the receiver refuses any other than it expects.
+/// types; the receiver refuses a fingerprint that it does not expect.
 ///
 /// A value that is `Invariant` on tp is the same on every tp rank, so it is sent once and not once per tp rank: each
 /// rank sends its part to its counterpart, and the receivers gather the parts over tp (the scatter/gather of PTD-P,

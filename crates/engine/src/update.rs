@@ -216,7 +216,7 @@ impl Updates {
     /// The elements of a parameter that are updated here, as its rule sees them.
     fn whole_part<'a>(&'a self, of: &'a ParamRule, param: &ParamUpdate) -> WholePart<'a> {
         WholePart {
-            rule: self.rule.of(&of.shape),
+            rule: self.rule.for_shape(&of.shape),
             update: param.update,
             shape: of.shape,
             dims: of.dims,
@@ -470,7 +470,7 @@ impl Updates {
         let optim = self.device.optim()?;
         let alike = |param: &ParamUpdate| {
             let of = self.rule_of(param.id).filter(|of| self.is_elementwise(of))?;
-            Some((self.rule.of(&of.shape), param.update))
+            Some((self.rule.for_shape(&of.shape), param.update))
         };
         let same = |one: (&Rule, Update), other: (&Rule, Update)| std::ptr::eq(one.0, other.0) && one.1 == other.1;
         let mut updates: Vec<(&Rule, Update)> = Vec::new();
@@ -543,10 +543,7 @@ impl ParamUpdate {
 impl OpenPage<'_> {
     /// The weights that the rule updates, with their gradients and states.
     fn vectors(&mut self) -> (&mut Buffer, &Buffer, &mut [Buffer]) {
-        let weights = match &mut self.masters {
-            Some(masters) => &mut **masters,
-            None => &mut *self.weights,
-        };
+        let weights = if let Some(masters) = &mut self.masters { &mut **masters } else { &mut *self.weights };
         (weights, &self.grads, &mut *self.states)
     }
 }

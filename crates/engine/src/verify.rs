@@ -11,10 +11,10 @@
 /// In which steps every claim about values is [verified](crate::verify).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verify {
-    /// In none. Nor is the program [held against the program of one rank](crate::TrainError::OneRank) when a trainer or
-    /// a decoder is made.
+    /// In no step. The program is not [held against the program of one rank](crate::TrainError::OneRank) when a trainer
+    /// or a decoder is made.
     Off,
-    /// In the first step that a trainer makes.
+    /// In the first step of a trainer.
     #[default]
     FirstStep,
     /// In every n-th step, beginning with the first.

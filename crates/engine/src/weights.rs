@@ -171,26 +171,6 @@ impl WeightStore {
         self.versions.get(self.versions.len().checked_sub(behind + 1)?)
     }
 
-    /// The gradient of a parameter as it was reduced last, as far as it is kept; nothing for a frozen one.
-    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>> {
-        self.gradients.peek(self.layout.span(id).flat, self.layout.place_in(id, Vector::Gradients))
-    }
-
-    /// The update rule's states of the elements of a parameter, as far as they are kept, in order; empty for a frozen
-    /// one.
-    pub fn states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
-        let flat = self.layout.span(id).flat;
-        let count = self.masters(flat).unwrap_or_else(|| self.states.elements.states(flat));
-        let (all, floats) = (0..self.layout.part(id, Vector::States).len(), |host: Buffer| Ok(host_floats(&host)?));
-        (0..count).map(|state| self.read(Storage::Elements(id, state), all.clone()).and_then(floats)).collect()
-    }
-
-    /// Its states of sets, each whole.
-    pub fn sets(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
-        let sets = self.states.sets[id.index()].iter();
-        sets.map(|set| Ok(host_floats(&self.device.download(set)?)?)).collect()
-    }
-
     /// A range of a vector of the state of a parameter, counted from the first element that is kept here, in host
     /// memory: without a copy where the device computes there. Bytes, and numbers of 16 bits, come as f32.
     pub fn read(&self, storage: Storage, range: Range<usize>) -> Result<Buffer> {
@@ -203,6 +183,11 @@ impl WeightStore {
                 let (flat, start) = (self.layout.span(id).flat, self.layout.place_in(id, Vector::Weights).start);
                 let range = start + range.start..start + range.end;
                 self.device.download(&self.params().flats()[flat].slice(range)?)?
+            }
+            Storage::Gradient(id) => {
+                let start = self.layout.place_in(id, Vector::Gradients).start;
+                let range = start + range.start..start + range.end;
+                Buffer::from_vec(self.gradients.peek(self.layout.span(id).flat, range)?)
             }
             Storage::Masters(id) => {
                 let state = self.masters(self.layout.span(id).flat);

@@ -237,7 +237,7 @@ impl ZeroGroups {
                 true => ZeroGroup { sharers: all.clone(), replicas: rank.group_over(&[]).clone() },
                 false => {
                     // The place of each rank in its group of neighbours, who follow each other.
-                    let ranks = all.world_ranks();
+                    let ranks = mesh.group(own, &axes); // of this mesh, whose world may be a part of another
                     let groups = ranks.chunk_by(|&one, &next| zero.number(mesh, one) == zero.number(mesh, next));
                     let places = groups.flat_map(|group| group.iter().copied().enumerate());
                     let place = sharers.iter().position(|&rank| rank == own);

@@ -9,16 +9,15 @@
 //! Experts have the shape of the MLP that they replace. Shared experts (DeepSeekMoE, equation 9) take every token;
 //! together they are one MLP as wide as all of them.
 
-use meshwork_core::{Axis, Mesh, Ty};
+use crate::language::{HiddenModule, Sequences};
+use meshwork_core::Mesh;
 pub use meshwork_moe::balance::{TOKENS, imbalance};
 pub use meshwork_moe::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
-use meshwork_moe::{ExpertShape, Experts, MoeLayer, Router};
+use meshwork_moe::{ExpertShape, GroupedMlp, GroupedSwiGlu, Laid, MoeLayer, Router};
 use meshwork_nn::{LayerNorm, Metric, Per, RmsNorm};
-use meshwork_tensor::{Declarations, Error, Init, Result, Tape, Var};
+use meshwork_tensor::op::Order;
+use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelMlp, ParallelSwiGlu, Region};
-
-/// The axis whose ranks hold different experts.
-pub const EXPERTS: Axis = Axis::Ep;
 
 /// Experts in place of the MLPs of some layers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,54 +52,67 @@ pub fn metrics(experts: Option<&ExpertsConfig>) -> Vec<Metric> {
     all.iter().map(|&name| Metric { name, per: Per::Sample }).collect()
 }
 
-/// A dense feed-forward block.
-pub(crate) trait Mlp {
-    fn forward(&self, tape: &Tape, normed: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var>;
+/// The feed-forward networks of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MlpKind {
+    /// Two products with a GELU between them.
+    Gelu,
+    /// Gated: [SwiGLU](Var::swiglu).
+    SwiGlu,
 }
 
-impl Mlp for ParallelMlp {
+/// A dense feed-forward network.
+#[derive(Clone, Debug)]
+pub(crate) enum Mlp {
+    Gelu(ParallelMlp),
+    SwiGlu(ParallelSwiGlu),
+}
+
+impl Mlp {
     fn forward(&self, tape: &Tape, normed: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
-        ParallelMlp::forward(self, tape, normed, region, residual, dropout)
+        match self {
+            Self::Gelu(mlp) => mlp.forward(tape, normed, region, residual, dropout),
+            Self::SwiGlu(mlp) => mlp.forward(tape, normed, region, residual, dropout),
+        }
     }
 }
 
-impl Mlp for ParallelSwiGlu {
-    fn forward(&self, tape: &Tape, normed: &Var, region: Region, residual: Option<&Var>, dropout: f32) -> Result<Var> {
-        ParallelSwiGlu::forward(self, tape, normed, region, residual, dropout)
-    }
+/// A norm of a hidden state.
+#[derive(Clone, Debug)]
+pub(crate) enum Norm {
+    Layer(LayerNorm),
+    Rms(RmsNorm),
 }
 
-/// A norm, for any reader or for products alone.
-pub(crate) trait Norm {
-    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var>;
-    fn operand(&self, tape: &Tape, x: &Var) -> Result<Var>;
-}
-
-impl Norm for LayerNorm {
+impl Norm {
     fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        LayerNorm::forward(self, tape, x)
+        match self {
+            Self::Layer(norm) => norm.forward(tape, x),
+            Self::Rms(norm) => norm.forward(tape, x),
+        }
     }
 
-    fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        LayerNorm::operand(self, tape, x)
+    /// For matrix products alone.
+    pub fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
+        match self {
+            Self::Layer(norm) => norm.operand(tape, x),
+            Self::Rms(norm) => norm.operand(tape, x),
+        }
     }
 }
 
-impl Norm for RmsNorm {
-    fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        RmsNorm::forward(self, tape, x)
-    }
-
-    fn operand(&self, tape: &Tape, x: &Var) -> Result<Var> {
-        RmsNorm::operand(self, tape, x)
+/// In front of the head, whose product alone reads it.
+impl HiddenModule for Norm {
+    fn forward(&self, tape: &Tape, x: &Var, _sequences: Sequences<'_>) -> Result<Var> {
+        self.operand(tape, x)
     }
 }
 
 /// The feed-forward block of a layer.
 #[derive(Clone, Debug)]
-pub(crate) enum FeedForward<M> {
-    Dense(M),
-    Experts { name: String, layer: Box<MoeLayer>, shared: Option<M> },
+pub(crate) enum FeedForward {
+    Dense(Mlp),
+    Experts { name: String, layer: Box<MoeLayer>, shared: Option<Mlp> },
 }
 
 /// What the feed-forward blocks of a model have in common.
@@ -108,60 +120,74 @@ pub(crate) enum FeedForward<M> {
 pub(crate) struct FeedForwardSpec {
     pub hidden: usize,
     pub ffn: usize,
+    pub mlp: MlpKind,
+    /// Whether networks with a GELU have biases.
+    pub bias: bool,
     pub num_layers: usize,
     pub experts: Option<ExpertsConfig>,
 }
 
-impl<M: Mlp> FeedForward<M> {
-    /// Declares the block of a layer: by `dense(params, name, ffn)` an MLP of these inner features, by
-    /// `of(params, name, shape)` the networks of experts. `router` has the initial values of the router's weight.
-    pub fn new<E: Experts + 'static>(
+impl FeedForward {
+    /// Declares the block of a layer. `init` has the initial values of the products into and out of the inner features;
+    /// a router starts as the first of them.
+    pub fn new(
         params: &mut Declarations,
         mesh: &Mesh,
         name: String,
-        (spec, layer, router): (FeedForwardSpec, usize, Init),
-        dense: impl FnOnce(&mut Declarations, &str, usize) -> Result<M>,
-        of: impl FnOnce(&mut Declarations, &str, ExpertShape) -> Result<E>,
+        spec: FeedForwardSpec,
+        layer: usize,
+        init: [Init; 2],
     ) -> Result<Self> {
+        let FeedForwardSpec { hidden, mlp, bias, .. } = spec;
+        let dense = |params: &mut Declarations, name: &str, ffn| match mlp {
+            MlpKind::Gelu => ParallelMlp::new(params, mesh, name, hidden, ffn, bias, init).map(Mlp::Gelu),
+            MlpKind::SwiGlu => ParallelSwiGlu::new(params, mesh, name, hidden, ffn, bias, init).map(Mlp::SwiGlu),
+        };
         let Some(experts) = spec.experts.filter(|experts| experts.has(layer)) else {
             return Ok(Self::Dense(dense(params, &name, spec.ffn)?));
         };
         let moe = MoeConfig { layers: experts.count(spec.num_layers), ..experts.moe };
-        moe.check(mesh.degree(EXPERTS)).map_err(|mut wrong| wrong.remove(0))?;
+        moe.check(mesh.expert_degree()).map_err(|mut wrong| wrong.remove(0))?;
         let shape = ExpertShape {
             experts: moe.num_experts,
-            hidden: spec.hidden,
+            hidden,
             ffn: experts.expert_hidden_size,
-            axis: EXPERTS,
+            axes: mesh.expert_axes(),
             over_tp: experts.over_tp,
         };
-        let router = Router::new(params, &format!("{name}.router"), spec.hidden, moe, router)?;
-        let networks = of(params, &format!("{name}.experts"), shape)?;
+        let router = Router::new(params, &format!("{name}.router"), hidden, moe, init[0])?;
+        let networks = format!("{name}.experts");
+        let layer = match mlp {
+            MlpKind::Gelu => {
+                let networks = GroupedMlp::new(params, mesh, &networks, shape, bias, init)?;
+                MoeLayer::new(router, networks, mesh.expert_axes())
+            }
+            MlpKind::SwiGlu => {
+                MoeLayer::new(router, GroupedSwiGlu::new(params, mesh, &networks, shape, init)?, mesh.expert_axes())
+            }
+        };
         let shared = match experts.num_shared_experts * experts.expert_hidden_size {
             0 => None,
             ffn => Some(dense(params, &format!("{name}.shared"), ffn)?),
         };
-        Ok(Self::Experts { name, layer: Box::new(MoeLayer::new(router, networks, EXPERTS)), shared })
+        Ok(Self::Experts { name, layer: Box::new(layer), shared })
     }
 
-    /// `x + block(norm(x))`, in the region.
-    pub fn forward(&self, tape: &Tape, x: &Var, norm: &impl Norm, region: Region, dropout: f32) -> Result<Var> {
+    /// `x + block(norm(x))`, of tokens that lie as in `sequences`.
+    pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
+        let region = sequences.region;
         match self {
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
-                if region.ty(Axis::Cp) != Ty::Invariant {
-                    return Err(Error::Shape {
-                        op: "experts",
-                        problem: "routers read whole sequences, which cp cuts: use cp=1 with experts".to_owned(),
-                        shapes: vec![x.shape().to_vec()],
-                    });
-                }
                 let normed = norm.forward(tape, x)?;
                 let x = match shared {
                     Some(shared) => shared.forward(tape, &normed, region, Some(x), dropout)?,
                     None => x.clone(),
                 };
-                x.add(&layer.forward(tape, &normed)?.dropout(dropout, name)?)
+                let natural = Order::default();
+                let order = sequences.context.map_or(&natural, |context| context.order());
+                let laid = Laid { order, tokens: sequences.context.map(|_| sequences.tokens) };
+                x.add(&layer.forward_laid(tape, &normed, laid)?.dropout(dropout, name)?)
             }
         }
     }

@@ -9,6 +9,7 @@ use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
 use meshwork_tensor::op::Documents;
+use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
 use std::fmt::Debug;
@@ -96,10 +97,12 @@ pub trait HiddenModule: Debug {
 pub struct Sequences<'a> {
     /// The axes that cut them.
     pub region: Region,
+    /// The tokens of each.
+    pub tokens: usize,
     /// The documents of whole sequences; without them each sequence is one.
     pub documents: Option<&'a Documents>,
-    /// The position of each token that this rank has, `[samples, seq]`, where tokens are not those of one document in
-    /// its order: for learned positions.
+    /// The position of each token that this rank has, `[samples, seq]`, where these are not the tokens of one document
+    /// in its order: for learned positions.
     pub positions: Option<&'a Var>,
     /// The exchange of attention, where cp cuts them.
     pub context: Option<&'a ContextParallel>,
@@ -132,7 +135,7 @@ pub struct LanguageSpec {
     pub region: Region,
     /// What a boundary between documents means.
     pub boundary: Boundary,
-    /// Tokens of a sequence whose logits exist at a time in training; 0: those of all.
+    /// Tokens of a sequence whose logits exist at a time in training; 0: all tokens.
     pub loss_chunk: usize,
     /// The exchange of attention, where cp cuts the sequence.
     pub context: Option<ContextParallel>,
@@ -158,7 +161,18 @@ impl LanguageSpec {
         activation(mesh, self.region, [batch.samples(), places, hidden_size])
     }
 
-    /// A number for each token that this rank has; `fill` for what follows the last of a sequence.
+    /// The same for a micro-batch, whose documents may decide how its tokens lie.
+    fn of_batch(&self, tape: &Tape, batch: &Batch) -> Result<Self> {
+        let context = match &self.context {
+            Some(context) if self.boundary == Boundary::Attention && tape.mode() == Mode::Train => {
+                Some(context.of_documents(&self.places_of(batch)?, batch.samples())?)
+            }
+            other => other.clone(),
+        };
+        Ok(Self { context, ..self.clone() })
+    }
+
+    /// A number for each token that this rank has, and `fill` for padding behind the last token of a sequence.
     fn of_tokens(&self, tape: &Tape, batch: &Batch, name: &'static str, fill: i32) -> Result<Var> {
         let (seq, over) = (batch.dims(name)?[0], self.region.of_tokens());
         let field = |seq| Field::new(name, DType::I32, [seq]).sequence(0, over);
@@ -172,20 +186,25 @@ impl LanguageSpec {
         }
     }
 
-    /// The positions of all tokens in their documents, whole sequences in their order. What follows the last token is a
-    /// document of its own.
+    /// The positions of all tokens in their documents, whole sequences in their order. Padding behind the last token is
+    /// a document of its own.
+    fn places_of(&self, batch: &Batch) -> Result<Vec<i32>> {
+        let seq = batch.dims(POSITIONS)?[0];
+        let behind = self.context.as_ref().map_or(seq, |context| context.places(seq)) - seq;
+        let samples = batch.values::<i32>(POSITIONS)?.chunks_exact(seq);
+        Ok(samples.flat_map(|sample| sample.iter().copied().chain(0..behind as i32)).collect())
+    }
+
     fn whole_positions(&self, tape: &Tape, batch: &Batch) -> Result<Var> {
         let seq = batch.dims(POSITIONS)?[0];
         let places = self.context.as_ref().map_or(seq, |context| context.places(seq));
         if places == seq {
             return batch.var(tape, POSITIONS);
         }
-        let samples = batch.values::<i32>(POSITIONS)?.chunks_exact(seq);
-        let longer = samples.flat_map(|sample| sample.iter().copied().chain(0..(places - seq) as i32)).collect();
-        Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], longer)?.var(tape, POSITIONS)
+        Batch::new(batch.samples()).with::<i32>(POSITIONS, [places], self.places_of(batch)?)?.var(tape, POSITIONS)
     }
 
-    /// The position of each token that this rank has, where it is not its place.
+    /// The position of each token that this rank has, if it differs from the place of the token.
     fn positions(&self, tape: &Tape, batch: &Batch, documents: Option<&Documents>) -> Result<Option<Var>> {
         let seq = batch.dims(TOKENS)?[0];
         match (&self.context, documents) {
@@ -202,7 +221,7 @@ impl LanguageSpec {
 }
 
 impl Default for LanguageSpec {
-    /// Blocks that each rank of tp leaves with the same, no boundaries, all logits.
+    /// Hidden states that are the same on all ranks of tp, no boundaries, all logits at once.
     fn default() -> Self {
         Self { region: Region::INVARIANT, boundary: Boundary::Ignored, loss_chunk: 0, context: None }
     }
@@ -295,11 +314,8 @@ pub struct LanguageStage<E, B, N> {
 }
 
 impl<E, B, N> LanguageStage<E, B, N> {
-    /// Declares what `part` has of the model, in this order: the embedding, a block for each of its layers, norm and
-    /// head.
-    ///
-    /// # Errors
-    /// Those of the four declarations.
+    /// Declares the parts of the model that `part` names, in this order: the embedding, a block for each layer, norm
+    /// and head.
     pub fn declare(
         params: &mut Declarations,
         part: &StageSpec,
@@ -321,10 +337,11 @@ impl<E, B, N> LanguageStage<E, B, N> {
 }
 
 impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<E, B, N> {
-    /// Every stage reads the documents from the batch; they do not travel. The output of the last is what its head
-    /// reads.
+    /// Every stage reads the documents from the batch; they do not travel. The output of the last stage is the input of
+    /// its head.
     fn forward(&self, tape: &Tape, batch: &Batch, input: Option<&Var>) -> Result<Var> {
-        let context = self.spec.context.as_ref();
+        let spec = self.spec.of_batch(tape, batch)?;
+        let context = spec.context.as_ref();
         if context.is_some() && tape.decodes() {
             return Err(Error::Shape {
                 op: "language model",
@@ -332,21 +349,22 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
                 shapes: Vec::new(),
             });
         }
-        let documents = match self.spec.boundary {
+        let documents = match spec.boundary {
             Boundary::Positions | Boundary::Attention if !tape.decodes() => Some(Documents {
-                positions: self.spec.whole_positions(tape, batch)?,
-                apart: self.spec.boundary == Boundary::Attention,
+                positions: spec.whole_positions(tape, batch)?,
+                apart: spec.boundary == Boundary::Attention,
             }),
             _ => None, // what is decoded is one document
         };
-        let sequences = Sequences { region: self.spec.region, documents: documents.as_ref(), positions: None, context };
+        let (region, tokens) = (spec.region, batch.dims(TOKENS)?[0]);
+        let sequences = Sequences { region, tokens, documents: documents.as_ref(), positions: None, context };
         let x = match &self.embedding {
             Some(embedding) => {
                 let positions = match embedding.reads_positions() {
-                    true => self.spec.positions(tape, batch, sequences.documents)?,
+                    true => spec.positions(tape, batch, sequences.documents)?,
                     false => None,
                 };
-                let ids = self.spec.of_tokens(tape, batch, TOKENS, 0)?;
+                let ids = spec.of_tokens(tape, batch, TOKENS, 0)?;
                 embedding.forward(tape, &ids, Sequences { positions: positions.as_ref(), ..sequences })?
             }
             None => input.cloned().ok_or_else(|| no_input("language model"))?,
@@ -354,17 +372,15 @@ impl<E: HiddenModule, B: HiddenModule, N: HiddenModule> Stage for LanguageStage<
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(tape, &x, sequences))?;
         let Some((norm, _)) = &self.head else { return Ok(x) };
         // Decoding needs the logits of the last token alone.
-        let x = match (tape.decodes(), x.shape()[1]) {
-            (true, seq @ 2..) => x.narrow(1, seq - 1..seq)?,
-            _ => x,
-        };
+        let x = if let (true, seq @ 2..) = (tape.decodes(), x.shape()[1]) { x.narrow(1, seq - 1..seq)? } else { x };
         norm.forward(tape, &x, sequences)
     }
 
     fn loss(&self, tape: &Tape, batch: &Batch, x: &Var) -> Result<Var> {
-        let ((_, head), region) = (self.head.as_ref().ok_or_else(no_head)?, self.spec.region);
-        let targets = self.spec.of_tokens(tape, batch, TARGETS, -1)?;
-        match self.spec.loss_chunk {
+        let (_, head) = self.head.as_ref().ok_or_else(no_head)?;
+        let spec = self.spec.of_batch(tape, batch)?;
+        let (region, targets) = (spec.region, spec.of_tokens(tape, batch, TARGETS, -1)?);
+        match spec.loss_chunk {
             0 => head.loss(&head.logits(tape, x, region)?, &targets),
             chunk => head.chunked_loss(tape, x, &targets, region, chunk),
         }

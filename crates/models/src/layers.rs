@@ -140,8 +140,11 @@ impl Dense {
         let whole = Placement::replicated;
         let dims = [&[features], &input[..]].concat();
         // The last layer is a head.
-        let group =
-            if rectified { ParamGroup::hidden(Matrices::new(0, input.len())) } else { ParamGroup::of(Role::Weight) };
+        let group = if rectified {
+            ParamGroup::hidden(Matrices::new(0, input.len()))
+        } else {
+            ParamGroup::for_role(Role::Weight)
+        };
         let weight = params.declare_in(format!("{name}.weight"), &dims, whole(), Role::Weight, init, group)?;
         let bias = params.declare(format!("{name}.bias"), &[features], whole(), Role::Bias, Init::Zeros)?;
         Ok(Box::new(Self { weight, bias, dims: input.len(), rectified }))

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod decoder;
 pub mod experts;
 pub mod gpt2;
 pub mod huggingface;

@@ -1,14 +1,6 @@
 //! Llama (Touvron et al., 2023; Grattafiori et al., 2024): root mean square norms in front of each block, rotary
 //! positions, groups of heads that share keys and values, SwiGLU, no biases, an output head tied to the token table or
-//! not. Weights start from N(0, 0.02), the projections into the residual stream scaled by 1/√(2·layers).
-//!
-//! ```text
-//! x = W_tok[ids]                     x ← x + Attn(RMS(x))    x ← x + SwiGLU(RMS(x))   (layers times)
-//! logits = RMS(x) · W_headᵀ
-//! ```
-//!
-//! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
-//! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
+//! not.
 //!
 //! # Parameters
 //!
@@ -25,19 +17,9 @@
 //!
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
-use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec};
-use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
-use meshwork_context_parallel::ContextParallel;
-use meshwork_core::Mesh;
-use meshwork_moe::GroupedSwiGlu;
-use meshwork_nn::{Activation, Batch, Field, Metric, Model, RmsNorm, Stage, StageSpec};
+use crate::decoder::{AttentionKind, DecoderConfig, DecoderModel, Family, Names, NormKind};
+use crate::experts::MlpKind;
 use meshwork_tensor::op::{GroupedHeads, Rotary};
-use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
-use meshwork_tensor_parallel::{ParallelGroupedAttention, ParallelSwiGlu, VocabParallelEmbedding};
-use std::ops::Range;
-
-/// Standard deviation of initial weights.
-const STD: f32 = 0.02;
 
 /// Sizes of a Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -107,153 +89,38 @@ const fn llama3(
     }
 }
 
-/// A Llama.
-#[derive(Clone, Debug)]
-pub struct Llama {
-    config: LlamaConfig,
-    language: LanguageSpec,
-    experts: Option<ExpertsConfig>,
-    frozen: Frozen,
-}
+/// A Llama. With [experts](DecoderModel::with_experts) in all layers it is a Mixtral.
+pub type Llama = DecoderModel<LlamaConfig>;
 
-#[derive(Clone, Debug)]
-struct Block {
-    attn_norm: RmsNorm,
-    attn: ParallelGroupedAttention,
-    mlp_norm: RmsNorm,
-    mlp: FeedForward<ParallelSwiGlu>,
-}
-
-impl Llama {
-    /// A model of these sizes.
-    pub fn new(config: LlamaConfig) -> Self {
-        Self { config, language: LanguageSpec::default(), experts: None, frozen: Frozen::default() }
-    }
-
-    /// The same with experts in place of the MLPs of some layers, or of none: in all of them, it is a Mixtral.
-    pub fn with_experts(self, experts: Option<ExpertsConfig>) -> Self {
-        Self { experts, ..self }
-    }
-
-    /// The same with the sequence cut over tp between tensor-parallel blocks, or not.
-    pub fn sequence_parallel(self, on: bool) -> Self {
-        Self { language: self.language.sequence_parallel(on), ..self }
-    }
-
-    /// The same with the sequence cut over cp, or not.
-    pub fn context_parallel(self, context: Option<ContextParallel>) -> Self {
-        Self { language: self.language.context_parallel(context), ..self }
-    }
-
-    /// The same with this rule for the documents of a sequence.
-    pub fn documents(self, boundary: Boundary) -> Self {
-        Self { language: LanguageSpec { boundary, ..self.language }, ..self }
-    }
-
-    /// The same with the logits of at most this many tokens of a sequence at a time in training
-    /// ([`linear_cross_entropy`](Var::linear_cross_entropy)); 0: those of all.
-    pub fn loss_chunk(self, loss_chunk: usize) -> Self {
-        Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
-    }
-
-    /// The same with these parts frozen. With tied embeddings the head is the token table, and frozen with it.
-    pub fn freeze(self, frozen: Frozen) -> Self {
-        let head = frozen.head || self.config.tie_embeddings && frozen.embedding;
-        Self { frozen: Frozen { head, ..frozen }, ..self }
-    }
-
-    /// Its sizes.
-    pub fn config(&self) -> &LlamaConfig {
-        &self.config
-    }
-}
-
-impl Model for Llama {
-    fn num_layers(&self) -> usize {
-        self.config.num_layers
-    }
-
-    fn fields(&self) -> Vec<Field> {
-        language::fields(self.config.seq_len, self.config.vocab_size, self.language.boundary)
-    }
-
-    /// If the embeddings are tied, the first stage declares `embed_tokens.weight` and the last one ties it: one logical
-    /// parameter on two stages.
-    fn stage(&self, params: &mut Declarations, mesh: &Mesh, part: &StageSpec) -> Result<Box<dyn Stage>> {
-        let LlamaConfig { vocab_size, hidden_size, norm_eps, tie_embeddings, .. } = self.config;
-        let init = Init::Normal { std: STD };
-        let table = |params: &mut _, name| VocabParallelEmbedding::new(params, name, vocab_size, hidden_size, init);
-        let stage = LanguageStage::declare(
-            params,
-            part,
-            (self.language.clone(), &self.frozen),
-            |params| table(params, "embed_tokens"),
-            |params, layer| Block::new(params, mesh, self, layer),
-            |params| RmsNorm::new(params, "norm", hidden_size, norm_eps),
-            |params| match tie_embeddings {
-                true => VocabParallelEmbedding::tied(params, "embed_tokens", vocab_size, hidden_size, init),
-                false => table(params, "lm_head"),
+impl Family for LlamaConfig {
+    fn decoder(&self) -> DecoderConfig {
+        DecoderConfig {
+            vocab_size: self.vocab_size,
+            num_layers: self.num_layers,
+            hidden_size: self.hidden_size,
+            ffn_hidden_size: self.ffn_hidden_size,
+            seq_len: self.seq_len,
+            tie_embeddings: self.tie_embeddings,
+            dropout: 0.0,
+            bias: false,
+            norm: NormKind::Rms { eps: self.norm_eps },
+            attention: AttentionKind::Grouped(GroupedHeads {
+                heads: self.num_heads,
+                kv_heads: self.num_kv_heads,
+                head_dim: self.hidden_size / self.num_heads,
+                rotary: Some(self.rotary),
+            }),
+            mlp: MlpKind::SwiGlu,
+            names: Names {
+                tokens: "embed_tokens",
+                positions: None,
+                block: "layers",
+                norms: ["input_layernorm", "post_attention_layernorm"],
+                attention: "self_attn",
+                mlp: "mlp",
+                last_norm: "norm",
+                head: "lm_head",
             },
-        )?;
-        Ok(Box::new(stage))
-    }
-
-    fn activation(&self, mesh: &Mesh, _at: usize, batch: &Batch) -> Result<Activation> {
-        self.language.hidden(mesh, self.config.hidden_size, batch)
-    }
-
-    fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
-        language::unmasked(batch, samples)
-    }
-
-    /// Those of routers, if there are experts.
-    fn metrics(&self) -> Vec<Metric> {
-        experts::metrics(self.experts.as_ref())
-    }
-}
-
-impl Block {
-    fn new(params: &mut Declarations, mesh: &Mesh, model: &Llama, layer: usize) -> Result<Self> {
-        let (config, experts) = (model.config, model.experts);
-        let (hidden, ffn, eps) = (config.hidden_size, config.ffn_hidden_size, config.norm_eps);
-        let spec = FeedForwardSpec { hidden, ffn, num_layers: config.num_layers, experts };
-        let heads = GroupedHeads {
-            heads: config.num_heads,
-            kv_heads: config.num_kv_heads,
-            head_dim: hidden / config.num_heads,
-            rotary: Some(config.rotary),
-        };
-        let init = [STD, STD / (2.0 * config.num_layers as f32).sqrt()].map(|std| Init::Normal { std });
-        let name = |part: &str| format!("layers.{layer}.{part}");
-        Ok(Self {
-            attn_norm: RmsNorm::new(params, &name("input_layernorm"), hidden, eps)?,
-            attn: ParallelGroupedAttention::new(params, mesh, &name("self_attn"), hidden, heads, false, init)?,
-            mlp_norm: RmsNorm::new(params, &name("post_attention_layernorm"), hidden, eps)?,
-            mlp: FeedForward::new(
-                params,
-                mesh,
-                name("mlp"),
-                (spec, layer, init[0]),
-                |params, name, ffn| ParallelSwiGlu::new(params, mesh, name, hidden, ffn, false, init),
-                |params, name, shape| GroupedSwiGlu::new(params, mesh, name, shape, init),
-            )?,
-        })
-    }
-}
-
-impl HiddenModule for Block {
-    fn forward(&self, tape: &Tape, x: &Var, sequences: Sequences<'_>) -> Result<Var> {
-        let Sequences { region, documents, context, .. } = sequences;
-        let normed = self.attn_norm.operand(tape, x)?;
-        let x = match context {
-            None => self.attn.forward(tape, &normed, region, Some(x), documents, 0.0)?,
-            Some(context) => {
-                let attend = |q: &Var, kv: &Var, rotary, dropout: Option<(f32, &str)>| {
-                    context.attend(q, kv, rotary, documents, dropout)
-                };
-                self.attn.forward_by(tape, &normed, region, Some(x), attend, 0.0)?
-            }
-        };
-        self.mlp.forward(tape, &x, &self.mlp_norm, region, 0.0)
+        }
     }
 }

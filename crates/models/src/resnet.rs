@@ -71,10 +71,7 @@ impl Layer for Residual {
         Ok(Box::new(ResidualModule {
             first: part("first", input[2], [3, stride])?,
             second: part("second", features, [3, 1])?,
-            shortcut: match self.output(input) == input {
-                true => None,
-                false => Some(part("shortcut", input[2], [1, stride])?),
-            },
+            shortcut: if self.output(input) == input { None } else { Some(part("shortcut", input[2], [1, stride])?) },
         }))
     }
 }
@@ -83,10 +80,7 @@ impl Module for ResidualModule {
     fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let inner = self.first.forward(tape, x)?.relu()?;
         let y = self.second.forward(tape, &inner)?;
-        let shortcut = match &self.shortcut {
-            Some(shortcut) => shortcut.forward(tape, x)?,
-            None => x.clone(),
-        };
+        let shortcut = if let Some(shortcut) = &self.shortcut { shortcut.forward(tape, x)? } else { x.clone() };
         y.add(&shortcut)?.relu()
     }
 }

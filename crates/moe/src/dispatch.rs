@@ -6,6 +6,8 @@
 //! y [b, s, h] ◀──combine── one row per (token, expert) ◀══all-to-all══ ◀──gather── their results
 //! ```
 //!
+//! The tokens of a rank are whole sequences, or slices that axes cut of them once their experts are chosen.
+//!
 //! A token is sent to a rank once, even if several of its experts are there. Each expert's result is sent back
 //! separately; the results are weighted and summed on the token's rank ([`combine`](Dispatch::combine)). Index tensors
 //! on the device select the rows. The host reads only counts: of tokens and rows for each sample and expert. No tensor
@@ -43,7 +45,7 @@ mod ops;
 
 use chunk::{Chunk, Leaving};
 use counts::{Announced, Counts};
-use meshwork_core::{Axis, Buffer, Group, Types, tree};
+use meshwork_core::{Axes, Axis, Buffer, Group, Ty, Types, tree};
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::tape::RowCodec;
 use meshwork_tensor::{Device, Error, Result, Tape, Tensor, Var};
@@ -70,7 +72,7 @@ pub struct Chosen {
     pub num_experts: usize,
     /// SPMD types of the tokens.
     pub types: Types,
-    /// On a device without values: the capacity of each expert, in tokens per sample.
+    /// On a device without values: the capacity of each expert, in tokens of a sample that a rank has.
     pub capacity: Option<usize>,
     /// On a device without values: experts per token.
     pub top_k: usize,
@@ -79,7 +81,7 @@ pub struct Chosen {
 /// The permutations of one micro-batch.
 #[derive(Debug)]
 struct Plan {
-    axis: Axis,
+    axes: Axes,
     types: Types,
     device: Arc<dyn Device>,
     group: Group,
@@ -93,13 +95,15 @@ struct Plan {
 }
 
 impl Dispatch {
-    /// Plans the dispatch of the chosen tokens to the experts; each rank of `axis` holds an equal run of experts.
+    /// Plans the dispatch of the chosen tokens to the experts; each rank of `axes` holds an equal run of experts.
     ///
     /// # Errors
-    /// Experts that cannot be divided evenly among the ranks; tokens replicated over `axis`; with canonical numerics,
+    /// Experts that cannot be divided evenly among the ranks; tokens replicated over `axes`; with canonical numerics,
     /// ranks whose experts are not a whole subtree.
-    pub fn new(tape: &Tape, chosen: &Chosen, axis: Axis) -> Result<Self> {
-        let (device, group) = (tape.device().clone(), tape.rank().group(axis).clone());
+    pub fn new(tape: &Tape, chosen: &Chosen, axes: impl Into<Axes>) -> Result<Self> {
+        let axes = axes.into();
+        let axis = axes.last().copied().unwrap_or(Axis::Ep);
+        let (device, group) = (tape.device().clone(), tape.rank().group_over(&axes).clone());
         let (ranks, num_experts) = (group.size(), chosen.num_experts);
         if num_experts % ranks != 0 {
             return Err(Error::uneven("dispatch", 0, num_experts, axis, ranks));
@@ -130,11 +134,16 @@ impl Dispatch {
         let counts = Counts::read(&*device, chosen, &once, [samples, ranks])?;
         let chunks = if ranks == 1 {
             let own = tape.first_sample()..tape.first_sample() + samples as u64;
-            let groups = RowGroups::new(axis, vec![own], counts.by_expert());
+            let groups = RowGroups::new(axes, vec![own], counts.by_expert());
             vec![Chunk::here(&*device, experts, 0..samples, groups)?]
         } else {
-            let announced = Announced::exchange(tape, &*device, &group, &counts, [samples, held])?;
-            let chunks = CHUNKS.min(samples);
+            // Ranks that follow each other have the slices of the same sequences.
+            let cut = axes.iter().filter(|&&axis| matches!(chosen.types.get(axis), Some(Ty::Shard(1))));
+            let slices = cut.map(|&axis| tape.rank().mesh().degree(axis)).product();
+            let announced = Announced::exchange(tape, &*device, &group, &counts, [samples, held, slices])?;
+            // In canonical numerics a gradient is summed over whole sequences, token by token: the slices of one follow
+            // each other in a chunk of one sample from each rank.
+            let chunks = if slices > 1 && tape.reduction_blocks().is_some() { samples } else { CHUNKS.min(samples) };
             let leave = |chunk| -> Result<(Leaving, Announced)> {
                 let run = samples * chunk / chunks..samples * (chunk + 1) / chunks;
                 let of = |all: &Buffer| all.slice(run.start * sample..run.end * sample);
@@ -144,16 +153,16 @@ impl Dispatch {
             };
             // The choices of all chunks are exchanged at the same time.
             let leaving: Vec<_> = (0..chunks).map(leave).collect::<Result<_>>()?;
-            let arrive = |(leaving, here): (Leaving, Announced)| leaving.arrive(&*device, &group, &here, axis);
+            let arrive = |(leaving, here): (Leaving, Announced)| leaving.arrive(&*device, &group, &here, axes);
             leaving.into_iter().map(arrive).collect::<Result<_>>()?
         };
         let (tokens, codec) = ([samples, seq], tape.row_codec());
-        let plan = Plan { axis, types: chosen.types, device, group, tokens, places, chunks, codec };
+        let plan = Plan { axes, types: chosen.types, device, group, tokens, places, chunks, codec };
         Ok(Self { plan: Rc::new(plan) })
     }
 
-    /// Sends `x [b, s, h]`, whose samples are sharded over the axis of the experts, to the experts. `experts` is called
-    /// for each chunk of the samples: it takes rows `[rows, h]` sorted by expert, `Varying` on that axis, and returns
+    /// Sends `x [b, s, h]`, whose tokens are sharded over the axes of the experts, to the experts. `experts` is called
+    /// for each chunk of the samples: it takes rows `[rows, h]` sorted by expert, `Varying` on those axes, and returns
     /// their results in the same places and with the same types. The returned value has no elements, because the
     /// results are still in flight; pass it to [`combine`](Self::combine) once.
     pub fn through(&self, x: &Var, mut experts: impl FnMut(&Var, &Rc<RowGroups>) -> Result<Var>) -> Result<Var> {

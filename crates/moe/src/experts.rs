@@ -1,13 +1,13 @@
 //! Networks of experts: each is a feed-forward block, and all experts of a rank are computed together, on rows grouped
 //! by expert.
 //!
-//! The weights of E experts are `[E, out, in]`, sharded along E over the axis of the experts, so their gradients are
+//! The weights of E experts are `[E, out, in]`, sharded along E over the axes of the experts, so their gradients are
 //! summed only over the other data-parallel ranks. They may also be sharded over tp, as in a tensor-parallel block:
 //! `copy` before the first product and `all_reduce` after the last, on rows. Otherwise experts are whole, and the ranks
 //! of tp do the same work.
 
 use crate::MoeError;
-use meshwork_core::{Axis, Mesh};
+use meshwork_core::{Axes, Axis, Mesh};
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::param::{Matrices, ParamGroup};
 use meshwork_tensor::{Declarations, Init, ParamId, Placement, Result, Role, Tape, Var};
@@ -30,15 +30,19 @@ pub struct ExpertShape {
     pub hidden: usize,
     /// Inner features of each expert.
     pub ffn: usize,
-    /// The axis whose ranks hold different experts.
-    pub axis: Axis,
+    /// The axes whose ranks hold different experts.
+    pub axes: Axes,
     /// Whether the inner features are sharded over tp.
     pub over_tp: bool,
 }
 
+fn degree(mesh: &Mesh, axes: Axes) -> usize {
+    axes.iter().map(|&axis| mesh.degree(axis)).product()
+}
+
 impl ExpertShape {
     fn check(&self, mesh: &Mesh) -> Result<()> {
-        let (num_experts, ep, tp) = (self.experts, mesh.degree(self.axis), mesh.degree(Axis::Tp));
+        let (num_experts, ep, tp) = (self.experts, degree(mesh, self.axes), mesh.degree(Axis::Tp));
         if num_experts == 0 {
             return Err(MoeError::NoExperts.into());
         }
@@ -53,7 +57,7 @@ impl ExpertShape {
 
     /// Sharded along the experts, and along this dim if the inner features are sharded.
     fn placement(&self, dim: Option<usize>) -> Placement {
-        let experts = Placement::replicated().shard(self.axis, 0);
+        let experts = self.axes.iter().fold(Placement::replicated(), |experts, &axis| experts.shard(axis, 0));
         match dim {
             Some(dim) if self.over_tp => experts.shard(Axis::Tp, dim),
             // Sums over inner features have the same bits whether they are sharded or not.
@@ -123,10 +127,7 @@ impl Experts for GroupedMlp {
         }
         let y = inner.gelu()?.grouped_linear(&tape.param(self.down)?, 1, groups)?; // [rows, hidden], Partial
         let y = self.shape.leave(&y)?; // Σ_tp
-        match self.biases {
-            Some([_, bias]) => y.grouped_bias(&tape.param(bias)?, groups),
-            None => Ok(y),
-        }
+        if let Some([_, bias]) = self.biases { y.grouped_bias(&tape.param(bias)?, groups) } else { Ok(y) }
     }
 }
 

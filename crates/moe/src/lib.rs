@@ -13,5 +13,5 @@ pub mod router;
 pub use capacity::capacity;
 pub use config::{AuxLossScope, ExpertGroups, MoeConfig, MoeError, Overflow, RouterKind};
 pub use experts::{ExpertShape, Experts, GroupedMlp, GroupedSwiGlu};
-pub use layer::MoeLayer;
+pub use layer::{Laid, MoeLayer};
 pub use router::Router;

@@ -88,16 +88,14 @@ impl Router {
         &self.config
     }
 
-    /// Routes the tokens `x [samples, seq, hidden]`, whose sequences must be whole on this rank. Adds the losses,
-    /// reports the metrics of [`METRICS`], and notes the load.
-    pub fn route(&self, tape: &Tape, x: &Var) -> Result<Routed> {
+    /// Routes the tokens `x [samples, seq, hidden]`. `whole` brings together their logits `[samples, seq, experts]`,
+    /// whose sequences must then be whole on this rank; [`Ok`] where those of x are. Adds the losses, reports the
+    /// metrics of [`METRICS`], and notes the load.
+    pub fn route(&self, tape: &Tape, x: &Var, whole: impl FnOnce(Var) -> Result<Var>) -> Result<Routed> {
         let config = &self.config;
         let noisy = x.jitter(config.jitter as f32, &format!("{}.jitter", self.name))?;
-        let logits = noisy.cast(DType::F32)?.exact_linear(&tape.param(self.weight)?, 1)?; // [b, s, experts]
-        let scores = match config.router {
-            RouterKind::Bias => logits.sigmoid()?,
-            _ => logits.softmax()?,
-        };
+        let logits = whole(noisy.cast(DType::F32)?.exact_linear(&tape.param(self.weight)?, 1)?)?; // [b, s, experts]
+        let scores = if matches!(config.router, RouterKind::Bias) { logits.sigmoid()? } else { logits.softmax()? };
         whole_sequences("route", Operand::value("x", scores.types(), 3))?;
         let pick = self.pick();
         let mut made = None;

@@ -164,7 +164,16 @@ impl Runtime {
 
     /// A new world of the first `ranks` ranks, with a timeout of its own; `None` in a process that has none of them.
     /// All processes that have ranks of worlds of this size make as many of them.
+    ///
+    /// # Panics
+    /// If there are fewer than `ranks`.
     pub fn world_of(&self, ranks: usize, timeout: Duration) -> Option<World> {
+        assert!(
+            ranks <= self.ranks(),
+            "a world of {ranks} ranks: {} processes have {}",
+            self.processes(),
+            self.ranks()
+        );
         let number = {
             let mut worlds = self.0.worlds.lock().unwrap_or_else(PoisonError::into_inner);
             let number = worlds.entry(ranks).or_default();

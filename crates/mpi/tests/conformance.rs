@@ -2,6 +2,7 @@
 //! one process.
 //!
 //! `scripts/install_mpi.sh target/mpi` installs two libraries. Where one is missing, its part is left out, and says so.
+//! With `MESHWORK_SWEEP=all` every job runs over each library that is installed.
 
 mod launch;
 
@@ -12,16 +13,21 @@ use meshwork_core::{CommError, ReduceOp, World};
 use meshwork_mpi::{Kind, Library, Options, Runtime};
 use meshwork_testkit::comm::{Worlds, conformance};
 
-use launch::{Mpi, here, text};
+use launch::{Mpi, OPEN, STANDARD, here, text};
 
 /// The files of all libraries; MPICH by two of its interfaces.
-const ALL: &[&str] = &["libmpi_abi.so.1", "libmpi.so.12", "libmpi.so.40"];
+const ALL: &[&str] = &[STANDARD, "libmpi.so.12", OPEN];
 
 /// The suite has timeouts: two jobs at once would stop each other's ranks for as long.
 static ONE_JOB: Mutex<()> = Mutex::new(());
 
-/// Runs `body` in that many processes of each library with one of these files; they start this program again, with the
-/// test `test` alone, which calls this function with the same arguments.
+/// Whether to run everything.
+fn sweeps() -> bool {
+    std::env::var("MESHWORK_SWEEP").is_ok_and(|sweep| sweep == "all")
+}
+
+/// Runs `body` in that many processes of each library with one of these files, or of all in a sweep; they start this
+/// program again, with the test `test` alone, which calls this function with the same arguments.
 fn over_each(test: &str, processes: usize, files: &[&str], body: impl FnOnce(&Mpi)) {
     if let Some(mpi) = here() {
         return body(&mpi);
@@ -31,7 +37,8 @@ fn over_each(test: &str, processes: usize, files: &[&str], body: impl FnOnce(&Mp
     if installed.is_empty() {
         println!("no MPI in target/mpi: {test} is left out; scripts/install_mpi.sh target/mpi installs two");
     }
-    for mpi in installed.into_iter().filter(|mpi| files.iter().any(|file| mpi.file.ends_with(file))) {
+    let chosen = |mpi: &Mpi| sweeps() || files.iter().any(|file| mpi.file.ends_with(file));
+    for mpi in installed.into_iter().filter(chosen) {
         println!("{test}: {processes} processes of {}", mpi.file.display());
         let begun = Instant::now();
         let output = mpi.command(test, processes, &[]).output().expect("mpirun starts");
@@ -81,23 +88,34 @@ fn processes(test: &str, processes: usize, ranks_per_process: usize, files: &[&s
     over_each(test, processes, files, |mpi: &Mpi| {
         let runtime = mpi.start(options(ranks_per_process));
         assert_eq!(runtime.processes(), processes);
-        conformance(&Over { runtime, programs: 20 });
+        conformance(&Over { runtime, programs: if sweeps() { 300 } else { 20 } });
     });
 }
 
 #[test]
 fn four_processes() {
-    processes("four_processes", 4, 1, &[ALL[0], ALL[2]]);
-}
-
-#[test]
-fn eight_processes() {
-    processes("eight_processes", 8, 1, &ALL[2..]);
+    processes("four_processes", 4, 1, &[STANDARD, OPEN]);
 }
 
 #[test]
 fn two_processes_of_four_ranks() {
-    processes("two_processes_of_four_ranks", 2, 4, &ALL[..1]);
+    processes("two_processes_of_four_ranks", 2, 4, &[STANDARD]);
+}
+
+/// In a sweep alone: minutes a library, on two cores.
+#[test]
+fn eight_processes() {
+    if sweeps() {
+        processes("eight_processes", 8, 1, &[]);
+    }
+}
+
+/// In a sweep alone. The suite needs worlds of four ranks.
+#[test]
+fn two_processes_of_two_ranks() {
+    if sweeps() {
+        processes("two_processes_of_two_ranks", 2, 2, &[]);
+    }
 }
 
 /// Messages of several chunks of the library, and heads that are too long for a first message.
@@ -131,7 +149,7 @@ fn long_messages() {
 fn a_library_says_what_it_is() {
     over_each("a_library_says_what_it_is", 1, ALL, |mpi| {
         let library = Library::open(&mpi.file).unwrap();
-        let version = if mpi.is_open { "Open MPI 5.0.11" } else { "MPICH 5.0.2" };
+        let version = mpi.version;
         let file = mpi.file.file_name().unwrap_or_default().to_string_lossy().into_owned();
         assert_eq!(library.to_string(), format!("{version} ({file})"));
         let again = library.clone();

@@ -103,6 +103,7 @@ fn a_killed_process_is_named_to_survivors_under_ulfm() {
     }
     let _alone = one_job();
     for mpi in Mpi::installed().into_iter().filter(|mpi| mpi.is_open) {
+        println!("{}", mpi.version);
         let before = shared_memory();
         let output = mpi.command(test, 3, &["--with-ft", "ulfm"]).output().expect("mpirun starts");
         assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));

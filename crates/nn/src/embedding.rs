@@ -58,7 +58,7 @@ impl Positions {
     ///
     /// Over the others each rank looks up all positions and takes its slice, so that the gradient of the table is not
     /// summed over slices.
-    pub fn of(&self, tape: &Tape, x: &Var, positions: &Var) -> Result<Var> {
+    pub fn at(&self, tape: &Tape, x: &Var, positions: &Var) -> Result<Var> {
         let rows = positions.embedding(&tape.param(self.weight)?)?; // [b, s, h]
         let held = positions.types();
         let cut: Axes = x.types().cuts(1).filter(|&axis| held.get(axis) != Some(Ty::Shard(1))).collect();

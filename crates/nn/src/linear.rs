@@ -33,7 +33,7 @@ impl Linear {
         bias: bool,
         std: f32,
     ) -> Result<Self> {
-        let [group, of_bias] = [Role::Weight, Role::Bias].map(ParamGroup::of);
+        let [group, of_bias] = [Role::Weight, Role::Bias].map(ParamGroup::for_role);
         Self::declare(params, name, &[input], &[output], bias.then_some(of_bias), std, group)
     }
 

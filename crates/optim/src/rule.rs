@@ -79,9 +79,9 @@ impl Rule {
 
     /// The rule of a parameter.
     #[must_use]
-    pub fn of(&self, shape: &ParamShape) -> &Self {
+    pub fn for_shape(&self, shape: &ParamShape) -> &Self {
         match self {
-            Self::Hidden { matrices, others } => if shape.hidden { matrices } else { others }.of(shape),
+            Self::Hidden { matrices, others } => if shape.hidden { matrices } else { others }.for_shape(shape),
             rule => rule,
         }
     }
@@ -98,7 +98,7 @@ impl Rule {
     /// Its states of a parameter, in order; all zero before the first step.
     #[must_use]
     pub fn states(&self, shape: &ParamShape) -> Vec<State> {
-        match self.of(shape).on_host() {
+        match self.for_shape(shape).on_host() {
             OnHost::Elements(rule) => rule.state_names().iter().map(|name| State::of_elements(name)).collect(),
             OnHost::Whole(rule) => rule.states(shape),
         }
@@ -135,7 +135,7 @@ impl Rule {
     /// Its passes of measures over a whole parameter before it updates; none, if elements do not depend on each other.
     #[must_use]
     pub fn passes(&self, shape: &ParamShape) -> Vec<Pass> {
-        match self.of(shape).on_host() {
+        match self.for_shape(shape).on_host() {
             OnHost::Elements(_) => Vec::new(),
             OnHost::Whole(rule) => rule.passes(shape),
         }
@@ -144,7 +144,7 @@ impl Rule {
     /// The function of whole matrices that it needs before it updates, if it does.
     #[must_use]
     pub fn gathers(&self, shape: &ParamShape) -> Option<Transform> {
-        match self.of(shape).on_host() {
+        match self.for_shape(shape).on_host() {
             OnHost::Elements(_) => None,
             OnHost::Whole(rule) => rule.gathers(shape),
         }
@@ -153,7 +153,7 @@ impl Rule {
     /// Whether an element's update depends on that element alone.
     #[must_use]
     pub fn is_elementwise(&self, shape: &ParamShape) -> bool {
-        matches!(self.of(shape).on_host(), OnHost::Elements(_))
+        matches!(self.for_shape(shape).on_host(), OnHost::Elements(_))
     }
 
     /// Runs a rule on host slices of elements that do not depend on each other: [`Optimizer::update`].

@@ -12,6 +12,29 @@ macro_rules! debug_as_display {
     };
 }
 
+/// An error or a kind of fault: each variant with its fields, and with its message, which names them.
+macro_rules! messages {
+    ($(#[$meta:meta])* pub enum $name:ident { $(
+        $(#[$doc:meta])* $variant:ident $({ $($field:ident: $type:ty),+ })? => $text:literal $(, $value:expr)*;
+    )+ }) => {
+        $(#[$meta])*
+        #[non_exhaustive]
+        #[allow(missing_docs, reason = "fields are named as in the message")]
+        pub enum $name {
+            $($(#[$doc])* $variant $({ $($field: $type),+ })?,)+
+        }
+
+        impl std::fmt::Display for $name {
+            #[allow(unused_variables, reason = "some messages read all fields through one of them")]
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match self {
+                    $(Self::$variant $({ $($field),+ })? => write!(f, $text $(, $value)*),)+
+                }
+            }
+        }
+    };
+}
+
 pub mod partition;
 mod runtime;
 mod schedule;

@@ -74,10 +74,7 @@ impl ColumnLinear {
     /// extent on each rank.
     pub fn forward(&self, tape: &Tape, x: &Var) -> Result<Var> {
         let weight = tape.param(self.weight)?;
-        match self.bias {
-            Some(bias) => x.linear_bias(&weight, &tape.param(bias)?, 1),
-            None => x.linear(&weight, 1),
-        }
+        if let Some(bias) = self.bias { x.linear_bias(&weight, &tape.param(bias)?, 1) } else { x.linear(&weight, 1) }
     }
 
     /// [`forward`](Self::forward) of two layers that read the same x, whose gradient is computed for
@@ -157,27 +154,18 @@ impl RowLinear {
         if dropout > 0.0 {
             y = y.dropout(dropout, &self.name)?;
         }
-        match residual {
-            Some(residual) => y.add(residual),
-            None => Ok(y),
-        }
+        if let Some(residual) = residual { y.add(residual) } else { Ok(y) }
     }
 }
 
 /// Refuses features that tp does not divide in canonical numerics, where the order of their sum would depend on it. In
 /// fast numerics the last ranks hold zeros beyond them.
 fn require_even_blocks(params: &Declarations, mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
-    match params.reduction_blocks() {
-        Some(_) => require_even(mesh, name, dims, cut),
-        None => Ok(()),
-    }
+    if params.reduction_blocks().is_some() { require_even(mesh, name, dims, cut) } else { Ok(()) }
 }
 
 /// Refuses a dim that tp does not divide.
 pub(crate) fn require_even(mesh: &Mesh, name: &str, dims: &[usize], cut: usize) -> Result<()> {
     let (extent, degree) = (dims[cut], mesh.degree(Axis::Tp));
-    match extent.is_multiple_of(degree) {
-        true => Ok(()),
-        false => Err(Error::uneven(name, cut, extent, Axis::Tp, degree)),
-    }
+    if extent.is_multiple_of(degree) { Ok(()) } else { Err(Error::uneven(name, cut, extent, Axis::Tp, degree)) }
 }

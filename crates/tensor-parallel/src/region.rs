@@ -91,10 +91,7 @@ impl Region {
     /// Enters a block: gives every rank of tp the tokens of all, to be used differently (Megatron's f, or g with
     /// sequence parallelism).
     pub fn enter(self, x: &Var) -> Result<Var> {
-        match self.ty(Axis::Tp) {
-            Ty::Shard(_) => x.all_gather(Axis::Tp, SEQ),
-            _ => x.copy(Axis::Tp),
-        }
+        if matches!(self.ty(Axis::Tp), Ty::Shard(_)) { x.all_gather(Axis::Tp, SEQ) } else { x.copy(Axis::Tp) }
     }
 
     /// Leaves a block: sums its Partial output (Megatron's g, or its conjugate with sequence parallelism), and rounds

@@ -256,10 +256,7 @@ impl Op for Collective {
     }
 
     fn padded(&self) -> Padded {
-        match self.zeros {
-            Some(Zeros { axis, extent, .. }) => Padded::Knows { axis, extent },
-            None => Padded::Zeros,
-        }
+        if let Some(Zeros { axis, extent, .. }) = self.zeros { Padded::Knows { axis, extent } } else { Padded::Zeros }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {
@@ -268,17 +265,11 @@ impl Op for Collective {
             cx.same_as(0);
         }
         let moved = self.forward.run(self, cx.tape(), inputs[0].clone())?;
-        match self.zeros {
-            Some(zeros) => zeros.cut_off(&moved),
-            None => Ok(moved),
-        }
+        if let Some(zeros) = self.zeros { zeros.cut_off(&moved) } else { Ok(moved) }
     }
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
-        let grad = match self.zeros {
-            Some(zeros) => zeros.append(&grad)?,
-            None => grad,
-        };
+        let grad = if let Some(zeros) = self.zeros { zeros.append(&grad)? } else { grad };
         Ok(vec![Some(self.backward.run(self, cx.tape(), grad)?)])
     }
 }

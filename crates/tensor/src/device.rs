@@ -121,9 +121,6 @@ pub trait Device: Send + Sync + Debug {
 
     /// The copy that [`download`](Self::download) gives, of what `buffer` holds now, to be waited for later. What is
     /// queued meanwhile runs beside it, where a device can do both.
-    ///
-    /// # Errors
-    /// As [`download`](Self::download).
     fn download_later(&self, buffer: &Buffer) -> Result<Download> {
         let copy = self.download(buffer)?;
         Ok(Download::new(move || Ok(copy)))
@@ -149,9 +146,6 @@ pub trait Device: Send + Sync + Debug {
 
     /// Waits until all work that was queued on this device is done, so that a clock can be read. A device whose kernels
     /// are done when they return has nothing to wait for.
-    ///
-    /// # Errors
-    /// A failure of that work.
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
@@ -345,9 +339,6 @@ impl Download {
     }
 
     /// Waits for the copy. Any thread may do that.
-    ///
-    /// # Errors
-    /// Of the device.
     pub fn wait(self) -> Result<Buffer> {
         self.0()
     }

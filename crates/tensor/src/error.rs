@@ -8,6 +8,7 @@ use meshwork_optim::OptimError;
 /// The error of this crate. Variants carry the operation and the facts.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Error {
     /// A wrongly distributed program.
     #[error(transparent)]
@@ -20,153 +21,63 @@ pub enum Error {
     Buffer(#[from] BufferError),
     /// Operands whose shapes do not fit together.
     #[error("{op}: {problem}{}", in_brackets(shapes))]
-    Shape {
-        /// The operation.
-        op: &'static str,
-        /// The problem.
-        problem: String,
-        /// The shapes of all operands.
-        shapes: Vec<Vec<usize>>,
-    },
+    Shape { op: &'static str, problem: String, shapes: Vec<Vec<usize>> },
     /// An element type that the operation does not take.
     #[error("{op}: dtype {dtype} on device {device} is not supported: use {valid}")]
-    DType {
-        /// The operation.
-        op: &'static str,
-        /// The device.
-        device: String,
-        /// The given type.
-        dtype: DType,
-        /// A valid alternative.
-        valid: &'static str,
-    },
+    DType { op: &'static str, device: String, dtype: DType, valid: &'static str },
     /// The device has no kernels of this kind.
     #[error("{op}: device {device} has no {kernels} operations")]
-    MissingKernel {
-        /// The operation that needs it.
-        op: &'static str,
-        /// The device.
-        device: String,
-        /// The kernel trait, such as `matmul`.
-        kernels: &'static str,
-    },
+    MissingKernel { op: &'static str, device: String, kernels: &'static str },
     /// An operation that the device has no kernel for.
     #[error("{op}: device {device} has no kernel for {dtype}")]
-    MissingOperation {
-        /// The operation.
-        op: &'static str,
-        /// The device.
-        device: String,
-        /// The type of its operands.
-        dtype: DType,
-    },
+    MissingOperation { op: &'static str, device: String, dtype: DType },
     /// A device that failed.
     #[error("{op}: device {device}: {fault}")]
-    Device {
-        /// The operation.
-        op: &'static str,
-        /// The device.
-        device: String,
-        /// The device's words.
-        fault: Box<dyn std::error::Error + Send + Sync>,
-    },
+    Device { op: &'static str, device: String, fault: Box<dyn std::error::Error + Send + Sync> },
     /// A function of the host on a device that cannot run any.
     #[error(
         "{op}: device {device} runs no functions of the host: build it of operations that the device has, or give the device a kernel"
     )]
-    HostFunction {
-        /// The operation.
-        op: &'static str,
-        /// The device.
-        device: String,
-    },
+    HostFunction { op: &'static str, device: String },
     /// A dim that the mesh does not divide, or two axes that cut the same dim.
     #[error("{what}: dim {dim} of extent {extent} cannot be cut over {axis}={degree}: {problem}")]
-    Placement {
-        /// The parameter or operation.
-        what: String,
-        /// The dim.
-        dim: usize,
-        /// Its extent.
-        extent: usize,
-        /// The axis that was to cut it.
-        axis: meshwork_core::Axis,
-        /// The degree of that axis.
-        degree: usize,
-        /// The reason.
-        problem: String,
-    },
+    Placement { what: String, dim: usize, extent: usize, axis: meshwork_core::Axis, degree: usize, problem: String },
     /// An operand whose true extent the operation does not take: its shards are padded with zeros, or it was told
     /// another one.
     #[error("{op}: {operand} has {extent} elements along dim {dim} over {axis}={degree}{}, and {problem}; {valid}", padded(*extent, *stored))]
     Extent {
-        /// The operation.
         op: &'static str,
-        /// The operand.
         operand: &'static str,
-        /// Its true extent.
         extent: usize,
-        /// The dim.
         dim: usize,
-        /// The axis that cuts it.
         axis: meshwork_core::Axis,
-        /// The degree of that axis.
         degree: usize,
-        /// Elements that all ranks store.
         stored: usize,
-        /// The problem.
         problem: String,
-        /// A valid alternative.
         valid: String,
     },
     /// A declaration that no mesh gives a meaning, or a name that is taken.
     #[error("parameter {name}: {problem}; {valid}")]
-    Declaration {
-        /// The parameter.
-        name: String,
-        /// The problem.
-        problem: String,
-        /// A valid alternative.
-        valid: String,
-    },
+    Declaration { name: String, problem: String, valid: String },
     /// A parameter id that other declarations gave.
     #[error(
         "parameter #{index} was declared in other declarations than those of these weights ({problem}): use the id that these \
          declarations gave"
     )]
-    OtherDeclarations {
-        /// Its position among the declarations that gave it.
-        index: usize,
-        /// The parameter here that has this position.
-        problem: String,
-    },
+    OtherDeclarations { index: usize, problem: String },
     /// A buffer for which the rank's limit leaves no room.
     #[error(
         "{} of {} more would exceed the limit of {} that this rank has: it holds {held}",
         Bytes(*bytes), category.name(), Bytes(*limit)
     )]
-    MemoryLimit {
-        /// Bytes of the buffer.
-        bytes: u64,
-        /// The use of the buffer.
-        category: Category,
-        /// The limit, in bytes.
-        limit: u64,
-        /// The memory that the rank holds.
-        held: Box<MemoryUse>,
-    },
+    MemoryLimit { bytes: u64, category: Category, limit: u64, held: Box<MemoryUse> },
     /// A device whose memory is full.
     #[error("{} of {} more: device {device}: {fault}; this rank's buffers hold {held}", Bytes(*bytes), category.name())]
     OutOfMemory {
-        /// The device.
         device: String,
-        /// Bytes of the buffer.
         bytes: u64,
-        /// The use of the buffer.
         category: Category,
-        /// The device's words.
         fault: Box<dyn std::error::Error + Send + Sync>,
-        /// The memory that the rank holds.
         held: Box<MemoryUse>,
     },
     /// A saved tensor that its policy cannot give back.
@@ -177,92 +88,37 @@ pub enum Error {
         "{op}: {operand} lies on another tape: its gradient would be lost or added to another value; bring its tensor over with \
          Tape::input or Tape::constant"
     )]
-    OtherTape {
-        /// The operation.
-        op: &'static str,
-        /// The value.
-        operand: &'static str,
-    },
+    OtherTape { op: &'static str, operand: &'static str },
     /// A gradient that is not what backward asked an operation for.
     #[error("{op}: the gradient of {operand} {problem}; {valid}")]
-    Gradient {
-        /// The operation.
-        op: &'static str,
-        /// The operand.
-        operand: &'static str,
-        /// The problem.
-        problem: String,
-        /// A valid alternative.
-        valid: String,
-    },
+    Gradient { op: &'static str, operand: &'static str, problem: String, valid: String },
     /// A gradient of a parameter that is still to be summed over ranks.
     #[error(
         "the gradient of {name} is still Partial over {axes}: sum it over these axes first, as Gradients::all_reduce does"
     )]
-    StillPartial {
-        /// The parameter.
-        name: String,
-        /// The axes, separated by commas.
-        axes: String,
-    },
+    StillPartial { name: String, axes: String },
     /// Two uses of one name of randomness on one tape.
     #[error(
         "two operations draw their randomness under the name {name:?}: their masks would be the same; give each a name of its own"
     )]
-    RandomName {
-        /// The name.
-        name: String,
-    },
+    RandomName { name: String },
     /// Two declarations of one parameter that do not agree.
     #[error("parameter {name} is tied to itself as {first} and as {second}: tied parameters agree in everything")]
-    Tied {
-        /// The parameter.
-        name: String,
-        /// The first declaration.
-        first: String,
-        /// The second one.
-        second: String,
-    },
+    Tied { name: String, first: String, second: String },
     /// A parameter read as Invariant in one place and as Replicate in another.
     #[error(
         "parameter {name} is read as {first} in one place and as {second} in another: its gradient would be neither summed nor whole"
     )]
-    ReadBothWays {
-        /// The parameter.
-        name: String,
-        /// Types of the first read.
-        first: String,
-        /// Types of the second read.
-        second: String,
-    },
+    ReadBothWays { name: String, first: String, second: String },
     /// A token id or target that the vocabulary does not have.
     #[error("{op}: id {id} at place {at} is not in a vocabulary of {vocab}")]
-    Id {
-        /// The operation.
-        op: &'static str,
-        /// The id.
-        id: i32,
-        /// Its place in the batch.
-        at: usize,
-        /// Size of the vocabulary.
-        vocab: usize,
-    },
+    Id { op: &'static str, id: i32, at: usize, vocab: usize },
     /// A layout of flat buffers that does not have a parameter exactly once.
     #[error("parameter {name} lies in {times} flat buffers of the layout: it must lie in one")]
-    Layout {
-        /// The parameter.
-        name: String,
-        /// Number of times that the layout names it.
-        times: usize,
-    },
+    Layout { name: String, times: usize },
     /// A value or a message that cannot be compressed or restored.
     #[error("{op}: {source}")]
-    Compress {
-        /// The operation.
-        op: &'static str,
-        /// The problem.
-        source: Box<meshwork_compress::CompressError>,
-    },
+    Compress { op: &'static str, source: Box<meshwork_compress::CompressError> },
     /// An update rule that refused its vectors.
     #[error("optimizer: {0}")]
     Update(#[from] OptimError),
@@ -271,40 +127,16 @@ pub enum Error {
         "device {device} has no kernel for the update rule {rule}, and the host cannot read its memory: use {valid}, or a device \
          in host memory"
     )]
-    UpdateRule {
-        /// The device.
-        device: String,
-        /// The rule's name.
-        rule: String,
-        /// Rules that it has kernels for.
-        valid: &'static str,
-    },
+    UpdateRule { device: String, rule: String, valid: &'static str },
     /// An operation whose result depends on the mesh, used in canonical numerics.
     #[error("{op} has no canonical numerics: {problem}; use {valid}")]
-    NotCanonical {
-        /// The operation.
-        op: &'static str,
-        /// The reason.
-        problem: &'static str,
-        /// A valid alternative.
-        valid: &'static str,
-    },
+    NotCanonical { op: &'static str, problem: &'static str, valid: &'static str },
     /// Notes of layers that nobody took before backward, and that would be lost.
     #[error("backward: layers left {what} on the tape, and nobody took them; {valid}")]
-    Untaken {
-        /// The notes, with names.
-        what: String,
-        /// A valid alternative.
-        valid: &'static str,
-    },
+    Untaken { what: String, valid: &'static str },
     /// A claim about values that does not hold: see [`verify`](crate::verify). Every rank of the world has the same.
     #[error("step {step}: {claim}")]
-    Claim {
-        /// The step.
-        step: u64,
-        /// The claim, the ranks, and what would be valid.
-        claim: Box<Disagreement>,
-    },
+    Claim { step: u64, claim: Box<Disagreement> },
     /// A backward pass that cannot run.
     #[error("backward: {0}")]
     Backward(String),

@@ -64,16 +64,16 @@ impl Device for Profiled {
     }
 
     fn zeros(&self, dtype: DType, count: usize) -> Result<Buffer> {
-        self.record(Traffic::of(Class::Memory, "zeros", &[]), |device| device.zeros(dtype, count))
+        self.record(Traffic::call(Class::Memory, "zeros", &[]), |device| device.zeros(dtype, count))
     }
 
     fn upload(&self, host: &Buffer) -> Result<Buffer> {
-        self.record(Traffic::of(Class::Memory, "upload", &[host]), |device| device.upload(host))
+        self.record(Traffic::call(Class::Memory, "upload", &[host]), |device| device.upload(host))
     }
 
     fn upload_into(&self, host: &Buffer, dst: &mut Buffer, at: usize) -> Result<()> {
         // Read and written.
-        self.record(Traffic::of(Class::Memory, "upload", &[host, host]), |device| device.upload_into(host, dst, at))
+        self.record(Traffic::call(Class::Memory, "upload", &[host, host]), |device| device.upload_into(host, dst, at))
     }
 
     fn has_values(&self) -> bool {
@@ -81,7 +81,7 @@ impl Device for Profiled {
     }
 
     fn download(&self, buffer: &Buffer) -> Result<Buffer> {
-        self.record(Traffic::of(Class::Memory, "download", &[buffer]), |device| device.download(buffer))
+        self.record(Traffic::call(Class::Memory, "download", &[buffer]), |device| device.download(buffer))
     }
 
     fn download_later(&self, buffer: &Buffer) -> Result<Download> {

@@ -82,10 +82,7 @@ impl Tensor {
 
     /// The memory, for writing in place: the tensor's own if nothing else holds it, else a copy.
     pub fn into_owned_buffer(self) -> Result<Buffer> {
-        match self.buffer.is_unique() {
-            true => Ok(self.buffer),
-            false => self.copy_buffer(),
-        }
+        if self.buffer.is_unique() { Ok(self.buffer) } else { self.copy_buffer() }
     }
 
     /// A copy of the memory.

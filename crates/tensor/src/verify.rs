@@ -201,10 +201,7 @@ impl Claims {
                 Ty::Partial if outside => Must::Vary,
                 _ => continue,
             };
-            let hash = match bits {
-                Some(hash) => hash,
-                None => *bits.insert(of_tensor(tensor)?),
-            };
+            let hash = if let Some(hash) = bits { hash } else { *bits.insert(of_tensor(tensor)?) };
             let (text, valid) = claim(ty);
             self.fact(Over::Axis(axis), Fact::hash(text, must, hash, valid));
         }
@@ -286,9 +283,6 @@ impl Claims {
     }
 
     /// The same with claims about ranks of further groups, in an order that all ranks agree on.
-    ///
-    /// # Errors
-    /// As [`compare`](Self::compare).
     pub fn compare_with(&self, groups: &[(String, &Group)]) -> Result<()> {
         let Inner { rank, step, .. } = &*self.0;
         let _entered = rank.enter("Claims::compare");

@@ -54,10 +54,7 @@ impl Widened {
 
     /// An operand in f32.
     pub(crate) fn wide(&self, x: &Buffer) -> Result<Buffer> {
-        match x.dtype().is_half() {
-            true => self.inner.pointwise()?.cast(x, DType::F32),
-            false => Ok(x.clone()),
-        }
+        if x.dtype().is_half() { self.inner.pointwise()?.cast(x, DType::F32) } else { Ok(x.clone()) }
     }
 
     /// Operands in f32.
@@ -104,10 +101,7 @@ impl Widened {
 
     /// An operand of a product.
     pub(crate) fn factor(&self, x: &Buffer) -> Result<Buffer> {
-        match self.is_factor(x.dtype()) {
-            true => Ok(x.clone()),
-            false => self.wide(x),
-        }
+        if self.is_factor(x.dtype()) { Ok(x.clone()) } else { self.wide(x) }
     }
 
     /// Whether products of the inner device take operands of this type.

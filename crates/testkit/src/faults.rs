@@ -191,10 +191,7 @@ impl Program {
                 },
             };
             let ops = step.start(&groups[step.cut])?;
-            match step.wait {
-                true => ops.into_iter().try_for_each(|op| op.wait().map(drop))?,
-                false => pending.extend(ops),
-            }
+            if step.wait { ops.into_iter().try_for_each(|op| op.wait().map(drop))? } else { pending.extend(ops) }
         }
         Ok(())
     }

@@ -66,10 +66,7 @@ impl Decorator for Throttled {
 impl Throttled {
     /// Logical bytes of a call.
     fn bytes(&self, call: &Call, op: OpKind) -> f64 {
-        let kept = match &call.op {
-            Op::AllToAll { send_counts, .. } => send_counts[self.inner.rank()],
-            _ => 0,
-        };
+        let kept = if let Op::AllToAll { send_counts, .. } = &call.op { send_counts[self.inner.rank()] } else { 0 };
         let dtype = call.input.as_ref().or(call.output.as_ref()).map_or(DType::U8, Buffer::dtype);
         let (elements, ranks) = (call.elements() - kept, self.inner.size());
         Record { group: self.inner.name().to_owned(), op, dtype, elements, ranks }.bytes()

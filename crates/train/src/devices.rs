@@ -75,9 +75,6 @@ impl Devices {
     }
 
     /// The device of rank 0, for work without communication.
-    ///
-    /// # Errors
-    /// As [`rank`](Self::rank).
     pub fn alone(&self) -> Result<Arc<dyn Device>, Error> {
         match &self.0 {
             DeviceKind::Cpu(precision) => Ok(Arc::new(Cpu::new(*precision))),
@@ -183,10 +180,7 @@ mod cuda {
 
     /// Canonical numerics have the CPU's order of sums; otherwise the library's products are faster.
     fn products(config: &Config) -> Products {
-        match config.reduction_blocks() {
-            Some(_) => Products::OfTheCpu,
-            None => Products::OfTheLibrary,
-        }
+        if config.reduction_blocks().is_some() { Products::OfTheCpu } else { Products::OfTheLibrary }
     }
 
     /// Looks for the drivers and libraries that the devices of a configuration need. `None` for other devices.

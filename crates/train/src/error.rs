@@ -1,7 +1,9 @@
 //! Errors that end a run.
 
 use crate::checkpoint::CheckpointError;
+use crate::config::Fault;
 use crate::data::DataError;
+use crate::replay::OtherBits;
 use meshwork_checkpoint::SaveError;
 use meshwork_core::CommError;
 use meshwork_engine::TrainError;
@@ -49,6 +51,12 @@ pub enum RankError {
     /// Processes that were launched and did not meet.
     #[error(transparent)]
     Launch(#[from] meshwork_core::launcher::LaunchError),
+    /// A setting that the checks before the run would have refused.
+    #[error("{0}")]
+    Setting(Box<Fault>),
+    /// A step that has other bits where it runs again.
+    #[error(transparent)]
+    Replay(#[from] Box<OtherBits>),
     /// Ranks that are not the same run.
     #[error("the ranks of this run differ:\n  {}", .0.join("\n  "))]
     Differences(Vec<String>),
@@ -75,7 +83,7 @@ meshwork_core::debug_as_display!(OutputError);
 
 impl OutputError {
     /// Makes the error of a failed write of `what` to `path`.
-    pub(crate) fn of<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
+    pub(crate) fn writing<'a>(what: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Self + 'a {
         move |source| Self { what, path: path.to_path_buf(), source }
     }
 }
@@ -108,6 +116,12 @@ impl From<CheckpointError> for RankError {
             CheckpointError::Stopped => Self::Stopped,
             error => Self::Checkpoint(Box::new(error)),
         }
+    }
+}
+
+impl From<Fault> for RankError {
+    fn from(fault: Fault) -> Self {
+        Self::Setting(Box::new(fault))
     }
 }
 

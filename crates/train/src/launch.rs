@@ -13,6 +13,7 @@ use crate::metrics::{Event, Experts, Metrics, OffloadTraffic, Start, Step, StepL
 use crate::processes::{Handshake, Joined, RankLog, Stragglers};
 use crate::profile::{Probe, Profile, Profiler, Track, layers, write_layers};
 use crate::progress::{Note, Progress};
+use crate::replay::{Replay, Replays};
 use crate::stop::{self, agreed, is_asked, require_unasked};
 use crate::tensorboard::TensorBoard;
 use crate::{plan, plan_memory};
@@ -47,9 +48,11 @@ pub struct Outcome {
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    let Joined { world, library } = Joined::of(config)?;
-    let devices = world.prepare(|| Devices::open(config))?;
-    train_by(&world, library, &devices, config, data, metrics, stop)
+    let joined = Joined::of(config)?;
+    joined.run(|world| {
+        let devices = world.prepare(|| Devices::open(config))?;
+        train_by(world, joined.library.clone(), &devices, config, data, metrics, stop)
+    })
 }
 
 /// [`train`] in any world of as many ranks as the mesh has, on devices that are open. In each process of a
@@ -100,8 +103,9 @@ fn train_by(
         (true, false) => Some(Profiler::follow(steps, profiled)),
     };
     let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
+    let replays = world.prepare(|| Replays::of(config))?;
     let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
-    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), handshake, library };
+    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, library };
     let ended = world.run_with(config.comm.options(), |world| {
         let world = world.communicator().clone();
         launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
@@ -121,6 +125,7 @@ struct Launch<'a> {
     stop: &'a AtomicBool,
     devices: &'a Devices,
     files: Option<&'a Files>,
+    replays: Option<Replays>,
     /// What processes compare, where there are several.
     handshake: Option<Handshake>,
     /// What joined them, in words.
@@ -139,6 +144,8 @@ impl Launch<'_> {
         let run = || {
             let notes = self.meet(&mesh, &group)?;
             let RankDevice { device, world } = devices.rank(world)?;
+            let replay =
+                self.replays.as_ref().map(|replays| Replay::join(replays, devices, world.clone())).transpose()?;
             let rank = Arc::new(Rank::new(&mesh, probe.communicator(world))?);
             if let Some(log) = &mut log {
                 let at = mesh.axes().map(|axis| format!("{axis}={}", rank.coords().get(axis)));
@@ -150,6 +157,7 @@ impl Launch<'_> {
                 metrics,
                 notes,
                 log: &mut log,
+                replay,
                 stragglers: self.handshake.is_some().then(|| Stragglers::new(&mesh)),
             };
             let outcome = run(config, data, told, stop, (rank.clone(), probe.device(device)), files, &probe);
@@ -182,13 +190,14 @@ struct Told<'a> {
     /// What is told first, by rank 0.
     notes: Vec<String>,
     log: &'a mut Option<RankLog>,
+    replay: Option<Replay<'a>>,
     stragglers: Option<Stragglers>,
 }
 
 fn run(
     config: &Config,
     data: &Data,
-    Told { metrics, notes, log, mut stragglers }: Told<'_>,
+    Told { metrics, notes, log, replay, mut stragglers }: Told<'_>,
     stop: &AtomicBool,
     (rank, device): (Arc<Rank>, Arc<dyn Device>),
     files: Option<&Files>,
@@ -240,12 +249,19 @@ fn run(
         reporter.notes([text]);
     }
     let mut taken = 0; // samples, since the run began or went on
+    let mut has_replayed = false;
     let mut outcome = Outcome { steps: begun, ..Outcome::default() };
     let (mut began, mut launches) = (Instant::now(), None);
     while begun < steps && !outcome.stopped {
         let asked = || is_asked(stop);
         let is_due = |every: u64| every > 0 && (begun + 1).is_multiple_of(every);
         let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
+        let is_replayed = |step: u64| step.is_multiple_of(config.training.replay_every.max(1));
+        let replay = replay.as_ref().filter(|_| is_replayed(begun + 1));
+        let replayed = replay.map(|replay| replay.run(&trainer, |rows| Ok(data.batch_at(taken, rows)?))).transpose()?;
+        if replayed.is_some() {
+            began = Instant::now();
+        }
         let queued = device.launches();
         let mut reports = probe.step(begun + 1, || {
             let read = || data.batch_at(taken, trainer.samples());
@@ -258,11 +274,19 @@ fn run(
         launches = step.map(|step| StepLaunches::next(launches, step));
         let stopped = begun < steps && reports.iter().any(|report| report.stop);
         let saves = saver.as_ref().is_some_and(|saver| stopped || saver.is_due(begun, steps));
-        if validates || checks || saves || stopped || begun == steps {
+        // A replay begins and ends with complete steps.
+        let replays = config.training.replay_every > 0 && (is_replayed(begun) || is_replayed(begun + 1));
+        if validates || checks || saves || replays || stopped || begun == steps {
             reports.extend(trainer.flush(|event| probe.observe(event))?);
         }
         if checks {
             trainer.check_replicas()?;
+        }
+        if let (Some(replay), Some(replayed), Some(report)) = (replay, &replayed, reports.last()) {
+            let told = replay.compare(&trainer, report, replayed)?;
+            reporter.iter_mut().for_each(|reporter| {
+                reporter.notes((!std::mem::replace(&mut has_replayed, true)).then(|| told.clone()))
+            });
         }
         let times = if reports.is_empty() { Vec::new() } else { trainer.times() };
         if let (Some(log), Some(own)) = (log.as_mut(), times.get(number)) {
@@ -454,15 +478,15 @@ impl Reporter {
             lr: report.lr,
             step_ms: seconds * 1e3,
             tokens_per_s: tokens as f64 / seconds,
-            comm_bytes: report.comm_bytes.iter().map(|(&name, &bytes)| (name, bytes.round() as u64)).collect(),
-            offload: report.offload.map(OffloadTraffic::of),
+            comm_bytes: report.comm_bytes.iter().map(|(name, bytes)| (name.clone(), bytes.round() as u64)).collect(),
+            offload: report.offload.map(OffloadTraffic::from_report),
             peak_bytes: report.peak_bytes(),
             compute_ms: times.iter().map(|time| time.computed * 1e3).collect(),
             wait_ms: times.iter().map(|time| time.waited * 1e3).collect(),
             loss_scale: (report.loss_scale != 1.0).then_some(report.loss_scale),
             skipped: report.skipped,
             masked: report.terms == 0,
-            moe: Experts::of(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
+            moe: Experts::from_report(&report.metrics, &report.statistics).filter(|_| report.terms > 0),
         };
         self.masked_steps += u64::from(step.masked);
         self.memory.clone_from(&report.memory);

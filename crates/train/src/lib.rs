@@ -18,6 +18,7 @@ mod predict;
 pub mod processes;
 pub mod profile;
 pub mod progress;
+pub mod replay;
 mod stop;
 mod tensorboard;
 pub mod terminal;

@@ -6,7 +6,7 @@ use crate::config::{Args, Config, ConfigError, Device, Fault, Settings, resolve}
 use crate::data::{self, Data};
 use crate::machine::{Left, Machine};
 use crate::numbers::size;
-use crate::{devices, metrics, plan_memory, predict, processes};
+use crate::{devices, metrics, plan_memory, predict, processes, replay};
 use meshwork_engine::offload::OffloadError;
 use meshwork_engine::slow_build_warning;
 use std::fs;
@@ -60,6 +60,7 @@ pub fn load(args: &Args) -> Result<(Config, Data), ConfigError> {
         count_samples(&mut config, data, &mut settings);
         settings.faults.extend(if settings.faults.is_empty() { export::fault_of_files(&config, data) } else { None });
     }
+    settings.faults.extend(if settings.faults.is_empty() { replay::fault(&config) } else { None });
     let trains = config.training.steps > 0 && !args.plan_memory;
     if trains && settings.faults.is_empty() {
         let checks: [fn(&Config) -> Option<Fault>; 4] =

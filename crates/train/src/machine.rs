@@ -133,7 +133,7 @@ impl Machine {
                 continue;
             }
             for mount in mounts.lines() {
-                if let Some(Mount { root, point }) = Mount::of(mount, version, of.name) {
+                if let Some(Mount { root, point }) = Mount::parse(mount, version, of.name) {
                     // In a container the mount may begin below the root that the path is told from.
                     let inner = path.strip_prefix(&root).unwrap_or(if path.starts_with("/..") { "" } else { path });
                     let bottom = self.root.join(point.trim_start_matches('/'));
@@ -157,7 +157,7 @@ struct Mount {
 impl Mount {
     /// Reads a line of `mountinfo`, if it is of this version and controller:
     /// `30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw`.
-    fn of(line: &str, version: usize, controller: &str) -> Option<Self> {
+    fn parse(line: &str, version: usize, controller: &str) -> Option<Self> {
         let (place, kind) = line.split_once(" - ")?;
         let mut kind = kind.split(' ');
         let fits = match kind.next()? {

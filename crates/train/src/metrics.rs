@@ -154,7 +154,7 @@ pub struct Step {
     pub tokens_per_s: f64,
     /// Bytes communicated per axis, averaged over ranks.
     #[serde(serialize_with = "map")]
-    pub comm_bytes: Vec<(&'static str, u64)>,
+    pub comm_bytes: Vec<(String, u64)>,
     /// Bytes to and from offload, where anything is offloaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offload: Option<OffloadTraffic>,
@@ -191,7 +191,7 @@ pub struct OffloadTraffic {
 
 impl OffloadTraffic {
     /// From the report of a step.
-    pub fn of(Offloaded { read, written, waited }: Offloaded) -> Self {
+    pub fn from_report(Offloaded { read, written, waited }: Offloaded) -> Self {
         Self { read: read.round() as u64, written: written.round() as u64, wait_ms: waited * 1e3 }
     }
 }
@@ -212,7 +212,7 @@ pub struct Experts {
 
 impl Experts {
     /// From the report of a step; `None` of a model without experts.
-    pub fn of(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
+    pub fn from_report(metrics: &[(&'static str, f64)], statistics: &[ReportedStatistic]) -> Option<Self> {
         let layer = |buffer: &str| buffer.rsplit_once('.').map_or(buffer, |(layer, _)| layer).to_owned();
         let loads = statistics.iter().filter(|statistic| statistic.name == TOKENS);
         let tokens: Vec<_> = loads.map(|load| (layer(&load.buffer), load.sums.clone())).collect();
@@ -234,7 +234,7 @@ impl Step {
         add("train", "learning_rate", self.lr);
         add("speed", "step_ms", self.step_ms);
         add("speed", "tokens_per_s", self.tokens_per_s);
-        self.comm_bytes.iter().for_each(|&(axis, bytes)| add("communication", axis, bytes as f64));
+        self.comm_bytes.iter().for_each(|(axis, bytes)| add("communication", axis, *bytes as f64));
         self.peak_bytes
             .iter()
             .enumerate()
@@ -257,8 +257,8 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-fn map<S: Serializer, T: Serialize + Copy>(pairs: &[(&'static str, T)], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(pairs.iter().copied())
+fn map<S: Serializer, K: Serialize, T: Serialize>(pairs: &[(K, T)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(pairs.iter().map(|(name, value)| (name, value)))
 }
 
 /// Counts by their names.
@@ -292,39 +292,30 @@ pub struct Metrics {
 
 impl Metrics {
     /// A new file at `path`, in the place of any old one.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn create(path: &Path) -> Result<Self, OutputError> {
-        let file = File::create(path).map_err(OutputError::of(WHAT, path))?;
+        let file = File::create(path).map_err(OutputError::writing(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 
     /// The file at `path`, to go on after its last line; a new one if there is none. The rest of a line that was
     /// cut short is removed.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn append(path: &Path) -> Result<Self, OutputError> {
         // Opening a pipe would wait for its reader.
         if path.is_file() {
-            end_line(path).map_err(OutputError::of(WHAT, path))?;
+            end_line(path).map_err(OutputError::writing(WHAT, path))?;
         }
-        let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::of(WHAT, path))?;
+        let file = OpenOptions::new().append(true).create(true).open(path).map_err(OutputError::writing(WHAT, path))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 
     /// Writes one line.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn write(&mut self, event: &Event<'_>) -> Result<(), OutputError> {
         let line = serde_json::to_vec(event).map_err(io::Error::from).map(|mut line| {
             line.push(b'\n');
             line
         });
         // The file is not buffered, so one write is one line on its way to the system.
-        line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::of(WHAT, &self.path))
+        line.and_then(|line| self.file.write_all(&line)).map_err(OutputError::writing(WHAT, &self.path))
     }
 }
 

@@ -6,6 +6,7 @@ use crate::config::{Config, Dtype};
 use crate::error::RankError;
 use crate::numbers::{count, grouped, size, spans};
 pub use crate::predict::{EqualRanks, memory, predict, predict_all, world_bytes};
+use crate::replay;
 use meshwork_core::{Axis, Record};
 pub use meshwork_engine::dry_run::Prediction;
 use meshwork_engine::dry_run::bytes_on;
@@ -19,6 +20,7 @@ use std::collections::BTreeSet;
 pub fn report(config: &Config) -> Result<String, RankError> {
     let mut text = report_steps(config)?;
     text.extend(config.warning().into_iter().flat_map(|warning| [warning, "\n"]));
+    text += &replay::report(config)?;
     if config.checkpoint.dir.is_some() {
         let plan = config.plan()?;
         let files = save_plan(&config.model(), &plan)?;

@@ -41,7 +41,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn of(config: Config) -> Result<Self, TrainError> {
+    fn predict(config: Config) -> Result<Self, TrainError> {
         let all = predict_all(&config)?;
         let most = all.iter().map(|equal| equal.each.memory).max_by_key(MemoryUse::total).unwrap_or_default();
         let times = all.iter().map(|equal| {
@@ -80,18 +80,18 @@ fn changes(config: &Config, base: &Config) -> impl Iterator<Item = (&'static str
 
 /// Every combination of settings that this run takes, its own first; then from what changes least.
 fn candidates(config: &Config) -> Vec<Candidate> {
-    combinations(config).into_iter().filter_map(|tried| Candidate::of(tried).ok()).collect()
+    combinations(config).into_iter().filter_map(|tried| Candidate::predict(tried).ok()).collect()
 }
 
 /// The memory that each setting by itself would free on the fullest rank, as predicted, the largest first.
 pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
-    let Ok(own) = Candidate::of(config.clone()) else { return Vec::new() };
+    let Ok(own) = Candidate::predict(config.clone()) else { return Vec::new() };
     let single = combinations(config)
         .into_iter()
         .filter(|tried| changes(tried, config).filter(|&(key, _)| key != FOLDER).count() == 1);
     let mut savings: Vec<(String, u64)> = single
         .filter_map(|tried| {
-            let tried = Candidate::of(tried).ok()?;
+            let tried = Candidate::predict(tried).ok()?;
             let less = own.most.total().checked_sub(tried.most.total()).filter(|&less| less > 0)?;
             Some((tried.settings(config), less))
         })
@@ -101,10 +101,10 @@ pub(crate) fn savings(config: &Config) -> Vec<(String, u64)> {
 }
 
 fn combinations(config: &Config) -> Vec<Config> {
-    let dp = config.parallelism.dp;
+    let (dp, cp) = (config.parallelism.dp, config.parallelism.cp);
     let (own_stage, own_micros) = (config.parallelism.zero_stage, config.pipeline.num_microbatches);
     let samples = config.training.global_batch_size / dp.max(1);
-    let stages = if dp > 1 { own_stage..ZeroStage::ALL.len() } else { own_stage..own_stage + 1 };
+    let stages = if dp * cp > 1 { own_stage..ZeroStage::ALL.len() } else { own_stage..own_stage + 1 };
     let doubled = std::iter::successors(Some(own_micros), |micros| Some(micros * 2));
     let micros: Vec<usize> =
         doubled.take_while(|micros| *micros <= samples && samples.is_multiple_of(*micros)).collect();
@@ -228,7 +228,7 @@ pub fn report(config: &Config) -> Result<String, TrainError> {
 /// The fault of a limit below the predicted memory.
 pub(crate) fn too_large(config: &Config) -> Option<Fault> {
     let limit = config.memory.limit()?;
-    let own = Candidate::of(config.clone()).ok()?;
+    let own = Candidate::predict(config.clone()).ok()?;
     if own.most.total() <= limit {
         return None;
     }

@@ -27,11 +27,8 @@ pub struct TensorBoard {
 impl TensorBoard {
     /// A new file in `folder`, which is made if it does not exist. Files of earlier runs stay: TensorBoard reads them
     /// in the order of their times.
-    ///
-    /// # Errors
-    /// When it cannot be written.
     pub fn create(folder: &Path) -> Result<Self, OutputError> {
-        fs::create_dir_all(folder).map_err(OutputError::of(WHAT, folder))?;
+        fs::create_dir_all(folder).map_err(OutputError::writing(WHAT, folder))?;
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let name = format!(
             "events.out.tfevents.{:010}.meshwork.{}.{}",
@@ -40,7 +37,7 @@ impl TensorBoard {
             time.subsec_nanos()
         );
         let path = folder.join(name);
-        let file = File::create_new(&path).map_err(OutputError::of(WHAT, &path))?;
+        let file = File::create_new(&path).map_err(OutputError::writing(WHAT, &path))?;
         let mut events = Self { path, file };
         let mut version = Message::default();
         version.double(1, time.as_secs_f64()).bytes(3, b"brain.Event:2");
@@ -77,7 +74,7 @@ impl TensorBoard {
     fn record(&mut self, data: &[u8]) -> Result<(), OutputError> {
         let length = (data.len() as u64).to_le_bytes();
         let record = [&length[..], &masked_crc(&length), data, &masked_crc(data)].concat();
-        self.file.write_all(&record).map_err(OutputError::of(WHAT, &self.path))
+        self.file.write_all(&record).map_err(OutputError::writing(WHAT, &self.path))
     }
 }
 

@@ -247,7 +247,7 @@ fn the_summary_names_every_tensor() {
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), 2, &[10]);
     let checkpoint = open(dir.path(), 10);
-    let text = Summary::of(&checkpoint).unwrap().to_string();
+    let text = Summary::read(&checkpoint).unwrap().to_string();
     for part in ["step 10, format 1\n5 tensors of 20042 bytes in 4 files of", "checksums are right", "\"seed\": 7"] {
         assert!(text.contains(part), "{part}: {text}");
     }
@@ -256,7 +256,7 @@ fn the_summary_names_every_tensor() {
     let mut bytes = fs::read(&file).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&file, bytes).unwrap();
-    let text = Summary::of(&checkpoint).unwrap().to_string();
+    let text = Summary::read(&checkpoint).unwrap().to_string();
     assert!(text.contains("\n1 of ") && text.contains("checksums are wrong:\n"), "{text}");
 }
 

@@ -1,4 +1,4 @@
-//! Every difference between ranks, in words: for ranks that compare what they are before they begin.
+//! Every difference between ranks, in words: for ranks that compare their settings before they begin.
 
 use super::{Agreement, End, SHOWN, classes, ends, gather, runs};
 use crate::comm::{CommError, Group};
@@ -13,9 +13,6 @@ impl Agreement {
     /// the same lines on every rank. Collective over the group.
     ///
     /// If ranks do not differ, it is one exchange of six numbers.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn differences(&self, group: &Group, place: &str) -> Result<Vec<String>, CommError> {
         if group.size() == 1 {
             return Ok(Vec::new());

@@ -195,10 +195,7 @@ impl Call {
                 }
             }
         }
-        match self.output.as_ref().is_none_or(Buffer::is_unique) {
-            true => Ok(()),
-            false => Err(CallError::OutputShared),
-        }
+        if self.output.as_ref().is_none_or(Buffer::is_unique) { Ok(()) } else { Err(CallError::OutputShared) }
     }
 
     /// A description of the call, for messages and for comparing ranks. `world_ranks` are the group's.
@@ -210,10 +207,7 @@ impl Call {
             Op::Recv { from, signature } => (Some(Peer::From(world(from))), Some(signature)),
             _ => (None, None),
         };
-        let reduce = match self.op {
-            Op::AllReduce(reduce) | Op::ReduceScatter(reduce) => Some(reduce),
-            _ => None,
-        };
+        let reduce = if let Op::AllReduce(reduce) | Op::ReduceScatter(reduce) = self.op { Some(reduce) } else { None };
         let dtype = self.input.as_ref().or(self.output.as_ref()).map(Buffer::dtype);
         let (kind, elements) = (self.op.kind(), self.elements());
         OpInfo { kind, reduce, dtype, elements, peer, signature, caller: self.caller.clone() }
@@ -233,10 +227,7 @@ fn count(buffer: &Option<Buffer>) -> usize {
 }
 
 fn member(what: &'static str, rank: usize, size: usize) -> Result<(), CallError> {
-    match rank < size {
-        true => Ok(()),
-        false => Err(CallError::NoSuchRank { what, rank, size }),
-    }
+    if rank < size { Ok(()) } else { Err(CallError::NoSuchRank { what, rank, size }) }
 }
 
 fn parts(
@@ -267,10 +258,7 @@ fn count_list(
     }
     // Saturating: a sum that overflows cannot equal the count of a buffer that exists.
     let wanted = counts.iter().fold(0usize, |sum, &c| sum.saturating_add(c));
-    match count == wanted {
-        true => Ok(()),
-        false => Err(CallError::Count { which, count, wanted }),
-    }
+    if count == wanted { Ok(()) } else { Err(CallError::Count { which, count, wanted }) }
 }
 
 /// The other rank of an operation, by world rank.

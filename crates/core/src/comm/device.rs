@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use super::ReduceOp;
 
-/// A moment in the work of a rank's device: all that was queued in some place before.
+/// A moment in the work of a rank's device: after all work that was queued there before.
 #[derive(Clone, Debug)]
 pub struct Moment {
     /// The rank's end of that device.
@@ -40,7 +40,7 @@ pub trait Carrier: Any + Send + Sync + Debug {
     /// buffers are their own again.
     fn carry(&self, work: &DeviceWork) -> Result<Vec<Moment>, String>;
 
-    /// Queues that what this rank queues from now on begins after these moments, of its own device or of another. Any
+    /// Lets the work that this rank queues from now on begin after these moments, of its own device or of another. Any
     /// thread may call it, also the thread of another rank that drops its buffers, whatever the rank does with its
     /// device meanwhile. An error stays with the device, whose every later use returns it: what follows would not wait.
     fn resume(&self, done: &[Moment]) -> Result<(), String>;

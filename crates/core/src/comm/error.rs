@@ -49,8 +49,8 @@ pub enum CommError {
     /// The world stopped: some rank failed, or ranks disagree. Every rank gets the same fault.
     #[error("{}", fault.describe(site))]
     Stopped { site: Site, fault: Arc<Fault> },
-    /// Something that should be the same on several ranks is not, or the reverse. Every rank that compared it gets the
-    /// same.
+    /// A value that should be the same on several ranks differs, or the reverse. Every rank that compared it gets the
+    /// same error.
     #[error(transparent)]
     Disagreement(Box<Disagreement>),
     /// A buffer cannot be used for the call.
@@ -73,7 +73,7 @@ pub struct Disagreement {
     pub over: String,
     /// The facts instead: ranks, and their values where these are short.
     pub found: String,
-    /// The world ranks to look at first: those that have something else than most, or all where there is no majority.
+    /// The world ranks to look at first: the ranks that differ from most, or all ranks if there is no majority.
     pub ranks: Vec<usize>,
     /// What would be valid.
     pub valid: String,

@@ -270,10 +270,7 @@ pub struct Fault {
 impl Fault {
     /// The fault in one line.
     pub fn headline(&self) -> String {
-        match &self.site {
-            Some(site) => format!("{site}: {}", self.cause()),
-            None => self.cause(),
-        }
+        if let Some(site) = &self.site { format!("{site}: {}", self.cause()) } else { self.cause() }
     }
 
     /// The fault in words, with the calls of the program in which it happened.

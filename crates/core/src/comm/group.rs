@@ -121,10 +121,7 @@ impl Group {
 
 /// Elements as a [`Record`] counts them: without the elements that an all-to-all keeps on its own rank.
 fn leaving(call: &Call, rank: usize) -> usize {
-    match &call.op {
-        Op::AllToAll { send_counts, .. } => call.elements() - send_counts[rank],
-        _ => call.elements(),
-    }
+    if let Op::AllToAll { send_counts, .. } = &call.op { call.elements() - send_counts[rank] } else { call.elements() }
 }
 
 enum Identity {

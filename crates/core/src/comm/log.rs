@@ -17,7 +17,7 @@ pub struct Record {
     pub op: OpKind,
     /// Element type; bytes for a barrier, which has none.
     pub dtype: DType,
-    /// Elements of the full buffer; for an all-to-all or a send, those that leave the rank.
+    /// Elements of the full buffer; for an all-to-all or a send, the elements that leave the rank.
     pub elements: usize,
     /// Ranks in the group.
     pub ranks: usize,

@@ -43,11 +43,8 @@ pub struct Ended {
 const ROUNDS: usize = 8;
 
 /// The moment at which rank 0 came here, by the clock of each rank: for [`Membership::origin`]. Collective over the
-/// world. A rank asks the one whose number lacks its lowest bit, so that none answers more than log₂ n others; an error
-/// is at most half of the shortest round trips on the way to rank 0.
-///
-/// # Errors
-/// A failed communication.
+/// world. A rank asks the rank whose number lacks its lowest bit, so that no rank answers more than log₂ n others; an
+/// error is at most half of the shortest round trips on the way to rank 0.
 pub fn shared_moment(world: Arc<dyn Communicator>) -> Result<Instant, CommError> {
     let (world, mut origin) = (Group::from(world), Instant::now());
     let (rank, size) = (world.rank(), world.size());

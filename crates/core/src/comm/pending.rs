@@ -20,7 +20,7 @@ pub trait PendingOp: Send {
 #[must_use = "the operation's memory comes back from `wait`"]
 pub struct Pending {
     state: State,
-    /// Which adds up the time of the wait.
+    /// The log that adds up the time of the wait.
     log: Option<CommLog>,
 }
 

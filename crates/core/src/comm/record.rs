@@ -36,8 +36,8 @@ struct RecordComm {
     origin: Instant,
 }
 
-/// An operation that is over. It keeps its memory until it is waited for, as one between ranks does: so peaks of memory
-/// are the same.
+/// An operation that is over. It keeps its memory until it is waited for, as an operation between ranks does, so that
+/// peaks of memory are the same.
 struct Recorded(Call);
 
 impl PendingOp for Recorded {

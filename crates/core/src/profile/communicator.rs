@@ -73,10 +73,7 @@ impl Decorator for Profiled {
 /// Bytes that this rank's share of an operation reads and writes at least. A reduction is in place.
 fn traffic(kind: OpKind, call: &Call) -> u64 {
     let bytes = |buffer: &Option<Buffer>| buffer.as_ref().map_or(0, Buffer::bytes) as u64;
-    match kind {
-        OpKind::AllReduce => 2 * bytes(&call.output),
-        _ => bytes(&call.input) + bytes(&call.output),
-    }
+    if matches!(kind, OpKind::AllReduce) { 2 * bytes(&call.output) } else { bytes(&call.input) + bytes(&call.output) }
 }
 
 /// An operation under way.

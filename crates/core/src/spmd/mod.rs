@@ -44,10 +44,7 @@ impl Ty {
 
     /// The sharded dim.
     pub fn dim(self) -> Option<usize> {
-        match self {
-            Ty::Shard(dim) => Some(dim),
-            _ => None,
-        }
+        if let Ty::Shard(dim) = self { Some(dim) } else { None }
     }
 
     /// Four bits for [`Types::signature`]; dims from 11 on share a code.

@@ -199,3 +199,24 @@ fn groups_of_a_mesh_with_experts_have_their_names() {
     assert_eq!(names("dp=2,tp=2"), ["dp of 2", "ep of 1", "dp of 2", "tp of 2"]);
     assert_eq!(names("dp=1"), ["dp of 1", "ep of 1", "dp of 1", "tp of 1"]);
 }
+
+/// Where ep does not divide dp it takes all ranks of cp, and ranks of dp for the rest.
+#[test]
+fn experts_borrow_ranks_of_cp() {
+    for (text, axes, ep) in [
+        ("cp=2,ep=2,dp=2", &[Axis::Ep][..], 2), // ranks of dp, which it divides
+        ("cp=4,ep=8,dp=2", &[Axis::Cp, Axis::Ep], 2),
+        ("tp=2,cp=3,ep=3,dp=2", &[Axis::Cp, Axis::Ep], 1),
+    ] {
+        let mesh = mesh(text);
+        assert_eq!((&*mesh.expert_axes(), mesh.degree(Axis::Ep)), (axes, ep), "{text}");
+        assert_eq!(mesh.to_string().parse(), Ok(mesh.clone()), "{text}: {mesh}");
+        assert_eq!(mesh.data_degree(), 2, "{text}");
+    }
+    let told = "dp=2,cp=4,ep=6".parse::<Mesh>().unwrap_err().to_string();
+    assert_eq!(
+        told,
+        "ep=6 does not divide dp=2: the experts are shared out among ranks of dp, or among all of cp=4 and ranks of dp"
+    );
+    assert_eq!(mesh("dp=2,cp=2,pp=2,tp=1").product_names(), ["dp+cp", "pp+cp", "pp+dp"]);
+}

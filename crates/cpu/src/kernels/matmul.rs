@@ -267,10 +267,7 @@ impl<T: Float> Epilogue<'_, T> {
         };
         let mut outs = out.map(|out| out.chunks(len * halves / 2));
         std::iter::from_fn(move || {
-            let out = match &mut outs {
-                Some(outs) => Some(outs.next()?.split_at(j * halves / 2).1),
-                None => None,
-            };
+            let out = if let Some(outs) = &mut outs { Some(outs.next()?.split_at(j * halves / 2).1) } else { None };
             Some(match (bias, out) {
                 (Some(bias), Some(out)) => Epilogue::BiasGelu(bias, out),
                 (Some(bias), None) => Epilogue::Bias(bias),
@@ -284,8 +281,8 @@ impl<T: Float> Epilogue<'_, T> {
         match self {
             Epilogue::Nothing => Finish::Nothing,
             Epilogue::Bias(bias) => Finish::Bias(bias.as_ptr()),
-            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::of(out)),
-            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::of(out)),
+            Epilogue::BiasGelu(bias, out) => Finish::BiasGelu(bias.as_ptr(), OutSlot::new(out)),
+            Epilogue::Swiglu(out) => Finish::Swiglu(OutSlot::new(out)),
         }
     }
 }
@@ -421,7 +418,7 @@ enum OutSlot<T> {
 }
 
 impl<T> OutSlot<T> {
-    fn of(stored: &mut Stored<'_, T>) -> OutSlot<T> {
+    fn new(stored: &mut Stored<'_, T>) -> OutSlot<T> {
         match stored {
             Stored::Full(to) => OutSlot::Full(to.as_mut_ptr()),
             Stored::Bf16(to) => OutSlot::Bf16(to.as_mut_ptr()),

@@ -45,7 +45,6 @@ pub mod permutation;
 pub mod pointwise;
 pub mod reduction;
 pub mod relu;
-pub mod rms_norm;
 pub mod round;
 pub mod routing;
 pub mod swiglu;

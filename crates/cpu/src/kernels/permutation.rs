@@ -101,10 +101,7 @@ pub fn combine<T: Float>(rows: &[T], choices: Choices<'_>, weights: &[T], width:
             let slot = usize::try_from(slots[at]).ok()?;
             Some((ids[at], slot, weights.get(at).copied()))
         }));
-        match terms.is_empty() {
-            true => out.fill(T::ZERO),
-            false => sum(rows, &terms, out, &mut scratch),
-        }
+        if terms.is_empty() { out.fill(T::ZERO) } else { sum(rows, &terms, out, &mut scratch) }
     }
 }
 

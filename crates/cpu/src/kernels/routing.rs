@@ -128,17 +128,11 @@ fn picked<T: Float>(scores: &[T], choices: &[i32], token: usize, of: Pick, out: 
     for (place, out) in out.iter_mut().enumerate() {
         *out = chosen(choices, token, place, of).map_or(T::ZERO, |expert| scores[expert]);
     }
-    match of.normalise {
-        true => out.iter().fold(T::from(TINY), |sum, &score| sum + score),
-        false => T::ONE,
-    }
+    if of.normalise { out.iter().fold(T::from(TINY), |sum, &score| sum + score) } else { T::ONE }
 }
 
 fn chosen(choices: &[i32], token: usize, place: usize, of: Pick) -> Option<usize> {
-    match choices.is_empty() {
-        true => Some(place),
-        false => usize::try_from(choices[token * of.k + place]).ok(),
-    }
+    if choices.is_empty() { Some(place) } else { usize::try_from(choices[token * of.k + place]).ok() }
 }
 
 /// Their gradient. Overwrites.

@@ -39,10 +39,7 @@ pub fn scatter<P: Pattern>(bits: &[u8], values: &[P], x: &mut [P]) {
     let mut from = values.iter();
     for (x, &bits) in x.chunks_mut(PER_BYTE).zip(bits) {
         for (at, x) in x.iter_mut().enumerate() {
-            *x = match bits >> at & 1 {
-                1 => from.next().copied().unwrap_or_default(),
-                _ => P::default(),
-            };
+            *x = if bits >> at & 1 == 1 { from.next().copied().unwrap_or_default() } else { P::default() };
         }
     }
     assert_eq!(from.len(), 0, "values without a bit");

@@ -23,18 +23,12 @@ fn failed(op: &'static str) -> impl Fn(CompressError) -> Error {
 
 /// Rejects memory whose length differs from the value's.
 fn require_count(count: usize, wanted: usize) -> Result<()> {
-    match count == wanted {
-        true => Ok(()),
-        false => Err(BufferError::Range { start: 0, end: wanted, count }.into()),
-    }
+    if count == wanted { Ok(()) } else { Err(BufferError::Range { start: 0, end: wanted, count }.into()) }
 }
 
 /// Rejects memory of another type.
 fn require_dtype(x: &Buffer, asked: DType) -> Result<()> {
-    match x.dtype() == asked {
-        true => Ok(()),
-        false => Err(BufferError::DType { actual: x.dtype(), asked }.into()),
-    }
+    if x.dtype() == asked { Ok(()) } else { Err(BufferError::DType { actual: x.dtype(), asked }.into()) }
 }
 
 /// 16 bytes as kernel arguments.

@@ -107,10 +107,7 @@ impl Operand for &mut Buffer {
 /// An optional buffer: the kernel gets a null address if it is missing.
 impl Operand for Option<&Buffer> {
     fn add_to(self, operands: &mut Operands<'_>) -> Result<()> {
-        match self {
-            Some(buffer) => buffer.add_to(operands),
-            None => operands.push(Address::NULL, None),
-        }
+        if let Some(buffer) = self { buffer.add_to(operands) } else { operands.push(Address::NULL, None) }
     }
 }
 

@@ -81,21 +81,15 @@ pub struct CudaDevice {
 
 impl CudaDevice {
     /// A device that works through `driver`, with products in f32.
-    ///
-    /// # Errors
-    /// An error of the driver.
     pub fn new(driver: Arc<dyn Driver>, products: Products) -> Result<Self> {
         Self::with_precision(driver, products, Precision::F32)
     }
 
     /// A device whose products, those of attention too, take operands in this precision.
-    ///
-    /// # Errors
-    /// An error of the driver.
     pub fn with_precision(driver: Arc<dyn Driver>, products: Products, precision: Precision) -> Result<Self> {
         let device = driver.name().to_owned();
         let failed = |fault: DriverError| Error::Device { op: "open", device: device.clone(), fault: fault.into() };
-        let tuning = Tuning::of(&driver.properties().architecture);
+        let tuning = Tuning::built_in(&driver.properties().architecture);
         let pool = Arc::new(Pool::new(driver).map_err(failed)?);
         Self::over(pool, products, precision, tuning)
     }
@@ -118,9 +112,6 @@ impl CudaDevice {
     }
 
     /// The same device and memory, but with kernel forms chosen by this table instead of the built-in one.
-    ///
-    /// # Errors
-    /// An error of the driver.
     pub fn with_tuning(&self, tuning: Tuning) -> Result<Self> {
         Self::over(self.pool.clone(), self.products, self.precision, tuning)
     }

@@ -97,10 +97,7 @@ impl Pointwise for CudaDevice {
         let scratch = if apart { None } else { Some(self.scratch(DType::F32, n)?) };
         let out = scratch.as_ref().map_or(Ok(whole.offset(4 * to)), |scratch| self.place("add", scratch))?;
         launch!(self, "add", "tree_sum", [n, 0]; whole.offset(4 * start), count, out, n)?;
-        match &scratch {
-            Some(scratch) => self.copy_into(scratch, 0..n, x, to),
-            None => Ok(()),
-        }
+        if let Some(scratch) = &scratch { self.copy_into(scratch, 0..n, x, to) } else { Ok(()) }
     }
 
     fn bias(&self, x: &Buffer, bias: &Buffer) -> Result<Buffer> {

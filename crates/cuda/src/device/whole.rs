@@ -145,10 +145,7 @@ impl CudaDevice {
 
     /// The largest values of blocks of means and squares.
     fn largest<'a>(&self, part: &WholePart<'_>, sets: &'a [Buffer]) -> Result<[&'a Buffer; 2]> {
-        match sets {
-            [mean, square] => Ok([mean, square]),
-            _ => Err(self.no_rule(part.rule)),
-        }
+        if let [mean, square] = sets { Ok([mean, square]) } else { Err(self.no_rule(part.rule)) }
     }
 }
 
@@ -170,7 +167,7 @@ impl WholeOptim for CudaDevice {
         // Two numbers per element, or one number twice.
         let scratch = self.scratch(DType::F32, 2 * count)?;
         let [first, second] = [self.place(OP, &scratch)?, self.place(OP, &scratch)?.offset(4 * count)];
-        let rule = part.rule.of(shape);
+        let rule = part.rule.for_shape(shape);
         let passes = rule.passes(shape);
         let mut measured = [first, second];
         match rule {
@@ -232,7 +229,7 @@ impl WholeOptim for CudaDevice {
         sets: &mut [Buffer],
     ) -> Result<()> {
         self.f64s(totals)?;
-        let (shape, rule, matrices) = (&part.shape, part.rule.of(&part.shape), part.shape.matrices);
+        let (shape, rule, matrices) = (&part.shape, part.rule.for_shape(&part.shape), part.shape.matrices);
         let to = self.place_mut(OP, totals)?.offset(8 * at);
         match rule {
             Rule::Lamb(_) => launch!(self, OP, "lamb_settle", [matrices, 0]; to, matrices),
@@ -278,7 +275,7 @@ impl WholeOptim for CudaDevice {
             return Ok(());
         }
         let (count, sizes, scale) = (elements.count(), [elements.count(), 0], part.update.grad_scale);
-        let rule = part.rule.of(shape);
+        let rule = part.rule.for_shape(shape);
         let passes = rule.passes(shape);
         let total = |pass: usize| {
             let over = passes.get(pass).map_or(&[][..], Pass::over);

@@ -37,10 +37,7 @@ impl Draws {
 
     /// The amount of work that runs now without a wait: mostly none.
     pub(super) fn ahead(&mut self) -> usize {
-        match self.below(16) {
-            0 => 1 + self.below(32),
-            _ => 0,
-        }
+        if self.below(16) == 0 { 1 + self.below(32) } else { 0 }
     }
 
     /// Chooses one of the streams that can continue. The list must not be empty.

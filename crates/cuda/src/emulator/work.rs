@@ -118,10 +118,7 @@ impl State {
         self.known(event)?;
         let nth = self.waits;
         self.waits += 1;
-        match self.skipped == Some(nth) {
-            true => self.healthy(),
-            false => self.push(device, stream, Queued::Wait(event)),
-        }
+        if self.skipped == Some(nth) { self.healthy() } else { self.push(device, stream, Queued::Wait(event)) }
     }
 
     /// Runs work until an event is reached.

@@ -16,79 +16,35 @@ const OLDEST: i32 = 12_000;
 /// A GPU that cannot be used.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum GpuError {
     /// No driver.
     #[error("no CUDA driver found (looked for {looked}): install NVIDIA's driver")]
-    NoDriver {
-        /// File names and search paths.
-        looked: String,
-    },
+    NoDriver { looked: String },
     /// A driver that lacks functions.
     #[error("the CUDA driver is too old: it is of CUDA {found}, and CUDA {needed} or newer is needed")]
-    DriverTooOld {
-        /// The version of the driver.
-        found: String,
-        /// The oldest supported version.
-        needed: String,
-    },
+    DriverTooOld { found: String, needed: String },
     /// A driver that cannot load the compiler's machine code.
     #[error(
         "the CUDA driver is too old: it is of CUDA {driver}, and NVRTC is {nvrtc}; update the driver or use an older NVRTC"
     )]
-    DriverOlderThanCompiler {
-        /// The version of the driver.
-        driver: String,
-        /// The version of NVRTC.
-        nvrtc: String,
-    },
+    DriverOlderThanCompiler { driver: String, nvrtc: String },
     /// A missing library.
     #[error("no {name} found (looked for {looked}): install it, or add its folder to LD_LIBRARY_PATH")]
-    NoLibrary {
-        /// Its name.
-        name: &'static str,
-        /// File names and search paths.
-        looked: String,
-    },
+    NoLibrary { name: &'static str, looked: String },
     /// A GPU that does not exist.
     #[error("there is no GPU {ordinal}: this machine has {count}, numbered from 0")]
-    NoDevice {
-        /// The requested number.
-        ordinal: usize,
-        /// The number of GPUs.
-        count: usize,
-    },
+    NoDevice { ordinal: usize, count: usize },
     /// A GPU that lacks the instructions of the kernels.
     #[error(
         "GPU {ordinal} ({name}) is too old: it has compute capability {found}, and kernels need {needed} or newer; use another one with --device cuda:N, or cpu"
     )]
-    TooOld {
-        /// Its number.
-        ordinal: usize,
-        /// Its name.
-        name: String,
-        /// Its compute capability.
-        found: String,
-        /// The oldest supported one.
-        needed: String,
-    },
+    TooOld { ordinal: usize, name: String, found: String, needed: String },
     /// A GPU that the compiler does not know.
     #[error(
         "NVRTC {nvrtc} does not compile for GPU {ordinal} ({name}), of {architecture}: it knows sm_{oldest} to sm_{newest}; install another NVRTC"
     )]
-    UnknownToCompiler {
-        /// The number of the GPU.
-        ordinal: usize,
-        /// Its name.
-        name: String,
-        /// Its architecture.
-        architecture: String,
-        /// The version of NVRTC.
-        nvrtc: String,
-        /// The oldest architecture that it compiles for.
-        oldest: i32,
-        /// The newest one.
-        newest: i32,
-    },
+    UnknownToCompiler { ordinal: usize, name: String, architecture: String, nvrtc: String, oldest: i32, newest: i32 },
     /// An error of the driver.
     #[error(transparent)]
     Driver(#[from] DriverError),
@@ -100,10 +56,7 @@ meshwork_core::debug_as_display!(GpuError);
 pub(super) fn meaning(code: Code) -> String {
     let name = code.error_name().map(|name| name.to_string_lossy().into_owned());
     let text = code.error_string().map(|text| text.to_string_lossy().into_owned());
-    match (name, text) {
-        (Ok(name), Ok(text)) => format!("{name} ({text})"),
-        _ => format!("{:?}", code.0),
-    }
+    if let (Ok(name), Ok(text)) = (name, text) { format!("{name} ({text})") } else { format!("{:?}", code.0) }
 }
 
 /// Whether an error code belongs to queued work: any later call may return it, and then every call does.

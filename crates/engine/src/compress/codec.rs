@@ -40,7 +40,7 @@ pub struct Codec {
     kept: BTreeMap<Site, Sender<Buffer>>,
     /// In a pass that may have to be repeated, the states before it that have changed.
     before: Option<BTreeMap<Site, Sender<Buffer>>>,
-    /// The indices of activations whose gradients have not crossed yet, where these take them: by cut and step and
+    /// The indices of activations whose gradients have not crossed yet, where gradients use them: by cut, step and
     /// micro-batch.
     indices: BTreeMap<(usize, u64, usize), Buffer>,
     /// With AQ-SGD, the activations of samples.
@@ -126,8 +126,8 @@ impl Codec {
         self.histories.begin(batch, data, &*self.device)
     }
 
-    /// Begins a pass. One that may be repeated is repeated after [`clear`](Self::clear), or stays as it is when the
-    /// next one begins.
+    /// Begins a pass. A pass that may be repeated is repeated after [`clear`](Self::clear), and is final when the next
+    /// pass begins.
     pub fn begin(&mut self, clock: Clock, may_repeat: bool) {
         self.clock = clock;
         self.before = may_repeat.then(BTreeMap::new);
@@ -205,7 +205,7 @@ impl Codec {
         Ok(self.packed_and_last(site, of, value, buffer, room)?.0)
     }
 
-    /// The message of a value, and with AQ-SGD the m that it is added to.
+    /// The message of a value, and with AQ-SGD the last activation m to which it is added.
     fn packed_and_last(
         &mut self,
         site: Site,
@@ -219,10 +219,7 @@ impl Codec {
         let differs = matches!(types.get(Axis::Tp), Some(Ty::Shard(_) | Ty::Varying));
         let [tp_rank, tp] = if differs { self.tp } else { [0, 1] };
         let (name, pass) = (self.boundaries[site.cut].value(site.direction), self.clock.purpose);
-        let name = match pass {
-            Purpose::Train => name,
-            _ => format!("{name} in {pass:?}"),
-        };
+        let name = if matches!(pass, Purpose::Train) { name } else { format!("{name} in {pass:?}") };
         let before = ((self.data_rank * self.clock.micros + micro) * tp + tp_rank) * of.shape.len();
         let draws = Draws::new(self.seed, &name, step).skip(before);
         let indices = self.indices_of_gradient(site, of)?;
@@ -322,7 +319,7 @@ impl Codec {
         Ok(Message { tensor: Tensor::from_buffer(&device, received, value.shape)?, types })
     }
 
-    /// The cut, if this rank keeps activations of samples there that a value belongs to.
+    /// The cut that a value crosses, if this rank keeps the activations of samples there.
     fn history(&self, Site { cut, direction, micro }: Site) -> Option<usize> {
         let trains = self.clock.purpose == Purpose::Train && direction == Direction::Activation;
         let included = trains && self.compress.includes(self.clock.step_of(micro).0);

@@ -6,8 +6,8 @@
 //! finish:  P̂ = orthogonal columns of P,  Q = Mᵀ P̂   all-reduce Q;  sum = P̂ Qᵀ,  residual = M − sum / ranks
 //! ```
 //!
-//! [`matrices`](super::matrices) says what M is. Parameters without matrices are summed with the P as they are. Q is
-//! kept from one sum to the next (warm start). Every rank gets the whole sum; with ZeRO it keeps its slice.
+//! [`matrices`](super::matrices) says what M is. Parameters without matrices are summed as they are, together with P. Q
+//! is kept from one sum to the next (warm start). Every rank gets the whole sum; with ZeRO it keeps its slice.
 
 use super::bucket_sum::{BucketSum, zeros};
 use super::matrices::{FactoredParameter, MatrixRanges};
@@ -33,7 +33,7 @@ pub struct FactorSum {
 #[derive(Debug)]
 struct UnderWay {
     gradients: Buffer,
-    /// With feedback or 16 bits, M in place of them.
+    /// With feedback or 16 bits: M, which takes their place.
     target: Option<Buffer>,
 }
 

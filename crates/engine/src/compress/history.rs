@@ -6,8 +6,8 @@
 //! at the end of the step, by all of its messages; if a sample comes twice in a step, its last message counts. So a
 //! step that is repeated begins with the same m.
 //!
-//! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step, those on one side of a cut
-//! gather each other's messages, and all have the same m
+//! Data-parallel ranks and replicas of a stage take samples in turn. At the end of a step the ranks on one side of a
+//! cut gather each other's messages, so that all have the same m
 //! ([why](../../../../docs/decisions/0040-ranks-hear-of-the-samples-of-others.md)).
 
 use super::crossing::{Crossing, Staged};
@@ -114,9 +114,6 @@ pub fn saved_slices(slice: &LocalSlice, samples: usize) -> impl Iterator<Item = 
 impl Histories {
     /// Reserves m of every sample at every cut of this rank, in memory or on disk. No sample has crossed yet.
     /// Collective over the world.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn new(
         Staged { plan, model, schedule }: Staged<'_>,
         crossings: &[Crossing],

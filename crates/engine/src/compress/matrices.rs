@@ -1,5 +1,5 @@
-//! Parameters as the matrices that PowerSGD makes thin factors of. A matrix is the part of one of the matrices of a
-//! parameter that a rank holds. Parameters whose factors would be no smaller, as all vectors, are summed as they are.
+//! Parameters as matrices, of which PowerSGD makes thin factors. A rank has its part of each matrix of a parameter.
+//! Parameters whose factors would be no smaller, as all vectors, are summed as they are.
 
 use crate::{Compress, PlanError};
 use meshwork_compress::{PowerSgd, Scheme, Shape};
@@ -93,7 +93,7 @@ fn extents(of: Matrices, dims: &[usize]) -> [usize; 4] {
     [stacked, rows, turns, columns].map(|dims| dims.iter().product())
 }
 
-/// Refuses factors that are smaller than no parameter.
+/// Refuses factors that make no parameter smaller.
 ///
 /// # Errors
 /// Names the largest rank that would do.

@@ -109,7 +109,7 @@ impl Compress {
         Self { activations, activation_gradients: NOTHING, weights, dispatch, ..self }
     }
 
-    /// How the rows that layers exchange are compressed.
+    /// The compression of the rows that layers exchange.
     pub(crate) fn row_schemes(&self) -> RowSchemes {
         let [forward, backward] =
             [self.dispatch, self.dispatch_gradients].map(|scheme| (scheme != NOTHING).then_some(scheme));

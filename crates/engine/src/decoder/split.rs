@@ -1,8 +1,8 @@
-//! A decoder splits a sequence into passes. That is right if attentions of meshwork are all that mixes its tokens,
-//! because these keep the keys and values of earlier ones. A convolution along the sequence, a shift or a sum of
-//! tokens, attention made of products and a softmax, or positions that are counted from 0 in each pass give other
-//! logits, and nothing that one pass shows tells so. So at its first use a decoder holds one pass over some tokens
-//! against two, of which the second has the last of them alone.
+//! A decoder splits a sequence into passes. That is right only if nothing but attentions of meshwork mixes its tokens:
+//! these keep the keys and values of earlier tokens. A convolution along the sequence, a shift or a sum of tokens,
+//! attention made of products and a softmax, or positions that are counted from 0 in each pass give other logits, and
+//! one pass alone does not show it. So at its first use a decoder holds one pass over some tokens against two, of which
+//! the second has the last of them alone.
 //!
 //! ```text
 //! one pass      t0 t1 t2 ... t14 t15 ── logits of t15 ┐
@@ -66,7 +66,7 @@ impl Decoder {
     }
 }
 
-/// The distance of some logits over their norm; 0 if they are no numbers, of which others tell.
+/// The distance of two vectors of logits, relative to their norm; 0 if they are not finite, which other checks report.
 fn distance(got: &[f32], wanted: &[f32]) -> f64 {
     let square = |sum: f64, x: f64| sum + x * x;
     let apart = got.iter().zip(wanted).map(|(&got, &wanted)| f64::from(got) - f64::from(wanted)).fold(0.0, square);
@@ -99,8 +99,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// The dim of the tokens in one sample of a field, if it has one: that in which it has as many as there are tokens,
-    /// and not as many as the model declares, unless no field differs from what is declared.
+    /// The dim that counts tokens in one sample of a field, if there is one: its extent is the number of tokens, and
+    /// differs from the declared extent unless all fields have their declared extents.
     fn dim(&self, name: &str, dims: Shape) -> Option<usize> {
         let declared = self.fields.iter().find(|field| field.name == name).map(|field| field.dims);
         let other = |dim: usize| declared.is_none_or(|declared| declared.get(dim) != dims.get(dim));

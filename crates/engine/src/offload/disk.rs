@@ -45,7 +45,7 @@ pub struct Disk {
     /// How long the rank has waited for the store.
     waited: Cell<Duration>,
     patience: Duration,
-    /// Whether its thread is not waited for any more.
+    /// Whether the rank no longer waits for its thread.
     given_up: Cell<bool>,
     rank: Arc<Rank>,
     device: Arc<dyn Device>,
@@ -150,9 +150,9 @@ pub struct Reading {
 /// Memory of a device.
 #[derive(Debug)]
 enum Destination {
-    /// To which the rank copies the bytes that the thread has read.
+    /// Memory to which the rank copies the bytes that the thread has read.
     Upload(Upload),
-    /// To which the device copies by itself; or there are no values.
+    /// Memory to which the device copies by itself, or memory without values.
     Memory(Buffer),
 }
 
@@ -388,7 +388,7 @@ mod tests {
     use meshwork_cpu::Cpu;
     use std::sync::Mutex;
 
-    /// Answers once its other end is dropped.
+    /// A store that answers once the other end is dropped.
     #[derive(Debug)]
     struct Stuck(Arc<Mutex<()>>);
 

@@ -62,21 +62,12 @@ pub trait Store: Debug + Send {
     fn name(&self) -> String;
 
     /// Makes room for `bytes` bytes in all. Later writes of bytes before this end do not fail for lack of room.
-    ///
-    /// # Errors
-    /// No room.
     fn reserve(&mut self, bytes: u64) -> io::Result<()>;
 
     /// Reads bytes from `at` on. Bytes that were never written are zero.
-    ///
-    /// # Errors
-    /// Of the device below.
     fn read(&mut self, at: u64, into: &mut [u8]) -> io::Result<()>;
 
     /// Writes bytes from `at` on.
-    ///
-    /// # Errors
-    /// Of the device below.
     fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()>;
 }
 

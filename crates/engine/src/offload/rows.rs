@@ -35,9 +35,6 @@ enum Held {
 
 impl Rows {
     /// `count` rows of `row` elements, all zero.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn new(count: usize, row: usize, disk: Option<&Rc<Disk>>, device: &Arc<dyn Device>) -> Result<Self> {
         let held = match disk {
             None => Held::Memory(device.zeros(DType::F32, count * row)?),
@@ -81,9 +78,6 @@ impl Rows {
     }
 
     /// Begins to read rows that are needed next.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn expect(&mut self, numbers: Vec<usize>) -> Result<()> {
         if let Held::Disk { disk, region, ahead, .. } = &mut self.held {
             let readings = begin(disk, region, self.row, &numbers)?;
@@ -93,9 +87,6 @@ impl Rows {
     }
 
     /// Writes rows of `from`: to each number the row at that place.
-    ///
-    /// # Errors
-    /// A disk that fails.
     pub fn write(&mut self, from: &Buffer, places: &[(usize, usize)]) -> Result<()> {
         let row = self.row;
         self.flush()?;
@@ -113,9 +104,6 @@ impl Rows {
     }
 
     /// Waits for all writes, and forgets rows that were read ahead.
-    ///
-    /// # Errors
-    /// A disk that fails.
     pub fn flush(&mut self) -> Result<()> {
         if let Held::Disk { ahead, behind, .. } = &mut self.held {
             *ahead = None;
@@ -125,9 +113,6 @@ impl Rows {
     }
 
     /// A range of rows in host memory that no device counts.
-    ///
-    /// # Errors
-    /// A disk that fails.
     pub fn to_host(&self, range: Range<usize>) -> Result<Buffer> {
         let elements = range.start * self.row..range.end * self.row;
         match &self.held {
@@ -139,9 +124,6 @@ impl Rows {
     }
 
     /// Replaces the rows from `first` on by those in host memory.
-    ///
-    /// # Errors
-    /// A disk that fails.
     pub fn load(&mut self, first: usize, values: Vec<f32>) -> Result<()> {
         let values = Buffer::from_vec(values);
         match &mut self.held {

@@ -1,6 +1,6 @@
 //! Tensors that forward saves for backward, on a disk meanwhile. The tensors of a segment are written while the next
-//! segment runs forward, and read while the segment behind it runs backward. The last segment's stay in memory until
-//! another segment runs forward, because its backward may come next.
+//! segment runs forward, and read while the segment behind it runs backward. The tensors of the last segment stay in
+//! memory until another segment runs forward, because its backward may come next.
 
 use super::disk::{Disk, Reading, Writing};
 use super::space::Region;

@@ -47,10 +47,7 @@ impl Space {
             self.free.remove(&before);
             (at, bytes) = (before, bytes + length);
         }
-        match at + bytes == self.end {
-            true => self.end = at,
-            false => _ = self.free.insert(at, bytes),
-        }
+        if at + bytes == self.end { self.end = at } else { _ = self.free.insert(at, bytes) }
     }
 }
 

@@ -41,7 +41,7 @@ impl Op {
 pub struct Pairs<'a> {
     /// Both programs.
     pub programs: [&'a Program; 2],
-    /// Of each operation of either: its like.
+    /// Per side and operation: the corresponding operation of the other side.
     pub like: [Vec<Option<usize>>; 2],
     /// The operations of both, in the order of forward.
     pub order: Vec<[Option<usize>; 2]>,
@@ -70,10 +70,7 @@ impl<'a> Pairs<'a> {
                 }
                 ops => {
                     pairs.parted.get_or_insert([0, 1].map(|side| ops[side].map(|_| at[side])));
-                    match pairs.part(at) {
-                        Some(next) => at = next,
-                        None => return pairs,
-                    }
+                    if let Some(next) = pairs.part(at) { at = next } else { return pairs }
                 }
             }
         }
@@ -86,8 +83,8 @@ impl<'a> Pairs<'a> {
         self.order.push(ops.map(Some));
     }
 
-    /// Separates what was paired of the layers in which the programs part, and finds the next operations that read the
-    /// same parameters of another layer.
+    /// Undoes the pairs of the layers in which the programs part, and finds the next operations that read the same
+    /// parameters of another layer.
     fn part(&mut self, at: [usize; 2]) -> Option<[usize; 2]> {
         let [a, b] = self.programs;
         let layers = [a.ops.get(at[0]), b.ops.get(at[1])].map(|op| op.map(Op::of_layer));

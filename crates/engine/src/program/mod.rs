@@ -39,7 +39,7 @@ pub struct Constant {
     pub values: Option<Buffer>,
 }
 
-/// One of them.
+/// An operation of a program.
 #[derive(Clone, Debug)]
 pub struct Op {
     /// Its name.
@@ -48,11 +48,11 @@ pub struct Op {
     pub layer: String,
     /// Its stage.
     pub stage: usize,
-    /// Its number there.
+    /// Its number in the stage.
     pub number: usize,
     /// The parameters that it reads.
     pub params: Vec<String>,
-    /// Of each input: the operation that made it, by its place in the program; `None` for one from outside.
+    /// Per input: the place in the program of the operation that made it; `None` for an input from outside.
     pub makers: Vec<Option<usize>>,
     /// [Numbers](meshwork_tensor::tape::Op::scalars) that it computes with.
     pub scalars: Vec<(&'static str, f64)>,
@@ -65,7 +65,7 @@ pub struct Op {
 pub struct Value {
     /// `None` for the output, else the operand whose gradient this is.
     pub operand: Option<&'static str>,
-    /// The part of the samples, of an operation that is applied to each of several; else 0.
+    /// The number of the part of the samples, if the operation is applied to several parts one by one; else 0.
     pub part: usize,
     /// Of a gradient: the operation that made the operand.
     pub maker: Option<usize>,
@@ -80,12 +80,12 @@ pub struct Value {
 }
 
 impl Value {
-    /// Whether another one is the output too, or the gradient of the same operand, of the same part of the samples.
+    /// Whether another value is the output too, or the gradient of the same operand, of the same part of the samples.
     pub fn is_like(&self, other: &Value) -> bool {
         (self.operand, self.part) == (other.operand, other.part)
     }
 
-    /// Whether each rank of some axis has its own.
+    /// Whether each rank of some axis has a value of its own.
     pub fn is_varying(&self) -> bool {
         self.types.iter().any(|(_, ty)| ty == Ty::Varying)
     }
@@ -128,7 +128,7 @@ pub struct Listing(Mutex<Listed>);
 struct Listed {
     ops: Vec<Op>,
     constants: Vec<Constant>,
-    /// Of each stage and number there: the place in the list.
+    /// The place in the list, by stage and number in the stage.
     places: HashMap<(usize, usize), usize>,
 }
 
@@ -212,8 +212,8 @@ impl Observer for ListingOf {
     }
 }
 
-/// Turns numbers within a stage into places in the program. What the first operation of a later stage reads from
-/// outside came from the last one of the stage before.
+/// Turns numbers within a stage into places in the program. The first operation of a later stage reads the output of
+/// the stage before from outside.
 fn name_makers(ops: &mut [Op]) {
     let places: HashMap<(usize, usize), usize> =
         ops.iter().enumerate().map(|(place, op)| ((op.stage, op.number), place)).collect();

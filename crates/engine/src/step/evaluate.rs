@@ -87,9 +87,6 @@ impl Trainer {
     }
 
     /// As [`predict`](Self::predict), with a choice of what happens at the cuts.
-    ///
-    /// # Errors
-    /// As [`predict`](Self::predict).
     pub fn predict_at(&mut self, cuts: AtCuts, batch: &Batch, row: usize, columns: usize) -> Result<Vec<f32>> {
         let _entered = self.enter("predict");
         self.require_complete()?;

@@ -26,10 +26,7 @@ impl Trainer {
         }
         let weights = self.store.weights.borrow();
         let params = weights.params();
-        let wrong = match self.are_finite(params)? {
-            true => None,
-            false => self.first_not_finite(params)?,
-        };
+        let wrong = if self.are_finite(params)? { None } else { self.first_not_finite(params)? };
         let name = wrong.map(|id| &params.declarations().spec(id).name);
         let place = name.and_then(|name| self.cut.parameters.iter().position(|spec| spec.name == *name));
         let mut first = [place.unwrap_or(self.cut.parameters.len()) as f64];
@@ -42,10 +39,7 @@ impl Trainer {
 
     /// The error of a pass whose numbers are not finite: names the weights, if they are the reason.
     pub(super) fn blame(&self, error: TrainError) -> TrainError {
-        match self.require_finite() {
-            Err(weight @ TrainError::Weight { .. }) => weight,
-            _ => error,
-        }
+        if let Err(weight @ TrainError::Weight { .. }) = self.require_finite() { weight } else { error }
     }
 
     /// Whether the squares of this rank's weights have a finite sum. In f64, squares of finite f32 numbers do.

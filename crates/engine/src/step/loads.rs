@@ -1,5 +1,5 @@
-//! Weights and states that come from outside. A load is no collective: nothing holds what one rank was given against
-//! what others have. So the first step after a load is verified, whatever the plan says but
+//! Weights and states that come from outside. A load is no collective: nothing compares the values given to one rank
+//! with the values of others. So the first step after a load is verified, whatever the plan says but
 //! [`Off`](crate::Verify::Off): a rank that loaded says so in the numbers that every step sums over the world, and
 //! before the update all ranks then compare weights, optimizer states, and the values that were loaded for each
 //! parameter. Slices of a parameter differ between ranks anyway: only the loaded values show that one rank alone was

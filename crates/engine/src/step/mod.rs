@@ -9,6 +9,7 @@ mod cut;
 mod driver;
 mod evaluate;
 mod finite;
+mod held;
 mod loads;
 mod one_step;
 mod passes;
@@ -23,22 +24,22 @@ mod train;
 mod verify;
 
 pub use evaluate::{AtCuts, Evaluation};
+pub use held::HeldVector;
 pub use report::{Offloaded, RankTime, StepReport};
 
 use crate::agreement::require_same_plan;
 use crate::fit::require_fit;
 use crate::mixed::Scaler;
 use crate::offload::Traffic;
-use crate::{ModelPlan, Plan, Result, Vector, Watch};
+use crate::{ModelPlan, Plan, Result, Watch};
 use cut::Cut;
 use driver::Driver;
 use loads::Loads;
 use meshwork_core::comm::Entered;
 use meshwork_core::{Axis, Rank};
 use meshwork_nn::Model;
-use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::verify::Claims;
-use meshwork_tensor::{Device, ParamId, Params};
+use meshwork_tensor::{Device, Params};
 use pending::PendingStep;
 use pipeline::Pipeline;
 use report::Reporting;
@@ -51,7 +52,7 @@ use stored::Store;
 /// One rank of a training run: its part of the model, its optimizer, and the step.
 pub struct Trainer {
     rank: Arc<Rank>,
-    /// With which the names of its calls begin: see [`Trainer::enter`].
+    /// The beginning of the names of its calls: see [`Trainer::enter`].
     name: String,
     device: Arc<dyn Device>,
     plan: Plan,
@@ -159,33 +160,6 @@ impl Trainer {
     /// Number of steps begun before the first of them is certain: 0 if each step is certain before the next begins.
     pub fn steps_ahead(&self) -> usize {
         self.pipeline.driver.steps_ahead()
-    }
-
-    /// The slices of a parameter that this rank keeps of a vector, in the order in which [`params`](Self::params),
-    /// [`gradient`](Self::gradient) and [`optimizer_states`](Self::optimizer_states) give their elements: one, what the
-    /// placement says, unless ZeRO cuts the vector.
-    pub fn slices(&self, id: ParamId, vector: Vector) -> Vec<LocalSlice> {
-        let layout = &self.cut.layout;
-        layout.local(id).boxes(layout.part(id, vector)).into_iter().map(|(slice, _)| slice).collect()
-    }
-
-    /// The gradient of a parameter as of the last update, as far as this rank keeps it: summed over its batch and all
-    /// ranks, before clipping. Empty for a frozen one.
-    pub fn gradient(&self, id: ParamId) -> Result<Vec<f32>> {
-        let mut gradient = self.store.weights.borrow().gradient(id)?;
-        gradient.iter_mut().for_each(|element| *element = (f64::from(*element) / self.reduced_scale) as f32);
-        Ok(gradient)
-    }
-
-    /// The optimizer's states of the elements of a parameter, as far as this rank keeps them.
-    pub fn optimizer_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
-        self.store.weights.borrow().states(id)
-    }
-
-    /// Its states of rows, columns and other sets of the elements of a parameter, which every rank that holds some of
-    /// it keeps whole.
-    pub fn set_states(&self, id: ParamId) -> Result<Vec<Vec<f32>>> {
-        self.store.weights.borrow().sets(id)
     }
 
     /// The largest number of activations alive at once on this rank, in units of one micro-batch through one stage, and

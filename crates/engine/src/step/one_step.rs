@@ -90,10 +90,7 @@ impl Trainer {
         }
         self.pipeline.codec.borrow_mut().begin_step(begun.batch, self.rank.data_group())?;
         self.begin_claims(begun.batch)?;
-        match self.pipeline.driver.asynchronous {
-            false => self.step_synchronously(begun),
-            true => self.step_asynchronously(begun),
-        }
+        if self.pipeline.driver.asynchronous { self.step_asynchronously(begun) } else { self.step_synchronously(begun) }
     }
 
     fn step_synchronously(&mut self, begun: Begun<'_>) -> Result<Vec<StepReport>> {

@@ -19,13 +19,14 @@ use std::time::{Duration, Instant};
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
 
-/// Numbers by which a rank sends what holds its memory.
+/// The numbers in which a rank reports its memory.
 const CATEGORIES: usize = Category::ALL.len();
 
-/// Numbers by which a rank sends how it spent its time.
+/// The numbers in which a rank reports its time.
 const TIMES: usize = 2;
 
-/// Numbers by which a rank sends its steps and the hash of its input, as two halves, which f64 holds exactly.
+/// The numbers in which a rank reports its steps and the hash of its input; the hash in two halves, which f64 holds
+/// exactly.
 const HASHES: usize = 3;
 
 /// The report of a step, the same on every rank.
@@ -52,8 +53,9 @@ pub struct StepReport {
     /// Whether the step changed no weight, because its loss has no terms, or because a gradient overflowed at this
     /// scale. The norm is then infinite or NaN.
     pub skipped: bool,
-    /// Logical bytes per group name, averaged over the ranks of the world.
-    pub comm_bytes: BTreeMap<&'static str, f64>,
+    /// Logical bytes per group name, averaged over the ranks of the world. Groups over several axes, such as `dp+cp`, are
+    /// here if they had any.
+    pub comm_bytes: BTreeMap<String, f64>,
     /// The work of the offload, if there is one.
     pub offload: Option<Offloaded>,
     /// The use of the memory of each world rank when most bytes were alive.
@@ -96,7 +98,7 @@ pub(super) struct Reporting {
     pub metrics: Rc<[Metric]>,
     pub statistics: Reported,
     /// Groups whose bytes are reported.
-    groups: Vec<&'static str>,
+    groups: Vec<String>,
     /// The bytes that offload had moved, and the time that this rank had waited for it, at the last report.
     moved: Cell<(Traffic, Duration)>,
     /// When the last report began, and how long this rank had waited by then.
@@ -123,7 +125,7 @@ impl Reporting {
         Ok(Self {
             metrics: cut.model.model().metrics().into(),
             statistics: Reported::new(&whole, &layout.declarations, first),
-            groups: groups.chain([TIED, WORLD]).collect(),
+            groups: groups.chain([TIED, WORLD]).map(str::to_owned).chain(mesh.product_names()).collect(),
             moved: Cell::new((traffic, Duration::ZERO)),
             last: Cell::new((Instant::now(), Duration::ZERO)),
             times: RefCell::default(),
@@ -138,9 +140,11 @@ impl Trainer {
     /// Also sends the number of this rank's steps, and the hash of its [input](PendingStep::input).
     pub(super) fn start_stats(&self, step: &mut PendingStep, stop: bool) -> Result<()> {
         let world = self.rank.world();
-        let on_group = |name| step.records.iter().filter(move |record| record.group == name);
-        let bytes = |name| on_group(name).fold(0.0, |sum, record| sum + record.bytes()); // `sum` of nothing is -0.0
-        let mut values: Vec<f64> = self.reporting.groups.iter().copied().map(bytes).collect();
+        let bytes = |name: &String| {
+            let on_group = step.records.iter().filter(|record| record.group == *name);
+            on_group.fold(0.0, |sum, record| sum + record.bytes()) // `sum` of nothing is -0.0
+        };
+        let mut values: Vec<f64> = self.reporting.groups.iter().map(bytes).collect();
         values.push(f64::from(u8::from(stop)));
         values.extend(self.moved());
         let peaks = values.len();
@@ -259,7 +263,12 @@ impl Trainer {
             loss_scale,
             terms,
             skipped,
-            comm_bytes: groups.iter().copied().zip(bytes.iter().copied().map(mean)).collect(),
+            comm_bytes: groups
+                .iter()
+                .cloned()
+                .zip(bytes.iter().copied().map(mean))
+                .filter(|(name, bytes)| *bytes > 0.0 || !name.contains('+'))
+                .collect(),
             offload,
             memory: peaks.as_chunks().0.iter().map(|peak| MemoryUse::new(peak.map(|bytes| bytes as u64))).collect(),
             records,

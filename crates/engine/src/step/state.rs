@@ -2,12 +2,12 @@
 
 use super::Trainer;
 use super::verify::of_floats;
-use crate::state::{StatePiece, StateSource, StateView, TrainState};
+use crate::state::{GRADIENT, StatePiece, StateSource, StateView, TrainState};
 use crate::state_vector::{StateKey, StateKind, StateVector, Storage};
-use crate::zero::Replica;
+use crate::zero::{Replica, Vector};
 use crate::{Result, TrainError};
-use meshwork_core::Buffer;
 use meshwork_core::hash::combine;
+use meshwork_core::{Buffer, DType};
 use meshwork_tensor::param::{LocalSlice, Piece};
 use meshwork_tensor::{Error, ParamSpec, Shape};
 use std::ops::Range;
@@ -116,6 +116,26 @@ impl Trainer {
             }
         }
         Ok((self.steps_begun, self.store.weights.borrow().updates))
+    }
+
+    /// The gradients of the last step as far as this rank keeps them, under the names and slices of
+    /// [`gradient_layout`](crate::gradient_layout): as [`visit_state`](Self::visit_state) for the state.
+    ///
+    /// # Errors
+    /// While steps are under way.
+    pub fn visit_gradients(&self, mut visit: impl FnMut(StateView<'_>)) -> Result<()> {
+        self.require_complete()?;
+        let layout = &self.cut.layout;
+        for id in layout.trained().iter().flatten().copied() {
+            let (spec, gradient) = (layout.declarations.spec(id), self.gradient(id)?);
+            let (key, part) = (StateKey::new(&spec.name, GRADIENT), layout.part(id, Vector::Gradients));
+            let first = part.start;
+            for (slice, place) in layout.local(id).boxes(part) {
+                let values = &gradient[place.start - first..place.end - first];
+                visit(StateView { key: key.clone(), dims: spec.dims, dtype: DType::F32, slice, values });
+            }
+        }
+        Ok(())
     }
 
     /// A range of a vector of the state, in host memory.

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// See the module docs.
 pub(super) struct Store {
     pub weights: RefCell<WeightStore>,
-    /// Brings weights together that this rank has slices of.
+    /// Gathers the weights of which this rank has slices.
     pub gathers: Option<Arc<Gathers>>,
     /// Takes what backward needs out of memory until then.
     pub shelf: Option<Rc<Shelf>>,

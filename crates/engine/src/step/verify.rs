@@ -34,7 +34,7 @@ impl Trainer {
     /// Refuses a batch that two data-parallel ranks have.
     fn require_distinct(&self, batch: &Batch) -> Result<()> {
         let (model, fields) = (self.cut.model.model(), self.cut.model.model().fields());
-        // Samples that count nothing are padding, and those without fields are all alike.
+        // Samples that count nothing are padding, and samples without fields are all alike.
         let hash = match model.loss_terms(batch, 0..batch.samples())? {
             0 => 0,
             _ if fields.is_empty() => 0,
@@ -142,40 +142,33 @@ impl Trainer {
                 let shared = |over: &&Over| cut && matches!(over, Over::Axis(axis) if cuts_batch(*axis));
                 whole.iter().filter(|over| !shared(over)).cloned().collect()
             };
-            let sets = self.set_states(id)?.concat();
-            let axes = || mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
-            let groups = || whole.iter().filter(|over| matches!(over, Over::Group(_))).cloned();
-            let claim_loads = || {
-                for over in axes().chain(groups()) {
-                    let claim = format!("what was loaded of {} should be the same", spec.name);
-                    let valid = "load the same on every rank that holds a part of it";
-                    weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.hash_of(&spec.name), valid));
-                }
+            let everywhere = || {
+                let axes = mesh.value_axes().filter(|&axis| mesh.degree(axis) > 1).map(Over::Axis);
+                axes.chain(whole.iter().filter(|over| matches!(over, Over::Group(_))).cloned())
             };
-            if over(Vector::Weights).is_empty() && over(Vector::Gradients).is_empty() && sets.is_empty() {
-                claim_loads();
-                continue;
-            }
-            let states = of_floats(self.optimizer_states(id)?.concat())?;
-            let mut parts = vec![
-                (over(Vector::Weights), weights, StatePart::Weights, of_floats(params.read(id)?)?),
-                (over(Vector::States), weights, StatePart::States, states),
-            ];
-            if !sets.is_empty() {
-                // Whole on every rank, whatever cuts the parameter.
-                parts.push((axes().chain(groups()).collect(), weights, StatePart::States, of_floats(sets)?));
-            }
-            // Asynchronous schedules have gradients of the next update under way.
-            if !self.pipeline.driver.asynchronous {
-                parts.push((over(Vector::Gradients), gradients, StatePart::Gradient, of_floats(self.gradient(id)?)?));
+            for held in self.held(id) {
+                // Asynchronous schedules have gradients of the next update under way.
+                let (claims, part) = match held.vector {
+                    Some(Vector::Gradients) if self.pipeline.driver.asynchronous => continue,
+                    Some(Vector::Gradients) => (gradients, StatePart::Gradient),
+                    Some(Vector::Weights) => (weights, StatePart::Weights),
+                    Some(Vector::States) | None => (weights, StatePart::States),
+                };
+                // A state of sets is whole on every rank, whatever cuts the parameter.
+                let over = held.vector.map_or_else(|| everywhere().collect(), over);
+                if !over.is_empty() {
+                    claims.parameter(&over, part, &spec.name, of_floats(self.values(&held)?)?);
+                }
             }
             let updates = |of: &StatisticId| params.declarations().statistics()[of.index()].buffers.contains(&id);
-            let sums = statistics.iter().filter(|(of, _)| updates(of)).map(|(_, sums)| of_doubles(sums));
-            parts.extend(sums.map(|hash| (whole.clone(), gradients, StatePart::Statistics, hash)));
-            for (over, claims, part, hash) in parts {
-                claims.parameter(&over, part, &spec.name, hash);
+            for (_, sums) in statistics.iter().filter(|(of, _)| updates(of)) {
+                gradients.parameter(&whole, StatePart::Statistics, &spec.name, of_doubles(sums));
             }
-            claim_loads();
+            for over in everywhere() {
+                let claim = format!("what was loaded of {} should be the same", spec.name);
+                let valid = "load the same on every rank that holds a part of it";
+                weights.fact(over, Fact::hash(claim, Must::Agree, self.loads.hash_of(&spec.name), valid));
+            }
         }
         Ok(())
     }

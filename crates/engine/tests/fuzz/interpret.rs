@@ -119,8 +119,8 @@ fn declare_param(param: &Param, params: &mut Declarations, mesh: &Mesh) -> Resul
         };
     }
     let group = match group {
-        Group::Usual => ParamGroup::of(*role),
-        Group::Slow => ParamGroup { learning_rate: SLOW, ..ParamGroup::of(*role) },
+        Group::Usual => ParamGroup::for_role(*role),
+        Group::Slow => ParamGroup { learning_rate: SLOW, ..ParamGroup::for_role(*role) },
         Group::Frozen => ParamGroup::FROZEN,
     };
     match tied {

@@ -4,6 +4,7 @@
 //! More than 400 lines: one program, because each costs a link.
 
 use meshwork_compress::Feedback;
+use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
@@ -18,6 +19,8 @@ use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_moe::balance::imbalance;
 use meshwork_moe::{ExpertGroups, MoeConfig, Overflow, RouterKind};
 use meshwork_nn::{Batch, Model};
+use meshwork_optim::{Decay, LrSchedule, Sgd};
+use meshwork_tensor::op::Order;
 use meshwork_testkit::opaque::{self, Opaque};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,6 +31,10 @@ const BATCH: usize = 8;
 const STEPS: usize = 3;
 
 fn gpt2(router: RouterKind) -> Gpt2 {
+    gpt2_with(router, 0.1)
+}
+
+fn gpt2_with(router: RouterKind, dropout: f32) -> Gpt2 {
     let top_k = if router == RouterKind::Switch { 1 } else { 2 };
     let moe = MoeConfig {
         num_experts: 4,
@@ -49,7 +56,7 @@ fn gpt2(router: RouterKind) -> Gpt2 {
         num_heads: 4,
         ffn_hidden_size: 32,
         seq_len: SEQ,
-        dropout: 0.1,
+        dropout,
         ..Gpt2Config::default()
     };
     Gpt2::new(config).with_experts(Some(experts))
@@ -167,6 +174,92 @@ fn every_mesh_has_the_bits_of_one_rank() {
     }
 }
 
+/// Sequences that cp cuts: the experts lie on ranks of dp, of cp or of both, or are whole on each rank.
+const CUT: [(&str, &str, usize, Recompute); 8] = [
+    ("cp=2", "1f1b", 1, Recompute::None),
+    ("cp=2,ep=2", "1f1b", 2, Recompute::Full),
+    ("dp=2,cp=2,ep=2", "1f1b", 1, Recompute::Selective),
+    ("dp=2,cp=2,ep=4", "1f1b", 2, Recompute::None),
+    ("tp=2,cp=2,ep=2", "1f1b", 1, Recompute::Stage),
+    ("dp=2,cp=4,ep=2", "1f1b", 1, Recompute::None),
+    ("cp=4,ep=4", "1f1b", 1, Recompute::None),
+    ("pp=2,cp=2,ep=2", "zb_h1", 2, Recompute::None),
+];
+
+fn cut(order: Order, multiple: usize) -> Option<ContextParallel> {
+    Some(ContextParallel::new(Method::AllGather, order, multiple))
+}
+
+#[test]
+fn experts_of_cut_sequences_have_the_bits_of_one_rank() {
+    let numerics = Numerics::Canonical { blocks: 4 };
+    let plain = || cut(Order::default(), 1);
+    let models: [(&str, Arc<dyn Model>); 3] = [
+        ("switch", Arc::new(gpt2(RouterKind::Switch).context_parallel(plain()))),
+        ("gshard", Arc::new(gpt2(RouterKind::Gshard).context_parallel(plain()))),
+        ("bias, sequence parallel", Arc::new(llama().sequence_parallel(true).context_parallel(plain()))),
+    ];
+    for (name, model) in &models {
+        let (reports, state) = train(model, "dp=1", "1f1b", 1, numerics, Recompute::None);
+        for (mesh, schedule, micros, recompute) in CUT {
+            let what = format!("{name}: {mesh} {schedule} {micros} {recompute:?}");
+            let (found, after) = train(model, mesh, schedule, micros, numerics, recompute);
+            for (found, wanted) in found.iter().zip(&reports) {
+                assert_eq!((found.loss, found.grad_norm), (wanted.loss, wanted.grad_norm), "{what}");
+                assert_eq!(found.statistics, wanted.statistics, "{what}");
+            }
+            assert_eq!(bits(&after), bits(&state), "{what}");
+        }
+    }
+}
+
+/// Other orders of the tokens, and sequences that the ranks do not divide: 12 tokens over 4 ranks in 8 chunks.
+#[test]
+fn experts_of_cut_sequences_have_the_numbers_of_one_rank() {
+    let models = |context: Option<ContextParallel>| -> [(&str, Arc<dyn Model>); 3] {
+        let gpt2 = |router| gpt2_with(router, 0.0).context_parallel(context.clone());
+        [
+            ("switch", Arc::new(gpt2(RouterKind::Switch))),
+            ("gshard", Arc::new(gpt2(RouterKind::Gshard))),
+            ("bias", Arc::new(llama().context_parallel(context.clone()))),
+        ]
+    };
+    // Gradient descent with rate 1: weights are gradients.
+    let descend = |mesh: &str, micros| Plan {
+        optimizer: Sgd { momentum: 0.0, weight_decay: 0.0 }.into(),
+        lr: LrSchedule { base: 1.0, warmup_steps: 0, decay: Decay::None, decay_steps: 1, min_lr_factor: 0.0 },
+        max_norm: 0.0,
+        num_microbatches: Some(micros),
+        ..plan(mesh, Compress::default())
+    };
+    let run = |model: &Arc<dyn Model>, plan: Plan| train_plan(model, &plan, AtCuts::AsTrained);
+    let one = models(None).map(|(_, model)| run(&model, descend("dp=1", 1)));
+    for (mesh, schedule, micros, recompute) in CUT {
+        for order in [Order::default(), Order::zigzag(4)] {
+            for ((name, model), (before, reports, state)) in models(cut(order.clone(), 4)).iter().zip(&one) {
+                let schedule = ScheduleSpec::named(schedule).unwrap();
+                let what = format!("{name}: {mesh} {micros} {recompute:?} {order:?}");
+                let found = run(model, Plan { schedule, recompute, ..descend(mesh, micros) });
+                assert!((found.0 / before - 1.0).abs() < 1e-6, "{what}: validation {} and {before}", found.0);
+                for (found, wanted) in found.1[0].iter().zip(&reports[0]) {
+                    let near =
+                        |what: &str, a: f64, b: f64| assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
+                    near(&format!("{what}: loss"), found.loss, wanted.loss);
+                    near(&format!("{what}: norm"), found.grad_norm, wanted.grad_norm);
+                    assert_eq!(found.statistics, wanted.statistics, "{what}");
+                    for ((name, found), (_, wanted)) in found.metrics.iter().zip(&wanted.metrics) {
+                        near(&format!("{what}: {name}"), *found, *wanted);
+                    }
+                }
+                for ((key, found), wanted) in found.2.iter().zip(state.values()) {
+                    let furthest = found.iter().zip(wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    assert!(furthest < 2e-5, "{what}: {key:?}: {furthest}");
+                }
+            }
+        }
+    }
+}
+
 /// Experts that are whole on every rank of tp sum their inner features as cut ones do, and so does the norm of their
 /// gradients.
 #[test]
@@ -239,7 +332,22 @@ fn a_router_decides_once_where_activations_are_recomputed() {
 #[test]
 fn a_dry_run_has_the_samples_of_all_ranks() {
     let model: Arc<dyn Model> = Arc::new(gpt2(RouterKind::Switch));
-    for (mesh, micros) in [("dp=2,ep=2", 2), ("dp=4,ep=4", 2), ("dp=4,ep=2", 1), ("dp=2,ep=2,pp=2", 4)] {
+    let of = |mesh: &str| -> Arc<dyn Model> {
+        match mesh.contains("cp") {
+            true => Arc::new(gpt2(RouterKind::Switch).context_parallel(cut(Order::default(), 1))),
+            false => model.clone(),
+        }
+    };
+    let meshes = [
+        ("dp=2,ep=2", 2),
+        ("dp=4,ep=4", 2),
+        ("dp=4,ep=2", 1),
+        ("dp=2,ep=2,pp=2", 4),
+        ("dp=2,cp=2,ep=4", 2),
+        ("dp=2,cp=2,ep=2", 1),
+    ];
+    for (mesh, micros) in meshes {
+        let model = of(mesh);
         let plan = Plan {
             mesh: mesh.parse().unwrap(),
             global_batch_size: BATCH,

@@ -189,10 +189,7 @@ pub(super) fn read(value: &Value) -> Result<Architecture, Error> {
         "llama" => Architecture::Llama(llama(&mut settings)),
         _ => mixtral(&mut settings),
     };
-    match settings.problems.is_empty() {
-        true => Ok(architecture),
-        false => Err(Error::Config(settings.problems)),
-    }
+    if settings.problems.is_empty() { Ok(architecture) } else { Err(Error::Config(settings.problems)) }
 }
 
 /// The problem of a folder with quantized weights.

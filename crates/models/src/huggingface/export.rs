@@ -50,9 +50,6 @@ pub struct Export {
 }
 
 /// Writes a model with nothing beside it into a folder that has none yet: [`Export::write`].
-///
-/// # Errors
-/// As [`Export::write`].
 pub fn export(
     folder: &Path,
     architecture: &Architecture,

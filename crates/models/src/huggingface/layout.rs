@@ -37,7 +37,7 @@ impl TensorPart {
     }
 
     /// The part with these indices of some dims as a tensor of this shape, row-major in the others.
-    fn of(tensor: String, dims: &[usize], at: Vec<(usize, usize)>, shape: &[usize]) -> Self {
+    fn at(tensor: String, dims: &[usize], at: Vec<(usize, usize)>, shape: &[usize]) -> Self {
         let is_fixed = |dim: usize| at.iter().any(|&(fixed, _)| fixed == dim);
         let others: Vec<usize> = (0..dims.len()).filter(|&dim| !is_fixed(dim)).map(|dim| dims[dim]).collect();
         let mut free = row_major(&others).into_iter();
@@ -47,7 +47,7 @@ impl TensorPart {
 
     /// One tensor for each index of dim `dim`.
     fn each<const N: usize>(tensors: [String; N], dims: &[usize], dim: usize, shape: &[usize]) -> Vec<Self> {
-        let part = |(index, tensor)| Self::of(tensor, dims, vec![(dim, index)], shape);
+        let part = |(index, tensor)| Self::at(tensor, dims, vec![(dim, index)], shape);
         tensors.into_iter().enumerate().map(part).collect()
     }
 
@@ -139,14 +139,14 @@ fn mixtral(name: &str, dims: &[usize]) -> Vec<TensorPart> {
         "experts.gate_up.weight" => {
             let of = |expert: usize| {
                 let part = move |(index, matrix): (usize, &str)| {
-                    TensorPart::of(tensor(expert, matrix), dims, vec![(0, expert), (2, index)], &[dims[1], dims[3]])
+                    TensorPart::at(tensor(expert, matrix), dims, vec![(0, expert), (2, index)], &[dims[1], dims[3]])
                 };
                 ["w1", "w3"].into_iter().enumerate().map(part).collect::<Vec<_>>()
             };
             (0..dims[0]).flat_map(of).collect()
         }
         "experts.down.weight" => (0..dims[0])
-            .map(|expert| TensorPart::of(tensor(expert, "w2"), dims, vec![(0, expert)], &dims[1..]))
+            .map(|expert| TensorPart::at(tensor(expert, "w2"), dims, vec![(0, expert)], &dims[1..]))
             .collect(),
         _ => Vec::new(),
     }

@@ -54,64 +54,29 @@ use tensors::Tensors;
 /// A folder that cannot be read or written.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
+#[expect(missing_docs, reason = "fields are named as in the message")]
 pub enum Error {
     /// A file or folder that cannot be opened, read or written.
     #[error("{}: {source}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The reason.
-        source: std::io::Error,
-    },
+    File { path: PathBuf, source: std::io::Error },
     /// A file that is not what its name says.
     #[error("{}: {problem}", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        problem: String,
-    },
+    Format { path: PathBuf, problem: String },
     /// Files that are not what their names say, or that cannot be read: all of them.
     #[error("{}", .0.iter().map(Error::to_string).collect::<Vec<_>>().join("; "))]
     Several(Vec<Error>),
     /// A folder that has files of another model.
     #[error("{}: has files of a model already: {files}", path.display())]
-    Occupied {
-        /// The folder.
-        path: PathBuf,
-        /// The first of its files.
-        files: String,
-    },
+    Occupied { path: PathBuf, files: String },
     /// A disk with too little room for a folder.
     #[error("{}: needs {needed} bytes, and the disk has {free}", path.display())]
-    Room {
-        /// The folder.
-        path: PathBuf,
-        /// Bytes of the folder.
-        needed: u64,
-        /// Bytes that are free.
-        free: u64,
-    },
+    Room { path: PathBuf, needed: u64, free: u64 },
     /// A folder that was written and could not be put in its place.
     #[error("{source}; the model is whole in {}: rename that folder to {}", written.display(), target.display())]
-    Unplaced {
-        /// Where it is.
-        written: PathBuf,
-        /// Where it belongs.
-        target: PathBuf,
-        /// The reason.
-        source: Box<Error>,
-    },
+    Unplaced { written: PathBuf, target: PathBuf, source: Box<Error> },
     /// Weights that the type of an export does not have.
     #[error("the weights of {name}: {value} is no number in {}: nothing is written", dtype.name())]
-    NotFinite {
-        /// The parameter.
-        name: String,
-        /// The first such weight.
-        value: f32,
-        /// The type.
-        dtype: Dtype,
-    },
+    NotFinite { name: String, value: f32, dtype: Dtype },
     /// Settings of `config.json` that are missing or not supported: all of them.
     #[error("config.json: {}", .0.join("; "))]
     Config(Vec<String>),
@@ -123,19 +88,14 @@ pub enum Error {
     Model(#[from] meshwork_tensor::Error),
     /// Weights that the caller could not give.
     #[error("the weights of {name}: {source}")]
-    Weights {
-        /// The parameter.
-        name: String,
-        /// The caller's error.
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
+    Weights { name: String, source: Box<dyn std::error::Error + Send + Sync> },
 }
 
 meshwork_core::debug_as_display!(Error);
 
 impl Error {
     /// One error of several, if there are any.
-    fn of(mut errors: Vec<Self>) -> Option<Self> {
+    fn all(mut errors: Vec<Self>) -> Option<Self> {
         match errors.len() {
             0 | 1 => errors.pop(),
             _ => Some(Self::Several(errors)),
@@ -212,7 +172,7 @@ impl Pretrained {
             (Ok(architecture), Ok(tensors)) => (architecture, tensors),
             (architecture, tensors) => {
                 let errors = architecture.err().into_iter().chain(tensors.err()).collect();
-                return Err(Error::of(errors).unwrap_or(Error::Config(Vec::new())));
+                return Err(Error::all(errors).unwrap_or(Error::Config(Vec::new())));
             }
         };
         let prefix = layout::prefix(&architecture);
@@ -319,10 +279,7 @@ impl Pretrained {
         }
         let extra = self.tensors.names().filter(|&name| !known.contains(name) && !self.is_beside(name));
         problems.extend(extra.map(|name| format!("the model has no tensor {name}")));
-        match problems.is_empty() {
-            true => Ok(()),
-            false => Err(Error::Tensors(problems)),
-        }
+        if problems.is_empty() { Ok(()) } else { Err(Error::Tensors(problems)) }
     }
 }
 

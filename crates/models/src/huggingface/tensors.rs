@@ -193,10 +193,7 @@ impl Tensors {
         let (files, by_name, metadata) = Default::default();
         let mut tensors = Self { files, by_name, metadata, bytes_read: AtomicU64::new(0) };
         let opened = files_of(folder)?.into_iter().filter_map(|name| tensors.add(folder.join(name)).err());
-        match Error::of(opened.collect()) {
-            None => Ok(tensors),
-            Some(error) => Err(error),
-        }
+        if let Some(error) = Error::all(opened.collect()) { Err(error) } else { Ok(tensors) }
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), Error> {

@@ -83,10 +83,7 @@ fn one_or_all(ids: &[u32]) -> Value {
 }
 
 fn of_architecture(architecture: &Architecture) -> Map<String, Value> {
-    match sizes(architecture) {
-        Value::Object(sizes) => sizes,
-        _ => Map::new(),
-    }
+    if let Value::Object(sizes) = sizes(architecture) { sizes } else { Map::new() }
 }
 
 /// The settings of an architecture in `config.json`.

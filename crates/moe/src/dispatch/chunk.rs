@@ -2,7 +2,7 @@
 
 use super::Plan;
 use super::counts::{Announced, Counts};
-use meshwork_core::{Axis, Buffer, Group, Pending};
+use meshwork_core::{Axes, Buffer, Group, Pending};
 use meshwork_tensor::kernel::Choices;
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::tape::{RowFlow, RowPacking};
@@ -72,10 +72,7 @@ impl Flight {
         let lost = || Error::Backward("rows of experts were waited for before they were sent, or twice".to_owned());
         let Coming { pending, packed } = self.0.take().ok_or_else(lost)?;
         let received = pending.wait()?;
-        match packed {
-            None => Ok(received),
-            Some((packing, runs)) => packing.unpack(&received, &runs),
-        }
+        if let Some((packing, runs)) = packed { packing.unpack(&received, &runs) } else { Ok(received) }
     }
 }
 
@@ -216,9 +213,9 @@ impl Leaving {
     }
 
     /// Completes the chunk with the received choices of other ranks' tokens.
-    pub fn arrive(self, device: &dyn Device, group: &Group, here: &Announced, axis: Axis) -> Result<Chunk> {
+    pub fn arrive(self, device: &dyn Device, group: &Group, here: &Announced, axes: Axes) -> Result<Chunk> {
         let Self { samples, places, experts, ranks, sent: (sent, sent_slots), choices, tokens, rows } = self;
-        let (permutation, me, groups) = (device.permutation()?, group.rank(), here.groups(axis));
+        let (permutation, me, groups) = (device.permutation()?, group.rank(), here.groups(axes));
         let (held, total) = (groups.rows().len(), groups.total());
         let by_rank = permutation.group_ids(&experts, places, held, false)?;
         let (order, slots) = permutation.sort(&by_rank, 0..group.size(), rows.iter().sum())?;

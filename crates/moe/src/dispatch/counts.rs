@@ -1,7 +1,7 @@
 //! The counts that the host reads: of this rank's choices, and as announced by other ranks.
 
 use super::Chosen;
-use meshwork_core::{Axis, Buffer, DType, Group};
+use meshwork_core::{Axes, Buffer, DType, Group};
 use meshwork_tensor::op::RowGroups;
 use meshwork_tensor::{Device, Result, Tape};
 use std::ops::Range;
@@ -83,6 +83,8 @@ fn spread(tokens: usize, k: usize, experts: usize, held: usize) -> usize {
 pub(super) struct Announced {
     /// The first sample of each rank.
     first: Vec<u64>,
+    /// Ranks one after the other that have slices of the same samples.
+    slices: usize,
     /// Samples of each rank.
     samples: usize,
     /// Experts on this rank.
@@ -99,7 +101,7 @@ impl Announced {
         device: &dyn Device,
         group: &Group,
         counts: &Counts,
-        [samples, held]: [usize; 2],
+        [samples, held, slices]: [usize; 3],
     ) -> Result<Self> {
         let (ranks, me, experts) = (group.size(), group.rank(), held * group.size());
         let first = tape.first_sample();
@@ -126,11 +128,11 @@ impl Announced {
         };
         let own = message[me * size..][..size].repeat(ranks);
         let read = if device.has_values() { received.as_slice::<i32>()? } else { &own };
-        let mut of = Self { first: Vec::new(), samples, held, tokens: Vec::new(), rows: Vec::new() };
+        let mut of = Self { first: Vec::new(), slices, samples, held, tokens: Vec::new(), rows: Vec::new() };
         for (rank, announced) in read.chunks_exact(size).enumerate() {
             of.first.push(match device.has_values() {
                 true => announced[0] as u64,
-                false => (first + rank as u64 * apart).saturating_sub(me as u64 * apart),
+                false => (first + (rank / slices) as u64 * apart).saturating_sub((me / slices) as u64 * apart),
             });
             let of_samples = announced[1..].chunks_exact(1 + held);
             of.tokens.extend(of_samples.clone().map(|of| of[0] as usize));
@@ -147,6 +149,7 @@ impl Announced {
         };
         Self {
             first: self.first.iter().map(|first| first + samples.start as u64).collect(),
+            slices: self.slices,
             samples: samples.len(),
             held: self.held,
             tokens: part(&self.tokens, 1),
@@ -154,11 +157,16 @@ impl Announced {
         }
     }
 
-    /// The rows of each expert: ranks have consecutive samples, so the order of ranks is the order of samples.
-    pub fn groups(&self, axis: Axis) -> RowGroups {
-        let of = |expert| self.rows.iter().skip(expert).step_by(self.held).copied().collect();
-        let runs = self.first.iter().map(|&first| first..first + self.samples as u64).collect();
-        RowGroups::new(axis, runs, (0..self.held).map(of).collect())
+    /// The rows of each expert: ranks have consecutive samples, so the order of ranks is the order of samples. Of one
+    /// sample the slices that ranks have follow each other.
+    pub fn groups(&self, axes: Axes) -> RowGroups {
+        let joined = if self.samples == 1 { self.slices } else { 1 };
+        let of = |expert| {
+            let rows: Vec<usize> = self.rows.iter().skip(expert).step_by(self.held).copied().collect();
+            rows.chunks(joined).map(|slices| slices.iter().sum()).collect()
+        };
+        let runs = self.first.iter().step_by(joined).map(|&first| first..first + self.samples as u64).collect();
+        RowGroups::new(axes, runs, (0..self.held).map(of).collect())
     }
 
     /// Tokens from each rank.

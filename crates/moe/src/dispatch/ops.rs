@@ -42,6 +42,8 @@ impl Op for Send {
         let plan = &*self.plan;
         let types = per_axis(self.name(), operands, |axis, types| match types[0] {
             Ty::Shard(0) => Ok(Ty::Varying),
+            // Slices of sequences whose experts were chosen before they were cut.
+            Ty::Shard(1) if plan.types.get(axis) == Some(Ty::Shard(1)) => Ok(Ty::Varying),
             Ty::Shard(dim) => Err((
                 format!("dim {dim} of x is sharded, and a token goes to its experts whole, a sequence as one group"),
                 format!("all_gather_invariant x along dim {dim} first"),
@@ -49,7 +51,7 @@ impl Op for Send {
             Ty::Partial => {
                 Err(("x is Partial: a value used before its reduction".to_owned(), "all_reduce it first".to_owned()))
             }
-            ty if axis == plan.axis => Err((
+            ty if plan.axes.contains(&axis) => Err((
                 format!("x is {ty}: an expert would get the same token from every rank"),
                 "cut the samples over this axis".to_owned(),
             )),
@@ -193,8 +195,8 @@ impl Op for Return {
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
         let plan = &*self.plan;
         per_axis(self.name(), &operands[..1], |axis, types| match (types[0], plan.types.get(axis)) {
-            (Ty::Varying, Some(Ty::Shard(0))) => Ok(Ty::Shard(0)),
-            (ty, Some(Ty::Shard(0))) => Err((
+            (Ty::Varying, Some(Ty::Shard(0 | 1))) => Ok(Ty::Shard(0)),
+            (ty, Some(Ty::Shard(0 | 1))) => Err((
                 format!("results are {ty}, and rows of other ranks' tokens are Varying"),
                 "give back the results of dispatched rows".to_owned(),
             )),
@@ -267,6 +269,7 @@ impl Op for Combine {
                 format!("results are {} and weights {}: a value used before its reduction", types[0], types[1]),
                 format!("all_reduce it over {axis} first"),
             )),
+            (Ty::Shard(0), Ty::Shard(1)) if self.plan.types.get(axis) == Some(Ty::Shard(1)) => Ok(Ty::Shard(1)),
             (results, weights) if results == weights && !matches!(weights, Ty::Shard(1..)) => Ok(weights),
             (results, weights) => Err((
                 format!("results are {results} and weights are {weights}: they are not of the same tokens"),

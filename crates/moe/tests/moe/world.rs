@@ -141,7 +141,7 @@ impl GradSink for Shares {
 pub fn layer(case: &Case, params: &mut Declarations, mesh: &Mesh) -> Result<MoeLayer> {
     let [_, _, hidden, ffn] = case.dims;
     let init = Init::Normal { std: 1.0 };
-    let shape = ExpertShape { experts: case.config.num_experts, hidden, ffn, axis: EP, over_tp: case.over_tp };
+    let shape = ExpertShape { experts: case.config.num_experts, hidden, ffn, axes: EP.into(), over_tp: case.over_tp };
     let router = Router::new(params, "router", hidden, case.config, init)?;
     let lost = case.lost;
     let of = |router: Router, experts: Arc<dyn Experts>| MoeLayer::new(router, Lossy(experts, lost), EP);

@@ -9,15 +9,29 @@ use meshwork_mpi::{Library, Options, Runtime};
 /// Tells a process that it is one of those that a launcher started: the file of its library.
 const LIBRARY: &str = "MESHWORK_TEST_MPI";
 
-/// The libraries: the folder of each, the file, and whether its launcher is Open MPI's.
-const LIBRARIES: [(&str, &str, bool); 3] =
-    [("mpich", "libmpi_abi.so.1", false), ("mpich", "libmpi.so.12", false), ("openmpi", "libmpi.so.40", true)];
+/// The libraries: the folder of each, the file, and what it says that it is. `scripts/install_mpi.sh` installs them.
+const LIBRARIES: [(&str, &str, &str); 6] = [
+    ("mpich", STANDARD, "MPICH 5.0.2"),
+    ("mpich", "libmpi.so.12", "MPICH 5.0.2"),
+    ("openmpi", OPEN, "Open MPI 5.0.11"),
+    ("impi", STANDARD, "Intel(R) MPI Library 2021.19.0 for Linux* OS"),
+    ("impi", "libmpi.so.12", "Intel(R) MPI Library 2021.19.0 for Linux* OS"),
+    ("openmpi4", OPEN, "Open MPI 4.1.4"),
+];
+
+/// The file of the standard ABI.
+pub const STANDARD: &str = "libmpi_abi.so.1";
+/// The file of Open MPI.
+pub const OPEN: &str = "libmpi.so.40";
 
 /// An installed library.
 #[derive(Clone, Debug)]
 pub struct Mpi {
     pub folder: PathBuf,
     pub file: PathBuf,
+    /// Its name and version.
+    pub version: &'static str,
+    /// Whether its launcher is Open MPI's.
     pub is_open: bool,
 }
 
@@ -25,10 +39,11 @@ impl Mpi {
     /// Those that are installed.
     pub fn installed() -> Vec<Mpi> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/mpi");
-        let installed = LIBRARIES.iter().filter_map(|(folder, file, is_open)| {
+        let installed = LIBRARIES.iter().filter_map(|(folder, file, version)| {
             let folder = root.join(folder).canonicalize().ok()?;
+            let is_open = *file == OPEN;
             let file = folder.join("lib").join(file);
-            file.exists().then_some(Mpi { folder, file, is_open: *is_open })
+            file.exists().then_some(Mpi { folder, file, version, is_open })
         });
         installed.collect()
     }
@@ -60,9 +75,7 @@ impl Mpi {
 /// In a process that a launcher started: its library.
 pub fn here() -> Option<Mpi> {
     let file = PathBuf::from(std::env::var_os(LIBRARY)?);
-    let folder = file.parent().and_then(Path::parent).expect("a library in a folder").to_owned();
-    let is_open = file.ends_with("libmpi.so.40");
-    Some(Mpi { folder, file, is_open })
+    Mpi::installed().into_iter().find(|mpi| mpi.file == file)
 }
 
 /// All that processes wrote.

@@ -113,10 +113,7 @@ impl fmt::Display for Profile {
                 "{id} -- {name} -- {FORWARD}={forward_ms}, {BACKWARD}={backward_ms}, {ACTIVATION}={activation_bytes}, \
                  {PARAMETER}={parameter_bytes}"
             )?;
-            match stage {
-                Some(stage) => writeln!(f, " -- {STAGE}={stage}")?,
-                None => writeln!(f)?,
-            }
+            if let Some(stage) = stage { writeln!(f, " -- {STAGE}={stage}")? } else { writeln!(f)? }
         }
         for &(from, to) in &self.edges {
             writeln!(f, "\t{} -- {}", self.layers[from].id, self.layers[to].id)?;

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::error::Error;
-use std::fmt;
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 
@@ -105,35 +104,21 @@ impl<M> Transport for ChannelTransport<M> {
     }
 }
 
-/// Why a message could not be moved.
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-#[expect(missing_docs, reason = "fields are named as in the message")]
-pub enum ChannelError {
-    /// The other rank has dropped its transport: it has failed, or it ran another schedule that ends earlier.
-    PeerGone { rank: usize, tag: Tag },
-    /// The schedule of the channels sends nothing from one rank to the other.
-    NoChannel { from: usize, to: usize },
-    /// A different message arrived than the expected one: the two ranks run different schedules.
-    OutOfTurn { rank: usize, expected: Tag, found: Tag },
+messages! {
+    /// Why a message could not be moved.
+    #[derive(Clone, PartialEq, Eq)]
+    pub enum ChannelError {
+        /// The other rank has dropped its transport: it has failed, or it ran another schedule that ends earlier.
+        PeerGone { rank: usize, tag: Tag } => "pp rank {rank} is gone, at the {tag}";
+        /// The schedule of the channels sends nothing from one rank to the other.
+        NoChannel { from: usize, to: usize }
+            => "no channel from pp rank {from} to pp rank {to}: make the channels of the schedule that is run";
+        /// A different message arrived than the expected one: the two ranks run different schedules.
+        OutOfTurn { rank: usize, expected: Tag, found: Tag }
+            => "pp rank {rank} sent the {found} where the {expected} was expected: all ranks must run the same schedule";
+    }
 }
 
 debug_as_display!(ChannelError);
-
-impl fmt::Display for ChannelError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::PeerGone { rank, tag } => write!(f, "pp rank {rank} is gone, at the {tag}"),
-            Self::NoChannel { from, to } => write!(
-                f,
-                "no channel from pp rank {from} to pp rank {to}: make the channels of the schedule that is run"
-            ),
-            Self::OutOfTurn { rank, expected, found } => write!(
-                f,
-                "pp rank {rank} sent the {found} where the {expected} was expected: all ranks must run the same schedule"
-            ),
-        }
-    }
-}
 
 impl Error for ChannelError {}

@@ -83,10 +83,7 @@ impl Generator {
 
     /// The default number of chunks per rank.
     pub fn default_virtual_stages(self) -> usize {
-        match self {
-            Self::Interleaved | Self::BreadthFirst | Self::ZbV | Self::DualPipeV => 2,
-            _ => 1,
-        }
+        if matches!(self, Self::Interleaved | Self::BreadthFirst | Self::ZbV | Self::DualPipeV) { 2 } else { 1 }
     }
 
     /// Whether the chunks per rank may be chosen.

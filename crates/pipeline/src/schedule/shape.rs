@@ -41,52 +41,29 @@ impl fmt::Display for MicroCounts {
     }
 }
 
-/// A shape that a schedule cannot have.
-#[derive(Clone, PartialEq, Eq)]
-#[non_exhaustive]
-#[expect(missing_docs, reason = "fields are named as in the message")]
-pub enum ShapeError {
-    /// A pipeline without ranks.
-    NoRanks { schedule: &'static str },
-    /// No optimizer step.
-    NoSteps { schedule: &'static str },
-    /// A number of chunks per rank that the schedule does not take.
-    VirtualStages {
-        schedule: &'static str,
-        virtual_stages: usize,
-        /// The only number that it takes; `None` if it takes any from 1 on.
-        only: Option<usize>,
-    },
-    /// A number of micro-batches that the schedule does not take.
-    Micros { schedule: &'static str, pp: usize, micros: usize, takes: MicroCounts },
+messages! {
+    /// A shape that a schedule cannot have.
+    #[derive(Clone, PartialEq, Eq)]
+    pub enum ShapeError {
+        /// A pipeline without ranks.
+        NoRanks { schedule: &'static str } => "schedule {schedule} over pp=0: a pipeline has at least 1 rank";
+        /// No optimizer step.
+        NoSteps { schedule: &'static str } => "schedule {schedule} over 0 steps: it spans at least 1";
+        /// A number of chunks per rank that the schedule does not take. It takes `only` one, or any from 1 on.
+        VirtualStages { schedule: &'static str, virtual_stages: usize, only: Option<usize> }
+            => "schedule {schedule} does not run with {virtual_stages} virtual stages (chunks per rank): it {}",
+            match only {
+                Some(only) => format!("has {only}; interleaved_1f1b and breadth_first take any number"),
+                None => "takes 1 or more".to_owned(),
+            };
+        /// A number of micro-batches that the schedule does not take.
+        Micros { schedule: &'static str, pp: usize, micros: usize, takes: MicroCounts }
+            => "schedule {schedule} over pp={pp} needs {takes}, got {micros}{}",
+            // Only if that helps: no schedule runs without micro-batches.
+            if *micros > 0 { "; gpipe and 1f1b take any number" } else { "" };
+    }
 }
 
 debug_as_display!(ShapeError);
-
-impl fmt::Display for ShapeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoRanks { schedule } => {
-                write!(f, "schedule {schedule} over pp=0: a pipeline has at least 1 rank")
-            }
-            Self::NoSteps { schedule } => write!(f, "schedule {schedule} over 0 steps: it spans at least 1"),
-            Self::VirtualStages { schedule, virtual_stages, only } => {
-                write!(
-                    f,
-                    "schedule {schedule} does not run with {virtual_stages} virtual stages (chunks per rank): it "
-                )?;
-                match only {
-                    Some(only) => write!(f, "has {only}; interleaved_1f1b and breadth_first take any number"),
-                    None => write!(f, "takes 1 or more"),
-                }
-            }
-            Self::Micros { schedule, pp, micros, takes } => {
-                write!(f, "schedule {schedule} over pp={pp} needs {takes}, got {micros}")?;
-                // Only if that helps: no schedule runs without micro-batches.
-                if *micros > 0 { write!(f, "; gpipe and 1f1b take any number") } else { Ok(()) }
-            }
-        }
-    }
-}
 
 impl Error for ShapeError {}

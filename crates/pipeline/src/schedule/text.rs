@@ -67,25 +67,31 @@ pub struct ParseScheduleError {
 
 debug_as_display!(ParseScheduleError);
 
-/// A mistake in the text of a schedule.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-#[expect(missing_docs, reason = "fields are named as in the message")]
-pub enum TextFault {
-    /// A line that is neither `key: value` nor empty nor a comment.
-    NoField { text: String },
-    /// A key that no field has.
-    UnknownKey { key: String },
-    /// A key that occurs twice.
-    Repeated { key: String },
-    /// A required key that is missing.
-    Missing { key: String },
-    /// A value that the key cannot have.
-    Value { key: String, token: String, expected: String },
-    /// An invalid action.
-    Action { item: usize, source: ParseActionError },
-    /// Actions of a rank that does not exist.
-    NoSuchRank { rank: usize, ranks: usize },
+messages! {
+    /// A mistake in the text of a schedule.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    pub enum TextFault {
+        /// A line that is neither `key: value` nor empty nor a comment.
+        NoField { text: String }
+            => "{text:?} is no field: expected key: value, as in micros: 8 or rank 0: 0F0 0B0";
+        /// A key that no field has.
+        UnknownKey { key: String }
+            => "{key:?} is no key: expected name, ranks, placement, replicas, micros, steps, weights, or rank and its \
+                number";
+        /// A key that occurs twice.
+        Repeated { key: String } => "{key:?} is given a second time; once is enough";
+        /// A required key that is missing.
+        Missing { key: String } => "{key:?} is missing; a schedule needs it";
+        /// A value that the key cannot have.
+        Value { key: String, token: String, expected: String } => "{key}: {token:?} is not valid: expected {expected}";
+        /// An invalid action.
+        Action { item: usize, source: ParseActionError } => "item {item}: {source}";
+        /// Actions of a rank that does not exist.
+        NoSuchRank { rank: usize, ranks: usize } => "rank {rank}: there are {}", match ranks {
+            0 => "no ranks".to_owned(),
+            _ => format!("only ranks 0 to {}", ranks - 1),
+        };
+    }
 }
 
 impl fmt::Display for ParseScheduleError {
@@ -93,34 +99,13 @@ impl fmt::Display for ParseScheduleError {
         if let Some(line) = self.line {
             write!(f, "line {line}: ")?;
         }
-        match &self.fault {
-            TextFault::NoField { text } => {
-                write!(f, "{text:?} is no field: expected key: value, as in micros: 8 or rank 0: 0F0 0B0")
-            }
-            TextFault::UnknownKey { key } => write!(
-                f,
-                "{key:?} is no key: expected name, ranks, placement, replicas, micros, steps, weights, or rank and its number"
-            ),
-            TextFault::Repeated { key } => write!(f, "{key:?} is given a second time; once is enough"),
-            TextFault::Missing { key } => write!(f, "{key:?} is missing; a schedule needs it"),
-            TextFault::Value { key, token, expected } => {
-                write!(f, "{key}: {token:?} is not valid: expected {expected}")
-            }
-            TextFault::Action { item, source } => write!(f, "item {item}: {source}"),
-            TextFault::NoSuchRank { rank, ranks } => match ranks {
-                0 => write!(f, "rank {rank}: there are no ranks"),
-                _ => write!(f, "rank {rank}: there are only ranks 0 to {}", ranks - 1),
-            },
-        }
+        write!(f, "{}", self.fault)
     }
 }
 
 impl Error for ParseScheduleError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match &self.fault {
-            TextFault::Action { source, .. } => source.source(),
-            _ => None,
-        }
+        if let TextFault::Action { source, .. } = &self.fault { source.source() } else { None }
     }
 }
 

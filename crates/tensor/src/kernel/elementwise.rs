@@ -49,7 +49,7 @@ kernels! {
         /// `f([a, b, ..])` of vectors of one type and length, computed in f64 and rounded. `None`: this device runs no
         /// functions of the host.
         fn host_map(&self, inputs: &[&Buffer], f: &HostFn<'_>) -> Result<Option<Buffer>>
-            | profile(= Traffic::of(Class::Pointwise, "host_map", inputs)), halves({
+            | profile(= Traffic::call(Class::Pointwise, "host_map", inputs)), halves({
                   let wide = inputs.iter().map(|x| self.wide(x)).collect::<Result<Vec<_>>>()?;
                   let y = self.inner.elementwise()?.host_map(&wide.iter().collect::<Vec<_>>(), f)?;
                   y.map(|y| self.rounded(y, inputs.first().map_or(F32, |x| x.dtype()))).transpose()

@@ -11,9 +11,6 @@ pub(crate) trait Outcome: Sized {
     fn each(&self, visit: &mut dyn FnMut(&Buffer));
 
     /// Replaces each buffer by `f(buffer, first)`. `first`: whether the buffer is the value.
-    ///
-    /// # Errors
-    /// As `f`.
     fn map(self, f: &mut dyn FnMut(Buffer, bool) -> Result<Buffer>) -> Result<Self>;
 }
 

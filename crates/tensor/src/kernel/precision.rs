@@ -19,9 +19,6 @@ impl Precision {
     /// The type in which a value of type `dtype` that only products read may be stored: the type to which products
     /// round it.
     pub fn operand_dtype(self, dtype: DType) -> DType {
-        match (self, dtype) {
-            (Precision::Bf16, DType::F32) => DType::Bf16,
-            _ => dtype,
-        }
+        if matches!((self, dtype), (Precision::Bf16, DType::F32)) { DType::Bf16 } else { dtype }
     }
 }

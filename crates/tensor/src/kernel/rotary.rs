@@ -42,7 +42,7 @@ impl Rotary {
     /// Radians per position for one of the `head_dim / 2` pairs of features.
     pub fn frequency(&self, pair: usize, head_dim: usize) -> f64 {
         let frequency = self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
-        self.scaling.map_or(frequency, |scaling| scaling.of(frequency))
+        self.scaling.map_or(frequency, |scaling| scaling.scaled(frequency))
     }
 }
 
@@ -51,7 +51,7 @@ impl RotaryScaling {
     pub const LLAMA_3_1: Self =
         Self { factor: 8.0, low_frequency_factor: 1.0, high_frequency_factor: 4.0, original_positions: 8192 };
 
-    fn of(&self, frequency: f64) -> f64 {
+    fn scaled(&self, frequency: f64) -> f64 {
         // Number of wavelengths in the original context.
         let waves = self.original_positions as f64 * frequency / std::f64::consts::TAU;
         let (low, high) = (self.low_frequency_factor, self.high_frequency_factor);

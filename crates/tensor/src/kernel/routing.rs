@@ -90,7 +90,7 @@ kernels! {
         /// Expert choice: in each of `samples` samples every expert takes the `capacity` tokens with the largest
         /// scores; ties go to the earlier token. Result `[tokens, experts]`: expert or -1.
         fn select_tokens(&self, scores: &Buffer, samples: usize, experts: usize, capacity: usize) -> Result<Buffer>
-            | profile(= Traffic::of(Class::Pointwise, "select", &[scores])), halves(wide scores),
+            | profile(= Traffic::call(Class::Pointwise, "select", &[scores])), halves(wide scores),
               meta(I32 => scores.count());
 
         /// The scores of the `k` choices of each token (0 for -1), or of all experts if `choices` is `None`; times

@@ -85,7 +85,7 @@ macro_rules! kernels {
     (@traffic $name:ident = $what:expr) => { $what };
     (@traffic $name:ident Compression: $($read:expr),*) => { Traffic::compression(stringify!($name), &[$(&*$read),*]) };
     (@traffic $name:ident $Class:ident: $($read:expr),* $(; $sum:ident)?) => {
-        Traffic::of(Class::$Class, stringify!($name), &[$(&*$read),*]) $(.reading($sum.as_ref()))?
+        Traffic::call(Class::$Class, stringify!($name), &[$(&*$read),*]) $(.reading($sum.as_ref()))?
     };
 
     (@meta $this:ident = $result:expr) => { $result };

@@ -16,14 +16,14 @@ pub(crate) struct Traffic {
 
 impl Traffic {
     /// A call that reads these buffers, and computes in the type of the first float buffer.
-    pub(crate) fn of(class: Class, name: &'static str, reads: &[&Buffer]) -> Self {
+    pub(crate) fn call(class: Class, name: &'static str, reads: &[&Buffer]) -> Self {
         let dtype = reads.iter().map(|buffer| buffer.dtype()).find(|dtype| dtype.is_float());
         Self { class, name, detail: Detail::None, dtype, bytes: bytes(reads) }
     }
 
     /// A call that moves `count` elements of the type of `x`.
     pub(crate) fn moved(class: Class, name: &'static str, x: &Buffer, count: usize) -> Self {
-        Self { bytes: (count * x.dtype().size()) as u64, ..Self::of(class, name, &[x]) }
+        Self { bytes: (count * x.dtype().size()) as u64, ..Self::call(class, name, &[x]) }
     }
 
     /// The same, with one more buffer read.
@@ -37,17 +37,17 @@ impl Traffic {
 
     /// A product in the type of its result, whatever the types of its operands.
     pub(crate) fn product(name: &'static str, mnk: [usize; 3], dtype: DType, reads: &[&Buffer]) -> Self {
-        Self { detail: Detail::Product(mnk), dtype: Some(dtype), ..Self::of(Class::Product, name, reads) }
+        Self { detail: Detail::Product(mnk), dtype: Some(dtype), ..Self::call(Class::Product, name, reads) }
     }
 
     /// A call of compression that reads and writes these buffers.
     pub(crate) fn compression(name: &'static str, touches: &[&Buffer]) -> Self {
-        Self { dtype: Some(DType::F32), ..Self::of(Class::Compression, name, touches) }
+        Self { dtype: Some(DType::F32), ..Self::call(Class::Compression, name, touches) }
     }
 
     /// An optimizer pass over these vectors.
     pub(crate) fn vectors(name: &'static str, vectors: &[Buffer]) -> Self {
-        Self::of(Class::Optimizer, name, &vectors.iter().collect::<Vec<_>>())
+        Self::call(Class::Optimizer, name, &vectors.iter().collect::<Vec<_>>())
     }
 
     pub(crate) fn gemm(spec: Gemm, operands: [&Buffer; 2], c: &Buffer) -> Self {
@@ -85,7 +85,7 @@ impl Traffic {
     }
 
     pub(crate) fn cast_into(x: &Buffer, out: &Buffer) -> Self {
-        Self::of(Class::Pointwise, "cast", &[x]).and(x.count() * out.dtype().size())
+        Self::call(Class::Pointwise, "cast", &[x]).and(x.count() * out.dtype().size())
     }
 
     /// Only the requested rows of the table are read, as many as are written.
@@ -122,7 +122,7 @@ impl Traffic {
         };
         let weights: Vec<&Buffer> = flats.iter().take(1).map(|flat| &*flat.weights).collect();
         let bytes = flats.iter().map(moved).sum::<usize>() as u64;
-        Self { bytes, ..Self::of(Class::Optimizer, "update", &weights) }
+        Self { bytes, ..Self::call(Class::Optimizer, "update", &weights) }
     }
 
     /// The same for elements of one parameter.
@@ -133,12 +133,12 @@ impl Traffic {
         vectors: &WholeVectors<'_>,
     ) -> Self {
         let bytes = (part.part.len() * per_element(weights, vectors.grads, vectors.states)) as u64;
-        Self { bytes, ..Self::of(Class::Optimizer, name, &[weights]) }
+        Self { bytes, ..Self::call(Class::Optimizer, name, &[weights]) }
     }
 
     pub(crate) fn finish_pass(totals: &Buffer, sets: &[Buffer]) -> Self {
         let bytes = sets.iter().map(|set| 2 * set.bytes() as u64).sum();
-        Self { bytes, ..Self::of(Class::Optimizer, "settle", &[totals]) }
+        Self { bytes, ..Self::call(Class::Optimizer, "settle", &[totals]) }
     }
 }
 

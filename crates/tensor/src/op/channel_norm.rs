@@ -200,10 +200,7 @@ impl Op for ChannelNorm {
         )?;
         let mut all = vec![Some(Tensor::from_buffer(device, dx, x.shape())?).filter(|_| cx.needs(0))];
         for (i, sums) in [(1, dgamma), (2, dbeta)].into_iter().take(1 + usize::from(self.shifted)) {
-            all.push(match cx.needs(i) {
-                true => self.affine_grad(cx, i, sums)?,
-                false => None,
-            });
+            all.push(if cx.needs(i) { self.affine_grad(cx, i, sums)? } else { None });
         }
         Ok(all)
     }

@@ -60,17 +60,11 @@ impl Conv2d {
 
 impl Op for Conv2d {
     fn name(&self) -> &'static str {
-        match self.bias {
-            None => "conv2d",
-            Some(_) => "conv2d_bias",
-        }
+        if self.bias.is_some() { "conv2d_bias" } else { "conv2d" }
     }
 
     fn operands(&self) -> &'static [&'static str] {
-        match self.bias {
-            None => &["x", "weight"],
-            Some(_) => &["x", "weight", "bias"],
-        }
+        if self.bias.is_some() { &["x", "weight", "bias"] } else { &["x", "weight"] }
     }
 
     fn infer(&self, operands: &[Operand<'_>]) -> std::result::Result<Types, SpmdError> {
@@ -107,10 +101,7 @@ impl Op for Conv2d {
 
     fn backward(&self, cx: &mut Backward<'_>, grad: Tensor) -> Result<Vec<Option<Tensor>>> {
         let ([m, n, k], windows, device) = (self.mnk(), self.windows(), grad.device());
-        let db = match self.bias {
-            Some(shape) => Some(bias_grad(cx, 2, &grad, shape, self.tokens)?),
-            None => None,
-        };
+        let db = if let Some(shape) = self.bias { Some(bias_grad(cx, 2, &grad, shape, self.tokens)?) } else { None };
         let mut dw = None;
         if cx.needs(1) {
             let (patches, rows) = (self.patches(&cx.saved(0)?)?, m / windows.samples);

@@ -76,10 +76,7 @@ impl<F: Fn(f64) -> f64 + Sync, D: Fn(f64, f64) -> f64 + Sync> Op for HostMap<F, 
 
     fn padded(&self) -> Padded {
         let at_zero = (self.f)(0.0);
-        match at_zero == 0.0 && (self.derivative)(0.0, at_zero).is_finite() {
-            true => Padded::Zeros,
-            false => Padded::Refused,
-        }
+        if at_zero == 0.0 && (self.derivative)(0.0, at_zero).is_finite() { Padded::Zeros } else { Padded::Refused }
     }
 
     fn scalars(&self) -> Vec<(&'static str, f64)> {

@@ -41,10 +41,7 @@ impl Var {
 
 impl Op for Lookup {
     fn name(&self) -> &'static str {
-        match self.cut_over {
-            None => "embedding",
-            Some(_) => "vocab_parallel_embedding",
-        }
+        if self.cut_over.is_some() { "vocab_parallel_embedding" } else { "embedding" }
     }
 
     stated! { ids, table; reads_values }
@@ -69,10 +66,7 @@ impl Op for Lookup {
     }
 
     fn padded(&self) -> Padded {
-        match self.cut_over {
-            None => Padded::Refused,
-            Some(axis) => Padded::Knows { axis, extent: self.vocab },
-        }
+        if let Some(axis) = self.cut_over { Padded::Knows { axis, extent: self.vocab } } else { Padded::Refused }
     }
 
     fn forward(&self, cx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Tensor> {

@@ -28,9 +28,6 @@ pub trait Exchange: Debug + Send + Sync {
     fn attend(&self, call: &Exchanged<'_>, q: &Tensor, kv: &Tensor) -> Result<(Tensor, [Tensor; 4])>;
 
     /// The gradients of the queries, and of the keys and values, of this rank.
-    ///
-    /// # Errors
-    /// Those of collectives and kernels.
     fn gradients(&self, call: &Exchanged<'_>, dout: &Tensor, saved: [Tensor; 4]) -> Result<(Tensor, Tensor)>;
 }
 

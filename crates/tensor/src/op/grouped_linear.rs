@@ -1,6 +1,6 @@
 //! Products and biases of rows in groups, each group with a matrix of its own: the layers of experts.
 //!
-//! `Y_g = X_g · W_gᵀ + b_g` for the rows `X_g` of each expert g, without padding. The ranks of one axis hold different
+//! `Y_g = X_g · W_gᵀ + b_g` for the rows `X_g` of each expert g, without padding. The ranks of some axes hold different
 //! experts, and there the rows are `Varying`: each rank has those of its own experts, whichever rank their tokens are
 //! from.
 
@@ -8,7 +8,7 @@ use super::prelude::*;
 use super::swiglu;
 use crate::kernel::{GroupedGemm, GroupedGrad};
 use crate::tape::{BlockSlot, Terms};
-use meshwork_core::Axis;
+use meshwork_core::{Axes, Axis};
 use std::cell::Cell;
 use std::ops::Range;
 use std::rc::Rc;
@@ -17,7 +17,7 @@ use std::rc::Rc;
 /// from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowGroups {
-    axis: Axis,
+    axes: Axes,
     sources: Vec<Range<u64>>,
     /// Rows of each group and sample.
     counts: Vec<Vec<usize>>,
@@ -26,11 +26,11 @@ pub struct RowGroups {
 }
 
 impl RowGroups {
-    /// Groups of which the ranks of `axis` have different ones. `sources` are the samples that the rows come from, runs
+    /// Groups of which the ranks of `axes` have different ones. `sources` are the samples that the rows come from, runs
     /// of consecutive numbers within the batch, and `counts` has the rows of each group and sample.
-    pub fn new(axis: Axis, sources: Vec<Range<u64>>, counts: Vec<Vec<usize>>) -> Self {
+    pub fn new(axes: impl Into<Axes>, sources: Vec<Range<u64>>, counts: Vec<Vec<usize>>) -> Self {
         let rows = counts.iter().map(|counts| counts.iter().sum()).collect();
-        Self { axis, sources, counts, rows }
+        Self { axes: axes.into(), sources, counts, rows }
     }
 
     /// Rows of each group.
@@ -73,7 +73,7 @@ impl RowGroups {
         let mut one = [x, Operand { ndim: w.ndim.saturating_sub(1), ..w }];
         for (axis, tw) in w.types.iter() {
             let tx = x.types.get(axis).unwrap_or(Ty::Invariant);
-            let held = match (axis == self.axis, tx, tw) {
+            let held = match (self.axes.contains(&axis), tx, tw) {
                 (true, Ty::Varying, Ty::Shard(0)) => Ty::Replicate, // each rank its own
                 (true, _, Ty::Shard(0)) => {
                     let fix = "dispatch them over this axis first";
@@ -97,7 +97,11 @@ impl RowGroups {
                 (false, _, Ty::Shard(0)) => {
                     return refuse(
                         axis,
-                        format!("{} is cut along its experts, whose rows lie over {}", w.name, self.axis),
+                        format!(
+                            "{} is cut along its experts, whose rows lie over {}",
+                            w.name,
+                            self.axes.iter().map(|axis| axis.name()).collect::<Vec<_>>().join(", ")
+                        ),
                         "cut the features instead",
                     );
                 }

@@ -3,15 +3,15 @@
 //! arXiv:2410.10989).
 //!
 //! Beside a chunk's logits it keeps x and a number for each token, where `linear` and `cross_entropy` keep all logits.
-//! It computes the product of the head four times instead of three. A chunk has tokens of one sample, so that how a
-//! gradient is summed does not depend on the mesh. Losses and the gradient of x have the bits of `linear` and
+//! It computes the product of the head four times instead of three. A chunk has tokens of one sample, and of one
+//! reduction block of a sequence that cp cuts, so that how a gradient is summed does not depend on the mesh. Losses and the gradient of x have the bits of `linear` and
 //! `cross_entropy`; the gradient of w is summed chunk by chunk.
 
 use super::loss::VocabLoss;
 use super::prelude::*;
 use crate::device::Device;
 use crate::kernel::Gemm;
-use crate::tape::{BlockSlot, Terms};
+use crate::tape::{BlockSlot, Terms, Tokens};
 use meshwork_core::tree::Counter;
 use meshwork_core::{Axis, Buffer, DType};
 use std::ops::Range;
@@ -24,8 +24,10 @@ struct LinearLoss {
     chunk: usize,
     /// Samples, tokens of each, and features.
     input: [usize; 3],
+    /// The tokens over which the gradient of the weight is summed.
+    tokens: Tokens,
     weight_shape: Shape,
-    /// How the sums of the product, and those of the gradient of x, are cut.
+    /// How the sums of the product, and the sums of the gradient of x, are cut.
     terms: [Terms; 2],
 }
 
@@ -40,18 +42,15 @@ impl Var {
     /// logits of at most `chunk` tokens at a time: the loss of each sample, `[samples]` in f64, against i32 targets
     /// `[samples, ..]`, negative ones masked.
     ///
-    /// # Errors
-    /// Those of both; a chunk of no tokens. The place of an id that is none counts from the first token of its chunk.
+    /// # Errors The errors of `linear` and `cross_entropy`; a chunk of no tokens. An id outside of the vocabulary is
+    /// counted from the first token of its chunk.
     pub fn linear_cross_entropy(&self, weight: &Var, targets: &Var, chunk: usize) -> Result<Var> {
         let width = weight.shape().first().copied().unwrap_or(0);
         self.tape().apply(LinearLoss::new(self, weight, VocabLoss::whole(width), chunk), &[self, weight, targets])
     }
 
-    /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: that of
+    /// The same for a weight whose first dim, `vocab` over all ranks, is cut over `axis`: the loss of
     /// [`vocab_parallel_cross_entropy`](Self::vocab_parallel_cross_entropy).
-    ///
-    /// # Errors
-    /// As [`linear_cross_entropy`](Self::linear_cross_entropy).
     pub fn vocab_parallel_linear_cross_entropy(
         &self,
         weight: &Var,
@@ -73,14 +72,14 @@ impl LinearLoss {
         let samples = shape.first().copied().unwrap_or(1);
         let terms = [1..2, 0..1].map(|dims| x.tape().terms(weight, dims));
         let input = [samples, rows / samples.max(1), features];
-        Self { loss, chunk, input, weight_shape: weight.shape(), terms }
+        Self { loss, chunk, input, tokens: Tokens::of(x, 1), weight_shape: weight.shape(), terms }
     }
 
-    /// The chunks of some samples.
-    fn chunks(&self, samples: Range<usize>) -> impl Iterator<Item = Chunk> {
+    /// The chunks of some samples, or of one of the slices of each.
+    fn chunks(&self, samples: Range<usize>, (slice, slices): (usize, usize)) -> impl Iterator<Item = Chunk> {
         let (tokens, chunk) = (self.input[1], self.chunk);
         samples.flat_map(move |sample| {
-            let all = sample * tokens..(sample + 1) * tokens;
+            let all = sample * tokens + tokens * slice / slices..sample * tokens + tokens * (slice + 1) / slices;
             all.clone().step_by(chunk).map(move |row| Chunk { sample, rows: row..all.end.min(row + chunk) })
         })
     }
@@ -89,14 +88,14 @@ impl LinearLoss {
         let (n, k) = (self.loss.shard.width, self.input[2]);
         let mut logits = w.device().alloc(w.dtype(), chunk.rows.len() * n)?;
         let spec = Gemm::linear(chunk.rows.len(), n, k).over(self.terms[0]);
-        w.device().matmul()?.gemm(spec, &chunk.of(x, k)?, w.buffer(), &mut logits, 0)?;
+        w.device().matmul()?.gemm(spec, &chunk.rows_of(x, k)?, w.buffer(), &mut logits, 0)?;
         Ok(logits)
     }
 }
 
 impl Chunk {
     /// Its part of a tensor of `width` elements a token.
-    fn of(&self, x: &Tensor, width: usize) -> Result<Buffer> {
+    fn rows_of(&self, x: &Tensor, width: usize) -> Result<Buffer> {
         Ok(x.buffer().slice(self.rows.start * width..self.rows.end * width)?)
     }
 }
@@ -114,19 +113,24 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Takes the chunks of some samples in turn: writes the gradient of their x, and adds that of the weight, of all of
-    /// them, to `to`: a buffer, the first element in it, and whether it has something to be added to.
-    fn run(&mut self, samples: Range<usize>, mut to: Option<(&mut Buffer, usize, bool)>) -> Result<()> {
+    /// Takes the chunks of a slice of some samples in turn: writes the gradient of their x, and adds the gradient of the
+    /// weight over all of them to `to`: a buffer, the first element in it, and whether to add to its old contents.
+    fn run(
+        &mut self,
+        samples: Range<usize>,
+        slice: (usize, usize),
+        mut to: Option<(&mut Buffer, usize, bool)>,
+    ) -> Result<()> {
         let ([_, _, k], n) = (self.op.input, self.op.loss.shard.width);
         let (loss, matmul) = (self.device.loss()?, self.device.matmul()?);
-        for chunk in self.op.chunks(samples) {
+        for chunk in self.op.chunks(samples, slice) {
             let (rows, scale) = (chunk.rows.len(), self.scale.buffer().slice(chunk.sample..chunk.sample + 1)?);
             let mut grad = self.op.logits(&chunk, &self.x, &self.w)?;
-            let (targets, lse) = (chunk.of(&self.targets, 1)?, chunk.of(&self.lse, 1)?);
+            let (targets, lse) = (chunk.rows_of(&self.targets, 1)?, chunk.rows_of(&self.lse, 1)?);
             loss.grad(&mut grad, &targets, &lse, &scale, self.op.loss.shard)?;
             if let Some((buffer, start, accumulate)) = &mut to {
                 let spec = Gemm::linear_weight_grad(rows, n, k).accumulating(*accumulate);
-                matmul.gemm(spec, &grad, &chunk.of(&self.x, k)?, buffer, *start)?;
+                matmul.gemm(spec, &grad, &chunk.rows_of(&self.x, k)?, buffer, *start)?;
                 *accumulate = true;
             }
             if let Some(dx) = &mut self.dx {
@@ -134,15 +138,18 @@ impl Pass<'_> {
                 matmul.gemm(spec, &grad, self.w.buffer(), dx, chunk.rows.start * k)?;
             }
         }
-        Ok(())
+        match to {
+            Some((buffer, start, false)) => self.device.optim()?.zero(buffer, start..start + n * k), // no tokens
+            _ => Ok(()),
+        }
     }
 
-    /// The same for a share of the gradient of the weight: right there, or where its sums are those of samples, or
-    /// would be rounded after every chunk, in memory of their own first.
+    /// The same for a share of the gradient of the weight: in the memory of the share; or first in other memory, where
+    /// samples are summed one by one or a sum would be rounded after every chunk.
     fn share(&mut self, room: BlockSlot<'_>) -> Result<()> {
-        let BlockSlot { buffer, start, accumulate, samples, blocks, .. } = room;
+        let BlockSlot { buffer, start, accumulate, samples, blocks, slice } = room;
         if blocks == 1 && !buffer.dtype().is_half() {
-            return self.run(samples, Some((buffer, start, accumulate)));
+            return self.run(samples, slice, Some((buffer, start, accumulate)));
         }
         let (device, count) = (self.device, self.op.weight_shape.count());
         let dtype = if buffer.dtype().is_half() { DType::F32 } else { buffer.dtype() };
@@ -155,7 +162,7 @@ impl Pass<'_> {
         let mut tree = Counter::default();
         for first in samples.step_by(each.max(1)) {
             let mut sum = device.alloc(dtype, count)?;
-            self.run(first..first + each, Some((&mut sum, 0, false)))?;
+            self.run(first..first + each, slice, Some((&mut sum, 0, false)))?;
             tree.push(1, Ok(sum), join);
         }
         let sum = tree.finish(join).unwrap_or_else(|| device.alloc(dtype, 0))?;
@@ -169,10 +176,7 @@ impl Pass<'_> {
 
 impl Op for LinearLoss {
     fn name(&self) -> &'static str {
-        match self.loss.cut_over {
-            None => "linear_cross_entropy",
-            Some(_) => "vocab_parallel_linear_cross_entropy",
-        }
+        if self.loss.cut_over.is_some() { "vocab_parallel_linear_cross_entropy" } else { "linear_cross_entropy" }
     }
 
     stated! { x, weight, targets }
@@ -199,8 +203,8 @@ impl Op for LinearLoss {
         let (device, [samples, ..], rows) = (x.device(), self.input, targets.count());
         let (loss, layout) = (device.loss()?, device.layout()?);
         let mut parts: Vec<(Buffer, Buffer)> = Vec::new();
-        for chunk in self.chunks(0..samples) {
-            let (logits, ids) = (self.logits(&chunk, x, w)?, chunk.of(targets, 1)?);
+        for chunk in self.chunks(0..samples, (0, 1)) {
+            let (logits, ids) = (self.logits(&chunk, x, w)?, chunk.rows_of(targets, 1)?);
             let (at, count) = (chunk.rows.start, chunk.rows.len());
             for (i, part) in self.loss.parts(cx.tape()).enumerate() {
                 let (max, sums) = loss.row_stats(&logits, &ids, part)?;
@@ -230,9 +234,9 @@ impl Op for LinearLoss {
         let mut pass = Pass { op: self, device: &device, x, w, targets, lse, scale: grad, dx };
         let mut dw = None;
         if cx.needs(1) {
-            dw = cx.write_grad(1, dtype, self.weight_shape, samples, |room| pass.share(room))?;
+            dw = cx.write_grad(1, dtype, self.weight_shape, self.tokens, |room| pass.share(room))?;
         } else {
-            pass.run(0..samples, None)?;
+            pass.run(0..samples, (0, 1), None)?;
         }
         let dx = pass.dx.map(|dx| Tensor::from_buffer(&device, dx, shape)).transpose()?;
         Ok(vec![dx, dw, None])

@@ -168,10 +168,7 @@ fn tree_of_sums(device: &Arc<dyn Device>, blocks: Vec<(Buffer, Buffer)>, max: &B
 
 impl Op for VocabLoss {
     fn name(&self) -> &'static str {
-        match self.cut_over {
-            None => "cross_entropy",
-            Some(_) => "vocab_parallel_cross_entropy",
-        }
+        if self.cut_over.is_some() { "vocab_parallel_cross_entropy" } else { "cross_entropy" }
     }
 
     stated! { logits, targets; reads_values }

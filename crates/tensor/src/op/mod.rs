@@ -66,7 +66,6 @@ mod pool;
 mod relu;
 mod reshape;
 mod residual;
-mod rms_norm;
 mod softmax;
 mod squared_error;
 mod sum;

@@ -206,10 +206,7 @@ fn swapped(device: &Arc<dyn Device>, x: &Buffer, [outer, a, b, inner]: [usize; 4
     }
     // b to the front of everything, and then behind outer.
     let front = device.layout()?.swap_blocks(x, outer * a, b, inner)?;
-    match outer {
-        1 => Ok(front),
-        _ => device.layout()?.swap_blocks(&front, b, outer, a * inner),
-    }
+    if outer == 1 { Ok(front) } else { device.layout()?.swap_blocks(&front, b, outer, a * inner) }
 }
 
 impl Op for Reshaped {

@@ -11,9 +11,9 @@ use meshwork_optim::ParamShape;
 /// use meshwork_tensor::param::ParamGroup;
 ///
 /// // Weight decay is for weights alone; buffers are no subject of training.
-/// assert_eq!(ParamGroup::of(Role::Weight).weight_decay, 1.0);
-/// assert_eq!(ParamGroup::of(Role::Norm).weight_decay, 0.0);
-/// assert!(ParamGroup::of(Role::Buffer).frozen);
+/// assert_eq!(ParamGroup::for_role(Role::Weight).weight_decay, 1.0);
+/// assert_eq!(ParamGroup::for_role(Role::Norm).weight_decay, 0.0);
+/// assert!(ParamGroup::for_role(Role::Buffer).frozen);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ParamGroup {
@@ -69,7 +69,7 @@ impl Matrices {
 
 impl ParamGroup {
     /// The group of a role: only weights have weight decay, and buffers are frozen.
-    pub const fn of(role: Role) -> Self {
+    pub const fn for_role(role: Role) -> Self {
         let weight_decay = if matches!(role, Role::Weight) { 1.0 } else { 0.0 };
         Self { learning_rate: 1.0, weight_decay, frozen: matches!(role, Role::Buffer), matrices: None }
     }
@@ -95,12 +95,12 @@ impl ParamGroup {
     /// # Ok::<(), meshwork_tensor::Error>(())
     /// ```
     pub const fn hidden(matrices: Matrices) -> Self {
-        Self { matrices: Some(matrices), ..Self::of(Role::Weight) }
+        Self { matrices: Some(matrices), ..Self::for_role(Role::Weight) }
     }
 
     /// The group of the biases of such weights.
     pub const fn bias(matrices: Matrices) -> Self {
-        Self { matrices: Some(matrices.of_bias()), ..Self::of(Role::Bias) }
+        Self { matrices: Some(matrices.of_bias()), ..Self::for_role(Role::Bias) }
     }
 
     /// A parameter that training does not change.

@@ -205,7 +205,7 @@ impl Declarations {
         role: Role,
         init: Init,
     ) -> Result<ParamId> {
-        self.declare_in(name, dims, placement, role, init, ParamGroup::of(role))
+        self.declare_in(name, dims, placement, role, init, ParamGroup::for_role(role))
     }
 
     /// The same in a given parameter group: another learning rate, another weight decay, or frozen.
@@ -215,7 +215,7 @@ impl Declarations {
     /// use meshwork_tensor::{Declarations, Init, Placement, Role};
     ///
     /// let mut params = Declarations::new();
-    /// let slow = ParamGroup { learning_rate: 0.1, ..ParamGroup::of(Role::Weight) };
+    /// let slow = ParamGroup { learning_rate: 0.1, ..ParamGroup::for_role(Role::Weight) };
     /// let whole = Placement::replicated();
     /// let id = params.declare_in("adapter", &[8, 8], whole, Role::Weight, Init::Zeros, slow)?;
     /// assert_eq!(params.spec(id).group, slow);
@@ -268,7 +268,7 @@ impl Declarations {
         role: Role,
         init: Init,
     ) -> Result<ParamId> {
-        self.tie_in(name, dims, placement, role, init, ParamGroup::of(role))
+        self.tie_in(name, dims, placement, role, init, ParamGroup::for_role(role))
     }
 
     /// The same for a parameter that is [declared in](Self::declare_in) another group than its role's: frozen, or
@@ -283,9 +283,6 @@ impl Declarations {
     /// assert!(params.tie("wte.weight", &dims, whole, Role::Weight, init).is_err()); // one of them would be trained
     /// # Ok::<(), meshwork_tensor::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`tie`](Self::tie).
     pub fn tie_in(
         &mut self,
         name: impl Into<String>,

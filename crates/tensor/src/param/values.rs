@@ -235,10 +235,7 @@ impl Params {
         if values.len() != here.len() {
             return Err(wrong_count(values.len(), here.len(), *shape));
         }
-        match here.is_empty() {
-            true => Ok(()),
-            false => upload(&*self.device, values, vector, here.start - window.start),
-        }
+        if here.is_empty() { Ok(()) } else { upload(&*self.device, values, vector, here.start - window.start) }
     }
 
     /// Where a parameter lies in the tables here. Panics if other declarations gave the id, as [`Declarations::spec`]
@@ -378,7 +375,7 @@ mod tests {
             placement,
             role: Role::Weight,
             init: Init::Normal { std: 0.5 },
-            group: super::super::ParamGroup::of(Role::Weight),
+            group: super::super::ParamGroup::for_role(Role::Weight),
         }
     }
 

@@ -68,8 +68,8 @@ impl Tape {
     /// `Replicate` losses are refused, because each rank would add its own copy of the same gradient.
     ///
     /// [Auxiliary losses](Self::add_loss) that nobody [took](Self::take_notes) are trained too: each by its coefficient
-    /// and the mean over the samples of the batch, which are [those of each rank](super::Position::rank_samples) times
-    /// the data-parallel degree.
+    /// and the mean over the samples of the batch, which are [the samples of each rank](super::Position::rank_samples)
+    /// times the data-parallel degree.
     ///
     /// # Errors
     /// Auxiliary losses on a tape whose position does not say how many samples a rank has, or with
@@ -131,7 +131,7 @@ impl Tape {
             return Err(Error::Backward("this tape has already been walked".to_owned()));
         }
         let mut nodes = inner.nodes.borrow_mut();
-        let mut uses = Uses::of(nodes.iter().flat_map(Node::uses));
+        let mut uses = Uses::new(nodes.iter().flat_map(Node::uses));
         let mut grads: Vec<Option<Tensor>> = vec![None; nodes.len()];
         for (output, seed) in roots {
             if let Source::Node(root) = output.source() {
@@ -247,7 +247,7 @@ impl Tape {
         let inner = &*self.inner;
         let mut nodes = inner.nodes.borrow_mut();
         let deferred = inner.deferred.take();
-        let mut uses = Uses::of(deferred.iter().flat_map(|(at, _)| nodes[*at].uses()));
+        let mut uses = Uses::new(deferred.iter().flat_map(|(at, _)| nodes[*at].uses()));
         for (at, grad) in deferred {
             inner.rank.heartbeat();
             let Node { op, sources, saved, .. } = &mut nodes[at];
@@ -273,8 +273,8 @@ impl Tape {
     }
 
     /// The gradient that node `at` gave of its input `slot`, which must have the shape and dtype of the input. A matmul
-    /// operand in 16 bits has a gradient in f32. In a model of 16 bits sums over rows come in f32: a value's is rounded
-    /// here, a parameter's is added up in the type of its memory.
+    /// operand in 16 bits has a gradient in f32. In a model of 16 bits sums over rows come in f32: the sum of a value
+    /// is rounded here, the sum of a parameter is added up in the type of its memory.
     fn fitted(&self, nodes: &[Node], (at, slot): (usize, usize), grad: Tensor) -> Result<Tensor> {
         let Node { op: Some(op), sources, .. } = &nodes[at] else { return Ok(grad) };
         let declarations = self.inner.params.declarations();
@@ -285,7 +285,7 @@ impl Tape {
             Source::Constant | Source::Frozen(_) => return Ok(grad),
         };
         let operand = dtype.is_half() && declarations.dtype() == DType::F32;
-        // The gradient of what ranks use differently comes in shares.
+        // The gradient of a value that ranks use differently comes in shares.
         let shares =
             matches!(sources[slot], Source::Node(from) if nodes[from].types.dual().partial_axes().next().is_some());
         let wanted = match dtype {
@@ -307,12 +307,12 @@ impl Tape {
         })
     }
 
-    /// The types of the gradient of a parameter: the duals of those with which it was read.
+    /// The types of the gradient of a parameter: the duals of the types with which it was read.
     pub(super) fn gradient_types(&self, id: ParamId) -> Types {
         self.inner.reads.borrow().get(&id).map_or(Types::NONE, Types::dual)
     }
 
-    /// The share of all samples on this tape, of which an operation that gave back a gradient says no more.
+    /// The share of all samples on this tape: an operation that returned a gradient says nothing about its samples.
     fn whole(&self, id: ParamId, op: &str) -> Result<GradShard> {
         let name = || &self.inner.params.declarations().spec(id).name;
         match self.reduction_blocks() {

@@ -1,8 +1,8 @@
 //! Decisions of a forward pass: integers that are made from values, such as the experts of tokens.
 //!
 //! A forward that runs again to recompute its activations [repeats](Tape::repeat) the decisions of the first, and does
-//! not decide twice. So the gradient is that of the forward whose output was sent on, also where the values that a
-//! decision is made of should come out differently.
+//! not decide twice. So the gradient belongs to the forward whose output was sent on, even if the values behind a
+//! decision come out differently the second time.
 
 use super::{Mode, Tape};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ pub struct Decisions(VecDeque<Vec<Tensor>>);
 #[derive(Debug, Default)]
 pub(super) struct Decided {
     made: Decisions,
-    /// Those that are still to be repeated, on the tape of a forward that runs again.
+    /// The decisions that are still to be repeated, on the tape of a forward that runs again.
     repeated: Option<Decisions>,
 }
 
@@ -48,7 +48,7 @@ impl Tape {
         std::mem::take(&mut self.inner.decided.borrow_mut().made)
     }
 
-    /// Makes the forward pass to come decide as an earlier one.
+    /// Makes the next forward pass take the decisions of an earlier one.
     pub fn repeat(&self, decisions: Decisions) {
         self.inner.decided.borrow_mut().repeated = Some(decisions);
     }

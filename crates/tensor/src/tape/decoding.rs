@@ -1,4 +1,4 @@
-//! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of the earlier ones are
+//! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of earlier tokens are
 //! cached, so that each token goes through the model once.
 
 use super::{Mode, Position, Tape};
@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// The keys and values of each attention of a stage, for the tokens of the passes so far. It has room for a number of
 /// tokens of each sequence; memory is allocated with the first pass and is reused after [`clear`](Self::clear).
 ///
-/// Operations that mix the tokens of a sequence must be attentions of this crate: what an operation of another crate
-/// does with earlier tokens is not cached.
+/// Operations that mix the tokens of a sequence must be attentions of this crate: an operation of another crate that
+/// reads earlier tokens would find none.
 #[derive(Clone, Debug)]
 pub struct KeyValueCache {
     inner: Rc<Inner>,
@@ -117,7 +117,7 @@ impl Tape {
         self.cache().is_some()
     }
 
-    /// Tokens of each sequence before those on this tape.
+    /// Tokens of each sequence before the tokens on this tape.
     pub fn past(&self) -> usize {
         self.cache().map_or(0, KeyValueCache::past)
     }

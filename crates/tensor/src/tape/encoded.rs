@@ -84,7 +84,7 @@ impl Encoding {
 }
 
 /// Encodes what another policy then keeps. A tensor that several operations save is encoded once. Tensors that an
-/// encoding does not take, and those that an operation saves [exactly](super::Forward::save_exact), stay as they are.
+/// encoding does not take, and tensors that an operation saves [exactly](super::Forward::save_exact), stay as they are.
 #[derive(Debug)]
 pub struct Encoded {
     policy: Rc<dyn SavedPolicy>,
@@ -101,7 +101,7 @@ struct Elements {
 }
 
 impl Elements {
-    fn of(buffer: &Buffer) -> Self {
+    fn new(buffer: &Buffer) -> Self {
         Self { memory: Arc::downgrade(buffer.memory()), first: buffer.offset(), count: buffer.count() }
     }
 
@@ -151,7 +151,7 @@ impl SavedPolicy for Encoded {
             None => {
                 let parts = self.encoding.encode(&tensor)?.into_iter().map(|part| self.policy.save(op, part));
                 let stored = Rc::new(Stored(parts.collect::<Result<_>>()?));
-                known.push((Elements::of(tensor.buffer()), Rc::downgrade(&stored)));
+                known.push((Elements::new(tensor.buffer()), Rc::downgrade(&stored)));
                 stored
             }
         };

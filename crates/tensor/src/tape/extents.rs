@@ -1,4 +1,4 @@
-//! The true extents of what operations make of [padded](Padding) shards.
+//! The true extents of the results of operations on [padded](Padding) shards.
 
 use super::{Op, Padded, Padding, Tape, Var};
 use crate::error::{Error, Result, divisors};
@@ -17,7 +17,7 @@ impl Cut<'_> {
         self.value.tape.rank().mesh().degree(self.axis)
     }
 
-    /// The elements that all ranks store, those of every axis that cuts the dim.
+    /// The elements that all ranks store, over every axis that cuts the dim.
     fn stored(&self) -> usize {
         let mesh = self.value.tape.rank().mesh();
         self.value.types.cuts(self.dim).fold(self.value.shape()[self.dim], |stored, axis| stored * mesh.degree(axis))
@@ -103,7 +103,7 @@ pub(super) fn of_result(op: &dyn Op, inputs: &[&Var], types: Types) -> Result<Pa
 
 impl Var {
     /// Says that a value from outside has only `extent` elements along the dim that `axis` cuts, and that what the
-    /// shards store beyond is zero. Parameters and what is made of them need no word.
+    /// shards store beyond is zero. Parameters, and values computed from them, need no such call.
     ///
     /// # Errors
     /// A value that `axis` does not cut, or whose ranks store fewer elements.

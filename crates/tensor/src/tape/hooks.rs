@@ -16,13 +16,13 @@ pub trait SavedPolicy: Debug {
     fn save(&self, op: &'static str, tensor: Tensor) -> Result<Saved>;
 
     /// The same for a tensor that must come back bit by bit: the statistics of a norm, the log-sum-exp of attention,
-    /// the logits of a loss. They are few, and a small error of theirs is a large one of the gradient.
+    /// the logits of a loss. They are few, and a small error in them is a large error in the gradient.
     fn save_exact(&self, op: &'static str, tensor: Tensor) -> Result<Saved> {
         self.save(op, tensor)
     }
 
-    /// Whether values that are cheap to recompute, those with a [recipe](super::Forward::recipe), are recomputed in
-    /// backward and not saved at all.
+    /// Whether values with a [recipe](super::Forward::recipe), which are cheap to recompute, are recomputed in backward
+    /// and not saved at all.
     fn recomputes(&self) -> bool {
         false
     }
@@ -178,8 +178,8 @@ impl Observers {
 }
 
 /// A value shown to an observer: the output of an operation, or the gradient that one operation returned for an input,
-/// before those of other uses are added. Gradients of parameters are not seen here: they are written where they are
-/// kept.
+/// before the gradients of other uses are added. Gradients of parameters are not seen here: they are written where they
+/// are kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen<'a> {
     /// The operation.

@@ -63,9 +63,9 @@ pub struct Position {
     pub step: u64,
     /// Global index, within the step's batch, of the sample in row 0 of dim 0.
     pub first_sample: u64,
-    /// Samples of the step on each data-parallel rank, in all micro-batches: as far apart are the first samples of
-    /// neighbours. 0 where nobody says. By it [auxiliary losses](Tape::add_loss) have a mean, and a dry run, which
-    /// receives nothing, tells the samples of other ranks.
+    /// Samples of the step on each data-parallel rank, in all micro-batches; the first samples of neighbouring ranks
+    /// are as far apart. 0 if unknown. It gives the mean of [auxiliary losses](Tape::add_loss), and shows a dry run,
+    /// which receives nothing, which samples other ranks have.
     pub rank_samples: u64,
 }
 
@@ -108,7 +108,7 @@ struct Inner {
     ran_backward: Cell<bool>,
     notes: RefCell<notes::Kept>,
     decided: RefCell<decisions::Decided>,
-    /// How rows are compressed that layers exchange.
+    /// The compression of the rows that layers exchange.
     rows: Cell<RowSchemes>,
     /// Names under which randomness has been drawn.
     random: RefCell<BTreeSet<String>>,
@@ -186,7 +186,8 @@ impl Tape {
         Self { inner: Rc::new(inner) }
     }
 
-    /// Shows every value from now on to `observer`. Of several, each sees what those before it made of a value.
+    /// Shows every value from now on to `observer`. Of several observers, each sees the value that the observer before
+    /// it returned.
     pub fn observe(&self, observer: Rc<dyn Observer>) {
         self.inner.observer.get_or_init(Observers::default).add(observer);
     }
@@ -199,12 +200,12 @@ impl Tape {
         self.inner.observer.get().is_some()
     }
 
-    /// Counts operations from `number` on, for observers: those of a stage may lie on several tapes.
+    /// Counts operations from `number` on, for observers: the operations of a stage may lie on several tapes.
     pub fn count_from(&self, number: usize) {
         self.inner.applied.set(number);
     }
 
-    /// Number of operations applied so far, those before this tape included.
+    /// Number of operations applied so far, operations before this tape included.
     pub fn applied(&self) -> usize {
         self.inner.applied.get()
     }
@@ -271,10 +272,7 @@ impl Tape {
 
     /// Refuses a value of another tape.
     fn require_own(&self, op: &'static str, operand: &'static str, value: &Var) -> Result<()> {
-        match Rc::ptr_eq(&self.inner, &value.tape.inner) {
-            true => Ok(()),
-            false => Err(Error::OtherTape { op, operand }),
-        }
+        if Rc::ptr_eq(&self.inner, &value.tape.inner) { Ok(()) } else { Err(Error::OtherTape { op, operand }) }
     }
 
     /// Global index of the first sample on this tape.
@@ -282,7 +280,7 @@ impl Tape {
         self.inner.position.first_sample
     }
 
-    /// Samples of the step on each data-parallel rank; 0 where nobody says.
+    /// Samples of the step on each data-parallel rank; 0 if unknown.
     pub fn rank_samples(&self) -> u64 {
         self.inner.position.rank_samples
     }

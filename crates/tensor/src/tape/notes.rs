@@ -210,9 +210,9 @@ impl Tape {
     }
 
     /// Says that what this tape computes of a sample depends on the samples beside it by design: a contrastive loss,
-    /// statistics of the batch. A trainer holds the losses of a micro-batch against those of its samples one by one,
-    /// unless a layer says so. Operations of meshwork that do so ([`Var::batch_norm`], samples gathered over a data
-    /// axis) say it themselves.
+    /// statistics of the batch. A trainer compares the losses of a micro-batch with the losses of its samples one by
+    /// one, unless a layer says so. Operations of meshwork that do so ([`Var::batch_norm`], samples gathered over a
+    /// data axis) say it themselves.
     pub fn mixes_samples(&self) {
         self.inner.notes.borrow_mut().mixes_samples = true;
     }

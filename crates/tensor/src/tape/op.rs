@@ -89,7 +89,7 @@ impl<'a> Forward<'a> {
         Self { tape, op, types, inputs, records, saved: Vec::new(), again: Again::Kept }
     }
 
-    /// An operand, in the type of which the result is a share of a sum over ranks if that is `Partial`. In canonical
+    /// An operand in the type of the result, where the result is a share of a sum over ranks, `Partial`. In canonical
     /// numerics it is f32, for a sum that is [rounded](Var::stored) once, after its shares are added up.
     pub fn share(&self, operand: &Tensor) -> Result<Tensor> {
         match self.types.partial_axes().next() {
@@ -115,7 +115,7 @@ impl<'a> Forward<'a> {
     }
 
     /// Keeps input `i`, as [`save`](Self::save) does. If the input has a recipe, the recipe is kept instead. A
-    /// parameter is held anyway, whatever the policy; one that is not whole here is brought together again for
+    /// parameter is held anyway, whatever the policy; a parameter that is not whole here is gathered again for
     /// backward, and its memory is free until then.
     pub fn save_input(&mut self, i: usize) -> Result<()> {
         let input = self.inputs[i];
@@ -137,7 +137,7 @@ impl<'a> Forward<'a> {
         Ok(())
     }
 
-    /// Whether a [recipe](Self::recipe) would be used: what it alone needs is saved only then.
+    /// Whether a [recipe](Self::recipe) would be used: tensors that it alone needs are saved only then.
     pub fn recomputes(&self) -> bool {
         self.records && self.tape.inner.policy.recomputes()
     }
@@ -227,7 +227,7 @@ impl Backward<'_> {
         Ok((self.checked(op, gradients)?, self.summed))
     }
 
-    /// The gradients that an operation gave, those that were not asked for left out; refused where one is missing.
+    /// The gradients that an operation gave, without those that were not asked for; an error if one is missing.
     fn checked(&self, op: &dyn Op, gradients: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let operands = op.operands();
         let refuse = |slot: usize, problem: String, valid: &str| {
@@ -254,19 +254,18 @@ impl Backward<'_> {
         }
     }
 
-    /// Whether a gradient flows to the value that the operation right before this one made: if both read what was there
-    /// before, all that read that value has had its turn.
+    /// Whether a gradient flows to the value that the operation right before this one made: if both read the same
+    /// value, every operation that reads it has then run backward.
     pub(crate) fn flows_before(&self) -> bool {
         self.at.checked_sub(1).and_then(|before| self.grads.get(before)).is_some_and(Option::is_some)
     }
 
-    /// The gradient of input `i` is part of what an operation whose turn comes later gives.
+    /// The gradient of input `i` is a part of the gradient that an operation returns later.
     pub(crate) fn leave_to_later(&mut self, i: usize) {
         self.written.push(i);
     }
 
-    /// An operand of the gradient of a value, in the type of which that is a share of a sum over ranks, see
-    /// [`Forward::share`].
+    /// An operand of the gradient of a value, in the type of the shares of a sum over ranks: see [`Forward::share`].
     pub fn share(&self, operand: Tensor) -> Result<Tensor> {
         let dtype = self.tape.share_dtype(operand.dtype());
         operand.cast(dtype)

@@ -12,7 +12,7 @@ use meshwork_core::Axis;
 pub struct Padding(Vec<(Axis, usize)>);
 
 impl Padding {
-    /// From the extents of what is cut over each axis.
+    /// The padding of dims that are cut over these axes, by their true extents.
     pub fn new(extents: impl IntoIterator<Item = (Axis, usize)>) -> Self {
         Self(extents.into_iter().collect())
     }

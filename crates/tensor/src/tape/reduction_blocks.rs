@@ -116,7 +116,7 @@ impl Tokens {
         self.cut_over.is_empty()
     }
 
-    /// The same, whole along the sequence but for cp: the axis over whose slices the gradients of weights are summed.
+    /// The same tokens, of which cp alone cuts the sequence: the gradients of weights are summed over its slices.
     fn over_cp(self) -> Self {
         Self { cut_over: self.cut_over.iter().copied().filter(|axis| *axis == Axis::Cp).collect(), ..self }
     }
@@ -140,7 +140,7 @@ pub struct BlockSlot<'a> {
     pub accumulate: bool,
     /// The samples to sum, numbered from the first one on the tape.
     pub samples: Range<usize>,
-    /// Blocks to sum them in: each of them, or all together.
+    /// Blocks to sum them in: one for each sample, or one for all.
     pub blocks: usize,
     /// The slice of each sample's sequence to sum, and the number of slices on this rank.
     pub slice: (usize, usize),
@@ -148,9 +148,6 @@ pub struct BlockSlot<'a> {
 
 impl BlockSlot<'_> {
     /// The rows to sum of a value that has `samples` samples, `[samples, sequence.., features..]`.
-    ///
-    /// # Errors
-    /// No memory.
     pub fn rows(&self, x: &Tensor, samples: usize) -> Result<Buffer> {
         let each = x.count() / samples.max(1);
         let rows = x.buffer().slice(self.samples.start * each..self.samples.end * each)?;
@@ -251,6 +248,7 @@ impl Backward<'_> {
         };
         self.require_order(id, tokens.cut_over)?;
         self.require_own_samples(id)?;
+        self.require_alike(id, all)?;
         self.written.push(i);
         let used = self.uses.index(id) * all;
         for SampleRun { samples, numbers } in self.parts(slice::from_ref(&self.own(tokens.samples))) {
@@ -289,7 +287,6 @@ impl Backward<'_> {
         if let (true, Source::Param(id)) = (self.needs(i), self.sources[i]) {
             self.require_order(id, tokens.cut_over)?;
             if !tokens.cut_over.is_empty() {
-                self.require_one_use(id)?;
                 slices = self.tape.slices(self.op, tokens)?;
             }
         }
@@ -349,6 +346,7 @@ impl Backward<'_> {
         self.written.push(i);
         let (used, of) = if canonical { (self.uses.index(id), self.uses.count(id)) } else { (0, 1) };
         let Slices { here, all } = slices.unwrap_or(Slices { here: 0..1, all: 1 });
+        self.require_alike(id, all)?;
         let types = self.tape.gradient_types(id);
         for SampleRun { samples, numbers } in self.parts(sources) {
             let blocks = if canonical { samples.len() } else { 1 };
@@ -367,21 +365,21 @@ impl Backward<'_> {
         Ok(None)
     }
 
-    /// Refuses a weight that several operations read, of which one sums its gradient over slices of the sequence: the
-    /// others do not know of the slices.
-    fn require_one_use(&self, id: ParamId) -> Result<()> {
-        match self.tape.reduction_blocks().is_some() && self.uses.count(id) > 1 {
-            false => Ok(()),
-            true => Err(Error::NotCanonical {
+    /// Refuses a weight of which one operation sums the gradient over slices of the sequence and another over whole
+    /// sequences: their copies do not match.
+    fn require_alike(&self, id: ParamId, slices: usize) -> Result<()> {
+        match self.tape.reduction_blocks().is_none() || self.uses.agree(id, slices) {
+            true => Ok(()),
+            false => Err(Error::NotCanonical {
                 op: self.op,
-                problem: "the gradient of a parameter that is read more than once would be a sum over slices of the tokens",
-                valid: "it on a value whose tokens are whole on each rank, or declare a parameter for each use",
+                problem: "the gradient of a parameter would be a sum over slices of the sequence in one use, and over whole sequences in another",
+                valid: "it on values whose tokens are cut alike, or declare a parameter for each use",
             }),
         }
     }
 
-    /// Refuses, in canonical numerics, a gradient that is Partial on other axes than those of the samples and
-    /// `ordered`, those over whose slices it is summed in blocks.
+    /// Refuses, in canonical numerics, a gradient that is Partial on axes other than the axes of the samples and
+    /// `ordered`, over whose slices it is summed in blocks.
     fn require_order(&self, id: ParamId, ordered: Axes) -> Result<()> {
         let summed = |axis: &Axis| !axis.is_data() && !ordered.contains(axis);
         let found = self.tape.reduction_blocks().and_then(|_| self.tape.gradient_types(id).partial_axes().find(summed));
@@ -395,8 +393,8 @@ impl Backward<'_> {
         }
     }
 
-    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over those of
-    /// all.
+    /// Refuses, in canonical numerics, a gradient of samples that were gathered: each rank has the sum over the samples
+    /// of all.
     fn require_own_samples(&self, id: ParamId) -> Result<()> {
         let types = self.tape.gradient_types(id);
         let gathered = |axis| self.tape.rank().mesh().degree(axis) > 1 && types.get(axis) == Some(Ty::Invariant);
@@ -438,7 +436,7 @@ impl Backward<'_> {
 
 /// Samples that are summed together.
 struct SampleRun {
-    /// Numbered from the first one at hand.
+    /// Numbered from the first sample that is here.
     samples: Range<usize>,
     /// Numbers in the batch.
     numbers: Range<u64>,
@@ -457,7 +455,7 @@ mod tests {
         assert_eq!(runs(1, 1, 7), [[[0, 7]]]);
         assert_eq!(runs(1, 4, 10), [[[0, 2]], [[2, 5]], [[5, 7]], [[7, 10]]]);
         assert_eq!(runs(3, 2, 12), [[[0, 2], [4, 6], [8, 10]], [[2, 4], [6, 8], [10, 12]]]);
-        // The blocks of two ranks that hold half each are those of one that holds all.
+        // Two ranks that hold half each have the blocks of one rank that holds all.
         let half: Vec<_> = runs(1, 4, 21).into_iter().flatten().map(|run| run.map(|at| at + 21)).collect();
         assert_eq!(half, runs(1, 8, 42).into_iter().flatten().skip(4).collect::<Vec<_>>());
     }

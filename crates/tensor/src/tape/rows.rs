@@ -10,8 +10,8 @@ use meshwork_core::{Axis, Buffer, DType};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How rows are compressed that a layer exchanges between ranks, in forward and in backward; `None` sends them as they
-/// are. A scheme for the whole value, as `quant:8`, is one of each row.
+/// The compression of rows that a layer exchanges between ranks, in forward and in backward; `None` sends them as they
+/// are. A scheme for a whole value, such as `quant:8`, applies to each row.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowSchemes {
     /// Rows of values.
@@ -41,7 +41,7 @@ pub struct RowCodec {
 }
 
 impl Tape {
-    /// Sets how rows are compressed that layers exchange between ranks from now on.
+    /// Sets the compression of the rows that layers exchange between ranks from now on.
     pub fn compress_rows(&self, schemes: RowSchemes) {
         self.inner.rows.set(schemes);
     }

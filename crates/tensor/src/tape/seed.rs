@@ -6,7 +6,7 @@ use crate::tensor::Tensor;
 use meshwork_core::{ReduceOp, SpmdError, Ty, Types};
 
 /// The gradient of an output. Its types are the duals of the output's: of a `Replicate` output it is `Partial`, each
-/// rank's own part of a sum, and must be said to be.
+/// rank's own part of a sum, and its types must say so.
 #[derive(Clone, Debug)]
 pub struct Seed {
     pub(super) tensor: Tensor,
@@ -65,9 +65,9 @@ impl From<Tensor> for Seed {
 /// The divisor or factor of the sum of all losses, before its gradient is taken.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Normaliser {
-    /// The mean over the terms of the loss (tokens, samples), given how many of them *this rank's samples* have, those
-    /// of all micro-batches that add up to one update. They are summed over the axes that cut the samples, so that a
-    /// rank whose samples have fewer terms does not count them more. Collective over these axes.
+    /// The mean over the terms of the loss (tokens, samples), given the number of terms of *this rank's samples*, over
+    /// all micro-batches that add up to one update. The numbers are summed over the axes that cut the samples, so that
+    /// a rank whose samples have fewer terms does not count them more. Collective over these axes.
     LocalTerms(u64),
     /// A plain factor of the gradient, the same on every rank. Nothing is counted and nothing divided.
     Scale(f64),
@@ -113,7 +113,7 @@ impl Tape {
         }
         let scale = normaliser.scale(loss)?;
         if self.is_observed() {
-            // By it ranks weigh their losses against each other.
+            // Ranks weigh their losses against each other by this number.
             let types = Types::all(self.rank().mesh(), Ty::Invariant);
             self.show_source("the factor of a loss", types, &Tensor::from_slice(self.device(), &[scale], [1])?);
         }

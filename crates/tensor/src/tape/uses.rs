@@ -4,20 +4,29 @@ use super::Source;
 use super::sink::GradSink;
 use crate::error::Result;
 use crate::param::ParamId;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 
 /// Per parameter, how many operations of a tape read it and how many of them have added their gradient. The gradient is
 /// complete after the last one: a tied weight is read twice.
 #[derive(Debug)]
-pub(super) struct Uses(BTreeMap<ParamId, (usize, usize)>);
+pub(super) struct Uses(BTreeMap<ParamId, Use>);
+
+#[derive(Debug, Default)]
+struct Use {
+    done: usize,
+    all: usize,
+    /// Slices of the sequence in which the first of them sums its gradient.
+    slices: Cell<Option<usize>>,
+}
 
 impl Uses {
     /// The uses by operations with these sources.
-    pub(super) fn of<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
-        let mut uses = BTreeMap::new();
+    pub(super) fn new<'a>(sources: impl Iterator<Item = &'a Source>) -> Self {
+        let mut uses = BTreeMap::<ParamId, Use>::new();
         for source in sources {
             if let Source::Param(id) = source {
-                uses.entry(*id).or_insert((0, 0)).1 += 1;
+                uses.entry(*id).or_default().all += 1;
             }
         }
         Self(uses)
@@ -25,22 +34,28 @@ impl Uses {
 
     /// The uses of a parameter.
     pub(super) fn count(&self, id: ParamId) -> usize {
-        self.0.get(&id).map_or(1, |(_, all)| *all)
+        self.0.get(&id).map_or(1, |of| of.all)
     }
 
     /// The number of the use whose turn it is, in the order of backward.
     pub(super) fn index(&self, id: ParamId) -> usize {
-        self.0.get(&id).map_or(0, |(done, _)| *done)
+        self.0.get(&id).map_or(0, |of| of.done)
+    }
+
+    /// Whether all uses so far sum the gradient in so many slices of the sequence.
+    pub(super) fn agree(&self, id: ParamId, slices: usize) -> bool {
+        let first = |of: &Use| of.slices.replace(Some(of.slices.get().unwrap_or(slices)));
+        self.0.get(&id).is_none_or(|of| first(of).is_none_or(|first| first == slices))
     }
 
     /// Counts a use by an operation with these sources, and tells the sink which gradients are complete.
     pub(super) fn mark_done(&mut self, sources: &[Source], sink: &mut dyn GradSink) -> Result<()> {
         for source in sources {
             if let Source::Param(id) = source
-                && let Some((done, all)) = self.0.get_mut(id)
+                && let Some(of) = self.0.get_mut(id)
             {
-                *done += 1;
-                if done == all {
+                of.done += 1;
+                if of.done == of.all {
                     sink.ready(*id)?;
                 }
             }

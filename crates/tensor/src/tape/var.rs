@@ -17,7 +17,7 @@ impl Var {
         self.tensor
     }
 
-    /// The same without its memory: where a gradient goes, and of which shape and types it is.
+    /// The same value without its memory: it keeps its shape, its types and the destination of its gradient.
     pub fn released(self) -> Self {
         Self { tensor: self.tensor.without_memory(), recipe: None, ..self }
     }
@@ -86,14 +86,14 @@ impl Var {
         (offset, global)
     }
 
-    /// Number of the sample in row 0, in the batch of the step: by it randomness is drawn that depends on neither mesh
+    /// Number of the sample in row 0, in the batch of the step. Randomness that is drawn by it depends on neither mesh
     /// nor micro-batches.
     pub fn first_sample(&self) -> u64 {
         self.global_position().0[0]
     }
 
-    /// The tape's first sample; of what is the same on ranks with other samples, gathered from them or computed without
-    /// samples, that of the first of these ranks, so that all of them draw the same.
+    /// The tape's first sample. Of a value that ranks with other samples share, gathered from them or computed without
+    /// samples, the first sample of the first of these ranks, so that all of them draw the same.
     fn first_of_data(&self) -> u64 {
         let (rank, first) = (self.tape.rank(), self.tape.first_sample());
         let own = |axis: Axis| matches!(self.types.get(axis), None | Some(Ty::Shard(_) | Ty::Varying));

@@ -195,10 +195,7 @@ enum Verdict {
 
 impl Verdict {
     fn refusal(&self) -> Option<&str> {
-        match self {
-            Self::Refused(refusal) => Some(refusal),
-            _ => None,
-        }
+        if let Self::Refused(refusal) = self { Some(refusal) } else { None }
     }
 }
 

@@ -297,10 +297,7 @@ fn heartbeats_keep_a_slow_rank_alive(worlds: &dyn Worlds) {
 fn the_first_fault_is_told_to_every_rank_and_to_later_operations(worlds: &dyn Worlds) {
     let faults: Mutex<Vec<Arc<Fault>>> = Mutex::default();
     let ended = worlds.run(3, PATIENT, &|world| {
-        let first = match world.rank() {
-            0 => world.broadcast(zeros(1), 0).map(drop),
-            _ => world.barrier(),
-        };
+        let first = if world.rank() == 0 { world.broadcast(zeros(1), 0).map(drop) } else { world.barrier() };
         let later = world.send(zeros(1), (world.rank() + 1) % 3, 0).map(drop);
         let split = world.split("part", &[world.rank()]).map(drop);
         for told in [first, later, split] {

@@ -188,7 +188,7 @@ pub(crate) fn export(
     planned: Option<Planned>,
 ) -> Result<(), CheckpointError> {
     let failed = |error| CheckpointError::Export(Box::new(error));
-    let weights = Weights::of(trainer, plan)?;
+    let weights = Weights::new(trainer, plan)?;
     let Some(Planned { mut export, out }) = planned else {
         let order = bare(config).order().map_err(failed)?;
         return order.iter().try_for_each(|spec| weights.send(spec));
@@ -214,7 +214,7 @@ struct Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    fn of(trainer: &'a Trainer, plan: &Plan) -> Result<Self, CheckpointError> {
+    fn new(trainer: &'a Trainer, plan: &Plan) -> Result<Self, CheckpointError> {
         let world = trainer.rank().world();
         let mut slices: BTreeMap<String, Vec<Slice>> = BTreeMap::new();
         let layout = state_layout(trainer.plan().model(), plan)?;

@@ -39,13 +39,10 @@ pub(crate) const CUTS: &str = "cuts";
 
 /// The name of a vector in a checkpoint: `wte.weight`, and `wte.weight:exp_avg` for a state of the optimizer.
 fn name_of(key: &StateKey) -> String {
-    match &key.state {
-        None => key.parameter.clone(),
-        Some(state) => format!("{}:{state}", key.parameter),
-    }
+    if let Some(state) = &key.state { format!("{}:{state}", key.parameter) } else { key.parameter.clone() }
 }
 
-fn dims_of(shape: Shape) -> Vec<u64> {
+pub(crate) fn dims_of(shape: Shape) -> Vec<u64> {
     shape.iter().map(|&extent| extent as u64).collect()
 }
 
@@ -53,6 +50,6 @@ fn dtype_of(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
 
-fn slice_of(slice: &LocalSlice) -> Slice {
+pub(crate) fn slice_of(slice: &LocalSlice) -> Slice {
     Slice::new(slice.ranges.iter().map(|range| range.start as u64..range.end as u64))
 }

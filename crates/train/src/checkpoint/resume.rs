@@ -227,10 +227,7 @@ fn load(
     if is_asked(stop) {
         return Err(CheckpointError::Stopped);
     }
-    match source.unread.into_inner() {
-        Some(unread) => Ok(Err(unread)),
-        None => Ok(Ok(loaded?)),
-    }
+    if let Some(unread) = source.unread.into_inner() { Ok(Err(unread)) } else { Ok(Ok(loaded?)) }
 }
 
 /// The state in a checkpoint, as the engine reads it.

@@ -52,6 +52,8 @@ conditions! {
     IN_HALVES: "training.dtype = bf16 or f16", ["training.dtype"], |c| c.training.dtype != Dtype::F32;
     DYNAMIC: "training.loss_scale = dynamic", ["training.loss_scale"], |c| c.training.loss_scale == LossScaling::Word(LossScaleWord::Dynamic);
 
+    REPLAYS: "training.replay_every above 0", ["training.replay_every"], |c| c.training.replay_every > 0;
+
     // The update rule and its rate.
     ADAM: "optimizer.name = adamw, lamb, muon or adam8bit", ["optimizer.name"],
         |c| matches!(c.optimizer.name, OptimizerName::Adamw | OptimizerName::Lamb | OptimizerName::Muon | OptimizerName::Adam8bit);

@@ -17,8 +17,10 @@ impl Config {
         let (model, mesh) = (&self.model, &self.parallelism);
         let heads = (model.num_heads / mesh.tp.max(1)).max(1);
         let kv_heads = if model.kind == ModelKind::Llama { model.num_kv_heads } else { model.num_heads };
+        let group = if model.kind == ModelKind::Llama { model.num_heads / model.num_kv_heads.max(1) } else { 1 };
         Sizes {
             tokens: model.seq_len,
+            group,
             cp: mesh.cp.max(1),
             heads,
             kv_heads: (kv_heads / mesh.tp.max(1)).clamp(1, heads),
@@ -84,13 +86,6 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
     );
     refuse(
         settings,
-        &["moe.num_experts"],
-        config.moe.num_experts > 0,
-        "has no experts yet: routers read whole sequences".to_owned(),
-        "use 1, or moe.num_experts = 0".to_owned(),
-    );
-    refuse(
-        settings,
         &[length, tp, "model.dropout"],
         model.dropout > 0.0 && !seq_len.is_multiple_of(parts),
         format!(
@@ -114,7 +109,7 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
     {
         let sizes = config.context_sizes();
         let held = sizes.heads;
-        let most = parts_of_heads(held, (held / sizes.kv_heads).max(1), cp).next_back().unwrap_or(1);
+        let most = parts_of_heads(held, sizes.group.max(1), cp).next_back().unwrap_or(1);
         refuse(
             settings,
             &[],
@@ -141,24 +136,6 @@ pub(super) fn check(config: &Config, settings: &mut Settings) {
         !seq_len.is_multiple_of(parts),
         format!("does not divide {length} = {seq_len} into {parts} equal parts (training.numerics is canonical)"),
         format!("use {length} = {}, or training.numerics = \"fast\"", seq_len.next_multiple_of(parts)),
-    );
-    let chunk = config.memory.loss_chunk;
-    refuse(
-        settings,
-        &["memory.loss_chunk"],
-        chunk > 0,
-        format!(
-            "has no canonical numerics with memory.loss_chunk = {chunk}: chunks of parts of a sequence are other chunks"
-        ),
-        "use memory.loss_chunk = 0, or training.numerics = \"fast\"".to_owned(),
-    );
-    refuse(
-        settings,
-        &["model.tie_embeddings"],
-        model.tie_embeddings,
-        "has no canonical numerics with model.tie_embeddings = true: a table that is read twice is summed over parts of a sequence twice"
-            .to_owned(),
-        "use model.tie_embeddings = false, or training.numerics = \"fast\"".to_owned(),
     );
 }
 

@@ -145,6 +145,12 @@ fn balances_by_cut(config: &Config) -> bool {
 }
 
 impl Config {
+    /// Why the numbers of a run on another dp are others, beyond the order of sums.
+    pub(crate) fn differs_by_dp(&self, other: &Self) -> Option<&'static str> {
+        let (_, key) = keys::find("parallelism", "dp")?;
+        raised("parallelism.dp", key, self, other)
+    }
+
     /// Whether weights change while the schedule runs.
     pub(crate) fn is_asynchronous(&self) -> bool {
         self.names_asynchronous() && self.pipeline.schedule_file.is_none()

@@ -26,9 +26,21 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let (mesh, layers) = (&config.parallelism, config.model.num_layers);
     let (ep, dp, tp, etp) =
         ("parallelism.ep", "parallelism.dp", "parallelism.tp", "parallelism.expert_tensor_parallel");
-    settings.require(&[ep, dp], mesh.dp.is_multiple_of(mesh.ep), || {
+    let cp = "parallelism.cp";
+    let of_dp = |ranks: usize| mesh.dp.is_multiple_of(ranks);
+    let over_cp = mesh.ep.is_multiple_of(mesh.cp) && of_dp(mesh.ep / mesh.cp.max(1));
+    settings.require(&[ep, dp, cp], of_dp(mesh.ep) || over_cp, || {
         let problem = format!("does not divide {dp} = {}: ranks of dp share out the experts", mesh.dp);
-        Fault::new(ep, mesh.ep, problem, format!("{} for {dp}, or another {ep}", multiple(mesh.dp, mesh.ep)))
+        let valid = format!("{} for {dp}, or another {ep}", multiple(mesh.dp, mesh.ep));
+        match mesh.cp {
+            1 => Fault::new(ep, mesh.ep, problem, valid),
+            cp => Fault::new(
+                ep,
+                mesh.ep,
+                format!("{problem}, or all {cp} ranks of cp and ranks of dp"),
+                format!("{valid}: {cp}, or {cp} times a divisor of {dp}"),
+            ),
+        }
     });
     settings.require(&[etp, tp], [1, mesh.tp].contains(&mesh.expert_tensor_parallel), || {
         let problem = format!("is neither 1 nor {tp} = {}", mesh.tp);

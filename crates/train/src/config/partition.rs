@@ -6,6 +6,7 @@ use super::fault::{Fault, quoted};
 use super::settings::Settings;
 use super::size::MAX_LAYERS;
 use super::words::{ContextMethod, Recomputed};
+use meshwork_core::Axis;
 use meshwork_engine::{TrainError, dry_run};
 use meshwork_pipeline::Schedule;
 use toml::Value;
@@ -37,6 +38,7 @@ pub(crate) struct Costs {
 pub(crate) fn costs(config: &Config) -> Result<Costs, TrainError> {
     let mut one = config.clone();
     (one.model.num_layers, one.parallelism.sequence_parallel) = (1, false);
+    one.parallelism.ep = config.mesh().map_or(1, |mesh| mesh.degree(Axis::Ep)); // without the ranks of cp
     (one.parallelism.cp, one.parallelism.context_parallel_method) = (1, ContextMethod::None);
     (one.parallelism.zero_stage, one.parallelism.zero_group) = (0, 0);
     one.model.freeze.clear(); // layers 4 to 6 are not in a model of one layer, and an update rule may need a layer that it trains

@@ -3,7 +3,7 @@
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
 use super::words::{ContextMethod, ContextOrder, MoeRouter, OffloadWord};
 use super::{Config, ModelKind, OptimizerName, conditions};
-use meshwork_context_parallel::{ContextParallel, Method};
+use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
 use meshwork_core::{Mesh, MeshError, World};
 use meshwork_engine::offload::{Backing, Folder, Offload};
@@ -64,11 +64,15 @@ impl Config {
             ContextMethod::Hybrid => Method::Hybrid { ring_degree },
             ContextMethod::Auto => self.context_sizes().best(),
         };
-        let zigzag = context_parallel_order == ContextOrder::Zigzag && (conditions::ORDERED.holds)(self);
+        let ordered = context_parallel_order != ContextOrder::Contiguous && (conditions::ORDERED.holds)(self);
         let places = if let Method::Hybrid { ring_degree } = method { ring_degree } else { cp };
-        let order = if zigzag { Order::zigzag(places) } else { Order::default() };
+        let order = if ordered { Order::zigzag(places) } else { Order::default() };
         let parts = if sequence_parallel { cp * tp } else { cp };
-        Some(ContextParallel::new(method, order, parts))
+        let context = ContextParallel::new(method, order, parts);
+        Some(match ordered && context_parallel_order == ContextOrder::ByDocument {
+            true => context.balanced(Arc::new(ByDocument::default()), cp),
+            false => context,
+        })
     }
 
     /// The rule of `data.documents` for the model.
@@ -174,10 +178,7 @@ impl Config {
     }
 
     fn numerics(&self) -> Numerics {
-        match self.reduction_blocks() {
-            Some(blocks) => Numerics::Canonical { blocks },
-            None => Numerics::Fast,
-        }
+        if let Some(blocks) = self.reduction_blocks() { Numerics::Canonical { blocks } } else { Numerics::Fast }
     }
 }
 

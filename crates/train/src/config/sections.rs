@@ -18,9 +18,10 @@ use super::keys::ValueKind::{Choice, Count, Double, Number, Switch, Text, Texts,
 use super::keys::{Effect, Fallback, Key, OFF, ON, Section, float, int, is, sections};
 use super::settings::Settings;
 use super::words::{
-    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, EndOfText, EndOfTextWord, LossScaleWord,
-    LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName, RecomputeWord, Recomputed,
-    RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression, VerifySteps, VerifyWord,
+    AuxScope, CommKind, ContextMethod, ContextOrder, DecayName, Dtype, Elastic, EndOfText, EndOfTextWord,
+    LossScaleWord, LossScaling, MatmulDtype, ModelKind, MoeOverflow, MoeRouter, OffloadWord, OptimizerName,
+    RecomputeWord, Recomputed, RoundingName, SavedDtype, SavedEncoding, TextFormat, TokenType, ValidationCompression,
+    VerifySteps, VerifyWord,
 };
 use super::{conditions, partition, preset};
 
@@ -114,14 +115,15 @@ sections! {
         /// Context parallel degree.
         /// Its ranks cut every sequence, from the embedding to the loss.
         cp: usize = int(1), Count(1), Rounding;
-        /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts.
+        /// Expert parallel degree: how many ranks of dp share out the experts. It divides dp and moe.num_experts. Where
+        /// it does not divide dp, all ranks of cp do, and ranks of dp for the rest.
         ep: usize = int(1), Count(1), Rounding;
         /// Shard the regions between tensor-parallel blocks over tp, along the sequence.
         sequence_parallel: bool = OFF, Switch, Rounding, if TP;
-        /// What ranks of dp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also
+        /// What ranks of dp and cp share out instead of holding it whole (ZeRO): 0 nothing, 1 optimizer states, 2 also
         /// gradients, 3 also weights.
         zero_stage: usize = int(0), Count(0), Rounding;
-        /// Ranks of dp that share it out; each such group has all of it. 0: all of dp.
+        /// Ranks of dp that share it out, with their ranks of cp; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
         /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
         /// heads for tokens, where each rank has a multiple of cp heads of queries; ring, keys and values from rank to
@@ -132,10 +134,15 @@ sections! {
         /// Places of the ring of hybrid: it divides cp, and the ranks of a place exchange heads for tokens.
         ring_degree: usize = Derived("hybrid: the least for which heads fit, else 1"), Count(1), Rounding, if HYBRID;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
-        /// under the causal mask; contiguous.
+        /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
+        /// with data.documents = "attention", else zigzag.
         context_parallel_order: ContextOrder = is("zigzag"), Choice(ContextOrder::WORDS), Rounding, if CP && ORDERED;
         /// Tensor parallel degree inside an expert: 1, whole experts on every rank of tp, or tp.
         expert_tensor_parallel: usize = int(1), Count(1), Rounding, if EXPERTS;
+        /// What becomes smaller where a launcher starts fewer ranks than the mesh has: off, nothing, and the run is
+        /// refused; dp, the degree dp, with the batch and the order of samples as they are. A start with all ranks has
+        /// the whole mesh again. docs/clusters.md says more.
+        elastic: Elastic = is("off"), Choice(Elastic::WORDS), Speed;
     }
 
     /// Experts in place of feed-forward layers.
@@ -242,6 +249,14 @@ sections! {
         /// After every so many steps ranks compare the replicas of weights and optimizer states, by hash; 0: never. A
         /// difference ends the run, with rank, parameter and step. Cheaper than verify, which compares all values.
         check_replicas_every: u64 = int(0), Count(0), Output;
+        /// Every so many steps a step is run again on another mesh, by other ranks, and compared bit for bit: loss,
+        /// gradients, weights, optimizer states; 0: never. A difference ends the run, with step, parameter, element and
+        /// ranks. It costs one more step, and while it runs the memory of a second trainer. It needs canonical
+        /// numerics.
+        replay_every: u64 = int(0), Count(0), Output;
+        /// The mesh on which it is run again, of as many ranks, such as dp=4; unset: the same, with each rank in the
+        /// place of the one before it.
+        replay_mesh: Option<String> = Unset, Text, Output, if REPLAYS;
         /// Steps in which ranks compare, by hash, every value that is said to be the same on all of them: activations,
         /// gradients, weights, optimizer states. off: none; first_step: the first of the run; N: every N-th. Batches
         /// are compared in every step. Unless it is off, the step after a load is verified too, and before the first

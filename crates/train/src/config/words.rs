@@ -48,6 +48,8 @@ words! {
     MoeOverflow { Drop = "drop", Reroute = "reroute" }
     /// `comm.kind`.
     CommKind { Auto = "auto", Threads = "threads", Mpi = "mpi" }
+    /// `parallelism.elastic`.
+    Elastic { Off = "off", Dp = "dp" }
     /// `parallelism.context_parallel_method`.
     ContextMethod {
         None = "none",
@@ -59,7 +61,7 @@ words! {
         Auto = "auto",
     }
     /// `parallelism.context_parallel_order`.
-    ContextOrder { Zigzag = "zigzag", Contiguous = "contiguous" }
+    ContextOrder { Zigzag = "zigzag", Contiguous = "contiguous", ByDocument = "by_document" }
     /// `training.dtype` and `training.reduce_dtype`.
     Dtype { F32 = "f32", Bf16 = "bf16", F16 = "f16" }
     /// `training.matmul_dtype`.

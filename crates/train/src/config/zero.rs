@@ -3,6 +3,7 @@
 use super::Config;
 use super::fault::Fault;
 use super::settings::Settings;
+use meshwork_core::Axis;
 
 /// The highest stage.
 const STAGES: usize = 3;
@@ -10,15 +11,18 @@ const STAGES: usize = 3;
 /// Adds the faults of ZeRO to `settings`.
 pub(crate) fn check(config: &Config, settings: &mut Settings) {
     let mesh = &config.parallelism;
-    let (key, dp, ep, group) = ("parallelism.zero_stage", "parallelism.dp", "parallelism.ep", "parallelism.zero_group");
+    let (key, dp, cp, ep, group) =
+        ("parallelism.zero_stage", "parallelism.dp", "parallelism.cp", "parallelism.ep", "parallelism.zero_group");
     let (stage, ranks) = (mesh.zero_stage, mesh.zero_group);
+    // Of the ranks that share out experts, those of dp.
+    let of_dp = config.mesh().map_or(1, |mesh| mesh.degree(Axis::Ep));
     let mut faults = Vec::new();
     let mut fail = |key: &str, value: usize, problem: String, valid: String| {
         faults.push(Fault::new(key, value, problem, valid));
     };
     if settings.sound(&[key]) && stage > STAGES {
         fail(key, stage, "there is no such stage".to_owned(), format!("use one of 0 to {STAGES}"));
-    } else if settings.sound(&[key, dp]) && stage > 0 && mesh.dp == 1 {
+    } else if settings.sound(&[key, dp, cp]) && stage > 0 && mesh.dp == 1 && mesh.cp == 1 {
         fail(key, stage, format!("no ranks to share out with: {dp} = 1"), format!("use {dp} of at least 2, or 0"));
     }
     if settings.sound(&[key, group]) && ranks > 0 && stage == 0 {
@@ -28,8 +32,8 @@ pub(crate) fn check(config: &Config, settings: &mut Settings) {
         fail(group, ranks, format!("does not divide {dp} = {}", mesh.dp), valid);
     } else if settings.sound(&[group, dp, ep])
         && ranks > 0
-        && !ranks.is_multiple_of(mesh.ep)
-        && !mesh.ep.is_multiple_of(ranks)
+        && !ranks.is_multiple_of(of_dp)
+        && !of_dp.is_multiple_of(ranks)
     {
         let problem = format!("would hold other numbers of each expert with {ep} = {}", mesh.ep);
         fail(group, ranks, problem, format!("use a multiple or a divisor of {ep}"));

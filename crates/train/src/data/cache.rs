@@ -188,7 +188,7 @@ impl Tokenisation<'_> {
         let (folder, error) = refused.swap_remove(0);
         let others = refused.iter().map(|(folder, error)| format!("; nor can {} ({error})", folder.display()));
         let error = io::Error::new(error.kind(), format!("{error}{}", others.collect::<String>()));
-        Err(Problem::Cache(error).of(folder))
+        Err(Problem::Cache(error).in_file(folder))
     }
 
     /// Writes the cache at a place whose lock this process has, unless another process has written it meanwhile.
@@ -208,7 +208,7 @@ impl Tokenisation<'_> {
                 notices.push(format!("the token cache {} was written anew: {problem}", place.at("bin").display()));
             }
         }
-        let failed = |error| Problem::Cache(error).of(&place.folder);
+        let failed = |error| Problem::Cache(error).in_file(&place.folder);
         let part = |extension: &str| place.at(&format!("part.{extension}"));
         let began = Instant::now();
         let mut writer = indexed::Writer::create(&part("idx"), &part("bin"), self.vocab()).map_err(failed)?;
@@ -260,13 +260,13 @@ impl Tokenisation<'_> {
         let mut progress = Progress::new(path, texts.bytes());
         let (mut waiting, mut held, mut begins) = (Vec::new(), 0, true);
         let mut encode = |waiting: &mut Vec<DocumentPiece>, held: &mut usize| {
-            let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).of(path))?;
+            let ids = self.encode(waiting).map_err(|error| Problem::Encode(error).in_file(path))?;
             for (piece, ids) in waiting.drain(..).zip(ids) {
                 let beginning = self.beginning_of_text.filter(|_| begins);
                 let end = self.end_of_text.filter(|_| piece.last);
                 begins = piece.last;
                 let ids = [beginning.as_slice(), &ids, end.as_slice()].concat();
-                sink(&ids, piece.last).map_err(|error| Problem::Cache(error).of(path))?;
+                sink(&ids, piece.last).map_err(|error| Problem::Cache(error).in_file(path))?;
             }
             progress.add(std::mem::take(held));
             Ok(())

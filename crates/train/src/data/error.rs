@@ -113,10 +113,7 @@ meshwork_core::debug_as_display!(Problem);
 /// The message of a parser without the line, which is always 1 where it parses a line.
 pub(super) fn of_line(error: &serde_json::Error) -> String {
     let (told, at) = (error.to_string(), format!(" at line {} column {}", error.line(), error.column()));
-    match told.strip_suffix(&at) {
-        Some(told) => format!("{told} at column {}", error.column()),
-        None => told,
-    }
+    if let Some(told) = told.strip_suffix(&at) { format!("{told} at column {}", error.column()) } else { told }
 }
 
 impl Problem {
@@ -167,7 +164,7 @@ impl Problem {
         }
     }
 
-    pub(crate) fn of(self, path: &Path) -> DataError {
+    pub(crate) fn in_file(self, path: &Path) -> DataError {
         DataError { path: path.to_path_buf(), problem: self }
     }
 }

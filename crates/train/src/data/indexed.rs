@@ -56,13 +56,13 @@ pub(super) fn open(index: &Path, tokens: &Path) -> Result<(Tokens, Index), DataE
     for (path, partner) in [(tokens, index), (index, tokens)] {
         if !path.is_file() {
             return Err(match partner.is_file() {
-                true => Problem::NoPartner(path.to_path_buf()).of(partner),
-                false => Problem::Missing.of(path),
+                true => Problem::NoPartner(path.to_path_buf()).in_file(partner),
+                false => Problem::Missing.in_file(path),
             });
         }
     }
     let (file, data) = (Positioned::open(index)?, Positioned::open(tokens)?);
-    let refuse = |problem: Problem| Err(problem.of(index));
+    let refuse = |problem: Problem| Err(problem.in_file(index));
     if file.bytes() < HEADER_BYTES || file.array(0)? != *MAGIC {
         return refuse(Problem::IndexMagic);
     }
@@ -81,10 +81,10 @@ pub(super) fn open(index: &Path, tokens: &Path) -> Result<(Tokens, Index), DataE
     }
     let bytes = data.bytes();
     if bytes == 0 {
-        return Err(Problem::Empty.of(tokens));
+        return Err(Problem::Empty.in_file(tokens));
     }
     if !bytes.is_multiple_of(width.bytes()) {
-        return Err(Problem::PartOfAnId { bytes, width: width.bytes() }.of(tokens));
+        return Err(Problem::PartOfAnId { bytes, width: width.bytes() }.in_file(tokens));
     }
     let index = Index { file, sequences, documents, width, bytes };
     index.check()?;
@@ -112,7 +112,7 @@ impl Index {
         for (at, wanted, why) in ends {
             let found = if self.documents == 0 { -1 } else { self.document(at)? };
             if found != wanted {
-                return Err(Problem::IndexDocument { at, found, why }.of(self.file.path()));
+                return Err(Problem::IndexDocument { at, found, why }.in_file(self.file.path()));
             }
         }
         spread(self.documents()).try_for_each(|document| self.start(document).map(drop))
@@ -120,7 +120,7 @@ impl Index {
 
     /// Checks that a sequence begins where the one before ends, and that the last one ends with the tokens.
     fn check_sequence(&self, sequence: u64) -> Result<(), DataError> {
-        let refuse = |problem: Problem| Err(problem.of(self.file.path()));
+        let refuse = |problem: Problem| Err(problem.in_file(self.file.path()));
         let size = i64::from(i32::from_le_bytes(self.file.array(HEADER_BYTES + 4 * sequence)?));
         if size < 0 {
             return refuse(Problem::IndexSize { sequence, size });
@@ -160,14 +160,14 @@ impl Index {
         }
         if !(0..self.sequences as i64).contains(&sequence) {
             let why = "there is no such sequence";
-            return Err(Problem::IndexDocument { at: document, found: sequence, why }.of(self.file.path()));
+            return Err(Problem::IndexDocument { at: document, found: sequence, why }.in_file(self.file.path()));
         }
         let byte = self.pointer(sequence as u64)?;
         let width = self.width.bytes() as i64;
         if !(0..=self.bytes as i64).contains(&byte) || byte % width != 0 {
             let what = format!("sequence {sequence} begins at byte");
             let wanted = byte.clamp(0, self.bytes as i64) / width * width;
-            return Err(Problem::IndexPointer { what, found: byte, wanted }.of(self.file.path()));
+            return Err(Problem::IndexPointer { what, found: byte, wanted }.in_file(self.file.path()));
         }
         Ok((byte / width) as u64)
     }
@@ -192,7 +192,7 @@ impl Index {
                 Some(&last) if last > start => {
                     let why = "documents begin one after another";
                     let found = self.document(document)?;
-                    return Err(Problem::IndexDocument { at: document, found, why }.of(self.file.path()));
+                    return Err(Problem::IndexDocument { at: document, found, why }.in_file(self.file.path()));
                 }
                 _ => starts.push(start),
             }

@@ -54,7 +54,7 @@ impl JsonDocuments<'_, '_> {
                 self.bad.documents += 1;
                 (self.see)(DocumentPiece::whole(text))
             }
-            Err(problem) => self.bad.leave_out(problem.of(self.path), self.reading),
+            Err(problem) => self.bad.leave_out(problem.in_file(self.path), self.reading),
         }
     }
 
@@ -64,7 +64,7 @@ impl JsonDocuments<'_, '_> {
         for line in 1.. {
             bytes.clear();
             let read = from.read_until(b'\n', &mut bytes);
-            let read = read.map_err(|error| Problem::Read { at, error }.of(self.path))?;
+            let read = read.map_err(|error| Problem::Read { at, error }.in_file(self.path))?;
             if read == 0 {
                 break;
             }
@@ -101,7 +101,7 @@ impl JsonDocuments<'_, '_> {
         let read = parser.deserialize_seq(Elements(self, &mut failed)).and_then(|()| parser.end());
         match (failed, read) {
             (Some(error), _) => Err(error),
-            (None, read) => read.map_err(|error| Problem::NotArray(error.to_string()).of(path)),
+            (None, read) => read.map_err(|error| Problem::NotArray(error.to_string()).in_file(path)),
         }
     }
 }

@@ -31,7 +31,7 @@ pub(super) fn json(path: &Path) -> Opened {
         tokenizer.set_encode_special_tokens(true);
         // A document is encoded as a whole, whatever the file says of models of few positions.
         tokenizer.with_truncation(None)?.with_padding(None);
-        let neighbours = Neighbours::of(&serde_json::from_slice(&bytes)?, &tokenizer);
+        let neighbours = Neighbours::read(&serde_json::from_slice(&bytes)?, &tokenizer);
         Ok((tokenizer, neighbours))
     };
     let (tokenizer, neighbours) =
@@ -199,7 +199,7 @@ const SPACE: char = '\u{2581}';
 
 impl Neighbours {
     /// For byte-pair encoding that changes nothing but spaces before it encodes; `None` for any other tokenizer.
-    fn of(json: &Value, tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
+    fn read(json: &Value, tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
         fn only_spaces(part: &Value) -> bool {
             match part["type"].as_str() {
                 None => part.is_null(),

@@ -163,7 +163,8 @@ impl Data {
         let names: Vec<_> = sources.iter().map(|source| (source.key, source.shown.clone())).collect();
         let from_text = sources.iter().any(|source| source.from_text);
         let streams = sources.into_iter().map(|source| source.stream).collect();
-        let mut data = Self { tokenizer, from_text, notices, ..Self::of(streams, mixture, config.model.seq_len) };
+        let mut data =
+            Self { tokenizer, from_text, notices, ..Self::from_streams(streams, mixture, config.model.seq_len) };
         data = data.hold_out(config.validation.held_out());
         if config.validation.every > 0 && config.validation.fraction == 0.0 {
             data.notices.push(
@@ -188,7 +189,7 @@ impl Data {
         if faults.is_empty() { Ok(data) } else { Err(faults) }
     }
 
-    fn of(streams: Vec<Stream>, mixture: Mixture, seq_len: usize) -> Self {
+    fn from_streams(streams: Vec<Stream>, mixture: Mixture, seq_len: usize) -> Self {
         let parts = streams.into_iter().map(|stream| SplitStream { training: stream.tokens.len(), stream }).collect();
         Self {
             parts,
@@ -215,7 +216,7 @@ impl Data {
         tokens.iter().for_each(|id| fnv.add(&id.to_le_bytes()));
         let prompt = tokens[..tokens.len().min(PROMPT as usize)].to_vec();
         let stream = Stream { tokens: Tokens::Memory(tokens.into()), documents: Documents::Unmarked, hash: fnv.0 };
-        Self { prompt, ..Self::of(vec![stream], Mixture::alone(), seq_len) }
+        Self { prompt, ..Self::from_streams(vec![stream], Mixture::alone(), seq_len) }
     }
 
     /// Samples of the text that is trained on where none is given, the bytes of Cicero's first book On the Ends of Good

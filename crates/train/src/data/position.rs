@@ -228,7 +228,7 @@ mod tests {
 
     fn data(streams: &[(i32, i32)], weights: &[f64], seq_len: usize) -> Data {
         let streams = streams.iter().map(|&(first, tokens)| stream(first, tokens)).collect();
-        Data::of(streams, Mixture::new(weights).unwrap(), seq_len)
+        Data::from_streams(streams, Mixture::new(weights).unwrap(), seq_len)
     }
 
     /// The first tokens of samples `from..to` since the data began or went on.

@@ -229,7 +229,7 @@ fn open(
 ) -> Result<(Stream, bool, Vec<String>), DataError> {
     let Some(path) = path else {
         let ids = tokenisation.tokenizer.encode(lipsum::LIBER_PRIMUS);
-        let ids = ids.map_err(|error| Problem::Encode(error).of(Path::new("the built-in Cicero text")))?;
+        let ids = ids.map_err(|error| Problem::Encode(error).in_file(Path::new("the built-in Cicero text")))?;
         let ids = tokenisation.beginning_of_text.into_iter().chain(ids).chain(tokenisation.end_of_text);
         let tokens: Vec<i32> = ids.map(|id| id as i32).collect();
         return Ok((Stream::new(Tokens::Memory(tokens.into()), Documents::Starts([0].into()))?, true, Vec::new()));
@@ -239,7 +239,7 @@ fn open(
         return Ok((Stream::new(tokens, Documents::Indexed(index))?, false, Vec::new()));
     }
     if !path.exists() {
-        return Err(Problem::Missing.of(path));
+        return Err(Problem::Missing.in_file(path));
     }
     if is_token_file(path) {
         let tokens = token_file::open(Positioned::open(path)?, token_type)?;

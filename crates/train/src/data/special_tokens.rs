@@ -135,13 +135,13 @@ fn json(path: &Path) -> Result<Map<String, Value>, DataError> {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(Map::new());
         }
-        read => read.map_err(|error| Problem::Unreadable(error).of(path))?,
+        read => read.map_err(|error| Problem::Unreadable(error).in_file(path))?,
     };
     if let Some(foreign) = format::foreign(&bytes) {
-        return Err(Problem::Foreign(foreign).of(path));
+        return Err(Problem::Foreign(foreign).in_file(path));
     }
     let text = bytes.strip_prefix(format::BYTE_ORDER_MARK).unwrap_or(&bytes);
-    serde_json::from_slice(text).map_err(|error| Problem::Json(error.to_string()).of(path))
+    serde_json::from_slice(text).map_err(|error| Problem::Json(error.to_string()).in_file(path))
 }
 
 /// The token that files name under a key, such as `eos_token`.

@@ -40,7 +40,7 @@ impl Texts {
     pub fn find(path: &Path) -> Result<Self, DataError> {
         let mut texts = Self { path: path.to_path_buf(), files: vec![path.to_path_buf()], other: None, bytes: 0 };
         if path.is_dir() {
-            let all = files(path).map_err(|error| Problem::Unreadable(error).of(path))?;
+            let all = files(path).map_err(|error| Problem::Unreadable(error).in_file(path))?;
             let is_text = |file: &PathBuf| extension(file).is_some_and(|of| EXTENSIONS.iter().any(|text| *text == of));
             let (text, other): (Vec<_>, Vec<_>) = all.into_iter().partition(is_text);
             let mut counts = BTreeMap::new();
@@ -51,7 +51,7 @@ impl Texts {
             (texts.files, texts.other) = (text, Some(counts));
         }
         for file in &texts.files {
-            texts.bytes += fs::metadata(file).map_err(|error| Problem::Unreadable(error).of(file))?.len();
+            texts.bytes += fs::metadata(file).map_err(|error| Problem::Unreadable(error).in_file(file))?.len();
         }
         Ok(texts)
     }
@@ -66,7 +66,7 @@ impl Texts {
     pub fn fingerprint(&self) -> Result<u64, DataError> {
         self.files.iter().try_fold(self.files.len() as u64, |sum, file| {
             let name = file.strip_prefix(&self.path).unwrap_or(file).to_string_lossy();
-            let content = content_hash(file).map_err(|error| Problem::Unreadable(error).of(file))?;
+            let content = content_hash(file).map_err(|error| Problem::Unreadable(error).in_file(file))?;
             Ok(hash::combine(hash::combine(sum, hash::hash(name.as_bytes())), content))
         })
     }
@@ -96,7 +96,7 @@ impl Texts {
                 Format::Foreign(foreign) if of_folder && foreign != format::LFS => {
                     *skipped.entry(foreign.name.to_owned()).or_default() += 1;
                 }
-                Format::Foreign(foreign) => return Err(Problem::Foreign(foreign).of(file)),
+                Format::Foreign(foreign) => return Err(Problem::Foreign(foreign).in_file(file)),
                 Format::Text if of_folder => {
                     match plain(file, open(file)?.1, reading, &Tokenizer::BYTES, &mut |_| Ok(())) {
                         Err(DataError { problem: Problem::NotUtf8 { .. } | Problem::Nul { .. }, .. }) => {
@@ -112,7 +112,7 @@ impl Texts {
         let Some(other) = &self.other else {
             return match (pieces, bad.first) {
                 (0, Some(first)) => Err(first),
-                (0, None) => Err(Problem::Empty.of(&self.path)),
+                (0, None) => Err(Problem::Empty.in_file(&self.path)),
                 _ => Ok(notices),
             };
         };
@@ -124,8 +124,8 @@ impl Texts {
         let (left_out, all) = (others + skipped.values().sum::<usize>(), self.files.len() + others);
         let told = format!("{left_out} of {all} files skipped ({})", reasons.collect::<Vec<_>>().join("; "));
         match (pieces, left_out) {
-            (0, 0) => return Err(Problem::NoText(format!("{all} files, all empty")).of(&self.path)),
-            (0, _) => return Err(Problem::NoText(told).of(&self.path)),
+            (0, 0) => return Err(Problem::NoText(format!("{all} files, all empty")).in_file(&self.path)),
+            (0, _) => return Err(Problem::NoText(told).in_file(&self.path)),
             (_, 0) => {}
             _ => notices.push(format!("{}: {told}", self.path.display())),
         }
@@ -135,10 +135,10 @@ impl Texts {
 
 /// The first bytes of a file, and all of it from the beginning. A pipe gives its bytes once, so it is opened once.
 fn open(path: &Path) -> Result<(Vec<u8>, impl BufRead), DataError> {
-    let mut file = File::open(path).map_err(|error| Problem::Unreadable(error).of(path))?;
+    let mut file = File::open(path).map_err(|error| Problem::Unreadable(error).in_file(path))?;
     let mut head = Vec::new();
     let read = file.by_ref().take(HEAD as u64).read_to_end(&mut head);
-    read.map_err(|error| Problem::Read { at: 0, error }.of(path))?;
+    read.map_err(|error| Problem::Read { at: 0, error }.in_file(path))?;
     Ok((head.clone(), BufReader::new(Cursor::new(head).chain(file))))
 }
 
@@ -157,7 +157,7 @@ fn plain(
     loop {
         let more = (wanted - bytes.len()) as u64;
         let read = from.by_ref().take(more).read_to_end(&mut bytes);
-        let ends = read.map_err(|error| Problem::Read { at: start, error }.of(path))? < more as usize;
+        let ends = read.map_err(|error| Problem::Read { at: start, error }.in_file(path))? < more as usize;
         if start == 0 && left == 0 && bytes.starts_with(BYTE_ORDER_MARK) {
             bytes.drain(..BYTE_ORDER_MARK.len());
             start = BYTE_ORDER_MARK.len() as u64;
@@ -168,10 +168,10 @@ fn plain(
             Err(error) if error.error_len().is_none() && !ends => {
                 std::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or_default()
             }
-            Err(error) => return Err(Problem::NotUtf8 { at: start + error.valid_up_to() as u64 }.of(path)),
+            Err(error) => return Err(Problem::NotUtf8 { at: start + error.valid_up_to() as u64 }.in_file(path)),
         };
         if let Some(at) = text.bytes().position(|byte| byte == 0) {
-            return Err(Problem::Nul { at: start + at as u64 }.of(path));
+            return Err(Problem::Nul { at: start + at as u64 }.in_file(path));
         }
         if ends {
             let text = text.to_owned();

@@ -18,7 +18,7 @@ const HEADER_BYTES: u64 = 1024;
 pub(super) fn open(file: Positioned, asked: TokenType) -> Result<Tokens, DataError> {
     let path = file.path().to_path_buf();
     if file.bytes() == 0 {
-        return Err(Problem::Empty.of(&path));
+        return Err(Problem::Empty.in_file(&path));
     }
     let words: [u8; 12] = if file.bytes() >= HEADER_BYTES { file.array(0)? } else { [0; 12] };
     let [magic, version, told] =
@@ -40,18 +40,18 @@ pub(super) fn open(file: Positioned, asked: TokenType) -> Result<Tokens, DataErr
         && header.bytes() != width.bytes()
     {
         let header = if header == Width::U16 { "u16" } else { "u32" };
-        return Err(Problem::HeaderType { header, asked: asked.name() }.of(&path));
+        return Err(Problem::HeaderType { header, asked: asked.name() }.in_file(&path));
     }
     let bytes = file.bytes() - start;
     if let Some((_, valid, _)) = header.filter(|(_, valid, _)| *valid != version) {
-        return Err(Problem::HeaderVersion { found: version, valid }.of(&path));
+        return Err(Problem::HeaderVersion { found: version, valid }.in_file(&path));
     }
     if !bytes.is_multiple_of(width.bytes()) {
-        return Err(Problem::PartOfAnId { bytes, width: width.bytes() }.of(&path));
+        return Err(Problem::PartOfAnId { bytes, width: width.bytes() }.in_file(&path));
     }
     let count = bytes / width.bytes();
     if header.is_some() && u64::from(told) != count {
-        return Err(Problem::HeaderCount { found: count, header: u64::from(told) }.of(&path));
+        return Err(Problem::HeaderCount { found: count, header: u64::from(told) }.in_file(&path));
     }
     if header.is_none() && asked == TokenType::Auto {
         check_content(&file)?;
@@ -76,7 +76,7 @@ fn check_content(file: &Positioned) -> Result<(), DataError> {
         file.read(place(at), &mut bytes)?;
         let foreign = if at == 0 { format::foreign_to_tokens(&bytes) } else { None };
         if let Some(foreign) = foreign {
-            return Err(Problem::Foreign(foreign).of(file.path()));
+            return Err(Problem::Foreign(foreign).in_file(file.path()));
         }
         values.extend(bytes.as_chunks().0.iter().map(|&value| u16::from_le_bytes(value)));
     }
@@ -95,7 +95,7 @@ fn check_content(file: &Positioned) -> Result<(), DataError> {
         } else {
             return Ok(());
         };
-    Err(Problem::OtherWidth { bits, sign: sign.to_owned() }.of(file.path()))
+    Err(Problem::OtherWidth { bits, sign: sign.to_owned() }.in_file(file.path()))
 }
 
 #[cfg(test)]

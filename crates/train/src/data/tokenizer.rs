@@ -115,10 +115,7 @@ impl Tokenizer {
 
     /// The tokens that end and begin a document, as the files of the tokenizer say; `bytes` have neither.
     pub fn special(&self) -> &SpecialTokens {
-        match &self.0 {
-            TokenizerKind::Unopened(special) => special,
-            _ => self.library().special(),
-        }
+        if let TokenizerKind::Unopened(special) = &self.0 { special } else { self.library().special() }
     }
 
     /// The id that ends a document, if the tokenizer has one: of `gpt2` 50256; of a `tokenizer.json` what
@@ -140,10 +137,7 @@ impl Tokenizer {
 
     /// The tokens by id, if they are byte strings: of `bytes` and `gpt2`.
     pub(crate) fn byte_level(&self) -> Option<Vec<Vec<u8>>> {
-        match &self.0 {
-            TokenizerKind::Unopened(_) => None,
-            _ => self.library().byte_level(),
-        }
+        if matches!(&self.0, TokenizerKind::Unopened(_)) { None } else { self.library().byte_level() }
     }
 
     /// Whether a token is a byte.
@@ -163,7 +157,7 @@ impl Tokenizer {
 
     /// A tokenizer that a test brings.
     #[cfg(test)]
-    pub(super) fn of(library: impl Library + 'static) -> Self {
+    pub(super) fn with_library(library: impl Library + 'static) -> Self {
         Self(TokenizerKind::Library(Arc::new(library)))
     }
 

@@ -59,7 +59,7 @@ impl Positioned {
             let bytes = file.metadata()?.len();
             Ok((file, bytes))
         };
-        let (file, bytes) = open().map_err(|error| Problem::Unreadable(error).of(path))?;
+        let (file, bytes) = open().map_err(|error| Problem::Unreadable(error).in_file(path))?;
         Ok(Self { file: Arc::new(file), path: Arc::new(path.to_path_buf()), bytes })
     }
 
@@ -74,7 +74,7 @@ impl Positioned {
 
     /// Fills `to` with the bytes from `at` on.
     pub fn read(&self, at: u64, to: &mut [u8]) -> Result<(), DataError> {
-        read_exact_at(&self.file, to, at).map_err(|error| Problem::Read { at, error }.of(&self.path))
+        read_exact_at(&self.file, to, at).map_err(|error| Problem::Read { at, error }.in_file(&self.path))
     }
 
     /// The `N` bytes from `at` on.
@@ -141,7 +141,7 @@ impl Tokens {
         width.decode(&bytes, &mut ids);
         let id = |(at, &id): (usize, &i64)| match i32::try_from(id) {
             Ok(id) if id >= 0 => Ok(id),
-            _ => Err(Problem::Id { at: range.start + at as u64, id }.of(file.path())),
+            _ => Err(Problem::Id { at: range.start + at as u64, id }.in_file(file.path())),
         };
         ids.iter().enumerate().map(id).collect()
     }

@@ -49,15 +49,11 @@ pub fn continue_text(
     asked: &AtomicBool,
     each: impl FnMut(u32) + Send,
 ) -> Result<Continued, RunError> {
-    let world = Joined::of(&trained.config)?.world;
-    continue_text_in(&world, trained, prompt, tokens, sampling, asked, each)
+    Joined::of(&trained.config)?.run(|world| continue_text_in(world, trained, prompt, tokens, sampling, asked, each))
 }
 
 /// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world
 /// it is called with the same arguments, and `each` is called where rank 0 is.
-///
-/// # Errors
-/// As [`continue_text`].
 pub fn continue_text_in(
     world: &World,
     trained: &Trained,

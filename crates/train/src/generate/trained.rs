@@ -53,9 +53,6 @@ impl Trained {
 
     /// As [`open`](Self::open), with a choice of what happens where the run compressed activations between stages: the
     /// same, which one rank simulates, or nothing. Settings of `[compress]` in `args` are taken first.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
     pub fn open_at(cuts: AtCuts, folder: &Path, tokenizer: Option<&str>, mut args: Args) -> Result<Self, ConfigError> {
         let earlier = args.faults.clone();
         let one = |fault| ConfigError { faults: earlier.iter().cloned().chain([fault]).collect() };
@@ -171,9 +168,6 @@ impl Trained {
     }
 
     /// As [`encode`](Self::encode), with a choice of special tokens.
-    ///
-    /// # Errors
-    /// As [`encode`](Self::encode).
     pub fn encode_with(&self, prompt: &str, special: PromptTokens) -> Result<Vec<u32>, Fault> {
         let fault = |problem: String| Fault::new("--prompt", format!("{prompt:?}"), problem, "give a text to continue");
         match self.tokenizer.encode_prompt(prompt, special).map_err(fault)? {

@@ -11,7 +11,10 @@ use std::path::Path;
 /// The world of a run.
 #[derive(Debug)]
 pub(crate) struct Joined {
-    pub world: World,
+    /// `None` of a process whose ranks are spare.
+    pub world: Option<World>,
+    /// All ranks that were launched, where some are spare.
+    all: Option<World>,
     /// What joined its processes, in words; none of threads.
     pub library: Option<String>,
 }
@@ -23,7 +26,7 @@ impl Joined {
     /// No library, one that fails, or processes that met as another number than were launched.
     pub fn of(config: &Config) -> Result<Self, RunError> {
         let Some(launch) = &config.comm.launch else {
-            return Ok(Self { world: config.world(), library: None });
+            return Ok(Self { world: Some(config.world()), all: None, library: None });
         };
         Self::by_mpi(config, launch).map_err(|error| {
             // Of this process alone: what became of the others is not known.
@@ -41,7 +44,27 @@ impl Joined {
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
         let runtime = meet(launch, library, options)?;
-        Ok(Self { world: runtime.world(), library: Some(runtime.describe().to_owned()) })
+        let ranks = config.mesh().map_or(1, |mesh| mesh.world_size());
+        let library = Some(runtime.describe().to_owned());
+        Ok(match ranks < runtime.ranks() {
+            true => {
+                let all = Some(runtime.world());
+                Self { world: runtime.world_of(ranks, options.timeout), all, library }
+            }
+            false => Self { world: Some(runtime.world()), all: None, library },
+        })
+    }
+
+    /// Runs `train` in the world of the run. A process of spare ranks waits until it has ended, and ends as it did.
+    ///
+    /// # Errors
+    /// Of `train`, on spare ranks too.
+    pub fn run<T: Default>(&self, train: impl FnOnce(&World) -> Result<T, RunError>) -> Result<T, RunError> {
+        let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), train);
+        let Some(all) = &self.all else { return ended };
+        let told = ended.as_ref().err().map(|error| error.cause.clone());
+        let all = all.run(|_| told.clone().map_or(Ok(()), Err));
+        ended.and_then(|done| all.map(|_| done))
     }
 }
 

@@ -27,7 +27,7 @@ impl RankLog {
             fs::create_dir_all(dir)?;
             File::options().append(true).create(true).open(&path)
         };
-        let file = open().map_err(OutputError::of("the log of a rank", &path))?;
+        let file = open().map_err(OutputError::writing("the log of a rank", &path))?;
         Ok(Self { path, file, origin: world.communicator().membership().origin() })
     }
 
@@ -37,6 +37,6 @@ impl RankLog {
     /// A disk that is full.
     pub fn line(&mut self, text: impl Display) -> Result<(), OutputError> {
         let line = format!("{:.3} {text}\n", self.origin.elapsed().as_secs_f64());
-        self.file.write_all(line.as_bytes()).map_err(OutputError::of("the log of a rank", &self.path))
+        self.file.write_all(line.as_bytes()).map_err(OutputError::writing("the log of a rank", &self.path))
     }
 }

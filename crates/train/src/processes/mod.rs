@@ -4,6 +4,7 @@
 //! variables of a launcher ─▶ find: a Launch, or threads ─▶ world: MPI joins the processes ─▶ handshake ─▶ the run
 //! ```
 
+mod elastic;
 mod handshake;
 mod join;
 mod log;
@@ -15,7 +16,7 @@ pub use join::world;
 pub(crate) use log::RankLog;
 pub(crate) use straggler::Stragglers;
 
-use crate::config::{AXES, CommKind, Config, Fault, Settings};
+use crate::config::{AXES, CommKind, Config, Elastic, Fault, Settings};
 use meshwork_core::RunError;
 use meshwork_core::launcher::{Environment, Launch, LaunchError, detect};
 
@@ -32,11 +33,23 @@ pub(crate) fn launch(config: &mut Config, settings: &mut Settings) {
         return;
     }
     let mut notices = Vec::new();
-    match find(config, &environment(), std::env::args(), &mut notices) {
+    let environment = environment();
+    match find(config, &environment, std::env::args(), &mut notices) {
         Ok(launch) => config.comm.launch = launch,
         Err(fault) => settings.faults.push(fault),
     }
     config.notices.extend(notices);
+    let ranks = launched(config, &environment).filter(|_| settings.faults.is_empty());
+    match ranks.map_or(Ok(None), |ranks| elastic::fit(config, ranks)) {
+        Ok(fitted) => *config = fitted.unwrap_or_else(|| config.clone()),
+        Err(fault) => settings.faults.push(fault),
+    }
+}
+
+/// The ranks that a launcher has started, where it says so; `None` of a process by itself.
+fn launched(config: &Config, environment: &Environment) -> Option<usize> {
+    let launch = detect(environment).ok()?.filter(|launch| launch.launcher.joins_mpi())?;
+    (config.comm.kind != CommKind::Threads).then_some(launch.size? * config.comm.ranks_per_process)
 }
 
 /// How the processes of a run are to be joined: `None` for threads of this one. Notices for the user go to `notices`;
@@ -84,12 +97,11 @@ fn ranks_of(config: &Config) -> usize {
     config.mesh().map_or(1, |mesh| mesh.world_size())
 }
 
-/// Refuses a launch of another number of ranks than the mesh has.
+/// Refuses a launch of another number of ranks than the mesh has, unless the mesh fits itself to them.
 fn require_ranks(config: &Config, launch: &Launch) -> Result<(), Fault> {
     let (wanted, each) = (ranks_of(config), config.comm.ranks_per_process);
-    let Some(processes) = launch.size.filter(|processes| processes.checked_mul(each) != Some(wanted)) else {
-        return Ok(());
-    };
+    let other = launch.size.filter(|processes| processes.checked_mul(each) != Some(wanted));
+    let Some(processes) = other.filter(|_| config.parallelism.elastic == Elastic::Off) else { return Ok(()) };
     let mesh = config.mesh().map_or(String::new(), |mesh| mesh.to_string());
     let of_each = if each == 1 { String::new() } else { format!(" of {each} ranks each") };
     let problem = format!("has {wanted} ranks, and {} started {processes} processes{of_each}", launch.launcher);

@@ -82,11 +82,8 @@ pub fn layers(
 }
 
 /// Writes a profile of layers to a file, in the place of any old one.
-///
-/// # Errors
-/// When it cannot be written.
 pub fn write_layers(profile: &Profile, path: &Path) -> Result<(), OutputError> {
-    fs::write(path, profile.to_string()).map_err(OutputError::of("a layer profile", path))
+    fs::write(path, profile.to_string()).map_err(OutputError::writing("a layer profile", path))
 }
 
 /// Milliseconds of forward and backward of each stage.

@@ -74,18 +74,12 @@ impl Probe {
 
     /// The communicator that the rank must use.
     pub fn communicator(&self, inner: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
-        match &self.recorder {
-            Some(recorder) => profile::communicator(inner, recorder.clone()),
-            None => inner,
-        }
+        if let Some(recorder) = &self.recorder { profile::communicator(inner, recorder.clone()) } else { inner }
     }
 
     /// The device that the rank must use.
     pub fn device(&self, inner: Arc<dyn Device>) -> Arc<dyn Device> {
-        match &self.recorder {
-            Some(recorder) => Profiled::device(inner, recorder.clone()),
-            None => inner,
-        }
+        if let Some(recorder) = &self.recorder { Profiled::device(inner, recorder.clone()) } else { inner }
     }
 
     /// Runs a training step.
@@ -99,10 +93,7 @@ impl Probe {
 
     /// Runs a part of a step.
     pub fn time<T>(&self, class: Class, name: &'static str, work: impl FnOnce() -> T) -> T {
-        match &self.recorder {
-            Some(recorder) => recorder.time(class, name, Detail::None, work),
-            None => work(),
-        }
+        if let Some(recorder) = &self.recorder { recorder.time(class, name, Detail::None, work) } else { work() }
     }
 
     /// Records the start or end of an action of the schedule. The communicator records the messages.
@@ -119,9 +110,6 @@ impl Probe {
     }
 
     /// The recorded spans of all ranks, on rank 0; none on the others, and without a profile. Collective.
-    ///
-    /// # Errors
-    /// A failed communication.
     pub fn tracks(&self, rank: &Rank) -> Result<Vec<Track>, CommError> {
         let Some(own) = self.track(rank) else { return Ok(Vec::new()) };
         let all = rank.world().gather_bytes(own.encode())?;

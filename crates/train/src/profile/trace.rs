@@ -15,20 +15,17 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// Writes the timeline of a profile to a file, in the place of any old one.
-///
-/// # Errors
-/// When it cannot be written.
 pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), OutputError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);
         serde_json::to_writer(&mut file, &json!({ "displayTimeUnit": "ms", "traceEvents": events(profile) }))?;
         file.flush()
     };
-    write().map_err(OutputError::of("a timeline", path))
+    write().map_err(OutputError::writing("a timeline", path))
 }
 
 pub(super) fn write(path: &Path, picture: &[u8]) -> Result<(), OutputError> {
-    std::fs::write(path, picture).map_err(OutputError::of("a picture of the pipeline", path))
+    std::fs::write(path, picture).map_err(OutputError::writing("a picture of the pipeline", path))
 }
 
 /// One event. `ph` is `M` for names, `X` for a span, `b` and `e` for the ends of a span that may overlap others.

@@ -229,6 +229,18 @@ fn what_is_compressed_has_every_value_of_the_cpu() {
     }
 }
 
+/// A step that runs again on a mesh of other emulated devices.
+#[test]
+fn a_step_has_the_same_bits_where_it_runs_again() {
+    use crate::replay;
+    let Some(kernels) = kernels() else { return };
+    let config = replay::config("dp=2,tp=2 --set training.replay_mesh=dp=4 --set training.dtype=bf16");
+    let (shared, precision) = (emulator(&kernels, 6), config.training.matmul_dtype.precision());
+    let of_rank = move |_| Ok(Arc::new(CudaDevice::with_precision(shared.clone(), Products::OfTheCpu, precision)?));
+    let told = replay::run(&config, &Devices::cuda(of_rank), |world| world).unwrap();
+    assert!(told.iter().all(|told| told.contains(": the same bits")), "{told:?}");
+}
+
 /// A vocabulary that is stored in more rows than it has, whole and over ranks, of which the last has fewer words: in
 /// fast numerics, where rows are multiples of
 /// 8. Both sides have the same mesh.

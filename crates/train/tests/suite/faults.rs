@@ -316,8 +316,10 @@ fn a_sequence_that_cp_does_not_fit() {
              all_to_all, ring, hybrid or auto",
         ),
         (
-            "--mesh cp=2 --set moe.num_experts=4",
-            "parallelism.cp = 2: has no experts yet: routers read whole sequences; use 1, or moe.num_experts = 0",
+            "--mesh dp=2,cp=4,ep=6 --set moe.num_experts=12 --set model.preset=tiny",
+            "parallelism.ep = 6: does not divide parallelism.dp = 2: ranks of dp share out the experts, or all 4 ranks of \
+             cp and ranks of dp; use a multiple of 6, such as 6 for parallelism.dp, or another parallelism.ep: 4, or 4 \
+             times a divisor of parallelism.dp",
         ),
         (
             "--mesh cp=3 --set model.seq_len=16 --set model.dropout=0.1",
@@ -338,11 +340,6 @@ fn a_sequence_that_cp_does_not_fit() {
             "--mesh cp=2 --set training.numerics=canonical --set model.tie_embeddings=false --set model.seq_len=15",
             "parallelism.cp = 2: does not divide model.seq_len = 15 into 2 equal parts (training.numerics is canonical); \
              use model.seq_len = 16, or training.numerics = \"fast\"",
-        ),
-        (
-            "--mesh cp=2 --set training.numerics=canonical",
-            "parallelism.cp = 2: has no canonical numerics with model.tie_embeddings = true: a table that is read twice \
-             is summed over parts of a sequence twice; use model.tie_embeddings = false, or training.numerics = \"fast\"",
         ),
     ]);
 }

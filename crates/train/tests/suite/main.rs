@@ -19,6 +19,7 @@ mod mutations;
 mod plan;
 mod profile;
 mod reference;
+mod replay;
 mod slices;
 mod small;
 mod special_tokens;

@@ -18,7 +18,7 @@ fn step(loss: f64) -> Step {
         lr: 3e-4,
         step_ms: 12.5,
         tokens_per_s: 1000.0,
-        comm_bytes: vec![("dp", 7), ("tp", 0)],
+        comm_bytes: vec![("dp".to_owned(), 7), ("tp".to_owned(), 0)],
         offload: None,
         peak_bytes: vec![5, 6],
         compute_ms: vec![1.5, 2.5],
@@ -92,7 +92,7 @@ fn experts_have_their_load_in_the_lines() {
     let other = ReportedStatistic { name: "other", ..load("x", &[7.0]) };
     let statistics = [load("h.1.mlp.router", &[6.0, 4.0, 0.0, 2.0]), other, load("h.3.mlp.router", &[3.0; 4])];
     let metrics = [("accuracy", 0.5), ("moe_aux_loss", 2.25), ("moe_dropped", 0.125)];
-    let moe = Experts::of(&metrics, &statistics);
+    let moe = Experts::from_report(&metrics, &statistics);
     let step = Step { moe, ..step(5.0) };
     assert_eq!(
         serde_json::to_value(&step).unwrap()["moe"].to_string(),
@@ -102,7 +102,7 @@ fn experts_have_their_load_in_the_lines() {
     let shown: Vec<_> = step.scalars().into_iter().filter(|(tag, _)| tag.starts_with("moe/")).collect();
     assert_eq!(shown.len(), 3);
     assert_eq!(shown[0], ("moe/load_imbalance".to_owned(), 1.5));
-    assert_eq!(Experts::of(&metrics[..1], &[]), None, "a model without experts");
+    assert_eq!(Experts::from_report(&metrics[..1], &[]), None, "a model without experts");
 }
 
 #[test]

@@ -34,8 +34,8 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Does the pieces, or has devices do them: then the moments after which the buffers are the members' again, or
-    /// what a device refused.
+    /// Does the pieces, or lets devices do them. Of devices it returns the moments after which the buffers are the
+    /// members' again, or the refusal.
     pub(super) fn run(&self) -> Result<Vec<Moment>, String> {
         if let Some(carried) = self.plan.carry() {
             return carried;
@@ -197,7 +197,7 @@ impl Operation {
         std::iter::successors(next(&self.claimed), next).take(pool::threads() - 1).count()
     }
 
-    /// Takes a claim back, its pieces done, or queued until those moments.
+    /// Takes a claim back whose pieces are done, or queued until these moments.
     pub(super) fn finish(&mut self, claim: &Claim, moments: Vec<Moment>) {
         self.active -= 1;
         self.done += claim.pieces.len();

@@ -206,10 +206,7 @@ impl State {
 
     /// Pieces of an operation that no rank has claimed.
     pub(super) fn claim(&mut self, key: Key) -> Option<Claim> {
-        match self.fault {
-            None => self.ops.get_mut(&key)?.claim(key),
-            Some(_) => None,
-        }
+        if self.fault.is_some() { None } else { self.ops.get_mut(&key)?.claim(key) }
     }
 
     /// Takes a claim back from `rank`, which ran it. With the last one the operation is done; what a device refused

@@ -62,10 +62,7 @@ impl Post {
             Some(output) => output.as_bytes_mut()?.as_mut_ptr(),
             None => std::ptr::null_mut(),
         };
-        let source = match &call.input {
-            Some(input) => input.as_bytes()?.as_ptr(),
-            None => target.cast_const(),
-        };
+        let source = if let Some(input) = &call.input { input.as_bytes()?.as_ptr() } else { target.cast_const() };
         Ok(Post { device: None, call, source, target })
     }
 
@@ -91,10 +88,7 @@ impl Post {
         if let Some(mut device) = self.device {
             device.resume()?;
         }
-        let buffer = match self.call.op.kind() {
-            OpKind::Send => self.call.input,
-            _ => self.call.output,
-        };
+        let buffer = if matches!(self.call.op.kind(), OpKind::Send) { self.call.input } else { self.call.output };
         Ok(buffer.unwrap_or_else(Buffer::empty))
     }
 }
@@ -353,10 +347,7 @@ impl Plan {
     unsafe fn write(&self, from: *const u8, to: *mut u8, bytes: usize) {
         // SAFETY: the caller's promise is the same.
         unsafe {
-            match self.stream {
-                true => stream::copy(from, to, bytes),
-                false => std::ptr::copy_nonoverlapping(from, to, bytes),
-            }
+            if self.stream { stream::copy(from, to, bytes) } else { std::ptr::copy_nonoverlapping(from, to, bytes) }
         }
     }
 

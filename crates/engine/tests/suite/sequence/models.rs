@@ -1,7 +1,7 @@
 //! GPT-2 and Llama whose sequences cp cuts, by each method: against the same models on one rank.
 
 use super::{Weights, plan};
-use meshwork_context_parallel::{ContextParallel, Method};
+use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
@@ -11,8 +11,9 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary, POSITIONS};
 use meshwork_models::llama::{Llama, LlamaConfig};
 use meshwork_nn::{Batch, Model};
-use meshwork_tensor::Device;
+use meshwork_optim::{Rule, Sgd};
 use meshwork_tensor::op::{Order, Rotary};
+use meshwork_tensor::{Category, Device};
 use meshwork_testkit::opaque::{self, Opaque};
 use std::sync::Arc;
 
@@ -142,7 +143,8 @@ fn a_language_model_over_cp_has_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 4 };
     for case in [
         Case { dropout: 0.2, tied: false, ..PLAIN },
-        Case { kv_heads: 2, ..PLAIN },
+        Case { loss_chunk: 3, ..PLAIN }, // a tied table
+        Case { kv_heads: 2, loss_chunk: 2, ..PLAIN },
         Case { kv_heads: 1, boundary: Boundary::Attention, ..PLAIN },
     ] {
         let context = |method| Some(ContextParallel::new(method, Order::default(), 1));
@@ -195,8 +197,14 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
                 let multiple = mesh_of.degree(Axis::Cp) * if cut_over_tp { mesh_of.degree(Axis::Tp) } else { 1 };
                 let what = format!("{case:?} on {mesh} by {method} in {order:?}");
                 let context = ContextParallel::new(method, order, multiple);
-                let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
-                assert_close(&what, &found, &one);
+                // Documents choose an order for each micro-batch.
+                let ranks = mesh_of.degree(Axis::Cp);
+                let balanced = || context.clone().balanced(Arc::new(ByDocument { chunks_of_rank: 2 }), ranks);
+                let by_document = (case.boundary == Boundary::Attention).then(balanced);
+                for context in [Some(context.clone()), by_document].into_iter().flatten() {
+                    let found = Case { cut_over_tp, ..case }.train(Some(context), &plan(mesh, numerics), behind);
+                    assert_close(&what, &found, &one);
+                }
             }
         }
     }
@@ -218,6 +226,37 @@ fn dropout_over_cp_is_that_of_one_rank() {
     }
 }
 
+/// ZeRO: the ranks of dp × cp, which hold the same weights, share them out.
+#[test]
+fn ranks_of_cp_share_out_what_they_hold_alike() {
+    let context = || Some(ContextParallel::new(Method::AllGather, Order::zigzag(2), 2));
+    let one = PLAIN.train(None, &plan("tp=1", Numerics::Fast), false);
+    for mesh in ["cp=2", "dp=2,cp=2", "tp=2,cp=2", "pp=2,cp=2"] {
+        for (stage, group) in
+            ZeroStage::ALL.into_iter().map(|stage| (stage, None)).chain([(ZeroStage::Weights, Some(1))])
+        {
+            let plan = Plan { zero: Zero { stage, group }, ..plan(mesh, Numerics::Fast) };
+            let found = PLAIN.train(context(), &plan, false);
+            assert_close(&format!("{mesh}, {:?}", plan.zero), &found, &one);
+        }
+    }
+    // What a rank keeps of the optimizer's states, of gradients and of weights.
+    let kept = |mesh: &str, stage| {
+        let optimizer = Rule::from(Sgd { momentum: 0.9, weight_decay: 0.0 });
+        let plan = Plan { zero: Zero { stage, group: None }, optimizer, ..plan(mesh, Numerics::Fast) };
+        let memory = dry_run::predict(&PLAIN.model(context()), &plan, 0).unwrap().memory;
+        [Category::Optimizer, Category::Gradients, Category::Parameters].map(|of| memory.of(of))
+    };
+    let whole = kept("cp=4", ZeroStage::Off);
+    for mesh in ["cp=4", "dp=2,cp=2"] {
+        for (count, stage) in ZeroStage::ALL.into_iter().enumerate().skip(1) {
+            let held = kept(mesh, stage);
+            assert!(held[0] * 4 <= whole[0] + 4096, "{mesh}, {stage:?}: {held:?} of {whole:?}");
+            assert!(count < 3 || held[2] < whole[2], "{mesh}, {stage:?}: {held:?} of {whole:?}");
+        }
+    }
+}
+
 /// Memory, FLOPs and every communication of each rank.
 #[test]
 fn a_run_over_cp_does_what_a_dry_run_predicts() {
@@ -232,6 +271,7 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
         ("cp=4", Method::Hybrid { ring_degree: 2 }, false),
         ("dp=2,cp=2", Method::Hybrid { ring_degree: 2 }, false),
         ("pp=2,cp=2", Method::AllGather, false),
+        ("dp=2,pp=2,cp=2", Method::AllGather, false), // gradients are summed over a group of two axes
     ] {
         for kv_heads in [0, 2] {
             let case = Case { kv_heads, cut_over_tp, ..PLAIN };
@@ -244,13 +284,18 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
                 let before = trainer.device().meter().total_flops();
                 let report = trainer.step(&batch)?;
                 let meter = trainer.device().meter();
-                Ok::<_, TrainError>((meter.peak(), meter.total_flops() - before, report.records))
+                Ok::<_, TrainError>((meter.peak(), meter.total_flops() - before, report))
             });
-            for (rank, (memory, flops, records)) in ranks.unwrap().into_iter().enumerate() {
+            let ranks = ranks.unwrap();
+            let sent = |report: &StepReport| report.records.iter().map(|call| call.bytes()).sum::<f64>();
+            let mean = ranks.iter().map(|(.., report)| sent(report)).sum::<f64>() / ranks.len() as f64;
+            for (rank, (memory, flops, report)) in ranks.into_iter().enumerate() {
                 let predicted = dry_run::predict(&model, &plan, rank).unwrap();
                 let what = format!("rank {rank} of {mesh} by {method}, {kv_heads} kv heads");
                 assert_eq!((memory, flops), (predicted.memory, predicted.flops), "{what}");
-                assert_eq!(records, predicted.records, "{what}");
+                let reported: f64 = report.comm_bytes.values().sum();
+                assert!((reported - mean).abs() < 0.5, "{what}: {reported} of {mean} bytes in {:?}", report.comm_bytes);
+                assert_eq!(report.records, predicted.records, "{what}");
             }
         }
     }

@@ -97,7 +97,7 @@ impl Model for Tower {
         };
         let stem = part.first.then(|| frozen(params, "stem", &[HIDDEN, 4])).transpose()?;
         let mut block = |layer: usize| {
-            let slow = ParamGroup { learning_rate: SLOW, ..ParamGroup::of(Role::Weight) };
+            let slow = ParamGroup { learning_rate: SLOW, ..ParamGroup::for_role(Role::Weight) };
             let (up, down) = (whole().shard(Axis::Tp, 0), whole().shard(Axis::Tp, 1));
             let name = |part: &str| format!("block.{layer}.{part}");
             let rate = params.declare(name("rate"), &[HIDDEN], whole(), Role::Buffer, Init::Zeros)?;

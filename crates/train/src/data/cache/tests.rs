@@ -49,7 +49,7 @@ struct Fixture {
 impl Fixture {
     /// JSON lines that are long enough for a cache: documents of 1 to 1000 letters.
     fn new() -> Self {
-        let fixture = Self { folder: tempfile::tempdir().unwrap(), tokenizer: Tokenizer::of(Letters) };
+        let fixture = Self { folder: tempfile::tempdir().unwrap(), tokenizer: Tokenizer::with_library(Letters) };
         let line =
             |length: usize| format!("{{\"text\": \"{}\"}}\n", "abcdefghij".repeat(100)[..1 + length % 1000].to_owned());
         fs::write(fixture.text(), (0..2500).map(line).collect::<String>()).unwrap();

@@ -302,8 +302,11 @@ impl Frame {
         let ep = if dp % ep == 0 || rarely(rng, 8) { ep } else { 1 };
         let router = rng.pick(&["topk", "switch", "gshard", "expert_choice", "bias"]);
         let experts = if experts { ep * rng.pick(&[1, 2, 2, 4]) } else { 0 };
-        let cp = rng.pick(&[1, 1, 1, 1, 2, 3]);
-        let cp = if dp * tp * pp * cp <= 8 && experts == 0 && !canonical || rarely(rng, 16) { cp } else { 1 };
+        let cp = rng.pick(&[1, 1, 1, 2, 2, 3]);
+        let cp = if dp * tp * pp * cp <= 8 && (!canonical || cp == 2) || rarely(rng, 16) { cp } else { 1 };
+        // Experts over all of cp too.
+        let (ep, experts) =
+            if experts > 0 && cp > 1 && rng.below(2) == 0 { (ep * cp, experts * cp) } else { (ep, experts) };
         let lossy = rarely(rng, if canonical { 8 } else { 4 });
         let half = rarely(rng, 3);
         Frame {
@@ -425,7 +428,9 @@ impl Frame {
                 .then(|| rng.pick(&["all_gather", "all_to_all", "ring", "hybrid", "auto"]).to_owned()),
             "parallelism.ring_degree" if self.cp > 1 => one_of(rng, &["1", "2", "4"]),
             "parallelism.ring_degree" => rarely(rng, 60).then(|| "2".to_owned()),
-            "parallelism.context_parallel_order" if self.cp > 1 => one_of(rng, &["zigzag", "contiguous"]),
+            "parallelism.context_parallel_order" if self.cp > 1 => {
+                one_of(rng, &["zigzag", "contiguous", "by_document"])
+            }
             "parallelism.context_parallel_order" => rarely(rng, 60).then(|| "zigzag".to_owned()),
             "parallelism.expert_tensor_parallel" => match rng.below(20) {
                 0 => some(&2),
@@ -785,6 +790,10 @@ impl Frame {
             "comm.library" => rarely(rng, 20).then(|| "libmpi.so.40".to_owned()),
             "comm.log_dir" => rarely(rng, 20).then(|| path("logs")),
             "training.check_replicas_every" => one_of(rng, &["0", "1", "3"]),
+            "training.replay_every" if self.canonical && self.dp * self.tp > 1 => one_of(rng, &["0", "1", "3"]),
+            "training.replay_every" => rarely(rng, 200).then(|| "3".to_owned()),
+            "training.replay_mesh" => rarely(rng, 200).then(|| "dp=977".to_owned()),
+            "parallelism.elastic" => one_of(rng, &["off", "dp"]),
             "numerics.reduction_blocks" => match rng.below(20) {
                 0 => some(&rng.pick(&[6, 12, 5000])),
                 _ if self.tp == 3 => some(&rng.pick(&[12, 24])),

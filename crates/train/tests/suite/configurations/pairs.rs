@@ -15,7 +15,7 @@ type Factor = (&'static str, &'static [(&'static str, Keys)]);
 type Keys = &'static [(&'static str, &'static str)];
 
 #[rustfmt::skip] // A table: one value, one line.
-const FACTORS: [Factor; 11] = [
+const FACTORS: [Factor; 12] = [
     ("zero", &[
         ("0", &[]),
         ("1", &[("parallelism.zero_stage", "1")]),
@@ -36,6 +36,11 @@ const FACTORS: [Factor; 11] = [
         ("1", &[]),
         ("2", &[("parallelism.tp", "2")]),
         ("2, sequence", &[("parallelism.tp", "2"), ("parallelism.sequence_parallel", "true")]),
+    ]),
+    ("cp", &[
+        ("1", &[]),
+        ("2", &[("parallelism.cp", "2")]),
+        ("2 by heads", &[("parallelism.cp", "2"), ("parallelism.context_parallel_method", "all_to_all")]),
     ]),
     ("experts", &[
         ("none", &[]),
@@ -94,7 +99,7 @@ const COMMON: Keys = &[
     ("training.steps", "2"),
     ("model.num_layers", "4"),
     ("model.hidden_size", "16"),
-    ("model.num_heads", "2"),
+    ("model.num_heads", "4"),
     ("model.seq_len", "8"),
     ("model.vocab_size", "256"),
 ];

@@ -20,6 +20,7 @@ pub fn broken(case: &Case) -> Vec<String> {
     pipeline(case, &mut rule);
     batch(case, &mut rule);
     canonical(case, &mut rule);
+    replays(case, &mut rule);
     compress(case, &mut rule);
     mixed(case, &mut rule);
     data(case, &mut rule);
@@ -90,7 +91,6 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     if cp > 1 || shares.is_some() {
         let parts = if sequence_parallel { cp * tp } else { cp };
         rule(parts > seq_len, "a part without tokens");
-        rule(count(case, "moe.num_experts", 0) > 0, "routers read whole sequences");
         let drops = case.read::<f64>("model.dropout").unwrap_or(0.0) > 0.0;
         rule(drops && !divides(parts, seq_len), "other places are drawn for");
         if is_canonical(case) {
@@ -100,8 +100,6 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
                 "blocks of the sequence over cp",
             );
             rule(!divides(parts, seq_len), "parts of the sequence in whole blocks");
-            rule(tied(case), "a table that is read twice");
-            rule(count(case, "memory.loss_chunk", 0) > 0, "chunks of slices have no order");
         }
         let (held, group) = (heads / tp.max(1), heads / kv_heads.max(1));
         let fits = |parts: usize| {
@@ -131,7 +129,11 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let ([dp, tp, _], ep, etp) =
         (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.expert_tensor_parallel", 1));
-    rule(!divides(ep, dp), "ranks of ep are not ranks of dp");
+    let cp = count(case, "parallelism.cp", 1);
+    rule(
+        !divides(ep, dp) && !(divides(cp, ep) && divides(ep / cp, dp)),
+        "ranks of ep are neither ranks of dp nor of cp",
+    );
     rule(![1, tp].contains(&etp), "experts are cut over all of tp, or whole");
     let experts = count(case, "moe.num_experts", 0);
     if experts == 0 {
@@ -179,12 +181,13 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
 
 /// Ranks that have the same parameters share them out evenly.
 fn zero(case: &Case, rule: &mut impl FnMut(bool, &str)) {
-    let ([dp, ..], ep) = (degrees(case), count(case, "parallelism.ep", 1));
+    let ([dp, ..], ep, cp) = (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.cp", 1));
     let [stage, group] = ["zero_stage", "zero_group"].map(|key| count(case, &format!("parallelism.{key}"), 0));
     rule(stage > 3, "no such stage of ZeRO");
-    rule(stage > 0 && dp == 1, "nobody to share with");
+    rule(stage > 0 && dp == 1 && cp == 1, "nobody to share with");
     rule(group > 0 && stage == 0, "groups that share nothing");
     rule(group > 0 && !divides(group, dp), "groups of different sizes");
+    let ep = if divides(ep, dp) || !divides(cp, ep) { ep } else { ep / cp };
     rule(group > 0 && !divides(group, ep) && !divides(ep, group), "experts that some groups have more often");
 }
 
@@ -320,6 +323,16 @@ fn canonical(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     rule(!whole(blocks, tp), "tp ranks without a subtree");
     rule(!whole(count(case, "training.global_batch_size", 16), dp), "dp ranks without a subtree");
     rule(blocks > 4096, "more blocks than any tp has use for");
+}
+
+/// A step runs again, by other ranks, with the same bits.
+fn replays(case: &Case, rule: &mut impl FnMut(bool, &str)) {
+    let ([dp, tp, pp], cp) = (degrees(case), count(case, "parallelism.cp", 1));
+    if count(case, "training.replay_every", 0) > 0 {
+        rule(!is_canonical(case), "another mesh has other bits");
+        rule(dp * tp * pp * cp == 1, "no other rank");
+        rule(case.get("training.replay_mesh").is_some(), "another number of ranks");
+    }
 }
 
 /// The schemes of `[compress]` that are given and not `none`.

@@ -42,12 +42,14 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 24] = [
+const ALONE: [(&str, Option<&str>); 26] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
     ("parallelism.tp", None),
     ("parallelism.pp", None),
+    ("parallelism.cp", None),
+    ("parallelism.context_parallel_order", None),
     ("parallelism.sequence_parallel", None),
     ("pipeline.schedule", Some("gpipe")),
     ("pipeline.schedule_file", None),
@@ -59,6 +61,8 @@ const ALONE: [(&str, Option<&str>); 24] = [
     ("pipeline.scatter_gather", None),
     ("training.micro_batch_size", None),
     ("training.verify", None),
+    ("training.replay_every", None),
+    ("training.replay_mesh", None),
     ("parallelism.zero_stage", None),
     ("parallelism.zero_group", None),
     ("memory.recompute", None),
@@ -71,12 +75,23 @@ const ALONE: [(&str, Option<&str>); 24] = [
     ("checkpoint.export", None),
 ];
 
-/// The same on one rank.
+/// The same on one rank, as it is trained.
 pub fn alone(case: &Case, config: &Config) -> Result<(Config, Data), String> {
+    // In canonical numerics one rank sums over the parts of a sequence that any cp has.
+    alone_with(case, config, config.training.numerics == "canonical")
+}
+
+/// The same on one rank, with the operations of attention over cp or without them.
+pub fn alone_with(case: &Case, config: &Config, method: bool) -> Result<(Config, Data), String> {
+    const METHOD: &str = "parallelism.context_parallel_method";
     let mut alone = case.with(&ALONE);
     // In canonical numerics one rank loses what every mesh does.
     if config.training.numerics != "canonical" {
         alone.keys.retain(|key, _| !key.starts_with("compress."));
+    }
+    alone.keys.remove(METHOD);
+    if method {
+        alone.keys.insert(METHOD.to_owned(), config.parallelism.context_parallel_method.name().to_owned());
     }
     load(&Args::parse(alone.flags())).map_err(|error| format!("refused on one rank:\n{error}"))
 }

@@ -1,0 +1,143 @@
+//! Equal work for packed documents: an order of tokens for each micro-batch, from where its documents begin.
+
+use meshwork_tensor::op::Order;
+use meshwork_tensor::{Error, Result};
+use std::fmt::Debug;
+
+/// Chooses the order in which the tokens of a micro-batch lie before ranks cut its sequences. The ranks of a world, and
+/// all stages of a pipeline, have the same documents, and so the same order: it is data, and nothing is communicated.
+pub trait Balance: Debug + Send + Sync {
+    /// The chunks of its orders for so many ranks: a multiple of them.
+    fn chunks(&self, ranks: usize) -> usize;
+
+    /// The order of these chunks for sequences whose token t reads `reads[t]` keys, added up over the sequences of the
+    /// micro-batch.
+    ///
+    /// # Errors
+    /// Tokens that the chunks do not divide.
+    fn order(&self, reads: &[u64], ranks: usize) -> Result<Order>;
+}
+
+/// Counts the keys that the queries of each chunk read, and gives each rank as many chunks with as equal a sum as it
+/// finds: the heaviest first, each to the rank that has the least; then chunks of the fullest rank are swapped as long
+/// as that helps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByDocument {
+    /// Chunks of each rank. More of them are more equal, and more calls of the kernel.
+    pub chunks_of_rank: usize,
+}
+
+impl Default for ByDocument {
+    /// Eight chunks a rank.
+    fn default() -> Self {
+        Self { chunks_of_rank: 8 }
+    }
+}
+
+impl Balance for ByDocument {
+    fn chunks(&self, ranks: usize) -> usize {
+        ranks * self.chunks_of_rank.max(1)
+    }
+
+    fn order(&self, reads: &[u64], ranks: usize) -> Result<Order> {
+        let (count, room) = (self.chunks(ranks), self.chunks_of_rank.max(1));
+        if reads.is_empty() || !reads.len().is_multiple_of(count) {
+            let problem = format!("{} tokens in {count} equal chunks", reads.len());
+            return Err(Error::Shape { op: "balance", problem, shapes: Vec::new() });
+        }
+        let work: Vec<u64> = reads.chunks_exact(reads.len() / count).map(|chunk| chunk.iter().sum()).collect();
+        let mut heaviest: Vec<usize> = (0..count).collect();
+        heaviest.sort_by_key(|&chunk| std::cmp::Reverse(work[chunk]));
+        let mut ranks: Vec<(u64, Vec<usize>)> = vec![(0, Vec::new()); ranks];
+        for chunk in heaviest {
+            let free = ranks.iter_mut().filter(|(_, chunks)| chunks.len() < room);
+            if let Some((sum, chunks)) = free.min_by_key(|(sum, _)| *sum) {
+                *sum += work[chunk];
+                chunks.push(chunk);
+            }
+        }
+        while let Some((full, a, other, b)) = better(&ranks, &work) {
+            let (x, y) = (ranks[full].1[a], ranks[other].1[b]);
+            (ranks[full].1[a], ranks[other].1[b]) = (y, x);
+            ranks[full].0 = ranks[full].0 + work[y] - work[x];
+            ranks[other].0 = ranks[other].0 + work[x] - work[y];
+        }
+        for (_, chunks) in &mut ranks {
+            chunks.sort_unstable(); // neighbours are one run
+        }
+        ranks.sort_by_key(|(_, chunks)| chunks.first().copied());
+        Order::new(ranks.into_iter().flat_map(|(_, chunks)| chunks).collect())
+    }
+}
+
+/// The swap of a chunk of the fullest rank with a chunk of another one that leaves the smallest larger sum of both.
+fn better(ranks: &[(u64, Vec<usize>)], work: &[u64]) -> Option<(usize, usize, usize, usize)> {
+    let full = (0..ranks.len()).max_by_key(|&rank| ranks[rank].0)?;
+    let (most, held) = &ranks[full];
+    let mut best: Option<(u64, (usize, usize, usize, usize))> = None;
+    for (other, (sum, chunks)) in ranks.iter().enumerate().filter(|&(other, _)| other != full) {
+        for (a, &x) in held.iter().enumerate() {
+            for (b, &y) in chunks.iter().enumerate().filter(|&(_, &y)| work[y] < work[x]) {
+                let larger = (most + work[y] - work[x]).max(sum + work[x] - work[y]);
+                if larger < *most && best.is_none_or(|(least, _)| larger < least) {
+                    best = Some((larger, (full, a, other, b)));
+                }
+            }
+        }
+    }
+    best.map(|(_, swap)| swap)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The keys that tokens of documents of these lengths read.
+    fn reads(documents: &[usize]) -> Vec<u64> {
+        documents.iter().flat_map(|&length| 1..=length as u64).collect()
+    }
+
+    fn work_of(order: &Order, reads: &[u64], ranks: usize) -> Vec<u64> {
+        let held = reads.len() / ranks;
+        let of = |rank| order.tokens(reads.len(), rank * held..(rank + 1) * held).unwrap();
+        (0..ranks).map(|rank| of(rank).into_iter().flatten().map(|token| reads[token]).sum()).collect()
+    }
+
+    /// 88 keys are read: a zigzag over the sequence does not share them out, and equal work is possible.
+    #[test]
+    fn packed_documents_have_equal_work() {
+        let reads = reads(&[4, 12]);
+        assert_eq!(work_of(&Order::zigzag(2), &reads, 2), [52, 36]);
+        assert_eq!(work_of(&ByDocument::default().order(&reads, 2).unwrap(), &reads, 2), [44, 44]);
+    }
+
+    #[test]
+    fn every_rank_has_as_many_tokens_and_nearly_the_same_work() {
+        let mut state = 7_u64;
+        let mut draw = |below: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % below
+        };
+        for ranks in [2, 3, 4, 8] {
+            for _ in 0..20 {
+                let seq = ranks * 8 * 16;
+                let mut documents = Vec::new();
+                let mut rest = seq;
+                while rest > 0 {
+                    let length = (1 + draw(seq as u64 / 3)).min(rest as u64) as usize;
+                    documents.push(length);
+                    rest -= length;
+                }
+                let reads = reads(&documents);
+                let work = work_of(&ByDocument::default().order(&reads, ranks).unwrap(), &reads, ranks);
+                let (most, mean) = (*work.iter().max().unwrap() as f64, work.iter().sum::<u64>() as f64 / ranks as f64);
+                assert!(most <= 1.02 * mean, "{ranks} ranks, {documents:?}: {work:?}");
+            }
+        }
+        // Without documents it is as good as a zigzag.
+        let whole = reads(&[512]);
+        let work = work_of(&ByDocument::default().order(&whole, 4).unwrap(), &whole, 4);
+        assert!(work.iter().all(|&of| of == work[0]), "{work:?}");
+        assert!(ByDocument::default().order(&whole[..100], 4).unwrap_err().to_string().contains("100 tokens in 32"));
+    }
+}
