@@ -64,7 +64,7 @@ fn main() -> ExitCode {
         Ok(outcome) => outcome,
         Err(error) => return fail_together(&config, &error),
     };
-    if !leads {
+    if !outcome.leads {
         return ExitCode::SUCCESS;
     }
     let ending = match outcome.stopped {

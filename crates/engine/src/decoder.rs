@@ -72,18 +72,14 @@ impl Decoder {
         let _entered = rank.enter(&*format!("{name}::new"));
         require_same_plan(plan, &rank)?;
         require_fit(plan, &rank, &*device)?;
-        let (schedule, model_plan) = (
-            plan.build_schedule()?,
-            ModelPlan::new(model, &Plan { recompute: Recompute::None, offload: None, ..plan.clone() })?,
-        );
-        require_same_model(&model_plan, &model_plan.parameters()?, &rank)?;
-        let device = model_plan.device(device);
-        let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
-        let layout = [declarations.ids().collect::<Vec<_>>()];
-        let (mesh, coords) = (rank.mesh(), rank.coords());
-        let sample = Batch::blank(&model_plan.model().fields(), 1);
+        let plan_of =
+            |model| ModelPlan::new(model, &Plan { recompute: Recompute::None, offload: None, ..plan.clone() });
+        let decoding = model.decoding();
+        let (schedule, trained) = (plan.build_schedule()?, plan_of(model)?);
+        require_same_model(&trained, &trained.parameters()?, &rank)?;
+        let sample = Batch::blank(&trained.model().fields(), 1);
         // The tokens that are decoded may not need the other things that a whole sequence lacks.
-        let compared = one_rank::compare(&model_plan, rank.world_rank(), &sample, Mode::Evaluate, plan.verify);
+        let compared = one_rank::compare(&trained, rank.world_rank(), &sample, Mode::Evaluate, plan.verify);
         let refuses = |error: &TrainError| match error {
             TrainError::OneRank { .. } => true,
             TrainError::Plan(error) => matches!(**error, PlanError::UnusedAxis { .. }),
@@ -92,6 +88,11 @@ impl Decoder {
         if let Some(error) = compared.err().filter(refuses) {
             return Err(error);
         }
+        let model_plan = decoding.map_or(Ok(trained), plan_of)?;
+        let device = model_plan.device(device);
+        let LocalModel { declarations, stages } = model_plan.local_model(&schedule, rank.coords().get(Axis::Pp))?;
+        let layout = [declarations.ids().collect::<Vec<_>>()];
+        let (mesh, coords) = (rank.mesh(), rank.coords());
         let mut params = Params::new(declarations.clone(), mesh, coords, &device, &layout, plan.seed)?;
         for id in declarations.ids() {
             let spec = declarations.spec(id);

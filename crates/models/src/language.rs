@@ -8,7 +8,7 @@
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::Documents;
+use meshwork_tensor::op::{Documents, Mask};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
@@ -106,6 +106,13 @@ pub struct Sequences<'a> {
     pub positions: Option<&'a Var>,
     /// The exchange of attention, where cp cuts them.
     pub context: Option<&'a ContextParallel>,
+}
+
+impl<'a> Sequences<'a> {
+    /// What hides tokens from each other, with a sliding window or none.
+    pub fn mask(&self, window: Option<usize>) -> Mask<'a> {
+        Mask { documents: self.documents, window }
+    }
 }
 
 impl HiddenModule for VocabParallelEmbedding {

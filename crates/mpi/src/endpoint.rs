@@ -21,7 +21,7 @@ use crate::ground::{Claim, Ground};
 use crate::judge::{Bench, To};
 use crate::packet::{Arrival, Body, Bytes, Head, Info, Judge, Key, Tell, What};
 use crate::pause::Pause;
-use crate::port::{Inbox, Landing, Port, Station};
+use crate::port::{Hosts, Inbox, Landing, Port, Station};
 
 /// How long a rank waits before it tells the judge.
 const PATIENCE: Duration = Duration::from_millis(15);
@@ -43,6 +43,7 @@ pub(crate) struct Endpoint {
     pub(crate) rank: usize,
     pub(crate) name: Arc<str>,
     pub(crate) ranks: Arc<[usize]>,
+    hosts: Hosts,
     pub(crate) origin: Instant,
     timeout: Option<Duration>,
     /// Grows as long as the rank makes progress.
@@ -133,10 +134,10 @@ impl Endpoint {
     /// A rank comes to a world.
     pub(crate) fn enter(
         port: &Arc<Port>,
+        hosts: &Hosts,
         world: u64,
         name: &str,
         rank: usize,
-        ranks: usize,
         timeout: Option<Duration>,
         origin: Instant,
     ) -> Arc<Endpoint> {
@@ -146,7 +147,8 @@ impl Endpoint {
             world,
             rank,
             name: name.into(),
-            ranks: (0..ranks).collect(),
+            ranks: (0..hosts.ranks).collect(),
+            hosts: hosts.clone(),
             origin,
             timeout,
             beats: AtomicU64::new(0),
@@ -170,7 +172,8 @@ impl Endpoint {
     }
 
     fn send(&self, to: usize, what: What, bytes: &Bytes) {
-        self.port.send(Head { world: self.world, from: self.rank, to, what }, bytes);
+        let head = Head { world: self.world, from: self.rank, to, what };
+        self.port.send(self.hosts.process_of(to), head, bytes);
     }
 
     fn tell(&self, state: &State, told: Tell) {
@@ -332,7 +335,7 @@ impl Endpoint {
 
     fn lost(&self, state: &mut State, process: usize, why: &str) {
         let ranks: Vec<usize> =
-            self.ranks.iter().copied().filter(|&rank| self.port.layout.process_of(rank) == process).collect();
+            self.ranks.iter().copied().filter(|&rank| self.hosts.process_of(rank) == process).collect();
         for &rank in &ranks {
             state.lost.insert(rank, why.to_owned());
         }
@@ -504,7 +507,7 @@ impl Endpoint {
             Some((first, _)) if now.duration_since(first) >= timeout => {
                 state.asked = None;
                 self.port.abandon();
-                self.lost(state, self.port.layout.process_of(judge), "its process does not answer");
+                self.lost(state, self.hosts.process_of(judge), "its process does not answer");
             }
             Some((_, last)) if now.duration_since(last) < often => {}
             None if state.heard.is_some_and(|heard| now.duration_since(heard) < often) => {}
@@ -601,7 +604,7 @@ impl Endpoint {
     /// This rank's end of a fork. On rank 0 it hears who has ended without coming there.
     fn forked(&self, state: &mut State, number: u64, name: &str) -> Arc<Endpoint> {
         let world = combine(combine(self.world, number), hash(b"fork"));
-        let fork = Endpoint::enter(&self.port, world, name, self.rank, self.ranks.len(), None, self.origin);
+        let fork = Endpoint::enter(&self.port, &self.hosts, world, name, self.rank, None, self.origin);
         if self.rank == 0 {
             for (&rank, (how, forks)) in &state.ends {
                 if *forks <= number {

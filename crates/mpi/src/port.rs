@@ -17,7 +17,7 @@ use crate::wire::{self, EAGER, Event, ROOM, Wire};
 /// How long processes that are alive may take to end.
 const LAST: Duration = Duration::from_secs(5);
 
-/// The process of a rank, which has as many as all others.
+/// This process among all that were launched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Layout {
     pub(crate) process: usize,
@@ -25,9 +25,17 @@ pub(crate) struct Layout {
     pub(crate) ranks_per_process: usize,
 }
 
-impl Layout {
+/// The ranks of a world, and the processes that have them, in the order of the ranks. Each has as many.
+#[derive(Clone, Debug)]
+pub(crate) struct Hosts {
+    pub(crate) ranks: usize,
+    pub(crate) processes: Arc<[usize]>,
+    pub(crate) ranks_per_process: usize,
+}
+
+impl Hosts {
     pub(crate) fn process_of(&self, rank: usize) -> usize {
-        rank / self.ranks_per_process
+        self.processes[rank / self.ranks_per_process]
     }
 }
 
@@ -67,7 +75,7 @@ pub(crate) enum Landing {
     /// A rank, which knows it by this number.
     Rank(Arc<Inbox>, u64),
     /// A head that is too long for a first message.
-    Head(usize),
+    Head,
     /// Nobody: it belongs to a world that is over.
     Nobody,
 }
@@ -85,13 +93,15 @@ struct Desk {
     lost: Vec<(usize, String)>,
     /// Processes that are about to end MPI.
     byes: HashSet<usize>,
+    /// Processes without which the others went on.
+    gone: HashSet<usize>,
 }
 
 /// A first message.
 #[derive(Serialize, Deserialize)]
 enum Cover {
-    /// A head; its bytes follow in this message, or under a tag.
-    Head(Box<Head>, Option<(usize, usize)>),
+    /// A head; its bytes follow in this message, or from this process, under a tag.
+    Head(Box<Head>, Option<(usize, usize, usize)>),
     /// A first message that is too long: from this process, under a tag.
     Long { process: usize, tag: usize, bytes: usize },
     /// This process is about to end MPI.
@@ -108,11 +118,10 @@ impl Port {
         Port { layout, wire: Mutex::new(wire), desk: Mutex::default(), abandoned: AtomicBool::new(false) }
     }
 
-    /// Sends a message, and bytes with it.
-    pub(crate) fn send(&self, head: Head, bytes: &Bytes) {
+    /// Sends a message to a rank of a process, and bytes with it.
+    pub(crate) fn send(&self, process: usize, head: Head, bytes: &Bytes) {
         let head = Box::new(head);
         let content = bytes.as_ref();
-        let process = self.layout.process_of(head.to);
         if process == self.layout.process {
             let body = match content.len() {
                 0..=EAGER => Body::Here(content.to_vec(), 0),
@@ -123,7 +132,7 @@ impl Port {
         }
         let mut wire = lock(&self.wire);
         let Some(wire) = wire.as_mut() else { return };
-        let far = (content.len() > EAGER).then(|| (wire.tag(process), content.len()));
+        let far = (content.len() > EAGER).then(|| (self.layout.process, wire.tag(process), content.len()));
         let memory = wire::framed(512 + if far.is_none() { content.len() } else { 0 });
         let cover = Cover::Head(head, far);
         // Plain data in memory can always be written.
@@ -141,7 +150,7 @@ impl Port {
             let bytes = memory.len();
             wire.large(process, tag, &Bytes::Input(Arc::new(Buffer::from_vec(memory)), 4, bytes));
         }
-        if let Some((tag, _)) = far {
+        if let Some((_, tag, _)) = far {
             wire.large(process, tag, bytes);
         }
     }
@@ -182,11 +191,10 @@ impl Port {
         let Ok(mut wire) = self.wire.try_lock() else { return false };
         let Some(wire) = wire.as_mut() else { return false };
         let (mut unwanted, mut long) = (Vec::new(), Vec::new());
-        let mut opened = |from: Option<usize>, message: &[u8]| match postcard::take_from_bytes(message) {
+        let mut opened = |message: &[u8]| match postcard::take_from_bytes(message) {
             Ok((Cover::Head(head, far), rest)) => {
-                let process = from.unwrap_or_else(|| self.layout.process_of(head.from));
                 let body = match far {
-                    Some((tag, bytes)) => Body::Far { process, tag, bytes },
+                    Some((process, tag, bytes)) => Body::Far { process, tag, bytes },
                     None => Body::Here(rest.to_vec(), 0),
                 };
                 unwanted.extend(self.deliver(head, body));
@@ -197,11 +205,11 @@ impl Port {
             Err(_) => {}
         };
         let any = wire.poll(|event| match event {
-            Event::First(message) => opened(None, &message),
+            Event::First(message) => opened(&message),
             Event::Landed(Landing::Rank(inbox, number), claim) => {
                 lock(&inbox).push_back(Arrival::Landed(number, claim))
             }
-            Event::Landed(Landing::Head(process), claim) => opened(Some(process), &claim),
+            Event::Landed(Landing::Head, claim) => opened(&claim),
             Event::Landed(Landing::Nobody, _) => {}
             Event::Lost(process, why) => {
                 let mut desk = lock(&self.desk);
@@ -213,7 +221,7 @@ impl Port {
         });
         for (process, tag, bytes) in long {
             if let Some(into) = room(bytes) {
-                wire.receive(process, tag, into, Landing::Head(process));
+                wire.receive(process, tag, into, Landing::Head);
             }
         }
         for body in unwanted {
@@ -271,10 +279,21 @@ impl Port {
         }
     }
 
-    /// Waits until every process is about to end MPI: process 0 hears of all, and tells them. False if some process
+    /// Goes on without processes that are lost. Only losses from now on are a reason not to wait.
+    pub(crate) fn go_on_without(&self, lost: &[usize]) {
+        lock(&self.desk).gone.extend(lost);
+        self.abandoned.store(false, Ordering::Relaxed);
+    }
+
+    /// Waits until every process is about to end MPI: the first one hears of all, and tells them. False if some process
     /// does not come; where one may not, the wait is short.
     fn meet(&self) -> bool {
-        let Layout { process, processes, .. } = self.layout;
+        let process = self.layout.process;
+        let there: Vec<usize> = {
+            let gone = &lock(&self.desk).gone;
+            (0..self.layout.processes).filter(|process| !gone.contains(process)).collect()
+        };
+        let first = there.first().copied().unwrap_or(process);
         let say = |to: usize| {
             if let (Some(wire), Ok(memory)) =
                 (lock(&self.wire).as_mut(), postcard::to_extend(&Cover::Bye { process }, wire::framed(16)))
@@ -284,10 +303,13 @@ impl Port {
         };
         let longest = if self.abandoned.load(Ordering::Relaxed) { LAST } else { 12 * LAST };
         let (begun, pause) = (Instant::now(), Pause::new(Duration::from_millis(1)));
-        if process > 0 {
-            say(0);
+        if process != first {
+            say(first);
         }
-        let all = |byes: &HashSet<usize>| if process == 0 { byes.len() == processes - 1 } else { byes.contains(&0) };
+        let all = |byes: &HashSet<usize>| match process == first {
+            true => there.iter().all(|other| *other == first || byes.contains(other)),
+            false => byes.contains(&first),
+        };
         while !all(&lock(&self.desk).byes) {
             if begun.elapsed() > longest {
                 return false;
@@ -296,8 +318,8 @@ impl Port {
                 pause.rest();
             }
         }
-        if process == 0 {
-            (1..processes).for_each(say);
+        if process == first {
+            there.into_iter().skip(1).for_each(say);
         }
         while self.is_busy() {
             if begun.elapsed() > longest {

@@ -18,7 +18,7 @@ use crate::error::MpiError;
 use crate::library::Library;
 use crate::life::Life;
 use crate::pause::Pause;
-use crate::port::{Layout, Port};
+use crate::port::{Hosts, Layout, Port};
 use crate::wire::Wire;
 
 /// How ranks join.
@@ -70,8 +70,10 @@ struct Running {
     options: Options,
     description: String,
     origin: Instant,
-    /// Worlds made so far, of each size.
-    worlds: Mutex<HashMap<usize, u64>>,
+    /// Worlds made so far, of each size, over each set of processes.
+    worlds: Mutex<HashMap<(usize, u64), u64>>,
+    /// The processes that are there.
+    there: Mutex<Hosts>,
     life: Arc<Life>,
 }
 
@@ -129,8 +131,11 @@ impl Runtime {
         let life = Arc::new(Life::new(over, thread));
         let Started { port, description } =
             told.recv().unwrap_or_else(|_| Err(MpiError::Thread("it panicked".to_owned())))?;
+        let Layout { processes, ranks_per_process, .. } = port.layout;
+        let ranks = processes * ranks_per_process;
+        let there = Mutex::new(Hosts { ranks, processes: (0..processes).collect(), ranks_per_process });
         let (origin, worlds) = (Instant::now(), Mutex::default());
-        let mut running = Running { port, options, description, origin, worlds, life };
+        let mut running = Running { port, options, description, origin, worlds, there, life };
         running.origin = running.shared_origin()?;
         Ok(Runtime(Arc::new(running)))
     }
@@ -150,9 +155,23 @@ impl Runtime {
         self.0.port.layout.processes
     }
 
-    /// The number of ranks of all processes.
+    /// The number of ranks of all processes that are there.
     pub fn ranks(&self) -> usize {
-        self.processes() * self.0.options.ranks_per_process
+        self.0.there().processes.len() * self.0.options.ranks_per_process
+    }
+
+    /// The processes that are there, ascending: all, but for those that the others went on [without](Self::without).
+    pub fn there(&self) -> Arc<[usize]> {
+        self.0.there().processes
+    }
+
+    /// Goes on without processes that are lost: worlds that are made from now on have the ranks of the others,
+    /// numbered anew. Every process that is there calls it with the same processes, when all worlds made before are
+    /// over. It takes a library and a launcher that let the others live: Open MPI 5 under `mpirun --with-ft ulfm`.
+    pub fn without(&self, lost: &[usize]) {
+        self.0.port.go_on_without(lost);
+        let mut there = self.0.there.lock().unwrap_or_else(PoisonError::into_inner);
+        there.processes = there.processes.iter().copied().filter(|process| !lost.contains(process)).collect();
     }
 
     /// A new world of all ranks. Every process makes the same worlds, in the same order.
@@ -174,24 +193,32 @@ impl Runtime {
             self.processes(),
             self.ranks()
         );
+        let hosts = self.0.there();
+        let set = hosts.processes.iter().fold(0, |set, process| combine(set, *process as u64));
         let number = {
             let mut worlds = self.0.worlds.lock().unwrap_or_else(PoisonError::into_inner);
-            let number = worlds.entry(ranks).or_default();
+            let number = worlds.entry((ranks, set)).or_default();
             *number += 1;
             *number
         };
-        let here = self.0.join(combine(ranks as u64, number), "world", ranks, Some(timeout));
+        let here = self.0.join(combine(combine(ranks as u64, number), set), "world", ranks, Some(timeout));
         (!here.is_empty()).then(|| World::Joined(here))
     }
 }
 
 impl Running {
+    fn there(&self) -> Hosts {
+        self.there.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// The ranks of this process in a world of the first `ranks` ranks.
     fn join(&self, world: u64, name: &str, ranks: usize, timeout: Option<Duration>) -> Vec<Arc<dyn Communicator>> {
         let Layout { process, ranks_per_process, .. } = self.port.layout;
-        let first = process * ranks_per_process;
+        let hosts = Hosts { ranks, ..self.there() };
+        let Some(place) = hosts.processes.iter().position(|there| *there == process) else { return Vec::new() };
+        let first = place * ranks_per_process;
         let enter = |rank| {
-            let endpoint = Endpoint::enter(&self.port, world, name, rank, ranks, timeout, self.origin);
+            let endpoint = Endpoint::enter(&self.port, &hosts, world, name, rank, timeout, self.origin);
             let comm: Arc<dyn Communicator> = Arc::new(MpiComm::of_world(endpoint, self.life.clone()));
             comm
         };

@@ -11,7 +11,7 @@ use std::process::{Command, Output, exit, id};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use meshwork_core::RunError;
+use meshwork_core::{ReduceOp, RunError};
 use meshwork_mpi::Options;
 
 use launch::{Mpi, here, text};
@@ -108,6 +108,51 @@ fn a_killed_process_is_named_to_survivors_under_ulfm() {
         let output = mpi.command(test, 3, &["--with-ft", "ulfm"]).output().expect("mpirun starts");
         assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));
         assert_eq!(gone(&output), 3);
+        nothing_is_left(&before, &mpi);
+    }
+}
+
+/// The survivors of a world of four make a world of three, and then of two: sums, groups and large messages of it.
+#[test]
+fn survivors_go_on_in_place_under_ulfm() {
+    let test = "survivors_go_on_in_place_under_ulfm";
+    if let Some(mpi) = here() {
+        let runtime = mpi.start(Options { timeout: TIMEOUT, ..Options::default() });
+        println!("process {}", id());
+        for (ranks, killed) in [(4, Some(0)), (3, Some(1)), (2, None)] {
+            assert_eq!(runtime.ranks(), ranks);
+            let ended = runtime.world().run(|world| {
+                let mut sum = vec![1f32; 100_000];
+                world.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+                assert_eq!(sum, vec![ranks as f32; 100_000]);
+                let place = world.rank() % 2;
+                let members: Vec<usize> = (0..ranks).filter(|rank| rank % 2 == place).collect();
+                let part = world.split("part", &members)?;
+                let mut sum = [world.rank() as f32];
+                part.all_reduce_slice(&mut sum, ReduceOp::Sum)?;
+                assert_eq!(sum[0] as usize, members.iter().sum::<usize>());
+                if Some(world.rank()) == killed {
+                    signal("KILL");
+                }
+                world.barrier()
+            });
+            let Some(killed) = killed else {
+                ended.unwrap();
+                println!("told");
+                break;
+            };
+            let error = ended.unwrap_err();
+            assert!(error.to_string().contains(&format!("rank {killed} is lost")), "{error}");
+            runtime.without(&[runtime.there()[killed]]);
+        }
+        exit(0);
+    }
+    let _alone = one_job();
+    for mpi in Mpi::installed().into_iter().filter(|mpi| mpi.is_open) {
+        let before = shared_memory();
+        let output = mpi.command(test, 4, &["--with-ft", "ulfm"]).output().expect("mpirun starts");
+        assert_eq!(text(&output).matches("told\n").count(), 2, "{}", text(&output));
+        assert_eq!(gone(&output), 4);
         nothing_is_left(&before, &mpi);
     }
 }

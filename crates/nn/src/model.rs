@@ -18,6 +18,7 @@ use meshwork_core::{DType, Mesh, Types};
 use meshwork_tensor::{Declarations, Result, Shape, Tape, Var};
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A model that can be trained: an ordered list of layers with a loss after the last.
 pub trait Model: Debug + Send + Sync {
@@ -44,6 +45,12 @@ pub trait Model: Debug + Send + Sync {
     fn loss_terms(&self, batch: &Batch, samples: Range<usize>) -> Result<u64> {
         _ = batch;
         Ok(samples.len() as u64)
+    }
+
+    /// The model that continues sequences with the same parameters, where it is another one: a model that cuts sequences
+    /// over ranks has single tokens there, which are the same on all of them.
+    fn decoding(&self) -> Option<Arc<dyn Model>> {
+        None
     }
 
     /// The metrics that its stages [report](Tape::report), and the names of their [auxiliary losses](Tape::add_loss).

@@ -42,16 +42,17 @@ pub struct Outcome {
     pub stopped: bool,
     /// The profile of some steps, if requested.
     pub profile: Option<Profile>,
+    /// Whether this process had rank 0 when the run ended: it speaks for all.
+    pub leads: bool,
 }
 
 /// Trains as the configuration says, in [its world](Config::world). `stop` ends the run after the step under way, and a
 /// validation or a sample before its end; before the first step at once. Metrics go to a file if `metrics` is given.
 /// Progress goes to standard output; closing it ends the run.
 pub fn train(config: &Config, data: &Data, metrics: Option<&Path>, stop: &AtomicBool) -> Result<Outcome, RunError> {
-    let joined = Joined::of(config)?;
-    joined.run(|world| {
+    Joined::of(config)?.run(config, |world, told, config| {
         let devices = world.prepare(|| Devices::open(config))?;
-        train_by(world, joined.library.clone(), &devices, config, data, metrics, stop)
+        train_by(world, told, &devices, config, data, metrics, stop)
     })
 }
 
@@ -69,20 +70,20 @@ pub fn train_in(
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, RunError> {
-    train_by(world, None, devices, config, data, metrics, stop)
+    train_by(world, Vec::new(), devices, config, data, metrics, stop)
 }
 
-/// [`train_in`] a world that was joined by `library`.
+/// [`train_in`], where rank 0 tells first how the ranks were joined.
 fn train_by(
     world: &World,
-    library: Option<String>,
+    told: Vec<String>,
     devices: &Devices,
     config: &Config,
     data: &Data,
     metrics: Option<&Path>,
     stop: &AtomicBool,
 ) -> Result<Outcome, RunError> {
-    let stopped = || Outcome { stopped: true, ..Outcome::default() };
+    let stopped = || Outcome { stopped: true, leads: world.leads(), ..Outcome::default() };
     // Both measure while no rank is there to disturb them.
     if let (Some(path), true) = (&config.metrics.layer_profile, world.leads()) {
         let measured = world.prepare(|| {
@@ -105,7 +106,7 @@ fn train_by(
     let files = world.prepare(|| Files::of(config).map_err(RankError::from))?;
     let replays = world.prepare(|| Replays::of(config))?;
     let handshake = matches!(world, World::Joined(_)).then(|| Handshake::new(config, data.hash()));
-    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, library };
+    let launch = Launch { config, data, metrics, stop, devices, files: files.as_ref(), replays, handshake, told };
     let ended = world.run_with(config.comm.options(), |world| {
         let world = world.communicator().clone();
         launch.run(profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&*world)), world)
@@ -114,7 +115,7 @@ fn train_by(
     // Every rank ends with the same outcome, and rank 0 has the tracks of all of them.
     let (outcome, tracks) = ends.into_iter().next().unwrap_or_default();
     let profile = profiler.filter(|_| world.leads()).map(|profiler| profiler.profile(tracks));
-    Ok(Outcome { profile, ..outcome })
+    Ok(Outcome { profile, leads: world.leads(), ..outcome })
 }
 
 /// What the ranks of this process have in common.
@@ -128,8 +129,8 @@ struct Launch<'a> {
     replays: Option<Replays>,
     /// What processes compare, where there are several.
     handshake: Option<Handshake>,
-    /// What joined them, in words.
-    library: Option<String>,
+    /// How they were joined, in words.
+    told: Vec<String>,
 }
 
 impl Launch<'_> {
@@ -179,8 +180,8 @@ impl Launch<'_> {
         let by = comm.launch.as_ref().map_or("their caller".to_owned(), |launch| launch.launcher.to_string());
         let placement = Placement::gather(world, &handshake.host, comm.ranks_per_process)?;
         let of_ranks = placement.iter().flat_map(|at| [Some(at.describe(mesh, &by)), at.warning(mesh)]);
-        let library = self.library.clone().filter(|_| world.rank() == 0);
-        Ok(library.into_iter().chain(of_ranks.flatten()).chain(warnings).collect())
+        let told = self.told.iter().filter(|_| world.rank() == 0).cloned();
+        Ok(told.chain(of_ranks.flatten()).chain(warnings).collect())
     }
 }
 

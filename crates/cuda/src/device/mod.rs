@@ -10,7 +10,6 @@ mod channel_norm;
 mod checked;
 mod collectives;
 mod compression;
-mod decode;
 mod documents;
 mod elementwise;
 mod embedding;

@@ -36,6 +36,27 @@ fn llama() -> Arc<dyn Model> {
     Arc::new(Llama::new(config))
 }
 
+/// The same models with a sliding window.
+fn windowed() -> [Arc<dyn Model>; 2] {
+    let gpt2 = Gpt2Config {
+        vocab_size: VOCAB,
+        hidden_size: 32,
+        ffn_hidden_size: 64,
+        seq_len: SEQ,
+        sliding_window: Some(3),
+        ..Gpt2Config::default()
+    };
+    let llama = LlamaConfig {
+        vocab_size: VOCAB,
+        hidden_size: 32,
+        ffn_hidden_size: 64,
+        seq_len: SEQ,
+        sliding_window: Some(7),
+        ..PRESETS[0].1
+    };
+    [Arc::new(Gpt2::new(gpt2)), Arc::new(Llama::new(llama))]
+}
+
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.
 fn experts(router: RouterKind) -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
@@ -139,14 +160,17 @@ fn whole_pass_of(model: &Arc<dyn Model>, plan: &Plan, at: usize) -> Vec<f32> {
 
 const PASSES: [usize; 6] = [9, 1, 1, 4, 1, 8];
 
+/// Bit by bit: an attention has one order of sums, whatever passes the tokens come in.
 #[test]
 fn cached_tokens_have_the_logits_of_whole_passes() {
-    for model in [gpt2(), llama(), experts(RouterKind::TopK), experts(RouterKind::Bias)] {
+    let [gpt2_windowed, llama_windowed] = windowed();
+    let models = [gpt2(), llama(), gpt2_windowed, llama_windowed, experts(RouterKind::TopK), experts(RouterKind::Bias)];
+    for model in models {
         let cached = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
         let mut at = 0;
         for (count, logits) in PASSES.into_iter().zip(cached) {
             at += count;
-            assert_close("logits", &logits, &whole_pass(&model, at), 0.0);
+            assert_eq!(logits, whole_pass(&model, at), "after {at} tokens");
         }
     }
 }
@@ -154,7 +178,8 @@ fn cached_tokens_have_the_logits_of_whole_passes() {
 #[test]
 fn canonical_decoding_has_one_ranks_bits_on_every_mesh() {
     let canonical = Numerics::Canonical { blocks: 8 };
-    for model in [gpt2(), llama(), experts(RouterKind::TopK)] {
+    let [_, llama_windowed] = windowed();
+    for model in [gpt2(), llama(), llama_windowed, experts(RouterKind::TopK)] {
         let one = decoded(&model, &plan("dp=1", canonical), &PASSES);
         for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2", "dp=2,ep=2"] {
             assert_eq!(decoded(&model, &plan(mesh, canonical), &PASSES), one, "{mesh}");
@@ -198,7 +223,7 @@ fn decoding_reads_no_memory_of_the_device() {
         let world = opaque::communicator(rank.world().communicator().clone());
         Arc::new(Rank::new(rank.mesh(), world).unwrap())
     };
-    for model in [gpt2(), llama()] {
+    for model in [gpt2(), llama()].into_iter().chain(windowed()) {
         let plan = plan("tp=2,pp=2", Numerics::Fast);
         assert_eq!(decoded_on(&model, &plan, &PASSES, device, wrap), decoded(&model, &plan, &PASSES));
     }

@@ -1,12 +1,13 @@
 //! Decoding: a pass over the tokens behind the tokens of earlier passes. The keys and values of earlier tokens are
 //! cached, so that each token goes through the model once.
 
+use super::cut_cache::CutCache;
 use super::{Mode, Position, Tape};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::GroupedShape;
+use crate::kernel::{AttentionMasks, AttentionShape, GroupedShape, TurnedHeads};
 use crate::param::Params;
-use meshwork_core::{Buffer, Rank};
+use meshwork_core::{Axis, Buffer, Group, Rank, Ty, Types};
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -70,23 +71,29 @@ impl KeyValueCache {
         self.inner.ran.set(0);
     }
 
-    /// The attention of new tokens, after their keys and values have joined the cache.
+    /// The attention of new tokens, after their keys, rotated, and values have joined the cache.
     pub(crate) fn attend(
         &self,
         device: &Arc<dyn Device>,
         new: GroupedShape,
-        q: &Buffer,
-        kv: &Buffer,
+        [q, kv]: [&Buffer; 2],
+        masks: AttentionMasks<'_>,
+        cut_over: Option<&Group>,
     ) -> Result<Buffer> {
         let Inner { capacity, past, entries, ran } = &*self.inner;
-        let (number, shape) = (ran.get(), GroupedShape { keys: *capacity, first_query: past.get(), ..new });
+        let (number, past) = (ran.get(), past.get());
+        let cut = cut_over.map(|group| CutCache::new(device, group, *capacity, past));
+        let keys = cut.as_ref().map_or(*capacity, |cut| cut.held);
+        let shape = GroupedShape { keys, first_query: past, rotary: None, ..new };
         let (tokens, elements, mut entries) = (shape.tokens().end, shape.kv_elements(), entries.borrow_mut());
         let refuse = |problem| Err(Error::Shape { op: "decode", problem, shapes: Vec::new() });
         if tokens > *capacity {
             return refuse(format!("{tokens} tokens, and the cache has room for {capacity}"));
         }
         if number == entries.len() {
-            entries.push(device.alloc(q.dtype(), elements)?);
+            let mut entry = device.alloc(q.dtype(), elements)?;
+            device.optim()?.zero(&mut entry, 0..elements)?; // rows that no query sees are multiplied by 0
+            entries.push(entry);
         }
         let entry = &mut entries[number];
         if (entry.dtype(), entry.count()) != (q.dtype(), elements) {
@@ -94,7 +101,22 @@ impl KeyValueCache {
             return refuse(format!("attention {number} has a cache of {held} elements and needs {elements}"));
         }
         ran.set(number + 1);
-        device.attention()?.decode(shape, q, kv, entry)
+        if let Some(cut) = cut {
+            return cut.attend(new, [q, kv], entry, masks);
+        }
+        let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
+        let (attention, layout) = (device.attention()?, device.layout()?);
+        let turned = |x: &Buffer, all, heads| match new.rotary {
+            None => Ok(x.clone()),
+            Some(rotary) => attention.turn(TurnedHeads { rotary, seq, first: past, all, heads, head_dim }, x),
+        };
+        let (q, kv) = (turned(q, heads, heads)?, turned(kv, 2 * shape.kv_heads, shape.kv_heads)?);
+        let row = 2 * shape.kv_heads * head_dim;
+        for sample in 0..batch {
+            let new = sample * seq * row..(sample + 1) * seq * row;
+            layout.copy_into(&kv, new, entry, (sample * capacity + past) * row)?;
+        }
+        Ok(attention.grouped(shape, &q, entry, masks)?.0)
     }
 }
 
@@ -110,6 +132,14 @@ impl Tape {
     /// The cache, on a tape that decodes.
     pub(crate) fn cache(&self) -> Option<&KeyValueCache> {
         self.inner.cache.get()
+    }
+
+    /// The ranks of cp, which cut the cache of an attention of queries with these types, the same on all of them. In
+    /// canonical numerics, whose sums over keys have no order for it, the cache is whole.
+    pub(crate) fn cache_group(&self, types: Types) -> Option<&Group> {
+        let (rank, fast) = (self.rank(), self.reduction_blocks().is_none());
+        let cuts = fast && rank.mesh().degree(Axis::Cp) > 1 && types.get(Axis::Cp) == Some(Ty::Invariant);
+        cuts.then(|| rank.group(Axis::Cp))
     }
 
     /// Whether this tape [decodes](Self::decoding).

@@ -12,7 +12,7 @@ use meshwork_models::language;
 use meshwork_tensor::ParamSpec;
 use meshwork_tensor::param::LocalSlice;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The cost of a continuation.
@@ -49,7 +49,10 @@ pub fn continue_text(
     asked: &AtomicBool,
     each: impl FnMut(u32) + Send,
 ) -> Result<Continued, RunError> {
-    Joined::of(&trained.config)?.run(|world| continue_text_in(world, trained, prompt, tokens, sampling, asked, each))
+    let each = Mutex::new(each);
+    let shown = |token| each.lock().unwrap_or_else(PoisonError::into_inner)(token);
+    Joined::of(&trained.config)?
+        .run(&trained.config, |world, _, _| continue_text_in(world, trained, prompt, tokens, sampling, asked, &shown))
 }
 
 /// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world

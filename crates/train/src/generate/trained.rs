@@ -126,6 +126,14 @@ impl Trained {
             }
         }
         let (mut config, mut settings) = resolve(&args, Settings::default());
+        let by_default =
+            |(key, _, from): &&mut (String, String, &str)| key == "training.numerics" && *from == BY_DEFAULT;
+        if let Some((_, numerics, _)) =
+            args.assignments.iter_mut().find(by_default).filter(|_| config.parallelism.cp > 1)
+        {
+            "fast".clone_into(numerics);
+            (config, settings) = resolve(&args, Settings::default());
+        }
         settings.faults.extend(misfits);
         config.notices = unread;
         processes::launch(&mut config, &mut settings);
@@ -133,12 +141,16 @@ impl Trained {
         if dp > 1 {
             settings.fault("--mesh", format!("dp={dp}"), "one text has nothing to split over dp", "use tp and pp");
         }
-        let cp = config.parallelism.cp;
-        if cp > 1 {
+        let (cp, ep) = (config.parallelism.cp, config.parallelism.ep);
+        if cp > 1 && config.training.numerics == "canonical" {
+            let problem = format!("cp={cp} sums over keys on several ranks, in another order than one rank does");
+            settings.fault("training.numerics", "canonical", problem, "use fast, or tp and pp");
+        }
+        if dp == 1 && ep > 1 {
             settings.fault(
                 "--mesh",
-                format!("cp={cp}"),
-                "one token at a time has nothing to split over cp",
+                format!("ep={ep}"),
+                "one text has no other tokens for other ranks",
                 "use tp and pp",
             );
         }

@@ -1,22 +1,27 @@
 //! How the processes of a run meet.
 
+use super::elastic::fit;
 use super::environment;
-use crate::config::Config;
+use crate::config::{Config, Elastic};
 use crate::error::RankError;
+use crate::numbers::spans;
 use meshwork_core::launcher::{Launch, LaunchError, detect};
 use meshwork_core::{Mesh, RankEnd, RunError, World};
 use meshwork_mpi::{Library, MpiError, Options, Runtime};
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// The world of a run.
 #[derive(Debug)]
 pub(crate) struct Joined {
     /// `None` of a process whose ranks are spare.
-    pub world: Option<World>,
-    /// All ranks that were launched, where some are spare.
+    world: Option<World>,
+    /// All ranks that are there, where some are spare or may be lost.
     all: Option<World>,
-    /// What joined its processes, in words; none of threads.
-    pub library: Option<String>,
+    /// MPI; none of threads.
+    runtime: Option<Runtime>,
+    /// What rank 0 tells of how they joined.
+    told: Vec<String>,
 }
 
 impl Joined {
@@ -26,9 +31,9 @@ impl Joined {
     /// No library, one that fails, or processes that met as another number than were launched.
     pub fn of(config: &Config) -> Result<Self, RunError> {
         let Some(launch) = &config.comm.launch else {
-            return Ok(Self { world: Some(config.world()), all: None, library: None });
+            return Ok(Self { world: Some(config.world()), all: None, runtime: None, told: Vec::new() });
         };
-        Self::by_mpi(config, launch).map_err(|error| {
+        let runtime = Self::runtime(config, launch).map_err(|error| {
             // Of this process alone: what became of the others is not known.
             let rank = launch.rank * config.comm.ranks_per_process;
             let cause = format!("{} cannot join the others: {error}", launch.place());
@@ -36,36 +41,105 @@ impl Joined {
             let mut ends: Vec<Option<RankEnd>> = (0..ranks).map(|_| None).collect();
             ends[rank] = Some(RankEnd::Error(error.into()));
             RunError { rank, cause, fault: None, ends }
-        })
+        })?;
+        let told = vec![runtime.describe().to_owned()];
+        Ok(Self::over(config, runtime, told))
     }
 
-    fn by_mpi(config: &Config, launch: &Launch) -> Result<Self, RankError> {
+    fn runtime(config: &Config, launch: &Launch) -> Result<Runtime, RankError> {
         let comm = &config.comm;
         let library = comm.library.as_deref().map_or_else(Library::find, |path| Library::open(Path::new(path)))?;
         let options = Options { timeout: comm.timeout(), ranks_per_process: comm.ranks_per_process };
-        let runtime = meet(launch, library, options)?;
-        let ranks = config.mesh().map_or(1, |mesh| mesh.world_size());
-        let library = Some(runtime.describe().to_owned());
-        Ok(match ranks < runtime.ranks() {
-            true => {
-                let all = Some(runtime.world());
-                Self { world: runtime.world_of(ranks, options.timeout), all, library }
-            }
-            false => Self { world: Some(runtime.world()), all: None, library },
-        })
+        meet(launch, library, options)
     }
 
-    /// Runs `train` in the world of the run. A process of spare ranks waits until it has ended, and ends as it did.
+    /// The worlds over the processes that are there: all make them in this order.
+    fn over(config: &Config, runtime: Runtime, told: Vec<String>) -> Self {
+        let all = (config.parallelism.elastic != Elastic::Off).then(|| runtime.world());
+        let ranks = config.mesh().map_or(1, |mesh| mesh.world_size());
+        Self { world: runtime.world_of(ranks, config.comm.timeout()), all, runtime: Some(runtime), told }
+    }
+
+    /// Runs `train` in the world of the run, with what rank 0 tells first. A process of spare ranks waits until it has
+    /// ended, and ends as it did.
+    ///
+    /// Where processes are lost and the others live, an elastic run that saves goes on in place, from its last
+    /// checkpoint, on the mesh that fits the ranks that are there.
     ///
     /// # Errors
-    /// Of `train`, on spare ranks too.
-    pub fn run<T: Default>(&self, train: impl FnOnce(&World) -> Result<T, RunError>) -> Result<T, RunError> {
-        let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), train);
-        let Some(all) = &self.all else { return ended };
-        let told = ended.as_ref().err().map(|error| error.cause.clone());
-        let all = all.run(|_| told.clone().map_or(Ok(()), Err));
-        ended.and_then(|done| all.map(|_| done))
+    /// Of `train`, on spare ranks too. Ranks are numbered as they were launched.
+    pub fn run<T: Default>(
+        mut self,
+        config: &Config,
+        train: impl Fn(&World, Vec<String>, &Config) -> Result<T, RunError>,
+    ) -> Result<T, RunError> {
+        let mut now = config.clone();
+        loop {
+            let told = std::mem::take(&mut self.told);
+            let ended = self.world.as_ref().map_or_else(|| Ok(T::default()), |world| train(world, told, &now));
+            let Some(all) = self.all.take() else { return ended };
+            let cause = ended.as_ref().err().map(|error| error.cause.clone());
+            let together = all.run(|_| cause.clone().map_or(Ok(()), Err));
+            let of_all = match together {
+                Ok(_) => return ended,
+                Err(of_all) => of_all,
+            };
+            drop(all);
+            let Some(runtime) = self.runtime.take() else { return ended };
+            let before = runtime.there();
+            let Some((fitted, told)) = regrouped(config, &runtime, &of_all) else {
+                return Err(as_launched(ended.err().unwrap_or(of_all), &before, config.comm.ranks_per_process));
+            };
+            now = fitted;
+            self = Self::over(&now, runtime, told);
+        }
     }
+}
+
+/// Of an elastic run whose processes were lost: goes on without them. The configuration for the others, and what rank 0
+/// tells of it; `None` of other errors, and where the run cannot go on.
+fn regrouped(config: &Config, runtime: &Runtime, error: &RunError) -> Option<(Config, Vec<String>)> {
+    let each = config.comm.ranks_per_process;
+    // One that does not answer may come back, and then it would be in no world.
+    let has_ended = |end: &RankEnd| is_lost(end) && end.to_string().contains("its process ended");
+    let lost = |rank: &usize| error.ends[*rank].as_ref().is_some_and(has_ended);
+    let ranks: Vec<usize> = (0..error.ends.len()).filter(lost).collect();
+    let there = runtime.there();
+    let processes: BTreeSet<usize> = ranks.iter().filter_map(|rank| there.get(rank / each).copied()).collect();
+    let goes_on = !processes.is_empty() && !processes.contains(&runtime.process()) && config.checkpoint.dir.is_some();
+    if !goes_on {
+        return None;
+    }
+    let left = runtime.ranks() - processes.len() * each;
+    // Of the whole mesh: it has what fits, whatever was lost before.
+    let mut fitted = match fit(config, left) {
+        Ok(fitted) => fitted.unwrap_or_else(|| config.clone()),
+        Err(_) => return None,
+    };
+    runtime.without(&processes.into_iter().collect::<Vec<_>>());
+    fitted.checkpoint.resume = true;
+    let told = fitted.notices.split_off(config.notices.len().min(fitted.notices.len()));
+    let cause = format!("lost {}: {}", spans(&ranks), error.cause);
+    Some((fitted, [vec![cause], told].concat()))
+}
+
+/// Whether a rank is lost, as the others say.
+pub(crate) fn is_lost(end: &RankEnd) -> bool {
+    end.to_string().starts_with("is lost")
+}
+
+/// An error with the ranks as they were launched, where processes were lost before.
+fn as_launched(error: RunError, there: &[usize], each: usize) -> RunError {
+    let place = |rank: usize| there.get(rank / each).map_or(rank, |process| process * each + rank % each);
+    let most = (0..error.ends.len()).map(place).max().map_or(0, |most| most + 1);
+    if most <= error.ends.len() {
+        return error;
+    }
+    let lost = || Some(RankEnd::Error("is lost (before)".into()));
+    let mut ends: Vec<Option<RankEnd>> = (0..most).map(|_| lost()).collect();
+    let RunError { rank, cause, fault, ends: of_there } = error;
+    of_there.into_iter().enumerate().for_each(|(rank, end)| ends[place(rank)] = end);
+    RunError { rank: place(rank), cause, fault, ends }
 }
 
 fn meet(launch: &Launch, library: Library, options: Options) -> Result<Runtime, RankError> {

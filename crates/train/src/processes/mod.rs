@@ -155,10 +155,7 @@ impl Config {
     #[must_use]
     pub fn tells(&self, error: &RunError) -> bool {
         let Some(launch) = &self.comm.launch else { return true };
-        let lost = |end: &Option<meshwork_core::RankEnd>| {
-            end.as_ref().is_some_and(|end| end.to_string().starts_with("is lost"))
-        };
-        let first = error.ends.iter().position(|end| !lost(end));
+        let first = error.ends.iter().position(|end| !end.as_ref().is_some_and(join::is_lost));
         first.is_none_or(|first| first / self.comm.ranks_per_process.max(1) == launch.rank)
     }
 

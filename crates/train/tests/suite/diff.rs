@@ -47,6 +47,16 @@ fn a_mesh_is_identical_to_itself() {
     }
 }
 
+/// Its ranks of cp would do the work of one rank each, with its values: nothing would differ.
+#[test]
+fn a_side_whose_ranks_are_useless_is_refused() {
+    let (one, data) = (config("dp=1"), data());
+    let plan = Plan { mesh: "cp=2".parse().unwrap(), ..one.plan().unwrap() };
+    let sides = [&Side::new(&one, &data).unwrap(), &Side::of(one.model(), plan, &data)];
+    let refused = compare(sides, 1).err().unwrap().to_string();
+    assert!(refused.contains("the mesh has cp=2, and the model cuts nothing over cp"), "{refused}");
+}
+
 /// Another order of the same micro-batches gives the same bits.
 #[test]
 fn schedules_are_identical() {

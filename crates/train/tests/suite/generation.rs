@@ -195,8 +195,9 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
     let both = message(&checkpoints, None, "--mesh dp=2,tp=3");
     assert!(both.contains("dp=2: one text has nothing to split over dp; use tp and pp"), "{both}");
     assert!(both.contains("model.num_heads = 4: is not divisible by parallelism.tp = 3"), "{both}");
-    let cut = message(&checkpoints, None, "--mesh cp=2");
-    assert!(cut.contains("cp=2: one token at a time has nothing to split over cp; use tp and pp"), "{cut}");
+    let cut = message(&checkpoints, None, "--mesh cp=2 --set training.numerics=canonical");
+    let told = "training.numerics = canonical: cp=2 sums over keys on several ranks, in another order than one rank does; use fast";
+    assert!(cut.contains(told), "{cut}");
     let tokenizer = message(&export, Some("no-such-tokenizer"), "");
     assert!(
         tokenizer.starts_with("--tokenizer = \"no-such-tokenizer\": is neither")
@@ -204,6 +205,28 @@ fn folders_prompts_and_meshes_that_do_not_fit_are_refused() {
         "{tokenizer}"
     );
     assert!(open(&export, "").unwrap().encode("").unwrap_err().to_string().contains("has no tokens"));
+}
+
+/// The cache is cut along the text: each rank has the keys and values of a part of the positions.
+#[test]
+fn ranks_of_cp_cache_parts_of_the_text() {
+    for kind in ["gpt2", "llama"] {
+        let [checkpoints, _] = trained("over_cp", kind);
+        let fast = |more: &str| {
+            let set = format!("--set=training.numerics=fast {more}");
+            Trained::open(&checkpoints, None, Args::parse(set.split_whitespace())).unwrap()
+        };
+        for prompt in ["ab", "a prompt of more than sixteen tokens"] {
+            let (one, whole) = tokens(&fast(""), prompt, 3 * SEQ, SAMPLING);
+            for mesh in ["cp=2", "cp=3", "tp=2,cp=2", "pp=2,cp=2"] {
+                let (there, part) = tokens(&fast(&format!("--mesh {mesh}")), prompt, 3 * SEQ, SAMPLING);
+                assert_eq!(there, one, "{kind} on {mesh}");
+                let held = if mesh == "cp=3" { SEQ.div_ceil(3) } else { SEQ / 2 };
+                let parts = if mesh.starts_with("cp") { 1 } else { 2 };
+                assert_eq!(part.cache_bytes * parts * SEQ, whole.cache_bytes * held, "{kind} on {mesh}");
+            }
+        }
+    }
 }
 
 /// What a run compressed between stages is in its checkpoints and exports: generation compresses at the same cuts,

@@ -42,7 +42,7 @@ pub enum Same {
 }
 
 /// Everything that says how the work is split, and what is measured, left out.
-const ALONE: [(&str, Option<&str>); 26] = [
+const ALONE: [(&str, Option<&str>); 28] = [
     ("parallelism.ep", None),
     ("parallelism.expert_tensor_parallel", None),
     ("parallelism.dp", None),
