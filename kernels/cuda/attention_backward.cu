@@ -39,7 +39,7 @@ KERNEL attention_dots(const float* dout, const float* out, float* dots, i64 batc
 // The operands and sizes of one head. Rows of q are q_row apart, of k and v kv_row, of dO heads * head_dim.
 struct Operands {
     const float *q, *k, *v, *dout, *lse, *dots;
-    i64 q_row, kv_row, out_row, seq, keys, past, rows;
+    i64 q_row, kv_row, out_row, seq, keys, past, rows, sequence;
     int head_dim;
     float scale;
     Seen sees;
@@ -48,12 +48,13 @@ struct Operands {
 
 DEVICE Operands operands_of(const Head& head, const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout,
                             const float* lse, const float* dots, i64 seq, i64 heads, int head_dim, float scale,
-                            const int* firsts, int rounded, i64 keys, i64 past, i64 rows, i64 window) {
+                            const int* firsts, int rounded, i64 keys, i64 past, i64 rows, i64 window,
+                            i64 first_key, i64 sequence) {
     i64 out_row = heads * head_dim, row = (head.sample * heads + head.head) * rows;
     return {q + head.sample * rows * q_row + head.head * head_dim, k + head.sample * keys * kv_row + head.kv_head * head_dim,
             v + head.sample * keys * kv_row + head.kv_head * head_dim, dout + head.sample * rows * out_row + head.head * head_dim,
-            lse + row, dots + row, q_row, kv_row, out_row, seq, keys, past, rows, head_dim, scale,
-            seen_of(firsts, head, keys, window), rounded};
+            lse + row, dots + row, q_row, kv_row, out_row, seq, keys, past, rows, sequence, head_dim, scale,
+            seen_of(firsts, head, sequence, window, first_key), rounded};
 }
 
 struct Scores {
@@ -68,7 +69,7 @@ DEVICE Scores scores_of(const Operands& of, Tile& q, Tile& dout, int query, Tile
     float s = chain(q, query, k, key, of.head_dim), dp = chain(dout, query, v, key, of.head_dim);
     float p = exp_bits(s * of.scale - of.lse[i]);
     if (dropout.p <= 0.0f) return {as_read(p, of.rounded), as_read(p * (dp - of.dots[i]) * of.scale, of.rounded)};
-    dropout.start += static_cast<u64>(token) * static_cast<u64>(of.keys);
+    dropout.start += static_cast<u64>(token) * static_cast<u64>(of.sequence);
     float factor = dropout.factor(j);
     return {as_read(p * factor, of.rounded), as_read(p * (dp * factor - of.dots[i]) * of.scale, of.rounded)};
 }
@@ -194,15 +195,16 @@ DEVICE void backward_kv(const Head& head, const Operands& of, float* dk, float* 
 #define ATTENTION_BACKWARD(CALL, ...) \
     Head head = head_of(heads, group, first_kv); \
     Operands of = operands_of(head, q, q_row, k, v, kv_row, dout, lse, dots, seq, heads, head_dim, scale, firsts, rounded, \
-                               keys, first_query, rows, window); \
+                               keys, first_query, rows, window, first_key, sequence); \
     u64 at = static_cast<u64>(first_sample + head.sample) * static_cast<u64>(global_heads) + static_cast<u64>(first_head + head.head); \
-    CALL(head, of, __VA_ARGS__, RowDropout(at * static_cast<u64>(keys) * static_cast<u64>(keys), key0, key1, p, kept))
+    u64 start = at * static_cast<u64>(sequence) * static_cast<u64>(sequence) + static_cast<u64>(first_key) * static_cast<u64>(sequence + 1); \
+    CALL(head, of, __VA_ARGS__, RowDropout(start, key0, key1, p, kept))
 
 KERNEL attention_backward_q_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, const float* dout, const float* lse,
                                const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                i64 global_heads, const int* firsts, int rounded, i64 keys,
-                               i64 first_query, i64 rows, i64 window) {
+                               i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_BACKWARD(backward_q<4>, dq, dq_row);
 }
 
@@ -210,7 +212,7 @@ KERNEL attention_backward_q_128(const float* q, i64 q_row, const float* k, const
                                 const float* dots, float* dq, i64 dq_row, i64 seq, i64 heads, i64 group, i64 first_kv, int head_dim,
                                 float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                i64 first_query, i64 rows, i64 window) {
+                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_BACKWARD(backward_q<8>, dq, dq_row);
 }
 
@@ -218,7 +220,7 @@ KERNEL attention_backward_kv_64(const float* q, i64 q_row, const float* k, const
                                 const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                 int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                 i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                i64 first_query, i64 rows, i64 window) {
+                                i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_BACKWARD(backward_kv<4>, dk, dv, dkv_row);
 }
 
@@ -226,7 +228,7 @@ KERNEL attention_backward_kv_128(const float* q, i64 q_row, const float* k, cons
                                  const float* dots, float* dk, float* dv, i64 dkv_row, i64 seq, i64 heads, i64 group, i64 first_kv,
                                  int head_dim, float scale, u32 key0, u32 key1, float p, float kept, i64 first_sample, i64 first_head,
                                  i64 global_heads, const int* firsts, int rounded, i64 keys,
-                                 i64 first_query, i64 rows, i64 window) {
+                                 i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_BACKWARD(backward_kv<8>, dk, dv, dkv_row);
 }
 

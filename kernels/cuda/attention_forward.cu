@@ -7,8 +7,10 @@
 //           out [batch, seq, heads, head_dim]; lse [batch, heads, seq]; firsts [batch, seq] (i32), from documents.cu,
 //           or null: tokens see only their own document, which has the same bits as a separate sequence. Rotated
 //           queries and keys come from rotary.cu. `seq` queries of the `rows` of a sample in memory, tokens
-//           first_query + i; a query whose window is behind the `keys` keys has out 0 and lse -∞. _64 is for head_dim
-//           up to 64, _128 up to 128.
+//           first_query + i; a query whose window or document is behind the `keys` keys has out 0 and lse -∞. Tokens are
+//           counted from the first key, which is token first_key of sequences of `sequence` tokens: firsts and dropout
+//           refer to those. attention_join adds the attention over other keys, (part, part_lse), to out, before
+//           attention_join_lse joins the sums of the rows. _64 is for head_dim up to 64, _128 up to 128.
 // Geometry  one block per head and 32 queries, which loops over the keys by 32 twice; 8 threads per query. Shared
 //           memory for tiles of queries and of keys or values, and two of probabilities.
 // Bytes     per head 4 seq head_dim (1 + 3 seq / 64 + 1): queries once, keys twice and values once for each 32 queries,
@@ -30,7 +32,7 @@
 // Features of a thread: e = lane + 8 j.
 template <int FEATURES>
 DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
-                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, i64 rows, i64 window,
+                              i64 group, i64 first_kv, int head_dim, float scale, const int* firsts, i64 count, i64 past, i64 rows, i64 window, i64 first_key, i64 sequence,
                               RowDropout dropout, u64 head_start, int rounded) {
     constexpr int STRIDE = FEATURES * LANES + 1;
     SHARED(float, queries, QUERIES * STRIDE);
@@ -46,7 +48,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     const float* v_head = v + head.sample * count * kv_row + head.kv_head * head_dim;
     load_rows<QUERIES>(queries, STRIDE, q_head, q_row, first, seq, head_dim, rounded);
     // The first key that this query sees, and the tile of the first that any query of this block does.
-    Seen sees = seen_of(firsts, head, count, window);
+    Seen sees = seen_of(firsts, head, sequence, window, first_key);
     i64 at_least = past + first, own = sees.document(i < seq ? token : at_least), low = sees.from(i < seq ? token : at_least);
     i64 begin = sees.from(at_least) / KEYS * KEYS, seen_end = smaller(count, token + 1);
 
@@ -68,7 +70,7 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
     }
 
     float sum[FEATURES], part[FEATURES], total = 0.0f, total_part = 0.0f;
-    dropout.start = head_start + static_cast<u64>(token) * static_cast<u64>(count);
+    dropout.start = head_start + static_cast<u64>(token) * static_cast<u64>(sequence);
     i64 opened = ((low - own) / FORWARD_KEYS + 1) * FORWARD_KEYS;  // keys up to the end of the first block of sums
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
@@ -124,20 +126,47 @@ DEVICE void attention_forward(const float* q, i64 q_row, const float* k, const f
 #define ATTENTION_FORWARD(FEATURES) \
     u64 sample = static_cast<u64>(first_sample) + blockIdx.x / static_cast<u64>(heads); \
     u64 start = (sample * static_cast<u64>(global_heads) + static_cast<u64>(first_head) + blockIdx.x % static_cast<u64>(heads)) * \
-                static_cast<u64>(keys) * static_cast<u64>(keys); \
+                    static_cast<u64>(sequence) * static_cast<u64>(sequence) + \
+                static_cast<u64>(first_key) * static_cast<u64>(sequence + 1); \
     attention_forward<FEATURES>(q, q_row, k, v, kv_row, out, lse, seq, heads, group, first_kv, head_dim, scale, firsts, \
-                                keys, first_query, rows, window, RowDropout(0, key0, key1, p, kept), start, rounded)
+                                keys, first_query, rows, window, first_key, sequence, RowDropout(0, key0, key1, p, kept), start, rounded)
 
 KERNEL attention_forward_64(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                             i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                             i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                            i64 first_query, i64 rows, i64 window) {
+                            i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_FORWARD(8);
 }
 
 KERNEL attention_forward_128(const float* q, i64 q_row, const float* k, const float* v, i64 kv_row, float* out, float* lse, i64 seq, i64 heads,
                              i64 group, i64 first_kv, int head_dim, float scale, u32 key0, u32 key1, float p, float kept,
                              i64 first_sample, i64 first_head, i64 global_heads, const int* firsts, int rounded, i64 keys,
-                             i64 first_query, i64 rows, i64 window) {
+                             i64 first_query, i64 rows, i64 window, i64 first_key, i64 sequence) {
     ATTENTION_FORWARD(16);
+}
+
+// The shares of two blocks of keys with these log-sum-exps in the result over both, and its log-sum-exp.
+struct Shares {
+    float of_a, of_b, lse;
+};
+
+DEVICE Shares shares_of(float a, float b) {
+    if (b == -INFINITE) return {1.0f, 0.0f, a};
+    float max = b > a ? b : a, of_a = exp_bits(a - max), of_b = exp_bits(b - max), total = of_a + of_b;
+    return {of_a / total, of_b / total, max + ln_bits(total)};
+}
+
+// Elements: those of out.
+KERNEL attention_join(const float* part, const float* lse, const float* part_lse, float* out, i64 count, i64 seq, i64 heads, i64 head_dim) {
+    i64 at = global_thread();
+    if (at >= count) return;
+    i64 row = at / head_dim, head = row % heads, token = row / heads, of = (token / seq * heads + head) * seq + token % seq;
+    Shares shares = shares_of(lse[of], part_lse[of]);
+    out[at] = out[at] * shares.of_a + part[at] * shares.of_b;
+}
+
+// Elements: the rows.
+KERNEL attention_join_lse(const float* part_lse, float* lse, i64 rows) {
+    i64 at = global_thread();
+    if (at < rows) lse[at] = shares_of(lse[at], part_lse[at]).lse;
 }

@@ -125,6 +125,8 @@ floors! {
     positions_backward positions_backward_16, "32 × 1024 × 2048"; dout X, dtable 1024 * H; 0, 0;
     cross_entropy_stats cross_entropy_stats_16, "8192 × 50304"; logits ROWS * V, targets ROWS, max ROWS, sum ROWS, target ROWS; 0, ROWS * V;
     cross_entropy_backward cross_entropy_backward_16, "8192 × 50304"; logits 2 * ROWS * V, targets ROWS, lse ROWS, scale 8; 0, ROWS * V;
+    attention_join, "32 × 1024 × 12 × 64"; part A64, lse R64, part_lse R64, out 2 * A64; 0, 0;
+    attention_join_lse, "32 × 1024 × 12"; part_lse R64, lse 2 * R64; 0, 0;
     attention_dots, "32 × 1024 × 12 × 64"; dout A64, out A64, dots R64; 0, 0;
     attention_group_sum, "4 × 4096 × 16 × 128 by 4"; from A128, to A128 / 4; 0, 0;
     flash_forward_64, "32 × 1024 × 12 × 64"; q A64, k A64, v A64, out A64, lse R64; 4 * 64 * P64, P64;

@@ -12,21 +12,22 @@ use std::sync::{Mutex, PoisonError};
 
 fn dims(shape: GroupedShape) -> attention::Dims {
     let AttentionShape { batch, seq, heads, head_dim } = shape.queries;
-    let keys = attention::Keys { count: shape.keys, first_query: shape.first_query };
+    let GroupedShape { keys: count, first_query, first_key: first, sequence, .. } = shape;
+    let keys = attention::Keys { count, first_query, first, sequence };
     attention::Dims { batch, seq, heads, head_dim, keys }
 }
 
 /// The documents of a call, checked.
 fn packing(op: &'static str, shape: GroupedShape, masks: &AttentionMasks<'_>) -> Result<Option<Packing>> {
     let Some(DocumentPositions { positions, apart }) = masks.documents else { return Ok(None) };
-    let (batch, seq) = (shape.queries.batch, shape.keys);
+    let (batch, seq) = (shape.queries.batch, shape.sequence);
     let refuse = |problem: String| Error::Shape { op, problem, shapes: vec![vec![batch, seq]] };
     let positions = positions.as_slice::<i32>()?;
     if positions.len() != batch * seq {
         return Err(refuse(format!("{} positions: every token has one", positions.len())));
     }
-    if let Some(run) = masks.runs(shape).into_iter().find(|run| run.end > seq) {
-        return Err(refuse(format!("queries of tokens {run:?}, and positions of {seq}")));
+    if let Some(run) = masks.runs(shape).into_iter().chain([shape.key_tokens()]).find(|run| run.end > seq) {
+        return Err(refuse(format!("tokens {run:?}, and positions of {seq}")));
     }
     let packing = Packing::new(positions, [batch, seq], apart).map_err(|Misplaced { sample, place, position }| {
         refuse(format!(
@@ -50,13 +51,14 @@ fn masks<'a>(masks: AttentionMasks<'a>, packing: Option<&'a Packing>) -> Masks<'
 /// The share of the operations of a sequence without documents, `flops`, that documents leave.
 fn left(flops: u64, shape: GroupedShape, masks: &AttentionMasks<'_>, packing: Option<&Packing>) -> u64 {
     let Some(packing) = packing else { return flops };
-    let pairs: u64 = masks.runs(shape).into_iter().map(|run| packing.pairs(run, masks.window)).sum();
+    let pairs: u64 =
+        masks.runs(shape).into_iter().map(|run| packing.pairs(run, shape.key_tokens(), masks.window)).sum();
     flops / shape.pairs(masks).max(1) * shape.queries.heads as u64 * pairs
 }
 
 /// The positions that the angles of a call must have.
 fn positions(shape: GroupedShape, masks: &AttentionMasks<'_>) -> usize {
-    masks.runs(shape).iter().map(|run| run.end).fold(shape.keys, usize::max)
+    masks.runs(shape).iter().map(|run| run.end).fold(shape.sequence, usize::max)
 }
 
 fn groups(shape: GroupedShape) -> Groups {
@@ -196,6 +198,21 @@ impl Attention for Cpu {
             let gradients = [dq.as_mut_slice::<S>()?, dkv.as_mut_slice::<S>()?];
             attention::grouped_backward(T::tiles(self.precision), dims(shape), groups, angles, saved, dout, gradients, masks);
             Ok((dq, dkv))
+        })
+    }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        for_float!(self, "attention_join", lse, T => {
+            let of = [part.as_slice::<T>()?, part_lse.as_slice::<T>()?];
+            attention::join(dims(GroupedShape::alone(shape)), [out.as_mut_slice::<T>()?, lse.as_mut_slice::<T>()?], of);
+            Ok(())
         })
     }
 }

@@ -5,7 +5,7 @@ use crate::{assert_bits, launch, values};
 use half::bf16;
 use meshwork_core::simd::{Level, level};
 use meshwork_cpu::kernels::attention::{
-    Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, grouped_backward, grouped_forward,
+    Angles, Dims, Dropout, Groups, Keys, Masks, Packing, Saved, Tiled, grouped_backward, grouped_forward, join,
 };
 use meshwork_cpu::kernels::dropout::Mask;
 use meshwork_tensor::Precision;
@@ -56,10 +56,22 @@ fn positions(batch: usize, seq: usize) -> Vec<i32> {
 #[test]
 pub fn attention_is_that_of_the_cpu() {
     let of_documents = |apart, case| Case { documents: Some(apart), ..case };
-    let among =
-        |count, first_query, case: Case| Case { dims: Dims { keys: Keys { count, first_query }, ..case.dims }, ..case };
+    let among = |count, first_query, case: Case| Case {
+        dims: Dims { keys: Keys::of(count, first_query), ..case.dims },
+        ..case
+    };
+    // Of longer sequences, `first` the token of the first key.
+    let within = |first: usize, count: usize, first_query: usize, case: Case| {
+        let sequence = (first_query + case.dims.seq).max(first + count) + 3;
+        Case { dims: Dims { keys: Keys { count, first_query, first, sequence }, ..case.dims }, ..case }
+    };
     let windowed = |window, case: Case| Case { window: Some(window), ..case };
     let cases = [
+        within(20, 70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
+        of_documents(true, within(60, 90, 150, case([1, 200, 1, 8], [1, 1, 0], true, true))),
+        of_documents(true, within(40, 30, 70, case([2, 60, 2, 72], [2, 1, 0], true, false))),
+        of_documents(false, within(40, 30, 50, case([2, 60, 2, 8], [1, 2, 0], true, true))),
+        windowed(45, of_documents(true, within(40, 60, 80, case([1, 80, 2, 8], [1, 2, 0], true, true)))),
         among(70, 33, case([2, 37, 4, 20], [2, 2, 0], true, true)),
         among(300, 129, case([1, 150, 1, 8], [1, 1, 0], false, true)),
         among(40, 40, case([1, 20, 2, 8], [1, 2, 0], false, false)),
@@ -91,15 +103,15 @@ pub fn attention_is_that_of_the_cpu() {
         let what = |name: &str| {
             format!("{name} of {dims:?}, {groups:?}, documents {documents:?}, window {window:?} in {precision:?}")
         };
-        let Keys { count: keys, first_query } = dims.keys;
+        let Keys { count: keys, first_query, first: first_key, sequence } = dims.keys;
         let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
         let (q, kv, dout) =
             (values("q", rows * width), values("kv", kv_rows * 2 * kv_width), values("dout", rows * width));
-        let angles = values("angles", keys.max(dims.queries().end) * head_dim);
+        let angles = values("angles", sequence.max(dims.queries().end) * head_dim);
         let mask = Mask { key: key(5, "attention"), p: if dropped { 0.25 } else { 0.0 } };
         let drop = Dropout { mask, first_sample: 3, first_head: 2, global_heads: 11 };
-        let (places, count) = (positions(batch, keys), batch * keys);
-        let packing = documents.map(|apart| Packing::new(&places, [batch, keys], apart).expect("documents"));
+        let (places, count) = (positions(batch, sequence), batch * sequence);
+        let packing = documents.map(|apart| Packing::new(&places, [batch, sequence], apart).expect("documents"));
         let masks = Masks { dropout: dropped.then_some(drop), packing: packing.as_ref(), window, runs: None };
         let window = window.unwrap_or(first_query + seq);
         let turn = rotated.then_some(Angles(&angles[..]));
@@ -111,18 +123,22 @@ pub fn attention_is_that_of_the_cpu() {
 
         let [mut checked, mut firsts] = [(); 2].map(|()| vec![-9_i32; count]);
         let mut misplaced = vec![0_i64; 4];
-        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, keys) {
+        if !launch!("document_starts", [count, 0], &places, &mut checked, &mut firsts, count, sequence) {
             return;
         }
-        launch!("check_positions", [1, 1], &places, &mut misplaced, count, keys);
+        launch!("check_positions", [1, 1], &places, &mut misplaced, count, sequence);
         assert_eq!((misplaced[0], &checked), (0, &places));
         let firsts = || if documents == Some(true) { Given::from(&firsts) } else { Null.into() };
-        let positions = || if documents.is_some() { Given::from(&checked) } else { Null.into() };
-        let of_queries: Vec<i32> =
-            checked.chunks(keys).flat_map(|of| of.iter().skip(first_query).take(seq)).copied().collect();
+        let among = |first, count| -> Vec<i32> {
+            checked.chunks(sequence).flat_map(|of| of.iter().skip(first).take(count)).copied().collect()
+        };
+        let (of_keys, of_queries) = (among(first_key, keys), among(first_query, seq));
+        let positions = || if documents.is_some() { Given::from(&of_keys) } else { Null.into() };
         let q_positions = || if documents.is_some() { Given::from(&of_queries) } else { Null.into() };
+        let kv_angles = || At(&angles, if documents.is_some() { 0 } else { first_key * head_dim });
         let q_angles = || At(&angles, if documents.is_some() { 0 } else { first_query * head_dim });
 
+        let from_first_key = first_query - first_key;
         // As a device does it: rotated copies of queries and keys, then the products.
         let (mut q_turned, mut kv_turned, kv_row) = (q.clone(), kv.clone(), 2 * kv_width);
         if rotated {
@@ -143,7 +159,7 @@ pub fn attention_is_that_of_the_cpu() {
             let to = &mut kv_turned;
             #[rustfmt::skip]
             launch!(
-                "rotary_forward", [kv_rows * kv_heads, head_dim / 2], &kv, kv_row, &angles, positions(), to, kv_row, kv_rows, keys,
+                "rotary_forward", [kv_rows * kv_heads, head_dim / 2], &kv, kv_row, kv_angles(), positions(), to, kv_row, kv_rows, keys,
                 kv_heads, head_dim
             );
         }
@@ -158,7 +174,7 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         let there = launch!(
             &format!("attention_forward_{room}"), sizes, q, width, k, v, kv_row, &mut out, &mut lse, seq, heads, size, first,
-            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, seq, window
+            dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
         );
         if !there {
             return;
@@ -172,18 +188,29 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_q_{room}"), sizes, q, width, k, v, kv_row, &dout, &lse, &dots, &mut dq, width, seq, heads,
-            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, seq, window
+            size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
         );
         let [mut dk, mut dv] = [(); 2].map(|()| vec![f32::NAN; kv_rows * width]);
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), [batch * heads, keys], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk,
-            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, first_query, seq, window
+            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
         );
         if rotated {
             let [pairs, kv_pairs] = [rows, kv_rows].map(|rows| [rows * heads, head_dim / 2]);
             launch!("rotary_backward", pairs, &mut dq, width, q_angles(), q_positions(), rows, seq, heads, head_dim);
-            launch!("rotary_backward", kv_pairs, &mut dk, width, &angles, positions(), kv_rows, keys, heads, head_dim);
+            launch!(
+                "rotary_backward",
+                kv_pairs,
+                &mut dk,
+                width,
+                kv_angles(),
+                positions(),
+                kv_rows,
+                keys,
+                heads,
+                head_dim
+            );
         }
         let mut dkv = vec![0.0; kv_rows * 2 * kv_width];
         let items = [kv_rows * heads / size * head_dim, 0];
@@ -194,6 +221,28 @@ pub fn attention_is_that_of_the_cpu() {
         // The zeros of queries that see no key, and of keys that no query sees, have either sign.
         let [dq, want_dq, dkv, want_dkv] =
             [dq, want_dq, dkv, want_dkv].map(|x| x.iter().map(|x| x + 0.0).collect::<Vec<_>>());
+        // Two results of the same queries join, and a block of keys that they do not see changes nothing.
+        let (mut parts, [mut want, mut want_sums]) = (vec![(&dq, &dots)], [want_out.clone(), want_lse.clone()]);
+        let unseen = vec![f32::NEG_INFINITY; rows * heads];
+        parts.push((&want_out, &unseen));
+        for (part, part_lse) in parts {
+            join(dims, [&mut want, &mut want_sums], [part, part_lse]);
+            launch!(
+                "attention_join",
+                [out.len(), 0],
+                part,
+                &lse,
+                part_lse,
+                &mut out,
+                rows * width,
+                seq,
+                heads,
+                head_dim
+            );
+            launch!("attention_join_lse", [lse.len(), 0], part_lse, &mut lse, rows * heads);
+            assert_same(&what("joined out"), &out, &want);
+            assert_same(&what("joined lse"), &lse, &want_sums);
+        }
         assert_same(&what("dq"), &dq, &want_dq);
         assert_same(&what("dkv"), &dkv, &want_dkv);
     }
@@ -223,8 +272,10 @@ fn positions_that_do_not_follow_are_seen() {
 #[test]
 pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
     let of_documents = |case| Case { documents: Some(true), ..case };
-    let among =
-        |count, first_query, case: Case| Case { dims: Dims { keys: Keys { count, first_query }, ..case.dims }, ..case };
+    let among = |count, first_query, case: Case| Case {
+        dims: Dims { keys: Keys::of(count, first_query), ..case.dims },
+        ..case
+    };
     let windowed = |window, case: Case| Case { window: Some(window), ..case };
     let cases = [
         case([1, 1, 1, 8], [1, 1, 0], false, false),
@@ -248,7 +299,7 @@ pub fn attention_on_tensor_cores_is_near_that_of_the_cpu() {
         let Dims { batch, seq, heads, head_dim, .. } = dims;
         let Groups { size, kv_heads, first } = groups;
         let what = |name: &str| format!("{name} of {dims:?}, {groups:?}, documents {documents:?}, window {window:?}");
-        let Keys { count: keys, first_query } = dims.keys;
+        let Keys { count: keys, first_query, .. } = dims.keys;
         let (rows, kv_rows, width, kv_width) = (batch * seq, batch * keys, heads * head_dim, kv_heads * head_dim);
         let rounded = |name: &str, count: usize| -> (Vec<bf16>, Vec<f32>) {
             let halves: Vec<bf16> = values(name, count).into_iter().map(bf16::from_f32).collect();

@@ -59,6 +59,7 @@ mod backward;
 mod documents;
 mod forward;
 mod heads;
+mod join;
 mod layout;
 mod rotary;
 mod rows;
@@ -70,6 +71,7 @@ mod tiles;
 use super::dropout::Mask;
 pub use documents::{Misplaced, Packing};
 use heads::heads_mut;
+pub use join::join;
 use layout::{Call, Layout};
 use meshwork_core::pool;
 pub use rotary::{Angles, turn};
@@ -105,20 +107,36 @@ pub struct Dims {
     pub keys: Keys,
 }
 
-/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, and sees the keys
-/// up to its own.
+/// The keys of a sample, and the place of its queries among them: query i is token `first_query` + i, key j token
+/// `first` + j, and a query sees the keys up to its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// Keys in memory.
     pub count: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first: usize,
+    /// Tokens of a whole sequence.
+    pub sequence: usize,
+}
+
+impl Keys {
+    /// The keys of all tokens, and where queries begin among them.
+    pub fn of(count: usize, first_query: usize) -> Self {
+        Self { count, first_query, first: 0, sequence: count }
+    }
+
+    /// The tokens that they are.
+    pub fn tokens(&self) -> Range<usize> {
+        self.first..self.first + self.count
+    }
 }
 
 impl Dims {
     /// `[batch, seq, heads, head_dim]`, with a key for each query.
     pub fn of([batch, seq, heads, head_dim]: [usize; 4]) -> Self {
-        Self { batch, seq, heads, head_dim, keys: Keys { count: seq, first_query: 0 } }
+        Self { batch, seq, heads, head_dim, keys: Keys::of(seq, 0) }
     }
 
     /// The tokens that the queries are.
@@ -170,7 +188,7 @@ impl Dropout {
     fn head_start(&self, dims: Dims, sample: usize, head: usize) -> u64 {
         let sample = self.first_sample + sample as u64;
         let head = self.first_head + head as u64;
-        (sample * self.global_heads + head) * (dims.keys.count * dims.keys.count) as u64
+        (sample * self.global_heads + head) * (dims.keys.sequence * dims.keys.sequence) as u64
     }
 }
 

@@ -88,7 +88,7 @@ impl Call<'_> {
 
     /// Positions that a token here may have.
     fn known(&self) -> usize {
-        self.runs().map(|run| run.tokens.end).fold(self.shape.keys, usize::max)
+        self.runs().map(|run| run.tokens.end).fold(self.shape.sequence, usize::max)
     }
 
     /// Elements from the first query to those of a run.
@@ -110,10 +110,10 @@ impl Call<'_> {
 
 /// Queries, and keys with their values, as rows that are rotated.
 fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
-    let (GroupedShape { queries, kv_heads, keys, .. }, packed) = (call.shape, call.packed);
+    let (GroupedShape { queries, kv_heads, .. }, packed) = (call.shape, call.packed);
     let AttentionShape { batch, heads, head_dim, .. } = queries;
-    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.positions)];
-    let (runs, all) = (call.masks.runs(call.shape), std::iter::once(0..keys).collect());
+    let [of_queries, of_keys] = [packed.map(|packed| &packed.of_queries), packed.map(|packed| &packed.of_keys)];
+    let (runs, all) = (call.masks.runs(call.shape), std::iter::once(call.shape.key_tokens()).collect());
     [
         TurnedRows { row: heads * head_dim, heads, head_dim, batch, runs, positions: of_queries },
         TurnedRows { row: 2 * kv_heads * head_dim, heads: kv_heads, head_dim, batch, runs: all, positions: of_keys },
@@ -121,13 +121,14 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 }
 
 impl CudaDevice {
-    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16 and promise no order of
-    /// sums.
+    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of sums,
+    /// and know documents only where there are keys of all tokens.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);
         let head_dim = shape.queries.head_dim;
-        let flash = fast && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
+        let known = packed.is_none() || shape.keys == shape.sequence;
+        let flash = fast && known && !drops && head_dim <= HEAD && head_dim.is_multiple_of(8);
         Call { shape, masks, packed, flash }
     }
 
@@ -139,9 +140,9 @@ impl CudaDevice {
 
     /// The arguments at the end of all kernels of a run of queries.
     fn ending(&self, call: &Call<'_>, run: &Run, heads: &Heads) -> Result<Vec<Argument>> {
-        let GroupedShape { queries, keys, .. } = call.shape;
+        let GroupedShape { queries, keys, first_key, sequence, .. } = call.shape;
         let AttentionShape { seq: rows, heads: count, head_dim, .. } = queries;
-        let (seq, first_query) = (run.tokens.len(), run.tokens.start);
+        let (seq, first_query) = (run.tokens.len(), run.tokens.start - first_key);
         let window = call.masks.window.unwrap_or(run.tokens.end).min(run.tokens.end);
         if head_dim > HEAD {
             return Err(self.lacks("attention of heads above 128", DType::F32));
@@ -163,6 +164,7 @@ impl CudaDevice {
         args.extend(places.map(|place| Argument::from(place as i64)));
         args.extend([firsts, i32::from(self.precision == Precision::Bf16).into()]);
         args.extend(tokens);
+        args.extend([first_key, sequence].map(Argument::from));
         Ok(args)
     }
 
@@ -408,5 +410,19 @@ impl Attention for CudaDevice {
         }
         let dkv = sum.map_or_else(|| self.alloc(dtype, kv.count()), Ok)?;
         Ok((self.settled(dq, dtype)?, dkv))
+    }
+
+    fn join(
+        &self,
+        shape: AttentionShape,
+        out: &mut Buffer,
+        lse: &mut Buffer,
+        part: &Buffer,
+        part_lse: &Buffer,
+    ) -> Result<()> {
+        self.f32s(OP, &[out, lse, part, part_lse])?;
+        let (AttentionShape { seq, heads, head_dim, .. }, count, rows) = (shape, out.count(), lse.count());
+        launch!(self, OP, "attention_join", [count, 0]; part, &*lse, part_lse, &mut *out, count, seq, heads, head_dim)?;
+        launch!(self, OP, "attention_join_lse", [rows, 0]; part_lse, &mut *lse, rows)
     }
 }

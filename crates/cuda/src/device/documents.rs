@@ -8,10 +8,10 @@ use meshwork_tensor::{Error, Result};
 /// The documents of all sequences, on the device: the host does not know them.
 pub(super) struct Packed {
     /// The position of each key in its document, checked.
-    pub(super) positions: Buffer,
+    pub(super) of_keys: Buffer,
     /// Those of the queries.
     pub(super) of_queries: Buffer,
-    /// The first key of each key's document, if tokens see only those of their own.
+    /// The first token of the document of each token of a sequence, if tokens see only those of their own.
     pub(super) firsts: Option<Buffer>,
 }
 
@@ -20,14 +20,14 @@ impl CudaDevice {
     pub(super) fn packed(&self, shape: GroupedShape, masks: AttentionMasks<'_>) -> Result<Option<Packed>> {
         const OP: &str = "attention";
         let Some(documents) = masks.documents else { return Ok(None) };
-        let (batch, seq, runs) = (shape.queries.batch, shape.keys, masks.runs(shape));
+        let (batch, seq, runs) = (shape.queries.batch, shape.sequence, masks.runs(shape));
         let count = batch * seq;
         if documents.positions.count() != count {
             let problem = format!("{} positions: every token has one", documents.positions.count());
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
         }
-        if let Some(run) = runs.iter().find(|run| run.end > seq) {
-            let problem = format!("queries of tokens {run:?}, and positions of {seq}");
+        if let Some(run) = runs.iter().chain([&shape.key_tokens()]).find(|run| run.end > seq) {
+            let problem = format!("tokens {run:?}, and positions of {seq}");
             return Err(Error::Shape { op: OP, problem, shapes: vec![vec![batch, seq]] });
         }
         let [positions, firsts] = [self.scratch(DType::I32, count)?, self.scratch(DType::I32, count)?];
@@ -48,6 +48,10 @@ impl CudaDevice {
                 of_queries
             }
         };
-        Ok(Some(Packed { positions, of_queries, firsts: documents.apart.then_some(firsts) }))
+        let of_keys = match shape.key_tokens() {
+            all if all == (0..seq) => positions,
+            keys => self.narrow(&positions, batch, seq, 1, keys)?,
+        };
+        Ok(Some(Packed { of_keys, of_queries, firsts: documents.apart.then_some(firsts) }))
     }
 }

@@ -423,7 +423,7 @@ fn attention_within_documents_has_the_cpus_bits() {
     }
 }
 
-/// Queries that are some of the tokens of the keys, rotated, within documents or not, with dropout; in both precisions,
+/// Queries that are some of the tokens, over the keys of all tokens or of some before them, rotated, within documents or not, with dropout; in both precisions,
 /// for tensor cores have no kernels that drop.
 #[test]
 fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
@@ -434,10 +434,13 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     let (rows, places) = (queries.batch * queries.seq, positions(150));
     let (q, kv, dout) = (values("q", rows * 24), values("kv", 2 * 150 * 24), values("dout", rows * 24));
     let dropout = AttentionDropout { p: 0.25, key: key(3, "rows"), first_sample: 1, first_head: 2, global_heads: 9 };
-    for apart in [None, Some(false), Some(true)] {
+    for (apart, (first_key, keys)) in
+        [None, Some(false), Some(true)].into_iter().flat_map(|apart| [(0, 150), (40, 60)].map(|keys| (apart, keys)))
+    {
         same("attention of some of the tokens", |device, up| {
             let of = device.attention()?;
             let [q, kv, dout, positions] = [&q, &kv, &dout, &places].map(up);
+            let kv = device.layout()?.narrow(&kv, 2, 150, 24, first_key..first_key + keys)?;
             let documents = apart.map(|apart| DocumentPositions { positions: &positions, apart });
             let masks = AttentionMasks { dropout: Some(&dropout), documents, ..AttentionMasks::default() };
             let heads = GroupedShape {
@@ -446,13 +449,17 @@ fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
                 rotary: Some(Rotary::new(100.0)),
                 ..GroupedShape::alone(queries)
             };
-            let shape = GroupedShape { keys: 150, first_query: 75, ..heads };
+            let shape = GroupedShape { keys, first_query: 75, first_key, sequence: 150, ..heads };
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
             let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
             // The zeros of keys that no query sees have either sign.
             let mut sum = device.zeros(DType::F32, dkv.count())?;
             device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
-            Ok(vec![out, lse, dq, sum])
+            let layout = device.layout()?;
+            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
+            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
+            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
+            Ok(vec![out, lse, dq, sum, joined, sums])
         });
     }
 }
@@ -600,13 +607,17 @@ fn attention_of_runs_of_tokens_has_the_cpus_bits() {
             let masks = AttentionMasks { documents, window, runs: Some(&runs), dropout: None };
             let rotary = Some(Rotary::new(100.0));
             let heads = GroupedShape { group: 2, kv_heads: 2, rotary, ..GroupedShape::alone(queries) };
-            let shape = GroupedShape { keys: 150, ..heads };
+            let shape = GroupedShape { keys: 150, sequence: 150, ..heads };
             let (out, lse) = of.grouped(shape, &q, &kv, masks)?;
             let (dq, dkv) = of.grouped_grad(shape, &dout, &q, &kv, &out, &lse, masks)?;
             // The zeros of keys that no query sees have either sign.
             let mut sum = device.zeros(DType::F32, dkv.count())?;
             device.pointwise()?.add_assign(&mut sum, 0, &dkv)?;
-            Ok(vec![out, lse, dq, sum])
+            let layout = device.layout()?;
+            let [mut joined, mut sums] = [layout.copy(&out)?, layout.copy(&lse)?];
+            let part_lse = layout.narrow(&dq, 1, dq.count(), 1, 0..lse.count())?;
+            of.join(queries, &mut joined, &mut sums, &dq, &part_lse)?;
+            Ok(vec![out, lse, dq, sum, joined, sums])
         });
     }
 }

@@ -32,6 +32,10 @@ pub struct GroupedShape {
     pub keys: usize,
     /// The token of the first query.
     pub first_query: usize,
+    /// The token of the first key: not behind the first query.
+    pub first_key: usize,
+    /// Tokens of a whole sequence. Positions of documents are those of all, and dropout numbers pairs of them.
+    pub sequence: usize,
     /// Heads of queries here to one of keys and values.
     pub group: usize,
     /// Heads of keys and values in memory.
@@ -46,12 +50,27 @@ impl GroupedShape {
     /// Every head with keys and values of its own, every query with a key.
     pub fn alone(queries: AttentionShape) -> Self {
         let (keys, kv_heads) = (queries.seq, queries.heads);
-        Self { queries, keys, first_query: 0, group: 1, kv_heads, first_kv_head: 0, rotary: None }
+        Self {
+            queries,
+            keys,
+            first_query: 0,
+            first_key: 0,
+            sequence: keys,
+            group: 1,
+            kv_heads,
+            first_kv_head: 0,
+            rotary: None,
+        }
     }
 
     /// The tokens that the queries are.
     pub fn tokens(&self) -> Range<usize> {
         self.first_query..self.first_query + self.queries.seq
+    }
+
+    /// The tokens that the keys are.
+    pub fn key_tokens(&self) -> Range<usize> {
+        self.first_key..self.first_key + self.keys
     }
 
     /// Whether the queries are all tokens.
@@ -67,7 +86,7 @@ impl GroupedShape {
     /// (query, key) pairs that the masks keep, over all heads and sequences of one document each.
     pub fn pairs(&self, masks: &AttentionMasks<'_>) -> u64 {
         let AttentionShape { batch, heads, .. } = self.queries;
-        let pairs = masks.runs(*self).into_iter().map(|run| seen_pairs(run, self.keys, masks.window));
+        let pairs = masks.runs(*self).into_iter().map(|run| seen_pairs(run, self.key_tokens(), masks.window));
         (batch * heads) as u64 * pairs.sum::<u64>()
     }
 
@@ -82,12 +101,12 @@ impl GroupedShape {
     }
 }
 
-/// Pairs of one of `queries` and a key that it sees, among the first `keys` tokens: its own, those before it, and with
-/// a window no more than that many of them.
-pub fn seen_pairs(queries: Range<usize>, keys: usize, window: Option<usize>) -> u64 {
+/// Pairs of one of `queries` and a key that it sees, among the tokens `keys`: its own, those before it, and with a
+/// window no more than that many of them.
+pub fn seen_pairs(queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
     let up_to_own = |tokens: usize| {
-        let (own, behind) = (tokens.min(keys) as u64, tokens.saturating_sub(keys));
-        own * (own + 1) / 2 + (behind * keys) as u64
+        let own = tokens.min(keys.end).saturating_sub(keys.start) as u64;
+        own * (own + 1) / 2 + (tokens.saturating_sub(keys.end) * keys.len()) as u64
     };
     let seen = |tokens: usize| up_to_own(tokens) - window.map_or(0, |window| up_to_own(tokens.saturating_sub(window)));
     seen(queries.end) - seen(queries.start)
@@ -228,5 +247,18 @@ kernels! {
                   Ok((self.rounded(dq, dtypes[0])?, self.rounded(dkv, dtypes[1])?))
               }),
               meta(flops Attention: shape.backward_flops(&masks); q => q.count(), kv => kv.count());
+
+        /// Joins the attention of the same queries over other keys, (`part`, `part_lse`), to `out [batch, seq, heads,
+        /// head_dim]` and `lse [batch, heads, seq]`: the results of a softmax over the keys of both. All are of the
+        /// type of lse.
+        fn join(
+            &self,
+            shape: AttentionShape,
+            out: &mut Buffer,
+            lse: &mut Buffer,
+            part: &Buffer,
+            part_lse: &Buffer,
+        ) -> Result<()>
+            | profile(Attention: part, part_lse, out, out, lse, lse), halves(as_is), meta(nothing);
     }
 }

@@ -137,7 +137,9 @@ impl Var {
         let of_keys = if exchange.is_some() { kv_global[1] } else { keys as u64 };
         let misfit = misfit.or((of_keys != global[1]).then_some("kv has the tokens that q has over all ranks"));
         let first_query = runs.first().map_or(0, |run| run.start);
-        let shape = GroupedShape { queries, keys, first_query, group, kv_heads, first_kv_head, rotary };
+        let sequence = of_keys as usize;
+        let shape =
+            GroupedShape { queries, keys, first_query, first_key: 0, sequence, group, kv_heads, first_kv_head, rotary };
         if misfit.is_none() {
             self.require_trees(kv, shape, (global[2], kv_global[3]))?;
         }
@@ -347,9 +349,13 @@ impl Op for GroupedAttention {
             let masks = self.masks.with(inputs.get(2).copied());
             let call = Exchanged { tape: cx.tape(), device: q.device(), shape: s, masks, order };
             let (out, [q, kv, whole, lse]) = exchange.attend(&call, q, kv)?;
-            for saved in [&q, &kv, &whole] {
-                cx.save(saved)?;
+            for (i, saved) in [&q, &kv].into_iter().enumerate() {
+                match Arc::ptr_eq(saved.buffer().memory(), inputs[i].buffer().memory()) {
+                    true => cx.save_input(i)?,
+                    false => cx.save(saved)?,
+                }
             }
+            cx.save(&whole)?;
             cx.save_exact(&lse)?;
             inputs[2..].iter().try_for_each(|positions| cx.save(positions))?;
             return Ok(out);

@@ -1,7 +1,7 @@
 //! From the configuration to the engine's input: a model, a plan and the parts of a plan.
 
 use super::sections::{Comm, LrScheduler, Memory, Model, Optimizer, Parallelism, Pipeline, Validation};
-use super::words::{ContextOrder, MoeRouter, OffloadWord};
+use super::words::{ContextMethod, ContextOrder, MoeRouter, OffloadWord};
 use super::{Config, ModelKind, OptimizerName, conditions};
 use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::comm::thread::Options;
@@ -55,17 +55,24 @@ impl Config {
     /// How cp cuts the sequences of the model, if it does.
     #[must_use]
     pub fn context(&self) -> Option<ContextParallel> {
-        let Parallelism { cp, tp, sequence_parallel, context_parallel_method, context_parallel_order, .. } =
-            self.parallelism;
+        let Parallelism { cp, tp, sequence_parallel, ring_degree, context_parallel_order, .. } = self.parallelism;
+        let method = match self.parallelism.context_parallel_method {
+            ContextMethod::None => return None,
+            ContextMethod::AllGather => Method::AllGather,
+            ContextMethod::AllToAll => Method::AllToAll,
+            ContextMethod::Ring => Method::Ring,
+            ContextMethod::Hybrid => Method::Hybrid { ring_degree },
+            ContextMethod::Auto => self.context_sizes().best(),
+        };
         let ordered = context_parallel_order != ContextOrder::Contiguous && (conditions::ORDERED.holds)(self);
-        let order = if ordered { Order::zigzag(cp) } else { Order::default() };
+        let places = if let Method::Hybrid { ring_degree } = method { ring_degree } else { cp };
+        let order = if ordered { Order::zigzag(places) } else { Order::default() };
         let parts = if sequence_parallel { cp * tp } else { cp };
-        let method: Option<Method> = context_parallel_method.into();
-        let context = method.map(|method| ContextParallel::new(method, order, parts));
-        match ordered && context_parallel_order == ContextOrder::ByDocument {
-            true => context.map(|context| context.balanced(Arc::new(ByDocument::default()), cp)),
+        let context = ContextParallel::new(method, order, parts);
+        Some(match ordered && context_parallel_order == ContextOrder::ByDocument {
+            true => context.balanced(Arc::new(ByDocument::default()), cp),
             false => context,
-        }
+        })
     }
 
     /// The rule of `data.documents` for the model.

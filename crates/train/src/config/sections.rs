@@ -129,10 +129,13 @@ sections! {
         /// Ranks of dp that share it out, with their ranks of cp; each such group has all of it. 0: all of dp.
         zero_group: usize = int(0), Count(0), Rounding;
         /// What ranks of cp exchange in attention: all_gather, keys and values of all tokens; all_to_all (Ulysses),
-        /// heads for tokens, where each rank has a multiple of cp heads of queries. With cp = 1, a method other than
-        /// none sums gradients in the blocks of a sequence that is cut: canonical numerics then have the bits of any
-        /// cp.
+        /// heads for tokens, where each rank has a multiple of cp heads of queries; ring, keys and values from rank to
+        /// rank while attention computes; hybrid, a ring of all_to_all; auto, the method that sends the fewest bytes
+        /// that computation does not hide. With cp = 1, a method other than none sums gradients in the blocks of a
+        /// sequence that is cut: canonical numerics then have the bits of any cp.
         context_parallel_method: ContextMethod = Derived("all_gather with cp above 1, else none"), Choice(ContextMethod::WORDS), Rounding;
+        /// Places of the ring of hybrid: it divides cp, and the ranks of a place exchange heads for tokens.
+        ring_degree: usize = Derived("hybrid: the least for which heads fit, else 1"), Count(1), Rounding, if HYBRID;
         /// How tokens lie before cp cuts a sequence: zigzag, an early and a late part on each rank, for equal work
         /// under the causal mask; contiguous; by_document, chosen for each micro-batch so that ranks have equal work
         /// with data.documents = "attention", else zigzag.

@@ -498,7 +498,7 @@ fn the_reference_and_the_help_name_every_key() {
     for line in [
         "| `lr` | 3e-4 | number of at least 0 | numbers | Full learning rate. |",
         "| `kind` | by preset | gpt2, llama | model | Architecture. |",
-        "| `context_parallel_method` | all_gather with cp above 1, else none | none, all_gather, all_to_all | rounding |",
+        "| `context_parallel_method` | all_gather with cp above 1, else none | none, all_gather, all_to_all, ring, hybrid, auto | rounding |",
         "| `momentum` | 0 | number of at least 0 and below 1 | numbers | Momentum of sgd. Only with optimizer.name = sgd. |",
     ] {
         assert!(reference.contains(line), "{line} is not in\n{reference}");

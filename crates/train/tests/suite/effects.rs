@@ -58,6 +58,11 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("parallelism.sequence_parallel", "parallelism.tp=2", "true"),
     ("parallelism.cp", "parallelism.context_parallel_method=all_gather model.tie_embeddings=false", "2"),
     ("parallelism.context_parallel_method", "parallelism.cp=2 model.tie_embeddings=false", "all_to_all"),
+    (
+        "parallelism.ring_degree",
+        "parallelism.cp=4 parallelism.context_parallel_method=hybrid training.numerics=fast",
+        "4",
+    ),
     ("parallelism.context_parallel_order", "parallelism.cp=2 training.numerics=fast", "contiguous"),
     ("parallelism.zero_stage", "parallelism.dp=2", "3"),
     ("parallelism.zero_group", "parallelism.dp=4 parallelism.zero_stage=2", "2"),

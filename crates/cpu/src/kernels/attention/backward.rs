@@ -230,7 +230,7 @@ fn one_head<T: Tiled>(
                 }
                 let factors = dropout.map(|(mask, start)| {
                     for (i, factors) in rows.clone().zip(factors.chunks_exact_mut(STRIDE)) {
-                        let start = start + (i * in_sample.count + keys.start) as u64;
+                        let start = start + (i * in_sample.sequence + keys.start) as u64;
                         mask.factors(start, &mut factors[..live.len()]);
                     }
                     &factors[..height * STRIDE]

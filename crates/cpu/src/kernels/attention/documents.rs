@@ -79,16 +79,16 @@ impl Packing {
         Ok(Self { documents, of_sample, apart })
     }
 
-    /// (query, key) pairs of these queries that count in one head, over all samples.
-    pub fn pairs(&self, queries: Range<usize>, window: Option<usize>) -> u64 {
+    /// Pairs of one of these queries and one of these keys that count in one head, over all samples.
+    pub fn pairs(&self, queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
         if !self.apart {
-            return self.samples() as u64 * seen_pairs(queries.clone(), queries.end, window);
+            return self.samples() as u64 * seen_pairs(queries, keys, window);
         }
-        let own = self.documents.iter().filter_map(|document| Some((document.first, document.among(&queries)?)));
-        let of = |(first, own): (usize, Document)| {
-            seen_pairs(own.first - first..own.range().end - first, usize::MAX, window)
-        };
-        own.map(of).sum()
+        let own = self.documents.iter().filter_map(|document| {
+            let among = |tokens| document.among(tokens).map(|own| own.range());
+            Some(seen_pairs(among(&queries)?, among(&keys)?, window))
+        });
+        own.sum()
     }
 
     pub(super) fn samples(&self) -> usize {
@@ -131,12 +131,14 @@ mod tests {
             |sample| -> Vec<[usize; 3]> { packing.of(sample).iter().map(|d| [d.first, d.len, d.position]).collect() };
         assert_eq!(of(0), [[0, 2, 2], [2, 3, 0], [5, 1, 0]]);
         assert_eq!(of(1), [[0, 6, 0]]);
-        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, None)), (2, 6, 3 + 6 + 1 + 21));
-        assert_eq!(packing.pairs(3..6, None), (2 + 3 + 1) + (4 + 5 + 6));
-        assert_eq!(packing.pairs(0..3, None), (1 + 2 + 1) + (1 + 2 + 3));
+        assert_eq!((packing.samples(), packing.positions(), packing.pairs(0..6, 0..6, None)), (2, 6, 3 + 6 + 1 + 21));
+        assert_eq!(packing.pairs(3..6, 0..6, None), (2 + 3 + 1) + (4 + 5 + 6));
+        assert_eq!(packing.pairs(0..3, 0..6, None), (1 + 2 + 1) + (1 + 2 + 3));
+        // The last three queries over keys before them: the second document's tokens 3 and 4, the sixth of the other sample.
+        assert_eq!(packing.pairs(3..6, 0..3, None), (1 + 1) + 3 * 3);
         let open = Packing { apart: false, ..packing.clone() };
-        assert_eq!([open.pairs(0..6, None), open.pairs(3..5, None)], [2 * 21, 2 * (4 + 5)]);
-        assert_eq!([packing.pairs(0..6, Some(2)), open.pairs(3..5, Some(2))], [(3 + 5 + 1) + 11, 2 * 4]);
+        assert_eq!([open.pairs(0..6, 0..6, None), open.pairs(3..5, 0..6, None)], [2 * 21, 2 * (4 + 5)]);
+        assert_eq!([packing.pairs(0..6, 0..6, Some(2)), open.pairs(3..5, 0..6, Some(2))], [(3 + 5 + 1) + 11, 2 * 4]);
     }
 
     #[test]

@@ -111,7 +111,7 @@ fn many<T: Tiled>(
                 if let Some((mask, start)) = dropout {
                     for (lane, i) in queries.clone().enumerate() {
                         let factors = &mut factors[..live];
-                        mask.factors(start + (i * call.dims.keys.count + from) as u64, factors);
+                        mask.factors(start + (i * call.dims.keys.sequence + from) as u64, factors);
                         scores[lane..].iter_mut().step_by(width).zip(factors).for_each(|(p, factor)| *p *= *factor);
                     }
                 }
@@ -202,7 +202,7 @@ fn few<T: Tiled>(
                 (lse[head * call.dims.seq + rows.queries.first + i], inverses[head]) = (sum, inverse);
                 if let Some((mask, start)) = call.head_dropout(place, head) {
                     let factors = &mut factors[..scores.len()];
-                    mask.factors(start + (i * call.dims.keys.count + from) as u64, factors);
+                    mask.factors(start + (i * call.dims.keys.sequence + from) as u64, factors);
                     scores.iter_mut().zip(factors).for_each(|(p, factor)| *p *= *factor);
                 }
             }

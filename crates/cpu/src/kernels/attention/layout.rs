@@ -36,7 +36,7 @@ pub(super) struct QueryBlock {
     pub(super) queries: Document,
     /// The token of the first query.
     pub(super) token: usize,
-    /// The keys.
+    /// The keys, by their rows in memory.
     pub(super) keys: Document,
     /// Keys before the first query's own.
     pub(super) past: usize,
@@ -135,16 +135,18 @@ impl<'a, T: Float> Call<'a, T> {
     pub(super) fn check(&self) {
         if let Some(angles) = &self.angles {
             let packed = self.masks.packing.map_or(0, Packing::positions);
-            let tokens = self.masks.runs(self.dims).map(|run| run.end).fold(self.dims.keys.count, usize::max);
+            let tokens = self.masks.runs(self.dims).map(|run| run.end).fold(self.dims.keys.tokens().end, usize::max);
             angles.check(tokens.max(packed), self.dims.head_dim);
         }
         let samples = self.masks.packing.map_or(self.dims.batch, Packing::samples);
         assert_eq!(samples, self.dims.batch, "samples with documents for {:?}", self.dims);
         let runs = || self.masks.runs(self.dims);
         assert_eq!(runs().map(|run| run.len()).sum::<usize>(), self.dims.seq, "queries in runs of {:?}", self.dims);
-        let known = self.masks.packing.is_none() || runs().all(|run| run.end <= self.dims.keys.count);
+        let known = self.masks.packing.is_none() || runs().all(|run| run.end <= self.dims.keys.sequence);
         assert!(known, "queries without a document in {:?}", self.dims);
         assert_ne!(self.masks.window, Some(0), "a window of no keys");
+        let before = runs().all(|run| self.dims.keys.first <= run.start);
+        assert!(before, "keys behind queries in {:?}", self.dims);
     }
 
     pub(super) fn scale(&self) -> T {
@@ -157,31 +159,33 @@ impl<'a, T: Float> Call<'a, T> {
         Self { layout, ..*self }
     }
 
-    /// Whether a query sees no key, because its window begins behind them.
+    /// Whether a query may see no key, because its window or its document begins behind them.
     pub(super) fn hides_all_keys(&self) -> bool {
-        let Some(window) = self.masks.window else { return false };
-        self.masks.runs(self.dims).any(|run| run.end.saturating_sub(window) >= self.dims.keys.count)
+        let (behind, packed) = (self.dims.keys.tokens().end, self.masks.packing.is_some());
+        let windowed = |run: &Range<usize>| self.masks.window.is_some_and(|of| run.end.saturating_sub(of) >= behind);
+        self.masks.runs(self.dims).any(|run| windowed(&run) || packed && run.end > behind)
     }
 
     /// What attends to itself in a sample, as far as it has queries here that see a key.
     fn attending(&self, sample: usize) -> Vec<QueryBlock> {
-        let (count, window, mut row, mut parts) = (self.dims.keys.count, self.masks.window, 0, Vec::new());
-        let end = self.masks.runs(self.dims).map(|run| run.end).fold(count, usize::max);
+        let (held, window, mut row, mut parts) = (self.dims.keys.tokens(), self.masks.window, 0, Vec::new());
+        let end = self.masks.runs(self.dims).map(|run| run.end).fold(held.end, usize::max);
         let whole = Document { first: 0, len: end, position: 0 };
         for (number, run) in self.masks.runs(self.dims).enumerate() {
             let documents = documents::attending(self.masks.packing, sample, &whole).iter();
             parts.extend(documents.filter_map(|document| {
                 let own = document.among(&run)?;
-                let keys = document.among(&(0..count.min(own.range().end)))?;
+                let keys = document.among(&(held.start..held.end.min(own.range().end)))?;
                 let seeing = window.map_or(usize::MAX, |window| keys.range().end.saturating_add(window) - 1);
                 let own = own.among(&(0..seeing))?;
                 // From the block of the first key that is seen, so that sums begin at the same blocks in every call.
                 let hidden =
-                    window.map_or(0, |window| (own.first + 1).saturating_sub(document.first.saturating_add(window)));
-                let first = document.first + hidden / FORWARD_KEYS * FORWARD_KEYS;
+                    window.map_or(0, |window| (own.first + 1).saturating_sub(keys.first.saturating_add(window)));
+                let first = keys.first + hidden / FORWARD_KEYS * FORWARD_KEYS;
                 let keys = keys.among(&(first..usize::MAX))?;
                 let queries = Document { first: row + own.first - run.start, ..own };
                 let past = own.first - keys.first;
+                let keys = Document { first: keys.first - held.start, ..keys };
                 Some(QueryBlock { queries, token: own.first, keys, past, later: number > 0 })
             }));
             row += run.len();
@@ -234,7 +238,8 @@ impl<'a, T: Float> Call<'a, T> {
 
     /// The queries of a part by the tokens that they are, and its keys.
     pub(super) fn tokens(&self, part: QueryBlock) -> [Document; 2] {
-        [Document { first: part.token, ..part.queries }, part.keys]
+        let first_key = part.keys.first + self.dims.keys.first;
+        [Document { first: part.token, ..part.queries }, Document { first: first_key, ..part.keys }]
     }
 
     /// Rotates the rows of tokens of a head, `row` apart, by their positions; `to` gets them one after the other.
@@ -267,12 +272,12 @@ impl<'a, T: Float> Call<'a, T> {
         }
     }
 
-    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the number
-    /// of keys.
+    /// The dropout of a part of a head of a group: the factors of a query follow those of the one before by the tokens
+    /// of a sequence.
     pub(super) fn head_dropout(&self, (group, part): (Group, QueryBlock), head: usize) -> HeadDropout {
         let head = group.first_head(self.groups) + head;
         let [queries, keys] = self.tokens(part);
-        let first = (queries.first * self.dims.keys.count + keys.first) as u64;
+        let first = (queries.first * self.dims.keys.sequence + keys.first) as u64;
         self.masks.dropout.map(|dropout| (dropout.mask, dropout.head_start(self.dims, group.sample, head) + first))
     }
 }

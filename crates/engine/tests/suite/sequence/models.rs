@@ -139,9 +139,9 @@ fn assert_close(
     }
 }
 
-const METHODS: [Method; 2] = [Method::AllGather, Method::AllToAll];
+const METHODS: [Method; 4] = [Method::AllGather, Method::AllToAll, Method::Ring, Method::Hybrid { ring_degree: 2 }];
 
-/// Canonical numerics: the bits of the model on one rank, by either method.
+/// Canonical numerics: the bits of the model on one rank, by each method.
 #[test]
 fn a_language_model_over_cp_has_the_bits_of_one_rank() {
     let numerics = Numerics::Canonical { blocks: 4 };
@@ -216,6 +216,22 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
     }
 }
 
+/// Dropout of probabilities counts queries and keys by their place in the whole sequence.
+#[test]
+fn dropout_over_cp_is_that_of_one_rank() {
+    for kv_heads in [0, 2] {
+        let case = Case { dropout: 0.3, kv_heads, ..PLAIN };
+        let one = case.train(None, &plan("tp=1", Numerics::Fast), false);
+        for (mesh, method) in
+            ["cp=2", "cp=4", "tp=2,cp=2"].into_iter().flat_map(|mesh| METHODS.map(|method| (mesh, method)))
+        {
+            let found =
+                case.train(Some(ContextParallel::new(method, Order::default(), 1)), &plan(mesh, Numerics::Fast), false);
+            assert_close(&format!("{case:?} on {mesh} by {method}"), &found, &one);
+        }
+    }
+}
+
 /// ZeRO: the ranks of dp × cp, which hold the same weights, share them out.
 #[test]
 fn ranks_of_cp_share_out_what_they_hold_alike() {
@@ -255,13 +271,18 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
         ("cp=2", Method::AllToAll, false),
         ("tp=2,cp=2", Method::AllGather, true),
         ("dp=2,cp=2", Method::AllToAll, false),
+        ("cp=2", Method::Ring, false),
+        ("cp=4", Method::Ring, false),
+        ("tp=2,cp=2", Method::Ring, true),
+        ("cp=4", Method::Hybrid { ring_degree: 2 }, false),
+        ("dp=2,cp=2", Method::Hybrid { ring_degree: 2 }, false),
         ("pp=2,cp=2", Method::AllGather, false),
         ("dp=2,pp=2,cp=2", Method::AllGather, false), // gradients are summed over a group of two axes
     ] {
         for kv_heads in [0, 2] {
             let window = (kv_heads > 0).then_some(5);
             let case = Case { kv_heads, cut_over_tp, window, ..PLAIN };
-            let order = if method == Method::AllGather { Order::zigzag(2) } else { Order::default() };
+            let order = if method == Method::AllToAll { Order::default() } else { Order::zigzag(2) };
             let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
             let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
                 let mut trainer = Trainer::new(model.clone(), &plan, rank, Cpu::device())?;

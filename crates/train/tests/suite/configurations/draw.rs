@@ -427,7 +427,9 @@ impl Frame {
             "parallelism.ep" => Self::degree(rng, self.ep),
             "parallelism.cp" => Self::degree(rng, self.cp),
             "parallelism.context_parallel_method" => (self.cp > 1 && !rarely(rng, 16) || rarely(rng, 60))
-                .then(|| rng.pick(&["all_gather", "all_to_all"]).to_owned()),
+                .then(|| rng.pick(&["all_gather", "all_to_all", "ring", "hybrid", "auto"]).to_owned()),
+            "parallelism.ring_degree" if self.cp > 1 => one_of(rng, &["1", "2", "4"]),
+            "parallelism.ring_degree" => rarely(rng, 60).then(|| "2".to_owned()),
             "parallelism.context_parallel_order" if self.cp > 1 => {
                 one_of(rng, &["zigzag", "contiguous", "by_document"])
             }

@@ -102,8 +102,14 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
             rule(!divides(parts, seq_len), "parts of the sequence in whole blocks");
         }
         let (held, group) = (heads / tp.max(1), heads / kv_heads.max(1));
-        let fits = divides(cp, held) && (!llama || divides(group, held / cp) || divides(held / cp, group));
-        rule(shares == Some("all_to_all") && divides(tp, heads) && !fits, "heads over cp");
+        let fits = |parts: usize| {
+            divides(parts, held) && (!llama || divides(group, held / parts) || divides(held / parts, group))
+        };
+        rule(shares == Some("all_to_all") && divides(tp, heads) && !fits(cp), "heads over cp");
+        if let Some(ring) = case.read::<usize>("parallelism.ring_degree").filter(|_| shares == Some("hybrid")) {
+            rule(!divides(ring, cp), "places of a ring over cp");
+            rule(divides(ring, cp) && divides(tp, heads) && !fits(cp / ring), "heads beside the ring");
+        }
     }
     if llama {
         rule(!divides(kv_heads, heads), "heads share no whole number of key and value heads");

@@ -82,7 +82,7 @@ proptest! {
             first += len;
         }
         let at = (cut * seq as f64) as usize;
-        let slice = case.slice(seq - at, Keys { count: seq, first_query: at });
+        let slice = case.slice(seq - at, Keys::of(seq, at));
         let [part, part_lse, part_dq, _] = run(slice, [&q[at * width..], &kv, &dout[at * width..]], masks);
         prop_assert_eq!([&part[..], &part_dq], [&out[at * width..], &dq[at * width..]]);
         let want_lse: Vec<f32> = lse.chunks(seq).flat_map(|lse| &lse[at..]).copied().collect();
@@ -104,8 +104,8 @@ proptest! {
         let [want, _] = run(case, &q, &kv);
         let q = &q[first * width..];
         let needed = (first + 1).saturating_sub(window)..first;
-        let before = case.slice(second, Keys { count: needed.len(), first_query: first - needed.start });
-        let own = case.slice(second, Keys { count: second, first_query: 0 });
+        let before = case.slice(second, Keys::of(needed.len(), first - needed.start));
+        let own = case.slice(second, Keys::of(second, 0));
         let [b, lse_b] = run(own, q, &kv[first * kv_width..]);
         if needed.is_empty() {
             assert_close(&b, &want[tokens.start * width..], 1e-12);
