@@ -1,5 +1,6 @@
 //! Decoding with cached keys and values, against passes over the whole sequence, and on every mesh.
 
+use meshwork_context_parallel::{ContextParallel, Method};
 use meshwork_core::Rank;
 use meshwork_core::World;
 use meshwork_cpu::Cpu;
@@ -11,7 +12,7 @@ use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language;
 use meshwork_models::llama::{Llama, LlamaConfig, PRESETS};
 use meshwork_nn::Model;
-use meshwork_tensor::op::{Rotary, RotaryScaling};
+use meshwork_tensor::op::{Order, Rotary, RotaryScaling};
 use meshwork_tensor::param::LocalSlice;
 use meshwork_tensor::tape::HalfType;
 use meshwork_tensor::{Device, ParamSpec};
@@ -23,17 +24,21 @@ const SEQ: usize = 24;
 const VOCAB: usize = 61;
 
 fn gpt2() -> Arc<dyn Model> {
-    let config =
-        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
-    Arc::new(Gpt2::new(config))
+    Arc::new(Gpt2::new(gpt2_config()))
+}
+
+fn gpt2_config() -> Gpt2Config {
+    Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() }
 }
 
 /// Fewer heads of keys and values than there are ranks in `tp=4`, and scaled rotations.
 fn llama() -> Arc<dyn Model> {
+    Arc::new(Llama::new(llama_config()))
+}
+
+fn llama_config() -> LlamaConfig {
     let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
-    let config =
-        LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 };
-    Arc::new(Llama::new(config))
+    LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 }
 }
 
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.

@@ -40,6 +40,8 @@ conditions! {
     /// Where an order changes the work of ranks and nothing else.
     ORDERED: "all_gather, in fast numerics, without model.dropout", ["parallelism.context_parallel_method", "training.numerics", "model.dropout"],
         |c| c.parallelism.context_parallel_method == ContextMethod::AllGather && c.training.numerics == "fast" && c.model.dropout == 0.0;
+    TOKENWISE: "training.numerics = fast and model.dropout = 0", ["training.numerics", "model.dropout"],
+        |c| c.training.numerics == "fast" && c.model.dropout == 0.0;
     EP: "parallelism.ep above 1", ["parallelism.ep"], |c| c.parallelism.ep > 1;
 
     // Numerics.
