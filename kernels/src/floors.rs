@@ -214,7 +214,6 @@ pub const WITHOUT: &[(&[&str], &str)] = &[
     (&["route_rank", "route_parts", "route_limit", "route_reroute", "route_first", "route_sort", "route_tokens", "route_pick", "route_pick_backward", "route_unused", "balance_forward", "balance_backward", "z_terms", "z_backward", "entropy_terms"], "some 256 bytes of scores a token, worked on in steps that wait for each other"),
     (&["add_f64", "add_assign_f64", "scale_forward_f64", "cross_entropy_larger", "cross_entropy_rescale", "cross_entropy_lse", "channel_means", "channel_gradient_means", "invert_fill", "invert", "group_ids", "document_starts", "indices_bits", "indices_low", "low_rank_start"], "a few numbers a sample, row, channel or choice: less than a launch takes"),
     (&["adafactor_vector_measure", "adafactor_vector_update", "adafactor_means", "adafactor_row_factors", "adafactor_column_factors", "adafactor_settle", "lamb_settle", "adam8bit_settle", "message_words", "message_check", "flash_maps"], "vectors of biases, factors of rows, or single numbers: less than a launch takes"),
-    (&["decode_append", "decode_scores", "decode_weights", "decode_values"], "no part of a training step: a token at a time"),
 ];
 
 impl Floor {

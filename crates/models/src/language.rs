@@ -4,11 +4,13 @@
 //! ```text
 //! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
 //! ```
+//!
+//! More than 400 lines: a stage, and everything that its blocks read of a batch, follow one layout of tokens.
 
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::Documents;
+use meshwork_tensor::op::{Documents, Mask};
 use meshwork_tensor::tape::Mode;
 use meshwork_tensor::{Declarations, Error, Result, Shape, Tape, Var};
 use meshwork_tensor_parallel::{Region, VocabParallelEmbedding};
@@ -108,6 +110,13 @@ pub struct Sequences<'a> {
     pub positions: Option<&'a Var>,
     /// The exchange of attention, where cp cuts them.
     pub context: Option<&'a ContextParallel>,
+}
+
+impl<'a> Sequences<'a> {
+    /// What hides tokens from each other, with a sliding window or none.
+    pub fn mask(&self, window: Option<usize>) -> Mask<'a> {
+        Mask { documents: self.documents, window }
+    }
 }
 
 impl HiddenModule for VocabParallelEmbedding {

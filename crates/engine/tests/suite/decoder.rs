@@ -23,22 +23,29 @@ use std::sync::Arc;
 const SEQ: usize = 24;
 const VOCAB: usize = 61;
 
-fn gpt2() -> Arc<dyn Model> {
-    Arc::new(Gpt2::new(gpt2_config()))
-}
-
 fn gpt2_config() -> Gpt2Config {
     Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() }
 }
 
 /// Fewer heads of keys and values than there are ranks in `tp=4`, and scaled rotations.
+fn llama_config() -> LlamaConfig {
+    let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
+    LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 }
+}
+
+fn gpt2() -> Arc<dyn Model> {
+    Arc::new(Gpt2::new(gpt2_config()))
+}
+
 fn llama() -> Arc<dyn Model> {
     Arc::new(Llama::new(llama_config()))
 }
 
-fn llama_config() -> LlamaConfig {
-    let rotary = Rotary { theta: 10_000.0, scaling: Some(RotaryScaling::LLAMA_3_1) };
-    LlamaConfig { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, rotary, ..PRESETS[0].1 }
+/// The same models with a sliding window.
+fn windowed() -> [Arc<dyn Model>; 2] {
+    let gpt2 = Gpt2Config { sliding_window: Some(3), ..gpt2_config() };
+    let llama = LlamaConfig { sliding_window: Some(7), ..llama_config() };
+    [Arc::new(Gpt2::new(gpt2)), Arc::new(Llama::new(llama))]
 }
 
 /// Experts in every layer, dropless: a token's own choice does not depend on the others.
@@ -46,9 +53,7 @@ fn experts(router: RouterKind) -> Arc<dyn Model> {
     let moe = MoeConfig { num_experts: 4, top_k: 2, router, ..MoeConfig::default() };
     let experts =
         ExpertsConfig { moe, every_n_layers: 1, num_shared_experts: 1, expert_hidden_size: 24, over_tp: false };
-    let config =
-        Gpt2Config { vocab_size: VOCAB, hidden_size: 32, ffn_hidden_size: 64, seq_len: SEQ, ..Gpt2Config::default() };
-    Arc::new(Gpt2::new(config).with_experts(Some(experts)))
+    Arc::new(Gpt2::new(gpt2_config()).with_experts(Some(experts)))
 }
 
 fn tokens(sample: usize) -> impl Iterator<Item = i32> {
@@ -144,14 +149,17 @@ fn whole_pass_of(model: &Arc<dyn Model>, plan: &Plan, at: usize) -> Vec<f32> {
 
 const PASSES: [usize; 6] = [9, 1, 1, 4, 1, 8];
 
+/// Bit by bit: an attention has one order of sums, whatever passes the tokens come in.
 #[test]
 fn cached_tokens_have_the_logits_of_whole_passes() {
-    for model in [gpt2(), llama(), experts(RouterKind::TopK), experts(RouterKind::Bias)] {
+    let [gpt2_windowed, llama_windowed] = windowed();
+    let models = [gpt2(), llama(), gpt2_windowed, llama_windowed, experts(RouterKind::TopK), experts(RouterKind::Bias)];
+    for model in models {
         let cached = decoded(&model, &plan("dp=1", Numerics::Fast), &PASSES);
         let mut at = 0;
         for (count, logits) in PASSES.into_iter().zip(cached) {
             at += count;
-            assert_close("logits", &logits, &whole_pass(&model, at), 0.0);
+            assert_eq!(logits, whole_pass(&model, at), "after {at} tokens");
         }
     }
 }
@@ -159,7 +167,8 @@ fn cached_tokens_have_the_logits_of_whole_passes() {
 #[test]
 fn canonical_decoding_has_one_ranks_bits_on_every_mesh() {
     let canonical = Numerics::Canonical { blocks: 8 };
-    for model in [gpt2(), llama(), experts(RouterKind::TopK)] {
+    let [_, llama_windowed] = windowed();
+    for model in [gpt2(), llama(), llama_windowed, experts(RouterKind::TopK)] {
         let one = decoded(&model, &plan("dp=1", canonical), &PASSES);
         for mesh in ["tp=2", "tp=4", "pp=2", "pp=4", "tp=2,pp=2", "dp=2", "dp=2,tp=2", "dp=2,ep=2"] {
             assert_eq!(decoded(&model, &plan(mesh, canonical), &PASSES), one, "{mesh}");
@@ -230,7 +239,7 @@ fn mixed_precision_decodes_as_it_predicts() {
 #[test]
 fn decoding_reads_no_memory_of_the_device() {
     let device = || Opaque::device(Cpu::device());
-    for model in [gpt2(), llama()] {
+    for model in [gpt2(), llama()].into_iter().chain(windowed()) {
         let plan = plan("tp=2,pp=2", Numerics::Fast);
         assert_eq!(decoded_on(&model, &plan, &PASSES, device, opaque_world), decoded(&model, &plan, &PASSES));
     }

@@ -114,8 +114,21 @@ impl Config {
 
     pub(super) fn gpt2(&self) -> Gpt2Config {
         let &Model { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, .. } = &self.model;
-        let (tie_embeddings, dropout) = (self.model.tie_embeddings, self.model.dropout as f32);
-        Gpt2Config { vocab_size, num_layers, hidden_size, num_heads, ffn_hidden_size, seq_len, tie_embeddings, dropout }
+        Gpt2Config {
+            vocab_size,
+            num_layers,
+            hidden_size,
+            num_heads,
+            ffn_hidden_size,
+            seq_len,
+            sliding_window: self.sliding_window(),
+            tie_embeddings: self.model.tie_embeddings,
+            dropout: self.model.dropout as f32,
+        }
+    }
+
+    fn sliding_window(&self) -> Option<usize> {
+        Some(self.model.sliding_window).filter(|&window| window > 0)
     }
 
     pub(super) fn llama(&self) -> LlamaConfig {
@@ -134,6 +147,7 @@ impl Config {
             num_kv_heads: model.num_kv_heads,
             ffn_hidden_size: model.ffn_hidden_size,
             seq_len: model.seq_len,
+            sliding_window: self.sliding_window(),
             rotary: Rotary { theta: model.rope_theta, scaling },
             norm_eps: model.norm_eps,
             tie_embeddings: model.tie_embeddings,

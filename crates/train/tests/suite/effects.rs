@@ -41,6 +41,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("model.num_kv_heads", LLAMA, "1"),
     ("model.ffn_hidden_size", "", "64"),
     ("model.seq_len", "", "16"),
+    ("model.sliding_window", "", "3"),
     ("model.tie_embeddings", "", "false"),
     ("model.dropout", "", "0.1"),
     ("model.norm_eps", LLAMA, "0.1"),

@@ -31,6 +31,7 @@ struct Case {
     loss_chunk: usize,
     sequence_block: usize,
     tied: bool,
+    window: Option<usize>,
 }
 
 const PLAIN: Case = Case {
@@ -42,15 +43,26 @@ const PLAIN: Case = Case {
     loss_chunk: 0,
     sequence_block: 0,
     tied: true,
+    window: None,
 };
 
 impl Case {
     fn model(self, context: Option<ContextParallel>) -> Arc<dyn Model> {
-        let Self { kv_heads, seq: seq_len, dropout, boundary, cut_over_tp: cut, loss_chunk, sequence_block, tied } =
-            self;
+        let Self {
+            kv_heads,
+            seq: seq_len,
+            dropout,
+            boundary,
+            cut_over_tp: cut,
+            loss_chunk,
+            sequence_block,
+            tied,
+            window,
+        } = self;
         let (num_heads, hidden_size, ffn_hidden_size) = (4, 16, 32);
         if kv_heads == 0 {
             let config = Gpt2Config {
+                sliding_window: window,
                 vocab_size: VOCAB,
                 num_layers: 2,
                 hidden_size,
@@ -64,6 +76,7 @@ impl Case {
             return Arc::new(gpt2.sequence_block(sequence_block).context_parallel(context));
         }
         let config = LlamaConfig {
+            sliding_window: window,
             vocab_size: VOCAB,
             num_layers: 2,
             hidden_size,
@@ -148,7 +161,7 @@ fn a_language_model_over_cp_has_the_bits_of_one_rank() {
         Case { dropout: 0.2, tied: false, ..PLAIN },
         Case { loss_chunk: 3, ..PLAIN }, // a tied table
         Case { kv_heads: 2, loss_chunk: 2, ..PLAIN },
-        Case { kv_heads: 1, boundary: Boundary::Attention, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Attention, window: Some(5), ..PLAIN },
     ] {
         let context = |method| Some(ContextParallel::new(method, Order::default(), 1));
         let one = case.train(context(Method::AllGather), &plan("cp=1", numerics), false);
@@ -186,6 +199,8 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Attention, ..PLAIN },
         Case { kv_heads: 1, boundary: Boundary::Positions, sequence_block: 1, ..PLAIN },
         Case { boundary: Boundary::Attention, ..PLAIN },
+        Case { window: Some(3), ..PLAIN },
+        Case { kv_heads: 2, seq: 13, boundary: Boundary::Positions, window: Some(6), ..PLAIN },
     ] {
         let one = Case { sequence_block: 0, ..case }.train(None, &plan("tp=1", numerics), false);
         for method in METHODS {
@@ -278,7 +293,8 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
         ("dp=2,pp=2,cp=2", Method::AllGather, false), // gradients are summed over a group of two axes
     ] {
         for kv_heads in [0, 2] {
-            let case = Case { kv_heads, cut_over_tp, sequence_block: 3 * (kv_heads / 2), ..PLAIN };
+            let window = (kv_heads > 0).then_some(5);
+            let case = Case { kv_heads, cut_over_tp, window, sequence_block: 3 * (kv_heads / 2), ..PLAIN };
             let order = if method == Method::AllGather { Order::zigzag(2) } else { Order::default() };
             let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
             let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {
@@ -303,4 +319,21 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
             }
         }
     }
+}
+
+/// A window changes the numbers, and its operations are those of the pairs of tokens within it.
+#[test]
+fn a_window_hides_tokens_and_their_work() {
+    let plan = plan("tp=1", Numerics::Fast);
+    let of = |window| {
+        let case = Case { kv_heads: 2, window, ..PLAIN };
+        let flops = dry_run::predict(&case.model(None), &plan, 0).unwrap().flops;
+        (case.train(None, &plan, false).0.iter().map(|report| report.loss).collect::<Vec<_>>(), flops)
+    };
+    let [(all, flops), (whole, whole_flops), (few, few_flops)] = [None, Some(16), Some(4)].map(of);
+    assert_eq!((&all, flops), (&whole, whole_flops));
+    assert_ne!(all, few);
+    // Samples, layers, heads and features; forward and backward have 2 and 5 products of 2 operations a pair.
+    let pairs = [16 * 17 / 2, 4 * 5 / 2 + 12 * 4];
+    assert_eq!(flops - few_flops, (4 * 2 * 4 * 4 * 14 * (pairs[0] - pairs[1])) as u64);
 }

@@ -401,6 +401,8 @@ impl Frame {
                 0 => some(&rng.pick(&[9, 10, 14])),
                 _ => some(&(self.tp * rng.pick(&[8, 4, 5]).max(8 / self.tp))),
             },
+            // 100: more tokens than there are.
+            "model.sliding_window" => rarely(rng, 3).then(|| one_of(rng, &["0", "1", "3", "7", "100"])).flatten(),
             "model.tie_embeddings" => match self.asynchronous() && !rarely(rng, 8) {
                 true => some(&false),
                 false => one_of(rng, &["true", "false"]),

@@ -116,6 +116,8 @@ fn model(case: &Case, rule: &mut impl FnMut(bool, &str)) {
         rule(number("factor", 1.0) != 1.0 && high <= low, "no frequencies between low and high");
     } else {
         rule(kv_heads != heads, "gpt2 has a key and value head for each head");
+        let exported = case.get("checkpoint.export").is_some();
+        rule(exported && count(case, "model.sliding_window", 0) > 0, "no folder for a GPT-2 with a window");
     }
 }
 

@@ -33,7 +33,7 @@ proptest! {
         let [q, kv, dout] = case.operands::<f32>();
         let positions: Vec<i32> = (0..batch * seq).map(|at| (at % seq % (seq / 2 + 1)) as i32).collect();
         let packing = packed.map(|apart| Packing::new(&positions, [batch, seq], apart).unwrap());
-        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref() };
+        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), ..Masks::default() };
         let [out, lse] = case.run_with(tiles, &q, &kv, masks);
         let [dq, dkv] = case.backward_with(tiles, &q, &kv, &dout, masks);
 
@@ -53,6 +53,53 @@ proptest! {
         let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
         let error = norm(&mut sum.iter().zip(&dkv).map(|(a, b)| a - b));
         prop_assert!(error <= 1e-5 * norm(&mut dkv.iter().copied()).max(1.0), "{} off", error);
+    }
+
+    /// Queries of several runs of tokens, in any order, have the bits of a call for each run; the gradients of keys and
+    /// values are the sum of those of the calls, one after the other.
+    #[test]
+    fn runs_of_queries_in_one_call_have_the_bits_of_a_call_each(
+        (batch, used, size) in (1..3usize, 1..3usize, 1..4usize),
+        lens in prop::collection::vec(prop_oneof![1..4usize, 100..200usize], 2..5),
+        seed: u64,
+        head_dim in prop::sample::select(vec![2usize, 8, 20]),
+        beside in (0..2usize, 0..2usize),
+        turned: bool,
+        drops: bool,
+        packed in prop::option::of(any::<bool>()),
+        window in prop::option::of(1..150usize),
+        precision in prop::sample::select(PRECISIONS.to_vec()),
+    ) {
+        let keys: usize = lens.iter().sum();
+        let mut runs: Vec<Range<usize>> =
+            lens.iter().scan(0, |at, len| Some(std::mem::replace(at, *at + len)..*at)).collect();
+        runs.sort_by_key(|run| (run.start as u64).wrapping_mul(seed | 1).rotate_left(17));
+        runs.truncate(1.max(runs.len() - 1));
+        let seq = runs.iter().map(|run| run.len()).sum();
+        let whole = Case::new([batch, keys, used, size], head_dim, beside.into(), turned);
+        let case = whole.slice(seq, Keys { count: keys, first_query: 0 });
+        let [_, kv, _] = whole.operands::<f32>();
+        let [q, dout] = ["q", "dout"].map(|name| values::<f32>(name, elements(case.dims)));
+        let tiles = f32::tiles(precision);
+        let positions: Vec<i32> = (0..batch * keys).map(|at| (at % keys % (keys / 2 + 1)) as i32).collect();
+        let packing = packed.map(|apart| Packing::new(&positions, [batch, keys], apart).unwrap());
+        let masks = Masks { dropout: drops.then(|| dropout(0.3)), packing: packing.as_ref(), window, runs: None };
+        let together = Masks { runs: Some(&runs), ..masks };
+        let [out, lse] = case.run_with(tiles, &q, &kv, together);
+        let [dq, dkv] = case.backward_with(tiles, &q, &kv, &dout, together);
+        let (mut row, mut sum) = (0, None::<Vec<f32>>);
+        for run in &runs {
+            let of = |x: &[f32]| rows(x, [batch, seq], &(row..row + run.len()));
+            let alone = case.slice(run.len(), Keys { count: keys, first_query: run.start });
+            let [want, want_lse] = alone.run_with(tiles, &of(&q), &kv, masks);
+            prop_assert_eq!(&of(&out), &want);
+            prop_assert_eq!(&rows(&lse, [batch * case.dims.heads, seq], &(row..row + run.len())), &want_lse);
+            let [want_dq, share] = alone.backward_with(tiles, &of(&q), &kv, &of(&dout), masks);
+            prop_assert_eq!(&of(&dq), &want_dq);
+            sum = Some(sum.map_or(share.clone(), |sum| sum.iter().zip(&share).map(|(a, b)| a + b).collect()));
+            row += run.len();
+        }
+        prop_assert_eq!(Some(dkv), sum);
     }
 
     /// Queries behind all keys see each of them, so that the outputs of two blocks of keys join by their log-sum-exps.
@@ -87,7 +134,7 @@ proptest! {
 #[should_panic(expected = "queries without a document")]
 fn queries_behind_the_documents_of_the_keys_are_refused() {
     let packing = Packing::new(&[0, 1], [1, 2], true).unwrap();
-    let masks = Masks { dropout: None, packing: Some(&packing) };
+    let masks = Masks { packing: Some(&packing), ..Masks::default() };
     let dims = Dims { keys: Keys { count: 2, first_query: 1 }, ..Dims::of([1, 2, 1, 2]) };
     let (mut out, mut lse) = ([0f32; 4], [0f32; 2]);
     let groups = Groups::alone(dims);
