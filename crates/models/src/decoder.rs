@@ -153,6 +153,12 @@ impl<F: Family> DecoderModel<F> {
         Self { language: LanguageSpec { loss_chunk, ..self.language }, ..self }
     }
 
+    /// The same with the inner features of dense feed-forward networks of at most this many tokens of a sequence at a
+    /// time; 0: those of all.
+    pub fn sequence_block(self, sequence_block: usize) -> Self {
+        Self { language: LanguageSpec { sequence_block, ..self.language }, ..self }
+    }
+
     /// The same with these parts frozen. With tied embeddings the head is the token table, and frozen with it.
     pub fn freeze(self, frozen: Frozen) -> Self {
         let head = frozen.head || self.config.tie_embeddings && frozen.embedding;

@@ -151,6 +151,13 @@ impl FeedForward {
     pub fn forward(&self, tape: &Tape, x: &Var, norm: &Norm, sequences: Sequences<'_>, dropout: f32) -> Result<Var> {
         let region = sequences.region;
         match self {
+            // A mask of dropout is drawn for a whole value.
+            Self::Dense(mlp) if sequences.block > 0 && dropout == 0.0 => {
+                let (mlp, norm) = (mlp.clone(), norm.clone());
+                x.in_blocks(sequences.block, move |tape, x| {
+                    mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), 0.0)
+                })
+            }
             Self::Dense(mlp) => mlp.forward(tape, &norm.operand(tape, x)?, region, Some(x), dropout),
             Self::Experts { name, layer, shared } => {
                 let normed = norm.forward(tape, x)?;

@@ -12,6 +12,7 @@
 //! More than 400 lines: the documented public calls of one type.
 
 mod backward;
+mod blocks;
 mod cut_cache;
 mod decisions;
 mod decoding;

@@ -38,16 +38,17 @@ impl Config {
     pub fn model(&self) -> Arc<dyn AnyModel> {
         let (cut, boundary, chunk) = (self.parallelism.sequence_parallel, self.boundary(), self.memory.loss_chunk);
         let (frozen, context) = (self.model.frozen(), self.context());
+        let block = if (conditions::TOKENWISE.holds)(self) { self.memory.sequence_block } else { 0 };
         match self.model.kind {
             ModelKind::Gpt2 => {
                 let model =
                     Gpt2::new(self.gpt2()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
             }
             ModelKind::Llama => {
                 let model =
                     Llama::new(self.llama()).with_experts(self.experts()).freeze(frozen).context_parallel(context);
-                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk))
+                Arc::new(model.sequence_parallel(cut).documents(boundary).loss_chunk(chunk).sequence_block(block))
             }
         }
     }

@@ -107,16 +107,19 @@ fn the_emulated_device_has_every_value_of_the_cpu() {
     }
 }
 
-/// A sequence that cp cuts, by each method.
+/// A sequence that cp cuts, by each method, and with experts on ranks of dp, of cp and of both.
 #[test]
 fn sequences_over_cp_have_every_value_of_the_cpu() {
     let Some(kernels) = kernels() else { return };
-    let untied = "--set=model.tie_embeddings=false";
-    let llama = ["--set=model.kind=llama", "--set=model.dropout=0", untied];
+    let llama = ["--set=model.kind=llama", "--set=model.dropout=0"];
+    let experts = ["--set=model.preset=switch-tiny", "--set=model.dropout=0"];
     for (model, mesh, method) in [
-        (&[untied][..], "cp=2", "all_gather"),
+        (&[][..], "cp=2", "all_gather"),
         (&llama, "dp=2,cp=2", "all_to_all"),
         (&llama, "tp=2,cp=2", "all_gather"),
+        (&experts, "dp=2,cp=2,ep=2", "all_gather"),
+        (&experts, "cp=2,ep=2", "all_gather"),
+        (&experts, "dp=2,cp=2,ep=4", "all_to_all"),
     ] {
         let shared = emulator(&kernels, 3);
         let method = format!("--set=parallelism.context_parallel_method={method}");

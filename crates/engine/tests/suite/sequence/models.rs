@@ -5,7 +5,7 @@ use meshwork_context_parallel::{ByDocument, ContextParallel, Method};
 use meshwork_core::{Axis, Mesh, World};
 use meshwork_cpu::Cpu;
 use meshwork_engine::{
-    Numerics, Plan, Recompute, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
+    Numerics, Plan, Recompute, ScheduleSpec, StepReport, TrainError, Trainer, WholeState, Zero, ZeroStage, dry_run,
 };
 use meshwork_models::gpt2::{Gpt2, Gpt2Config};
 use meshwork_models::language::{self, Boundary, POSITIONS};
@@ -29,6 +29,7 @@ struct Case {
     boundary: Boundary,
     cut_over_tp: bool,
     loss_chunk: usize,
+    sequence_block: usize,
     tied: bool,
     window: Option<usize>,
 }
@@ -40,13 +41,24 @@ const PLAIN: Case = Case {
     boundary: Boundary::Ignored,
     cut_over_tp: false,
     loss_chunk: 0,
+    sequence_block: 0,
     tied: true,
     window: None,
 };
 
 impl Case {
     fn model(self, context: Option<ContextParallel>) -> Arc<dyn Model> {
-        let Self { kv_heads, seq: seq_len, dropout, boundary, cut_over_tp: cut, loss_chunk, tied, window } = self;
+        let Self {
+            kv_heads,
+            seq: seq_len,
+            dropout,
+            boundary,
+            cut_over_tp: cut,
+            loss_chunk,
+            sequence_block,
+            tied,
+            window,
+        } = self;
         let (num_heads, hidden_size, ffn_hidden_size) = (4, 16, 32);
         if kv_heads == 0 {
             let config = Gpt2Config {
@@ -61,7 +73,7 @@ impl Case {
                 dropout,
             };
             let gpt2 = Gpt2::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
-            return Arc::new(gpt2.context_parallel(context));
+            return Arc::new(gpt2.sequence_block(sequence_block).context_parallel(context));
         }
         let config = LlamaConfig {
             sliding_window: window,
@@ -77,7 +89,7 @@ impl Case {
             tie_embeddings: false,
         };
         let llama = Llama::new(config).sequence_parallel(cut).documents(boundary).loss_chunk(loss_chunk);
-        Arc::new(llama.context_parallel(context))
+        Arc::new(llama.sequence_block(sequence_block).context_parallel(context))
     }
 
     /// Other tokens for each sample; some targets masked; documents of several lengths.
@@ -183,14 +195,14 @@ fn a_language_model_over_cp_has_the_gradients_of_one_rank() {
     let numerics = Numerics::Fast;
     for case in [
         PLAIN,
-        Case { seq: 13, loss_chunk: 3, ..PLAIN },
+        Case { seq: 13, loss_chunk: 3, sequence_block: 3, ..PLAIN },
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Attention, ..PLAIN },
-        Case { kv_heads: 1, boundary: Boundary::Positions, ..PLAIN },
+        Case { kv_heads: 1, boundary: Boundary::Positions, sequence_block: 1, ..PLAIN },
         Case { boundary: Boundary::Attention, ..PLAIN },
         Case { window: Some(3), ..PLAIN },
         Case { kv_heads: 2, seq: 13, boundary: Boundary::Positions, window: Some(6), ..PLAIN },
     ] {
-        let one = case.train(None, &plan("tp=1", numerics), false);
+        let one = Case { sequence_block: 0, ..case }.train(None, &plan("tp=1", numerics), false);
         for method in METHODS {
             for (mesh, cut_over_tp, order, behind) in [
                 ("cp=2", false, Order::zigzag(2), false),
@@ -263,6 +275,28 @@ fn ranks_of_cp_share_out_what_they_hold_alike() {
     }
 }
 
+/// The inner features of 2 of 16 tokens at a time, where layers are recomputed: what they take falls, and the weights
+/// are those of all tokens at once, whatever the schedule does with their gradients.
+#[test]
+fn inner_features_of_some_tokens_at_a_time() {
+    for (kv_heads, mesh, schedule) in [(0, "dp=1", "1f1b"), (2, "dp=1", "1f1b"), (2, "pp=2,tp=2", "zb_h1")] {
+        let of = |sequence_block| Case { kv_heads, sequence_block, ..PLAIN };
+        let schedule = ScheduleSpec::named(schedule).unwrap();
+        let plan =
+            Plan { recompute: Recompute::Full, num_microbatches: Some(2), schedule, ..plan(mesh, Numerics::Fast) };
+        let whole = of(0).train(None, &plan, false);
+        for block in [2, 5, 16] {
+            assert_close(&format!("{kv_heads}, {mesh}, {block}"), &of(block).train(None, &plan, true), &whole);
+        }
+        let peak = |block| dry_run::predict(&of(block).model(None), &plan, 0).unwrap().memory.of(Category::Activations);
+        assert!(peak(2) < peak(0), "{kv_heads}, {mesh}: {} and {}", peak(2), peak(0));
+    }
+    let case = Case { sequence_block: 2, ..PLAIN };
+    let refused = dry_run::predict(&case.model(None), &plan("dp=1", Numerics::Canonical { blocks: 4 }), 0);
+    let told = refused.unwrap_err().to_string();
+    assert!(told.contains("in_blocks") && told.contains("sums over blocks of tokens"), "{told}");
+}
+
 /// Memory, FLOPs and every communication of each rank.
 #[test]
 fn a_run_over_cp_does_what_a_dry_run_predicts() {
@@ -281,7 +315,7 @@ fn a_run_over_cp_does_what_a_dry_run_predicts() {
     ] {
         for kv_heads in [0, 2] {
             let window = (kv_heads > 0).then_some(5);
-            let case = Case { kv_heads, cut_over_tp, window, ..PLAIN };
+            let case = Case { kv_heads, cut_over_tp, window, sequence_block: 3 * (kv_heads / 2), ..PLAIN };
             let order = if method == Method::AllToAll { Order::default() } else { Order::zigzag(2) };
             let (model, plan) = (case.model(Some(ContextParallel::new(method, order, 2))), plan(mesh, Numerics::Fast));
             let ranks = World::threads(&plan.mesh).run_mesh(&plan.mesh, |rank| {

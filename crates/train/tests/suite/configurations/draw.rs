@@ -665,7 +665,7 @@ impl Frame {
                 _ => one_of(rng, &["0", "0.1", "0.5"]),
             },
             "memory.recompute" => one_of(rng, &["none", "selective", "full", "sqrt", "stage", "1", "99"]),
-            "memory.loss_chunk" => one_of(rng, &["0", "1", "3", "100"]),
+            "memory.loss_chunk" | "memory.sequence_block" => one_of(rng, &["0", "1", "3", "100"]),
             "memory.saved_encoding" => one_of(rng, &["dense", "sparse"]),
             "memory.saved_dtype" => one_of(rng, &["f32", "bf16", "f16"]),
             "memory.offload" => one_of(rng, &["none", "optimizer", "activations", "samples", "all"]),
