@@ -14,10 +14,13 @@ use meshwork_tensor::kernel::{AttentionShape, GroupedShape};
 use meshwork_tensor::random::{fill_normal, key};
 use std::time::Instant;
 
-/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, and documents of a
-/// sequence, each of the same length, and a sliding window. The pairs between documents or outside of the window are
-/// counted too, so that the speeds show what leaving them out saves.
-const SHAPES: [(&str, [usize; 4], Option<usize>, usize, Option<usize>); 15] = [
+/// Name, then batch, sequence, heads and features of a head, heads to a group if they are grouped, documents of a
+/// sequence, each of the same length, and a sliding window.
+type Shape = (&'static str, [usize; 4], Option<usize>, usize, Option<usize>);
+
+/// The pairs between documents or outside of the window are counted too, so that the speeds show what leaving them out
+/// saves.
+const SHAPES: [Shape; 15] = [
     ("tiny", [16, 128, 4, 32], None, 1, None),
     ("small", [12, 256, 6, 64], None, 1, None),
     ("medium", [8, 256, 8, 64], None, 1, None),
