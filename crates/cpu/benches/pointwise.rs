@@ -192,7 +192,7 @@ fn numbers(len: usize) -> Buffer {
 /// Runs `work` inside one of two items of the pool, where no work is shared further.
 fn alone<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     let (work, result) = (Mutex::new(Some(work)), Mutex::new(None));
-    pool::share(0..2, |_| {
+    pool::for_each(0..2, |_| {
         let mine = work.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(work) = mine {
             let value = work();

@@ -38,7 +38,7 @@ impl RowSums {
 fn share_parts<I: Send>(parts: impl Iterator<Item = I>, n: usize, work: impl Fn(&mut I) + Sync) {
     let mut parts: Vec<I> = parts.collect();
     let at_once = (PIECE / (PART * n.max(1))).max(1);
-    share(parts.chunks_mut(at_once), |parts| parts.iter_mut().for_each(&work));
+    for_each(parts.chunks_mut(at_once), |parts| parts.iter_mut().for_each(&work));
 }
 
 /// Mean and rstd of every channel of every block.

@@ -32,7 +32,7 @@ impl Elementwise for Cpu {
         let out = for_float!(self, "map", first, T => {
             let inputs = inputs.iter().map(|input| Ok(input.as_slice::<T>()?)).collect::<Result<Vec<&[T]>>>()?;
             self.output::<T>(first.count(), |out| {
-                share(out.chunks_mut(HOST_PIECE).enumerate(), |(piece, out)| {
+                for_each(out.chunks_mut(HOST_PIECE).enumerate(), |(piece, out)| {
                     let mut arguments = vec![0.0; inputs.len()];
                     for (i, out) in out.iter_mut().enumerate() {
                         for (argument, input) in arguments.iter_mut().zip(&inputs) {

@@ -26,7 +26,7 @@ fn each_group<Out: Send>(
         }
         first += count;
     }
-    share(small, |(group, first, out)| product(group, first, out));
+    for_each(small, |(group, first, out)| product(group, first, out));
 }
 
 /// Splits memory into one destination of `size(group)` elements for each of `groups` groups.
@@ -169,7 +169,7 @@ impl Grouped for Cpu {
                     let x = x.split_off(..rows * n).unwrap_or_default();
                     parts.extend(y.chunks_mut(piece).zip(x.chunks(piece)).map(|(y, x)| (y, x, bias)));
                 }
-                share(parts, |(y, x, bias)| pointwise::bias(x, bias, y));
+                for_each(parts, |(y, x, bias)| pointwise::bias(x, bias, y));
             })
         })
     }
@@ -179,7 +179,7 @@ impl Grouped for Cpu {
             let GroupedGrad { buffer, start, accumulate } = db;
             let dy = dy.as_slice::<T>()?;
             let db = &mut buffer.as_mut_slice::<T>()?[start..start + blocks.len() * n];
-            share(db.chunks_mut(n.max(1)).zip(blocks), |(db, blocks)| {
+            for_each(db.chunks_mut(n.max(1)).zip(blocks), |(db, blocks)| {
                 let mut sums = vec![T::ZERO; blocks.len() * n];
                 for (rows, sum) in blocks.iter().zip(sums.chunks_mut(n.max(1))) {
                     pointwise::bias_backward(&dy[rows.start * n..rows.end * n], sum);

@@ -42,7 +42,7 @@ pub(super) fn in_blocks<T: Float + Element>(
                 let at_once = (PIECE / width).max(1);
                 if accumulate {
                     let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
-                    share(block.chunks_mut(at_once * width).zip(of_c), |(block, c)| {
+                    for_each(block.chunks_mut(at_once * width).zip(of_c), |(block, c)| {
                         for (to, c) in block.chunks_mut(width).zip(c.chunks(n)) {
                             c.part(columns.clone()).loaded().widen(to);
                         }
@@ -50,7 +50,7 @@ pub(super) fn in_blocks<T: Float + Element>(
                 }
                 compute([rows.clone(), columns.clone()], block);
                 let of_c = c.reborrow().split_at(rows.start * n).1.chunks(at_once * n);
-                share(block.chunks(at_once * width).zip(of_c), |(block, c)| {
+                for_each(block.chunks(at_once * width).zip(of_c), |(block, c)| {
                     for (from, c) in block.chunks(width).zip(c.chunks(n)) {
                         c.part(columns.clone()).round(from);
                     }

@@ -30,7 +30,7 @@ impl Cpu {
             let y = self.stored::<T>(name::<CENTRED>(), (x.dtype(), stored), all.len(), |y| {
                 let means = means.chunks_mut(piece / n).chain(repeat_with(Default::default));
                 let stats = rstds.chunks_mut(piece / n).zip(means);
-                share(y.chunks(piece).zip(all.chunks(piece)).zip(stats), |((y, x), (rstd, mean))| {
+                for_each(y.chunks(piece).zip(all.chunks(piece)).zip(stats), |((y, x), (rstd, mean))| {
                     read([x], |[x]| norm::forward::<CENTRED, T>(x, [&gain, &shift], eps as T, y, mean, rstd));
                 });
                 Ok(())
@@ -60,7 +60,7 @@ impl Cpu {
             let stats = rows.cut(mean, 1).zip(rows.cut(rstd, 1));
             let cut = rows.cut(stored::<T>(&mut dx)?, n).zip(rows.cut(dy, n)).zip(rows.cut(x, n)).zip(stats);
             let sums = dgains.chunks_mut(n).zip(dshifts.chunks_mut(n).chain(repeat_with(Default::default)));
-            share(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgain, dshift))| {
+            for_each(cut.zip(sums), |((((dx, dy), x), (mean, rstd)), (dgain, dshift))| {
                 dgain.fill(0.0);
                 dshift.fill(0.0);
                 let stats = mean.chunks(at_once).zip(rstd.chunks(at_once));

@@ -160,7 +160,7 @@ fn for_runs<'j, E: Send>(
         Some((floats, codes.iter_mut().filter_map(Iterator::next).collect::<Vec<_>>()))
     });
     let failed = Mutex::new(None);
-    share(jobs.iter().zip(extra).zip(states), |((job, extra), (mut floats, mut codes))| {
+    for_each(jobs.iter().zip(extra).zip(states), |((job, extra), (mut floats, mut codes))| {
         if let Err(error) = work(job, extra, &mut floats, &mut codes) {
             *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
         }

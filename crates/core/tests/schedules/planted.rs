@@ -36,7 +36,7 @@ fn a_rank_that_sleeps_after_its_wake_up() {
 
 #[test]
 fn an_owner_that_sleeps_after_its_wake_up() {
-    let said = found(Bug::OwnerSleepsLate, 3, || meshwork_core::pool::share(0..6, |_| ()));
+    let said = found(Bug::OwnerSleepsLate, 3, || meshwork_core::pool::for_each(0..6, |_| ()));
     assert!(said.contains("deadlock"), "{said}");
 }
 

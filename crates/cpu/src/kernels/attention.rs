@@ -250,7 +250,7 @@ fn forward_of<S: StoredAs<T>, T: Tiled>(call: &Call<'_, T>, [q, kv]: [&[S]; 2], 
     let outputs = heads_mut::<1, S>(out, [dims.batch, dims.seq, used, groups.size * dims.head_dim]);
     let outputs = outputs.zip(lse.chunks_mut((groups.size * dims.seq).max(1)));
     let items = Runs::new(dims.batch * used, groups.each(dims).zip(outputs), pool::threads());
-    pool::share(items, |((group, ([mut out], lse)), next)| {
+    pool::for_each(items, |((group, ([mut out], lse)), next)| {
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], out) = (call.starts(group, rows), out.part(rows.queries.range(), 0));
             let (wide, to_next) = (groups.size * dims.head_dim, to_next.filter(|_| !S::COPIED));
@@ -330,7 +330,7 @@ fn backward_of<'g, S: StoredAs<T>, T: Tiled>(
     call.check();
     let read = call.as_read::<S>();
     let items = Runs::new(dims.batch * groups.used(dims), groups.each(dims).zip(gradients), pool::threads());
-    pool::share(items, |((group, mut gradients), next)| {
+    pool::for_each(items, |((group, mut gradients), next)| {
         let lse = &lse[(group.sample * dims.heads + group.first_head(groups)) * dims.seq..];
         for (rows, to_next) in call.parts(group, next) {
             let ([q_start, k_start, v_start], o) = (call.starts(group, rows), call.out_start(group, rows));

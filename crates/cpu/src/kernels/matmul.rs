@@ -128,11 +128,11 @@ fn cut<T: Float>(threads: usize, factors: Factors<'_, T>, c: &mut [T], update: U
             let b = b.from(l, j);
             let packed = path.map(|path| {
                 packed.dims = [terms, columns];
-                pool::share(packed.parts(path), |part| pack(precision, path, b, part));
+                pool::for_each(packed.parts(path), |part| pack(precision, path, b, part));
                 &packed
             });
             let blocks = c[..m * n].chunks_mut(rows * n).zip(epilogue.parts(rows * n, j, l + terms == k));
-            pool::share(blocks.enumerate(), |(block, (c, epilogue))| {
+            pool::for_each(blocks.enumerate(), |(block, (c, epilogue))| {
                 let dims = [c.len() / n, columns, terms];
                 let factors = Factors { precision, dims, a: a.from(block * rows, l), b };
                 serial(factors, packed, (&mut c[j..], (n, 1)), update, epilogue);

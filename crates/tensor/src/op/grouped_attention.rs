@@ -289,8 +289,8 @@ impl Op for GroupedAttention {
         let some = |axis, ty| ty == Ty::Shard(1) && matches!(kv.types.get(axis), Some(Ty::Replicate | Ty::Invariant));
         let of_all = q.types.iter().filter(|&(axis, ty)| !some(axis, ty) && !exchanged(axis)).collect::<Vec<_>>();
         let of_keys = kv.types.iter().filter(|&(axis, _)| !exchanged(axis)).collect::<Vec<_>>();
-        rules::along_dim(self.name(), Operand { types: Types::of(&of_all), ..q }, 1, &[])?;
-        for (x, whole) in [(q, 3), (Operand { types: Types::of(&of_keys), ..kv }, 1), (kv, 2)] {
+        rules::along_dim(self.name(), Operand { types: Types::new(&of_all), ..q }, 1, &[])?;
+        for (x, whole) in [(q, 3), (Operand { types: Types::new(&of_keys), ..kv }, 1), (kv, 2)] {
             rules::along_dim(self.name(), x, whole, &[])?;
         }
         operands[2..].iter().try_for_each(|positions| documents::infer(self.name(), operands[0], *positions))?;

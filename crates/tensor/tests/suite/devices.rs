@@ -51,7 +51,7 @@ fn documents(tape: &Tape, apart: bool) -> Documents {
 }
 
 pub fn types(tp: Ty) -> Types {
-    Types::of(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
+    Types::new(&[(Axis::Tp, tp), (Axis::Dp, Ty::Invariant)])
 }
 
 /// Every operation.

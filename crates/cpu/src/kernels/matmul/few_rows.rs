@@ -49,7 +49,7 @@ pub(super) fn by_columns<T: Float>(
     }
     let mut rows: Vec<_> = c.chunks_mut(n).map(|row| row.chunks_mut(columns)).collect();
     let parts = (0..n).step_by(columns).map(|first| (first, rows.iter_mut().filter_map(Iterator::next).collect()));
-    pool::share(parts, |(first, mut rows): (usize, Vec<&mut [T]>)| {
+    pool::for_each(parts, |(first, mut rows): (usize, Vec<&mut [T]>)| {
         if let [row] = &mut rows[..] {
             return part(first, row.len(), row);
         }

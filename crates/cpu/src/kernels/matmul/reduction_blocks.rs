@@ -134,13 +134,13 @@ fn sum_runs<T: Float>(precision: Precision, [m, n]: [usize; 2], runs: &[Vec<Run<
         if n * k < PACKED_ALONE {
             parts.for_each(|(b, part)| pack(precision, path, b, part));
         } else {
-            pool::share(parts, |(b, part)| pack(precision, path, b, part));
+            pool::for_each(parts, |(b, part)| pack(precision, path, b, part));
         }
     }
     let of_block = runs[0].len();
     let even = m.div_ceil(pool::threads() * BLOCKS).next_multiple_of(TILE);
     let rows = (WAITING / n.max(1)).clamp(ROWS, even.max(ROWS)) / TILE * TILE;
-    pool::share(c.chunks_mut((rows * n).max(1)).enumerate(), |(strip, c)| {
+    pool::for_each(c.chunks_mut((rows * n).max(1)).enumerate(), |(strip, c)| {
         add_up(c, blocks, at_once, |block, c, update| {
             for (i, &Run { a, b, len }) in runs[block].iter().enumerate() {
                 let update = if i > 0 { Update::Accumulate } else { update };
