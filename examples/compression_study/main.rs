@@ -43,6 +43,10 @@ struct Options {
 }
 
 fn main() -> ExitCode {
+    if let Err(fault) = meshwork::train::processes::require_alone("compression_study") {
+        eprintln!("error: {fault}");
+        return ExitCode::from(2);
+    }
     match run(&Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -8,7 +8,7 @@ use meshwork::cpu::Cpu;
 use meshwork::diff::{Side, compare};
 use meshwork::nn::Model;
 use meshwork::train::data::Images;
-use meshwork::train::processes::require_alone;
+use meshwork::train::processes::{require_alone, world};
 use meshwork::train::profile::{self, layers, write_layers};
 use options::{Options, SCHEDULE, TRACE, usage};
 use std::error::Error;
@@ -23,9 +23,6 @@ use std::sync::atomic::AtomicBool;
 const COMPARED: u64 = 2;
 
 fn main() -> ExitCode {
-    if let Err(fault) = require_alone("digits") {
-        return fail(2, &fault);
-    }
     let options = match Options::read(std::env::args_os().skip(1)) {
         Ok(Some(options)) => options,
         Ok(None) => match show(&usage("cargo run --release --features digits --example digits --")) {
@@ -34,6 +31,11 @@ fn main() -> ExitCode {
         },
         Err(error) => return fail(2, &error),
     };
+    if options.compare.is_some()
+        && let Err(fault) = require_alone("digits --compare")
+    {
+        return fail(2, &fault);
+    }
     match run(&options) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
@@ -53,12 +55,15 @@ fn run(options: &Options) -> Result<bool, Box<dyn Error>> {
         show(&report)?;
         return Ok(report.holds());
     }
-    if let Some(path) = &options.layer_profile {
+    let world = world(&plan.mesh)?;
+    if let (Some(path), true) = (&options.layer_profile, world.leads()) {
         write_layers(&layers(&model, &plan, &images, Cpu::device(), &AtomicBool::new(false))?, path)?;
     }
-    show(&format_args!("{} on {} images, {} held out; {options}\n", options.model, images.len(), held_out.len()))?;
-    let profile = train::train(&model, &plan, options.epochs, options.profile, [&images, &held_out])?;
-    if let Some(profile) = profile {
+    if world.leads() {
+        show(&format_args!("{} on {} images, {} held out; {options}\n", options.model, images.len(), held_out.len()))?;
+    }
+    let profile = train::train(&world, &model, &plan, options.epochs, options.profile, [&images, &held_out])?;
+    if let Some(profile) = profile.filter(|_| world.leads()) {
         let text = profile::report(&profile, &plan, Path::new(TRACE), Path::new(SCHEDULE))?;
         show(&format_args!("\n{text}"))?;
     }

@@ -14,10 +14,11 @@ use std::time::Instant;
 /// Steps of a profile.
 const PROFILED: u64 = 3;
 
-/// Trains for some epochs, every rank a thread, and prints a line after each: the loss, and the scores of the images
-/// held out. The last images of an epoch that do not fill a mini-batch are left out; each epoch has another order.
-/// Returns a profile of some steps if requested.
+/// Trains for some epochs, every rank a thread, or a process where a launcher started several, and prints a line after
+/// each: the loss, and the scores of the images held out. The last images of an epoch that do not fill a mini-batch are
+/// left out; each epoch has another order. Returns a profile of some steps if requested.
 pub fn train(
+    world: &World,
     model: &Arc<dyn Model>,
     plan: &Plan,
     epochs: usize,
@@ -26,9 +27,13 @@ pub fn train(
 ) -> Result<Option<Profile>, RunError> {
     let (batch, dp) = (plan.global_batch_size, plan.mesh.degree(Axis::Dp));
     let steps_of_epoch = images.len() / batch;
-    let profiler = profiled.then(|| Profiler::new((epochs * steps_of_epoch) as u64, PROFILED, &*Cpu::device()));
+    let steps = (epochs * steps_of_epoch) as u64;
+    let profiler = profiled.then(|| match world.leads() {
+        true => Profiler::new(steps, PROFILED, &*Cpu::device()),
+        false => Profiler::follow(steps, PROFILED),
+    });
     let started = Instant::now();
-    let tracks = World::threads(&plan.mesh).run(|world| {
+    let tracks = world.run(|world| {
         let probe = profiler.as_ref().map_or_else(Probe::off, |profiler| profiler.probe(&**world.communicator()));
         let rank = Arc::new(Rank::new(&plan.mesh, probe.communicator(world.communicator().clone()))?);
         let first = rank.coords().get(Axis::Dp) * (batch / dp);

@@ -89,7 +89,8 @@ template <int FEATURES> DEVICE void backward_q(const Head& head, const Operands&
     float sum[FEATURES], part[FEATURES];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) sum[f] = 0.0f, part[f] = 0.0f;
-    // The first key of this query's document, the first that it sees, and the tile of the first that any of this block sees.
+    // The first key of this query's document, the first that it sees, and the tile of the first that any of this block
+    // sees.
     i64 at_least = of.past + first, own = of.sees.document(i < of.seq ? token : at_least), low = of.sees.from(i < of.seq ? token : at_least);
     i64 begin = of.sees.from(at_least) / TILE * TILE, opened = ((low - own) / BACKWARD_BLOCK + 1) * BACKWARD_BLOCK;
     for (i64 keys = begin; keys < end; keys += TILE) {

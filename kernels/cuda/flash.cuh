@@ -54,7 +54,8 @@ struct Tokens {
     }
 };
 
-// The rows of a lane in a tile of C, queries `row` and `row + 8` of `count`: the first key that each sees, and the last.
+// The rows of a lane in a tile of C, queries `row` and `row + 8` of `count`: the first key that each sees, and the
+// last.
 struct QueryPair {
     int row, own0, own1, last0, last1;
 };
@@ -144,8 +145,8 @@ template <int N> DEVICE void score_gradients(float (&s)[N][4], const float (&dp)
     }
 }
 
-// The queries that see one of the FLASH_ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found in
-// steps of STEP.
+// The queries that see one of the FLASH_ROWS keys from `first` on: rows `begin` to `end`, at least one; `end` is found
+// in steps of STEP.
 struct QueryRows {
     int begin, end;
 };

@@ -145,8 +145,8 @@ fn a_mesh_shrinks_to_the_ranks_that_are_left_and_grows_again_with_the_same_losse
     fs::remove_dir_all(folder).unwrap();
 }
 
-/// Open MPI lets the others live: two of four processes are killed, one after the other, rank 0 among them, and the rest
-/// goes on without a new start.
+/// Open MPI lets the others live: two of four processes are killed, one after the other, rank 0 among them, and the
+/// rest goes on without a new start.
 #[test]
 fn survivors_of_a_killed_process_go_on_in_place_with_the_same_losses() {
     let folder = folder("in-place");
@@ -205,6 +205,24 @@ fn a_model_of_ones_own_trains_over_processes() {
             "{}",
             ended.err
         );
+    }
+}
+
+/// The digits over two processes, with one output; what compares two meshes is refused, and so is what trains alone.
+#[test]
+fn other_programs_train_over_processes_or_say_that_they_do_not() {
+    for mpi in installed() {
+        let digits = path().with_file_name("digits");
+        let of_two = Running::start(mpirun(&mpi, 2, &digits, "--epochs 1 --pp 1 --dp 2")).end();
+        assert_eq!(of_two.code, Some(0), "{}", of_two.err);
+        assert_eq!(of_two.out.matches("epoch  1 | loss ").count(), 1, "{}", of_two.out);
+        for (program, line) in
+            [("digits", "--compare dp=2"), ("mesh_diff", "--mesh dp=1 --mesh dp=2"), ("compression_study", "--quick")]
+        {
+            let ended = Running::start(mpirun(&mpi, 2, &path().with_file_name(program), line)).end();
+            assert_eq!(ended.code, Some(2), "{program}: {}", ended.out);
+            assert!(ended.err.contains("runs in one process, and this one is rank "), "{}", ended.err);
+        }
     }
 }
 

@@ -1,9 +1,8 @@
 //! Bad input: one clear error before any training, exit code 2, nothing touched.
 
+use crate::program::{folder, run};
 use std::fs;
 use std::path::Path;
-
-use crate::program::{folder, run};
 
 /// Runs a command line that must be refused before anything is trained, printed or written, and returns its faults.
 fn refused(folder: &Path, line: &str) -> Vec<String> {

@@ -14,15 +14,14 @@
 //!   so that it is ready for the next kernel of a step; then it sleeps. A worker leaves as soon as a rank needs the
 //!   core again, at the end of its piece: pieces of at most about a millisecond keep that short.
 
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::PoisonError;
 use std::thread;
 use std::time::Duration;
-
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{self, Condvar, Instant, Mutex, MutexGuard};
 
 /// How long a thread looks for work before it sleeps: about as long as a wake-up takes.
 const SPIN: Duration = Duration::from_micros(10);

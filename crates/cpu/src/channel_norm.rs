@@ -1,10 +1,7 @@
-use super::kernels::Float;
+use super::PART;
 use super::kernels::channel_norm::{self as kernels, Channels, Means};
 use super::kernels::pointwise;
-use super::{Cpu, PART, PIECE, RowSums, for_float};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, Element};
-use meshwork_tensor::Result;
+use super::prelude::*;
 use meshwork_tensor::kernel::{ChannelNorm, Groups, MeanVariance, Statistics};
 
 /// The sums of groups, repeated for each of their channels, from `[blocks, channels]`.

@@ -1,8 +1,5 @@
-use super::kernels::{Float, elementwise};
-use super::{Cpu, for_float};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::Result;
+use super::kernels::elementwise;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Elementwise, HostFn, Map, Zip};
 
 /// Number of elements that a function of the host processes at a time.

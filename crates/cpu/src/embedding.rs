@@ -1,11 +1,6 @@
-use super::kernels::round::read;
 use super::kernels::{embedding, pointwise};
-use super::{Cpu, for_widened, loaded, row_piece, row_piece_of};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Embedding, TableGrad};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 
 /// Pieces into which the gradient of a table is cut.
 const GRAD_PIECES: usize = 16;

@@ -1,13 +1,8 @@
 use super::kernels::relu::PER_BYTE;
 use super::kernels::zeros::{self, Pattern};
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use bytemuck::Pod;
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
 use meshwork_tensor::kernel::{Layout, check_copy};
-use std::ops::Range;
 
 /// Cuts `values` into parts of these lengths.
 fn parts<P>(mut values: &mut [P], lengths: impl Iterator<Item = usize>) -> Vec<&mut [P]> {

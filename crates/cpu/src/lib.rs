@@ -21,6 +21,19 @@ mod routing;
 mod whole;
 mod windows;
 
+/// Items that most kernels use.
+mod prelude {
+    pub(crate) use crate::kernels::Float;
+    pub(crate) use crate::kernels::round::{Stored, read};
+    pub(crate) use crate::{Cpu, PIECE, RowSums, for_float, for_widened, loaded};
+    pub(crate) use crate::{row_piece, row_piece_of, rows_at_once, stored};
+    pub(crate) use meshwork_core::pool::share;
+    pub(crate) use meshwork_core::{Buffer, DType, Element};
+    pub(crate) use meshwork_tensor::tape::{RowBlocks, Terms};
+    pub(crate) use meshwork_tensor::{Device, Error, Result};
+    pub(crate) use std::ops::Range;
+}
+
 use arena::Arena;
 use kernels::Float;
 use kernels::round::{Cut, Loaded, Stored, read};

@@ -1,10 +1,7 @@
-use super::kernels::round::{Loaded, read};
-use super::kernels::{Float, loss};
-use super::{Cpu, for_float, for_widened, loaded, row_piece_of, stored};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
+use super::kernels::loss;
+use super::kernels::round::Loaded;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Loss, VocabShard};
-use meshwork_tensor::{Error, Result};
 
 impl Loss for Cpu {
     fn row_stats(&self, logits: &Buffer, targets: &Buffer, shard: VocabShard) -> Result<(Buffer, Buffer)> {

@@ -1,13 +1,7 @@
 use super::kernels::matmul::Update;
 use super::kernels::norm;
-use super::kernels::round::read;
-use super::{Cpu, RowSums, for_widened, loaded, row_piece_of, rows_at_once, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::Norm;
-use meshwork_tensor::tape::RowBlocks;
 use std::iter::repeat_with;
 
 /// Gradients of x, of gain and of shift.

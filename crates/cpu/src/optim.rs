@@ -1,14 +1,9 @@
 use super::kernels::reduce::sum_of_squares;
-use super::{Cpu, PIECE};
+use super::prelude::*;
 use meshwork_core::exact::{self, LIMBS};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType};
 use meshwork_optim::{Rule, Update};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
 use meshwork_tensor::kernel::{FlatParts, Optim};
 use std::iter;
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 impl Optim for Cpu {

@@ -1,11 +1,6 @@
 use super::kernels::permutation;
-use super::{Cpu, PIECE, for_float, row_piece};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Choices, Permutation};
-use meshwork_tensor::{Error, Result};
-use std::ops::Range;
 
 impl Permutation for Cpu {
     fn counts(&self, choices: &Buffer, samples: usize, ids: Range<usize>) -> Result<Buffer> {

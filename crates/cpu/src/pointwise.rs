@@ -1,12 +1,6 @@
-use super::kernels::round::read;
 use super::kernels::{dropout, gelu, pointwise, relu, round, swiglu};
-use super::{Cpu, PIECE, RowSums, for_float, for_widened, loaded, row_piece_of, rows_at_once, stored};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::device::Device;
+use super::prelude::*;
 use meshwork_tensor::kernel::{DropoutMask, Pointwise};
-use meshwork_tensor::tape::RowBlocks;
-use meshwork_tensor::{Error, Result};
 
 impl Pointwise for Cpu {
     fn add(&self, a: &Buffer, b: &Buffer) -> Result<Buffer> {

@@ -1,10 +1,6 @@
-use super::kernels::{Float, reduction};
-use super::{Cpu, PIECE, for_float, row_piece};
-use meshwork_core::Buffer;
-use meshwork_core::pool::share;
-use meshwork_tensor::Result;
+use super::kernels::reduction;
+use super::prelude::*;
 use meshwork_tensor::kernel::Reduction;
-use meshwork_tensor::tape::Terms;
 
 impl Reduction for Cpu {
     fn sum(&self, x: &Buffer, shape: [usize; 3], blocks: usize, scale: f64) -> Result<Buffer> {

@@ -1,8 +1,6 @@
-use super::kernels::{Float, dropout, permutation, routing};
-use super::{Cpu, for_dtype, for_float, row_piece};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
+use super::for_dtype;
+use super::kernels::{dropout, permutation, routing};
+use super::prelude::*;
 use meshwork_tensor::kernel::{DropoutMask, Pick, Routing, Selected, Selection};
 
 /// Tokens of a piece of work on scores of `experts` experts.

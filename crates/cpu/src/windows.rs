@@ -1,9 +1,5 @@
-use super::kernels::{Float, windows as kernels};
-use super::{Cpu, PIECE, for_float};
-use meshwork_core::pool::share;
-use meshwork_core::{Buffer, DType, Element};
-use meshwork_tensor::Result;
-use meshwork_tensor::device::Device;
+use super::kernels::windows as kernels;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Window, Windows};
 
 /// Runs `kernel` on pieces of whole images: (windows of the piece, its output, its input), each cut by elements of one

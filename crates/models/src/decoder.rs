@@ -12,12 +12,12 @@
 //! Types, per axis: between blocks the hidden state is `Shard(0)` on dp (the batch), on tp `Invariant` or, sequence
 //! parallel, `Shard(1)`, and on cp `Shard(1)` with context parallelism.
 
-use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec, MlpKind, Norm};
+use crate::experts::{self, ExpertsConfig, FeedForward, FeedForwardSpec, Norm};
 use crate::language::{self, Boundary, Frozen, HiddenModule, LanguageSpec, LanguageStage, Sequences};
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::Mesh;
 use meshwork_nn::{Activation, Batch, Field, LayerNorm, Metric, Model, Positions, RmsNorm, Stage, StageSpec};
-use meshwork_tensor::op::GroupedHeads;
+use meshwork_tensor::op::{GroupedHeads, MlpKind};
 use meshwork_tensor::{Declarations, Init, Result, Tape, Var};
 use meshwork_tensor_parallel::{ParallelAttention, ParallelGroupedAttention, VocabParallelEmbedding};
 use std::fmt::Debug;

@@ -2,7 +2,7 @@
 //! output head tied to the token table or not.
 
 use crate::decoder::{AttentionKind, DecoderConfig, DecoderModel, Family, Names, NormKind};
-use crate::experts::MlpKind;
+use meshwork_tensor::op::MlpKind;
 
 /// Sizes of a GPT-2.
 #[derive(Clone, Copy, Debug, PartialEq)]

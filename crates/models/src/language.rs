@@ -4,6 +4,8 @@
 //! ```text
 //! x = embed(ids)    x ← block(x)   (once a layer)    logits = norm(x) · W_headᵀ    loss = Σ cross entropy(logits, targets)
 //! ```
+//!
+//! More than 400 lines: a stage, and everything that its blocks read of a batch, follow one layout of tokens.
 
 use meshwork_context_parallel::ContextParallel;
 use meshwork_core::{Axis, DType, Mesh};

@@ -18,8 +18,7 @@
 //! `embed_tokens.weight`, `norm.weight` and `lm_head.weight` are the same in both.
 
 use crate::decoder::{AttentionKind, DecoderConfig, DecoderModel, Family, Names, NormKind};
-use crate::experts::MlpKind;
-use meshwork_tensor::op::{GroupedHeads, Rotary};
+use meshwork_tensor::op::{GroupedHeads, MlpKind, Rotary};
 
 /// Sizes of a Llama.
 #[derive(Clone, Copy, Debug, PartialEq)]

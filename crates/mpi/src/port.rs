@@ -144,11 +144,11 @@ impl Port {
             wire.first(process, wire::sealed(memory));
         } else {
             let tag = wire.tag(process);
-            let long = Cover::Long { process: self.layout.process, tag, bytes: memory.len() - 4 };
+            let long = Cover::Long { process: self.layout.process, tag, bytes: memory.len() - wire::FRAME };
             let Ok(short) = postcard::to_extend(&long, wire::framed(64)) else { return };
             wire.first(process, wire::sealed(short));
             let bytes = memory.len();
-            wire.large(process, tag, &Bytes::Input(Arc::new(Buffer::from_vec(memory)), 4, bytes));
+            wire.large(process, tag, &Bytes::Input(Arc::new(Buffer::from_vec(memory)), wire::FRAME, bytes));
         }
         if let Some((_, tag, _)) = far {
             wire.large(process, tag, bytes);

@@ -7,7 +7,7 @@
 //! MPI is initialised, and ended, by the thread that makes and drops the [`Wire`]. Any thread calls it in between, one
 //! at a time, for which THREAD_SERIALIZED is enough.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use crate::error::MpiError;
 use crate::ground::Claim;
@@ -22,6 +22,13 @@ pub(crate) const ROOM: usize = EAGER + 4096;
 
 /// First messages that can arrive before this process looks.
 const SLOTS: usize = 16;
+
+/// What a first message begins with: its length, its process, and its number among those of the process to this one.
+pub(crate) const FRAME: usize = 12;
+
+/// Of so many polls one looks at all slots. A message of a process that was killed while it was sent may fill the first
+/// one and never be complete: the library then says nothing of it, and others arrive behind it.
+const ALL_SLOTS: usize = 16;
 
 /// The largest message of the library. Counts are C `int`s; smaller messages let it do other things in between.
 const CHUNK: usize = 8 << 20;
@@ -48,8 +55,13 @@ pub(crate) struct Wire<T> {
     firsts: Handle,
     larges: Handle,
     largest_tag: usize,
-    /// Receives of first messages, in the order in which they were started: messages of one process arrive in it.
+    /// Receives of first messages, in the order in which they were started.
     slots: VecDeque<Slot>,
+    polls: usize,
+    /// The number of the next first message to each process, and from it.
+    numbers: Vec<[u32; 2]>,
+    /// First messages that arrived before an earlier one of their process.
+    early: HashMap<(usize, u32), Vec<u8>>,
     sends: Vec<Send>,
     receives: Vec<Receive<T>>,
     /// The next tag of a large message to each process.
@@ -103,6 +115,7 @@ impl<T> Wire<T> {
         let largest_tag = library.largest_tag(world)?;
         let (tags, lost) = (vec![0; processes], vec![false; processes]);
         let (slots, noticed) = (VecDeque::new(), VecDeque::new());
+        let (numbers, early) = (vec![[0; 2]; processes], HashMap::new());
         let (sends, receives) = (Vec::new(), Vec::new());
         let mut wire = Wire {
             library,
@@ -113,6 +126,9 @@ impl<T> Wire<T> {
             larges,
             largest_tag,
             slots,
+            polls: 0,
+            numbers,
+            early,
             sends,
             receives,
             tags,
@@ -170,11 +186,15 @@ impl<T> Wire<T> {
     }
 
     /// Sends a first message: at most [`ROOM`] bytes.
-    pub(crate) fn first(&mut self, to: usize, memory: Vec<u8>) {
+    pub(crate) fn first(&mut self, to: usize, mut memory: Vec<u8>) {
         debug_assert!(memory.len() <= ROOM);
         if self.lost[to] {
             return;
         }
+        let [number, _] = &mut self.numbers[to];
+        memory[4..8].copy_from_slice(&(self.process as u32).to_le_bytes());
+        memory[8..FRAME].copy_from_slice(&number.to_le_bytes());
+        *number = number.wrapping_add(1);
         // SAFETY: `sends` holds the memory, whose bytes do not move with it, until the request is over.
         match unsafe { self.library.send(&memory, to, FIRST, self.firsts) } {
             Ok(request) => self.sends.push(Send { request, to, _bytes: Held::First { _memory: memory } }),
@@ -220,20 +240,24 @@ impl<T> Wire<T> {
     /// What has happened since the last poll. Whether there was anything.
     pub(crate) fn poll(&mut self, mut event: impl FnMut(Event<T>)) -> bool {
         let (mut any, mut failed) = (false, Vec::new());
-        while let Some(slot) = self.slots.front_mut() {
+        self.polls = self.polls.wrapping_add(1);
+        let (looks_at_all, mut at) = (self.polls.is_multiple_of(ALL_SLOTS), 0);
+        while let Some(slot) = self.slots.get_mut(at) {
             match self.library.test(&mut slot.request) {
-                Ok(false) => break,
                 Ok(true) => {
                     any = true;
-                    let Some(slot) = self.slots.pop_front() else { break };
-                    event(Event::First(unframed(&slot.memory).to_vec()));
+                    let Some(slot) = self.slots.remove(at) else { break };
+                    self.arrived(&slot.memory, &mut event);
                     self.listen(slot.memory);
+                    continue;
                 }
-                Err(code) => {
-                    // The receive goes on when the failure has been noted.
-                    failed.push((None, code));
-                    break;
-                }
+                Ok(false) => {}
+                // The receive goes on when the failure has been noted.
+                Err(code) => failed.push((None, code)),
+            }
+            at += 1;
+            if !looks_at_all {
+                break;
             }
         }
         let library = &self.library;
@@ -271,6 +295,22 @@ impl<T> Wire<T> {
         any
     }
 
+    /// Passes on a first message, once those of its process before it are here.
+    fn arrived(&mut self, memory: &[u8], event: &mut impl FnMut(Event<T>)) {
+        let [length, process, number] = frame(memory);
+        let (process, message) = (process as usize, &memory[FRAME..(length as usize).clamp(FRAME, memory.len())]);
+        if process >= self.numbers.len() {
+            return; // of another program
+        }
+        self.early.insert((process, number), message.to_vec());
+        loop {
+            let [_, next] = &mut self.numbers[process];
+            let Some(message) = self.early.remove(&(process, *next)) else { break };
+            *next = next.wrapping_add(1);
+            event(Event::First(message));
+        }
+    }
+
     /// Whether messages are under way, in either direction, that this process must wait for.
     pub(crate) fn is_busy(&self) -> bool {
         !(self.sends.is_empty() && self.receives.is_empty())
@@ -301,10 +341,10 @@ fn unlink_shared_memory() {
     names.into_iter().for_each(|name| _ = std::fs::remove_file(name)); // another process may have been first
 }
 
-/// The memory of a first message of this many bytes, to be filled: its length comes first.
+/// The memory of a first message of this many bytes, to be filled behind its frame.
 pub(crate) fn framed(bytes: usize) -> Vec<u8> {
-    let mut memory = Vec::with_capacity(4 + bytes);
-    memory.extend_from_slice(&[0; 4]);
+    let mut memory = Vec::with_capacity(FRAME + bytes);
+    memory.extend_from_slice(&[0; FRAME]);
     memory
 }
 
@@ -315,9 +355,11 @@ pub(crate) fn sealed(mut memory: Vec<u8>) -> Vec<u8> {
     memory
 }
 
-/// The bytes of a first message.
-fn unframed(memory: &[u8]) -> &[u8] {
-    let mut length = [0; 4];
-    length.copy_from_slice(&memory[..4]);
-    &memory[4..(u32::from_le_bytes(length) as usize).clamp(4, memory.len())]
+/// The numbers that a first message begins with.
+fn frame(memory: &[u8]) -> [u32; FRAME / 4] {
+    [0, 1, 2].map(|at| {
+        let mut number = [0; 4];
+        number.copy_from_slice(&memory[4 * at..4 * at + 4]);
+        u32::from_le_bytes(number)
+    })
 }

@@ -259,7 +259,7 @@ fn run(
         let (validates, checks) = (is_due(config.validation.every), is_due(config.training.check_replicas_every));
         let is_replayed = |step: u64| step.is_multiple_of(config.training.replay_every.max(1));
         let replay = replay.as_ref().filter(|_| is_replayed(begun + 1));
-        let replayed = replay.map(|replay| replay.run(&trainer, |rows| Ok(data.batch_at(taken, rows)?))).transpose()?;
+        let replayed = replay.map(|replay| replay.run(&trainer, |rows| data.batch_at(taken, rows))).transpose()?;
         if replayed.is_some() {
             began = Instant::now();
         }

@@ -1,7 +1,6 @@
+use super::*;
 use std::collections::HashSet;
 use std::sync::Barrier;
-
-use super::*;
 
 #[test]
 fn every_item_is_done_once_whoever_shares_and_however_often() {

@@ -1,16 +1,14 @@
 //! Shared work: each item is done exactly once, a panic reaches the owner of the job, and a waiting thread lends its
 //! core.
 
+use super::check;
+use meshwork_core::pool::{is_idle, share, yield_core};
+use shuttle::sync::Barrier;
+use shuttle::thread;
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-
-use meshwork_core::pool::{is_idle, share, yield_core};
-use shuttle::sync::Barrier;
-use shuttle::thread;
-
-use super::check;
 
 /// Doubles numbers in pieces of two.
 fn double(x: &mut [usize]) {

@@ -6,13 +6,13 @@
 //! al., arXiv:2205.14135): `dV = (P∘M)ᵀ dO`, `dP = (dO Vᵀ)∘M`, `D_i = Σ_e dO_ie O_ie`, `dS = P∘(dP - D)`,
 //! `dQ = dS K / √head_dim`, `dK = dSᵀ Q / √head_dim`.
 //!
-//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and `kv[batch, keys, 2, kv_heads,
-//! head_dim]`, where several heads of queries share one head of keys and values; its `dK` and `dV` are the sums over
-//! them. The queries may be [some of the tokens](Keys) that the keys are of, in several [runs](Masks::runs). Queries and
-//! keys may be [rotated](Angles) by their positions first.
+//! Or grouped (Ainslie et al., arXiv:2305.13245): `q[batch, seq, heads, head_dim]` and
+//! `kv[batch, keys, 2, kv_heads, head_dim]`, where several heads of queries share one head of keys and values; its `dK`
+//! and `dV` are the sums over them. The queries may be [some of the tokens](Keys) that the keys are of, in several
+//! runs. Queries and keys may be [rotated](Angles) by their positions first.
 //!
-//! Sequences may be [packed](Packing) with documents. Each document is computed as if it were a sequence by itself. With
-//! a [window](Masks::window) blocks of keys that no query of a block sees are not computed.
+//! Sequences may be [packed](Packing) with documents. Each document is computed as if it were a sequence by itself.
+//! With a window blocks of keys that no query of a block sees are not computed.
 //!
 //! # The order of sums
 //!
@@ -45,9 +45,9 @@
 //! Groups of heads (without groups: heads) are distributed over threads. One thread computes a whole group, and packs
 //! its keys and values once. Forward: panels of queries, as wide as a tile, are multiplied with all keys, with a row of
 //! scores for each key. A vector holds one key's scores of many queries, so that maxima, totals and exponentials need
-//! no sums within a vector. One or two queries, as in decoding, have a [row each](forward::few). Backward: over blocks of 128 keys, and for each over blocks of 128 queries, so that
-//! frequently written memory stays in the L2 cache, however long the sequence is. On the diagonal, both stop at a
-//! tile's edge.
+//! no sums within a vector. One or two queries, as in decoding, have a row each. Backward: over blocks
+//! of 128 keys, and for each over blocks of 128 queries, so that frequently written memory stays in the L2 cache,
+//! however long the sequence is. On the diagonal, both stop at a tile's edge.
 //!
 //! A head's rows are short and far apart, so no CPU prefetches them; loading them from memory would take a third of the
 //! time. A thread takes neighbouring heads one after the other (see `runs`), and the tiles of one head prefetch the

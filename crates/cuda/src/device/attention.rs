@@ -221,8 +221,8 @@ impl CudaDevice {
         Ok((self.settled(out, dtype)?, lse))
     }
 
-    /// Writes the gradients of the queries of a run, and of keys and values where `into` has them: on tensor cores summed
-    /// over each group, else of each head of queries. `dout` has the type of the kernels.
+    /// Writes the gradients of the queries of a run, and of keys and values where `into` has them: on tensor cores
+    /// summed over each group, else of each head of queries. `dout` has the type of the kernels.
     fn attend_back(
         &self,
         call: &Call<'_>,

@@ -1,12 +1,7 @@
 //! The angles by which queries and keys are rotated.
 
-use super::{CudaDevice, launch::launch};
-use crate::driver::Address;
-use meshwork_core::{Buffer, DType};
-use meshwork_tensor::Result;
+use super::prelude::*;
 use meshwork_tensor::kernel::{Layout, Rotary};
-use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "rotary";
 

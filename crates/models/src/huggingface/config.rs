@@ -1,5 +1,7 @@
 //! `config.json`: from a Hugging Face model's settings to the sizes of ours. Settings that change the numbers of a
 //! model and are not supported are refused; others are ignored.
+//!
+//! More than 400 lines: the settings of four classes, each with its defaults.
 
 use super::{Architecture, Error};
 use crate::experts::{ExpertsConfig, MoeConfig, RouterKind};

@@ -22,7 +22,7 @@ pub struct AttentionShape {
 
 /// Queries `[batch, seq, heads, head_dim]`, and keys and values `[batch, keys, 2, kv_heads, head_dim]` that groups of
 /// heads share; `out` has the shape of the queries. Query i is token `first_query` + i of those that the keys are of,
-/// or what the [masks](AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see all
+/// or what the [masks](fn@AttentionMasks::runs) say, and sees the keys up to its own: queries behind the last key see all
 /// of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GroupedShape {
@@ -101,8 +101,8 @@ impl GroupedShape {
     }
 }
 
-/// Pairs of one of `queries` and a key that it sees, among the tokens `keys`: its own, those before it, and with a window
-/// no more than that many of them.
+/// Pairs of one of `queries` and a key that it sees, among the tokens `keys`: its own, those before it, and with a
+/// window no more than that many of them.
 pub fn seen_pairs(queries: Range<usize>, keys: Range<usize>, window: Option<usize>) -> u64 {
     let up_to_own = |tokens: usize| {
         let own = tokens.min(keys.end).saturating_sub(keys.start) as u64;
@@ -176,6 +176,13 @@ impl AttentionMasks<'_> {
 
     /// The keys that one of these queries sees, if there are as many: what must travel to the queries where other ranks
     /// hold the keys.
+    ///
+    /// ```
+    /// use meshwork_tensor::kernel::AttentionMasks;
+    ///
+    /// let masks = AttentionMasks { window: Some(4), ..AttentionMasks::default() };
+    /// assert_eq!(masks.keys_of(&(10..12)), 7..12);
+    /// ```
     pub fn keys_of(&self, queries: &Range<usize>) -> Range<usize> {
         let first = self.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
         first.min(queries.end)..queries.end
@@ -220,8 +227,9 @@ kernels! {
         fn turn(&self, of: TurnedHeads, x: &Buffer) -> Result<Buffer>
             | profile(Attention: x), halves(wide x -> x), meta(like x);
 
-        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), then over the
-        /// runs of queries one after the other, and zero, of either sign, for keys and values that no query here sees.
+        /// (dq, dkv) of groups: dkv is summed over the heads of a group in the [tree](meshwork_core::tree), then over
+        /// the runs of queries one after the other, and zero, of either sign, for keys and values that no query here
+        /// sees.
         #[expect(clippy::too_many_arguments, reason = "one more than without groups")]
         fn grouped_grad(
             &self,

@@ -80,3 +80,4 @@ pub use grouped_attention::GroupedHeads;
 pub use grouped_linear::RowGroups;
 pub use loss::VocabLoss;
 pub use order::Order;
+pub use swiglu::MlpKind;

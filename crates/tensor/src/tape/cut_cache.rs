@@ -115,7 +115,7 @@ impl<'a> CutCache<'a> {
         let of_ranks = |of: &dyn Fn(usize, usize) -> usize| -> Result<Buffer> {
             let numbers = (0..tokens).flat_map(|token| (0..ranks).map(move |rank| (token, rank)));
             let numbers: Vec<i32> = numbers.map(|(token, rank)| of(token, rank) as i32).collect();
-            Ok(device.upload(&Buffer::from_vec(numbers))?)
+            device.upload(&Buffer::from_vec(numbers))
         };
         let (ids, slots) = (of_ranks(&|_, rank| rank)?, of_ranks(&|token, rank| rank * tokens + token)?);
         let choices = Choices { ids: &ids, slots: &slots, k: ranks };

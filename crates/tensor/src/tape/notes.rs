@@ -6,11 +6,9 @@
 //! Any other backward pass refuses notes that would be lost: auxiliary losses and statistics. Metrics change no number,
 //! and stay where they are.
 
-use super::{Mode, Normaliser, Seed, Source, Tape, Var};
-use crate::error::{Error, Result};
+use super::prelude::*;
+use super::{Normaliser, Seed};
 use crate::param::StatisticId;
-use crate::tensor::Tensor;
-use meshwork_core::{DType, SpmdError, Ty, Types};
 use std::collections::BTreeSet;
 
 /// A number for each sample, under a name.

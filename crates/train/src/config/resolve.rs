@@ -1,11 +1,5 @@
 //! From settings to a whole configuration: presets, derived defaults, the mesh string.
 
-use meshwork_core::{pool, simd};
-use meshwork_pipeline::{Generator, by_name};
-use std::ffi::OsString;
-use std::path::Path;
-use toml::Value;
-
 use super::batch::BatchRequest;
 use super::check::check;
 use super::cli::Args;
@@ -16,6 +10,11 @@ use super::preset::{self, Moe, preset};
 use super::settings::Settings;
 use super::words::{Dtype, ModelKind, MoeRouter};
 use super::{Config, compress, conditions, context, experts, mixed, partition, pretrained, schedule, size, zero};
+use meshwork_core::{pool, simd};
+use meshwork_pipeline::{Generator, by_name};
+use std::ffi::OsString;
+use std::path::Path;
+use toml::Value;
 
 /// The whole configuration. The returned settings have every fault. If there is one, the configuration must not be run;
 /// values at fault have their defaults.

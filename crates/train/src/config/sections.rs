@@ -79,8 +79,8 @@ sections! {
             Derived("by preset, else 4 · hidden_size; llama: 8/3 · hidden_size, rounded up to a multiple of 256"), Count(1), Model;
         /// Tokens per sample, and number of positions.
         seq_len: usize = BY_PRESET, Count(1), Model;
-        /// Sliding window of attention, as in Mistral: tokens that a query sees at most, its own and the last before it.
-        /// 0: all.
+        /// Sliding window of attention, as in Mistral: tokens that a query sees at most, its own and the last before
+        /// it. 0: all.
         sliding_window: usize = int(0), Count(0), Model;
         /// Whether the output layer shares the token embedding.
         tie_embeddings: bool = Derived("true; llama: false"), Switch, Model;

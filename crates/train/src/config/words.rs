@@ -1,7 +1,6 @@
 //! The words that keys and flags take, and their counterparts in the other crates.
 
-use std::fmt;
-
+use super::setting::{Setting, stands_for, words};
 use meshwork_compress::Rounding;
 use meshwork_engine::{Recompute, Verify};
 use meshwork_models::experts::{AuxLossScope, Overflow, RouterKind};
@@ -9,9 +8,8 @@ use meshwork_optim::Decay;
 use meshwork_tensor::Precision;
 use meshwork_tensor::tape::{Encoding, HalfType};
 use serde::Serialize;
+use std::fmt;
 use toml::Value;
-
-use super::setting::{Setting, stands_for, words};
 
 words! {
     /// `model.kind`.

@@ -52,7 +52,7 @@ pub fn continue_text(
     let each = Mutex::new(each);
     let shown = |token| each.lock().unwrap_or_else(PoisonError::into_inner)(token);
     Joined::of(&trained.config)?
-        .run(&trained.config, |world, _, _| continue_text_in(world, trained, prompt, tokens, sampling, asked, &shown))
+        .run(&trained.config, |world, _, _| continue_text_in(world, trained, prompt, tokens, sampling, asked, shown))
 }
 
 /// [`continue_text`] in any world of as many ranks as the mesh has: in each process of a [joined](World::Joined) world

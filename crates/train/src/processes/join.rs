@@ -55,7 +55,11 @@ impl Joined {
 
     /// The worlds over the processes that are there: all make them in this order.
     fn over(config: &Config, runtime: Runtime, told: Vec<String>) -> Self {
-        let all = (config.parallelism.elastic != Elastic::Off).then(|| runtime.world());
+        if config.parallelism.elastic == Elastic::Off {
+            // Of another size than the mesh it is refused.
+            return Self { world: Some(runtime.world()), all: None, runtime: Some(runtime), told };
+        }
+        let all = Some(runtime.world());
         let ranks = config.mesh().map_or(1, |mesh| mesh.world_size());
         Self { world: runtime.world_of(ranks, config.comm.timeout()), all, runtime: Some(runtime), told }
     }

@@ -100,8 +100,13 @@ fn ranks_of(config: &Config) -> usize {
 /// Refuses a launch of another number of ranks than the mesh has, unless the mesh fits itself to them.
 fn require_ranks(config: &Config, launch: &Launch) -> Result<(), Fault> {
     let (wanted, each) = (ranks_of(config), config.comm.ranks_per_process);
+    let elastic = config.parallelism.elastic;
+    if elastic != Elastic::Off && launch.size.is_none() {
+        let problem = format!("{} does not say how many processes it started", launch.launcher);
+        return Err(Fault::new("parallelism.elastic", elastic.name(), problem, "use mpirun, or off"));
+    }
     let other = launch.size.filter(|processes| processes.checked_mul(each) != Some(wanted));
-    let Some(processes) = other.filter(|_| config.parallelism.elastic == Elastic::Off) else { return Ok(()) };
+    let Some(processes) = other.filter(|_| elastic == Elastic::Off) else { return Ok(()) };
     let mesh = config.mesh().map_or(String::new(), |mesh| mesh.to_string());
     let of_each = if each == 1 { String::new() } else { format!(" of {each} ranks each") };
     let problem = format!("has {wanted} ranks, and {} started {processes} processes{of_each}", launch.launcher);
@@ -229,6 +234,15 @@ mod tests {
         ] {
             assert_eq!(found(settings, variables), Err(message.to_owned()));
         }
+        let unknown = found("--mesh dp=4 --set parallelism.elastic=dp", "PMIX_RANK=3").unwrap_err();
+        assert!(
+            unknown.starts_with("parallelism.elastic = dp: ") && unknown.contains("how many processes"),
+            "{unknown}"
+        );
+        assert_eq!(
+            found("--mesh dp=4 --set parallelism.elastic=dp", "PMI_RANK=1 PMI_SIZE=3"),
+            Ok((Some(1), Vec::new()))
+        );
         let two =
             found("--mesh dp=4", "PMI_RANK=1 PMI_SIZE=4 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4").unwrap_err();
         assert!(two.contains("the variables of two launchers"), "{two}");

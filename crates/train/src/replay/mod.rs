@@ -8,6 +8,7 @@
 //! The trainer of the other mesh exists while it has its step, on a device of its own: the memory and traffic that the
 //! run reports of itself are those without a replay.
 
+pub(crate) mod other_bits;
 mod routes;
 
 use crate::config::{Config, Fault, parse_mesh};
@@ -22,6 +23,7 @@ use meshwork_engine::{
 };
 use meshwork_nn::{Batch, Model};
 use meshwork_tensor::param::LocalSlice;
+pub use other_bits::OtherBits;
 use routes::{Arrived, Different, Routes};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -234,11 +236,14 @@ impl<'a> Replay<'a> {
     ///
     /// # Errors
     /// Of the step on the other mesh.
-    pub fn run(
+    pub fn run<E>(
         &self,
         trainer: &Trainer,
-        batch: impl FnOnce(Range<usize>) -> Result<Batch, RankError>,
-    ) -> Result<Replayed, RankError> {
+        batch: impl FnOnce(Range<usize>) -> Result<Batch, E>,
+    ) -> Result<Replayed, RankError>
+    where
+        RankError: From<E>,
+    {
         let (Self { replays, devices, world, .. }, begun) = (self, Instant::now());
         let device = devices.rank(self.rank.world().communicator().clone())?.device;
         let mut other = Trainer::new(replays.model.clone(), &replays.plan, self.rank.clone(), device.clone())?;
@@ -342,26 +347,6 @@ pub struct Replayed {
     peak: u64,
     seconds: f64,
 }
-
-/// A step that has other bits where it runs again.
-#[derive(thiserror::Error)]
-#[error(
-    "step {step}: on mesh {of}, and run again on {mesh}, it has other bits, so a rank computed, stored or sent a wrong value:\n  {}\n\
-     start again from a checkpoint before this step; ranks that are named here twice, or again, are the first to look at",
-    lines.join("\n  ")
-)]
-pub struct OtherBits {
-    /// The step.
-    pub step: u64,
-    /// The mesh of the run.
-    pub of: String,
-    /// The mesh of the replay.
-    pub mesh: String,
-    /// What differs: loss and norm, and the first element that does.
-    pub lines: Vec<String>,
-}
-
-meshwork_core::debug_as_display!(OtherBits);
 
 /// A difference that a rank found.
 #[derive(Serialize, Deserialize)]

@@ -3,6 +3,7 @@
 //!
 //! More than 400 lines: each test is one pair of runs and the result of their comparison.
 
+use crate::small::{BATCH, SEQ, config, data};
 use meshwork_core::comm::{Call, Membership};
 use meshwork_core::{Axis, CommError, Communicator, Pending, ReductionOrder};
 use meshwork_diff::{Between, Comparison, Divergence, Error, Location, Report, Side, Vector, compare};
@@ -14,8 +15,6 @@ use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-
-use crate::small::{BATCH, SEQ, config, data};
 
 #[track_caller]
 fn held_against([a, b]: [&Config; 2], steps: u64) -> Report {

@@ -2,13 +2,12 @@
 //!
 //! More than 400 lines: one short case per kind of fault, to be read beside each other.
 
-use std::fs;
-use std::path::PathBuf;
-
 use meshwork_train::config::keys::{self, ValueKind};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::load;
 use meshwork_train::plan::report;
+use std::fs;
+use std::path::PathBuf;
 
 fn args(line: &str) -> Args {
     Args::parse(line.split_whitespace())

@@ -5,7 +5,8 @@ use meshwork_core::comm::{Call, Decorator, Op, Pending};
 use meshwork_core::{CommError, Communicator, DType, Rank, World};
 use meshwork_train::config::{Args, Config};
 use meshwork_train::replay::{Replay, Replays};
-use meshwork_train::{Devices, RankError, Trainer, load, plan, train};
+use meshwork_train::{Devices, Trainer, load, plan, train};
+use std::error::Error;
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -31,11 +32,11 @@ pub fn run(
         let mut trainer = Trainer::new(config.model(), &plan, Arc::new(Rank::new(&mesh, wrap(world))?), device)?;
         let mut told = Vec::new();
         for step in 0..3 {
-            let replayed = replay.run(&trainer, |rows| Ok(data.batch(step, small::BATCH, rows)?))?;
+            let replayed = replay.run(&trainer, |rows| data.batch(step, small::BATCH, rows))?;
             let report = trainer.step(&data.batch(step, small::BATCH, trainer.samples())?)?;
             told.push(replay.compare(&trainer, &report, &replayed)?);
         }
-        Ok::<_, RankError>(told)
+        Ok::<_, Box<dyn Error + Send + Sync>>(told)
     });
     match ended {
         Ok(mut told) => Ok(told.swap_remove(0)),

@@ -277,8 +277,8 @@ fn one_head<T: Tiled>(
     }
 }
 
-/// Turns the products of a row of `S` and of `dP` into `P` and `dS` where a key is `seen`; sets the others, up to a whole
-/// vector behind them and one more, to zero.
+/// Turns the products of a row of `S` and of `dP` into `P` and `dS` where a key is `seen`; sets the others, up to a
+/// whole vector behind them and one more, to zero.
 #[inline(always)]
 fn softmax_backward<T: Float>(scale: T, [lse, d]: [T; 2], [p, ds]: [&mut [T]; 2], seen: Range<usize>) {
     let (p, ds) = (p.as_chunks_mut::<VECTOR>().0, ds.as_chunks_mut::<VECTOR>().0);

@@ -132,10 +132,8 @@ fn experts(case: &Case, rule: &mut impl FnMut(bool, &str)) {
     let ([dp, tp, _], ep, etp) =
         (degrees(case), count(case, "parallelism.ep", 1), count(case, "parallelism.expert_tensor_parallel", 1));
     let cp = count(case, "parallelism.cp", 1);
-    rule(
-        !divides(ep, dp) && !(divides(cp, ep) && divides(ep / cp, dp)),
-        "ranks of ep are neither ranks of dp nor of cp",
-    );
+    let shared_out = divides(ep, dp) || divides(cp, ep) && divides(ep / cp, dp);
+    rule(!shared_out, "ranks of ep are neither ranks of dp nor of cp");
     rule(![1, tp].contains(&etp), "experts are cut over all of tp, or whole");
     let experts = count(case, "moe.num_experts", 0);
     if experts == 0 {

@@ -6,8 +6,8 @@ use super::{PRECISIONS, elements, values};
 use proptest::prelude::*;
 
 proptest! {
-    /// A sequence in passes of any number of tokens has the bits of the whole sequence, whatever window there is, and the
-    /// cache its rotated keys; cache memory beyond the tokens is never read.
+    /// A sequence in passes of any number of tokens has the bits of the whole sequence, whatever window there is, and
+    /// the cache its rotated keys; cache memory beyond the tokens is never read.
     #[test]
     fn passes_of_any_length_are_the_whole_sequence(
         (batch, used, size) in (1..3usize, 1..3usize, 1..4usize),

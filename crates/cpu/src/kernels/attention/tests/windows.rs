@@ -45,8 +45,8 @@ fn windows_follow_the_equations() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// A window of the whole sequence has the bits of none. Within documents a window has the bits that it has in each of
-    /// them alone; its queries have the same bits in any call.
+    /// A window of the whole sequence has the bits of none. Within documents a window has the bits that it has in each
+    /// of them alone; its queries have the same bits in any call.
     #[test]
     fn bits_do_not_depend_on_where_a_window_is_computed(
         lengths in prop::collection::vec(prop::sample::select(&[1_usize, 2, 33, 130, 300][..]), 1..4),
