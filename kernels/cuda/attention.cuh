@@ -18,9 +18,9 @@ DEVICE Head head_of(i64 heads, i64 group, i64 first_kv) {
 DEVICE int lesser(int a, int b) { return a < b ? a : b; }
 DEVICE int greater(int a, int b) { return a > b ? a : b; }
 
-// What a token of a sample sees, counted from the first key. `first` has the first token of each token's document, none if
-// the sample is one document; `before` tokens are before the first key. At most `window` keys up to its own are seen; a
-// window of all tokens hides none.
+// What a token of a sample sees, counted from the first key. `first` has the first token of each token's document, none
+// if the sample is one document; `before` tokens are before the first key. At most `window` keys up to its own are
+// seen; a window of all tokens hides none.
 struct Seen {
     const int* first;
     int window;

@@ -1,4 +1,6 @@
 //! Attention, bit by bit against the CPU's in f32, on a CPU with fused multiply-adds; norm-wise on another.
+//!
+//! More than 400 lines: forward and backward with each mask have one oracle and one table of shapes.
 
 use crate::launch::{At, AtMut, Given, Null};
 use crate::{assert_bits, launch, values};
@@ -194,7 +196,8 @@ pub fn attention_is_that_of_the_cpu() {
         #[rustfmt::skip]
         launch!(
             &format!("attention_backward_kv_{room}"), [batch * heads, keys], q, width, k, v, kv_row, &dout, &lse, &dots, &mut dk,
-            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys, from_first_key, seq, window, first_key, sequence
+            &mut dv, width, seq, heads, size, first, dim, scale, key0, key1, p, kept, s0, h0, hn, firsts(), rounded, keys,
+            from_first_key, seq, window, first_key, sequence
         );
         if rotated {
             let [pairs, kv_pairs] = [rows, kv_rows].map(|rows| [rows * heads, head_dim / 2]);

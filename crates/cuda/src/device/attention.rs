@@ -121,8 +121,8 @@ fn turned_rows<'a>(call: &Call<'a>) -> [TurnedRows<'a>; 2] {
 }
 
 impl CudaDevice {
-    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of sums,
-    /// and know documents only where there are keys of all tokens.
+    /// A call. It runs on tensor cores if their kernels take it: these round operands to bf16, promise no order of
+    /// sums, and know documents only where there are keys of all tokens.
     fn call<'a>(&self, shape: GroupedShape, masks: AttentionMasks<'a>, packed: Option<&'a Packed>) -> Call<'a> {
         let fast = self.precision == Precision::Bf16 && self.products == Products::OfTheLibrary;
         let drops = masks.dropout.is_some_and(|dropout| dropout.p > 0.0);

@@ -423,8 +423,8 @@ fn attention_within_documents_has_the_cpus_bits() {
     }
 }
 
-/// Queries that are some of the tokens, over the keys of all tokens or of some before them, rotated, within documents or not, with dropout; in both precisions,
-/// for tensor cores have no kernels that drop.
+/// Queries that are some of the tokens, over the keys of all tokens or of some before them, rotated, within documents
+/// or not, with dropout; in both precisions, for tensor cores have no kernels that drop.
 #[test]
 fn attention_of_some_of_the_tokens_has_the_cpus_bits() {
     if level() < Level::Avx2 {

@@ -1,5 +1,7 @@
 //! Two sides of `mesh_diff`, the CPU and the emulated CUDA device: no value differs, and a fault is named by the first
 //! operation that has it.
+//!
+//! More than 400 lines: every configuration that trains on the emulated device is one table of one comparison.
 
 use meshwork_core::{Axis, Mesh};
 use meshwork_cuda::device::Products;
