@@ -189,6 +189,13 @@ impl Case {
                 case.keys.insert(name, value);
             }
         }
+        // From numbers of its own, so that seeds keep what they drew before there was the key. 100: more tokens than
+        // there are.
+        let mut own = Rng::new(!seed);
+        if frame.pretrained.is_none() && rarely(&mut own, 3) {
+            let window = own.pick(&["0", "1", "3", "7", "100"]);
+            case.keys.insert("model.sliding_window".to_owned(), window.to_owned());
+        }
         case
     }
 
@@ -401,8 +408,7 @@ impl Frame {
                 0 => some(&rng.pick(&[9, 10, 14])),
                 _ => some(&(self.tp * rng.pick(&[8, 4, 5]).max(8 / self.tp))),
             },
-            // 100: more tokens than there are.
-            "model.sliding_window" => rarely(rng, 3).then(|| one_of(rng, &["0", "1", "3", "7", "100"])).flatten(),
+            "model.sliding_window" => None, // drawn behind the others
             "model.tie_embeddings" => match self.asynchronous() && !rarely(rng, 8) {
                 true => some(&false),
                 false => one_of(rng, &["true", "false"]),
