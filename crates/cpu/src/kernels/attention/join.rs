@@ -26,7 +26,7 @@ pub fn join<T: Float>(dims: Dims, [out, lse]: [&mut [T]; 2], [part, part_lse]: [
     assert_eq!(lse.len(), part_lse.len(), "elements of lse for {dims:?}");
     let row = (heads * head_dim).max(1);
     let old = &*lse;
-    pool::share(out.chunks_mut(row).zip(part.chunks(row)).enumerate(), |(at, (out, part))| {
+    pool::for_each(out.chunks_mut(row).zip(part.chunks(row)).enumerate(), |(at, (out, part))| {
         let (sample, i) = (at / seq, at % seq);
         for (head, (out, part)) in out.chunks_mut(head_dim).zip(part.chunks(head_dim)).enumerate() {
             let at = (sample * heads + head) * seq + i;
